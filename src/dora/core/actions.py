@@ -1,0 +1,144 @@
+"""The orders the orchestrator gives, as imperatives, in journey order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dora.core.records import GroupId, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Dataset: hand out the next `count` groups."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Sample store: open a group; it is generated at `version` and trained by step `deadline`."""
+
+    group: GroupId
+    index: int
+    version: int
+    deadline: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Engine: generate these requests on this version."""
+
+    engine: int
+    version: int
+    requests: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Engine: give these requests up; their group has failed."""
+
+    engine: int
+    requests: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Rewarder: score every sibling of a group."""
+
+    group: GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Sample store: the group ends untrained because it cannot teach anything."""
+
+    group: GroupId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Sample store: the group ends untrained because a sibling failed."""
+
+    group: GroupId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Sample store: the group belongs to the batch of `step`."""
+
+    group: GroupId
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Trainer: run step `step` on these groups, which turns version `step` into `step + 1`."""
+
+    step: int
+    groups: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Trainer: put the weights of `version` into the weight store."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Engine: free the slot of `version`."""
+
+    engine: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Engine: take `version` from the weight store into a free slot."""
+
+    engine: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Weight store: nobody needs `version` any more."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportStall:
+    """Log: step `step` waits for `group`, which has reached its deadline, since `since_s`."""
+
+    step: int
+    group: GroupId
+    requests: tuple[RequestId, ...]
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Everyone: the last step is trained and published."""
+
+
+Action = (
+    Fetch
+    | Admit
+    | Generate
+    | Abort
+    | Score
+    | Filter
+    | Fail
+    | Commit
+    | Train
+    | Publish
+    | Drop
+    | Load
+    | Retire
+    | ReportStall
+    | Stop
+)

@@ -1,0 +1,75 @@
+"""What must hold after every event. `check` recounts everything the rules keep counts of."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dora.core.state import State, bound_holds
+
+
+def check(state: State) -> list[str]:
+    """The broken invariants, as sentences; empty where all hold."""
+    return [*_bound(state), *_owners(state), *_versions(state), *_counts(state)]
+
+
+def _bound(state: State) -> list[str]:
+    broken = []
+    if not bound_holds(state.open, state.next_step, len(state.committed), state.limits):
+        broken.append(f"C3: no place left for some of {dict(state.open)} from step {state.next_step} on")
+    if len(state.committed) >= state.limits.batch_size:
+        broken.append(f"batch {state.next_step} is complete and still open")
+    return broken
+
+
+def _owners(state: State) -> list[str]:
+    """One owner per request; rows conserved on each engine."""
+    broken = []
+    owned: Counter[object] = Counter()
+    for engine in state.engines.values():
+        owned.update(engine.requests.keys())
+        if engine.free_rows < 0:
+            broken.append(f"engine {engine.id} has {-engine.free_rows} requests more than rows")
+        busy = Counter([*engine.requests.values(), *engine.aborting.values()])
+        if busy != +engine.running:
+            broken.append(f"engine {engine.id} counts {engine.running}, runs {busy}")
+        broken += [
+            f"request {r} of version {v} runs on engine {engine.id}, which holds {sorted(engine.held)}"
+            for r, v in engine.requests.items()
+            if v not in engine.held or state.requests[r].engine != engine.id or state.requests[r].version != v
+        ]
+    for version, waiting in state.waiting.items():
+        owned.update(waiting)
+        broken += [f"request {r} waits at a wrong version" for r in waiting if state.requests[r].version != version]
+    if owned.keys() != state.requests.keys() or any(n != 1 for n in owned.values()):
+        broken.append("a request has no owner, or two")
+    return broken
+
+
+def _versions(state: State) -> list[str]:
+    """No pinned version without a copy in the store; no engine over its slots."""
+    broken = []
+    for version, count in state.unfinished.items():
+        if count and version not in state.store:
+            broken.append(f"version {version} is pinned by {count} requests and not in the store")
+    for engine in state.engines.values():
+        if len(engine.held) + (engine.loading is not None) > engine.slots:
+            broken.append(f"engine {engine.id} uses more than its {engine.slots} slots: {engine.held}")
+    return broken
+
+
+def _counts(state: State) -> list[str]:
+    """Every admitted group is in exactly one place, and the counts say so."""
+    broken = []
+    ready = {g for _, _, g in state.ready}
+    batched = {g for batch in state.batches.values() for g in batch} | set(state.committed)
+    open_groups = [g for g in state.groups.values() if g.id not in batched]
+    if Counter(g.deadline for g in open_groups) != state.open:
+        broken.append(f"open groups are miscounted: {dict(state.open)}")
+    if Counter(r.version for r in state.requests.values()) != +state.unfinished:
+        broken.append(f"unfinished requests are miscounted: {dict(state.unfinished)}")
+    if {g.id for g in open_groups if g.scored} != ready:
+        broken.append("a scored group is neither ready nor committed")
+    ended = state.num_trained + state.num_filtered + state.num_failed
+    if state.num_admitted != len(state.groups) + ended:
+        broken.append(f"C2: {state.num_admitted} groups admitted, {len(state.groups)} + {ended} accounted for")
+    return broken

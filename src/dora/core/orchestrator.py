@@ -1,0 +1,63 @@
+"""The orchestrator: hears one fact, changes its state, and gives the orders that follow.
+
+The rules are called in journey order. Nothing here reads a clock, draws a number or does I/O,
+so a recorded run replayed through a fresh orchestrator gives the same orders.
+"""
+
+from __future__ import annotations
+
+from dora.core import admission, batching, hearing, placement, versions
+from dora.core.actions import Action, Publish
+from dora.core.events import Event
+from dora.core.records import Limits, ProtocolError
+from dora.core.state import State
+
+
+class Orchestrator:
+    """One mind for a whole run; `handle` is its only door."""
+
+    def __init__(self, limits: Limits, state: State | None = None) -> None:
+        self._state = state or State(limits)
+
+    def start(self, now: float) -> list[Action]:
+        """The first orders: publish the initial policy, fetch the first prompts."""
+        self._state.publishing = 0
+        return [Publish(0), *self._decide(now)]
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Orders that follow from `event`, heard at `now` (seconds on any steady clock).
+
+        Raises ProtocolError, with the state unchanged in substance, where the fact cannot be true.
+        """
+        if self._state.stopped:
+            raise ProtocolError(f"{event} was told after the run had stopped")
+        return [*hearing.hear(self._state, event), *self._decide(now)]
+
+    def next_wakeup(self) -> float | None:
+        """When to send `Woken`: the moment a waiting trainer's straggler is to be named."""
+        state = self._state
+        if state.stall_group is None or state.is_stall_reported:
+            return None
+        return state.stall_since_s + state.limits.stall_report_s
+
+    def snapshot(self) -> State:
+        """The state itself, for reading."""
+        return self._state
+
+    @property
+    def done(self) -> bool:
+        """The last step is trained and its version published."""
+        return self._state.stopped
+
+    def _decide(self, now: float) -> list[Action]:
+        state = self._state
+        return [
+            *batching.commit(state),
+            *batching.train(state),
+            *versions.load(state),
+            *admission.admit(state),
+            *placement.place(state),
+            *admission.fetch(state),
+            *versions.retire(state),
+            *batching.watch_stall(state, now),
+        ]

@@ -1,0 +1,68 @@
+"""The nouns, in journey order. Identities, lengths, versions and rewards; never a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ProtocolError(Exception):
+    """A station told the orchestrator a fact that cannot be true."""
+
+
+class GroupId(NamedTuple):
+    """The siblings sampled from one prompt: dataset row `row`, on its `epoch`-th visit."""
+
+    epoch: int
+    row: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}/{self.row}"
+
+
+class RequestId(NamedTuple):
+    """One sibling of a group."""
+
+    epoch: int
+    row: int
+    sibling: int
+
+    @property
+    def group(self) -> GroupId:
+        return GroupId(self.epoch, self.row)
+
+    def __str__(self) -> str:
+        return f"{self.epoch}/{self.row}/{self.sibling}"
+
+
+class Chunk(NamedTuple):
+    """A run of tokens sampled from one version's weights; digest of the bytes that were used."""
+
+    version: int
+    digest: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run promises and how large it is."""
+
+    num_steps: int  # T
+    batch_size: int  # P, groups per training step
+    group_size: int  # G, siblings per group
+    max_staleness: int  # S, in versions
+    filter_groups: bool = False  # drop (and name) groups whose rewards are all equal
+    stall_report_s: float = 5.0  # a trainer that waits longer gets its straggler named
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "batch_size", "group_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness = {self.max_staleness} must be at least 0")
+        if self.filter_groups and self.group_size == 1:
+            raise ValueError("filter_groups with group_size = 1 would filter every group")
+
+    def deadline(self, version: int) -> int:
+        """Last step that may train a group admitted at `version`: min(v + S, T - 1)."""
+        return min(version + self.max_staleness, self.num_steps - 1)

@@ -1,0 +1,42 @@
+"""Every error a user can meet.
+
+    DoraError
+    ├── InputError        what the user gave is wrong: exit code 2, before anything runs
+    │   ├── ConfigError   a key, a value or a combination of them
+    │   ├── DataError     a dataset file or one of its rows
+    │   ├── ModelError    a model folder or its tensors
+    │   └── RewardError   a reward function that cannot be loaded or called
+    └── RunError          a run that cannot go on: exit code 1
+
+Messages name the key, the value, the rule and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class DoraError(Exception):
+    """Base of all errors DORA raises on purpose."""
+
+
+class InputError(DoraError):
+    """What the user gave is wrong; nothing has been started."""
+
+
+class ConfigError(InputError):
+    """A configuration key, its value, or a combination that cannot work."""
+
+
+class DataError(InputError):
+    """A dataset that is missing, empty or malformed."""
+
+
+class ModelError(InputError):
+    """A model folder or checkpoint that cannot be used."""
+
+
+class RewardError(InputError):
+    """A reward function that cannot be loaded or does not answer as it must."""
+
+
+class RunError(DoraError):
+    """A run that cannot go on; what was written so far stays readable."""
