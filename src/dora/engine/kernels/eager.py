@@ -1,0 +1,64 @@
+"""The decode kernels in plain torch: the reference for `fused`, and its fallback.
+
+It reads the padded context of the longest row for every row, and so is two to five times slower.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
+from dora.engine.workspace import Batch, Workspace
+from dora.model.decoder import rotate
+
+
+class EagerKernels:
+    """See `Kernels`. Attention gathers the blocks of all rows, padded to the longest."""
+
+    name = "eager"
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._work = workspace
+
+    def add_norm(self, batch: Batch, offset: int) -> None:
+        work, num = self._work, len(batch)
+        work.x[:num] += work.delta[:num]
+        work.hidden[:num] = self._normed(work.x[:num], batch, offset)
+
+    def attend(self, batch: Batch, positions: NDArray[np.int64], layer: int) -> None:
+        work, config = self._work, self._work.config
+        dim, kv_heads = config.head_dim, config.num_key_value_heads
+        heads = work.qkv[: len(batch)].unflatten(-1, (-1, dim))
+        q, k, v = heads.split([config.num_attention_heads, kv_heads, kv_heads], dim=1)
+        at = torch.from_numpy(positions)
+        offsets, attn = work.layout.offsets, f"model.layers.{layer}.self_attn."
+        cos, sin = work.cos[at], work.sin[at]
+        q = rotate(self._normed(q, batch, offsets[attn + "q_norm.weight"]), cos, sin)
+        k = rotate(self._normed(k, batch, offsets[attn + "k_norm.weight"]), cos, sin)
+        tables = work.tables[torch.from_numpy(batch.rows), : num_blocks_for(int(positions.max()) + 1)]
+        last = tables.gather(1, (at // BLOCK_SIZE)[:, None])[:, 0]
+        work.kv[last, layer, 0, at % BLOCK_SIZE] = k
+        work.kv[last, layer, 1, at % BLOCK_SIZE] = v
+        keys, values = (work.kv[tables, layer, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))
+        mask = torch.arange(keys.shape[2]) <= at[:, None]  # [N, T]
+        # The query heads that share a kv head are packed into the query length: [N, kv heads, G, D].
+        out = F.scaled_dot_product_attention(
+            q.unflatten(1, (kv_heads, -1)), keys, values, attn_mask=mask[:, None, None]
+        )
+        work.attended[: len(batch)] = out.flatten(1)
+
+    def swiglu(self, batch: Batch) -> None:
+        gate, up = self._work.gate_up[: len(batch)].chunk(2, dim=-1)
+        self._work.gated[: len(batch)] = F.silu(gate) * up
+
+    def _normed(self, x: Tensor, batch: Batch, offset: int) -> Tensor:
+        """RMS norm over the last dimension of x [N, ..., D] with the weights of each row's slot."""
+        width = x.shape[-1]
+        scales = self._work.weights[torch.from_numpy(batch.slots), offset : offset + width]
+        if x.dim() == 3:
+            scales = scales[:, None]
+        return F.rms_norm(x, (width,), None, self._work.config.rms_norm_eps) * scales

@@ -1,0 +1,99 @@
+"""What every decode row carries from step to step, as arrays over rows.
+
+A step touches all active rows at once; Python looks at a single row only when its answer
+begins or ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora.core.records import Chunk
+from dora.engine.sequence import Completion, Sequence
+
+MAX_STOP_IDS = 8
+
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+
+
+class Rows:
+    """Tokens, log-probs and limits of up to `max_rows` sequences of up to `max_context` tokens.
+
+    `active` are the rows that decode, in order; the fields named active_* follow that order.
+    """
+
+    def __init__(self, max_rows: int, max_context: int) -> None:
+        self._tokens = np.zeros((max_rows, max_context), np.int64)  # prompt and answer
+        self._logprobs = np.zeros((max_rows, max_context), np.float32)
+        self._stamps = np.zeros((max_rows, max_context), np.int64)  # which load of weights drew the token
+        self._lengths = np.zeros(max_rows, np.int64)
+        self._max_lengths = np.zeros(max_rows, np.int64)
+        self._seeds = np.zeros(max_rows, np.uint64)
+        self._temperatures = np.zeros(max_rows, np.float32)
+        self._stop_ids = np.full((max_rows, MAX_STOP_IDS), -1, np.int64)
+        self.arrange([])
+
+    def seat(self, sequence: Sequence) -> None:
+        """Begin an answer: the row holds the prompt."""
+        request, row = sequence.request, sequence.row
+        sampling = request.sampling
+        self._tokens[row, : len(request.prompt_ids)] = request.prompt_ids
+        self._lengths[row] = len(request.prompt_ids)
+        self._max_lengths[row] = request.max_length
+        self._seeds[row] = request.seed % 2**64
+        self._temperatures[row] = sampling.temperature
+        self._stop_ids[row] = -1
+        self._stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
+
+    def arrange(self, rows: Items[int]) -> None:
+        """Name the rows that decode from now on, in order."""
+        self.active = np.array(rows, np.int64)
+        self.active_seeds = self._seeds[self.active]
+        self.active_temperatures = self._temperatures[self.active]
+        self._active_max_lengths = self._max_lengths[self.active]
+        self._active_stop_ids = self._stop_ids[self.active]
+
+    def inputs(self) -> tuple[Int64s, Int64s]:
+        """The last token of every active row and its position."""
+        positions = self._lengths[self.active] - 1
+        return self._tokens[self.active, positions], positions
+
+    def append(self, tokens: Int64s, logprobs: Float32s, stamps: Int64s) -> Int64s:
+        """Add one token to every active row; returns which of them (by order) have finished."""
+        rows, lengths = self.active, self._lengths[self.active]
+        self._tokens[rows, lengths] = tokens
+        self._logprobs[rows, lengths] = logprobs
+        self._stamps[rows, lengths] = stamps
+        self._lengths[rows] = lengths + 1
+        stopped = (self._active_stop_ids == tokens[:, None]).any(1)
+        finished: Int64s = np.flatnonzero(stopped | (lengths + 1 >= self._active_max_lengths))
+        return finished
+
+    def num_tokens(self, sequence: Sequence) -> int:
+        """Tokens of the answer so far."""
+        return int(self._lengths[sequence.row]) - len(sequence.request.prompt_ids)
+
+    def completion(self, sequence: Sequence, loads: Items[tuple[int, str]]) -> Completion:
+        """The finished answer of a row; `loads` are version and digest by stamp."""
+        request, row = sequence.request, sequence.row
+        answer = slice(len(request.prompt_ids), int(self._lengths[row]))
+        token_ids = self._tokens[row, answer].tolist()
+        return Completion(
+            id=request.id,
+            version=request.version,
+            token_ids=token_ids,
+            logprobs=self._logprobs[row, answer].tolist(),
+            chunks=_chunks(self._stamps[row, answer], loads),
+            finish_reason="stop" if token_ids[-1] in request.sampling.stop_ids else "length",
+        )
+
+
+def _chunks(stamps: Int64s, loads: Items[tuple[int, str]]) -> tuple[Chunk, ...]:
+    """Merge what every step stamped into runs of one load of weights."""
+    runs = [(stamp, sum(1 for _ in run)) for stamp, run in groupby(stamps.tolist())]
+    return tuple(Chunk(loads[stamp][0], loads[stamp][1], num_tokens) for stamp, num_tokens in runs)

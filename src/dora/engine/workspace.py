@@ -1,0 +1,72 @@
+"""All memory of an engine, allocated once: version slots, KV pool and step buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
+from dora.model.config import ModelConfig
+from dora.model.decoder import rope_tables
+from dora.model.weights import Layout
+
+_ALIGNMENT = 16  # elements: a cache line of fp32
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a decode step, in order: int64 [N] each. Rows of one slot are neighbours."""
+
+    rows: NDArray[np.int64]
+    slots: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def segments(self) -> list[tuple[int, int, int]]:
+        """(slot, start, stop) of every run of rows that use the same weights."""
+        starts = np.flatnonzero(np.diff(self.slots, prepend=-1)).tolist()
+        stops = [*starts[1:], len(self)]
+        return [(int(self.slots[start]), start, stop) for start, stop in zip(starts, stops, strict=False)]
+
+
+class Workspace:
+    """Tensors that runner and kernels share.
+
+    weights      [version slots, >= numel]   one flat buffer per slot
+    kv           [block, layer, 2, token, kv head, dim]: a block is one contiguous chunk
+    tables       [max_rows, blocks of the longest context], block numbers int64
+    cos, sin     [max_context, dim]
+    x, delta     [max_rows, hidden]   the residual stream and what is to be added to it
+    hidden       [max_rows, hidden]   x after a norm
+    qkv          [max_rows, (heads + 2 kv heads) * dim],  attended [max_rows, heads * dim]
+    gate_up      [max_rows, 2 * intermediate],  gated [max_rows, intermediate]
+    logits       [max_rows, vocab]
+    """
+
+    def __init__(
+        self, config: ModelConfig, max_rows: int, max_context: int, version_slots: int, num_blocks: int
+    ) -> None:
+        self.config = config
+        self.layout = Layout(config)
+        stride = -(-self.layout.numel // _ALIGNMENT) * _ALIGNMENT
+        self.weights = torch.zeros(version_slots, stride)
+        layers, kv_heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        self.kv = torch.zeros(num_blocks, layers, 2, BLOCK_SIZE, kv_heads, dim)
+        self.tables = torch.zeros(max_rows, num_blocks_for(max_context), dtype=torch.int64)
+        self.cos, self.sin = rope_tables(config, max_context)
+        num_heads = config.num_attention_heads
+        self.x, self.delta, self.hidden = (torch.zeros(max_rows, config.hidden_size) for _ in range(3))
+        self.qkv = torch.zeros(max_rows, (num_heads + 2 * kv_heads) * dim)
+        self.attended = torch.zeros(max_rows, num_heads * dim)
+        self.gate_up = torch.zeros(max_rows, 2 * config.intermediate_size)
+        self.gated = torch.zeros(max_rows, config.intermediate_size)
+        self.logits = torch.zeros(max_rows, config.vocab_size)
+
+    def slot(self, index: int) -> Tensor:
+        """The flat weight buffer [numel] of a slot."""
+        return self.weights[index, : self.layout.numel]
