@@ -1,0 +1,86 @@
+"""Text to token ids and back, from the tokenizer.json of a model folder.
+
+Reads with the `tokenizers` library alone: importing transformers takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from dora.errors import DataError, ModelError
+
+
+class Tokenizer:
+    """A model's tokenizer. `stop_ids` end a response; `eos_id` is the first of them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read a model folder. Raises ModelError where it has no tokenizer.json or names no end token."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self.stop_ids = _stop_ids(folder, self._tokenizer)
+        self.eos_id = self.stop_ids[0]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text. Raises DataError for a character the vocabulary lacks."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text).ids
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"cannot tokenize {text[:80]!r}: {error}; use characters of the vocabulary"
+            ) from error
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+def _stop_ids(folder: Path, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The end-of-sequence ids, from the first file of the folder that names any."""
+    for name in ("generation_config.json", "config.json"):
+        ids = _read(folder / name).get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    token = _read(folder / "tokenizer_config.json").get("eos_token")
+    text = token["content"] if isinstance(token, dict) else token
+    stop = tokenizer.token_to_id(text) if text else None
+    if stop is None:
+        raise ModelError(f"{folder} names no eos token; add eos_token_id to its generation_config.json")
+    return (stop,)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def save_character_tokenizer(folder: Path, alphabet: str, eos: str = "<eos>") -> None:
+    """Write a tokenizer with one id per character of `alphabet` and a last one for `eos`.
+
+    There is no separate padding id: every id the model can sample has a meaning. The folder also
+    loads with transformers' AutoTokenizer.
+    """
+    vocabulary = {token: index for index, token in enumerate([*alphabet, eos])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([eos])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": eos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": len(alphabet)}, indent=2) + "\n"
+    )

@@ -1,0 +1,123 @@
+"""Datasets refuse what cannot be trained on, and hand out every row once per epoch,
+in an order that depends on nothing but rows, epoch and seed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora.data.dataset import Cursor, Dataset, epoch_order
+from dora.errors import DataError
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_rows_of_a_jsonl_file_come_back_whole(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1", "answer": 2}, {"prompt": "2+2", "answer": 4}]
+    path = write(tmp_path / "sums.jsonl", "\n".join(json.dumps(row) for row in rows))
+    dataset = Dataset.from_file(path)
+    assert [dataset.row(i) for i in range(len(dataset))] == rows
+    assert dataset.prompt(1) == "2+2"
+    assert dataset.fields(1) == {"answer": 4}
+
+
+def test_the_prompt_may_have_another_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", '{"question": "why?"}\n')
+    assert Dataset.from_file(path, "question").prompt(0) == "why?"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "has no rows"),
+        ('{"prompt": "a"}\n{"prompt": \n', "line 2: is not JSON"),
+        ('{"prompt": "a"}\n\n{"prompt": "b"}\n', "line 2: is empty"),
+        ('{"prompt": "a"}\n["b"]\n', "row 1: is a list"),
+        ('{"text": "a"}\n', "has no column 'prompt'; it has text; name the column with data.prompt_key"),
+        ('{"prompt": 7}\n', "prompt = 7 is a int, must be a string"),
+        ('{"prompt": "a", "completion": "b"}\n', "the column 'completion' hides"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_reason(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(DataError) as refusal:
+        Dataset.from_file(write(tmp_path / "bad.jsonl", text))
+    assert complaint in str(refusal.value)
+    assert "bad.jsonl" in str(refusal.value)
+
+
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    with pytest.raises(DataError, match="is not UTF-8"):
+        Dataset.from_file(path)
+
+
+def test_a_missing_or_unknown_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        Dataset.from_file(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"must be one of \.jsonl, \.parquet"):
+        Dataset.from_file(write(tmp_path / "rows.csv", "prompt\n"))
+
+
+def test_parquet_is_read_or_says_what_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    if importlib.util.find_spec("pyarrow") is None:
+        with pytest.raises(DataError, match=r"dora-rl\[data\]"):
+            Dataset.from_file(write(path, ""))
+        return
+    from pyarrow import Table, parquet
+
+    parquet.write_table(Table.from_pylist([{"prompt": "a", "n": 1}]), path)
+    assert Dataset.from_file(path).row(0) == {"prompt": "a", "n": 1}
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        Dataset.from_file(write(tmp_path / "broken.parquet", "nonsense"))
+
+
+def test_a_prompt_longer_than_the_limit_is_named() -> None:
+    dataset = Dataset([{"prompt": "ab"}, {"prompt": "abcd"}], origin="sums")
+    dataset.check_prompt_lengths(len, max_prompt_length=4)
+    with pytest.raises(DataError, match=r"sums, row 1: the prompt has 4 tokens.*max_prompt_length = 3"):
+        dataset.check_prompt_lengths(len, max_prompt_length=3)
+
+
+def test_an_empty_prompt_is_named() -> None:
+    with pytest.raises(DataError, match="row 0: the prompt has 0 tokens"):
+        Dataset([{"prompt": ""}]).check_prompt_lengths(len, max_prompt_length=3)
+
+
+@given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 2**31), st.booleans())
+def test_every_epoch_hands_out_every_row_once(num_rows: int, epoch: int, seed: int, shuffle: bool) -> None:
+    cursor = Cursor(num_rows, seed, shuffle)
+    groups = [cursor.group_at(i) for i in range(epoch * num_rows, (epoch + 1) * num_rows)]
+    assert {e for e, _ in groups} == {epoch}
+    assert sorted(row for _, row in groups) == list(range(num_rows))
+
+
+@given(st.integers(1, 20), st.integers(0, 50))
+def test_a_cursor_goes_on_from_its_index(num_rows: int, num_taken: int) -> None:
+    first = Cursor(num_rows, seed=3)
+    groups = [first.take() for _ in range(num_taken)]
+    assert len(set(groups)) == num_taken
+    assert Cursor(num_rows, seed=3, index=first.index).take() == first.take()
+
+
+def test_the_order_never_changes_between_machines() -> None:
+    assert epoch_order(6, 0, 1) != epoch_order(6, 1, 1)
+    assert epoch_order(6, 0, 0) == (0, 3, 4, 1, 5, 2)
+
+
+def test_without_shuffling_rows_come_in_file_order() -> None:
+    assert [Cursor(3, seed=0, shuffle=False).group_at(i) for i in range(4)] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+    ]

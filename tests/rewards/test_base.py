@@ -1,0 +1,104 @@
+"""A reward function may do anything; the run hears a number or a named reason."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dora.errors import RewardError
+from dora.rewards.base import load_reward, score
+
+
+def test_a_function_is_loaded_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_reward.py").write_text("WORTH = 2.5\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from neighbour_of_reward import WORTH\ndef reward(prompt, completion, **row):\n    return WORTH\n"
+    )
+    assert score(load_reward(f"{file}:reward"), "p", "c", {}).reward == 2.5
+
+
+def test_a_function_is_loaded_from_a_module() -> None:
+    assert load_reward("math:hypot")(3, 4) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("reward", "must read file.py:function or module:function"),
+        ("nowhere.py:reward", "does not exist"),
+        ("no_such_module_here:reward", "ModuleNotFoundError"),
+        ("math:no_such_function", "has no function 'no_such_function'"),
+        ("math:pi", "has no function 'pi'"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_explained(name: str, complaint: str) -> None:
+    with pytest.raises(RewardError) as refusal:
+        load_reward(name)
+    assert complaint in str(refusal.value)
+
+
+def test_a_file_that_does_not_import_shows_its_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("import math\nraise OSError('no model server')\n")
+    with pytest.raises(RewardError, match=r"(?s)raised OSError: no model server.*line 2"):
+        load_reward(f"{file}:reward")
+
+
+def test_prompt_completion_and_row_reach_the_function() -> None:
+    def reward(prompt: str, completion: str, **row: Any) -> float:
+        return float(prompt == "p" and completion == "c" and row == {"answer": 4})
+
+    assert score(reward, "p", "c", {"answer": 4}).reward == 1.0
+
+
+def test_an_async_function_is_awaited() -> None:
+    async def reward(prompt: str, completion: str, **row: Any) -> float:
+        await asyncio.get_running_loop().run_in_executor(None, str)
+        return 0.25
+
+    assert score(reward, "p", "c", {}).reward == 0.25
+
+
+@pytest.mark.parametrize(("value", "reward"), [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (-2.0, -2.0)])
+def test_every_finite_real_number_is_a_reward(value: object, reward: float) -> None:
+    outcome = score(lambda prompt, completion: value, "p", "c", {})
+    assert (outcome.reward, outcome.reason) == (reward, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (float("nan"), "reward returned nan"),
+        (float("-inf"), "reward returned -inf"),
+        ("1.0", "reward returned str"),
+        (None, "reward returned NoneType"),
+        ([1.0], "reward returned list"),
+    ],
+)
+def test_anything_else_fails_by_name(value: object, reason: str) -> None:
+    outcome = score(lambda prompt, completion: value, "p", "c", {})
+    assert outcome.reward is None
+    assert outcome.reason == reason
+    assert "must return a finite float" in outcome.detail
+
+
+@pytest.mark.parametrize("error", [ValueError("no digits"), SystemExit(3)])
+def test_a_function_that_raises_fails_with_its_traceback(error: BaseException) -> None:
+    def reward(prompt: str, completion: str) -> float:
+        raise error
+
+    outcome = score(reward, "p", "c", {})
+    assert outcome.reason == f"reward raised {type(error).__name__}"
+    assert "in reward" in outcome.detail
+
+
+def test_a_column_the_function_does_not_take_fails_by_name() -> None:
+    def reward(prompt: str, completion: str) -> float:
+        return 1.0
+
+    assert score(reward, "p", "c", {"answer": 4}).reason == "reward raised TypeError"
