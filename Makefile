@@ -1,0 +1,43 @@
+# make demo   install and run the demo
+# make test   install and run every check
+# PYTHON=python3.12 names the interpreter, TORCH_INDEX=URL the index torch is taken from,
+# CONSTRAINTS=FILE other pins than those for a CPU, VENV=DIR where the environment lies.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+CONSTRAINTS ?= constraints-cpu.txt
+RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
+# More than one thread per process makes small models slower, not faster.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	$(BIN)/dora train examples/gcd.toml --out $(RUN)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/dora simulate swarm --seeds 200
+	$(BIN)/pytest
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "DORA needs Python 3.11 or newer, and PYTHON=$(PYTHON) is not; try: make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(PIP_INSTALL) --index-url $(TORCH_INDEX) torch)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,61 @@
+"""How this model was made: imitation of a teacher who slips. About 260 CPU-seconds.
+
+python examples/gcd-start/make.py FOLDER
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from dora.data import gcd
+from dora.data.tokenizer import Tokenizer, save_character_tokenizer
+from dora.model.config import ModelConfig
+from dora.model.folder import save_folder
+from dora.model.weights import initial_weights
+from dora.trainer.sft import Example, imitate
+
+NUM_STEPS = 1600
+EXAMPLES_PER_STEP = 32
+SLIP = 0.11  # share of wrong steps: leaves RL something to learn
+CONFIG = ModelConfig(
+    vocab_size=len(gcd.ALPHABET) + 1,
+    hidden_size=128,
+    intermediate_size=352,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+)
+
+
+def demonstrations(tokenizer: Tokenizer, source: random.Random) -> Iterator[list[Example]]:
+    """Endless batches of the teacher's answers to training prompts."""
+    rows = gcd.training_rows()
+    while True:
+        batch: list[Example] = []
+        for row in source.sample(rows, EXAMPLES_PER_STEP):
+            answer = gcd.slipping_chain(row["a"], row["b"], SLIP, source)
+            batch.append((tokenizer.encode(row["prompt"]), [*tokenizer.encode(answer), tokenizer.eos_id]))
+        yield batch
+
+
+def main(folder: Path) -> None:
+    """Train from scratch and write a Hugging Face folder."""
+    torch.set_num_threads(1)
+    save_character_tokenizer(folder, gcd.ALPHABET)
+    flat = initial_weights(CONFIG, seed=0)
+    batches = demonstrations(Tokenizer(folder), random.Random(0))
+    for step, loss in enumerate(imitate(CONFIG, flat, batches, NUM_STEPS)):
+        if step % 100 == 0:
+            print(f"step {step:5} of {NUM_STEPS}   loss {loss:.3f}")
+    save_folder(folder, CONFIG, flat)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,152 @@
+"""The command line: every command is a thin call into the part that does the work.
+
+Exit codes: 0 ok, 1 a failed run or a failed check, 2 bad input. What is heavy to import is
+imported inside its command, so that help answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dora.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from dora.config import Config
+
+app = typer.Typer(
+    help="Asynchronous reinforcement learning of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+simulate = typer.Typer(help="Run the production orchestrator in virtual time.", no_args_is_help=True)
+app.add_typer(simulate, name="simulate")
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file that describes the run.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable."),
+]
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    out: Annotated[Path, typer.Option(help="Folder the run writes to; it must not hold a run yet.")],
+    steps: Annotated[int | None, typer.Option(help="Training steps; short for --set run.steps=N.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed; short for --set run.seed=N.")] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+) -> None:
+    """Train a policy."""
+    from dora import settings
+
+    short = {"run.steps": steps, "run.seed": seed}
+    changes = [*(overrides or []), *(f"{key}={value}" for key, value in short.items() if value is not None)]
+    resolved = settings.read(config, changes)
+    if dry_run:
+        from dora.runtime.dry_run import check
+
+        typer.echo(check(resolved, out))
+    else:
+        raise typer.Exit(_train(resolved, out))
+
+
+def _train(config: Config, out: Path) -> int:
+    """Run, audit what the run left behind, and print the table. 130 after Ctrl-C, as shells have it."""
+    from rich.console import Console
+
+    from dora.observe import audit, summary
+    from dora.runtime import run
+
+    console = Console()
+    try:
+        stopped = run.train(config, out, console)["stopped"]
+    finally:
+        if (out / "journal.jsonl").is_file():
+            verdict = audit.check(out)
+            summary.add_verdicts(out, verdict)
+    console.print(summary.table(out))
+    kept = verdict.c1 and verdict.c2 and verdict.c3
+    return 130 if stopped else 0 if kept else 1
+
+
+@app.command("config")
+def show_config(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file to resolve.")] = None,
+    overrides: Overrides = None,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="Print every key with meaning, unit and default.")
+    ] = False,
+) -> None:
+    """Print a configuration with all defaults filled in, or every key there is."""
+    from dora.config import defaults_toml
+
+    if defaults == (config is not None):
+        raise typer.BadParameter("give either a CONFIG file or --defaults")
+    if config is None:
+        typer.echo(defaults_toml(), nl=False)
+        return
+    from dora import settings
+
+    typer.echo(settings.read(config, overrides or []).to_toml(), nl=False)
+
+
+@app.command()
+def audit(run: RunFolder) -> None:
+    """Check the three guarantees from a run's files alone; exit 1 on a violation."""
+    from dora.observe import audit
+
+    raise typer.Exit(audit.main(run))
+
+
+@app.command()
+def replay(run: RunFolder) -> None:
+    """Feed a run's recorded facts to a fresh orchestrator and compare its orders; exit 1 on a difference."""
+    from dora.observe import replay
+
+    raise typer.Exit(replay.main(run))
+
+
+@simulate.command()
+def swarm(
+    seeds: Annotated[int, typer.Option(min=1, help="How many random worlds.")] = 200,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as one last line of JSON.")
+    ] = False,
+) -> None:
+    """Run many random worlds with faults and check every invariant after every event."""
+    from dora.sim import swarm
+
+    raise typer.Exit(swarm.main(seeds, as_json))
+
+
+@simulate.callback()
+def _simulate() -> None:
+    """Keep `swarm` a command of its own: typer would fold a single command into its parent."""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from dora import __version__
+
+    typer.echo(__version__)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script `dora`. Always ends by SystemExit."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="dora")
+    except InputError as error:
+        print(f"dora: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RunError as error:
+        print(f"dora: {error}", file=sys.stderr)
+        sys.exit(1)

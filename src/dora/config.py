@@ -1,0 +1,325 @@
+"""Every setting of a run: its name, meaning, unit, default and the rules it must keep.
+
+A run is described by one TOML file, one table per section below, and by overrides
+`section.key=value`. Unknown keys are refused; paths are relative to the file. Derived
+values are properties of `Config`, each with its formula. `dora.settings` reads the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
+
+from dora.errors import ConfigError
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(us|ms|s)$")]
+
+DEFAULT_STALENESS = {"dora": 2, "sync": 0}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+class Section(BaseModel):
+    """What all sections share: frozen, no unknown keys, no silent conversion, no nan."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    """How long, and from which seed."""
+
+    steps: Count = Field(description="training steps (count)")
+    seed: int = Field(default=0, ge=0, description="seed of data order and sampling (integer)")
+
+
+class Model(Section):
+    """The policy to train."""
+
+    path: str = Field(
+        description="folder in the Hugging Face format: config.json, *.safetensors, tokenizer.json"
+    )
+
+
+class Data(Section):
+    """The prompts."""
+
+    source: str = Field(description='.jsonl or .parquet file of prompts, or the built-in "gcd"')
+    prompt_key: str = Field(default="prompt", min_length=1, description="column that holds the prompt (text)")
+    max_prompt_length: Count = Field(default=256, description="longest prompt allowed (tokens)")
+    shuffle: bool = Field(
+        default=True, description="a new order every epoch, the same for the same seed (true or false)"
+    )
+
+
+class Sampling(Section):
+    """How answers are drawn."""
+
+    group_size: Count = Field(default=8, description="siblings sampled from one prompt (count)")
+    temperature: float = Field(default=1.0, gt=0, description="divides the logits before sampling (no unit)")
+    max_response_length: Count = Field(description="longest answer; generation stops there (tokens)")
+
+
+class Engine(Section):
+    """The rollout engines."""
+
+    num_engines: Count = Field(default=2, description="rollout processes (count)")
+    max_rows: Count = Field(default=32, description="requests one engine decodes at once (count)")
+    version_slots: Count | None = Field(
+        default=None, description="versions one engine can hold (count); unset: max_staleness + 1"
+    )
+    kernels: Literal["auto", "numba", "eager"] = Field(
+        default="auto",
+        description="how engines compute; numba: compiled, eager: plain torch, auto: compiled where possible",
+    )
+    pace: Duration = Field(
+        default="0ms", description="pad each decode step to this time, like an accelerator's (duration)"
+    )
+
+    @property
+    def pace_s(self) -> float:
+        """`pace` in seconds."""
+        number, unit = re.findall(r"[\d.]+|[a-z]+", self.pace)
+        return float(number) * _SECONDS[unit]
+
+
+class Reward(Section):
+    """How answers are judged."""
+
+    function: str = Field(description='"file.py:function", or "package.module:function"')
+    timeout_s: float = Field(default=10.0, gt=0, description="longest a single call may take (s)")
+    max_failed_share: Share = Field(
+        default=0.2, description="share of failed groups past which the run stops (0 to 1)"
+    )
+
+
+class Algorithm(Section):
+    """The objective."""
+
+    adv_estimator: Literal["grpo"] = Field(
+        default="grpo", description="grpo: (reward - mean of its group) / deviation"
+    )
+    filter_groups: bool = Field(
+        default=False, description="leave out groups whose rewards are all equal (true or false)"
+    )
+    clip_ratio_low: float = Field(
+        default=0.2, ge=0, lt=1, description="probability ratio is clipped at 1 - this (no unit)"
+    )
+    clip_ratio_high: float = Field(
+        default=0.2, ge=0, description="probability ratio is clipped at 1 + this (no unit)"
+    )
+    kl_loss_coef: float = Field(
+        default=0.0, ge=0, description="weight of the KL to the initial policy (no unit)"
+    )
+    loss_agg_mode: LossAggMode = Field(
+        default="token-mean", description="how token losses become one number, in verl's words"
+    )
+
+
+class Trainer(Section):
+    """The optimizer and its batch."""
+
+    batch_size: Count = Field(description="groups per training step (count)")
+    lr: float = Field(gt=0, description="peak learning rate of AdamW (per step)")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up (count)")
+    lr_decay: Literal["linear", "constant"] = Field(
+        default="linear", description="learning rate after warm-up: linear reaches 0 at the end"
+    )
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="AdamW's decoupled weight decay (per step and lr)"
+    )
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, description="gradients are scaled down to this norm (no unit)"
+    )
+    micro_batch_tokens: Count = Field(
+        default=4096, description="tokens of one forward and backward, padding included (tokens)"
+    )
+
+
+class Orchestrator(Section):
+    """Who may run ahead, and how far."""
+
+    update_policy: Literal["dora", "sync"] = Field(
+        default="dora", description="dora: several versions generate at once; sync: generate, then train"
+    )
+    max_staleness: int = Field(
+        default=DEFAULT_STALENESS["dora"],
+        ge=0,
+        description="oldest sample trained (versions); sync: 0, its only value",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def default_by_policy(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """Give `max_staleness` the default of the chosen policy."""
+        if not isinstance(raw, dict):
+            return raw
+        default = DEFAULT_STALENESS.get(str(raw.get("update_policy", "dora")))
+        return raw if default is None else {"max_staleness": default, **raw}
+
+
+class Eval(Section):
+    """Held-out prompts, answered before and after training."""
+
+    num_prompts: int = Field(default=256, ge=0, description="prompts (count); 0: no evaluation")
+    source: str | None = Field(
+        default=None,
+        description='.jsonl or .parquet file, or "gcd"; unset: the held-out part of data.source',
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the choice of prompts and of sampling (integer)")
+
+
+class Journal(Section):
+    """The record of the run."""
+
+    fsync: bool = Field(
+        default=False, description="survive power loss, not only dead processes; slower (true or false)"
+    )
+
+
+class Runtime(Section):
+    """The processes."""
+
+    kind: Literal["local"] = Field(
+        default="local", description="where the stations run; local: processes of this machine"
+    )
+    heartbeat_timeout_s: float = Field(
+        default=5.0, gt=0, description="an engine silent for longer is lost (s)"
+    )
+    start_timeout_s: float = Field(
+        default=120.0, gt=0, description="a process that is not ready by then fails the run (s)"
+    )
+
+
+class Config(Section):
+    """A run, completely: sections in the order of a prompt's journey."""
+
+    run: Run
+    model: Model
+    data: Data
+    sampling: Sampling
+    engine: Engine = Engine()
+    reward: Reward
+    algorithm: Algorithm = Algorithm()
+    trainer: Trainer
+    orchestrator: Orchestrator = Orchestrator()
+    eval: Eval = Eval()
+    journal: Journal = Journal()
+    runtime: Runtime = Runtime()
+
+    @property
+    def samples_per_step(self) -> int:
+        """batch_size * group_size."""
+        return self.trainer.batch_size * self.sampling.group_size
+
+    @property
+    def window(self) -> int:
+        """Most groups that may be admitted and not yet trained: (max_staleness + 1) * batch_size."""
+        return (self.orchestrator.max_staleness + 1) * self.trainer.batch_size
+
+    @property
+    def total_rows(self) -> int:
+        """Requests that decode at once: num_engines * max_rows."""
+        return self.engine.num_engines * self.engine.max_rows
+
+    @property
+    def version_slots(self) -> int:
+        """Versions one engine can hold: engine.version_slots, else max_staleness + 1."""
+        return self.engine.version_slots or self.orchestrator.max_staleness + 1
+
+    @property
+    def context(self) -> int:
+        """Longest sequence in tokens: max_prompt_length + max_response_length."""
+        return self.data.max_prompt_length + self.sampling.max_response_length
+
+    @model_validator(mode="after")
+    def check_identities(self) -> Config:
+        """Hold the rules that need several keys. Raises ConfigError with the equation."""
+        if self.sampling.group_size < 2:
+            raise ConfigError(
+                "sampling.group_size = 1: with adv_estimator = grpo an advantage is reward - mean(rewards of "
+                "the group) = 0 in a group of one, so nothing would be learnt; use group_size >= 2"
+            )
+        staleness, slots = self.orchestrator.max_staleness, self.engine.version_slots
+        if self.orchestrator.update_policy == "sync" and staleness > 0:
+            raise ConfigError(
+                f"orchestrator.max_staleness = {staleness}: update_policy = sync trains only on-policy "
+                "samples, max_staleness = 0; remove max_staleness or use update_policy = dora"
+            )
+        if slots is not None and slots > staleness + 1:
+            raise ConfigError(
+                f"engine.version_slots = {slots}: at most max_staleness + 1 = {staleness} + 1 versions are "
+                "alive at once, more slots have no effect; lower version_slots or remove it"
+            )
+        if self.trainer.micro_batch_tokens < self.context:
+            raise ConfigError(
+                f"trainer.micro_batch_tokens = {self.trainer.micro_batch_tokens}: one sample can have "
+                f"max_prompt_length + max_response_length = {self.data.max_prompt_length} + "
+                f"{self.sampling.max_response_length} = {self.context} tokens and must fit; raise "
+                "micro_batch_tokens or lower one of the lengths"
+            )
+        return self
+
+    def check_context(self, max_position_embeddings: int) -> None:
+        """Raises ConfigError if the model has fewer positions than the longest sequence."""
+        if self.context > max_position_embeddings:
+            raise ConfigError(
+                f"data.max_prompt_length + sampling.max_response_length = {self.data.max_prompt_length} + "
+                f"{self.sampling.max_response_length} = {self.context} tokens, but the model has "
+                f"max_position_embeddings = {max_position_embeddings}; lower one of the lengths"
+            )
+
+    def to_toml(self) -> str:
+        """The complete configuration as TOML; unset keys are left out."""
+        tables = []
+        for section, values in self.model_dump(exclude_none=True).items():
+            tables.append("\n".join([f"[{section}]", *(_assignment(k, v) for k, v in values.items())]))
+        return "\n\n".join(tables) + "\n"
+
+    def digest(self) -> str:
+        """Digest (32 hex digits) of `to_toml()`: equal for equal runs."""
+        return hashlib.blake2b(self.to_toml().encode(), digest_size=16).hexdigest()
+
+
+def _assignment(key: str, value: str | bool | int | float) -> str:
+    """One line of TOML; JSON writes these four types as TOML does."""
+    return f"{key} = {json.dumps(value, ensure_ascii=False)}"
+
+
+def sections() -> Iterator[tuple[str, type[Section]]]:
+    """Name and class of every section, in order."""
+    for name, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type)
+        yield name, field.annotation
+
+
+def keys() -> Iterator[tuple[str, str, FieldInfo]]:
+    """(section, key, field) of every setting, in order."""
+    for section, kind in sections():
+        for key, field in kind.model_fields.items():
+            yield section, key, field
+
+
+def defaults_toml() -> str:
+    """Every key with meaning, unit and default, as TOML; keys without a default are commented out."""
+    lines = []
+    for section, kind in sections():
+        lines += [f"# {kind.__doc__}", f"[{section}]"]
+        for key, field in kind.model_fields.items():
+            choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+            lines.append(f"# {field.description}" + (f"; one of: {', '.join(choices)}" if choices else ""))
+            if field.is_required():
+                lines.append(f"# {key} =    (required)")
+            else:
+                lines.append(
+                    f"# {key} =    (unset)" if field.default is None else _assignment(key, field.default)
+                )
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,174 @@
+"""C2 and C3: every group admitted comes to exactly one end, and is trained in time.
+
+Follows the dataset's cursor and each group from its admission to its end, by what the journal
+says, and compares what was trained with the sample store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from dora.core.actions import Action, Admit, Fail, Filter, Stop, Train
+from dora.core.events import Event, GroupScored, PromptsFetched, RequestFinished, Trained
+from dora.core.records import GroupId, Limits, RequestId
+from dora.observe.samples import SampleRow
+
+class Fates:
+    """Reads the journal once, then `close`; findings are sentences, empty where a guarantee holds."""
+
+    def __init__(
+        self, limits: Limits, num_prompts: int, samples: dict[tuple[str, int], SampleRow]
+    ) -> None:
+        self.findings: list[str] = []  # against C2
+        self.findings_late: list[str] = []  # against C3
+        self.num_admitted = 0
+        self.ends: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()  # of the groups in batches
+        self._limits = limits
+        self._num_prompts = num_prompts
+        self._samples = samples
+        self._fetched: list[GroupId] = []
+        self._known: set[GroupId] = set()  # the fetched, for looking up
+        self._admitted: dict[GroupId, int] = {}  # -> version
+        self._finished: set[RequestId] = set()
+        self._rewards: dict[GroupId, tuple[float, ...]] = {}
+        self._batches: list[tuple[GroupId, ...]] = []  # ordered, one per step
+        self._num_trained_steps = 0
+        self._end_of: dict[GroupId, str] = {}
+        self._is_stopped = False
+
+    def read(self, record: Event | Action) -> None:
+        match record:
+            case PromptsFetched():
+                self._fetch(record)
+            case Admit():
+                self._admit(record)
+            case RequestFinished(_, request):
+                self._check(request not in self._finished, f"request {request} finished twice")
+                self._finished.add(request)
+            case GroupScored(group, rewards):
+                self._rewards[group] = rewards
+            case Filter(group, _):
+                self._end(group, "filtered")
+            case Fail(group, _):
+                self._end(group, "failed")
+            case Train():
+                self._order(record)
+            case Trained(step):
+                self._check(
+                    step == self._num_trained_steps < len(self._batches),
+                    f"step {step} was trained, the step ordered and due was {self._num_trained_steps}",
+                )
+                self._num_trained_steps += 1
+            case Stop():
+                self._is_stopped = True
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Judge what only the whole journal can tell."""
+        trained = {g for batch in self._batches[: self._num_trained_steps] for g in batch}
+        for group in self._admitted:
+            end = "trained" if group in trained else self._end_of.get(group, "pending")
+            self.ends["pending" if end == "in a batch" else end] += 1
+            is_lost = self._is_stopped and end not in ("trained", "filtered", "failed")
+            self._check(not is_lost, f"group {group} was admitted and has no end in a run that came to its own")
+        num_steps = self._limits.num_steps
+        self._check(
+            not self._is_stopped or self._num_trained_steps == num_steps,
+            f"the run stopped after {self._num_trained_steps} of {num_steps} steps",
+        )
+        for step, batch in enumerate(self._batches[: self._num_trained_steps]):
+            for group in batch:
+                self._check_siblings(step, group)
+        self._check_trained_rows()
+
+    def _check(self, condition: bool, sentence: str) -> None:
+        if not condition:
+            self.findings.append(sentence)
+
+    def _fetch(self, fact: PromptsFetched) -> None:
+        self._check(
+            fact.first_index == len(self._fetched),
+            f"prompts from position {fact.first_index} on were fetched, the next was {len(self._fetched)}",
+        )
+        for group in fact.groups:
+            epoch = len(self._fetched) // self._num_prompts
+            self._check(
+                group.epoch == epoch and 0 <= group.row < self._num_prompts and group not in self._known,
+                f"position {len(self._fetched)} of the dataset is group {group}: "
+                f"expected a new row of epoch {epoch} below {self._num_prompts}",
+            )
+            self._fetched.append(group)
+            self._known.add(group)
+
+    def _admit(self, order: Admit) -> None:
+        group, index = order.group, order.index
+        self._check(
+            index == self.num_admitted, f"group {group} has index {index}, the next was {self.num_admitted}"
+        )
+        self.num_admitted += 1
+        fetched = self._fetched[index] if 0 <= index < len(self._fetched) else None
+        self._check(group == fetched, f"group {group} was admitted at index {index}, fetched there was {fetched}")
+        self._check(group not in self._admitted, f"group {group} was admitted twice")
+        self._admitted[group] = order.version
+
+    def _end(self, group: GroupId, how: str) -> None:
+        self._check(group in self._admitted, f"group {group} is {how} without being admitted")
+        before = self._end_of.get(group)
+        self._check(before is None, f"group {group} is {how} and was already {before}")
+        self._end_of[group] = how
+
+    def _order(self, order: Train) -> None:
+        step, groups = order.step, order.groups
+        self._check(step == len(self._batches), f"step {step} was ordered, the next was {len(self._batches)}")
+        size = self._limits.batch_size
+        self._check(len(groups) == size, f"the batch of step {step} has {len(groups)} groups, not {size}")
+        self._batches.append(groups)
+        for group in groups:
+            self._end(group, "in a batch")
+            staleness = step - self._admitted.get(group, step)
+            self.staleness[staleness] += 1
+            if not 0 <= staleness <= self._limits.max_staleness:
+                self.findings_late.append(
+                    f"group {group} of version {self._admitted[group]} is in the batch of step {step}: "
+                    f"staleness {staleness}, bound {self._limits.max_staleness}"
+                )
+
+    def _check_siblings(self, step: int, group: GroupId) -> None:
+        """Every sibling of a trained group is finished, stored, rewarded and marked as trained."""
+        size = self._limits.group_size
+        rewards = self._rewards.get(group, ())
+        self._check(len(rewards) == size, f"group {group} was trained with {len(rewards)} rewards, not {size}")
+        for sibling in range(size):
+            reward = rewards[sibling] if sibling < len(rewards) else None
+            request = RequestId(*group, sibling)
+            self._check(request in self._finished, f"request {request} was trained and never finished")
+            row = self._samples.get((str(group), sibling))
+            if row is None:
+                self.findings.append(f"request {request} was trained and is not in the sample store")
+                continue
+            self._check(
+                row.state == "trained" and row.trained_step == step,
+                f"request {request} was trained in step {step}, its sample says {row.state} {row.trained_step}",
+            )
+            is_same = reward is not None and row.reward is not None and math.isclose(row.reward, reward)
+            self._check(is_same, f"request {request} was scored {reward}, its sample says {row.reward}")
+
+    def _check_trained_rows(self) -> None:
+        """No sample is trained that the journal does not know; finished ones have their sample."""
+        step_of = {str(group): step for step, batch in enumerate(self._batches) for group in batch}
+        for row in self._samples.values():
+            if row.state == "trained" or row.trained_step is not None:
+                known = row.sibling < self._limits.group_size and step_of.get(row.group) == row.trained_step
+                self._check(
+                    known,
+                    f"sample {row.group}/{row.sibling} is trained in step {row.trained_step}, "
+                    "the journal does not know of it",
+                )
+        trained = {str(g) for batch in self._batches[: self._num_trained_steps] for g in batch}
+        for request in self._finished:
+            is_lost = (str(request.group), request.sibling) not in self._samples
+            if is_lost and str(request.group) not in trained:  # those of trained groups are named above
+                self.findings.append(f"request {request} finished and is not in the sample store")

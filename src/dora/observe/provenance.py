@@ -1,0 +1,115 @@
+"""C1: every trajectory was sampled from one version's bytes.
+
+Follows each version's bytes from its publication into the engines, and each request from the
+order to generate it to its last token, by what the journal says and by nothing else.
+"""
+
+from __future__ import annotations
+
+from dora.core.actions import Action, Admit, Drop, Generate
+from dora.core.events import (
+    EngineJoined,
+    EngineLost,
+    Event,
+    Loaded,
+    Published,
+    RequestFailed,
+    RequestFinished,
+    RequestsAborted,
+)
+from dora.core.records import GroupId, RequestId
+from dora.observe.samples import SampleRow
+
+
+class Provenance:
+    """Reads the journal once; `findings` are sentences, empty where C1 holds."""
+
+    def __init__(self, samples: dict[tuple[str, int], SampleRow]) -> None:
+        self.findings: list[str] = []
+        self.num_trajectories = 0
+        self.versions: set[int] = set()  # that trajectories were sampled from
+        self._samples = samples
+        self._published: dict[int, str] = {}
+        self._admitted: dict[GroupId, int] = {}
+        self._held: dict[int, set[int]] = {}
+        self._given: dict[RequestId, int] = {}  # -> the engine that generates it
+
+    def read(self, record: Event | Action) -> None:
+        match record:
+            case Admit(group, _, version, _):
+                self._admitted[group] = version
+            case Generate(engine, _, requests):
+                self._given.update(dict.fromkeys(requests, engine))
+            case Drop(engine, version):
+                self._held.get(engine, set()).discard(version)
+            case EngineJoined(engine):
+                self._held[engine] = set()
+            case EngineLost(engine):
+                self._held.pop(engine, None)
+                self._given = {r: e for r, e in self._given.items() if e != engine}
+            case RequestFailed(_, request):
+                self._given.pop(request, None)
+            case RequestsAborted(_, requests):
+                for request in requests:
+                    self._given.pop(request, None)
+            case Published(version, digest):
+                self._check(version not in self._published, f"version {version} is published twice")
+                self._published.setdefault(version, digest)
+            case Loaded():
+                self._loaded(record)
+            case RequestFinished():
+                self._finished(record)
+            case _:
+                pass
+
+    def _check(self, condition: bool, sentence: str) -> None:
+        if not condition:
+            self.findings.append(sentence)
+
+    def _loaded(self, fact: Loaded) -> None:
+        published = self._published.get(fact.version)
+        self._check(
+            fact.digest == published,
+            f"engine {fact.engine} loaded {fact.digest} as version {fact.version}, published is {published}",
+        )
+        self._held.setdefault(fact.engine, set()).add(fact.version)
+
+    def _finished(self, fact: RequestFinished) -> None:
+        self.num_trajectories += 1
+        self.versions.add(fact.version)
+        name, admitted = f"request {fact.request}", self._admitted.get(fact.request.group)
+        self._check(
+            fact.version == admitted, f"{name} finished on version {fact.version}, its group has {admitted}"
+        )
+        engine = self._given.pop(fact.request, None)
+        self._check(
+            fact.engine == engine, f"{name} finished on engine {fact.engine}, it was given to engine {engine}"
+        )
+        held = self._held.get(fact.engine, set())
+        self._check(
+            fact.version in held,
+            f"{name} finished on version {fact.version}, engine {fact.engine} holds {sorted(held)}",
+        )
+        self._check_chunks(name, fact)
+        row = self._samples.get((str(fact.request.group), fact.request.sibling))
+        if row is not None:  # a row that is missing is lost data: C2 names it
+            self._check_row(name, fact, row)
+
+    def _check_chunks(self, name: str, fact: RequestFinished) -> None:
+        sources = [(c.version, c.digest) for c in fact.chunks]
+        published = (fact.version, self._published.get(fact.version))
+        self._check(sources == [published], f"{name} was sampled from {sources}, not from {published} alone")
+        num_tokens = sum(c.num_tokens for c in fact.chunks)
+        self._check(
+            num_tokens == fact.num_tokens, f"{name} has {fact.num_tokens} tokens, its chunks have {num_tokens}"
+        )
+
+    def _check_row(self, name: str, fact: RequestFinished, row: SampleRow) -> None:
+        self._check(
+            row.num_token_ids == fact.num_tokens == row.num_logprobs,
+            f"{name} has {fact.num_tokens} tokens, its sample stores {row.num_token_ids:g} "
+            f"and {row.num_logprobs:g} log-probs",
+        )
+        stored = (row.version, row.weight_digest)
+        published = (fact.version, self._published.get(fact.version))
+        self._check(stored == published, f"{name} is stored as sampled from {stored}, not from {published}")

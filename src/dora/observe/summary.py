@@ -1,0 +1,54 @@
+"""A run's `summary.json`: the audit's verdicts put in, and the whole as a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from dora.observe.audit import Audit
+
+
+def add_verdicts(run: Path, verdict: Audit) -> None:
+    """Write c1, c2 and c3 into the summary, if the run came as far as writing one."""
+    path = run / "summary.json"
+    if not path.is_file():
+        return
+    summary = json.loads(path.read_text()) | {"c1": verdict.c1, "c2": verdict.c2, "c3": verdict.c3}
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(summary, indent=2) + "\n")
+    draft.replace(path)
+
+
+def table(run: Path) -> Table:
+    """What a person wants to know at the end of a run."""
+    s: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    rows = [
+        ("accuracy, sampled", f"{_number(s['eval_before'])} -> {_number(s['eval_after'])}"),
+        ("accuracy, greedy", f"{_number(s['eval_greedy_before'])} -> {_number(s['eval_greedy_after'])}"),
+        ("steps", f"{s['steps']} in {s['wall_s']:.1f} s wall, {s['cpu_s']:.1f} s CPU"),
+        ("groups", _groups(s)),
+        ("tokens", f"{s['trained_tokens']:,} trained, {s['tokens_per_s']:,.0f} per second"),
+        ("computed again", f"{s['regenerated_tokens']:,} regenerated, {s['reprefill_tokens']:,} re-prefilled"),
+        ("versions alive", f"{s['live_versions_mean']:.2f} mean, {s['live_versions_max']} max"),
+        ("staleness", f"{s['staleness_mean']:.2f} mean, {s['staleness_max']} max"),
+        ("engines busy", f"{s['engine_busy_ratio']:.1%} of their rows, {s['engine_losses']} lost"),
+        ("trainer idle", f"{s['trainer_idle_ratio']:.1%}, of it {s['stall_s']:.1f} s for a group at its deadline"),
+        ("orchestration", f"{s['orchestration_share']:.2%} of the wall time"),
+        ("guarantees", ", ".join(f"{c.upper()} {'kept' if s[c] else 'BROKEN'}" for c in ("c1", "c2", "c3"))),
+    ]
+    result = Table(title=str(run), show_header=False, title_justify="left")
+    for name, value in rows:
+        result.add_row(name, value)
+    return result
+
+
+def _groups(s: dict[str, Any]) -> str:
+    ends = ("trained", "filtered", "failed", "pending")
+    return ", ".join(f"{s[f'{end}_groups']} {end}" for end in ends)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"

@@ -1,0 +1,1 @@
+"""The hands of a real run: processes, files, and the main loop in `drive`."""

@@ -1,0 +1,119 @@
+"""Answer the held-out prompts on the engines, with one version, while nothing else runs.
+
+Each prompt is answered twice: greedily, and sampled as in training. The engines hold nothing
+when it is over, so that the orchestrator starts from what it knows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from dora.core.actions import Drop, Generate, Load, Score
+from dora.core.events import EngineLost, Event, GroupScored, GroupUnscorable, Loaded, RequestFinished
+from dora.core.records import GroupId, RequestId
+from dora.runtime.local import LocalHands
+from dora.runtime.plan import EVALUATION, GREEDY, SAMPLED
+
+NUM_EXAMPLES = 2
+
+
+@dataclass
+class Evaluation:
+    """Mean rewards on the held-out prompts; an answer that cannot be scored counts as 0."""
+
+    version: int
+    num_prompts: int
+    rewards: dict[GroupId, tuple[float, ...]] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)  # of sampled answers, tokens
+    examples: list[tuple[str, str, GroupId]] = field(default_factory=list)  # prompt, sampled answer
+
+    @property
+    def greedy(self) -> float:
+        return sum(r[GREEDY] for r in self.rewards.values()) / self.num_prompts
+
+    @property
+    def sampled(self) -> float:
+        return sum(r[SAMPLED] for r in self.rewards.values()) / self.num_prompts
+
+    def length_percentile(self, share: float) -> int:
+        """Length (tokens) of sampled answers that `share` of them do not exceed."""
+        ordered = sorted(self.lengths)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def evaluate(hands: LocalHands, version: int, held: Mapping[int, Iterable[int]]) -> Evaluation | None:
+    """Evaluate a published version; None without held-out prompts.
+
+    `held` are the versions each engine holds or is loading now.
+    """
+    if hands.plan.held_out is None:
+        return None
+    for engine in hands.engines:
+        for old in sorted(held.get(engine, ())):
+            hands.perform(Drop(engine, old))
+        hands.perform(Load(engine, version))
+    result = _Round(hands, version).run()
+    for engine in hands.engines:
+        hands.perform(Drop(engine, version))
+    return result
+
+
+class _Round:
+    """One evaluation under way."""
+
+    def __init__(self, hands: LocalHands, version: int) -> None:
+        assert hands.plan.held_out is not None
+        num_prompts = len(hands.plan.held_out)
+        self._hands = hands
+        self._result = Evaluation(version, num_prompts)
+        self._waiting = deque(RequestId(EVALUATION, i, k) for i in range(num_prompts) for k in (GREEDY, SAMPLED))
+        self._running: dict[int, set[RequestId]] = {}
+        self._finished: dict[GroupId, int] = {}
+
+    def run(self) -> Evaluation:
+        while len(self._result.rewards) < self._result.num_prompts:
+            self._dispatch()
+            event = self._hands.next_fact(None)
+            assert event is not None
+            self._hear(event)
+        return self._result
+
+    def _dispatch(self) -> None:
+        rows = self._hands.plan.config.engine.max_rows
+        for engine, running in self._running.items():
+            count = min(rows - len(running), len(self._waiting))
+            if count > 0:
+                requests = tuple(self._waiting.popleft() for _ in range(count))
+                running.update(requests)
+                self._hands.perform(Generate(engine, self._result.version, requests))
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Loaded(engine, version) if version == self._result.version:
+                self._running[engine] = set()
+            case EngineLost(engine):
+                self._waiting.extendleft(self._running.pop(engine, ()))
+            case RequestFinished(engine, request, _, num_tokens) if request.epoch == EVALUATION:
+                self._running[engine].discard(request)
+                self._finish(request, num_tokens)
+            case GroupScored(group, rewards):
+                self._result.rewards[group] = rewards
+            case GroupUnscorable(group):
+                self._result.rewards[group] = (0.0, 0.0)
+            case _:
+                pass  # what the training run left behind
+
+    def _finish(self, request: RequestId, num_tokens: int) -> None:
+        group = request.group
+        if request.sibling == SAMPLED:
+            self._result.lengths.append(num_tokens)
+        self._finished[group] = self._finished.get(group, 0) + 1
+        if self._finished[group] < 2:
+            return
+        if group.row < NUM_EXAMPLES:
+            plan = self._hands.plan
+            answer = plan.tokenizer.decode(self._hands.teller.peek(group)[SAMPLED])
+            self._result.examples.append((plan.source_of(group).prompt(group.row), answer, group))
+        self._hands.perform(Score(group))

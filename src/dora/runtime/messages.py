@@ -1,0 +1,168 @@
+"""What travels through the pipes between the driver and its worker processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dora.core.records import GroupId, RequestId
+from dora.engine.sequence import Completion, Request
+from dora.rewards.base import Outcome
+
+if TYPE_CHECKING:
+    from dora.trainer.trainer import TrainerSettings  # brings torch, which a rewarder does not need
+
+# specifications: everything a worker needs to start
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """A rollout engine; lengths in tokens."""
+
+    model: Path
+    weights: Path
+    max_rows: int
+    max_context: int
+    version_slots: int
+    kernels: str
+    pace_s: float
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """The trainer."""
+
+    model: Path
+    weights: Path
+    samples: Path
+    settings: TrainerSettings
+
+
+@dataclass(frozen=True)
+class RewarderSpec:
+    """A rewarder: the function's name, and the model folder whose tokenizer decodes responses."""
+
+    function: str
+    model: Path
+
+
+# to a worker
+
+
+@dataclass(frozen=True)
+class LoadWeights:
+    version: int
+
+
+@dataclass(frozen=True)
+class DropWeights:
+    version: int
+
+
+@dataclass(frozen=True)
+class Submit:
+    requests: list[Request]
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    requests: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    step: int
+    groups: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True)
+class PublishWeights:
+    version: int
+
+
+@dataclass(frozen=True)
+class Save:
+    folder: Path
+    step: int
+
+
+@dataclass(frozen=True)
+class Judge:
+    group: GroupId
+    prompt: str
+    fields: dict[str, object]
+    responses: list[list[int]]
+
+
+# from a worker
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker has started; `note` says what it runs on."""
+
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class WeightsLoaded:
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Completed:
+    completions: list[Completion]
+    busy_row_s: float
+
+
+@dataclass(frozen=True)
+class Refused:
+    reasons: dict[RequestId, str]
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    num_tokens: dict[RequestId, int]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Once a second: a sign of life, and how the engine is doing."""
+
+    progress: dict[RequestId, int]
+    busy_row_s: float
+
+
+@dataclass(frozen=True)
+class StepDone:
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class WeightsPublished:
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One sibling has been judged."""
+
+    group: GroupId
+    sibling: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Crashed:
+    """The worker met an exception and ends."""
+
+    traceback: str

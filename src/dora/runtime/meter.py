@@ -1,0 +1,154 @@
+"""Measures a run while it goes: who was idle, what was alive, what was trained.
+
+Times are integrated between facts from the orchestrator's own state; nothing here decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dora.core.actions import Action, Admit, Train
+from dora.core.events import EngineLost, Event, RequestFinished, Trained
+from dora.core.orchestrator import Orchestrator
+from dora.core.records import GroupId, Limits
+from dora.core.state import State
+from dora.runtime.telling import Teller
+
+
+class TimedOrchestrator(Orchestrator):
+    """The orchestrator, with the wall time spent inside it."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.busy_s = 0.0
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        began_s = time.perf_counter()
+        try:
+            return super().handle(event, now)
+        finally:
+            self.busy_s += time.perf_counter() - began_s
+
+
+@dataclass
+class StepRecord:
+    """What one training step consumed."""
+
+    step: int
+    t_s: float
+    staleness: Counter[int]
+    rewards: list[float]
+    num_tokens: int
+    stall_s: float  # since the step before
+    metrics: dict[str, float]
+
+    def to_json(self) -> dict[str, float]:
+        """One line of metrics.jsonl."""
+        count = self.staleness.total()
+        return {
+            "step": self.step,
+            "t_s": round(self.t_s, 3),
+            "reward/mean": sum(self.rewards) / len(self.rewards),
+            "staleness/mean": sum(s * n for s, n in self.staleness.items()) / count,
+            "staleness/max": max(self.staleness),
+            "response_length/mean": self.num_tokens / len(self.rewards),
+            "tokens": self.num_tokens,
+            "timing_s/stall": round(self.stall_s, 4),
+            **self.metrics,
+        }
+
+
+@dataclass
+class Meter:
+    """Sums over a run; times in seconds."""
+
+    limits: Limits
+    teller: Teller
+    began_s: float = 0.0
+    now_s: float = 0.0
+    first_admission_s: float | None = None
+    last_finish_s: float = 0.0
+    busy_row_s_before: float = 0.0
+    trainer_idle_s: float = 0.0
+    exposed_rollout_s: float = 0.0
+    live_version_s: float = 0.0  # versions alive, integrated over time
+    rollout_s: float = 0.0  # time with any version alive
+    live_versions_max: int = 0
+    engine_losses: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    trained_tokens: int = 0
+    steps: list[StepRecord] = field(default_factory=list)
+    _versions: dict[GroupId, int] = field(default_factory=dict)
+    _batch: tuple[GroupId, ...] = ()
+    _num_live: int = 0
+    _is_trainer_idle: bool = True
+    _stall_s: float = 0.0
+
+    def hear(self, now: float, event: Event | None, orders: Sequence[Action], state: State) -> StepRecord | None:
+        """Take in one fact and its orders, after the state has changed; a finished step is returned."""
+        self._integrate(now)
+        record = None
+        match event:
+            case RequestFinished():
+                self.last_finish_s = now
+            case EngineLost():
+                self.engine_losses += 1
+            case Trained(step):
+                record = self._end_step(step, now, state)
+            case _:
+                pass
+        for order in orders:
+            if isinstance(order, Admit):
+                self._versions[order.group] = order.version
+                self.first_admission_s = now if self.first_admission_s is None else self.first_admission_s
+            elif isinstance(order, Train):
+                self._batch = order.groups
+        self._num_live = sum(1 for count in state.unfinished.values() if count)
+        self.live_versions_max = max(self.live_versions_max, self._num_live)
+        self._is_trainer_idle = state.training is None and state.publishing is None
+        return record
+
+    def start(self, now: float) -> None:
+        """The training run begins; what the engines did before is not counted."""
+        self.began_s = self.now_s = now
+        self.busy_row_s_before = sum(self.teller.busy_row_s.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens trained per second of wall time."""
+        return self.trained_tokens / max(1e-9, self.now_s - self.began_s)
+
+    def engine_busy_ratio(self, total_rows: int) -> float:
+        """Occupied rows x step time over all rows x time from first admission to last finish."""
+        if self.first_admission_s is None:
+            return 0.0
+        busy_row_s = sum(self.teller.busy_row_s.values()) - self.busy_row_s_before
+        return busy_row_s / max(1e-9, total_rows * (self.last_finish_s - self.first_admission_s))
+
+    def _integrate(self, now: float) -> None:
+        passed_s, self.now_s = now - self.now_s, now
+        if self._is_trainer_idle:
+            self.trainer_idle_s += passed_s
+        if self._num_live:
+            self.live_version_s += passed_s * self._num_live
+            self.rollout_s += passed_s
+            if self._is_trainer_idle:
+                self.exposed_rollout_s += passed_s
+
+    def _end_step(self, step: int, now: float, state: State) -> StepRecord:
+        size = self.limits.group_size
+        staleness: Counter[int] = Counter()
+        for group in self._batch:
+            staleness[step - self._versions.pop(group)] += size
+        rewards = [r for group in self._batch for r in self.teller.rewards.pop(group)]
+        num_tokens = sum(self.teller.num_tokens.pop(group) for group in self._batch)
+        metrics = self.teller.step_metrics.pop(0)[1]
+        record = StepRecord(step, now, staleness, rewards, num_tokens, state.stall_s - self._stall_s, metrics)
+        self._stall_s = state.stall_s
+        self.staleness += staleness
+        self.trained_tokens += num_tokens
+        self.steps.append(record)
+        return record

@@ -1,0 +1,141 @@
+"""A worker process as the driver sees it: a pipe, a sign of life, and a way to end it.
+
+Sending never blocks the driver: a thread per worker writes to the pipe, so a worker that hangs
+holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dora.runtime.messages import Crashed
+
+# One thread per process: with more, worker processes on the same cores stall one another. Keeping
+# freed memory spares the trainer the page faults of ever new activations.
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class Inbox:
+    """What the driver sent to this worker; a thread empties the pipe, so the driver's end never fills."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._connection = connection
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def take(self, timeout_s: float | None = 0.0) -> Iterator[Any]:
+        """All messages that are here, after waiting for a first one for at most `timeout_s`."""
+        try:
+            yield self._queue.get(timeout=timeout_s) if timeout_s != 0.0 else self._queue.get_nowait()
+            while True:
+                yield self._queue.get_nowait()
+        except queue.Empty:
+            return
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._queue.put(self._connection.recv())
+        except (EOFError, OSError):
+            os._exit(0)  # the driver is gone, and nobody is left to tell
+
+
+def _work(connection: Connection, body: Callable[[Connection, Inbox, Any], None], spec: object) -> None:
+    """A worker's life: run `body` until it ends; tell the driver of an exception."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business
+    try:
+        body(connection, Inbox(connection), spec)
+    except Exception:
+        connection.send(Crashed(traceback.format_exc()))
+
+
+class Worker:
+    """One spawned process."""
+
+    def __init__(
+        self, name: str, body: Callable[[Connection, Inbox, Any], None], spec: object
+    ) -> None:
+        """Start `body(connection, inbox, spec)` in a new process; both must be picklable."""
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self.connection, theirs = context.Pipe()
+        with _environment(WORKER_ENVIRONMENT):
+            self.process = context.Process(target=_work, args=(theirs, body, spec), name=name, daemon=True)
+            self.process.start()
+        theirs.close()
+        self.last_heard_s = time.monotonic()
+        self.crash = ""  # its traceback, if it told one
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._write, daemon=True).start()
+
+    def send(self, message: object) -> None:
+        """Queue a message; one to a dead worker is lost, as its process is."""
+        self._outbox.put(message)
+
+    def receive(self) -> Iterator[Any]:
+        """The messages that have arrived. Raises EOFError once the worker is gone and all are read."""
+        while self.connection.poll():
+            try:
+                message = self.connection.recv()
+            except (ConnectionResetError, BrokenPipeError) as error:
+                raise EOFError from error
+            self.last_heard_s = time.monotonic()
+            if isinstance(message, Crashed):
+                self.crash = message.traceback
+            else:
+                yield message
+
+    @property
+    def how_it_ended(self) -> str:
+        """A sentence about a dead worker."""
+        if self.crash:
+            return f"{self.name} failed: {self.crash.strip().splitlines()[-1]}"
+        self.process.join(timeout=1.0)
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f"{self.name} was killed by {signal.Signals(-code).name}"
+        return f"{self.name} ended with exit code {code}"
+
+    def kill(self) -> None:
+        """End the process now, and wait until it is gone."""
+        self._outbox.put(None)
+        self.process.kill()
+        self.process.join(timeout=5.0)
+        self.connection.close()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while (message := self._outbox.get()) is not None:
+                self.connection.send(message)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Environment variables for the processes started inside; they must be set before torch loads."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value

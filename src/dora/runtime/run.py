@@ -1,0 +1,213 @@
+"""A whole run: check, start, evaluate, train, evaluate, save. `dora train` ends here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from dora.config import Config
+from dora.core.actions import Action, Publish
+from dora.core.events import Event, Published
+from dora.errors import InputError, RunError
+from dora.runtime.drive import drive
+from dora.runtime.evaluate import Evaluation, evaluate
+from dora.runtime.journal import Journal
+from dora.runtime.local import LocalHands
+from dora.runtime.meter import Meter, TimedOrchestrator
+from dora.runtime.plan import Plan
+from dora.runtime.summary import summarize
+from dora.runtime.view import View
+
+RUN_FILES = ("journal.jsonl", "samples.sqlite", "config.toml", "summary.json")
+
+
+class Stopped(Exception):
+    """Somebody asked the run to end early (Ctrl-C or SIGTERM)."""
+
+
+def train(config: Config, out: Path, console: Console) -> dict[str, Any]:
+    """Run to the end or to Ctrl-C; returns the summary without the audit's verdicts, `stopped` included.
+
+    Raises InputError before anything is started, and RunError where the run cannot go on: what
+    was recorded until then stays in `out`, with a summary.
+    """
+    plan = Plan.make(config, out)
+    _claim(plan)
+    try:
+        with _interruptible():
+            return _Session(plan, console).run()
+    except (OSError, sqlite3.Error) as error:
+        raise RunError(f"{out} cannot be written: {error}; what is there stays readable") from error
+
+
+def check_out(out: Path) -> None:
+    """Raises InputError if the folder holds a run already, or cannot be a folder."""
+    if any((out / name).exists() for name in RUN_FILES):
+        raise InputError(f"--out {out} already holds a run; choose another folder or remove it")
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out} is a file; name a folder")
+
+
+def _claim(plan: Plan) -> None:
+    """Make the run folder and write the resolved configuration into it."""
+    check_out(out := plan.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.toml").write_text(plan.config.to_toml())
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C and SIGTERM become `Stopped`, wherever the main loop is."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Session:
+    """One run from its first process to its summary."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        config = plan.config
+        self._plan, self._console = plan, console
+        self._view = View(console, config.run.steps)
+        self._core = TimedOrchestrator(plan.limits)
+        self._before: Evaluation | None = None
+        self._after: Evaluation | None = None
+        self._cpu_s = 0.0
+        self._hands = LocalHands(plan, self._view.notice)
+        self._meter = Meter(plan.limits, self._hands.teller)
+        self._journal = Journal(
+            plan.out / "journal.jsonl",
+            plan.limits,
+            config.digest(),
+            len(plan.dataset),
+            fsync=config.journal.fsync,
+        )
+        self._metrics = (plan.out / "metrics.jsonl").open("x")
+
+    def run(self) -> dict[str, Any]:
+        stopped = ""
+        try:
+            self._train()
+        except Stopped as error:
+            stopped = str(error)
+            self._view.notice(f"stopped by {stopped}; what was trained so far is kept")
+        finally:
+            summary = self._finish(stopped)
+        return summary
+
+    def _train(self) -> None:
+        hands, config = self._hands, self._plan.config
+        hands.wait_until_ready()
+        self._view.notice(f"{config.engine.num_engines} engines ({hands.kernels}), 1 trainer, 1 rewarder are ready")
+        self._before = self._evaluate_start()
+        hands.facts.clear()  # what evaluation left behind is no business of the orchestrator
+        hands.join_all()
+        cpu_before_s = _cpu_s()
+        self._meter.start(hands.now)
+        try:
+            with self._view:
+                drive(self._core, hands, self._record)
+        finally:
+            self._cpu_s = _cpu_s() - cpu_before_s
+        held = {e.id: {*e.held, *([] if e.loading is None else [e.loading])} for e in self._core.snapshot().engines.values()}
+        self._after = evaluate(hands, config.run.steps, held)
+        self._show(self._after, "after")
+        hands.save(self._plan.out / "checkpoints" / f"step-{config.run.steps}", config.run.steps)
+
+    def _evaluate_start(self) -> Evaluation | None:
+        """Evaluate the initial policy; the orchestrator publishes it again for itself."""
+        hands = self._hands
+        if self._plan.held_out is None:
+            return None
+        hands.perform(Publish(0))
+        while not isinstance(hands.next_fact(None), Published):
+            pass
+        evaluation = evaluate(hands, 0, {})
+        self._show(evaluation, "before")
+        return evaluation
+
+    def _record(self, now: float, event: Event | None, orders: Sequence[Action]) -> None:
+        """Every fact and its orders pass here before the orders are carried out."""
+        self._journal.record(now, event, orders)
+        state = self._core.snapshot()
+        step = self._meter.hear(now, event, orders, state)
+        if step is not None:
+            self._metrics.write(json.dumps(step.to_json()) + "\n")
+            self._metrics.flush()
+        self._view.update(self._meter, state)
+        self._check_failures()
+
+    def _check_failures(self) -> None:
+        """Stop a run in which too many groups fail, with the first failure in full."""
+        state, share = self._core.snapshot(), self._plan.config.reward.max_failed_share
+        ended = state.num_trained + state.num_filtered + state.num_failed
+        allowed = share * max(ended, self._plan.limits.batch_size)
+        if state.num_failed > allowed:
+            raise RunError(
+                f"{state.num_failed} of {ended} groups failed, more than reward.max_failed_share = {share:g} "
+                f"allows; the first failure:\n{self._hands.rewarder.first_failure.rstrip()}"
+            )
+
+    def _show(self, evaluation: Evaluation | None, when: str) -> None:
+        if evaluation is None:
+            return
+        notice = self._view.notice
+        notice(
+            f"{when} training (version {evaluation.version}, {evaluation.num_prompts} held-out prompts): "
+            f"sampled {evaluation.sampled:.3f}, greedy {evaluation.greedy:.3f}, "
+            f"length p50 {evaluation.length_percentile(0.5)}, p99 {evaluation.length_percentile(0.99)}"
+        )
+        for prompt, answer, group in evaluation.examples:
+            notice(f"  {prompt} {answer}   reward {evaluation.rewards[group][1]:g}")
+
+    def _finish(self, stopped: str) -> dict[str, Any]:
+        """End the processes and write the summary; also on the way out of an error."""
+        self._hands.close()
+        self._journal.close()
+        self._metrics.close()
+        state = self._core.snapshot()
+        rows = self._plan.config.total_rows
+        summary = summarize(self._meter, state, self._before, self._after, rows)
+        wall_s = max(1e-9, self._meter.now_s - self._meter.began_s)
+        summary["orchestration_share"] = round(self._core.busy_s / wall_s, 5)
+        summary["cpu_s"] = round(self._cpu_s, 1)
+        summary["stopped"] = stopped
+        write_summary(self._plan.out, summary)
+        return summary
+
+
+def write_summary(out: Path, summary: dict[str, Any]) -> None:
+    """Write `summary.json` in one piece."""
+    draft = out / "summary.json.draft"
+    draft.write_text(json.dumps(summary, indent=2) + "\n")
+    draft.replace(out / "summary.json")
+
+
+def _cpu_s() -> float:
+    """CPU seconds of this process and its living children so far."""
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total

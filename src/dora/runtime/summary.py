@@ -1,0 +1,64 @@
+"""`summary.json`: a run in one page of numbers, complete also for a run that was stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dora.core.state import State
+from dora.runtime.evaluate import Evaluation
+from dora.runtime.meter import Meter
+
+
+def summarize(
+    meter: Meter, state: State, before: Evaluation | None, after: Evaluation | None, total_rows: int
+) -> dict[str, Any]:
+    """Everything but the audit's verdicts c1, c2, c3, which are added from the run's files.
+
+    Times in seconds. Migrations and re-prefill are 0: this version moves no running request.
+    """
+    wall_s = max(1e-9, meter.now_s - meter.began_s)
+    trained = meter.staleness.total()
+    return {
+        "steps": len(meter.steps),
+        "trained_groups": state.num_trained,
+        "trained_samples": trained,
+        "filtered_groups": state.num_filtered,
+        "failed_groups": state.num_failed,
+        "pending_groups": state.num_admitted - state.num_trained - state.num_filtered - state.num_failed,
+        **_evaluations("before", before),
+        **_evaluations("after", after),
+        "reward_last": _mean(meter.steps[-1].rewards) if meter.steps else None,
+        "trained_tokens": meter.trained_tokens,
+        "regenerated_tokens": state.num_regenerated_tokens,
+        "aborted_tokens": state.num_aborted_tokens,
+        "reprefill_tokens": 0,
+        "wall_s": round(wall_s, 3),
+        "tokens_per_s": round(meter.tokens_per_s, 1),
+        "live_versions_max": meter.live_versions_max,
+        "live_versions_mean": round(meter.live_version_s / max(1e-9, meter.rollout_s), 3),
+        "staleness_histogram": {str(s): n for s, n in sorted(meter.staleness.items())},
+        "staleness_mean": sum(s * n for s, n in meter.staleness.items()) / max(1, trained),
+        "staleness_max": max(meter.staleness, default=0),
+        "engine_busy_ratio": round(meter.engine_busy_ratio(total_rows), 4),
+        "trainer_idle_ratio": round(meter.trainer_idle_s / wall_s, 4),
+        "stall_s": round(state.stall_s, 3),
+        "exposed_rollout_s": round(meter.exposed_rollout_s, 3),
+        "migrations": 0,
+        "migrated_kv_bytes": 0,
+        "engine_losses": meter.engine_losses,
+    }
+
+
+def _evaluations(when: str, evaluation: Evaluation | None) -> dict[str, Any]:
+    if evaluation is None:
+        return {f"eval_{when}": None, f"eval_greedy_{when}": None}
+    return {
+        f"eval_{when}": evaluation.sampled,
+        f"eval_greedy_{when}": evaluation.greedy,
+        f"eval_length_p50_{when}": evaluation.length_percentile(0.5),
+        f"eval_length_p99_{when}": evaluation.length_percentile(0.99),
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

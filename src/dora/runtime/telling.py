@@ -1,0 +1,109 @@
+"""Turns what workers say into facts, and puts the payload of each into the sample store first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dora.core.events import (
+    Event,
+    GroupScored,
+    GroupUnscorable,
+    Loaded,
+    Progressed,
+    RequestFailed,
+    RequestFinished,
+    RequestsAborted,
+    Trained,
+)
+from dora.core.records import GroupId, RequestId
+from dora.engine.sequence import Completion
+from dora.runtime import messages as m
+from dora.runtime.plan import EVALUATION, Plan
+from dora.stream.samples import SampleStore, Trajectory
+from dora.trainer.advantage import group_advantages
+
+
+class Teller:
+    """Holds the token ids of unscored groups, so that nothing is read back from the store."""
+
+    def __init__(self, plan: Plan, samples: SampleStore) -> None:
+        self._plan, self._samples = plan, samples
+        self._responses: dict[GroupId, dict[int, list[int]]] = {}
+        self._ended: dict[GroupId, str] = {}
+        self.batch: tuple[GroupId, ...] = ()  # of the step under way
+        self.num_tokens: dict[GroupId, int] = {}  # response tokens of finished, untrained groups
+        self.rewards: dict[GroupId, tuple[float, ...]] = {}
+        self.step_metrics: list[tuple[int, dict[str, float]]] = []  # told by the trainer, not yet read
+        self.busy_row_s: dict[int, float] = {}  # engine -> as last told
+
+    def responses(self, group: GroupId) -> list[list[int]]:
+        """Token ids of a finished group, in sibling order; they are handed out once."""
+        siblings = self._responses.pop(group)
+        return [siblings[k] for k in sorted(siblings)]
+
+    def peek(self, group: GroupId) -> dict[int, list[int]]:
+        """Token ids of a group's finished siblings, before they are handed out."""
+        return self._responses[group]
+
+    def end(self, group: GroupId, state: str) -> None:
+        """The group ends untrained; siblings that still arrive get the same state."""
+        self._ended[group] = state
+        self._responses.pop(group, None)
+        self._samples.mark([group], state)
+
+    def told(self, engine: int, message: Any) -> Iterator[Event]:  # noqa: ANN401 - whatever a worker says
+        """Facts from an engine's message."""
+        match message:
+            case m.WeightsLoaded(version, digest):
+                yield Loaded(engine, version, digest)
+            case m.Completed(completions, busy_row_s):
+                self.busy_row_s[engine] = busy_row_s
+                yield from (self._finished(engine, completion) for completion in completions)
+            case m.Refused(reasons):
+                yield from (RequestFailed(engine, request, reason) for request, reason in reasons.items())
+            case m.GivenUp(num_tokens):
+                yield RequestsAborted(engine, tuple(num_tokens), sum(num_tokens.values()))
+            case m.Beat(progress, busy_row_s):
+                self.busy_row_s[engine] = busy_row_s
+                if progress:
+                    yield Progressed(engine, tuple(progress.items()))
+
+    def scored(self, fact: GroupScored | GroupUnscorable) -> Event:
+        """Store rewards and advantages before the fact is told."""
+        if isinstance(fact, GroupScored) and fact.group.epoch != EVALUATION:
+            self._samples.score(fact.group, fact.rewards, group_advantages(fact.rewards))
+            self.rewards[fact.group] = fact.rewards
+        return fact
+
+    def trained(self, message: m.StepDone) -> Event:
+        """The step's batch is consumed."""
+        self._samples.mark(self.batch, "trained", message.step)
+        self.step_metrics.append((message.step, message.metrics))
+        return Trained(message.step)
+
+    def _finished(self, engine: int, completion: Completion) -> Event:
+        request, group = completion.id, completion.id.group
+        num_tokens = len(completion.token_ids)
+        if group not in self._ended:
+            self._responses.setdefault(group, {})[request.sibling] = completion.token_ids
+        if group.epoch != EVALUATION:
+            self._store(completion)
+            self.num_tokens[group] = self.num_tokens.get(group, 0) + num_tokens
+        return RequestFinished(
+            engine, request, completion.version, num_tokens, completion.chunks, completion.finish_reason
+        )
+
+    def _store(self, completion: Completion) -> None:
+        request = completion.id
+        trajectory = Trajectory(
+            request,
+            completion.version,
+            completion.chunks[0].digest,
+            self._plan.prompt_ids(request.group),
+            completion.token_ids,
+            completion.logprobs,
+        )
+        self._samples.put(trajectory)
+        if request.group in self._ended:
+            self._samples.mark([request.group], self._ended[request.group])

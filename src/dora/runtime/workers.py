@@ -1,0 +1,126 @@
+"""What runs inside the worker processes: an engine, the trainer, a rewarder."""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.connection import Connection
+
+from dora.runtime.messages import (
+    Beat,
+    Completed,
+    DropWeights,
+    EngineSpec,
+    GiveUp,
+    GivenUp,
+    Judge,
+    Judged,
+    LoadWeights,
+    PublishWeights,
+    Ready,
+    Refused,
+    RewarderSpec,
+    Save,
+    Saved,
+    StepDone,
+    Submit,
+    TrainerSpec,
+    TrainStep,
+    WeightsLoaded,
+    WeightsPublished,
+)
+from dora.runtime.process import Inbox
+
+BEAT_S = 1.0
+IDLE_WAIT_S = 0.25
+
+
+def run_engine(connection: Connection, inbox: Inbox, spec: EngineSpec) -> None:
+    """Step while there is work; between steps, do what the driver says."""
+    import torch
+
+    from dora.engine.engine import Engine
+    from dora.engine.sequence import EngineError
+    from dora.model.folder import load_config
+    from dora.weights.store import WeightStore
+
+    torch.set_num_threads(1)
+    store = WeightStore(spec.weights)
+    engine = Engine(
+        load_config(spec.model),
+        max_rows=spec.max_rows,
+        max_context=spec.max_context,
+        version_slots=spec.version_slots,
+        kernels=spec.kernels,
+        pace_s=spec.pace_s,
+    )
+    connection.send(Ready(engine.kernels))
+    next_beat_s = 0.0
+    while True:
+        for message in inbox.take(IDLE_WAIT_S if engine.idle else 0.0):
+            match message:
+                case LoadWeights(version):
+                    digest = engine.load(version, store.fetch(version))
+                    connection.send(WeightsLoaded(version, digest))
+                case DropWeights(version):
+                    engine.drop(version)
+                case Submit(requests):
+                    try:
+                        engine.submit(requests)
+                    except EngineError as error:
+                        connection.send(Refused(error.refused))
+                case GiveUp(requests):
+                    connection.send(GivenUp(engine.abort(requests)))
+        if not engine.idle and (completions := engine.step()):
+            connection.send(Completed(completions, engine.busy_row_s))
+        if time.monotonic() >= next_beat_s:
+            next_beat_s = time.monotonic() + BEAT_S
+            connection.send(Beat(engine.progress(), engine.busy_row_s))
+
+
+def run_trainer(connection: Connection, inbox: Inbox, spec: TrainerSpec) -> None:
+    """Train and publish on order."""
+    import torch
+
+    from dora.model.folder import load_folder
+    from dora.stream.samples import SampleReader
+    from dora.trainer.checkpoint import save_checkpoint
+    from dora.trainer.trainer import Sample, Trainer
+    from dora.weights.store import WeightStore
+
+    torch.set_num_threads(1)
+    config, flat = load_folder(spec.model)
+    trainer = Trainer(config, flat, spec.settings)
+    samples, store = SampleReader(spec.samples), WeightStore(spec.weights)
+    connection.send(Ready())
+    while True:
+        for message in inbox.take(None):
+            match message:
+                case TrainStep(step, groups):
+                    batch = [
+                        Sample(s.prompt_ids, s.token_ids, s.logprobs, s.advantage, step - s.version)
+                        for group in groups
+                        for s in samples.group(group)
+                    ]
+                    connection.send(StepDone(step, trainer.step(batch)))
+                case PublishWeights(version):
+                    connection.send(WeightsPublished(version, store.publish(version, trainer.flat)))
+                case Save(folder, step):
+                    state = trainer.state_dict()
+                    save_checkpoint(folder, config, trainer.flat, state, step, spec.model)
+                    connection.send(Saved(folder))
+
+
+def run_rewarder(connection: Connection, inbox: Inbox, spec: RewarderSpec) -> None:
+    """Judge one sibling after the other, and tell each at once, so that a hang can be placed."""
+    from dora.data.tokenizer import Tokenizer
+    from dora.rewards.base import load_reward, score
+
+    function, tokenizer = load_reward(spec.function), Tokenizer(spec.model)
+    connection.send(Ready())
+    while True:
+        for message in inbox.take(None):
+            match message:
+                case Judge(group, prompt, fields, responses):
+                    for sibling, token_ids in enumerate(responses):
+                        outcome = score(function, prompt, tokenizer.decode(token_ids), fields)
+                        connection.send(Judged(group, sibling, outcome))

@@ -1,0 +1,143 @@
+"""Read a run's TOML file and its overrides into a `Config`.
+
+Whatever is wrong becomes one ConfigError that names the key, the value, the rule and the
+remedy; a misspelt key is answered with the nearest one and the list of valid ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from dora.config import Config, keys, sections
+from dora.errors import ConfigError
+
+BUILT_IN_SOURCES = ("gcd",)
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a TOML file after overrides `section.key=value`.
+
+    A value is read as TOML, and as a plain string where it is none. Paths, also those of
+    overrides, are relative to the file and made absolute. Raises ConfigError.
+    """
+    tables = _parse(path)
+    changes = [_split(override) for override in overrides]
+    _forget_the_old_policys_staleness(tables, changes)
+    for section, key, value in changes:
+        table = tables.setdefault(section, {})
+        if isinstance(table, dict):
+            table[key] = value
+    try:
+        config = Config.model_validate(tables)
+    except ValidationError as error:
+        problems = [_explain(details) for details in error.errors()]
+        raise ConfigError("\n".join([f"{path} with its overrides:", *problems])) from error
+    return _with_absolute_paths(config, path.resolve().parent)
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ConfigError(
+            f"config file {path} does not exist; `dora config --defaults` prints a start"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
+
+
+def _split(override: str) -> tuple[str, str, Any]:
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(f"override {override!r} must read section.key=value, for example trainer.lr=1e-4")
+    try:
+        return section, key, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return section, key, text.strip()
+
+
+def _forget_the_old_policys_staleness(
+    tables: dict[str, Any], changes: Sequence[tuple[str, str, Any]]
+) -> None:
+    """A file's max_staleness was meant for the file's policy: another policy brings its own default."""
+    table = tables.get("orchestrator")
+    if isinstance(table, dict):
+        for section, key, value in changes:
+            if (section, key) == ("orchestrator", "update_policy") and value != table.get(key, "dora"):
+                table.pop("max_staleness", None)
+
+
+def _explain(details: ErrorDetails) -> str:
+    """One line for one finding of pydantic: key, value, rule, remedy."""
+    where = [str(part) for part in details["loc"]]
+    name, kind = ".".join(where), details["type"]
+    if kind == "extra_forbidden":
+        return f"  {name}: unknown {'section' if len(where) == 1 else 'key'}; {_suggest(where)}"
+    meaning = {f"{section}.{key}": field.description for section, key, field in keys()}.get(name)
+    if kind == "missing" and meaning is None:
+        return f"  [{name}]: section missing; it needs {', '.join(_required(name))}"
+    if kind == "missing":
+        return (
+            f"  {name}: not set, and it has no default; add `{where[-1]} = ...` to [{where[0]}] ({meaning})"
+        )
+    rule = details["msg"][:1].lower() + details["msg"][1:]
+    if meaning is None:
+        return f"  {name} = {details['input']!r}: {rule}; write a table [{name}]"
+    return (
+        f"  {name} = {details['input']!r}: {rule}; change it in the file or with --set {name}=... ({meaning})"
+    )
+
+
+def _suggest(where: Sequence[str]) -> str:
+    """What an unknown section or key may have meant."""
+    if len(where) == 1:
+        valid = [section for section, _ in sections()]
+        near = difflib.get_close_matches(where[0], valid, n=1)
+    else:
+        valid = [key for section, key, _ in keys() if section == where[0]]
+        near = difflib.get_close_matches(where[-1], valid, n=1)
+        near = near or [f"{section}.{key}" for section, key, _ in keys() if key == where[-1]]
+    return (f"did you mean {near[0]}? " if near else "") + f"valid: {', '.join(valid)}"
+
+
+def _required(name: str) -> list[str]:
+    return [key for section, key, field in keys() if section == name and field.is_required()]
+
+
+def _with_absolute_paths(config: Config, folder: Path) -> Config:
+    """Make paths independent of where the run's copy of the configuration lies. They must exist."""
+    file, colon, function = config.reward.function.rpartition(":")
+    if not (file and colon and function):
+        raise ConfigError(
+            f"reward.function = {config.reward.function!r}: must read file.py:function or module:function"
+        )
+    if file.endswith(".py"):
+        file = _existing(folder, file, "reward.function")
+    data, evaluation = config.data, config.eval
+    if data.source not in BUILT_IN_SOURCES:
+        data = data.model_copy(update={"source": _existing(folder, data.source, "data.source")})
+    if evaluation.source not in (None, *BUILT_IN_SOURCES):
+        evaluation = evaluation.model_copy(
+            update={"source": _existing(folder, evaluation.source, "eval.source")}
+        )
+    model = config.model.model_copy(update={"path": _existing(folder, config.model.path, "model.path")})
+    reward = config.reward.model_copy(update={"function": f"{file}:{function}"})
+    return config.model_copy(update={"model": model, "data": data, "eval": evaluation, "reward": reward})
+
+
+def _existing(folder: Path, value: str, name: str) -> str:
+    path = (folder / Path(value).expanduser()).resolve()
+    if not path.exists():
+        built_in = f", or use the built-in {', '.join(BUILT_IN_SOURCES)}" if name.endswith("source") else ""
+        raise ConfigError(
+            f"{name} = {value!r}: {path} does not exist (paths are relative to {folder}){built_in}"
+        )
+    return str(path)

@@ -1,0 +1,1 @@
+"""Samples between the stations: written once by who makes a column, read by who needs it."""

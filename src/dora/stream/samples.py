@@ -1,0 +1,140 @@
+"""The sample store: one row per sibling, in `samples.sqlite` of the run folder.
+
+The driver is its only writer; the trainer reads whole groups from its own process. A payload
+is committed before the fact that names it is told, so a dead process loses no finished answer.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dora.core.records import GroupId, RequestId
+
+_SCHEMA = """
+create table if not exists samples (
+    group_id text not null, sibling integer not null,
+    version integer not null, weight_digest text not null,
+    prompt_ids blob not null, token_ids blob not null, logprobs blob not null,
+    reward real, advantage real,
+    state text not null, trained_step integer,
+    primary key (group_id, sibling)) without rowid
+"""
+
+
+class Trajectory(NamedTuple):
+    """A finished request: its tokens and the log-probs they were sampled with."""
+
+    request: RequestId
+    version: int
+    weight_digest: str
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+class StoredSample(NamedTuple):
+    """A scored trajectory as the trainer reads it."""
+
+    version: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    advantage: float
+
+
+class SampleStore:
+    """Rows are (group_id, sibling); `state` is finished, scored, committed, trained, or the end's name."""
+
+    def __init__(self, path: Path) -> None:
+        """Open for writing; the file is made if it is not there."""
+        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db.execute("pragma journal_mode = wal")
+        self._db.execute("pragma synchronous = off")  # survives the death of processes, not of power
+        self._db.execute(_SCHEMA)
+        self._in_transaction = False
+
+    def put(self, trajectory: Trajectory) -> None:
+        """Add a finished trajectory. Raises sqlite3.IntegrityError if its row exists."""
+        t = trajectory
+        self._write(
+            "insert into samples values (?, ?, ?, ?, ?, ?, ?, null, null, 'finished', null)",
+            (
+                str(t.request.group),
+                t.request.sibling,
+                t.version,
+                t.weight_digest,
+                np.asarray(t.prompt_ids, dtype="<i4").tobytes(),
+                np.asarray(t.token_ids, dtype="<i4").tobytes(),
+                np.asarray(t.logprobs, dtype="<f4").tobytes(),
+            ),
+        )
+
+    def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float]) -> None:
+        """Fill the reward and advantage columns of a group, sibling by sibling."""
+        for sibling, (reward, advantage) in enumerate(zip(rewards, advantages, strict=True)):
+            self._write(
+                "update samples set reward = ?, advantage = ?, state = 'scored' "
+                "where group_id = ? and sibling = ?",
+                (reward, advantage, str(group), sibling),
+            )
+
+    def mark(self, groups: Iterable[GroupId], state: str, trained_step: int | None = None) -> None:
+        """Set the state of whole groups."""
+        for group in groups:
+            self._write(
+                "update samples set state = ?, trained_step = ? where group_id = ?",
+                (state, trained_step, str(group)),
+            )
+
+    def responses(self, group: GroupId) -> list[list[int]]:
+        """Token ids of a group's responses, in sibling order."""
+        rows = self._db.execute(
+            "select token_ids from samples where group_id = ? order by sibling", (str(group),)
+        )
+        return [np.frombuffer(blob, dtype="<i4").tolist() for (blob,) in rows]
+
+    def commit(self) -> None:
+        """Make what was written visible to readers and safe from the death of this process."""
+        if self._in_transaction:
+            self._db.execute("commit")
+            self._in_transaction = False
+
+    def close(self) -> None:
+        self.commit()
+        self._db.close()
+
+    def _write(self, sql: str, values: tuple[object, ...]) -> None:
+        if not self._in_transaction:
+            self._db.execute("begin")
+            self._in_transaction = True
+        self._db.execute(sql, values)
+
+
+class SampleReader:
+    """Reads groups from another process."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+
+    def group(self, group: GroupId) -> list[StoredSample]:
+        """The samples of a scored group, in sibling order."""
+        rows = self._db.execute(
+            "select version, prompt_ids, token_ids, logprobs, advantage from samples "
+            "where group_id = ? order by sibling",
+            (str(group),),
+        )
+        return [
+            StoredSample(
+                version,
+                np.frombuffer(prompt, dtype="<i4").tolist(),
+                np.frombuffer(tokens, dtype="<i4").tolist(),
+                np.frombuffer(logprobs, dtype="<f4").tolist(),
+                advantage,
+            )
+            for version, prompt, tokens, logprobs, advantage in rows
+        ]

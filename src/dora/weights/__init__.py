@@ -1,0 +1,1 @@
+"""Versions of the policy between the trainer and the engines."""

@@ -1,0 +1,78 @@
+"""The weight store: one file per version, in memory where the system has a memory file system.
+
+Publishing is one copy into a file, fetching maps it, so all engines share one copy and nothing
+is pickled. A version appears under its name only once it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dora.model.weights import weight_digest
+
+_MEMORY = Path("/dev/shm")
+_PREFIX = "dora-weights-"
+
+
+def make_store_folder() -> Path:
+    """A new folder for versions, in memory if possible; folders of dead processes are removed."""
+    parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    for old in parent.glob(f"{_PREFIX}*"):
+        owner = old.name.removeprefix(_PREFIX).split("-")[0]
+        if owner.isdigit() and not _is_alive(int(owner)):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class WeightStore:
+    """Versions as files of raw fp32 in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def publish(self, version: int, flat: Tensor) -> str:
+        """Copy `flat` ([numel], fp32, on CPU) in; returns the digest of the stored bytes."""
+        path = self._path(version)
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(flat.detach().contiguous().numpy().data)
+        os.replace(draft, path)
+        return weight_digest(self.fetch(version))
+
+    def fetch(self, version: int) -> Tensor:
+        """The version as a tensor ([numel], fp32) mapped from its file; read only by convention.
+
+        Raises FileNotFoundError if the version was never published or has been dropped.
+        """
+        path = self._path(version)
+        return torch.from_file(str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.float32)
+
+    def drop(self, version: int) -> None:
+        """Forget a version; engines that have it mapped keep their mapping."""
+        self._path(version).unlink(missing_ok=True)
+
+    def versions(self) -> list[int]:
+        """The versions stored, oldest first."""
+        return sorted(int(path.stem) for path in self.folder.glob("*.f32"))
+
+    def close(self) -> None:
+        """Remove the folder and everything in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _path(self, version: int) -> Path:
+        return self.folder / f"{version}.f32"

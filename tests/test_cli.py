@@ -1,0 +1,65 @@
+"""The command line answers fast, and ends with 0, 1 or 2 and a message without traceback."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dora import __version__
+from dora.cli import main
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "own_task" / "sevens.toml"
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one command."""
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    printed = capsys.readouterr()
+    code = end.value.code
+    assert isinstance(code, int)
+    return code, printed.out, printed.err
+
+
+def test_help_takes_under_a_second_of_cpu() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", "from dora.cli import main; main(['--help'])"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "train" in finished.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "version") == (0, __version__ + "\n", "")
+
+
+def test_defaults_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "config", "--defaults")
+    assert code == 0
+    assert "group_size = 8" in out
+
+
+def test_a_resolved_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "config", str(EXAMPLE), "--set", "run.seed=5")
+    assert code == 0
+    assert "seed = 5" in out
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["config", str(EXAMPLE), "--defaults"], ["tarin"]])
+def test_a_command_misused_exits_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert "Usage" in err
+
+
+def test_bad_input_exits_with_2_and_no_traceback(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = call(capsys, "train", str(EXAMPLE), "--out", str(tmp_path / "run"), "--steps", "0")
+    assert (code, out) == (2, "")
+    assert "run.steps = 0" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,206 @@
+"""A configuration is complete, frozen and refused for a reason a user can act on."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from dora.config import Config, defaults_toml, keys
+from dora.errors import ConfigError
+from dora.settings import read
+
+MINIMAL = """
+[run]
+steps = 10
+[model]
+path = "model"
+[data]
+source = "prompts.jsonl"
+[sampling]
+max_response_length = 64
+[reward]
+function = "reward.py:reward"
+[trainer]
+batch_size = 4
+lr = 1e-3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "reward.py").write_text("def reward(prompt, completion): return 1.0\n")
+    (tmp_path / "run.toml").write_text(MINIMAL)
+    return tmp_path / "run.toml"
+
+
+def refusal(file: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        read(file, overrides)
+    return str(error.value)
+
+
+def test_a_minimal_file_gets_every_default(file: Path) -> None:
+    config = read(file)
+    assert (config.run.steps, config.sampling.group_size, config.orchestrator.max_staleness) == (10, 8, 2)
+
+
+def test_paths_are_relative_to_the_file(file: Path) -> None:
+    config = read(file)
+    assert config.model.path == str(file.parent.resolve() / "model")
+    assert config.data.source == str(file.parent.resolve() / "prompts.jsonl")
+    assert config.reward.function == str(file.parent.resolve() / "reward.py") + ":reward"
+
+
+def test_built_in_names_and_modules_are_not_paths(file: Path) -> None:
+    config = read(file, ["data.source=gcd", "eval.source=gcd", "reward.function=dora.rewards.gcd:reward"])
+    assert (config.data.source, config.eval.source) == ("gcd", "gcd")
+    assert config.reward.function == "dora.rewards.gcd:reward"
+
+
+@pytest.mark.parametrize("name", ["model.path", "data.source", "eval.source"])
+def test_a_path_that_does_not_exist_is_refused(file: Path, name: str) -> None:
+    message = refusal(file, f"{name}=nowhere")
+    assert f"{name} = 'nowhere'" in message
+    assert "does not exist" in message
+
+
+def test_overrides_are_toml_or_plain_strings(file: Path) -> None:
+    config = read(
+        file, ["trainer.lr=4e-4", "data.shuffle=false", "engine.kernels=eager", 'engine.pace="8ms"']
+    )
+    assert (config.trainer.lr, config.data.shuffle, config.engine.kernels) == (4e-4, False, "eager")
+    assert config.engine.pace_s == 0.008
+
+
+@pytest.mark.parametrize("override", ["steps=4", "run.steps", ".steps=4", "run.=4"])
+def test_an_override_that_is_none_is_refused(file: Path, override: str) -> None:
+    assert "must read section.key=value" in refusal(file, override)
+
+
+def test_a_misspelt_key_is_answered_with_the_nearest_and_all_valid_ones(file: Path) -> None:
+    message = refusal(file, "sampling.groupsize=4")
+    assert "sampling.groupsize: unknown key; did you mean group_size?" in message
+    assert "valid: group_size, temperature, max_response_length" in message
+
+
+def test_a_key_of_another_section_is_answered_with_that_section(file: Path) -> None:
+    assert "did you mean sampling.group_size?" in refusal(file, "trainer.group_size=4")
+
+
+def test_an_unknown_section_is_answered_with_the_nearest(file: Path) -> None:
+    assert "engin: unknown section; did you mean engine?" in refusal(file, "engin.max_rows=4")
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("run.steps=0", "run.steps = 0: input should be greater than or equal to 1"),
+        ("trainer.lr=0", "trainer.lr = 0: input should be greater than 0"),
+        ("trainer.lr=nan", "trainer.lr = nan: input should be a finite number"),
+        ("run.steps=true", "run.steps = True: input should be a valid integer"),
+        ("engine.pace=fast", "engine.pace = 'fast'"),
+        ("algorithm.loss_agg_mode=mean", "input should be 'token-mean'"),
+        ("orchestrator.update_policy=[]", "orchestrator.update_policy = []"),
+        ("reward.function=reward.py", "must read file.py:function"),
+    ],
+)
+def test_a_value_out_of_range_names_key_value_and_rule(file: Path, override: str, complaint: str) -> None:
+    assert complaint in refusal(file, override)
+
+
+def test_a_key_without_default_must_be_set(file: Path) -> None:
+    file.write_text(MINIMAL.replace("lr = 1e-3", ""))
+    assert "trainer.lr: not set, and it has no default; add `lr = ...` to [trainer]" in refusal(file)
+
+
+def test_a_section_without_defaults_must_be_there(file: Path) -> None:
+    file.write_text(MINIMAL.replace("[run]\nsteps = 10", ""))
+    assert "[run]: section missing; it needs steps" in refusal(file)
+
+
+def test_a_section_must_be_a_table(file: Path) -> None:
+    file.write_text("orchestrator = 3\n" + MINIMAL)
+    assert "write a table [orchestrator]" in refusal(file)
+
+
+def test_all_mistakes_are_named_at_once(file: Path) -> None:
+    message = refusal(file, "run.steps=0", "trainer.lr=-1")
+    assert "run.steps" in message
+    assert "trainer.lr" in message
+
+
+def test_a_missing_or_broken_file_is_refused(tmp_path: Path) -> None:
+    assert "does not exist" in refusal(tmp_path / "none.toml")
+    (tmp_path / "broken.toml").write_text("[run\n")
+    assert "is not valid TOML" in refusal(tmp_path / "broken.toml")
+
+
+def test_a_group_of_one_teaches_nothing_and_is_refused(file: Path) -> None:
+    assert "reward - mean(rewards of the group) = 0" in refusal(file, "sampling.group_size=1")
+
+
+def test_a_sample_must_fit_its_micro_batch(file: Path) -> None:
+    message = refusal(file, "trainer.micro_batch_tokens=300")
+    assert "max_prompt_length + max_response_length = 256 + 64 = 320" in message
+
+
+def test_more_version_slots_than_live_versions_are_refused(file: Path) -> None:
+    assert read(file, ["engine.version_slots=1"]).version_slots == 1
+    assert "max_staleness + 1 = 2 + 1" in refusal(file, "engine.version_slots=4")
+
+
+def test_a_context_longer_than_the_model_is_refused(file: Path) -> None:
+    read(file).check_context(320)
+    with pytest.raises(ConfigError, match=r"256 \+ 64 = 320 tokens.*max_position_embeddings = 319"):
+        read(file).check_context(319)
+
+
+def test_sync_is_on_policy(file: Path) -> None:
+    assert read(file, ["orchestrator.update_policy=sync"]).orchestrator.max_staleness == 0
+    with_staleness = ("orchestrator.update_policy=sync", "orchestrator.max_staleness=1")
+    assert "update_policy = sync trains only on-policy samples" in refusal(file, *with_staleness)
+    file.write_text(MINIMAL + '[orchestrator]\nupdate_policy = "sync"\nmax_staleness = 1\n')
+    assert "update_policy = sync trains only on-policy samples" in refusal(file)
+
+
+def test_another_policy_brings_its_own_default_staleness(file: Path) -> None:
+    file.write_text(MINIMAL + "[orchestrator]\nmax_staleness = 4\n")
+    assert read(file, ["orchestrator.update_policy=sync"]).orchestrator.max_staleness == 0
+    assert read(file, ["orchestrator.update_policy=dora"]).orchestrator.max_staleness == 4
+
+
+def test_derived_values_follow_their_formulas(file: Path) -> None:
+    config = read(file, ["orchestrator.max_staleness=3"])
+    assert (config.window, config.samples_per_step, config.total_rows) == ((3 + 1) * 4, 4 * 8, 2 * 32)
+    assert (config.version_slots, config.context) == (3 + 1, 256 + 64)
+
+
+def test_the_resolved_configuration_reads_back_equal_from_anywhere(file: Path, tmp_path: Path) -> None:
+    config = read(file, ["trainer.lr=1e-5"])
+    copy = tmp_path / "elsewhere" / 'with "quotes" é.toml'
+    copy.parent.mkdir()
+    copy.write_text(config.to_toml(), encoding="utf-8")
+    assert read(copy) == config
+    assert read(copy).digest() == config.digest()
+
+
+def test_the_digest_tells_different_runs_apart(file: Path) -> None:
+    assert read(file).digest() != read(file, ["run.seed=1"]).digest()
+
+
+def test_a_configuration_cannot_be_changed(file: Path) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        read(file).run.steps = 3
+
+
+def test_the_printed_defaults_are_toml_and_describe_every_key() -> None:
+    text = defaults_toml()
+    assert set(tomllib.loads(text)) == set(Config.model_fields)
+    for _, key, field in keys():
+        assert field.description
+        assert f"\n{key} = " in text or f"\n# {key} = " in text
