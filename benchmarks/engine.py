@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -158,10 +159,10 @@ def main() -> None:
     for batch in BATCHES:
         for context in CONTEXTS:
             for name in KERNELS:
-                makers[name, batch, context] = lambda n=name, b=batch, c=context: engine_step(n, b, c)
-            makers["naive", batch, context] = lambda b=batch, c=context: naive_step(b, c)
+                makers[name, batch, context] = partial(engine_step, name, batch, context)
+            makers["naive", batch, context] = partial(naive_step, batch, context)
     for name in KERNELS:
-        makers[f"{name} 24+8 rows of 2 versions", 32, 256] = lambda n=name: engine_step(n, 32, 256, num_old=8)
+        makers[f"{name} 24+8 rows of 2 versions", 32, 256] = partial(engine_step, name, 32, 256, num_old=8)
     rows = medians(makers, repeats=5 if options.quick else 21)
     step_ms = {(row["decoder"], row["batch"], row["context"]): float(row["step_cpu_ms"]) for row in rows}
     ratios = {

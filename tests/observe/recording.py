@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dora.stream.samples import SampleStore, Trajectory
 Record = dict[str, Any]
 
 
-class Interrupted(Exception):
+class StoppedEarlyError(Exception):
     """The run was stopped early."""
 
 
@@ -35,7 +36,7 @@ class RecordedWorld(World):
         self.batch_of: dict[int, list[GroupId]] = {}
         self.num_facts_left = max_facts
 
-    def perform(self, order: Action) -> None:  # type: ignore[override] # it dispatches by itself
+    def perform(self, order: Action) -> None:
         super().perform(order)
         match order:
             case Commit(group, step):
@@ -50,7 +51,7 @@ class RecordedWorld(World):
         if self.num_facts_left is not None:
             self.num_facts_left -= 1
             if self.num_facts_left < 0:
-                raise Interrupted
+                raise StoppedEarlyError
         event = super().next_fact(until)
         match event:
             case RequestFinished(_, request, version, num_tokens, chunks):
@@ -92,10 +93,8 @@ def record_run(folder: Path, config: WorldConfig, seed: int, max_facts: int | No
     store = SampleStore(folder / "samples.sqlite")
     journal = Journal(folder / "journal.jsonl", config.limits, "digest of no file", config.num_prompts)
     hands = RecordedWorld(config, seed, store, max_facts)
-    try:
+    with suppress(StoppedEarlyError):
         drive(Orchestrator(config.limits), hands, journal.record)
-    except Interrupted:
-        pass
     journal.close()
     store.close()
     return folder

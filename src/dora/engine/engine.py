@@ -1,4 +1,7 @@
-"""The rollout engine's only door: hold versions, take requests, step, hand back answers."""
+"""The rollout engine's only door: hold versions, take requests, step, hand back answers.
+
+It belongs to one thread and waits for nobody; whoever owns it calls `step` while not `idle`.
+"""
 
 from __future__ import annotations
 

@@ -102,10 +102,13 @@ def main(run: Path) -> int:
 
 def describe(counts: Counts) -> dict[str, str]:
     """What each guarantee is about in this run, in numbers."""
-    ends = " + ".join(f"{getattr(counts, end):,} {end}" for end in ("trained", "filtered", "failed", "pending"))
+    ends = " + ".join(
+        f"{getattr(counts, end):,} {end}" for end in ("trained", "filtered", "failed", "pending")
+    )
     seen = "{}..{}".format(*counts.staleness) if counts.staleness else "of no batch"
     return {
-        "C1": f"{counts.trajectories:,} trajectories, {counts.versions} versions, each from one version's bytes",
+        "C1": f"{counts.trajectories:,} trajectories, {counts.versions} versions, "
+        "each from one version's bytes",
         "C2": f"{counts.admitted:,} groups admitted = {ends}",
         "C3": f"staleness {seen}, bound {counts.max_staleness}",
     }

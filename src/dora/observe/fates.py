@@ -14,12 +14,11 @@ from dora.core.events import Event, GroupScored, PromptsFetched, RequestFinished
 from dora.core.records import GroupId, Limits, RequestId
 from dora.observe.samples import SampleRow
 
+
 class Fates:
     """Reads the journal once, then `close`; findings are sentences, empty where a guarantee holds."""
 
-    def __init__(
-        self, limits: Limits, num_prompts: int, samples: dict[tuple[str, int], SampleRow]
-    ) -> None:
+    def __init__(self, limits: Limits, num_prompts: int, samples: dict[tuple[str, int], SampleRow]) -> None:
         self.findings: list[str] = []  # against C2
         self.findings_late: list[str] = []  # against C3
         self.num_admitted = 0
@@ -73,15 +72,19 @@ class Fates:
             end = "trained" if group in trained else self._end_of.get(group, "pending")
             self.ends["pending" if end == "in a batch" else end] += 1
             is_lost = self._is_stopped and end not in ("trained", "filtered", "failed")
-            self._check(not is_lost, f"group {group} was admitted and has no end in a run that came to its own")
+            self._check(
+                not is_lost, f"group {group} was admitted and has no end in a run that came to its own"
+            )
         num_steps = self._limits.num_steps
         self._check(
             not self._is_stopped or self._num_trained_steps == num_steps,
             f"the run stopped after {self._num_trained_steps} of {num_steps} steps",
         )
-        for step, batch in enumerate(self._batches[: self._num_trained_steps]):
+        for step, batch in enumerate(self._batches):
             for group in batch:
-                self._check_siblings(step, group)
+                self._check_staleness(step, group)
+                if step < self._num_trained_steps:
+                    self._check_stored(step, group)
         self._check_trained_rows()
 
     def _check(self, condition: bool, sentence: str) -> None:
@@ -110,7 +113,9 @@ class Fates:
         )
         self.num_admitted += 1
         fetched = self._fetched[index] if 0 <= index < len(self._fetched) else None
-        self._check(group == fetched, f"group {group} was admitted at index {index}, fetched there was {fetched}")
+        self._check(
+            group == fetched, f"group {group} was admitted at index {index}, fetched there was {fetched}"
+        )
         self._check(group not in self._admitted, f"group {group} was admitted twice")
         self._admitted[group] = order.version
 
@@ -128,33 +133,42 @@ class Fates:
         self._batches.append(groups)
         for group in groups:
             self._end(group, "in a batch")
-            staleness = step - self._admitted.get(group, step)
-            self.staleness[staleness] += 1
-            if not 0 <= staleness <= self._limits.max_staleness:
-                self.findings_late.append(
-                    f"group {group} of version {self._admitted[group]} is in the batch of step {step}: "
-                    f"staleness {staleness}, bound {self._limits.max_staleness}"
-                )
+            self._check_whole(group)
 
-    def _check_siblings(self, step: int, group: GroupId) -> None:
-        """Every sibling of a trained group is finished, stored, rewarded and marked as trained."""
+    def _check_staleness(self, step: int, group: GroupId) -> None:
+        version = self._admitted.get(group)
+        if version is None:
+            return  # C2 names it
+        staleness, bound = step - version, self._limits.max_staleness
+        self.staleness[staleness] += 1
+        if not 0 <= staleness <= bound:
+            self.findings_late.append(
+                f"group {group} of version {version} is in the batch of step {step}: "
+                f"staleness {staleness}, bound {bound}"
+            )
+
+    def _check_whole(self, group: GroupId) -> None:
+        """A group comes into a batch with all its siblings finished and rewarded."""
         size = self._limits.group_size
-        rewards = self._rewards.get(group, ())
-        self._check(len(rewards) == size, f"group {group} was trained with {len(rewards)} rewards, not {size}")
         for sibling in range(size):
-            reward = rewards[sibling] if sibling < len(rewards) else None
             request = RequestId(*group, sibling)
-            self._check(request in self._finished, f"request {request} was trained and never finished")
-            row = self._samples.get((str(group), sibling))
+            self._check(request in self._finished, f"request {request} is in a batch and has not finished")
+        num_rewards = len(self._rewards.get(group, ()))
+        self._check(num_rewards == size, f"group {group} is in a batch with {num_rewards} of {size} rewards")
+
+    def _check_stored(self, step: int, group: GroupId) -> None:
+        """Every sibling of a trained group is stored with its reward and marked as trained."""
+        for sibling, reward in enumerate(self._rewards.get(group, ())):
+            name, row = f"request {RequestId(*group, sibling)}", self._samples.get((str(group), sibling))
             if row is None:
-                self.findings.append(f"request {request} was trained and is not in the sample store")
+                self.findings.append(f"{name} was trained and is not in the sample store")
                 continue
             self._check(
                 row.state == "trained" and row.trained_step == step,
-                f"request {request} was trained in step {step}, its sample says {row.state} {row.trained_step}",
+                f"{name} was trained in step {step}, its sample says {row.state} {row.trained_step}",
             )
-            is_same = reward is not None and row.reward is not None and math.isclose(row.reward, reward)
-            self._check(is_same, f"request {request} was scored {reward}, its sample says {row.reward}")
+            is_same = row.reward is not None and math.isclose(row.reward, reward)
+            self._check(is_same, f"{name} was scored {reward}, its sample says {row.reward}")
 
     def _check_trained_rows(self) -> None:
         """No sample is trained that the journal does not know; finished ones have their sample."""

@@ -64,7 +64,10 @@ def _header(path: Path, text: bytes) -> tuple[Limits, int]:
     if raw.get("schema") != SCHEMA:
         raise InputError(f"{path}, line 1: schema is {raw.get('schema')!r}, this version reads {SCHEMA}")
     try:
-        return codec.read(Limits, raw["limits"]), codec.read(int, raw["num_prompts"])
+        limits, num_prompts = codec.read(Limits, raw["limits"]), codec.read(int, raw["num_prompts"])
+        if num_prompts < 1:
+            raise ValueError(f"num_prompts = {num_prompts} must be at least 1")
+        return limits, num_prompts
     except (KeyError, TypeError, ValueError, ProtocolError) as error:
         raise InputError(f"{path}, line 1: not the header of a journal: {error}") from error
 

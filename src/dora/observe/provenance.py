@@ -101,7 +101,8 @@ class Provenance:
         self._check(sources == [published], f"{name} was sampled from {sources}, not from {published} alone")
         num_tokens = sum(c.num_tokens for c in fact.chunks)
         self._check(
-            num_tokens == fact.num_tokens, f"{name} has {fact.num_tokens} tokens, its chunks have {num_tokens}"
+            num_tokens == fact.num_tokens,
+            f"{name} has {fact.num_tokens} tokens, its chunks have {num_tokens}",
         )
 
     def _check_row(self, name: str, fact: RequestFinished, row: SampleRow) -> None:

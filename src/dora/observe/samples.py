@@ -49,6 +49,8 @@ def read_samples(run: Path) -> dict[tuple[str, int], SampleRow]:
     except sqlite3.Error as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     return {
-        (group, sibling): SampleRow(group, sibling, version, digest, ids / TOKEN_BYTES, logprobs / TOKEN_BYTES, *rest)
+        (group, sibling): SampleRow(
+            group, sibling, version, digest, ids / TOKEN_BYTES, logprobs / TOKEN_BYTES, *rest
+        )
         for group, sibling, version, digest, ids, logprobs, *rest in rows
     }

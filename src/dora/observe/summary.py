@@ -31,11 +31,17 @@ def table(run: Path) -> Table:
         ("steps", f"{s['steps']} in {s['wall_s']:.1f} s wall, {s['cpu_s']:.1f} s CPU"),
         ("groups", _groups(s)),
         ("tokens", f"{s['trained_tokens']:,} trained, {s['tokens_per_s']:,.0f} per second"),
-        ("computed again", f"{s['regenerated_tokens']:,} regenerated, {s['reprefill_tokens']:,} re-prefilled"),
+        (
+            "computed again",
+            f"{s['regenerated_tokens']:,} regenerated, {s['reprefill_tokens']:,} re-prefilled",
+        ),
         ("versions alive", f"{s['live_versions_mean']:.2f} mean, {s['live_versions_max']} max"),
         ("staleness", f"{s['staleness_mean']:.2f} mean, {s['staleness_max']} max"),
         ("engines busy", f"{s['engine_busy_ratio']:.1%} of their rows, {s['engine_losses']} lost"),
-        ("trainer idle", f"{s['trainer_idle_ratio']:.1%}, of it {s['stall_s']:.1f} s for a group at its deadline"),
+        (
+            "trainer idle",
+            f"{s['trainer_idle_ratio']:.1%}, of it {s['stall_s']:.1f} s for a group at its deadline",
+        ),
         ("orchestration", f"{s['orchestration_share']:.2%} of the wall time"),
         ("guarantees", ", ".join(f"{c.upper()} {'kept' if s[c] else 'BROKEN'}" for c in ("c1", "c2", "c3"))),
     ]

@@ -46,7 +46,7 @@ class View:
 
     def notice(self, sentence: str) -> None:
         """A sentence that stays on the screen."""
-        self.console.print(sentence, markup=False, highlight=False)
+        self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, meter: Meter, state: State) -> None:
         """Show where the run stands, if the last time is long enough ago."""

@@ -1,6 +1,6 @@
 """The decode kernels in plain torch: the reference for `fused`, and its fallback.
 
-It reads the padded context of the longest row for every row, and so is two to five times slower.
+Every row gathers as much context as the longest one has; a step takes two to seven times as long.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class EagerKernels:
         last = tables.gather(1, (at // BLOCK_SIZE)[:, None])[:, 0]
         work.kv[last, layer, 0, at % BLOCK_SIZE] = k
         work.kv[last, layer, 1, at % BLOCK_SIZE] = v
-        keys, values = (work.kv[tables, layer, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))
+        gathered = work.kv[:, layer].index_select(0, tables.flatten()).unflatten(0, tables.shape)
+        keys, values = (gathered[:, :, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))
         mask = torch.arange(keys.shape[2]) <= at[:, None]  # [N, T]
         # The query heads that share a kv head are packed into the query length: [N, kv heads, G, D].
         out = F.scaled_dot_product_attention(
@@ -57,8 +58,9 @@ class EagerKernels:
 
     def _normed(self, x: Tensor, batch: Batch, offset: int) -> Tensor:
         """RMS norm over the last dimension of x [N, ..., D] with the weights of each row's slot."""
-        width = x.shape[-1]
-        scales = self._work.weights[torch.from_numpy(batch.slots), offset : offset + width]
-        if x.dim() == 3:
-            scales = scales[:, None]
-        return F.rms_norm(x, (width,), None, self._work.config.rms_norm_eps) * scales
+        width, slots, eps = x.shape[-1], batch.slots, self._work.config.rms_norm_eps
+        scales = self._work.weights[:, offset : offset + width]
+        if slots[0] == slots[-1]:  # rows of one slot are neighbours, so all have this one
+            return F.rms_norm(x, (width,), scales[slots[0]], eps)
+        per_row = scales[torch.from_numpy(slots)].view(-1, *(1,) * (x.dim() - 2), width)
+        return F.rms_norm(x, (width,), None, eps) * per_row

@@ -87,89 +87,87 @@ def _norm_rotate(
         target[half + j] = right * cos[j] + left * sin[j]
 
 
-@_compiled("float32[::1]")
-def _softmax(scores: Array) -> None:
-    highest, total = scores[0], _ZERO
-    for t in range(scores.shape[0]):
-        highest = max(highest, scores[t])
-    for t in range(scores.shape[0]):
-        scores[t] = _exp(scores[t] - highest)
-        total += scores[t]
-    for t in range(scores.shape[0]):
-        scores[t] /= total
-
-
-@_compiled(
-    "float32[:, ::1], float32[:, :, :, :, :, ::1], int64, int64, int64[::1], int64,"
-    "float32[:, ::1], float32[::1]"
-)
-def _attend_head(
-    q: Array, kv: Array, layer: int, head: int, table: Array, length: int, scores: Array, out: Array
-) -> None:
-    """q [G, dim] of one kv head over positions 0..length-1 -> out [G * dim]; scores is scratch [G, T].
-
-    Positions go by _UNROLL; those of the last few that lie beyond `length` get probability 0.
-    """
-    group, dim = q.shape
-    padded = (length + _UNROLL - 1) // _UNROLL * _UNROLL
-    for t in range(0, padded, _UNROLL):
+@_compiled("float32[:, ::1], float32[:, :, :, :, :, ::1], int64, int64[::1], int64, float32[:, ::1]")
+def _score(q: Array, kv: Array, layer: int, table: Array, length: int, scores: Array) -> None:
+    """scores [heads, T] = q [heads, dim] times the keys, for `length` positions rounded up to _UNROLL."""
+    num_heads, dim = q.shape
+    group = num_heads // kv.shape[4]
+    for t in range(0, length, _UNROLL):
         block, at = table[t // BLOCK_SIZE], t % BLOCK_SIZE
-        for g in range(group):
+        for h in range(num_heads):
+            shared = h // group
             s0, s1, s2, s3 = _ZERO, _ZERO, _ZERO, _ZERO
             for d in range(dim):
-                s0 += q[g, d] * kv[block, layer, 0, at, head, d]
-                s1 += q[g, d] * kv[block, layer, 0, at + 1, head, d]
-                s2 += q[g, d] * kv[block, layer, 0, at + 2, head, d]
-                s3 += q[g, d] * kv[block, layer, 0, at + 3, head, d]
-            scores[g, t], scores[g, t + 1], scores[g, t + 2], scores[g, t + 3] = s0, s1, s2, s3
-    for g in range(group):
-        _softmax(scores[g, :length])
-        scores[g, length:padded] = _ZERO
-        mixed = out[g * dim : (g + 1) * dim]
-        mixed[:] = _ZERO
-        for t in range(0, padded, _UNROLL):
-            block, at = table[t // BLOCK_SIZE], t % BLOCK_SIZE
-            p0, p1, p2, p3 = scores[g, t], scores[g, t + 1], scores[g, t + 2], scores[g, t + 3]
+                s0 += q[h, d] * kv[block, layer, 0, at, shared, d]
+                s1 += q[h, d] * kv[block, layer, 0, at + 1, shared, d]
+                s2 += q[h, d] * kv[block, layer, 0, at + 2, shared, d]
+                s3 += q[h, d] * kv[block, layer, 0, at + 3, shared, d]
+            scores[h, t], scores[h, t + 1], scores[h, t + 2], scores[h, t + 3] = s0, s1, s2, s3
+
+
+@_compiled("float32[:, ::1], int64")
+def _softmax(scores: Array, length: int) -> None:
+    """Softmax of each row's first `length` entries; those that rounding up added become 0."""
+    for h in range(scores.shape[0]):
+        row = scores[h]
+        highest, total = row[0], _ZERO
+        for t in range(length):
+            highest = max(highest, row[t])
+        for t in range(length):
+            row[t] = _exp(row[t] - highest)
+            total += row[t]
+        for t in range(length):
+            row[t] /= total
+        row[length : length + _UNROLL - 1] = _ZERO
+
+
+@_compiled("float32[:, ::1], float32[:, :, :, :, :, ::1], int64, int64[::1], int64, float32[:, ::1]")
+def _mix(scores: Array, kv: Array, layer: int, table: Array, length: int, out: Array) -> None:
+    """out [heads, dim] = scores [heads, T] times the values, for `length` positions rounded up."""
+    num_heads, dim = out.shape
+    group = num_heads // kv.shape[4]
+    out[:] = _ZERO
+    for t in range(0, length, _UNROLL):
+        block, at = table[t // BLOCK_SIZE], t % BLOCK_SIZE
+        for h in range(num_heads):
+            shared = h // group
+            p0, p1, p2, p3 = scores[h, t], scores[h, t + 1], scores[h, t + 2], scores[h, t + 3]
             for d in range(dim):
-                mixed[d] += (
-                    p0 * kv[block, layer, 1, at, head, d]
-                    + p1 * kv[block, layer, 1, at + 1, head, d]
-                    + p2 * kv[block, layer, 1, at + 2, head, d]
-                    + p3 * kv[block, layer, 1, at + 3, head, d]
+                out[h, d] += (
+                    p0 * kv[block, layer, 1, at, shared, d]
+                    + p1 * kv[block, layer, 1, at + 1, shared, d]
+                    + p2 * kv[block, layer, 1, at + 2, shared, d]
+                    + p3 * kv[block, layer, 1, at + 3, shared, d]
                 )
 
 
 @_compiled(
-    "float32[:, ::1], float32[:, ::1], int64[::1], int64, int64, float32, float32[:, ::1], float32[:, ::1],"
-    "float32[:, :, :, :, :, ::1], int64, int64[:, ::1], int64[::1], int64[::1],"
-    "float32[:, ::1], float32[:, ::1], float32[:, ::1]"
+    "float32[:, :, ::1], float32[:, ::1], int64[::1], int64, int64, float32,"
+    "float32[:, ::1], float32[:, ::1], float32[:, :, :, :, :, ::1], int64,"
+    "int64[:, ::1], int64[::1], int64[::1], float32[:, ::1], float32[:, ::1], float32[:, :, ::1]"
 )
 def _attend(
     qkv: Array, weights: Array, slots: Array, q_norm: int, k_norm: int, eps: Scalar, cos: Array, sin: Array,
     kv: Array, layer: int, tables: Array, rows: Array, positions: Array,
     q: Array, scores: Array, attended: Array,
 ) -> None:  # fmt: skip
-    kv_heads, dim = kv.shape[4], kv.shape[5]
-    group = q.shape[0]
-    first_k = kv_heads * group * dim  # where k begins in a row of qkv
-    first_v = first_k + kv_heads * dim
+    """qkv [N, heads + 2 kv heads, dim] -> attended [N, heads, dim]; q and scores are scratch."""
+    num_heads, dim = q.shape
+    first_value = num_heads + kv.shape[4]
     scale = _ONE / np.float32(math.sqrt(dim))
     for i in range(rows.shape[0]):
         own, at, table = weights[slots[i]], positions[i], tables[rows[i]]
-        block, place = table[at // BLOCK_SIZE], at % BLOCK_SIZE
         q_scales, k_scales = own[q_norm : q_norm + dim], own[k_norm : k_norm + dim]
-        for head in range(kv_heads):
-            k = first_k + head * dim
-            v = first_v + head * dim
-            _norm_rotate(
-                qkv[i, k : k + dim], k_scales, cos[at], sin[at], eps, _ONE, kv[block, layer, 0, place, head]
-            )
-            kv[block, layer, 1, place, head] = qkv[i, v : v + dim]
-            for g in range(group):
-                start = (head * group + g) * dim
-                _norm_rotate(qkv[i, start : start + dim], q_scales, cos[at], sin[at], eps, scale, q[g])
-            out = attended[i, head * group * dim : (head + 1) * group * dim]
-            _attend_head(q, kv, layer, head, table, at + 1, scores, out)
+        block, place = table[at // BLOCK_SIZE], at % BLOCK_SIZE
+        for h in range(num_heads):
+            _norm_rotate(qkv[i, h], q_scales, cos[at], sin[at], eps, scale, q[h])
+        for h in range(num_heads, first_value):
+            key = kv[block, layer, 0, place, h - num_heads]
+            _norm_rotate(qkv[i, h], k_scales, cos[at], sin[at], eps, _ONE, key)
+        kv[block, layer, 1, place] = qkv[i, first_value:]
+        _score(q, kv, layer, table, at + 1, scores)
+        _softmax(scores, at + 1)
+        _mix(scores, kv, layer, table, at + 1, attended[i])
 
 
 class FusedKernels:
@@ -187,11 +185,13 @@ class FusedKernels:
         self._x, self._delta, self._hidden = (
             tensor.numpy() for tensor in (workspace.x, workspace.delta, workspace.hidden)
         )
-        self._qkv, self._attended = workspace.qkv.numpy(), workspace.attended.numpy()
         self._gate_up, self._gated = workspace.gate_up.numpy(), workspace.gated.numpy()
-        group = config.num_attention_heads // config.num_key_value_heads
-        self._q = np.zeros((group, config.head_dim), np.float32)
-        self._scores = np.zeros((group, self._tables.shape[1] * BLOCK_SIZE), np.float32)
+        num_heads, dim = config.num_attention_heads, config.head_dim
+        self._qkv, self._attended = (
+            tensor.unflatten(-1, (-1, dim)).numpy() for tensor in (workspace.qkv, workspace.attended)
+        )
+        self._q = np.zeros((num_heads, dim), np.float32)
+        self._scores = np.zeros((num_heads, self._tables.shape[1] * BLOCK_SIZE + _UNROLL), np.float32)
 
     def add_norm(self, batch: Batch, offset: int) -> None:
         _add_norm(self._x, self._delta, self._hidden, self._weights, batch.slots, offset, self._eps)

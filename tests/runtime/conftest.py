@@ -1,0 +1,32 @@
+"""What whole runs need, and the certainty that none of them outlives its test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.runtime.running import Run
+from tests.runtime.tiny import write_task
+
+StartRun = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of the tiny task."""
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def start_run(task: Path, tmp_path: Path) -> Iterator[StartRun]:
+    """Starts a run of the tiny task, or of `config`, in `tmp_path/run`; what still runs at the end is killed."""
+    runs: list[Run] = []
+
+    def start(config: Path = task, **changes: object) -> Run:
+        runs.append(Run(config, tmp_path / "run", **changes))  # type: ignore[arg-type]
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill_all()

@@ -1,0 +1,137 @@
+"""Whole runs of `dora train`, started as a user starts them, watched from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+COMMAND = (sys.executable, "-c", "from dora.cli import main; main()")
+PATIENCE_S = 60.0  # machines that run tests may be busy
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is left of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+def dora(*arguments: str | Path, timeout_s: float = PATIENCE_S) -> Ended:
+    """Run a command to its end."""
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, env=environment()
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def environment() -> dict[str, str]:
+    """A wide plain terminal, so that no sentence is broken."""
+    return {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+
+
+def settings(changes: dict[str, object]) -> list[str]:
+    """`--set section.key=value` for each change."""
+    return [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+
+
+class Run:
+    """A training run in its own process."""
+
+    def __init__(self, config: Path, out: Path, output: int = subprocess.PIPE, **changes: object) -> None:
+        """`section__key=value` changes a setting; `output` is where stdout goes."""
+        sets = settings({key.replace("__", "."): value for key, value in changes.items()})
+        self.out = out
+        self._process = subprocess.Popen(
+            [*COMMAND, "train", str(config), "--out", str(out), *sets],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def workers(self) -> list[psutil.Process]:
+        """The worker processes in the order they are started: engines, trainer, rewarder."""
+        children = psutil.Process(self.pid).children()
+        spawned = [child for child in children if any("spawn_main" in part for part in child.cmdline())]
+        return sorted(spawned, key=lambda child: (child.create_time(), child.pid))
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Poll until the condition holds; a run that ends meanwhile is an error with its stderr."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self._process.poll() is None, f"the run ended before {what}: {self.end()}"
+            assert time.monotonic() < deadline_s, f"no sign of {what}"
+            time.sleep(0.02)
+
+    def wait_for_steps(self, count: int) -> None:
+        """Until that many steps are trained, so that the run is in its middle."""
+        self.wait_until(lambda: len(metrics(self.out)) >= count, f"step {count}")
+
+    def end(self, timeout_s: float = PATIENCE_S) -> Ended:
+        """Wait for the end."""
+        try:
+            out, err = self._process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise
+        return Ended(self._process.returncode, out or "", err or "")
+
+    def kill_all(self) -> None:
+        """Leave nothing behind, whatever the test found."""
+        if self._process.poll() is None:
+            for process in (*psutil.Process(self.pid).children(recursive=True), self._process):
+                process.kill()
+
+    def weight_folders(self) -> list[Path]:
+        """The versions in memory that belong to this run."""
+        parents = {Path("/dev/shm"), Path(tempfile.gettempdir())}
+        return [folder for parent in parents for folder in parent.glob(f"dora-weights-{self.pid}-*")]
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl so far."""
+    path = out / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def journal(out: Path) -> list[dict[str, Any]]:
+    """The whole lines of journal.jsonl so far, header left out."""
+    path = out / "journal.jsonl"
+    lines = path.read_text().split("\n")[1:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def summary(out: Path) -> dict[str, Any]:
+    """summary.json."""
+    found: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return found
+
+
+def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """The processes that are still there after the time; zombies have ended."""
+    deadline_s = time.monotonic() + timeout_s
+    while (left := [p for p in processes if _is_alive(p)]) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return left
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

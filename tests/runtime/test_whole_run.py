@@ -1,0 +1,127 @@
+"""A real run of a few steps: several processes, several versions, and what it leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime.conftest import StartRun
+from tests.runtime.running import Run, dora, journal, metrics, summary, wait_until_gone
+
+from dora.model.folder import load_folder
+
+STEPS, BATCH_SIZE, GROUP_SIZE = 6, 2, 2
+KEYS = """
+    steps trained_groups trained_samples filtered_groups failed_groups pending_groups eval_before eval_after
+    eval_greedy_before eval_greedy_after reward_last trained_tokens regenerated_tokens reprefill_tokens wall_s
+    tokens_per_s live_versions_max live_versions_mean staleness_histogram staleness_mean staleness_max
+    engine_busy_ratio trainer_idle_ratio stall_s exposed_rollout_s orchestration_share migrations
+    migrated_kv_bytes engine_losses c1 c2 c3
+""".split()
+
+
+@pytest.fixture(scope="module")
+def run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with evaluation that came to its end."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    changes: dict[str, Any] = {"run__steps": STEPS, "engine__pace": "20ms", "eval__num_prompts": 3}
+    run = Run(task, out, eval__source="prompts.jsonl", **changes)
+    ended = run.end()
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert "C1 kept, C2 kept, C3 kept" in ended.out
+    return run
+
+
+def test_the_summary_has_every_key_that_others_rely_on(run: Run) -> None:
+    assert [key for key in KEYS if key not in summary(run.out)] == []
+
+
+def test_the_summary_adds_up(run: Run) -> None:
+    s = summary(run.out)
+    assert s["steps"] == STEPS
+    assert s["trained_groups"] == STEPS * BATCH_SIZE
+    assert s["trained_samples"] == STEPS * BATCH_SIZE * GROUP_SIZE
+    assert sum(s["staleness_histogram"].values()) == s["trained_samples"]
+    mean = sum(int(age) * count for age, count in s["staleness_histogram"].items()) / s["trained_samples"]
+    assert s["staleness_mean"] == pytest.approx(mean)
+    assert s["staleness_max"] == max(map(int, s["staleness_histogram"])) <= 2
+    assert (s["filtered_groups"], s["failed_groups"], s["pending_groups"], s["engine_losses"]) == (0, 0, 0, 0)
+    assert s["tokens_per_s"] == pytest.approx(s["trained_tokens"] / s["wall_s"], rel=0.01)
+    assert all(0 < s[share] < 1 for share in ("engine_busy_ratio", "trainer_idle_ratio", "orchestration_share"))
+    assert 0 <= s["stall_s"] <= s["wall_s"]
+    assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
+    assert None not in (s["eval_before"], s["eval_after"], s["eval_greedy_before"], s["eval_greedy_after"])
+
+
+def test_several_versions_are_alive_at_once(run: Run) -> None:
+    s = summary(run.out)
+    assert s["live_versions_max"] >= 2
+    assert 1 < s["live_versions_mean"] <= s["live_versions_max"] <= 3
+
+
+def test_an_engine_generates_with_two_versions_between_the_same_facts(run: Run) -> None:
+    running: dict[tuple[int, ...], tuple[int, int]] = {}  # request -> (engine, version)
+    most = 0
+    for line in journal(run.out):
+        if line["kind"] == "generate":
+            running |= {tuple(r): (line["engine"], line["version"]) for r in line["requests"]}
+        elif line["kind"] == "request_finished":
+            del running[tuple(line["request"])]
+        versions = [{v for e, v in running.values() if e == engine} for engine in (0, 1)]
+        most = max(most, *map(len, versions))
+    assert most >= 2
+
+
+def test_each_step_has_one_line_of_metrics(run: Run) -> None:
+    lines = metrics(run.out)
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    assert sum(line["tokens"] for line in lines) == summary(run.out)["trained_tokens"]
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+
+
+def test_the_checkpoint_loads_here_and_in_transformers(run: Run, task: Path) -> None:
+    from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+    folder = run.out / "checkpoints" / f"step-{STEPS}"
+    config, flat = load_folder(folder)
+    assert config == load_folder(task.parent / "start")[0]
+    assert not torch.equal(flat, load_folder(task.parent / "start")[1])
+    theirs = Qwen3ForCausalLM.from_pretrained(folder)
+    ours = AutoTokenizer.from_pretrained(folder)("10:").input_ids
+    assert theirs(torch.tensor([ours])).logits.shape == (1, 3, config.vocab_size)
+
+
+def test_audit_and_replay_agree_with_the_run(run: Run) -> None:
+    audit, replay = dora("audit", run.out), dora("replay", run.out)
+    assert (audit.code, replay.code) == (0, 0)
+    assert f"{STEPS * BATCH_SIZE} groups admitted = {STEPS * BATCH_SIZE} trained" in audit.out
+    assert "replay agrees" in replay.out
+
+
+def test_nothing_of_a_run_is_left_in_memory(run: Run) -> None:
+    assert run.weight_folders() == []
+
+
+def test_a_sync_run_has_one_version_and_only_fresh_samples(start_run: StartRun) -> None:
+    run = start_run(orchestrator__update_policy="sync")
+    assert run.end().code == 0
+    s = summary(run.out)
+    assert (s["live_versions_max"], s["live_versions_mean"]) == (1, 1)
+    assert set(s["staleness_histogram"]) == {"0"}
+    assert s["trained_groups"] == 8
+    assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
+
+
+def test_the_example_of_an_own_task_trains(start_run: StartRun, task: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "own_task" / "sevens.toml"
+    small = {"sampling__group_size": 4, "trainer__batch_size": 2, "sampling__max_response_length": 12}
+    start = {"model__path": task.parent / "start", "engine__kernels": "eager"}
+    run = start_run(example, run__steps=2, eval__source="prompts.jsonl", **small, **start)
+    workers = []
+    run.wait_until(lambda: len(workers := run.workers()) == 4, "four workers")
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert summary(run.out)["trained_groups"] == 4
+    assert wait_until_gone(workers, 1.0) == []
