@@ -92,6 +92,8 @@ class Stations:
         for order in orders:
             self.ledger.obey(order)
             self.given.append(order)
+            if isinstance(order, Abort):
+                self.pending = [f for f in self.pending if getattr(f, "request", None) not in order.requests]
             self.pending += self._facts(order)
 
     def _facts(self, order: Action) -> list[Event]:
@@ -103,7 +105,6 @@ class Stations:
             case Generate(engine, version, requests):
                 return [finished(engine, request, version) for request in requests]
             case Abort(engine, requests):
-                self.pending = [f for f in self.pending if getattr(f, "request", None) not in requests]
                 return [RequestsAborted(engine, requests, 0)]
             case Score(group):
                 return [GroupScored(group, tuple(map(float, range(self._limits.group_size))))]

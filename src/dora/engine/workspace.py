@@ -1,4 +1,7 @@
-"""All memory of an engine, allocated once: version slots, KV pool and step buffers."""
+"""All memory of an engine, allocated once: version slots, KV pool and step buffers.
+
+Runner and kernels share it; a `Batch` says which rows of it a step uses.
+"""
 
 from __future__ import annotations
 

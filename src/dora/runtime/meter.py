@@ -71,6 +71,7 @@ class Meter:
     now_s: float = 0.0
     first_admission_s: float | None = None
     last_finish_s: float = 0.0
+    busy_row_s: float = 0.0  # of the engines, up to the last finish
     busy_row_s_before: float = 0.0
     trainer_idle_s: float = 0.0
     exposed_rollout_s: float = 0.0
@@ -94,6 +95,7 @@ class Meter:
         match event:
             case RequestFinished():
                 self.last_finish_s = now
+                self.busy_row_s = sum(self.teller.busy_row_s.values())
             case EngineLost():
                 self.engine_losses += 1
             case Trained(step):
@@ -114,7 +116,7 @@ class Meter:
     def start(self, now: float) -> None:
         """The training run begins; what the engines did before is not counted."""
         self.began_s = self.now_s = now
-        self.busy_row_s_before = sum(self.teller.busy_row_s.values())
+        self.busy_row_s = self.busy_row_s_before = sum(self.teller.busy_row_s.values())
 
     @property
     def tokens_per_s(self) -> float:
@@ -125,7 +127,7 @@ class Meter:
         """Occupied rows x step time over all rows x time from first admission to last finish."""
         if self.first_admission_s is None:
             return 0.0
-        busy_row_s = sum(self.teller.busy_row_s.values()) - self.busy_row_s_before
+        busy_row_s = self.busy_row_s - self.busy_row_s_before
         return busy_row_s / max(1e-9, total_rows * (self.last_finish_s - self.first_admission_s))
 
     def _integrate(self, now: float) -> None:

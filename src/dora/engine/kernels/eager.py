@@ -1,6 +1,6 @@
 """The decode kernels in plain torch: the reference for `fused`, and its fallback.
 
-Every row gathers as much context as the longest one has; a step takes two to seven times as long.
+Every row gathers as much context as the longest one has; a step takes three to seven times as long.
 """
 
 from __future__ import annotations

@@ -1,0 +1,40 @@
+"""The bound of docs/bound.md: every open group keeps a place in a batch before its deadline."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.core.stations import limits
+
+from dora.core.state import bound_holds
+
+MAX_DEADLINE = 12
+
+
+@given(
+    opened=st.dictionaries(st.integers(0, MAX_DEADLINE), st.integers(1, 6), max_size=5),
+    next_step=st.integers(0, MAX_DEADLINE),
+    batch_size=st.integers(1, 5),
+    data=st.data(),
+)
+def test_checking_the_deadlines_that_occur_is_checking_every_d(
+    opened: dict[int, int], next_step: int, batch_size: int, data: st.DataObject
+) -> None:
+    num_committed = data.draw(st.integers(0, batch_size - 1))
+    holds_for_every_d = all(
+        sum(count for deadline, count in opened.items() if deadline <= d)
+        <= max(0, batch_size * (d - next_step + 1) - num_committed)
+        for d in range(MAX_DEADLINE + 1)
+    )
+    bounds = limits(batch_size=batch_size)
+    assert bound_holds(Counter(opened), next_step, num_committed, bounds) == holds_for_every_d
+
+
+def test_an_open_group_past_its_deadline_breaks_the_bound() -> None:
+    assert not bound_holds(Counter({3: 1}), next_step=4, num_committed=0, limits=limits())
+
+
+def test_a_deadline_is_the_version_plus_the_staleness_and_never_after_the_last_step() -> None:
+    assert [limits(num_steps=5, max_staleness=2).deadline(version) for version in range(5)] == [2, 3, 4, 4, 4]
