@@ -1,14 +1,9 @@
-"""Every error a user can meet.
+"""Every error a user can meet; messages name the key, the value, the rule and the remedy.
 
-    DoraError
-    ├── InputError        what the user gave is wrong: exit code 2, before anything runs
-    │   ├── ConfigError   a key, a value or a combination of them
-    │   ├── DataError     a dataset file or one of its rows
-    │   ├── ModelError    a model folder or its tensors
-    │   └── RewardError   a reward function that cannot be loaded or called
-    └── RunError          a run that cannot go on: exit code 1
-
-Messages name the key, the value, the rule and the remedy.
+DoraError
+├── InputError    what was given is wrong: exit code 2, before anything runs
+│   └── ConfigError, DataError, ModelError, RewardError: which part of it
+└── RunError      a run that cannot go on: exit code 1
 """
 
 from __future__ import annotations

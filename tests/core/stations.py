@@ -77,9 +77,9 @@ class Stations:
         return [fact for fact in self.pending if fact not in fetches[1:]]
 
     def settle(self, but: Callable[[Event], bool] = lambda fact: False) -> None:
-        """Tell what is pending, first come first told, until only facts are left that `but` keeps back."""
-        while fact := next((f for f in self.pending if not but(f)), None):
-            self.tell(fact)
+        """Tell all pending facts but those that `but` keeps back, first come first told, and their consequences."""
+        while not self.core.done and (told := [fact for fact in self.pending if not but(fact)]):
+            self.tell(told[0])
 
     def join(self, engine: int, rows: int, slots: int) -> None:
         self.tell(EngineJoined(engine, rows, slots))

@@ -13,13 +13,7 @@ from tests.runtime.running import Run, dora, journal, metrics, summary
 from dora.model.folder import load_folder
 
 STEPS, BATCH_SIZE, GROUP_SIZE = 6, 2, 2
-KEYS = """
-    steps trained_groups trained_samples filtered_groups failed_groups pending_groups eval_before eval_after
-    eval_greedy_before eval_greedy_after reward_last trained_tokens regenerated_tokens reprefill_tokens wall_s
-    tokens_per_s live_versions_max live_versions_mean staleness_histogram staleness_mean staleness_max
-    engine_busy_ratio trainer_idle_ratio stall_s exposed_rollout_s orchestration_share migrations
-    migrated_kv_bytes engine_losses c1 c2 c3
-""".split()
+KEYS = ["steps", "trained_groups", "trained_samples", "filtered_groups", "failed_groups", "pending_groups", "eval_before", "eval_after", "eval_greedy_before", "eval_greedy_after", "reward_last", "trained_tokens", "regenerated_tokens", "reprefill_tokens", "wall_s", "tokens_per_s", "live_versions_max", "live_versions_mean", "staleness_histogram", "staleness_mean", "staleness_max", "engine_busy_ratio", "trainer_idle_ratio", "stall_s", "exposed_rollout_s", "orchestration_share", "migrations", "migrated_kv_bytes", "engine_losses", "c1", "c2", "c3"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +43,9 @@ def test_the_summary_adds_up(run: Run) -> None:
     assert s["staleness_max"] == max(map(int, s["staleness_histogram"])) <= 2
     assert (s["filtered_groups"], s["failed_groups"], s["pending_groups"], s["engine_losses"]) == (0, 0, 0, 0)
     assert s["tokens_per_s"] == pytest.approx(s["trained_tokens"] / s["wall_s"], rel=0.01)
-    assert all(0 < s[share] < 1 for share in ("engine_busy_ratio", "trainer_idle_ratio", "orchestration_share"))
+    assert all(
+        0 < s[share] < 1 for share in ("engine_busy_ratio", "trainer_idle_ratio", "orchestration_share")
+    )
     assert 0 <= s["stall_s"] <= s["wall_s"]
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
     assert None not in (s["eval_before"], s["eval_after"], s["eval_greedy_before"], s["eval_greedy_after"])

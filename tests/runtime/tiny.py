@@ -65,9 +65,7 @@ def save_start(folder: Path) -> Path:
     return folder
 
 
-def write_task(
-    folder: Path, reward: str = REWARD, prompts: Sequence[dict[str, object]] = PROMPTS
-) -> Path:
+def write_task(folder: Path, reward: str = REWARD, prompts: Sequence[dict[str, object]] = PROMPTS) -> Path:
     """Write policy, prompts, reward function and configuration; returns the path of the last."""
     save_start(folder / "start")
     (folder / "task.py").write_text(reward)

@@ -1,4 +1,7 @@
-"""The orders the orchestrator gives, as imperatives, in journey order."""
+"""The orders the orchestrator gives, as imperatives, in journey order.
+
+Each names the station that carries it out; what comes of it is told later, as a fact.
+"""
 
 from __future__ import annotations
 

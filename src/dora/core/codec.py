@@ -58,7 +58,7 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def read(hint: Any, raw: Any) -> Any:  # noqa: ANN401 - the hint says the type
+def read(hint: Any, raw: Any) -> Any:
     """Turn parsed JSON back into the type that `hint` names."""
     origin = typing.get_origin(hint)
     if origin is tuple:
@@ -69,7 +69,9 @@ def read(hint: Any, raw: Any) -> Any:  # noqa: ANN401 - the hint says the type
         return None if raw is None else read(typing.get_args(hint)[0], raw)
     if is_dataclass(hint):
         try:
-            return typing.cast(Any, hint)(**{k: read(h, raw[k]) for k, h in _hints(typing.cast(type, hint)).items()})
+            return typing.cast(Any, hint)(
+                **{k: read(h, raw[k]) for k, h in _hints(typing.cast(type, hint)).items()}
+            )
         except KeyError as error:
             raise ProtocolError(f"{kind_of(typing.cast(type, hint))} lacks {error}: {dict(raw)}") from error
     if isinstance(hint, type) and issubclass(hint, tuple):

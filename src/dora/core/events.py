@@ -1,4 +1,7 @@
-"""The facts a station may tell, as past participles, in journey order."""
+"""The facts a station may tell, as past participles, in journey order.
+
+They carry identities, lengths, versions and rewards; payloads lie in the sample store already.
+"""
 
 from __future__ import annotations
 

@@ -175,7 +175,9 @@ def _(event: RequestFailed, state: State) -> list[Action]:
     engine = _engine(state, event)
     if _was_aborting(engine, event.request):
         return []
-    _require(event.request in engine.requests, event, "an engine fails only what it was given", engine.requests)
+    _require(
+        event.request in engine.requests, event, "an engine fails only what it was given", engine.requests
+    )
     return _fail(state, _leave(state, engine, event.request), event.reason)
 
 

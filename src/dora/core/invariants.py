@@ -1,4 +1,7 @@
-"""What must hold after every event. `check` recounts everything the rules keep counts of."""
+"""What must hold after every event.
+
+`check` recounts everything the rules keep counts of; it is for tests and the simulator.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ def _owners(state: State) -> list[str]:
         ]
     for version, waiting in state.waiting.items():
         owned.update(waiting)
-        broken += [f"request {r} waits at a wrong version" for r in waiting if state.requests[r].version != version]
+        broken += [
+            f"request {r} waits at a wrong version" for r in waiting if state.requests[r].version != version
+        ]
     if owned.keys() != state.requests.keys() or any(n != 1 for n in owned.values()):
         broken.append("a request has no owner, or two")
     return broken
@@ -71,5 +76,7 @@ def _counts(state: State) -> list[str]:
         broken.append("a scored group is neither ready nor committed")
     ended = state.num_trained + state.num_filtered + state.num_failed
     if state.num_admitted != len(state.groups) + ended:
-        broken.append(f"C2: {state.num_admitted} groups admitted, {len(state.groups)} + {ended} accounted for")
+        broken.append(
+            f"C2: {state.num_admitted} groups admitted, {len(state.groups)} + {ended} accounted for"
+        )
     return broken

@@ -1,4 +1,7 @@
-"""The nouns, in journey order. Identities, lengths, versions and rewards; never a token."""
+"""The nouns, in journey order.
+
+Identities, lengths, versions and rewards; never a token.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The shape of a decoder, as a Hugging Face `config.json` states it."""
+"""The shape of a decoder, as a Hugging Face `config.json` states it.
+
+What this decoder would compute wrongly is refused by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Load and save a model folder in the Hugging Face format (config.json, safetensors)."""
+"""Load and save a model folder in the Hugging Face format.
+
+`config.json` and safetensors, sharded or not; weights become one flat fp32 buffer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run's `summary.json`: the audit's verdicts put in, and the whole as a table."""
+"""A run's `summary.json` as a person reads it.
+
+The audit's verdicts are put in here, for they come from the run's files and not from the run.
+"""
 
 from __future__ import annotations
 

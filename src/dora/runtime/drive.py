@@ -1,10 +1,10 @@
 """THE MAIN LOOP: hear a fact, ask the core, record both, carry out the orders.
 
-    who          tells                                    waits for
-    dataset      PromptsFetched                           Fetch
-    engine       Loaded, Progressed, RequestFinished      Load, Generate, Abort, Drop
-    rewarder     GroupScored, GroupUnscorable             Score
-    trainer      Trained, Published                       Train, Publish
+who          tells                                    waits for
+dataset      PromptsFetched                           Fetch
+engine       Loaded, Progressed, RequestFinished      Load, Generate, Abort, Drop
+rewarder     GroupScored, GroupUnscorable             Score
+trainer      Trained, Published                       Train, Publish
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`dora train --dry-run`: everything a run needs, tried once, and the numbers that follow from it."""
+"""`dora train --dry-run`: everything a run needs, tried once.
+
+Prints the numbers that follow from the configuration, each with its formula; writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,9 @@ def _call_reward(plan: Plan) -> str:
         while time.monotonic() < deadline_s:
             for fact in rewarder.listen(0.2):
                 if isinstance(fact, GroupUnscorable):
-                    raise RewardError(f"reward.function = {config.reward.function!r}: {rewarder.first_failure}")
+                    raise RewardError(
+                        f"reward.function = {config.reward.function!r}: {rewarder.first_failure}"
+                    )
                 return f"{fact.rewards[0]:g} for an empty answer to the first prompt"
         raise RewardError(f"the rewarder did not start within {config.runtime.start_timeout_s:g} s")
     finally:

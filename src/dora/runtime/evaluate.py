@@ -68,7 +68,9 @@ class _Round:
         num_prompts = len(hands.plan.held_out)
         self._hands = hands
         self._result = Evaluation(version, num_prompts)
-        self._waiting = deque(RequestId(EVALUATION, i, k) for i in range(num_prompts) for k in (GREEDY, SAMPLED))
+        self._waiting = deque(
+            RequestId(EVALUATION, i, k) for i in range(num_prompts) for k in (GREEDY, SAMPLED)
+        )
         self._running: dict[int, set[RequestId]] = {}
         self._finished: dict[GroupId, int] = {}
 

@@ -204,7 +204,7 @@ class LocalHands:
         self._check_silence()
         self.facts.extend(map(self.teller.scored, self.rewarder.check_deadline()))
 
-    def _hear(self, worker: Worker, message: Any) -> None:  # noqa: ANN401 - whatever a worker says
+    def _hear(self, worker: Worker, message: Any) -> None:
         if worker is self.rewarder.worker:
             for fact in self.rewarder.heard(message):
                 self.facts.append(self.teller.scored(fact))
@@ -213,7 +213,7 @@ class LocalHands:
         else:
             self._hear_engine(self._id_of(worker), message)
 
-    def _hear_trainer(self, message: Any) -> None:  # noqa: ANN401 - whatever a worker says
+    def _hear_trainer(self, message: Any) -> None:
         if isinstance(message, m.Ready):
             self._is_trainer_ready = True
         elif isinstance(message, m.Saved):
@@ -224,7 +224,7 @@ class LocalHands:
         else:
             self.facts.append(self.teller.trained(message))
 
-    def _hear_engine(self, engine: int, message: Any) -> None:  # noqa: ANN401 - whatever a worker says
+    def _hear_engine(self, engine: int, message: Any) -> None:
         if isinstance(message, m.Ready):
             self._ready.add(engine)
             self.kernels = message.note

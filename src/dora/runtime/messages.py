@@ -1,4 +1,7 @@
-"""What travels through the pipes between the driver and its worker processes."""
+"""What travels through the pipes between the driver and its worker processes.
+
+Identities and token ids; weights never do, they lie in the weight store.
+"""
 
 from __future__ import annotations
 

@@ -88,7 +88,9 @@ class Meter:
     _is_trainer_idle: bool = True
     _stall_s: float = 0.0
 
-    def hear(self, now: float, event: Event | None, orders: Sequence[Action], state: State) -> StepRecord | None:
+    def hear(
+        self, now: float, event: Event | None, orders: Sequence[Action], state: State
+    ) -> StepRecord | None:
         """Take in one fact and its orders, after the state has changed; a finished step is returned."""
         self._integrate(now)
         record = None

@@ -52,7 +52,9 @@ class Plan:
             )
         plan = cls(config, out, model, tokenizer, _dataset(config), _held_out(config))
         for dataset in filter(None, (plan.dataset, plan.held_out)):
-            dataset.check_prompt_lengths(lambda text: len(tokenizer.encode(text)), config.data.max_prompt_length)
+            dataset.check_prompt_lengths(
+                lambda text: len(tokenizer.encode(text)), config.data.max_prompt_length
+            )
         return plan
 
     @cached_property

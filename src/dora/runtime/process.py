@@ -69,9 +69,7 @@ def _work(connection: Connection, body: Callable[[Connection, Inbox, Any], None]
 class Worker:
     """One spawned process."""
 
-    def __init__(
-        self, name: str, body: Callable[[Connection, Inbox, Any], None], spec: object
-    ) -> None:
+    def __init__(self, name: str, body: Callable[[Connection, Inbox, Any], None], spec: object) -> None:
         """Start `body(connection, inbox, spec)` in a new process; both must be picklable."""
         context = multiprocessing.get_context("spawn")
         self.name = name

@@ -1,4 +1,7 @@
-"""A whole run: check, start, evaluate, train, evaluate, save. `dora train` ends here."""
+"""A whole run: check, start, evaluate, train, evaluate, save.
+
+However it ends, its processes are gone afterwards and its folder holds a summary.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,9 @@ class _Session:
     def _train(self) -> None:
         hands, config = self._hands, self._plan.config
         hands.wait_until_ready()
-        self._view.notice(f"{config.engine.num_engines} engines ({hands.kernels}), 1 trainer, 1 rewarder are ready")
+        self._view.notice(
+            f"{config.engine.num_engines} engines ({hands.kernels}), 1 trainer, 1 rewarder are ready"
+        )
         self._before = self._evaluate_start()
         hands.facts.clear()  # what evaluation left behind is no business of the orchestrator
         hands.join_all()
@@ -129,7 +134,10 @@ class _Session:
                 drive(self._core, hands, self._record)
         finally:
             self._cpu_s = _cpu_s() - cpu_before_s
-        held = {e.id: {*e.held, *([] if e.loading is None else [e.loading])} for e in self._core.snapshot().engines.values()}
+        held = {
+            e.id: {*e.held, *([] if e.loading is None else [e.loading])}
+            for e in self._core.snapshot().engines.values()
+        }
         self._after = evaluate(hands, config.run.steps, held)
         self._show(self._after, "after")
         hands.save(self._plan.out / "checkpoints" / f"step-{config.run.steps}", config.run.steps)

@@ -1,4 +1,7 @@
-"""`summary.json`: a run in one page of numbers, complete also for a run that was stopped."""
+"""`summary.json`: a run in one page of numbers.
+
+Complete also for a run that was stopped or failed; null where nothing was measured.
+"""
 
 from __future__ import annotations
 

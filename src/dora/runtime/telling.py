@@ -1,4 +1,7 @@
-"""Turns what workers say into facts, and puts the payload of each into the sample store first."""
+"""Turns what workers say into facts.
+
+The payload of each is put into the sample store first, so that no fact names what is not there.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from dora.core.events import (
     RequestsAborted,
     Trained,
 )
-from dora.core.records import GroupId, RequestId
+from dora.core.records import GroupId
 from dora.engine.sequence import Completion
 from dora.runtime import messages as m
 from dora.runtime.plan import EVALUATION, Plan
@@ -52,7 +55,7 @@ class Teller:
         self._responses.pop(group, None)
         self._samples.mark([group], state)
 
-    def told(self, engine: int, message: Any) -> Iterator[Event]:  # noqa: ANN401 - whatever a worker says
+    def told(self, engine: int, message: Any) -> Iterator[Event]:
         """Facts from an engine's message."""
         match message:
             case m.WeightsLoaded(version, digest):

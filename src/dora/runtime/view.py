@@ -1,4 +1,7 @@
-"""What a person sees while a run goes: a live screen on a terminal, plain lines elsewhere."""
+"""What a person sees while a run goes.
+
+A live screen on a terminal, a plain line every few seconds elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ class View:
         self._is_live = console.is_terminal
         self._next_s = 0.0
         self._progress = Progress(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps, left"), TimeRemainingColumn()
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps, left"),
+            TimeRemainingColumn(),
         )
         self._task = self._progress.add_task("steps", total=num_steps)
         self._live = Live(console=console, refresh_per_second=1 / REFRESH_S) if self._is_live else None

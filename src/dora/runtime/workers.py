@@ -1,4 +1,7 @@
-"""What runs inside the worker processes: an engine, the trainer, a rewarder."""
+"""What runs inside the worker processes: an engine, the trainer, a rewarder.
+
+Each is a loop over its inbox; heavy imports happen here and not in the driver.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from dora.runtime.messages import (
     Completed,
     DropWeights,
     EngineSpec,
-    GiveUp,
     GivenUp,
+    GiveUp,
     Judge,
     Judged,
     LoadWeights,

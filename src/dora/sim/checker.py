@@ -60,7 +60,9 @@ class Ledger:
             case Admit(group, index, version, _):
                 self.require(group not in self.version_of, f"C2: {group} admitted twice")
                 self.require(index == self.next_index, f"C2: dataset gap before {group}")
-                self.require(any(version in h for h in self.held.values()), f"{group} at a version nobody holds")
+                self.require(
+                    any(version in h for h in self.held.values()), f"{group} at a version nobody holds"
+                )
                 self.version_of[group], self.next_index = version, index + 1
             case Generate(engine, version, requests):
                 self._generate(engine, version, requests)
@@ -72,7 +74,9 @@ class Ledger:
             case Train(step, groups):
                 self._train(step, groups)
             case Drop(engine, version):
-                running = [r for r, e in self.owner.items() if e == engine and self.version_of[r.group] == version]
+                running = [
+                    r for r, e in self.owner.items() if e == engine and self.version_of[r.group] == version
+                ]
                 self.require(not running, f"engine {engine} drops version {version} under {running}")
                 self.held[engine].discard(version)
             case Load(_, version):
@@ -107,7 +111,9 @@ class Ledger:
             versions = {self.finished.get(r) for r in siblings}
             self.require(versions == {self.version_of[group]}, f"C1: {group} has versions {versions}")
             staleness = step - self.version_of[group]
-            self.require(0 <= staleness <= self.limits.max_staleness, f"C3: {group} has staleness {staleness}")
+            self.require(
+                0 <= staleness <= self.limits.max_staleness, f"C3: {group} has staleness {staleness}"
+            )
             self.max_seen_staleness = max(self.max_seen_staleness, staleness)
 
     def close(self) -> None:

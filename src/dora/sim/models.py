@@ -1,4 +1,7 @@
-"""What a simulated world is made of, drawn whole from one seed."""
+"""What a simulated world is made of.
+
+A whole configuration is drawn from one seed: sizes, speeds, lengths and faults.
+"""
 
 from __future__ import annotations
 

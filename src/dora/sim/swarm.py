@@ -1,4 +1,7 @@
-"""Many seeds, each a whole world; every one must keep the guarantees and come to its end."""
+"""Many seeds, each a whole world.
+
+Every one must keep the guarantees after every event and come to its end.
+"""
 
 from __future__ import annotations
 

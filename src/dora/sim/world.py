@@ -102,7 +102,9 @@ class World:
             took_s = length * self.config.speeds[order.engine] * self._rng.uniform(0.9, 1.1)
             engine.ends[request] = (self.now + took_s, length)
             if self._rng.random() < self.config.share_refused:
-                self._tell(0.0, RequestFailed(order.engine, request, "refused by the simulated engine"), engine)
+                self._tell(
+                    0.0, RequestFailed(order.engine, request, "refused by the simulated engine"), engine
+                )
                 continue
             chunk = Chunk(order.version, digest_of(order.version), length)
             fact = RequestFinished(order.engine, request, order.version, length, (chunk,), "stop")
@@ -114,7 +116,9 @@ class World:
         given_up = tuple(r for r in order.requests if r in engine.ends)
         for request in given_up:
             del engine.ends[request]
-        self._tell(self._rng.uniform(0.0, 0.01), RequestsAborted(order.engine, given_up, len(given_up)), engine)
+        self._tell(
+            self._rng.uniform(0.0, 0.01), RequestsAborted(order.engine, given_up, len(given_up)), engine
+        )
 
     @perform.register
     def _(self, order: Score) -> None:
@@ -153,8 +157,9 @@ class World:
         _, _, engine, event = entry
         if engine is not None and engine.is_lost:
             return True
-        is_end = isinstance(event, RequestFinished | RequestFailed)
-        return is_end and engine is not None and event.request not in engine.ends
+        if engine is None or not isinstance(event, RequestFinished | RequestFailed):
+            return False
+        return event.request not in engine.ends  # it was aborted meanwhile
 
     def _happen(self, engine: SimEngine | None, event: Event) -> None:
         """What a fact changes in the world itself."""

@@ -1,1 +1,4 @@
-"""Samples between the stations: written once by who makes a column, read by who needs it."""
+"""Samples between the stations.
+
+A column is written once, by who makes it, and read by whoever needs it.
+"""

@@ -1,4 +1,7 @@
-"""Advantages from the rewards of one group (GRPO, arXiv 2402.03300, section 4.1.2)."""
+"""Advantages from the rewards of one group.
+
+GRPO, arXiv 2402.03300, section 4.1.2.
+"""
 
 from __future__ import annotations
 

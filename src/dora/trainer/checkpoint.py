@@ -1,4 +1,7 @@
-"""Checkpoints: a Hugging Face folder with the trainer's state beside it, complete or absent."""
+"""Checkpoints: a Hugging Face folder with the trainer's state beside it.
+
+A folder of that name is complete, or it is not there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which sequences share a micro-batch."""
+"""Which sequences share a micro-batch.
+
+Neighbours in length do, so that little of a padded batch is padding.
+"""
 
 from __future__ import annotations
 

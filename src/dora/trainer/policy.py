@@ -1,4 +1,7 @@
-"""Log-probs that a policy gives to responses, in right-padded micro-batches."""
+"""Log-probs that a policy gives to responses.
+
+Sequences are padded on the right, so causality alone hides the padding.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Supervised warm start: imitate a teacher's responses, one step at a time."""
+"""Supervised warm start: imitate a teacher's responses.
+
+One step at a time, so that a caller can show how far it is.
+"""
 
 from __future__ import annotations
 

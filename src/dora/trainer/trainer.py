@@ -1,4 +1,7 @@
-"""One training step: a batch of samples in, the next version of the weights out."""
+"""One training step: a batch of samples in, the next version of the weights out.
+
+The weights are one flat buffer, updated in place; publishing it is the caller's business.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Versions of the policy between the trainer and the engines."""
+"""Versions of the policy between the trainer and the engines.
+
+One file per version; only the trainer writes, engines map what they need.
+"""
