@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from rich.progress import track
 
 from dora.data import gcd
 from dora.data.tokenizer import Tokenizer, save_character_tokenizer
@@ -51,9 +52,9 @@ def main(folder: Path) -> None:
     save_character_tokenizer(folder, gcd.ALPHABET)
     flat = initial_weights(CONFIG, seed=0)
     batches = demonstrations(Tokenizer(folder), random.Random(0))
-    for step, loss in enumerate(imitate(CONFIG, flat, batches, NUM_STEPS)):
-        if step % 100 == 0:
-            print(f"step {step:5} of {NUM_STEPS}   loss {loss:.3f}")
+    losses = imitate(CONFIG, flat, batches, NUM_STEPS)
+    last = [loss for loss in track(losses, "warm start", total=NUM_STEPS)][-1]
+    print(f"loss {last:.3f} after {NUM_STEPS} steps; written to {folder}")
     save_folder(folder, CONFIG, flat)
 
 

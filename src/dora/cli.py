@@ -6,6 +6,7 @@ imported inside its command, so that help answers at once.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,10 +69,12 @@ def _train(config: Config, out: Path) -> int:
     console = Console()
     try:
         stopped = run.train(config, out, console)["stopped"]
-    finally:
-        if (out / "journal.jsonl").is_file():
-            verdict = audit.check(out)
-            summary.add_verdicts(out, verdict)
+    except RunError:
+        with contextlib.suppress(InputError, OSError):  # a full disk may have kept us from writing anything
+            summary.add_verdicts(out, audit.check(out))
+        raise
+    verdict = audit.check(out)
+    summary.add_verdicts(out, verdict)
     console.print(summary.table(out))
     kept = verdict.c1 and verdict.c2 and verdict.c3
     return 130 if stopped else 0 if kept else 1

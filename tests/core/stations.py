@@ -15,6 +15,7 @@ from dora.core.events import (
     Loaded,
     PromptsFetched,
     Published,
+    RequestFailed,
     RequestFinished,
     RequestsAborted,
     Trained,
@@ -77,12 +78,18 @@ class Stations:
         return [fact for fact in self.pending if fact not in fetches[1:]]
 
     def settle(self, but: Callable[[Event], bool] = lambda fact: False) -> None:
-        """Tell all pending facts but those that `but` keeps back, first come first told, and their consequences."""
+        """Tell what is pending, and what comes of it, in order; but not the facts that `but` keeps back."""
         while not self.core.done and (told := [fact for fact in self.pending if not but(fact)]):
             self.tell(told[0])
 
     def join(self, engine: int, rows: int, slots: int) -> None:
         self.tell(EngineJoined(engine, rows, slots))
+
+    def refuse(self, request: RequestId) -> list[Action]:
+        """The engine of a request fails it."""
+        finish = next(f for f in self.pending if isinstance(f, RequestFinished) and f.request == request)
+        self.pending.remove(finish)
+        return self.tell(RequestFailed(finish.engine, request, "refused"))
 
     def finish(self, group: GroupId) -> None:
         """Finish all siblings of a group and score it."""

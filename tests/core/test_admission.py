@@ -6,7 +6,7 @@ import pytest
 from tests.core.stations import Stations, is_work, limits
 
 from dora.core.actions import Admit, Fetch
-from dora.core.events import EngineLost, GroupScored, Loaded, PromptsFetched, RequestFailed, Trained
+from dora.core.events import EngineLost, GroupScored, Loaded, PromptsFetched, Trained
 from dora.core.records import GroupId, RequestId
 
 
@@ -51,7 +51,7 @@ def test_nothing_is_admitted_without_an_engine() -> None:
 def test_a_group_waits_for_the_newest_version_while_it_is_loaded() -> None:
     run = Stations(limits(max_staleness=1, num_steps=9))
     run.join(0, rows=2, slots=2)
-    run.settle(but=lambda fact: isinstance(fact, Loaded) and fact.version == 1)
+    run.settle(but=lambda fact: fact in (Loaded(0, 1, "v1"), Trained(1)))
     num_admitted_before = len(run.orders(Admit))
     assert run.state.engines[0].free_rows == 2
     run.tell(Loaded(0, 1, "v1"))
@@ -105,7 +105,7 @@ def test_a_failed_group_is_replaced() -> None:
     run = Stations(limits())
     run.join(0, rows=8, slots=1)
     run.settle(but=is_work)
-    run.tell(RequestFailed(0, RequestId(0, 0, 0), "refused"))
+    run.refuse(RequestId(0, 0, 0))
     assert [order.group for order in run.orders(Admit)[2:]] == [GroupId(0, 2)]
     assert run.state.num_failed == 1
 

@@ -110,7 +110,6 @@ class RandomFacts(RuleBasedStateMachine):
         requests = self.stations.state.engines[engine].requests
         self.stations.tell(Progressed(engine, tuple((request, num_tokens) for request in requests)))
 
-    @precondition(is_going)
     @rule(seconds=st.sampled_from([0.0, 0.1, 2.0]))
     def time_passes(self, seconds: float) -> None:
         self.stations.now += seconds

@@ -38,7 +38,7 @@ def dora(*arguments: str | Path, timeout_s: float = PATIENCE_S) -> Ended:
 
 def environment() -> dict[str, str]:
     """A wide plain terminal, so that no sentence is broken."""
-    return {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "COLUMNS": "200", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
 
 
 def settings(changes: dict[str, object]) -> list[str]:
@@ -66,7 +66,7 @@ class Run:
     def workers(self) -> list[psutil.Process]:
         """The worker processes in the order they are started: engines, trainer, rewarder."""
         children = psutil.Process(self.pid).children()
-        spawned = [child for child in children if any("spawn_main" in part for part in child.cmdline())]
+        spawned = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
         return sorted(spawned, key=lambda child: (child.create_time(), child.pid))
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -95,6 +95,7 @@ class Run:
         if self._process.poll() is None:
             for process in (*psutil.Process(self.pid).children(recursive=True), self._process):
                 process.kill()
+        self._process.communicate()
 
     def weight_folders(self) -> list[Path]:
         """The versions in memory that belong to this run."""

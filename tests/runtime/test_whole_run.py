@@ -13,7 +13,40 @@ from tests.runtime.running import Run, dora, journal, metrics, summary
 from dora.model.folder import load_folder
 
 STEPS, BATCH_SIZE, GROUP_SIZE = 6, 2, 2
-KEYS = ["steps", "trained_groups", "trained_samples", "filtered_groups", "failed_groups", "pending_groups", "eval_before", "eval_after", "eval_greedy_before", "eval_greedy_after", "reward_last", "trained_tokens", "regenerated_tokens", "reprefill_tokens", "wall_s", "tokens_per_s", "live_versions_max", "live_versions_mean", "staleness_histogram", "staleness_mean", "staleness_max", "engine_busy_ratio", "trainer_idle_ratio", "stall_s", "exposed_rollout_s", "orchestration_share", "migrations", "migrated_kv_bytes", "engine_losses", "c1", "c2", "c3"]
+KEYS = [
+    "steps",
+    "trained_groups",
+    "trained_samples",
+    "filtered_groups",
+    "failed_groups",
+    "pending_groups",
+    "eval_before",
+    "eval_after",
+    "eval_greedy_before",
+    "eval_greedy_after",
+    "reward_last",
+    "trained_tokens",
+    "regenerated_tokens",
+    "reprefill_tokens",
+    "wall_s",
+    "tokens_per_s",
+    "live_versions_max",
+    "live_versions_mean",
+    "staleness_histogram",
+    "staleness_mean",
+    "staleness_max",
+    "engine_busy_ratio",
+    "trainer_idle_ratio",
+    "stall_s",
+    "exposed_rollout_s",
+    "orchestration_share",
+    "migrations",
+    "migrated_kv_bytes",
+    "engine_losses",
+    "c1",
+    "c2",
+    "c3",
+]
 
 
 @pytest.fixture(scope="module")

@@ -138,9 +138,12 @@ def _(event: EngineLost, state: State) -> list[Action]:
 def _(event: PromptsFetched, state: State) -> list[Action]:
     _require(event.first_index == state.next_index, event, "the dataset has no gap", state.next_index)
     _require(len(event.groups) <= state.num_fetching, event, "prompts were asked for", state.num_fetching)
-    for index, group in enumerate(event.groups, event.first_index):
-        _require(group not in state.groups, event, "a group id is used once", group)
-        state.prompts.append((index, group))
+    at_hand = {group for _, group in state.prompts}
+    known = [g for g in event.groups if g in state.groups or g in at_hand]
+    _require(
+        not known and len(set(event.groups)) == len(event.groups), event, "a group id is used once", known
+    )
+    state.prompts.extend(enumerate(event.groups, event.first_index))
     state.next_index += len(event.groups)
     state.num_fetching -= len(event.groups)
     return []
@@ -184,8 +187,9 @@ def _(event: RequestFailed, state: State) -> list[Action]:
 @_hear.register
 def _(event: RequestsAborted, state: State) -> list[Action]:
     engine = _engine(state, event)
+    _require(engine.aborting.keys() >= {*event.requests}, event, "the abort was ordered", engine.aborting)
     for request in event.requests:
-        _require(_was_aborting(engine, request), event, "the abort was ordered", engine.aborting)
+        _was_aborting(engine, request)
     state.num_aborted_tokens += event.num_tokens
     return []
 

@@ -106,9 +106,9 @@ def describe(counts: Counts) -> dict[str, str]:
         f"{getattr(counts, end):,} {end}" for end in ("trained", "filtered", "failed", "pending")
     )
     seen = "{}..{}".format(*counts.staleness) if counts.staleness else "of no batch"
+    versions = f"{counts.versions} version{'s' * (counts.versions != 1)}"
     return {
-        "C1": f"{counts.trajectories:,} trajectories, {counts.versions} versions, "
-        "each from one version's bytes",
+        "C1": f"{counts.trajectories:,} trajectories, {versions}, each from one version's bytes",
         "C2": f"{counts.admitted:,} groups admitted = {ends}",
         "C3": f"staleness {seen}, bound {counts.max_staleness}",
     }

@@ -53,8 +53,8 @@ def _derived(plan: Plan, num_parameters: int) -> dict[str, str]:
         "rows": f"num_engines x max_rows = {engines} x {rows} = {config.total_rows} requests at once",
         "version slots": f"{slots} per engine",
         "context": f"{config.data.max_prompt_length} + {config.sampling.max_response_length} tokens",
-        "memory": f"{memory / _MB:.0f} MB: {engines} engines x ({slots} x weights + {kv / _MB:.0f} MB of KV), "
-        f"{_COPIES_IN_TRAINER} x weights in the trainer, {slots} x weights in the store",
+        "memory": f"{memory / _MB:.0f} MB: {engines} engines x ({slots} x weights + {kv / _MB:.0f} MB of "
+        f"KV), {_COPIES_IN_TRAINER} x weights in the trainer, {slots} x weights in the store",
     }
 
 

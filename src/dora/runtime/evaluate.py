@@ -94,7 +94,7 @@ class _Round:
     def _hear(self, event: Event) -> None:
         match event:
             case Loaded(engine, version) if version == self._result.version:
-                self._running[engine] = set()
+                self._running.setdefault(engine, set())
             case EngineLost(engine):
                 self._waiting.extendleft(self._running.pop(engine, ()))
             case RequestFinished(engine, request, _, num_tokens) if request.epoch == EVALUATION:

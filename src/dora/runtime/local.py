@@ -65,6 +65,7 @@ class LocalHands:
         num_engines = plan.config.engine.num_engines
         self.engines = {i: Worker(f"engine {i}", run_engine, spec) for i in range(num_engines)}
         self._ready: set[int] = set()
+        self._last_loss = ""  # of an engine, with its traceback
         self.trainer = Worker("trainer", run_trainer, plan.trainer_spec(self.weights.folder, samples))
         self._is_trainer_ready = False
         self.kernels = ""  # how the engines compute
@@ -94,6 +95,8 @@ class LocalHands:
     def next_fact(self, until: float | None) -> Event | None:
         """The next fact; None once `now` has reached `until`. Raises RunError if the run cannot go on."""
         while not self.facts:
+            if not self.engines:
+                raise RunError(f"the last engine is lost: {self._last_loss}")
             if until is not None and self.now >= until:
                 return None
             self._listen(POLL_S if until is None else max(0.0, min(POLL_S, until - self.now)))
@@ -112,8 +115,8 @@ class LocalHands:
         """End every process and remove the versions from memory."""
         for worker in (*self.engines.values(), self.trainer, self.rewarder.worker):
             worker.kill()
-        self.samples.close()
         self.weights.close()
+        self.samples.close()  # last, for a full disk raises here
 
     @singledispatchmethod
     def perform(self, order: Action) -> None:
@@ -239,7 +242,8 @@ class LocalHands:
     def _bury(self, worker: Worker) -> None:
         """The pipe of a worker has closed."""
         if worker is self.trainer:
-            raise RunError(f"{worker.how_it_ended}; the run cannot go on without it\n{worker.crash}")
+            sentence = f"{worker.how_it_ended}; the run cannot go on without it"
+            raise RunError(f"{sentence}\n{worker.crash}".rstrip())
         if worker is self.rewarder.worker:
             self.facts.extend(map(self.teller.scored, self.rewarder.died()))
         else:
@@ -251,8 +255,7 @@ class LocalHands:
         self._ready.discard(engine)
         self.facts.append(EngineLost(engine, reason))
         self.notice(f"engine {engine} is lost ({reason}); its requests begin again elsewhere")
-        if not self.engines:
-            raise RunError(f"the last engine is lost: {reason}\n{worker.crash}")
+        self._last_loss = f"{reason}\n{worker.crash}".rstrip()
 
     def _check_silence(self) -> None:
         """An engine that gave no sign of life for too long is lost; time we slept ourselves is no silence."""

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -59,7 +60,6 @@ class Inbox:
 
 def _work(connection: Connection, body: Callable[[Connection, Inbox, Any], None], spec: object) -> None:
     """A worker's life: run `body` until it ends; tell the driver of an exception."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business
     try:
         body(connection, Inbox(connection), spec)
     except Exception:
@@ -74,7 +74,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.name = name
         self.connection, theirs = context.Pipe()
-        with _environment(WORKER_ENVIRONMENT):
+        with _environment(WORKER_ENVIRONMENT), _deaf_to_ctrl_c():
             self.process = context.Process(target=_work, args=(theirs, body, spec), name=name, daemon=True)
             self.process.start()
         theirs.close()
@@ -89,7 +89,7 @@ class Worker:
 
     def receive(self) -> Iterator[Any]:
         """The messages that have arrived. Raises EOFError once the worker is gone and all are read."""
-        while self.connection.poll():
+        while not self.connection.closed and self.connection.poll():
             try:
                 message = self.connection.recv()
             except (ConnectionResetError, BrokenPipeError) as error:
@@ -122,6 +122,17 @@ class Worker:
         with contextlib.suppress(OSError, ValueError):
             while (message := self._outbox.get()) is not None:
                 self.connection.send(message)
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes started inside never hear Ctrl-C, which a terminal tells all: it is the driver's business."""
+    resource_tracker.ensure_running()  # the first process would start it, and it unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

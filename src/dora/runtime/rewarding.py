@@ -30,6 +30,7 @@ class Rewarder:
         self._since_s = 0.0
         self.first_failure = ""  # reason and traceback of the first failed call
         self.is_ready = False
+        self._was_ever_ready = False
         self._start()
 
     def _start(self) -> None:
@@ -60,7 +61,7 @@ class Rewarder:
         """Facts that follow from a message of the worker."""
         self._since_s = time.monotonic()
         if isinstance(message, Ready):
-            self.is_ready = True
+            self.is_ready = self._was_ever_ready = True
             self._next()
             return []
         current = self._current
@@ -85,11 +86,12 @@ class Rewarder:
     def died(self) -> list[GroupScored | GroupUnscorable]:
         """The worker is gone: its group fails, the others go on with a new one.
 
-        Raises RewardError if it never started because the function cannot be loaded.
+        Raises RewardError if the function cannot be loaded at the beginning, RunError if it no longer can.
         """
         if not self.is_ready:
             told, _, reason = self.worker.crash.partition("RewardError: ")
-            raise RewardError(reason.strip()) if told else RunError(self.worker.how_it_ended)
+            is_input = told and not self._was_ever_ready
+            raise RewardError(reason.strip()) if is_input else RunError(self.worker.how_it_ended)
         return self._replace(f"reward ended its process: {self.worker.how_it_ended}")
 
     def _replace(self, reason: str) -> list[GroupScored | GroupUnscorable]:

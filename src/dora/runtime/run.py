@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -27,14 +25,11 @@ from dora.runtime.journal import Journal
 from dora.runtime.local import LocalHands
 from dora.runtime.meter import Meter, TimedOrchestrator
 from dora.runtime.plan import Plan
+from dora.runtime.stopping import Stopped, Stopper
 from dora.runtime.summary import summarize
 from dora.runtime.view import View
 
-RUN_FILES = ("journal.jsonl", "samples.sqlite", "config.toml", "summary.json")
-
-
-class Stopped(Exception):
-    """Somebody asked the run to end early (Ctrl-C or SIGTERM)."""
+RUN_FILES = ("config.toml", "journal.jsonl", "metrics.jsonl", "samples.sqlite", "summary.json")
 
 
 def train(config: Config, out: Path, console: Console) -> dict[str, Any]:
@@ -46,8 +41,11 @@ def train(config: Config, out: Path, console: Console) -> dict[str, Any]:
     plan = Plan.make(config, out)
     _claim(plan)
     try:
-        with _interruptible():
-            return _Session(plan, console).run()
+        with Stopper() as stopper:
+            return _Session(plan, console, stopper).run()
+    except InputError:
+        _unclaim(out)
+        raise
     except (OSError, sqlite3.Error) as error:
         raise RunError(f"{out} cannot be written: {error}; what is there stays readable") from error
 
@@ -70,34 +68,25 @@ def _claim(plan: Plan) -> None:
         raise InputError(f"--out {out} cannot be written: {error}") from error
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C and SIGTERM become `Stopped`, wherever the main loop is."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _unclaim(out: Path) -> None:
+    """Input turned out to be bad before anything was generated: the folder can be used again."""
+    for name in RUN_FILES:
+        (out / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        out.rmdir()
 
 
 class _Session:
     """One run from its first process to its summary."""
 
-    def __init__(self, plan: Plan, console: Console) -> None:
+    def __init__(self, plan: Plan, console: Console, stopper: Stopper) -> None:
         config = plan.config
-        self._plan, self._console = plan, console
+        self._plan, self._stopper = plan, stopper
         self._view = View(console, config.run.steps)
         self._core = TimedOrchestrator(plan.limits)
         self._before: Evaluation | None = None
         self._after: Evaluation | None = None
         self._cpu_s = 0.0
-        self._hands = LocalHands(plan, self._view.notice)
-        self._meter = Meter(plan.limits, self._hands.teller)
         self._journal = Journal(
             plan.out / "journal.jsonl",
             plan.limits,
@@ -106,15 +95,19 @@ class _Session:
             fsync=config.journal.fsync,
         )
         self._metrics = (plan.out / "metrics.jsonl").open("x")
+        self._hands = LocalHands(plan, self._view.notice)
+        self._meter = Meter(plan.limits, self._hands.teller)
 
     def run(self) -> dict[str, Any]:
         stopped = ""
         try:
+            self._stopper.arm()
             self._train()
         except Stopped as error:
             stopped = str(error)
             self._view.notice(f"stopped by {stopped}; what was trained so far is kept")
         finally:
+            self._stopper.disarm()
             summary = self._finish(stopped)
         return summary
 
@@ -190,9 +183,9 @@ class _Session:
 
     def _finish(self, stopped: str) -> dict[str, Any]:
         """End the processes and write the summary; also on the way out of an error."""
-        self._hands.close()
-        self._journal.close()
-        self._metrics.close()
+        with contextlib.ExitStack() as closing:  # on a full disk each of them may raise
+            for close in (self._metrics.close, self._journal.close, self._hands.close):
+                closing.callback(close)
         state = self._core.snapshot()
         rows = self._plan.config.total_rows
         summary = summarize(self._meter, state, self._before, self._after, rows)

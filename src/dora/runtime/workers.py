@@ -101,7 +101,7 @@ def run_trainer(connection: Connection, inbox: Inbox, spec: TrainerSpec) -> None
                 case TrainStep(step, groups):
                     batch = [
                         Sample(s.prompt_ids, s.token_ids, s.logprobs, s.advantage, step - s.version)
-                        for group in groups
+                        for group in sorted(groups)  # the sum must not depend on who finished first
                         for s in samples.group(group)
                     ]
                     connection.send(StepDone(step, trainer.step(batch)))

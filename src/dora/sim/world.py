@@ -66,11 +66,10 @@ class World:
         self._heap: list[tuple[float, int, SimEngine | None, Event]] = []
         self._num_told = 0
         self._cursor = 0
+        self._is_loss_planned = config.loss_interval_s is None  # None: as if the plan never came true
         self.engines: dict[int, SimEngine] = {}
         for engine_id in range(len(config.engines)):
             self._join(engine_id, self._rng.uniform(0.0, 0.1))
-        if config.loss_interval_s is not None:
-            self._plan_loss()
 
     def next_fact(self, until: float | None) -> Event | None:
         """The next fact, or None when `until` comes first. Raises IndexError if nothing is to come."""
@@ -171,9 +170,11 @@ class World:
         elif isinstance(event, EngineJoined):
             self.engines[event.engine] = SimEngine(event.engine)
             self._tell(1.0, Progressed(event.engine, ()), self.engines[event.engine])
+            self._plan_loss()
         elif isinstance(event, EngineLost):
             self.engines.pop(event.engine).is_lost = True
             self._join(event.engine, self.config.return_s)
+            self._is_loss_planned = False
             self._plan_loss()
         elif isinstance(event, Progressed):
             self._report(self.engines[event.engine])
@@ -188,13 +189,13 @@ class World:
         self._tell(delay_s, EngineJoined(engine_id, rows, slots))
 
     def _plan_loss(self) -> None:
-        """One loss is planned at a time, for an engine drawn now; a void plan is drawn again."""
-        assert self.config.loss_interval_s is not None
-        if self._rng.random() < 0.02:
-            return  # from here on the world is healed
-        delay_s = self._rng.expovariate(1.0 / self.config.loss_interval_s)
-        alive = list(self.engines.values())
-        if not alive:
+        """One loss is planned at a time, of an engine alive now; after the last, the world is healed."""
+        if self._is_loss_planned or not self.engines:
             return
-        victim = self._rng.choice(alive)
+        self._is_loss_planned = True
+        if self._rng.random() < 0.02:
+            return
+        assert self.config.loss_interval_s is not None
+        victim = self._rng.choice(list(self.engines.values()))
+        delay_s = self._rng.expovariate(1.0 / self.config.loss_interval_s)
         self._tell(delay_s, EngineLost(victim.id, "simulated loss"), victim)

@@ -1,0 +1,126 @@
+"""Which engine runs which request: at its version, on free rows, siblings together, each once."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tests.core.stations import Stations, finished, is_work, limits
+
+from dora.core.actions import Abort, Fail, Generate
+from dora.core.events import EngineLost, Progressed, RequestsAborted
+from dora.core.placement import place
+from dora.core.records import GroupId, RequestId
+from dora.core.state import Engine, Request, State
+
+
+def request(row: int, sibling: int) -> RequestId:
+    return RequestId(0, row, sibling)
+
+
+def waiting_on(engines: list[Engine], *requests: tuple[int, RequestId]) -> State:
+    """A state in which (version, request) pairs wait for rows of these engines."""
+    state = State(limits(), engines={engine.id: engine for engine in engines})
+    for version, waiting in requests:
+        state.waiting.setdefault(version, deque()).append(waiting)
+        state.requests[waiting] = Request(waiting, version)
+    return state
+
+
+def test_siblings_stay_together_where_rows_allow() -> None:
+    engines = [Engine(0, rows=4, slots=1, held={0}), Engine(1, rows=3, slots=1, held={0})]
+    siblings = [request(row, sibling) for row in (0, 1) for sibling in range(3)]
+    state = waiting_on(engines, *((0, sibling) for sibling in siblings))
+    assert place(state) == [Generate(0, 0, tuple(siblings[:3])), Generate(1, 0, tuple(siblings[3:]))]
+
+
+def test_older_versions_are_placed_first() -> None:
+    state = waiting_on([Engine(0, 1, 2, held={3, 4})], (4, request(4, 0)), (3, request(3, 0)))
+    assert place(state) == [Generate(0, 3, (request(3, 0),))]
+
+
+def test_a_request_waits_for_an_engine_that_holds_its_version() -> None:
+    engines = [Engine(0, rows=4, slots=1, held={1}), Engine(1, rows=1, slots=1, held={0})]
+    state = waiting_on(engines, (0, request(0, 0)), (0, request(0, 1)))
+    assert place(state) == [Generate(1, 0, (request(0, 0),))]
+    assert list(state.waiting[0]) == [request(0, 1)]
+
+
+def test_a_group_too_large_for_one_engine_is_spread() -> None:
+    run = Stations(limits(batch_size=1, group_size=5))
+    run.join(0, rows=2, slots=1)
+    run.join(1, rows=3, slots=1)
+    run.settle(but=is_work)
+    assert sorted(len(order.requests) for order in run.orders(Generate)) == [2, 3]
+
+
+def test_a_group_larger_than_all_rows_is_generated_one_after_the_other() -> None:
+    run = Stations(limits(num_steps=2, group_size=5))
+    run.join(0, rows=2, slots=1)
+    run.settle()
+    assert run.core.done
+
+
+def test_one_failed_sibling_fails_its_group_and_aborts_the_others() -> None:
+    run = Stations(limits(batch_size=1, group_size=3))
+    run.join(0, rows=2, slots=1)
+    run.join(1, rows=1, slots=1)
+    run.settle(but=is_work)
+    orders = run.refuse(request(0, 0))
+    assert orders[:3] == [
+        Abort(0, (request(0, 1),)),
+        Abort(1, (request(0, 2),)),
+        Fail(GroupId(0, 0), "refused"),
+    ]
+    assert GroupId(0, 0) not in run.state.groups
+
+
+def test_a_waiting_sibling_of_a_failed_group_is_never_generated() -> None:
+    run = Stations(limits(group_size=3))
+    run.join(0, rows=2, slots=1)
+    run.settle(but=is_work)
+    run.refuse(request(0, 0))
+    run.settle()
+    assert request(0, 2) not in [r for order in run.orders(Generate) for r in order.requests]
+    assert run.core.done
+
+
+def test_the_rows_of_aborted_requests_are_free_only_once_the_abort_is_confirmed() -> None:
+    run = Stations(limits(batch_size=1, group_size=3))
+    run.join(0, rows=3, slots=1)
+    run.settle(but=is_work)
+    run.refuse(request(0, 0))
+    engine = run.state.engines[0]
+    assert set(engine.aborting) == {request(0, 1), request(0, 2)}
+    assert list(engine.requests) == [request(1, 0)]
+    run.tell(RequestsAborted(0, (request(0, 1), request(0, 2)), 17))
+    assert list(engine.requests) == [request(1, 0), request(1, 1), request(1, 2)]
+    assert run.state.num_aborted_tokens == 17
+
+
+def test_a_request_that_finished_before_its_abort_came_frees_its_row_and_is_not_scored() -> None:
+    run = Stations(limits(batch_size=1, group_size=2))
+    run.join(0, rows=2, slots=1)
+    run.settle(but=is_work)
+    run.refuse(request(0, 0))
+    orders = run.tell(finished(0, request(0, 1), 0))
+    assert [order.requests for order in orders if isinstance(order, Generate)] == [(request(1, 1),)]
+    assert run.tell(RequestsAborted(0, (), 0)) == []
+
+
+def test_requests_of_a_lost_engine_are_generated_again_on_their_version_before_all_others() -> None:
+    run = Stations(limits(group_size=3, max_staleness=1))
+    run.join(0, rows=4, slots=1)
+    run.join(1, rows=1, slots=1)
+    run.settle(but=is_work)
+    assert list(run.state.waiting[0]) == [request(1, 2)]
+    lost = list(run.state.engines[0].requests)
+    run.tell(Progressed(0, tuple((r, 10) for r in lost)))
+    run.tell(EngineLost(0, "killed"))
+    assert list(run.state.waiting[0]) == [*lost, request(1, 2)]
+    assert run.state.num_regenerated_tokens == 10 * len(lost)
+    num_before = len(run.orders(Generate))
+    for fact in [fact for fact in run.pending if is_work(fact)]:
+        run.tell(fact)
+    assert run.orders(Generate)[num_before:] == [Generate(1, 0, (lost[0],))]
+    run.settle()
+    assert run.core.done

@@ -1,0 +1,27 @@
+"""A disk that is full ends the run in words, and what is on it stays readable."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+from tests.runtime.conftest import StartRun
+from tests.runtime.running import dora, wait_until_gone
+
+LINUX_ONLY = pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits another process")
+
+
+@LINUX_ONLY
+def test_a_full_disk_ends_the_run_in_words(start_run: StartRun) -> None:
+    run = start_run(run__steps=1000)
+    run.wait_for_steps(1)
+    workers = run.workers()
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (0, 0))  # from now on no file of the driver grows
+    ended = run.end(timeout_s=20)
+    assert ended.code == 1, ended
+    assert f"{run.out} cannot be written: " in ended.err
+    assert "Traceback" not in ended.err
+    assert wait_until_gone(workers, 2.0) == []
+    assert run.weight_folders() == []
+    assert dora("audit", run.out).code == 0
+    assert dora("replay", run.out).code == 0

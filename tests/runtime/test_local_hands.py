@@ -1,0 +1,46 @@
+"""What only real processes can do wrong: bytes that change on their way, calls that never return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora import settings
+from dora.core.actions import Load, Publish
+from dora.core.events import EngineLost, Event, Loaded, Published
+from dora.errors import RunError
+from dora.runtime.local import LocalHands
+from dora.runtime.plan import Plan
+
+
+@pytest.fixture
+def hands(task: Path, tmp_path: Path) -> Iterator[LocalHands]:
+    made = LocalHands(Plan.make(settings.read(task), tmp_path), notice=print)
+    made.wait_until_ready()
+    yield made
+    made.close()
+
+
+def hear(hands: LocalHands) -> Event:
+    fact = hands.next_fact(hands.now + 30)
+    assert fact is not None
+    return fact
+
+
+def test_an_engine_that_holds_other_bytes_than_the_published_ones_is_lost(hands: LocalHands) -> None:
+    hands.perform(Publish(0))
+    assert isinstance(hear(hands), Published)
+    hands.perform(Load(0, 0))
+    assert isinstance(hear(hands), Loaded)
+    stored = hands.weights.folder / "0.f32"
+    stored.write_bytes(bytes(stored.stat().st_size))
+    hands.perform(Load(1, 0))
+    assert hear(hands) == EngineLost(1, "its bytes of version 0 are not the published ones")
+    assert list(hands.engines) == [0]
+    hands.perform(Load(1, 0))  # an order to an engine that is lost goes nowhere
+    hands.engines[0].process.kill()
+    assert hear(hands) == EngineLost(0, "engine 0 was killed by SIGKILL")
+    with pytest.raises(RunError, match="the last engine is lost: engine 0 was killed by SIGKILL"):
+        hear(hands)

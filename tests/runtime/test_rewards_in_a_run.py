@@ -1,0 +1,78 @@
+"""Reward functions that misbehave: their groups fail by name, and too many of them end the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.runtime.conftest import StartRun
+from tests.runtime.running import dora, journal, summary
+from tests.runtime.tiny import write_task
+
+MOODY = """
+import os, time
+
+async def reward(prompt, completion, *, mood, **row):
+    match mood:
+        case "raises":
+            raise KeyError("nothing there")
+        case "is nan":
+            return float("nan")
+        case "is a string":
+            return "1.0"
+        case "hangs":
+            time.sleep(3600)
+        case "exits":
+            os._exit(7)
+    return len(set(completion)) / 10
+"""
+MOODS = ("raises", "is nan", "is a string", "hangs", "exits", "good", "good", "good", "good")
+REASONS = {
+    "reward raised KeyError",
+    "reward returned nan",
+    "reward returned str",
+    "reward took longer than reward.timeout_s = 1",
+    "reward ended its process: rewarder ended with exit code 7",
+}
+
+
+def test_groups_that_cannot_be_scored_fail_by_name_and_the_run_goes_on(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    prompts = [{"prompt": f"{number}:", "mood": mood} for number, mood in enumerate(MOODS)]
+    config = write_task(tmp_path, reward=MOODY, prompts=prompts)
+    limits = {"reward__timeout_s": 1.0, "reward__max_failed_share": 1.0, "data__shuffle": "false"}
+    run = start_run(config, run__steps=2, **limits)
+    ended = run.end()
+    assert ended.code == 0, ended
+    s = summary(run.out)
+    assert (s["trained_groups"], s["failed_groups"], s["pending_groups"]) == (4, 5, 0)
+    assert {line["reason"] for line in journal(run.out) if line["kind"] == "fail"} == REASONS
+    assert all(f"failed: {reason}" in ended.out for reason in REASONS)
+    assert "4 trained + 0 filtered + 5 failed + 0 pending" in dora("audit", run.out).out
+
+
+def test_a_run_whose_groups_all_fail_stops_with_the_first_traceback(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    reward = "def reward(prompt, completion):\n    raise ValueError('no such answer')\n"
+    run = start_run(write_task(tmp_path, reward=reward))
+    ended = run.end()
+    assert ended.code == 1, ended
+    assert "more than reward.max_failed_share = 0.2 allows; the first failure:\n" in ended.err
+    assert "Traceback (most recent call last)" in ended.err
+    assert "task.py" in ended.err
+    assert ended.err.rstrip().endswith("ValueError: no such answer")
+    assert "orchestrator.py" not in ended.err
+    assert summary(run.out)["failed_groups"] >= 1
+    assert dora("audit", run.out).code == 0
+
+
+def test_a_reward_function_that_is_not_there_is_bad_input_and_leaves_nothing(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    run = start_run(write_task(tmp_path), reward__function="task.py:rewrad")
+    ended = run.end()
+    assert ended.code == 2, ended
+    assert "has no function 'rewrad'; it has reward" in ended.err
+    assert "Traceback" not in ended.err
+    assert not run.out.exists()

@@ -1,0 +1,85 @@
+"""Random worlds keep the guarantees, come to their end, and are the same for ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dora.core import batching, codec
+from dora.sim import swarm
+from dora.sim.models import draw_config
+from dora.sim.swarm import Outcome, replays_alike, run_world
+
+NUM_SEEDS = 60  # `make test` runs 200 by the command
+REGRESSIONS = Path(__file__).with_name("regressions.txt")
+
+
+def read_regressions() -> dict[int, str]:
+    """Seed -> cause."""
+    lines = (line.partition("#") for line in REGRESSIONS.read_text().splitlines() if line.strip())
+    return {int(seed): cause.strip() for seed, _, cause in lines if seed}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return [run_world(seed) for seed in range(NUM_SEEDS)]
+
+
+def test_every_world_keeps_the_guarantees_and_comes_to_its_end(outcomes: list[Outcome]) -> None:
+    assert {outcome.seed: outcome.verdict for outcome in outcomes if outcome.verdict != "ok"} == {}
+
+
+def test_the_worlds_use_every_fact_and_every_order(outcomes: list[Outcome]) -> None:
+    facts = {codec.to_json(fact)["kind"] for o in outcomes for _, fact, _ in o.record}
+    orders = {codec.to_json(order)["kind"] for o in outcomes for _, _, orders in o.record for order in orders}
+    assert facts == codec.FACTS.keys()
+    assert orders == codec.ORDERS.keys()
+
+
+def test_the_worlds_use_up_the_bound_and_never_more(outcomes: list[Outcome]) -> None:
+    unused = [draw_config(o.seed).limits.max_staleness - o.max_staleness for o in outcomes]
+    assert min(unused) == 0
+    assert {draw_config(o.seed).limits.max_staleness for o in outcomes} >= {0, 1, 2, 3, 4}
+    assert {o.max_staleness for o in outcomes} >= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("seed", range(0, NUM_SEEDS, 6))
+def test_a_recorded_world_replays_alike(outcomes: list[Outcome], seed: int) -> None:
+    assert replays_alike(outcomes[seed], draw_config(seed))
+
+
+@pytest.mark.parametrize("seed", range(0, NUM_SEEDS, 12))
+def test_a_seed_is_the_same_world_for_ever(outcomes: list[Outcome], seed: int) -> None:
+    assert run_world(seed) == outcomes[seed]
+
+
+@pytest.mark.parametrize("seed", read_regressions())
+def test_a_seed_that_once_failed_stays_right(seed: int) -> None:
+    assert run_world(seed).verdict == "ok", read_regressions()[seed]
+
+
+def test_every_regression_names_its_cause() -> None:
+    assert all(read_regressions().values())
+
+
+def test_the_last_line_printed_is_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert swarm.main(3, as_json=True) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["seeds"] == 3
+    assert summary["violations"] == summary["deadlocks"] == 0
+    assert summary["events"] > 0
+    assert swarm.main(3, as_json=False) == 0
+    assert capsys.readouterr().out.startswith("seeds 3, events ")
+
+
+def test_a_failed_world_is_named_and_makes_the_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(batching, "train", lambda state: [])
+    monkeypatch.setattr(swarm, "MAX_EVENTS", 2_000)
+    assert swarm.main(1, as_json=True) == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("seed 0: deadlock after ")
+    assert json.loads(last)["failures"] == [{"seed": 0, "verdict": "deadlock"}]

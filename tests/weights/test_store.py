@@ -1,0 +1,86 @@
+"""Versions are published whole, fetched without a copy, and leave nothing in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dora.model.weights import weight_digest
+from dora.weights.store import WeightStore, make_store_folder
+
+MAKE = "from dora.weights.store import make_store_folder; print(make_store_folder())"
+
+
+@pytest.fixture
+def store() -> Iterator[WeightStore]:
+    made = WeightStore(make_store_folder())
+    yield made
+    made.close()
+
+
+def weights(version: int) -> torch.Tensor:
+    return torch.arange(1000, dtype=torch.float32) + version
+
+
+def test_what_is_fetched_is_what_was_published(store: WeightStore) -> None:
+    digest = store.publish(0, weights(0))
+    assert torch.equal(store.fetch(0), weights(0))
+    assert digest == weight_digest(weights(0))
+
+
+def test_versions_live_side_by_side_until_they_are_dropped(store: WeightStore) -> None:
+    digests = {store.publish(version, weights(version)) for version in (0, 2, 10)}
+    assert len(digests) == 3
+    assert store.versions() == [0, 2, 10]
+    store.drop(2)
+    store.drop(2)
+    assert store.versions() == [0, 10]
+    with pytest.raises(FileNotFoundError):
+        store.fetch(2)
+
+
+def test_who_has_a_version_keeps_it_when_it_is_dropped_or_published_again(store: WeightStore) -> None:
+    store.publish(0, weights(0))
+    store.publish(1, weights(1))
+    held = store.fetch(0), store.fetch(1)
+    store.drop(0)
+    store.publish(1, weights(7))
+    assert torch.equal(held[0], weights(0))
+    assert torch.equal(held[1], weights(1))
+    assert torch.equal(store.fetch(1), weights(7))
+
+
+def test_writing_into_a_fetched_version_harms_no_one_else(store: WeightStore) -> None:
+    digest = store.publish(0, weights(0))
+    store.fetch(0).zero_()
+    assert weight_digest(store.fetch(0)) == digest
+
+
+def test_weights_that_need_a_gradient_can_be_published(store: WeightStore) -> None:
+    store.publish(0, weights(0).requires_grad_())
+    assert torch.equal(store.fetch(0), weights(0))
+
+
+def test_a_half_written_version_is_none(store: WeightStore) -> None:
+    (store.folder / "3.draft").write_bytes(b"half of it")
+    assert store.versions() == []
+
+
+def test_closing_removes_everything(store: WeightStore) -> None:
+    store.publish(0, weights(0))
+    store.close()
+    assert not store.folder.exists()
+
+
+def test_folders_of_dead_processes_are_removed_and_those_of_living_ones_kept(store: WeightStore) -> None:
+    made = subprocess.run([sys.executable, "-c", MAKE], capture_output=True, text=True, check=True)
+    left_behind = Path(made.stdout.strip())
+    assert left_behind.is_dir()
+    WeightStore(make_store_folder()).close()
+    assert not left_behind.exists()
+    assert store.folder.is_dir()
