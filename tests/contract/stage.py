@@ -23,7 +23,7 @@ from dora.sim.world import World
 LIMITS = Limits(num_steps=3, batch_size=2, group_size=2, max_staleness=2)
 ROWS, SLOTS, MAX_LENGTH = 4, 3, 24
 DEADLINE_S = 60.0  # on the clock of the hands
-Fact = TypeVar("Fact", bound=Event)
+Fact = TypeVar("Fact")
 
 
 def simulated(folder: Path) -> Hands:
@@ -72,9 +72,8 @@ class Stage:
 
     def hear(self, kind: type[Fact], count: int = 1) -> list[Fact]:
         """The next facts of a kind; the others wait until somebody asks for them."""
-        found = [fact for fact in self._unread if isinstance(fact, kind)][:count]
-        for fact in found:
-            self._unread.remove(fact)
+        found: list[Fact] = [fact for fact in self._unread if isinstance(fact, kind)][:count]
+        self._unread = deque(fact for fact in self._unread if not any(fact is taken for taken in found))
         deadline_s = self.hands.now + DEADLINE_S
         while len(found) < count:
             event = self.hands.next_fact(deadline_s)

@@ -1,4 +1,4 @@
-"""Simulated and real hands keep one contract: what holds for the one in ten thousand seeds is the other's too."""
+"""Simulated and real hands keep one contract, so what a thousand simulated runs show holds for real ones."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_run(task: Path, tmp_path: Path) -> Iterator[StartRun]:
-    """Starts a run of the tiny task, or of `config`, in `tmp_path/run`; what still runs at the end is killed."""
+    """Starts a run of the tiny task, or of `config`, in `tmp_path/run`; kills it at the end if need be."""
     runs: list[Run] = []
 
     def start(config: Path = task, **changes: object) -> Run:

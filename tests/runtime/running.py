@@ -62,6 +62,7 @@ class Run:
             start_new_session=True,
         )
         self.pid = self._process.pid
+        self._ended: Ended | None = None
 
     def workers(self) -> list[psutil.Process]:
         """The worker processes in the order they are started: engines, trainer, rewarder."""
@@ -82,20 +83,19 @@ class Run:
         self.wait_until(lambda: len(metrics(self.out)) >= count, f"step {count}")
 
     def end(self, timeout_s: float = PATIENCE_S) -> Ended:
-        """Wait for the end."""
-        try:
+        """Wait for the end; the same answer however often one asks."""
+        if self._ended is None:
             out, err = self._process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self.kill_all()
-            raise
-        return Ended(self._process.returncode, out or "", err or "")
+            self._ended = Ended(self._process.returncode, out or "", err or "")
+        return self._ended
 
     def kill_all(self) -> None:
         """Leave nothing behind, whatever the test found."""
         if self._process.poll() is None:
-            for process in (*psutil.Process(self.pid).children(recursive=True), self._process):
+            driver = psutil.Process(self.pid)
+            for process in (*driver.children(recursive=True), driver):
                 process.kill()
-        self._process.communicate()
+        self.end()
 
     def weight_folders(self) -> list[Path]:
         """The versions in memory that belong to this run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,16 @@ def test_audit_and_replay_agree_with_the_run(run: Run) -> None:
     assert (audit.code, replay.code) == (0, 0)
     assert f"{STEPS * BATCH_SIZE} groups admitted = {STEPS * BATCH_SIZE} trained" in audit.out
     assert "replay agrees" in replay.out
+
+
+def test_away_from_a_terminal_a_run_says_plain_lines(run: Run) -> None:
+    out = run.end().out
+    assert "\x1b" not in out
+    line = re.search(rf"^step \d/{STEPS}, \d+ s left, reward .*$", out, re.MULTILINE)
+    assert line, out
+    for wanted in ("accuracy", "tokens/s", "versions v", "staleness", "stall"):
+        assert wanted in line.group()
+    assert all(f"{when} training (version " in out for when in ("before", "after"))
 
 
 def test_nothing_of_a_run_is_left_in_memory(run: Run) -> None:

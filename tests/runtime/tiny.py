@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dora.data.gcd import ALPHABET
@@ -65,7 +65,7 @@ def save_start(folder: Path) -> Path:
     return folder
 
 
-def write_task(folder: Path, reward: str = REWARD, prompts: Sequence[dict[str, object]] = PROMPTS) -> Path:
+def write_task(folder: Path, reward: str = REWARD, prompts: Sequence[Mapping[str, object]] = PROMPTS) -> Path:
     """Write policy, prompts, reward function and configuration; returns the path of the last."""
     save_start(folder / "start")
     (folder / "task.py").write_text(reward)

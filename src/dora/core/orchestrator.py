@@ -51,9 +51,11 @@ class Orchestrator:
 
     def _decide(self, now: float) -> list[Action]:
         state = self._state
+        orders = [*batching.commit(state), *batching.train(state)]
+        if state.stopped:
+            return orders
         return [
-            *batching.commit(state),
-            *batching.train(state),
+            *orders,
             *versions.load(state),
             *admission.admit(state),
             *placement.place(state),

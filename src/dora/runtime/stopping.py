@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopped(Exception):  # noqa: N818 - a wish, not an error
+class Stopped(Exception):
     """Somebody asked the run to end early; the text is the signal's name."""
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from dora.core import invariants
 from dora.core.actions import Action
-from dora.core.events import Event, Woken
+from dora.core.events import EngineLost, Event, Woken
 from dora.core.orchestrator import Orchestrator
 from dora.core.records import ProtocolError
 from dora.sim.checker import Ledger, Violation
 from dora.sim.models import WorldConfig, draw_config
-from dora.sim.world import World
+from dora.sim.world import Deadlock, World
 
 MAX_EVENTS = 50_000  # per world; more means it runs in circles
 
@@ -42,7 +42,7 @@ def run_world(seed: int, config: WorldConfig | None = None) -> Outcome:
         _live(world, core, ledger, outcome)
     except (Violation, ProtocolError, AssertionError) as error:
         outcome.verdict = f"{type(error).__name__}: {error}"
-    except IndexError:
+    except Deadlock:
         outcome.verdict = "deadlock"
     outcome.max_staleness = ledger.max_seen_staleness
     return outcome
@@ -64,7 +64,7 @@ def _live(world: World, core: Orchestrator, ledger: Ledger, outcome: Outcome) ->
         if broken := invariants.check(core.snapshot()):
             raise Violation("; ".join(broken))
         if outcome.num_events > MAX_EVENTS:
-            raise IndexError
+            raise Deadlock("it runs in circles")
 
 
 def replays_alike(outcome: Outcome, config: WorldConfig) -> bool:
@@ -82,6 +82,7 @@ def main(num_seeds: int, as_json: bool, first_seed: int = 0) -> int:
     for seed in range(first_seed, first_seed + num_seeds):
         outcome = run_world(seed)
         tally["events"] += outcome.num_events
+        tally["engine_losses"] += sum(isinstance(event, EngineLost) for _, event, _ in outcome.record)
         tally["orders"] += sum(len(orders) for _, _, orders in outcome.record)
         if outcome.verdict == "ok":
             continue
@@ -94,6 +95,7 @@ def main(num_seeds: int, as_json: bool, first_seed: int = 0) -> int:
         "violations": tally["violations"],
         "deadlocks": tally["deadlocks"],
         "orders": tally["orders"],
+        "engine_losses": tally["engine_losses"],
         "cpu_s": round(time.process_time() - began_s, 2),
         "failures": failures,
     }

@@ -41,6 +41,10 @@ from dora.core.records import Chunk, GroupId, RequestId
 from dora.sim.models import WorldConfig, draw_length
 
 
+class Deadlock(Exception):
+    """The run is not done and nothing will ever happen again."""
+
+
 def digest_of(version: int) -> str:
     """What stands for the digest of a version's bytes in simulated runs."""
     return f"sim-{version:08x}"
@@ -72,12 +76,14 @@ class World:
             self._join(engine_id, self._rng.uniform(0.0, 0.1))
 
     def next_fact(self, until: float | None) -> Event | None:
-        """The next fact, or None when `until` comes first. Raises IndexError if nothing is to come."""
+        """The next fact, or None when `until` comes first. Raises Deadlock if nothing is to come."""
         while self._heap and self._is_void(self._heap[0]):
             heapq.heappop(self._heap)
         if until is not None and (not self._heap or self._heap[0][0] > until):
             self.now = max(self.now, until)
             return None
+        if not self._heap:
+            raise Deadlock("everyone waits, and no fact is under way")
         self.now, _, engine, event = heapq.heappop(self._heap)
         self._happen(engine, event)
         return event
