@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from benchmarks.report import Row, parse_options, publish
+from report import Row, parse_options, publish
 from torch import Tensor
 from torch.nn import functional as F
 

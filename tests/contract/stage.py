@@ -72,16 +72,17 @@ class Stage:
 
     def hear(self, kind: type[Fact], count: int = 1) -> list[Fact]:
         """The next facts of a kind; the others wait until somebody asks for them."""
-        found: list[Fact] = [fact for fact in self._unread if isinstance(fact, kind)][:count]
-        self._unread = deque(fact for fact in self._unread if not any(fact is taken for taken in found))
+        found: list[Fact] = []
+        kept: deque[Event] = deque()
         deadline_s = self.hands.now + DEADLINE_S
         while len(found) < count:
-            event = self.hands.next_fact(deadline_s)
+            event = self._unread.popleft() if self._unread else self.hands.next_fact(deadline_s)
             assert event is not None, f"{kind.__name__} is not told"
             if isinstance(event, kind):
                 found.append(event)
             else:
-                self._unread.append(event)
+                kept.append(event)
+        self._unread.extendleft(reversed(kept))
         return found
 
     def heard_until(self, now: float) -> list[Event]:

@@ -148,3 +148,11 @@ def test_a_run_that_is_asked_to_stop_while_it_starts_ends_cleanly(start_run: Sta
     ended = run.end(timeout_s=5)
     assert (ended.code, ended.err) == (130, ""), ended
     assert run.weight_folders() == []
+
+
+def test_a_trainer_that_hangs_ends_the_run_within_its_timeout(start_run: StartRun) -> None:
+    run = start_run(**LONG, runtime__trainer_timeout_s=2.0)
+    run.wait_until(lambda: decodes(run, 0), "work on engine 0")
+    workers = run.workers()
+    workers[TRAINER].suspend()
+    check_ended_badly(run, workers, "the trainer was silent for more than runtime.trainer_timeout_s = 2")

@@ -76,3 +76,27 @@ def test_a_reward_function_that_is_not_there_is_bad_input_and_leaves_nothing(
     assert "has no function 'rewrad'; it has reward" in ended.err
     assert "Traceback" not in ended.err
     assert not run.out.exists()
+
+
+def test_groups_of_equal_rewards_are_filtered_by_name_and_replaced(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    reward = "def reward(prompt, completion):\n    return float(len(completion) > 3)\n"
+    run = start_run(write_task(tmp_path, reward=reward), algorithm__filter_groups="true")
+    ended = run.end()
+    assert ended.code == 0, ended
+    s = summary(run.out)
+    assert s["filtered_groups"] > 0
+    assert s["pending_groups"] == 0
+    assert s["trained_groups"] == s["steps"] * 2
+    assert {line["reason"] for line in journal(run.out) if line["kind"] == "filter"} == {"zero_variance"}
+    assert dora("audit", run.out).code == 0
+
+
+def test_a_run_whose_groups_are_all_filtered_stops_and_says_why(start_run: StartRun, tmp_path: Path) -> None:
+    reward = "def reward(prompt, completion):\n    return 1.0\n"
+    run = start_run(write_task(tmp_path, reward=reward), algorithm__filter_groups="true")
+    ended = run.end()
+    assert ended.code == 1, ended
+    assert "groups were all filtered" in ended.err
+    assert summary(run.out)["trained_groups"] == 0

@@ -59,9 +59,15 @@ class Dataset:
         return {key: value for key, value in self._rows[index].items() if key != self.prompt_key}
 
     def check_prompt_lengths(self, num_tokens: Callable[[str], int], max_prompt_length: int) -> None:
-        """Raises DataError for the first prompt that is empty or longer than `max_prompt_length` (tokens)."""
+        """Raises DataError for the first prompt that has no token, too many, or cannot be tokenized.
+
+        `max_prompt_length` in tokens; `num_tokens` may raise DataError itself.
+        """
         for index in range(len(self)):
-            num = num_tokens(self.prompt(index))
+            try:
+                num = num_tokens(self.prompt(index))
+            except DataError as error:
+                raise DataError(f"{self.origin}, row {index}: {error}") from error
             if not 1 <= num <= max_prompt_length:
                 raise DataError(
                     f"{self.origin}, row {index}: the prompt has {num} tokens; the rule is 1 "

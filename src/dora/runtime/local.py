@@ -258,13 +258,17 @@ class LocalHands:
         self._last_loss = f"{reason}\n{worker.crash}".rstrip()
 
     def _check_silence(self) -> None:
-        """An engine that gave no sign of life for too long is lost; time we slept ourselves is no silence."""
+        """Who gave no sign of life for too long is lost; time we slept ourselves is no silence."""
         now_s = time.monotonic()
         asleep_s = max(0.0, now_s - self._checked_s - 1.0)
         self._checked_s = now_s
-        timeout_s = self.plan.config.runtime.heartbeat_timeout_s
-        for engine in sorted(self._ready):
-            worker = self.engines[engine]
+        runtime = self.plan.config.runtime
+        for worker in (self.trainer, *self.engines.values()):
             worker.last_heard_s += asleep_s
-            if now_s - worker.last_heard_s > timeout_s and not worker.connection.poll():
-                self._lose(engine, f"silent for more than runtime.heartbeat_timeout_s = {timeout_s:g}")
+        for engine in sorted(self._ready):
+            if self.engines[engine].is_silent(runtime.heartbeat_timeout_s):
+                limit = f"runtime.heartbeat_timeout_s = {runtime.heartbeat_timeout_s:g}"
+                self._lose(engine, f"silent for more than {limit}")
+        if self._is_trainer_ready and self.trainer.is_silent(runtime.trainer_timeout_s):
+            limit = f"runtime.trainer_timeout_s = {runtime.trainer_timeout_s:g}"
+            raise RunError(f"the trainer was silent for more than {limit}; the run cannot go on without it")

@@ -165,6 +165,11 @@ class Judged:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """Once a second, from a thread of a worker whose main thread works in long pieces."""
+
+
+@dataclass(frozen=True)
 class Crashed:
     """The worker met an exception and ends."""
 

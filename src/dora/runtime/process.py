@@ -19,7 +19,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
-from dora.runtime.messages import Crashed
+from dora.runtime.messages import Alive, Crashed
 
 # One thread per process: with more, worker processes on the same cores stall one another. Keeping
 # freed memory spares the trainer the page faults of ever new activations.
@@ -31,6 +31,31 @@ WORKER_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+BEAT_S = 1.0
+
+
+class Outbox:
+    """What this worker tells the driver, from any of its threads."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: object) -> None:
+        with self._lock:
+            self._connection.send(message)
+
+    def beat(self) -> None:
+        """Send signs of life from a thread, for a worker whose main thread works in long pieces."""
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.send(Alive())
+                time.sleep(BEAT_S)
 
 
 class Inbox:
@@ -58,19 +83,23 @@ class Inbox:
             os._exit(0)  # the driver is gone, and nobody is left to tell
 
 
-def _work(connection: Connection, body: Callable[[Connection, Inbox, Any], None], spec: object) -> None:
+Body = Callable[[Outbox, Inbox, Any], None]
+
+
+def _work(connection: Connection, body: Body, spec: object) -> None:
     """A worker's life: run `body` until it ends; tell the driver of an exception."""
+    outbox = Outbox(connection)
     try:
-        body(connection, Inbox(connection), spec)
+        body(outbox, Inbox(connection), spec)
     except Exception:
-        connection.send(Crashed(traceback.format_exc()))
+        outbox.send(Crashed(traceback.format_exc()))
 
 
 class Worker:
     """One spawned process."""
 
-    def __init__(self, name: str, body: Callable[[Connection, Inbox, Any], None], spec: object) -> None:
-        """Start `body(connection, inbox, spec)` in a new process; both must be picklable."""
+    def __init__(self, name: str, body: Body, spec: object) -> None:
+        """Start `body(outbox, inbox, spec)` in a new process; both must be picklable."""
         context = multiprocessing.get_context("spawn")
         self.name = name
         self.connection, theirs = context.Pipe()
@@ -97,8 +126,12 @@ class Worker:
             self.last_heard_s = time.monotonic()
             if isinstance(message, Crashed):
                 self.crash = message.traceback
-            else:
+            elif not isinstance(message, Alive):
                 yield message
+
+    def is_silent(self, timeout_s: float) -> bool:
+        """Whether it has said nothing for longer than that, and nothing unread is there."""
+        return time.monotonic() - self.last_heard_s > timeout_s and not self.connection.poll()
 
     @property
     def how_it_ended(self) -> str:

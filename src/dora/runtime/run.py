@@ -16,7 +16,7 @@ import psutil
 from rich.console import Console
 
 from dora.config import Config
-from dora.core.actions import Action, Publish
+from dora.core.actions import Action, Commit, Fail, Filter, Publish
 from dora.core.events import Event, Published
 from dora.errors import InputError, RunError
 from dora.runtime.drive import drive
@@ -29,6 +29,7 @@ from dora.runtime.stopping import Stopped, Stopper
 from dora.runtime.summary import summarize
 from dora.runtime.view import View
 
+MIN_FILTERED, FILTERED_WINDOWS = 200, 20  # groups filtered in a row, before a run without signal is stopped
 RUN_FILES = ("config.toml", "journal.jsonl", "metrics.jsonl", "samples.sqlite", "summary.json")
 
 
@@ -87,6 +88,8 @@ class _Session:
         self._before: Evaluation | None = None
         self._after: Evaluation | None = None
         self._cpu_s = 0.0
+        self._first_failure = ""
+        self._filtered_in_row = 0
         self._journal = Journal(
             plan.out / "journal.jsonl",
             plan.limits,
@@ -156,17 +159,30 @@ class _Session:
             self._metrics.write(json.dumps(step.to_json()) + "\n")
             self._metrics.flush()
         self._view.update(self._meter, state)
-        self._check_failures()
+        self._check_failures(orders)
 
-    def _check_failures(self) -> None:
-        """Stop a run in which too many groups fail, with the first failure in full."""
-        state, share = self._core.snapshot(), self._plan.config.reward.max_failed_share
+    def _check_failures(self, orders: Sequence[Action]) -> None:
+        """Stop a run that cannot get anywhere: too many groups fail, or none teaches anything."""
+        state, config = self._core.snapshot(), self._plan.config
+        for order in orders:
+            if isinstance(order, Fail):
+                self._first_failure = self._first_failure or f"group {order.group}: {order.reason}"
+            elif isinstance(order, Filter):
+                self._filtered_in_row += 1
+            elif isinstance(order, Commit):
+                self._filtered_in_row = 0
         ended = state.num_trained + state.num_filtered + state.num_failed
-        allowed = share * max(ended, self._plan.limits.batch_size)
-        if state.num_failed > allowed:
+        share = config.reward.max_failed_share
+        if state.num_failed > share * max(ended, config.trainer.batch_size):
+            detail = self._hands.rewarder.first_failure or self._first_failure
             raise RunError(
                 f"{state.num_failed} of {ended} groups failed, more than reward.max_failed_share = {share:g} "
-                f"allows; the first failure:\n{self._hands.rewarder.first_failure.rstrip()}"
+                f"allows; the first failure:\n{detail.rstrip()}"
+            )
+        if self._filtered_in_row > max(MIN_FILTERED, FILTERED_WINDOWS * config.window):
+            raise RunError(
+                f"the last {self._filtered_in_row} groups were all filtered, for each had equal rewards; "
+                "the task is too easy or too hard for the policy, or the reward is constant"
             )
 
     def _show(self, evaluation: Evaluation | None, when: str) -> None:

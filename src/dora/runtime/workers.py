@@ -6,7 +6,6 @@ Each is a loop over its inbox; heavy imports happen here and not in the driver.
 from __future__ import annotations
 
 import time
-from multiprocessing.connection import Connection
 
 from dora.runtime.messages import (
     Beat,
@@ -31,13 +30,12 @@ from dora.runtime.messages import (
     WeightsLoaded,
     WeightsPublished,
 )
-from dora.runtime.process import Inbox
+from dora.runtime.process import BEAT_S, Inbox, Outbox
 
-BEAT_S = 1.0
 IDLE_WAIT_S = 0.25
 
 
-def run_engine(connection: Connection, inbox: Inbox, spec: EngineSpec) -> None:
+def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
     """Step while there is work; between steps, do what the driver says."""
     import torch
 
@@ -56,31 +54,31 @@ def run_engine(connection: Connection, inbox: Inbox, spec: EngineSpec) -> None:
         kernels=spec.kernels,
         pace_s=spec.pace_s,
     )
-    connection.send(Ready(engine.kernels))
+    outbox.send(Ready(engine.kernels))
     next_beat_s = 0.0
     while True:
         for message in inbox.take(IDLE_WAIT_S if engine.idle else 0.0):
             match message:
                 case LoadWeights(version):
                     digest = engine.load(version, store.fetch(version))
-                    connection.send(WeightsLoaded(version, digest))
+                    outbox.send(WeightsLoaded(version, digest))
                 case DropWeights(version):
                     engine.drop(version)
                 case Submit(requests):
                     try:
                         engine.submit(requests)
                     except EngineError as error:
-                        connection.send(Refused(error.refused))
+                        outbox.send(Refused(error.refused))
                 case GiveUp(requests):
-                    connection.send(GivenUp(engine.abort(requests)))
+                    outbox.send(GivenUp(engine.abort(requests)))
         if not engine.idle and (completions := engine.step()):
-            connection.send(Completed(completions, engine.busy_row_s))
+            outbox.send(Completed(completions, engine.busy_row_s))
         if time.monotonic() >= next_beat_s:
             next_beat_s = time.monotonic() + BEAT_S
-            connection.send(Beat(engine.progress(), engine.busy_row_s))
+            outbox.send(Beat(engine.progress(), engine.busy_row_s))
 
 
-def run_trainer(connection: Connection, inbox: Inbox, spec: TrainerSpec) -> None:
+def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
     """Train and publish on order."""
     import torch
 
@@ -91,10 +89,11 @@ def run_trainer(connection: Connection, inbox: Inbox, spec: TrainerSpec) -> None
     from dora.weights.store import WeightStore
 
     torch.set_num_threads(1)
+    outbox.beat()
     config, flat = load_folder(spec.model)
     trainer = Trainer(config, flat, spec.settings)
     samples, store = SampleReader(spec.samples), WeightStore(spec.weights)
-    connection.send(Ready())
+    outbox.send(Ready())
     while True:
         for message in inbox.take(None):
             match message:
@@ -104,26 +103,26 @@ def run_trainer(connection: Connection, inbox: Inbox, spec: TrainerSpec) -> None
                         for group in sorted(groups)  # the sum must not depend on who finished first
                         for s in samples.group(group)
                     ]
-                    connection.send(StepDone(step, trainer.step(batch)))
+                    outbox.send(StepDone(step, trainer.step(batch)))
                 case PublishWeights(version):
-                    connection.send(WeightsPublished(version, store.publish(version, trainer.flat)))
+                    outbox.send(WeightsPublished(version, store.publish(version, trainer.flat)))
                 case Save(folder, step):
                     state = trainer.state_dict()
                     save_checkpoint(folder, config, trainer.flat, state, step, spec.model)
-                    connection.send(Saved(folder))
+                    outbox.send(Saved(folder))
 
 
-def run_rewarder(connection: Connection, inbox: Inbox, spec: RewarderSpec) -> None:
+def run_rewarder(outbox: Outbox, inbox: Inbox, spec: RewarderSpec) -> None:
     """Judge one sibling after the other, and tell each at once, so that a hang can be placed."""
     from dora.data.tokenizer import Tokenizer
     from dora.rewards.base import load_reward, score
 
     function, tokenizer = load_reward(spec.function), Tokenizer(spec.model)
-    connection.send(Ready())
+    outbox.send(Ready())
     while True:
         for message in inbox.take(None):
             match message:
                 case Judge(group, prompt, fields, responses):
                     for sibling, token_ids in enumerate(responses):
                         outcome = score(function, prompt, tokenizer.decode(token_ids), fields)
-                        connection.send(Judged(group, sibling, outcome))
+                        outbox.send(Judged(group, sibling, outcome))

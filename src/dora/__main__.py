@@ -1,0 +1,9 @@
+"""`python -m dora` is the command `dora`.
+
+For machines on which the console script is not on the path.
+"""
+
+from dora.cli import main
+
+if __name__ == "__main__":
+    main()
