@@ -38,6 +38,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dora.observe": ("dora.core", "dora.errors"),
     "dora.service": ("dora.runtime", "dora.config", "dora.errors"),
     "dora.cli": ("dora",),
+    "dora.__main__": ("dora.cli",),
 }
 # Packages from outside that only some rooms may import.
 KEPT_IN: dict[str, tuple[str, ...]] = {

@@ -168,12 +168,14 @@ class Orchestrator(Section):
 class Eval(Section):
     """Held-out prompts, answered before and after training."""
 
-    num_prompts: int = Field(default=256, ge=0, description="prompts (count); 0: no evaluation")
+    num_prompts: int = Field(
+        default=256, ge=0, description="prompts, the first ones of source (count); 0: no evaluation"
+    )
     source: str | None = Field(
         default=None,
-        description='.jsonl or .parquet file, or "gcd"; unset: the held-out part of data.source',
+        description='.jsonl or .parquet file, or "gcd" (its held-out pairs); unset: no evaluation',
     )
-    seed: int = Field(default=0, ge=0, description="seed of the choice of prompts and of sampling (integer)")
+    seed: int = Field(default=0, ge=0, description="seed of evaluation sampling (integer)")
 
 
 class Journal(Section):

@@ -88,7 +88,7 @@ class Plan:
                 group=request.group,
                 prompt_ids=tuple(self.prompt_ids(request.group)),
                 version=version,
-                seed=_seed(self.config.run.seed, request),
+                seed=self._seed(request),
                 sampling=self._sampling(request),
             )
             for request in ids
@@ -96,6 +96,13 @@ class Plan:
 
     def prompt_ids(self, group: GroupId) -> list[int]:
         return self.tokenizer.encode(self.source_of(group).prompt(group.row))
+
+    def _seed(self, request: RequestId) -> int:
+        """64 bits that depend on the run's seed and on the request alone; evaluation has its own seed."""
+        is_evaluation = request.epoch == EVALUATION
+        seed = self.config.eval.seed if is_evaluation else self.config.run.seed
+        digest = blake2b(f"{seed}/{request}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
 
     def _sampling(self, request: RequestId) -> Sampling:
         is_greedy = request.epoch == EVALUATION and request.sibling == GREEDY
@@ -138,12 +145,6 @@ class Plan:
 
     def rewarder_spec(self) -> RewarderSpec:
         return RewarderSpec(self.config.reward.function, Path(self.config.model.path))
-
-
-def _seed(run_seed: int, request: RequestId) -> int:
-    """64 bits that depend on the run's seed and on the request alone."""
-    name = f"{run_seed}/{request}".encode()
-    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little", signed=True)
 
 
 def _dataset(config: Config) -> Dataset:

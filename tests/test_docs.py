@@ -1,0 +1,60 @@
+"""What the documentation says is there: links, commands, configurations, numbers."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dora import settings
+from dora.cli import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
+CONFIGS = sorted(ROOT.glob("examples/**/*.toml"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_every_example_can_be_read(config: Path) -> None:
+    assert settings.read(config).run.steps > 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_of_a_page_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    lines = re.findall(r"(?:^    |`)(dora [^`\n#]+)", text, flags=re.MULTILINE)
+    known = {
+        str(command.name or command.callback.__name__)
+        for command in app.registered_commands
+        if command.callback
+    }
+    known |= {str(group.name) for group in app.registered_groups}
+    assert {shlex.split(line)[1] for line in lines} <= known
+    targets = set(re.findall(r"make (demo|test|\w+)`?(?:\s|$)", text)) & {"demo", "test"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(f"\n{target}:" in makefile for target in targets)
+
+
+def test_the_reward_in_the_readme_is_a_reward() -> None:
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    names: dict[str, object] = {}
+    exec(block, names)
+    reward = names["reward"]
+    assert callable(reward)
+    assert reward("6 x 7 = ", " 42 ", answer="42") == 1.0
+    assert reward("6 x 7 = ", "41", answer="42") == 0.0
