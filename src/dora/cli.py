@@ -1,7 +1,7 @@
 """The command line: every command is a thin call into the part that does the work.
 
-Exit codes: 0 ok, 1 a failed run or a failed check, 2 bad input. What is heavy to import is
-imported inside its command, so that help answers at once.
+Exit codes: 0 ok, 1 a failed run or a failed check, 2 bad input, 130 stopped by Ctrl-C.
+What is heavy to import is imported inside its command, so that help answers at once.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def _train(config: Config, out: Path) -> int:
     console = Console()
     try:
         stopped = run.train(config, out, console)["stopped"]
-    except RunError:
+    except InputError:
+        raise  # the folder may hold somebody else's run
+    except Exception:
         with contextlib.suppress(InputError, OSError):  # a full disk may have kept us from writing anything
             summary.add_verdicts(out, audit.check(out))
         raise

@@ -196,7 +196,7 @@ class Runtime(Section):
         default=5.0, gt=0, description="an engine silent for longer is lost (s)"
     )
     trainer_timeout_s: float = Field(
-        default=60.0, gt=0, description="a trainer silent for longer ends the run (s)"
+        default=60.0, gt=0, description="a trainer process that is stopped for longer ends the run (s)"
     )
     start_timeout_s: float = Field(
         default=120.0, gt=0, description="a process that is not ready by then fails the run (s)"

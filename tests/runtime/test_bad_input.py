@@ -103,6 +103,37 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
     assert "the model's vocab_size is 16" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "wanted"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"),
+        ("generation_config.json", "{", "generation_config.json is not valid JSON"),
+        ("generation_config.json", '{"eos_token_id": [1, 2, 3, 4, 5, 6, 7, 8, 9]}', "9 end tokens"),
+        ("config.json", "[]", "must hold one JSON object"),
+        ("config.json", "{", "config.json is not valid JSON"),
+        ("model.safetensors", "short", "model.safetensors cannot be read"),
+    ],
+)
+def test_a_broken_model_folder_is_refused(
+    name: str, content: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path)
+    (tmp_path / "start" / name).write_text(content)
+    assert call("train", task, "--out", tmp_path / "run") == 2
+    assert wanted in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_all_its_tensors_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path)
+    path = tmp_path / "start" / "config.json"
+    path.write_text(path.read_text().replace('"num_hidden_layers": 1', '"num_hidden_layers": 2'))
+    assert call("train", task, "--out", tmp_path / "run") == 2
+    assert "checkpoint does not fit config.json: missing" in capsys.readouterr().err
+
+
 def test_a_folder_that_holds_a_run_is_left_as_it_is(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,8 @@ def test_a_full_disk_ends_the_run_in_words(start_run: StartRun) -> None:
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (0, 0))  # from now on no file of the driver grows
     ended = run.end(timeout_s=20)
     assert ended.code == 1, ended
-    assert f"{run.out} cannot be written: " in ended.err
+    assert "the run cannot go on: " in ended.err
+    assert f"what is in {run.out} stays readable" in ended.err
     assert "Traceback" not in ended.err
     assert wait_until_gone(workers, 2.0) == []
     assert run.weight_folders() == []

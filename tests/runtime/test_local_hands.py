@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from tests.runtime.tiny import write_task
 
 from dora import settings
 from dora.core.actions import Load, Publish
 from dora.core.events import EngineLost, Event, Loaded, Published
 from dora.errors import RunError
+from dora.runtime.evaluate import evaluate
 from dora.runtime.local import LocalHands
 from dora.runtime.plan import Plan
 
@@ -44,3 +48,21 @@ def test_an_engine_that_holds_other_bytes_than_the_published_ones_is_lost(hands:
     assert hear(hands) == EngineLost(0, "engine 0 was killed by SIGKILL")
     with pytest.raises(RunError, match="the last engine is lost: engine 0 was killed by SIGKILL"):
         hear(hands)
+
+
+def test_evaluation_leaves_no_fact_of_a_slow_engine_behind(tmp_path: Path) -> None:
+    config = settings.read(write_task(tmp_path), ["eval.source=prompts.jsonl", "eval.num_prompts=1"])
+    hands = LocalHands(Plan.make(config, tmp_path), notice=print)
+    try:
+        hands.wait_until_ready()
+        hands.perform(Publish(0))
+        assert isinstance(hear(hands), Published)
+        slow = psutil.Process(hands.engines[1].process.pid)
+        slow.suspend()
+        resumed = threading.Timer(1.0, slow.resume)
+        resumed.start()
+        assert evaluate(hands, 0, {}) is not None
+        resumed.join()
+        assert [hands.next_fact(hands.now + 0.5)] == [None]
+    finally:
+        hands.close()

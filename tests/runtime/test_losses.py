@@ -12,6 +12,8 @@ import pytest
 from tests.runtime.conftest import StartRun
 from tests.runtime.running import Ended, Run, dora, journal, summary, wait_until_gone
 
+from dora.model.folder import load_folder
+
 ENGINES, TRAINER = slice(0, 2), 2
 SLOW = {"engine__pace": "40ms", "run__steps": 5}  # every answer takes most of a second
 LONG = {"engine__pace": "40ms", "run__steps": 1000}  # does not come to its end by itself
@@ -136,6 +138,9 @@ def test_a_run_that_is_asked_to_stop_ends_cleanly(start_run: StartRun, number: s
     assert f"stopped by {number.name}" in ended.out
     s = summary(run.out)
     assert s["stopped"] == number.name
+    (saved,) = (run.out / "checkpoints").iterdir()
+    assert int(saved.name.removeprefix("step-")) >= s["steps"] > 0
+    assert load_folder(saved)
     assert s["pending_groups"] > 0
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
     check_left_behind(run, workers)

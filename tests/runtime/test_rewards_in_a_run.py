@@ -100,3 +100,41 @@ def test_a_run_whose_groups_are_all_filtered_stops_and_says_why(start_run: Start
     assert ended.code == 1, ended
     assert "groups were all filtered" in ended.err
     assert summary(run.out)["trained_groups"] == 0
+
+
+PATCHY = """
+import time
+
+calls = 0
+
+def reward(prompt, completion, **row):
+    global calls
+    calls += 1
+    if calls == 1:
+        raise KeyError("the first answer of the first group")
+    if calls == 2 and prompt == "0:":
+        time.sleep(3600)
+    return len(set(completion)) / 10
+"""
+
+
+def test_a_group_that_failed_is_not_judged_on_at_the_cost_of_the_next(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    prompts = [{"prompt": f"{number}:"} for number in range(9)]
+    config = write_task(tmp_path, reward=PATCHY, prompts=prompts)
+    run = start_run(config, run__steps=2, reward__timeout_s=1.0, reward__max_failed_share=1.0)
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert [line["reason"] for line in journal(run.out) if line["kind"] == "fail"] == [
+        "reward raised KeyError"
+    ]
+
+
+def test_evaluation_stops_too_when_its_answers_cannot_be_scored(start_run: StartRun, tmp_path: Path) -> None:
+    reward = "def reward(prompt, completion):\n    raise ValueError('no such answer')\n"
+    run = start_run(write_task(tmp_path, reward=reward), eval__source="prompts.jsonl", eval__num_prompts=7)
+    ended = run.end()
+    assert ended.code == 1, ended
+    assert "2 of 7 evaluation prompts could not be scored" in ended.err
+    assert "no such answer" in ended.err

@@ -13,12 +13,12 @@ import torch
 from dora.model.weights import weight_digest
 from dora.weights.store import WeightStore, make_store_folder
 
-MAKE = "from dora.weights.store import make_store_folder; print(make_store_folder())"
+MAKE = "from dora.weights.store import make_store_folder; print(make_store_folder(num_bytes=1))"
 
 
 @pytest.fixture
 def store() -> Iterator[WeightStore]:
-    made = WeightStore(make_store_folder())
+    made = WeightStore(make_store_folder(num_bytes=1))
     yield made
     made.close()
 
@@ -81,6 +81,6 @@ def test_folders_of_dead_processes_are_removed_and_those_of_living_ones_kept(sto
     made = subprocess.run([sys.executable, "-c", MAKE], capture_output=True, text=True, check=True)
     left_behind = Path(made.stdout.strip())
     assert left_behind.is_dir()
-    WeightStore(make_store_folder()).close()
+    WeightStore(make_store_folder(num_bytes=1)).close()
     assert not left_behind.exists()
     assert store.folder.is_dir()

@@ -17,6 +17,8 @@ def commit(state: State) -> list[Action]:
     while state.ready and state.next_step < state.limits.num_steps and _may_commit(state):
         deadline, _, group = state.ready.pop(0)
         state.close(deadline)
+        staleness = state.next_step - state.groups[group].version
+        assert 0 <= staleness <= state.limits.max_staleness, f"C3: {group} has staleness {staleness}"
         state.committed.append(group)
         orders.append(Commit(group, state.next_step))
         if len(state.committed) == state.limits.batch_size:

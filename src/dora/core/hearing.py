@@ -30,7 +30,7 @@ from dora.core.events import (
     Woken,
 )
 from dora.core.records import ProtocolError, RequestId
-from dora.core.state import Engine, Group, State
+from dora.core.state import Engine, Group, State, take_one
 
 
 def hear(state: State, event: Event) -> list[Action]:
@@ -67,18 +67,18 @@ def _was_aborting(engine: Engine, request: RequestId) -> bool:
     version = engine.aborting.pop(request, None)
     if version is None:
         return False
-    engine.running[version] -= 1
+    take_one(engine.running, version)
     return True
 
 
 def _leave(state: State, engine: Engine, request: RequestId) -> Group:
     """The request has left its engine for good."""
-    engine.running[engine.requests.pop(request)] -= 1
+    take_one(engine.running, engine.requests.pop(request))
     return _forget(state, request)
 
 
 def _forget(state: State, request: RequestId) -> Group:
-    state.unfinished[state.requests.pop(request).version] -= 1
+    take_one(state.unfinished, state.requests.pop(request).version)
     group = state.groups[request.group]
     group.unfinished.discard(request)
     return group

@@ -14,7 +14,7 @@ from dora.core.state import Engine, State
 def place(state: State) -> list[Action]:
     """Give waiting requests the free rows of engines that hold their version."""
     orders: list[Action] = []
-    for version in sorted(v for v, waiting in state.waiting.items() if waiting):
+    for version in sorted(state.waiting):
         waiting = state.waiting[version]
         placed: dict[int, list[RequestId]] = {}
         engines = [e for e in state.holders(version) if e.free_rows > 0]
@@ -26,6 +26,8 @@ def place(state: State) -> list[Action]:
                 _assign(state, request, engine, version)
                 placed.setdefault(engine.id, []).append(request)
             engines = [e for e in engines if e.free_rows > 0]
+        if not waiting:
+            del state.waiting[version]
         orders += [Generate(e, version, tuple(requests)) for e, requests in sorted(placed.items())]
     return orders
 

@@ -99,13 +99,18 @@ class State:
 
     def close(self, deadline: int) -> None:
         """One group less is open at `deadline`."""
-        self.open[deadline] -= 1
-        if not self.open[deadline]:
-            del self.open[deadline]
+        take_one(self.open, deadline)
 
     def is_pinned(self, version: int) -> bool:
         """A version is pinned while it has unfinished requests, and only then."""
         return self.unfinished[version] > 0
+
+
+def take_one(counts: Counter[int], key: int) -> None:
+    """Count one less, and forget a key that has none left: a run has as many versions as steps."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def bound_holds(opened: Counter[int], next_step: int, num_committed: int, limits: Limits) -> bool:

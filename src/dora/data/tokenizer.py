@@ -24,7 +24,12 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelError(
+                f"{path} is not a tokenizer: {error}; save the model's tokenizer again"
+            ) from error
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self.stop_ids = _stop_ids(folder, self._tokenizer)
         self.eos_id = self.stop_ids[0]
@@ -62,7 +67,12 @@ def _stop_ids(folder: Path, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    content: dict[str, Any] = json.loads(path.read_text())
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold one JSON object, not a {type(content).__name__}")
     return content
 
 

@@ -70,22 +70,28 @@ class Layout:
         stop = self.offsets[last] + math.prod(self.shapes[last])
         return flat[start:stop].view(-1, *self.shapes[first][1:])
 
-    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A new flat fp32 buffer from named tensors. Raises ModelError naming what does not fit."""
-        missing = sorted(self.shapes.keys() - tensors.keys())
-        extra = sorted(tensors.keys() - self.shapes.keys())
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises ModelError naming what is missing, extra or of another shape."""
+        missing, extra = (
+            sorted(self.shapes.keys() - shapes.keys()),
+            sorted(shapes.keys() - self.shapes.keys()),
+        )
         if missing or extra:
             raise ModelError(
                 f"checkpoint does not fit config.json: missing {missing[:3] or 'none'} ({len(missing)}), "
                 f"extra {extra[:3] or 'none'} ({len(extra)}); check tie_word_embeddings and model_type"
             )
+        for name, shape in self.shapes.items():
+            if shapes[name] != shape:
+                raise ModelError(
+                    f"checkpoint tensor {name} has shape {shapes[name]}, config.json asks for {shape}"
+                )
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """A new flat fp32 buffer from named tensors. Raises ModelError naming what does not fit."""
+        self.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         flat = torch.empty(self.numel, dtype=torch.float32)
         for name, view in self.views(flat).items():
-            if tensors[name].shape != view.shape:
-                raise ModelError(
-                    f"checkpoint tensor {name} has shape {tuple(tensors[name].shape)}, "
-                    f"config.json asks for {tuple(view.shape)}"
-                )
             view.copy_(tensors[name])
         return flat
 

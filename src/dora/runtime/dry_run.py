@@ -5,17 +5,17 @@ Prints the numbers that follow from the configuration, each with its formula; wr
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from queue import SimpleQueue
 
 from dora.config import Config
-from dora.core.events import GroupUnscorable
+from dora.core.events import GroupScored, GroupUnscorable
 from dora.core.records import GroupId
 from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
 from dora.errors import RewardError
-from dora.model.folder import load_folder
 from dora.runtime.messages import Judge
 from dora.runtime.plan import Plan
+from dora.runtime.process import Told, take
 from dora.runtime.rewarding import Rewarder
 from dora.runtime.run import check_out
 
@@ -30,22 +30,19 @@ def check(config: Config, out: Path) -> str:
     """
     check_out(out)
     plan = Plan.make(config, out)
-    _, flat = load_folder(Path(config.model.path))
     judged = _call_reward(plan)
-    return "\n".join(
-        f"{name:<22}{value}" for name, value in {**_derived(plan, flat.numel()), "reward": judged}.items()
-    )
+    return "\n".join(f"{name:<22}{value}" for name, value in {**_derived(plan), "reward": judged}.items())
 
 
-def _derived(plan: Plan, num_parameters: int) -> dict[str, str]:
+def _derived(plan: Plan) -> dict[str, str]:
     config, limits = plan.config, plan.limits
     engines, rows, slots = config.engine.num_engines, config.engine.max_rows, config.version_slots
-    weights = 4 * num_parameters
+    weights = 4 * plan.num_parameters
     blocks = rows * (num_blocks_for(config.context) + 1)
     kv = blocks * BLOCK_SIZE * plan.model.kv_bytes_per_token
-    memory = engines * (slots * weights + kv) + _COPIES_IN_TRAINER * weights + slots * weights
+    memory = engines * (slots * weights + kv) + _COPIES_IN_TRAINER * weights + plan.stored_bytes
     return {
-        "model": f"{num_parameters:,} parameters, {weights / _MB:.1f} MB",
+        "model": f"{plan.num_parameters:,} parameters, {weights / _MB:.1f} MB",
         "prompts": f"{len(plan.dataset):,} for training, {len(plan.held_out or ())} held out",
         "batch": f"{limits.batch_size} groups x {limits.group_size} = {config.samples_per_step} samples",
         "policy": f"{config.orchestrator.update_policy}, max_staleness {limits.max_staleness}",
@@ -54,24 +51,24 @@ def _derived(plan: Plan, num_parameters: int) -> dict[str, str]:
         "version slots": f"{slots} per engine",
         "context": f"{config.data.max_prompt_length} + {config.sampling.max_response_length} tokens",
         "memory": f"{memory / _MB:.0f} MB: {engines} engines x ({slots} x weights + {kv / _MB:.0f} MB of "
-        f"KV), {_COPIES_IN_TRAINER} x weights in the trainer, {slots} x weights in the store",
+        f"KV), {_COPIES_IN_TRAINER} x weights in the trainer, {plan.stored_bytes / _MB:.0f} MB in the store",
     }
 
 
 def _call_reward(plan: Plan) -> str:
     """Judge an empty answer to the first prompt, as a rewarder process would."""
     config, dataset = plan.config, plan.dataset
-    rewarder = Rewarder(plan.rewarder_spec(), config.reward.timeout_s)
+    told: Told = SimpleQueue()
+    rewarder = Rewarder(plan.rewarder_spec(), config.reward.timeout_s, config.runtime.start_timeout_s, told)
     try:
         rewarder.submit(Judge(GroupId(0, 0), dataset.prompt(0), dataset.fields(0), [[]]))
-        deadline_s = time.monotonic() + config.runtime.start_timeout_s + config.reward.timeout_s
-        while time.monotonic() < deadline_s:
-            for fact in rewarder.listen(0.2):
-                if isinstance(fact, GroupUnscorable):
-                    raise RewardError(
-                        f"reward.function = {config.reward.function!r}: {rewarder.first_failure}"
-                    )
-                return f"{fact.rewards[0]:g} for an empty answer to the first prompt"
-        raise RewardError(f"the rewarder did not start within {config.runtime.start_timeout_s:g} s")
+        facts: list[GroupScored | GroupUnscorable] = []
+        while not facts:
+            for _, message in take(told, 0.2):
+                facts += rewarder.heard(message)
+            facts += rewarder.check_deadline()
+        if isinstance(facts[0], GroupUnscorable):
+            raise RewardError(f"reward.function = {config.reward.function!r}: {rewarder.first_failure}")
+        return f"{facts[0].rewards[0]:g} for an empty answer to the first prompt"
     finally:
         rewarder.worker.kill()

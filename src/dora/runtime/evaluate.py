@@ -11,8 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dora.core.actions import Drop, Generate, Load, Score
-from dora.core.events import EngineLost, Event, GroupScored, GroupUnscorable, Loaded, RequestFinished
+from dora.core.events import (
+    EngineLost,
+    Event,
+    GroupScored,
+    GroupUnscorable,
+    Loaded,
+    RequestFailed,
+    RequestFinished,
+)
 from dora.core.records import GroupId, RequestId
+from dora.errors import RunError
 from dora.runtime.local import LocalHands
 from dora.runtime.plan import EVALUATION, GREEDY, SAMPLED
 
@@ -21,7 +30,7 @@ NUM_EXAMPLES = 2
 
 @dataclass
 class Evaluation:
-    """Mean rewards on the held-out prompts; an answer that cannot be scored counts as 0."""
+    """Mean rewards on the held-out prompts; one that cannot be scored counts as 0."""
 
     version: int
     num_prompts: int
@@ -73,9 +82,14 @@ class _Round:
         )
         self._running: dict[int, set[RequestId]] = {}
         self._finished: dict[GroupId, int] = {}
+        self._num_failed = 0
 
     def run(self) -> Evaluation:
-        while len(self._result.rewards) < self._result.num_prompts:
+        """To the last reward, and until every engine has answered its load: no fact is left behind."""
+        while (
+            len(self._result.rewards) < self._result.num_prompts
+            or self._hands.engines.keys() > self._running.keys()
+        ):
             self._dispatch()
             event = self._hands.next_fact(None)
             assert event is not None
@@ -104,8 +118,22 @@ class _Round:
                 self._result.rewards[group] = rewards
             case GroupUnscorable(group):
                 self._result.rewards[group] = (0.0, 0.0)
+                self._fail(group)
+            case RequestFailed(_, request, reason):
+                raise RunError(f"evaluation request {request} was refused: {reason}")
             case _:
                 pass  # what the training run left behind
+
+    def _fail(self, group: GroupId) -> None:
+        """An answer without a reward counts as 0, but not too many of them."""
+        self._num_failed += 1
+        share = self._hands.plan.config.reward.max_failed_share
+        if self._num_failed > max(1.0, share * self._result.num_prompts):
+            raise RunError(
+                f"{self._num_failed} of {self._result.num_prompts} evaluation prompts could not be scored, "
+                f"more than reward.max_failed_share = {share:g} allows; the first failure:\n"
+                f"{self._hands.rewarder.first_failure.rstrip()}"
+            )
 
     def _finish(self, request: RequestId, num_tokens: int) -> None:
         group = request.group

@@ -10,8 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import singledispatchmethod
-from multiprocessing import connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from dora.core.actions import (
@@ -35,7 +35,7 @@ from dora.core.records import GroupId
 from dora.errors import RunError
 from dora.runtime import messages as m
 from dora.runtime.plan import Plan
-from dora.runtime.process import Worker
+from dora.runtime.process import Told, Worker, take
 from dora.runtime.rewarding import Rewarder
 from dora.runtime.telling import Teller
 from dora.runtime.workers import run_engine, run_trainer
@@ -53,8 +53,8 @@ class LocalHands:
         self._began_s = time.monotonic()
         self.plan, self.notice = plan, notice
         samples = plan.out / "samples.sqlite"
-        self.samples = SampleStore(samples)
-        self.weights = WeightStore(make_store_folder())
+        self.samples = SampleStore(samples, fsync=plan.config.journal.fsync)
+        self.weights = WeightStore(make_store_folder(plan.stored_bytes))
         self.facts: deque[Event] = deque()
         self.teller = Teller(plan, self.samples)
         self._cursor = plan.cursor()
@@ -63,13 +63,16 @@ class LocalHands:
         self._checked_s = time.monotonic()
         spec = plan.engine_spec(self.weights.folder)
         num_engines = plan.config.engine.num_engines
-        self.engines = {i: Worker(f"engine {i}", run_engine, spec) for i in range(num_engines)}
+        self._told: Told = SimpleQueue()  # by all workers
+        self.engines = {i: Worker(f"engine {i}", run_engine, spec, self._told) for i in range(num_engines)}
         self._ready: set[int] = set()
         self._last_loss = ""  # of an engine, with its traceback
-        self.trainer = Worker("trainer", run_trainer, plan.trainer_spec(self.weights.folder, samples))
+        trainer_spec = plan.trainer_spec(self.weights.folder, samples)
+        self.trainer = Worker("trainer", run_trainer, trainer_spec, self._told)
         self._is_trainer_ready = False
         self.kernels = ""  # how the engines compute
-        self.rewarder = Rewarder(plan.rewarder_spec(), plan.config.reward.timeout_s)
+        reward, runtime = plan.config.reward, plan.config.runtime
+        self.rewarder = Rewarder(plan.rewarder_spec(), reward.timeout_s, runtime.start_timeout_s, self._told)
 
     @property
     def now(self) -> float:
@@ -102,14 +105,17 @@ class LocalHands:
             self._listen(POLL_S if until is None else max(0.0, min(POLL_S, until - self.now)))
         return self.facts.popleft()
 
-    def save(self, folder: Path, step: int) -> None:
-        """Have the trainer write a checkpoint, and wait for it."""
-        self.trainer.send(m.Save(folder, step))
-        deadline_s = time.monotonic() + self.plan.config.runtime.start_timeout_s
-        while self._saved != folder:
-            if time.monotonic() > deadline_s:
-                raise RunError(f"the trainer did not save {folder} in time")
+    def save(self) -> Path:
+        """Have the trainer write a checkpoint of where it is; its folder. Raises RunError if it fails."""
+        self._saved = None
+        self.trainer.send(m.Save(self.plan.out / "checkpoints"))
+        timeout_s = self.plan.config.runtime.trainer_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        while self._saved is None:
+            if time.monotonic() > deadline_s or not self.trainer.process.is_alive():
+                raise RunError(f"the trainer died or did not save within {timeout_s:g} s")
             self._listen(POLL_S)
+        return self._saved
 
     def close(self) -> None:
         """End every process and remove the versions from memory."""
@@ -195,28 +201,26 @@ class LocalHands:
 
     def _listen(self, timeout_s: float) -> None:
         """Wait for messages, turn them into facts, and look at the deadlines."""
-        workers = {w.connection: w for w in (*self.engines.values(), self.trainer, self.rewarder.worker)}
-        for ready in connection.wait(list(workers), timeout_s):
-            worker = workers[ready]  # type: ignore[index]
-            try:
-                for message in worker.receive():
-                    self._hear(worker, message)
-            except EOFError:
-                self._bury(worker)
+        for worker, message in take(self._told, timeout_s):
+            self._hear(worker, message)
         self.samples.commit()  # payloads are durable before the facts that name them are told
         self._check_silence()
         self.facts.extend(map(self.teller.scored, self.rewarder.check_deadline()))
 
     def _hear(self, worker: Worker, message: Any) -> None:
+        """What is said by a worker that was replaced or given up is not heard any more."""
         if worker is self.rewarder.worker:
-            for fact in self.rewarder.heard(message):
-                self.facts.append(self.teller.scored(fact))
+            self.facts.extend(map(self.teller.scored, self.rewarder.heard(message)))
         elif worker is self.trainer:
             self._hear_trainer(message)
         else:
-            self._hear_engine(self._id_of(worker), message)
+            for engine in [i for i, w in self.engines.items() if w is worker]:
+                self._hear_engine(engine, message)
 
     def _hear_trainer(self, message: Any) -> None:
+        if isinstance(message, m.Gone):
+            sentence = f"{self.trainer.how_it_ended}; the run cannot go on without it"
+            raise RunError(f"{sentence}\n{self.trainer.crash}".rstrip())
         if isinstance(message, m.Ready):
             self._is_trainer_ready = True
         elif isinstance(message, m.Saved):
@@ -228,26 +232,15 @@ class LocalHands:
             self.facts.append(self.teller.trained(message))
 
     def _hear_engine(self, engine: int, message: Any) -> None:
-        if isinstance(message, m.Ready):
+        if isinstance(message, m.Gone):
+            self._lose(engine, self.engines[engine].how_it_ended)
+        elif isinstance(message, m.Ready):
             self._ready.add(engine)
             self.kernels = message.note
         elif isinstance(message, m.WeightsLoaded) and message.digest != self._digests[message.version]:
             self._lose(engine, f"its bytes of version {message.version} are not the published ones")
         else:
             self.facts.extend(self.teller.told(engine, message))
-
-    def _id_of(self, worker: Worker) -> int:
-        return next(i for i, w in self.engines.items() if w is worker)
-
-    def _bury(self, worker: Worker) -> None:
-        """The pipe of a worker has closed."""
-        if worker is self.trainer:
-            sentence = f"{worker.how_it_ended}; the run cannot go on without it"
-            raise RunError(f"{sentence}\n{worker.crash}".rstrip())
-        if worker is self.rewarder.worker:
-            self.facts.extend(map(self.teller.scored, self.rewarder.died()))
-        else:
-            self._lose(self._id_of(worker), worker.how_it_ended)
 
     def _lose(self, engine: int, reason: str) -> None:
         worker = self.engines.pop(engine)

@@ -86,8 +86,9 @@ class PublishWeights:
 
 @dataclass(frozen=True)
 class Save:
+    """Write the checkpoint `folder`/step-N, where N is the trainer's own count of steps."""
+
     folder: Path
-    step: int
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,11 @@ class Judged:
 @dataclass(frozen=True)
 class Alive:
     """Once a second, from a thread of a worker whose main thread works in long pieces."""
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The driver's own note, after a worker's last word: its pipe has closed."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dora.core.actions import Action, Admit, Train
+from dora.core.actions import Action, Admit, Fail, Filter, Train
 from dora.core.events import EngineLost, Event, RequestFinished, Trained
 from dora.core.orchestrator import Orchestrator
 from dora.core.records import GroupId, Limits
@@ -110,6 +110,8 @@ class Meter:
                 self.first_admission_s = now if self.first_admission_s is None else self.first_admission_s
             elif isinstance(order, Train):
                 self._batch = order.groups
+            elif isinstance(order, Filter | Fail):
+                self._versions.pop(order.group)
         self._num_live = sum(1 for count in state.unfinished.values() if count)
         self.live_versions_max = max(self.live_versions_max, self._num_live)
         self._is_trainer_idle = state.training is None and state.publishing is None

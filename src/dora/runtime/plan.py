@@ -16,10 +16,11 @@ from dora.core.records import GroupId, Limits, RequestId
 from dora.data import gcd
 from dora.data.dataset import Cursor, Dataset
 from dora.data.tokenizer import Tokenizer
+from dora.engine.rows import MAX_STOP_IDS
 from dora.engine.sequence import Request, Sampling
 from dora.errors import DataError, ModelError
 from dora.model.config import ModelConfig
-from dora.model.folder import load_config
+from dora.model.folder import check_folder, load_config
 from dora.runtime.messages import EngineSpec, RewarderSpec, TrainerSpec
 from dora.trainer.trainer import TrainerSettings
 
@@ -34,6 +35,7 @@ class Plan:
     config: Config
     out: Path
     model: ModelConfig
+    num_parameters: int
     tokenizer: Tokenizer
     dataset: Dataset
     held_out: Dataset | None
@@ -50,7 +52,13 @@ class Plan:
                 f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is "
                 f"{model.vocab_size}; use the tokenizer the model was made with"
             )
-        plan = cls(config, out, model, tokenizer, _dataset(config), _held_out(config))
+        if len(tokenizer.stop_ids) > MAX_STOP_IDS:
+            raise ModelError(
+                f"{folder}: {len(tokenizer.stop_ids)} end tokens; engines know at most {MAX_STOP_IDS}; "
+                "shorten eos_token_id in generation_config.json"
+            )
+        numel = check_folder(folder)
+        plan = cls(config, out, model, numel, tokenizer, _dataset(config), _held_out(config))
         for dataset in filter(None, (plan.dataset, plan.held_out)):
             dataset.check_prompt_lengths(
                 lambda text: len(tokenizer.encode(text)), config.data.max_prompt_length
@@ -68,6 +76,11 @@ class Plan:
             max_staleness=config.orchestrator.max_staleness,
             filter_groups=config.algorithm.filter_groups,
         )
+
+    @property
+    def stored_bytes(self) -> int:
+        """Most bytes the weight store holds: every pinned version, the newest and one being written."""
+        return 4 * self.num_parameters * (self.config.orchestrator.max_staleness + 3)
 
     def cursor(self) -> Cursor:
         """A walk over the dataset from its beginning."""
@@ -95,6 +108,7 @@ class Plan:
         ]
 
     def prompt_ids(self, group: GroupId) -> list[int]:
+        """Token ids of a group's prompt."""
         return self.tokenizer.encode(self.source_of(group).prompt(group.row))
 
     def _seed(self, request: RequestId) -> int:

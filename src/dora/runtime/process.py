@@ -19,7 +19,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
-from dora.runtime.messages import Alive, Crashed
+from dora.runtime.messages import Alive, Crashed, Gone
 
 # One thread per process: with more, worker processes on the same cores stall one another. Keeping
 # freed memory spares the trainer the page faults of ever new activations.
@@ -34,6 +34,8 @@ WORKER_ENVIRONMENT = {
 
 
 BEAT_S = 1.0
+
+Told = queue.SimpleQueue[tuple["Worker", Any]]
 
 
 class Outbox:
@@ -96,42 +98,34 @@ def _work(connection: Connection, body: Body, spec: object) -> None:
 
 
 class Worker:
-    """One spawned process."""
+    """One spawned process. Two threads serve its pipe, so that one that hangs holds up nobody."""
 
-    def __init__(self, name: str, body: Body, spec: object) -> None:
-        """Start `body(outbox, inbox, spec)` in a new process; both must be picklable."""
+    def __init__(self, name: str, body: Body, spec: object, told: Told) -> None:
+        """Start `body(outbox, inbox, spec)` in a new process; both must be picklable.
+
+        What it says is put into `told` beside the worker; `Gone` comes last.
+        """
         context = multiprocessing.get_context("spawn")
         self.name = name
-        self.connection, theirs = context.Pipe()
+        self._connection, theirs = context.Pipe()
         with _environment(WORKER_ENVIRONMENT), _deaf_to_ctrl_c():
             self.process = context.Process(target=_work, args=(theirs, body, spec), name=name, daemon=True)
             self.process.start()
         theirs.close()
         self.last_heard_s = time.monotonic()
         self.crash = ""  # its traceback, if it told one
+        self._told = told
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._write, daemon=True).start()
 
     def send(self, message: object) -> None:
         """Queue a message; one to a dead worker is lost, as its process is."""
         self._outbox.put(message)
 
-    def receive(self) -> Iterator[Any]:
-        """The messages that have arrived. Raises EOFError once the worker is gone and all are read."""
-        while not self.connection.closed and self.connection.poll():
-            try:
-                message = self.connection.recv()
-            except (ConnectionResetError, BrokenPipeError) as error:
-                raise EOFError from error
-            self.last_heard_s = time.monotonic()
-            if isinstance(message, Crashed):
-                self.crash = message.traceback
-            elif not isinstance(message, Alive):
-                yield message
-
     def is_silent(self, timeout_s: float) -> bool:
-        """Whether it has said nothing for longer than that, and nothing unread is there."""
-        return time.monotonic() - self.last_heard_s > timeout_s and not self.connection.poll()
+        """Whether it has said nothing for longer than that."""
+        return time.monotonic() - self.last_heard_s > timeout_s
 
     @property
     def how_it_ended(self) -> str:
@@ -149,12 +143,33 @@ class Worker:
         self._outbox.put(None)
         self.process.kill()
         self.process.join(timeout=5.0)
-        self.connection.close()
+
+    def _read(self) -> None:
+        """A pipe that ends in the middle of a message ends: its process was killed while it spoke."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = self._connection.recv()
+                self.last_heard_s = time.monotonic()
+                if isinstance(message, Crashed):
+                    self.crash = message.traceback
+                elif not isinstance(message, Alive):
+                    self._told.put((self, message))
+        self._told.put((self, Gone()))
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError):
             while (message := self._outbox.get()) is not None:
-                self.connection.send(message)
+                self._connection.send(message)
+
+
+def take(told: Told, timeout_s: float) -> Iterator[tuple[Worker, Any]]:
+    """What workers have said, after waiting for a first word for at most `timeout_s`."""
+    try:
+        yield told.get(timeout=timeout_s)
+        while True:
+            yield told.get_nowait()
+    except queue.Empty:
+        return
 
 
 @contextlib.contextmanager

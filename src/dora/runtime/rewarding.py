@@ -8,33 +8,33 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from multiprocessing import connection
 
 from dora.core.events import GroupScored, GroupUnscorable
 from dora.core.records import GroupId
 from dora.errors import RewardError, RunError
-from dora.runtime.messages import Judge, Judged, Ready, RewarderSpec
-from dora.runtime.process import Worker
+from dora.runtime.messages import Gone, Judge, Judged, Ready, RewarderSpec
+from dora.runtime.process import Told, Worker
 from dora.runtime.workers import run_rewarder
 
 
 class Rewarder:
     """Groups in, `GroupScored` or `GroupUnscorable` out."""
 
-    def __init__(self, spec: RewarderSpec, timeout_s: float) -> None:
-        self._spec = spec
-        self._timeout_s = timeout_s
+    def __init__(self, spec: RewarderSpec, timeout_s: float, start_timeout_s: float, told: Told) -> None:
+        """What the worker says is put into `told`; its owner hands it to `heard`."""
+        self._spec, self._told = spec, told
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._waiting: deque[Judge] = deque()
         self._current: Judge | None = None
         self._rewards: list[float] = []
-        self._since_s = 0.0
         self.first_failure = ""  # reason and traceback of the first failed call
         self.is_ready = False
         self._was_ever_ready = False
         self._start()
 
     def _start(self) -> None:
-        self.worker = Worker("rewarder", run_rewarder, self._spec)
+        self.worker = Worker("rewarder", run_rewarder, self._spec, self._told)
+        self._since_s = time.monotonic()
         self.is_ready = False
 
     def submit(self, order: Judge) -> None:
@@ -42,23 +42,10 @@ class Rewarder:
         self._waiting.append(order)
         self._next()
 
-    def deadline_s(self) -> float | None:
-        """When (time.monotonic) the call under way has taken too long."""
-        return self._since_s + self._timeout_s if self._current and self.is_ready else None
-
-    def listen(self, timeout_s: float) -> list[GroupScored | GroupUnscorable]:
-        """Wait for the worker alone; the facts that follow from what it says or fails to say."""
-        facts: list[GroupScored | GroupUnscorable] = []
-        if connection.wait([self.worker.connection], timeout_s):
-            try:
-                for message in self.worker.receive():
-                    facts += self.heard(message)
-            except EOFError:
-                facts += self.died()
-        return facts + self.check_deadline()
-
-    def heard(self, message: Ready | Judged) -> list[GroupScored | GroupUnscorable]:
-        """Facts that follow from a message of the worker."""
+    def heard(self, message: Ready | Judged | Gone) -> list[GroupScored | GroupUnscorable]:
+        """Facts that follow from a message of the worker. Raises as `_died` does."""
+        if isinstance(message, Gone):
+            return self._died()
         self._since_s = time.monotonic()
         if isinstance(message, Ready):
             self.is_ready = self._was_ever_ready = True
@@ -77,13 +64,17 @@ class Rewarder:
         return [GroupScored(current.group, rewards)]
 
     def check_deadline(self) -> list[GroupScored | GroupUnscorable]:
-        """Fail the group whose call has taken too long."""
-        deadline_s = self.deadline_s()
-        if deadline_s is None or time.monotonic() < deadline_s:
+        """Fail the group whose call has taken too long. Raises RunError if the worker does not start."""
+        waited_s = time.monotonic() - self._since_s
+        if not self.is_ready and waited_s > self._start_timeout_s:
+            raise RunError(
+                f"the rewarder did not start within runtime.start_timeout_s = {self._start_timeout_s:g} s"
+            )
+        if not self.is_ready or self._current is None or waited_s <= self._timeout_s:
             return []
         return self._replace(f"reward took longer than reward.timeout_s = {self._timeout_s:g}")
 
-    def died(self) -> list[GroupScored | GroupUnscorable]:
+    def _died(self) -> list[GroupScored | GroupUnscorable]:
         """The worker is gone: its group fails, the others go on with a new one.
 
         Raises RewardError if the function cannot be loaded at the beginning, RunError if it no longer can.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import psutil
 from rich.console import Console
 
 from dora.config import Config
+from dora.core import invariants
 from dora.core.actions import Action, Commit, Fail, Filter, Publish
 from dora.core.events import Event, Published
 from dora.errors import InputError, RunError
@@ -48,7 +49,9 @@ def train(config: Config, out: Path, console: Console) -> dict[str, Any]:
         _unclaim(out)
         raise
     except (OSError, sqlite3.Error) as error:
-        raise RunError(f"{out} cannot be written: {error}; what is there stays readable") from error
+        raise RunError(
+            f"the run cannot go on: {error}; make room, or use another --out; what is in {out} stays readable"
+        ) from error
 
 
 def check_out(out: Path) -> None:
@@ -90,6 +93,7 @@ class _Session:
         self._cpu_s = 0.0
         self._first_failure = ""
         self._filtered_in_row = 0
+        self._is_saved = False
         self._journal = Journal(
             plan.out / "journal.jsonl",
             plan.limits,
@@ -108,7 +112,11 @@ class _Session:
             self._train()
         except Stopped as error:
             stopped = str(error)
-            self._view.notice(f"stopped by {stopped}; what was trained so far is kept")
+            self._view.notice(f"stopped by {stopped}")
+            self._rescue()
+        except RunError:
+            self._rescue()
+            raise
         finally:
             self._stopper.disarm()
             summary = self._finish(stopped)
@@ -134,9 +142,26 @@ class _Session:
             e.id: {*e.held, *([] if e.loading is None else [e.loading])}
             for e in self._core.snapshot().engines.values()
         }
-        self._after = evaluate(hands, config.run.steps, held)
+        self._save()
+        self._after = self._evaluate(config.run.steps, held)
         self._show(self._after, "after")
-        hands.save(self._plan.out / "checkpoints" / f"step-{config.run.steps}", config.run.steps)
+
+    def _save(self) -> None:
+        folder = self._hands.save()
+        self._is_saved = True
+        self._view.notice(f"saved {folder}")
+
+    def _rescue(self) -> None:
+        """Keep what was trained, if the trainer still can."""
+        self._stopper.disarm()
+        if self._meter.steps and not self._is_saved:
+            with contextlib.suppress(RunError):
+                self._save()
+
+    def _evaluate(self, version: int, held: Mapping[int, Iterable[int]]) -> Evaluation | None:
+        if self._plan.held_out is not None:
+            self._view.notice(f"evaluating version {version} on {len(self._plan.held_out)} held-out prompts")
+        return evaluate(self._hands, version, held)
 
     def _evaluate_start(self) -> Evaluation | None:
         """Evaluate the initial policy; the orchestrator publishes it again for itself."""
@@ -146,7 +171,7 @@ class _Session:
         hands.perform(Publish(0))
         while not isinstance(hands.next_fact(None), Published):
             pass
-        evaluation = evaluate(hands, 0, {})
+        evaluation = self._evaluate(0, {})
         self._show(evaluation, "before")
         return evaluation
 
@@ -156,10 +181,16 @@ class _Session:
         state = self._core.snapshot()
         step = self._meter.hear(now, event, orders, state)
         if step is not None:
+            self._check_invariants()
             self._metrics.write(json.dumps(step.to_json()) + "\n")
             self._metrics.flush()
         self._view.update(self._meter, state)
         self._check_failures(orders)
+
+    def _check_invariants(self) -> None:
+        """Recount the orchestrator's state once a step; a difference is a mistake of DORA's own."""
+        broken = invariants.check(self._core.snapshot())
+        assert not broken, "; ".join(broken)
 
     def _check_failures(self, orders: Sequence[Action]) -> None:
         """Stop a run that cannot get anywhere: too many groups fail, or none teaches anything."""

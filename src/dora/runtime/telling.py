@@ -52,7 +52,8 @@ class Teller:
     def end(self, group: GroupId, state: str) -> None:
         """The group ends untrained; siblings that still arrive get the same state."""
         self._ended[group] = state
-        self._responses.pop(group, None)
+        for kept in (self._responses, self.num_tokens, self.rewards):
+            kept.pop(group, None)
         self._samples.mark([group], state)
 
     def told(self, engine: int, message: Any) -> Iterator[Event]:

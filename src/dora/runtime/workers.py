@@ -106,10 +106,11 @@ def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
                     outbox.send(StepDone(step, trainer.step(batch)))
                 case PublishWeights(version):
                     outbox.send(WeightsPublished(version, store.publish(version, trainer.flat)))
-                case Save(folder, step):
-                    state = trainer.state_dict()
-                    save_checkpoint(folder, config, trainer.flat, state, step, spec.model)
-                    outbox.send(Saved(folder))
+                case Save(folder):
+                    step, state = trainer.num_steps_done, trainer.state_dict()
+                    path = folder / f"step-{step}"
+                    save_checkpoint(path, config, trainer.flat, state, step, spec.model)
+                    outbox.send(Saved(path))
 
 
 def run_rewarder(outbox: Outbox, inbox: Inbox, spec: RewarderSpec) -> None:
@@ -126,3 +127,5 @@ def run_rewarder(outbox: Outbox, inbox: Inbox, spec: RewarderSpec) -> None:
                     for sibling, token_ids in enumerate(responses):
                         outcome = score(function, prompt, tokenizer.decode(token_ids), fields)
                         outbox.send(Judged(group, sibling, outcome))
+                        if outcome.reward is None:
+                            break  # the group has failed; the driver is at the next one

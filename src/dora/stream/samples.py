@@ -50,11 +50,11 @@ class StoredSample(NamedTuple):
 class SampleStore:
     """Rows are (group_id, sibling); `state` is finished, scored, committed, trained, or the end's name."""
 
-    def __init__(self, path: Path) -> None:
-        """Open for writing; the file is made if it is not there."""
+    def __init__(self, path: Path, *, fsync: bool = False) -> None:
+        """Open for writing; the file is made if it is not there. `fsync`: survive a loss of power."""
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.execute("pragma journal_mode = wal")
-        self._db.execute("pragma synchronous = off")  # survives the death of processes, not of power
+        self._db.execute(f"pragma synchronous = {'full' if fsync else 'off'}")
         self._db.execute(_SCHEMA)
         self._in_transaction = False
 

@@ -20,13 +20,18 @@ _MEMORY = Path("/dev/shm")
 _PREFIX = "dora-weights-"
 
 
-def make_store_folder() -> Path:
-    """A new folder for versions, in memory if possible; folders of dead processes are removed."""
-    parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    for old in parent.glob(f"{_PREFIX}*"):
+def make_store_folder(num_bytes: int) -> Path:
+    """A new folder for versions of `num_bytes` in all, in memory if they fit there.
+
+    Folders that dead processes left behind are removed.
+    """
+    disk = Path(tempfile.gettempdir())
+    for old in (*_MEMORY.glob(f"{_PREFIX}*"), *disk.glob(f"{_PREFIX}*")):
         owner = old.name.removeprefix(_PREFIX).split("-")[0]
         if owner.isdigit() and not _is_alive(int(owner)):
             shutil.rmtree(old, ignore_errors=True)
+    fits = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > num_bytes
+    parent = _MEMORY if fits else disk
     return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
 
 

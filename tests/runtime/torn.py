@@ -1,0 +1,15 @@
+"""A worker that dies in the middle of a word: half a message, then nothing."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from dora.runtime.process import Inbox, Outbox
+
+
+def die_while_speaking(outbox: Outbox, inbox: Inbox, spec: object) -> None:
+    """Announce 100 bytes as the pipe does, send 10, and go."""
+    outbox.send("a whole message")
+    os.write(outbox._connection.fileno(), struct.pack("!i", 100) + bytes(10))
+    os._exit(0)
