@@ -270,7 +270,19 @@ class Config(Section):
                 f"{self.sampling.max_response_length} = {self.context} tokens and must fit; raise "
                 "micro_batch_tokens or lower one of the lengths"
             )
+        self._check_effect()
         return self
+
+    def _check_effect(self) -> None:
+        """Raises ConfigError for keys that were set and change nothing."""
+        named = self.eval.model_fields_set - {"source"}
+        if self.eval.source is None and self.eval.num_prompts and named:
+            raise ConfigError(
+                f"eval.{min(named)} is set and eval.source is not, so nothing is evaluated; "
+                "set eval.source, or eval.num_prompts = 0"
+            )
+        if self.data.source == "gcd" and "prompt_key" in self.data.model_fields_set:
+            raise ConfigError("data.prompt_key has no effect with data.source = gcd; remove it")
 
     def check_context(self, max_position_embeddings: int) -> None:
         """Raises ConfigError if the model has fewer positions than the longest sequence."""
@@ -282,9 +294,12 @@ class Config(Section):
             )
 
     def to_toml(self) -> str:
-        """The complete configuration as TOML; unset keys are left out."""
+        """The complete configuration as TOML, without keys that are unset or have no effect."""
         tables = []
-        for section, values in self.model_dump(exclude_none=True).items():
+        exclude: dict[str, Any] = {} if self.eval.source else {"eval": True}
+        if self.data.source == "gcd":
+            exclude["data"] = {"prompt_key"}
+        for section, values in self.model_dump(exclude_none=True, exclude=exclude).items():
             tables.append("\n".join([f"[{section}]", *(_assignment(k, v) for k, v in values.items())]))
         return "\n\n".join(tables) + "\n"
 

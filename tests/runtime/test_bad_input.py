@@ -43,6 +43,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
         {"eval.num_prompts": 8, "eval.source": "prompts.jsonl"},
         "eval.num_prompts = 8",
     ),
+    "an evaluation of nothing": ({"eval.num_prompts": 3}, "eval.num_prompts is set"),
     "a missing reward file": ({"reward.function": "nowhere.py:reward"}, "'nowhere.py'"),
     "a reward without a name": ({"reward.function": "task"}, "reward.function = 'task'"),
 }

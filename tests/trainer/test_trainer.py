@@ -81,10 +81,11 @@ def test_a_sample_of_advantage_zero_counts_only_in_the_denominators() -> None:
     assert metrics["actor/num_tokens"] == sum(len(s.token_ids) for s in kept)
 
 
-def test_a_batch_without_any_advantage_leaves_the_weights_alone() -> None:
+def test_a_first_batch_without_any_advantage_leaves_the_weights_alone() -> None:
     flat = initial()
     metrics = Trainer(TINY, flat, SETTINGS).step([replace(s, advantage=0.0) for s in samples()])
     assert metrics["actor/grad_norm"] == 0.0
+    assert "actor/entropy" not in metrics
     assert torch.equal(flat, initial())
 
 

@@ -29,8 +29,8 @@ def table(run: Path) -> Table:
     """What a person wants to know at the end of a run."""
     s: dict[str, Any] = json.loads((run / "summary.json").read_text())
     rows = [
-        ("accuracy, sampled", f"{_number(s['eval_before'])} -> {_number(s['eval_after'])}"),
-        ("accuracy, greedy", f"{_number(s['eval_greedy_before'])} -> {_number(s['eval_greedy_after'])}"),
+        ("held out, sampled", f"{_number(s['eval_before'])} -> {_number(s['eval_after'])}"),
+        ("held out, greedy", f"{_number(s['eval_greedy_before'])} -> {_number(s['eval_greedy_after'])}"),
         ("steps", f"{s['steps']} in {s['wall_s']:.1f} s wall, {s['cpu_s']:.1f} s CPU"),
         ("groups", _groups(s)),
         ("tokens", f"{s['trained_tokens']:,} trained, {s['tokens_per_s']:,.0f} per second"),

@@ -165,14 +165,14 @@ class _Tally:
             self.mismatch_max = max(self.mismatch_max, float(gap.max()))
 
     def metrics(self) -> dict[str, float]:
-        num = max(1, self.num_tokens)
-        metrics = {
-            "actor/pg_loss": self.pg_loss,
-            "actor/pg_clipfrac": self.clipped / num,
-            "actor/entropy": self.entropy / num,
-            "actor/ppo_kl": self.ppo_kl / num,
-            "actor/num_tokens": float(self.num_tokens),
-        }
+        """Means over the tokens that were counted; without any, there is no mean to report."""
+        metrics = {"actor/pg_loss": self.pg_loss, "actor/num_tokens": float(self.num_tokens)}
+        if self.num_tokens:
+            metrics |= {
+                "actor/pg_clipfrac": self.clipped / self.num_tokens,
+                "actor/entropy": self.entropy / self.num_tokens,
+                "actor/ppo_kl": self.ppo_kl / self.num_tokens,
+            }
         if self.kl_loss is not None:
             metrics["actor/kl_loss"] = self.kl_loss
         if self.num_fresh:
