@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -46,6 +47,21 @@ def test_every_command_of_a_page_exists(page: Path) -> None:
     targets = set(re.findall(r"make (demo|test|\w+)`?(?:\s|$)", text)) & {"demo", "test"}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert all(f"\n{target}:" in makefile for target in targets)
+
+
+def test_the_figures_of_the_readme_are_those_of_the_committed_benchmark() -> None:
+    figures = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text(encoding="utf-8"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    expected = [
+        f"| {r['policy']} | {r['seed']} | {r['sampled_before']:.3f} to {r['sampled_after']:.3f} "
+        f"| {r['greedy_before']:.3f} to {r['greedy_after']:.3f} | {r['cpu_s']:.0f} | {r['wall_s']:.0f} "
+        f"| {r['live_versions']:.2f} | {r['busy']:.2f} | {r['stall_s']:.1f} |"
+        for r in figures["rows"]
+    ]
+    assert [line for line in readme.splitlines() if line.startswith(("| dora |", "| sync |"))] == expected
+    ratio = figures["ratios"]["sync_over_dora_wall_s"]
+    assert f"{ratio:.2f} times the wall time" in readme
+    assert figures["machine"]["cpu"] in readme
 
 
 def test_the_reward_in_the_readme_is_a_reward() -> None:
