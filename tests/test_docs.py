@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from dora import settings
 from dora.cli import app
+from dora.config import Config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -62,6 +64,12 @@ def test_the_figures_of_the_readme_are_those_of_the_committed_benchmark() -> Non
     ratio = figures["ratios"]["sync_over_dora_wall_s"]
     assert f"{ratio:.2f} times the wall time" in readme
     assert figures["machine"]["cpu"] in readme
+
+
+def test_the_configuration_in_the_readme_is_complete() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", readme, flags=re.DOTALL)
+    assert Config.model_validate(tomllib.loads(block)).run.steps > 0
 
 
 def test_the_reward_in_the_readme_is_a_reward() -> None:

@@ -96,7 +96,7 @@ class Reward(Section):
     function: str = Field(description='"file.py:function", or "package.module:function"')
     timeout_s: float = Field(default=10.0, gt=0, description="longest a single call may take (s)")
     max_failed_share: Share = Field(
-        default=0.2, description="share of failed groups past which the run stops (0 to 1)"
+        default=0.2, description="share of failed groups, of at least 20, past which the run stops (0 to 1)"
     )
 
 

@@ -139,7 +139,7 @@ def test_a_run_that_is_asked_to_stop_ends_cleanly(start_run: StartRun, number: s
     s = summary(run.out)
     assert s["stopped"] == number.name
     (saved,) = (run.out / "checkpoints").iterdir()
-    assert int(saved.name.removeprefix("step-")) >= s["steps"] > 0
+    assert saved.name == f"step-{s['steps']}" != "step-0"
     assert load_folder(saved)
     assert s["pending_groups"] > 0
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)

@@ -31,6 +31,7 @@ def table(run: Path) -> Table:
     rows = [
         ("held out, sampled", f"{_number(s['eval_before'])} -> {_number(s['eval_after'])}"),
         ("held out, greedy", f"{_number(s['eval_greedy_before'])} -> {_number(s['eval_greedy_after'])}"),
+        ("reward, last step", _number(s["reward_last"])),
         ("steps", f"{s['steps']} in {s['wall_s']:.1f} s wall, {s['cpu_s']:.1f} s CPU"),
         ("groups", _groups(s)),
         ("tokens", f"{s['trained_tokens']:,} trained, {s['tokens_per_s']:,.0f} per second"),

@@ -68,7 +68,10 @@ def _call_reward(plan: Plan) -> str:
                 facts += rewarder.heard(message)
             facts += rewarder.check_deadline()
         if isinstance(facts[0], GroupUnscorable):
-            raise RewardError(f"reward.function = {config.reward.function!r}: {rewarder.first_failure}")
+            raise RewardError(
+                f"reward.function = {config.reward.function!r}, called with an empty answer to the first "
+                f"prompt, as a policy may give: {rewarder.first_failure}"
+            )
         return f"{facts[0].rewards[0]:g} for an empty answer to the first prompt"
     finally:
         rewarder.worker.kill()

@@ -48,10 +48,15 @@ POLL_S = 0.2  # how often deadlines are looked at while nothing arrives
 class LocalHands:
     """All stations of a run as processes of this machine; `close` ends them."""
 
-    def __init__(self, plan: Plan, notice: Callable[[str], None]) -> None:
-        """Start the processes; `notice` gets sentences for the person watching."""
+    def __init__(
+        self, plan: Plan, notice: Callable[[str], None], check_stop: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start the processes; `notice` gets sentences for the person watching.
+
+        `check_stop` is called while nothing is half done, and may raise to end the run.
+        """
         self._began_s = time.monotonic()
-        self.plan, self.notice = plan, notice
+        self.plan, self.notice, self._check_stop = plan, notice, check_stop
         samples = plan.out / "samples.sqlite"
         self.samples = SampleStore(samples, fsync=plan.config.journal.fsync)
         self.weights = WeightStore(make_store_folder(plan.stored_bytes))
@@ -97,6 +102,7 @@ class LocalHands:
 
     def next_fact(self, until: float | None) -> Event | None:
         """The next fact; None once `now` has reached `until`. Raises RunError if the run cannot go on."""
+        self._check_stop()
         while not self.facts:
             if not self.engines:
                 raise RunError(f"the last engine is lost: {self._last_loss}")
@@ -201,6 +207,7 @@ class LocalHands:
 
     def _listen(self, timeout_s: float) -> None:
         """Wait for messages, turn them into facts, and look at the deadlines."""
+        self._check_stop()
         for worker, message in take(self._told, timeout_s):
             self._hear(worker, message)
         self.samples.commit()  # payloads are durable before the facts that name them are told

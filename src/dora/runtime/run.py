@@ -18,7 +18,7 @@ from rich.console import Console
 from dora.config import Config
 from dora.core import invariants
 from dora.core.actions import Action, Commit, Fail, Filter, Publish
-from dora.core.events import Event, Published
+from dora.core.events import Event, Published, Trained
 from dora.errors import InputError, RunError
 from dora.runtime.drive import drive
 from dora.runtime.evaluate import Evaluation, evaluate
@@ -31,6 +31,7 @@ from dora.runtime.summary import summarize
 from dora.runtime.view import View
 
 MIN_FILTERED, FILTERED_WINDOWS = 200, 20  # groups filtered in a row, before a run without signal is stopped
+MIN_ENDED = 20  # groups; the failed share is taken of at least so many
 RUN_FILES = ("config.toml", "journal.jsonl", "metrics.jsonl", "samples.sqlite", "summary.json")
 
 
@@ -93,7 +94,7 @@ class _Session:
         self._cpu_s = 0.0
         self._first_failure = ""
         self._filtered_in_row = 0
-        self._is_saved = False
+        self._is_saved = self._is_warned = False
         self._journal = Journal(
             plan.out / "journal.jsonl",
             plan.limits,
@@ -102,13 +103,12 @@ class _Session:
             fsync=config.journal.fsync,
         )
         self._metrics = (plan.out / "metrics.jsonl").open("x")
-        self._hands = LocalHands(plan, self._view.notice)
+        self._hands = LocalHands(plan, self._view.notice, stopper.check)
         self._meter = Meter(plan.limits, self._hands.teller)
 
     def run(self) -> dict[str, Any]:
         stopped = ""
         try:
-            self._stopper.arm()
             self._train()
         except Stopped as error:
             stopped = str(error)
@@ -136,6 +136,7 @@ class _Session:
         try:
             with self._view:
                 drive(self._core, hands, self._record)
+                self._view.close(self._meter, self._core.snapshot())
         finally:
             self._cpu_s = _cpu_s() - cpu_before_s
         held = {
@@ -154,9 +155,15 @@ class _Session:
     def _rescue(self) -> None:
         """Keep what was trained, if the trainer still can."""
         self._stopper.disarm()
-        if self._meter.steps and not self._is_saved:
-            with contextlib.suppress(RunError):
-                self._save()
+        if not self._meter.steps or self._is_saved:
+            return
+        with contextlib.suppress(RunError):
+            self._save()
+            # The trainer finished the step it was in before it saved: the record must know that step.
+            for fact in self._hands.facts:
+                if isinstance(fact, Trained):
+                    now = self._hands.now
+                    self._record(now, fact, self._core.handle(fact, now))
 
     def _evaluate(self, version: int, held: Mapping[int, Iterable[int]]) -> Evaluation | None:
         if self._plan.held_out is not None:
@@ -182,6 +189,9 @@ class _Session:
         step = self._meter.hear(now, event, orders, state)
         if step is not None:
             self._check_invariants()
+            if not step.metrics["actor/num_tokens"] and not self._is_warned:
+                self._is_warned = True
+                self._view.notice(f"step {step.step} had no gradient: the rewards of each group were equal")
             self._metrics.write(json.dumps(step.to_json()) + "\n")
             self._metrics.flush()
         self._view.update(self._meter, state)
@@ -204,7 +214,7 @@ class _Session:
                 self._filtered_in_row = 0
         ended = state.num_trained + state.num_filtered + state.num_failed
         share = config.reward.max_failed_share
-        if state.num_failed > share * max(ended, config.trainer.batch_size):
+        if state.num_failed > share * max(ended, MIN_ENDED):
             detail = self._hands.rewarder.first_failure or self._first_failure
             raise RunError(
                 f"{state.num_failed} of {ended} groups failed, more than reward.max_failed_share = {share:g} "

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM become the exception `Stopped`, and only where it can be handled.
+"""Ctrl-C and SIGTERM become the exception `Stopped`, at a place where nothing is half done.
 
-What is being built is first built to its end, and what is being taken down is taken down
-undisturbed: a signal that comes before `arm` is kept, one after `disarm` is ignored.
+A handler only remembers that it was called; the main loop asks between two facts, when every
+order is carried out and recorded. What is being taken down is taken down undisturbed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Stopper:
 
     def __init__(self) -> None:
         self._asked = ""
-        self._is_armed = False
+        self._is_armed = True
 
     def __enter__(self) -> Stopper:
         self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
@@ -33,11 +33,10 @@ class Stopper:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def arm(self) -> None:
-        """From here on a signal raises Stopped; so does one that has come already."""
-        if self._asked:
+    def check(self) -> None:
+        """Raises Stopped if somebody has asked for it."""
+        if self._asked and self._is_armed:
             raise Stopped(self._asked)
-        self._is_armed = True
 
     def disarm(self) -> None:
         """From here on signals are ignored."""
@@ -45,6 +44,3 @@ class Stopper:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._asked = signal.Signals(number).name
-        if self._is_armed:
-            self._is_armed = False
-            raise Stopped(self._asked)

@@ -55,6 +55,11 @@ class View:
         """A sentence that stays on the screen."""
         self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
+    def close(self, meter: Meter, state: State) -> None:
+        """Show where the run ended."""
+        self._next_s = 0.0
+        self.update(meter, state)
+
     def update(self, meter: Meter, state: State) -> None:
         """Show where the run stands, if the last time is long enough ago."""
         now_s = time.monotonic()
