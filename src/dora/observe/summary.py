@@ -29,8 +29,7 @@ def table(run: Path) -> Table:
     """What a person wants to know at the end of a run."""
     s: dict[str, Any] = json.loads((run / "summary.json").read_text())
     rows = [
-        ("held out, sampled", f"{_number(s['eval_before'])} -> {_number(s['eval_after'])}"),
-        ("held out, greedy", f"{_number(s['eval_greedy_before'])} -> {_number(s['eval_greedy_after'])}"),
+        *_held_out(s),
         ("reward, last step", _number(s["reward_last"])),
         ("steps", f"{s['steps']} in {s['wall_s']:.1f} s wall, {s['cpu_s']:.1f} s CPU"),
         ("groups", _groups(s)),
@@ -53,6 +52,16 @@ def table(run: Path) -> Table:
     for name, value in rows:
         result.add_row(name, value)
     return result
+
+
+def _held_out(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """No rows for a run that evaluated nothing."""
+    if s["eval_before"] is None:
+        return []
+    return [
+        ("held out, sampled", f"{_number(s['eval_before'])} -> {_number(s['eval_after'])}"),
+        ("held out, greedy", f"{_number(s['eval_greedy_before'])} -> {_number(s['eval_greedy_after'])}"),
+    ]
 
 
 def _groups(s: dict[str, Any]) -> str:
