@@ -45,6 +45,54 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Migrate:
+    """Engines: move a running request with its KV; `Migrated` or `MigrationFailed` is told of it."""
+
+    request: RequestId
+    source: int
+    destination: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rush:
+    """Engine: decode these requests only, the others stand still; none: decode all again."""
+
+    engine: int
+    requests: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Engine: decode nothing until `Resume`, for the trainer needs the device; then tell `Paused`."""
+
+    engine: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Engine: decode again."""
+
+    engine: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Engine: end; it has no requests. `EngineLeft` is told of it."""
+
+    engine: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseDrain:
+    """Log: the engine stays, for a reason."""
+
+    engine: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """Rewarder: score every sibling of a group."""
 
@@ -133,6 +181,12 @@ Action = (
     | Admit
     | Generate
     | Abort
+    | Migrate
+    | Rush
+    | Pause
+    | Resume
+    | Dismiss
+    | RefuseDrain
     | Score
     | Filter
     | Fail

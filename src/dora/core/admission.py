@@ -1,37 +1,35 @@
 """Which prompt gets which version, and when: a group is admitted only if the bound still holds.
 
 Prompts are admitted in dataset order, as many as there are rows to start them (later would
-leave rows empty, earlier would only age them), at the newest version that an engine holds.
+leave rows empty, earlier would only age them): at the newest version first, and at older ones
+only for rows of engines that keep these. `slack` groups fewer than the bound allows are open,
+so that places are left for stragglers to be passed.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
 from dora.core.actions import Action, Admit, Fetch
+from dora.core.bound import num_admissible
 from dora.core.records import RequestId
-from dora.core.state import Group, Request, State, bound_holds
+from dora.core.state import Group, Request, State
 
 
 def admit(state: State) -> list[Action]:
     """Admit groups while rows are free and every open group keeps a place before its deadline."""
-    version = admission_version(state)
-    if version is None or state.next_step >= state.limits.num_steps:
+    if state.next_step >= state.limits.num_steps or not state.prompts:
         return []
     orders: list[Action] = []
-    room = _free_rows(state, version)
-    deadline = state.limits.deadline(version)
-    while room > 0 and state.prompts and _has_place(state, deadline):
-        index, group_id = state.prompts.popleft()
-        siblings = [RequestId(*group_id, k) for k in range(state.limits.group_size)]
-        state.groups[group_id] = Group(group_id, index, version, deadline, set(siblings))
-        state.requests.update((r, Request(r, version)) for r in siblings)
-        state.waiting.setdefault(version, deque()).extend(siblings)
-        state.open[deadline] += 1
-        state.unfinished[version] += len(siblings)
-        state.num_admitted += 1
-        room -= len(siblings)
-        orders.append(Admit(group_id, index, version, deadline))
+    size = state.limits.group_size
+    for version in sorted(state.fresh_rows, reverse=True):
+        is_kept = _is_kept(state, version)
+        if version not in state.store or (is_kept and not _may_fill(state, version)):
+            continue
+        room = state.fresh_rows[version] - state.num_waiting(version)
+        if room <= 0:
+            continue
+        num_groups = min(num_admissible(state, version), -(-room // size))
+        for _ in range(min(num_groups, len(state.prompts))):
+            orders.append(_admit(state, version))
     return orders
 
 
@@ -46,28 +44,38 @@ def fetch(state: State) -> list[Action]:
     return [Fetch(count)]
 
 
-def admission_version(state: State) -> int | None:
-    """The newest version, unless no engine can hold it yet: then the newest one held and stored.
+def _is_kept(state: State, version: int) -> bool:
+    """Whether an engine keeps this old version beside or before the newest, which others have.
 
-    None while the newest is on its way to an engine, for its first group is worth that wait.
+    While the newest is on its way to its first engine, nobody is served with another: its first
+    group is worth that wait.
     """
     newest = state.newest
-    if newest is None:
-        return None
-    engines = state.engines.values()
-    if any(e.loading == newest for e in engines) and not any(newest in e.held for e in engines):
-        return None
-    held = (v for e in engines if e.draining_for is None for v in e.held)
-    return max((v for v in held if v in state.store), default=None)
+    return version != newest and (newest in state.holders or newest in state.coming)
 
 
-def _free_rows(state: State, version: int) -> int:
-    """Rows that could start a request of `version` now, less those already waiting for one."""
-    free = sum(e.free_rows for e in state.holders(version) if e.draining_for is None)
-    return free - len(state.waiting.get(version, ()))
+def _may_fill(state: State, version: int) -> bool:
+    """Rows of an engine that keeps an old version may be filled with it, unless it is about to expire."""
+    limits = state.limits
+    is_later = limits.deadline(version) > state.next_step
+    return is_later and not limits.is_static and limits.batches_per_version is None
 
 
-def _has_place(state: State, deadline: int) -> bool:
-    opened = state.open.copy()
-    opened[deadline] += 1
-    return bound_holds(opened, state.next_step, len(state.committed), state.limits)
+def _admit(state: State, version: int) -> Action:
+    index, group_id = state.prompts.popleft()
+    deadline = state.limits.deadline(version)
+    siblings = [RequestId(*group_id, k) for k in range(state.limits.group_size)]
+    state.groups[group_id] = Group(group_id, index, version, deadline, set(siblings))
+    for request in siblings:
+        state.requests[request] = Request(request, version)
+        state.wait(request, version)
+    state.open[deadline] += 1
+    state.unscored.setdefault(deadline, {})[group_id] = None
+    state.pin(version, len(siblings))
+    state.num_admitted += 1
+    if version != state.current:
+        state.current, state.num_admitted_current = version, 0
+        if state.limits.batches_per_version is not None:  # the one live version, for all engines
+            state.touched.update(dict.fromkeys(state.engines))
+    state.num_admitted_current += 1
+    return Admit(group_id, index, version, deadline)

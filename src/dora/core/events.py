@@ -12,11 +12,15 @@ from dora.core.records import Chunk, GroupId, RequestId
 
 @dataclass(frozen=True, slots=True)
 class EngineJoined:
-    """A rollout engine is ready; it holds no version yet."""
+    """A rollout engine is ready; it holds no version yet.
+
+    One that shares its device with the trainer (`is_colocated`) decodes only while the trainer rests.
+    """
 
     engine: int
     rows: int
     slots: int
+    is_colocated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,27 @@ class EngineLost:
 
     engine: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Somebody wants an engine to leave once it has no request any more."""
+
+    engine: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLeft:
+    """An engine that was dismissed has ended; it had no requests."""
+
+    engine: int
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """An engine that was ordered to pause decodes no more; it keeps its versions, requests and KV."""
+
+    engine: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +62,16 @@ class PromptsFetched:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """At most once a second: tokens so far of the unfinished requests of an engine."""
+    """At most once a second: tokens so far of the unfinished requests of an engine, and its pace.
+
+    `row_tokens_per_s` is what one row gained per second since the last report (0: no row ran),
+    `kv_share` the share of its KV blocks in use.
+    """
 
     engine: int
     lengths: tuple[tuple[RequestId, int], ...]
+    row_tokens_per_s: float = 0.0
+    kv_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +105,33 @@ class RequestsAborted:
 
 
 @dataclass(frozen=True, slots=True)
+class Migrated:
+    """`destination` has taken a running request with its KV, and alone owns it from now on.
+
+    `num_tokens` of its answer came along; `num_bytes` of KV took `copy_s` to copy, while the
+    request stood still for `stop_s`.
+    """
+
+    request: RequestId
+    source: int
+    destination: int
+    num_tokens: int
+    num_bytes: int
+    copy_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationFailed:
+    """A request that was ordered to move stays with `source`; `destination` has freed its place."""
+
+    request: RequestId
+    source: int
+    destination: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class GroupScored:
     """Every sibling has a reward; all columns that the trainer needs are there."""
 
@@ -97,6 +155,14 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
+class StepFailed:
+    """Training step `step` has failed and changed nothing."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
     """The weights of `version` are in the weight store."""
 
@@ -114,6 +180,15 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """An engine could not take `version`; its slot is empty."""
+
+    engine: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Woken:
     """The time that `next_wakeup` asked for has come."""
 
@@ -121,15 +196,22 @@ class Woken:
 Event = (
     EngineJoined
     | EngineLost
+    | DrainAsked
+    | EngineLeft
+    | Paused
     | PromptsFetched
     | Progressed
     | RequestFinished
     | RequestFailed
     | RequestsAborted
+    | Migrated
+    | MigrationFailed
     | GroupScored
     | GroupUnscorable
     | Trained
+    | StepFailed
     | Published
     | Loaded
+    | LoadFailed
     | Woken
 )

@@ -8,51 +8,32 @@ weighs one thing against another is a rule of its own file.
 from __future__ import annotations
 
 import bisect
-from collections import deque
 from functools import singledispatch
-from typing import Protocol
 
-from dora.core.actions import Abort, Action, Fail, Filter, Publish, Score
+from dora.core import fleet
+from dora.core.actions import Abort, Action, Fail, Filter, Publish, Score, Train
+from dora.core.engines import Engine
 from dora.core.events import (
-    EngineJoined,
-    EngineLost,
     Event,
     GroupScored,
     GroupUnscorable,
-    Loaded,
-    Progressed,
     PromptsFetched,
     Published,
     RequestFailed,
     RequestFinished,
     RequestsAborted,
+    StepFailed,
     Trained,
     Woken,
 )
+from dora.core.fleet import engine_of, require
 from dora.core.records import ProtocolError, RequestId
-from dora.core.state import Engine, Group, State, take_one
+from dora.core.state import Group, State, take_one
 
 
 def hear(state: State, event: Event) -> list[Action]:
     """Apply one fact; returns the orders that follow from it alone."""
     return _hear(event, state)
-
-
-def _require(condition: bool, event: object, rule: str, found: object) -> None:
-    if not condition:
-        raise ProtocolError(f"{event}: {rule}; the state says {found!r}")
-
-
-class _OfEngine(Protocol):
-    @property
-    def engine(self) -> int: ...
-
-
-def _engine(state: State, event: _OfEngine) -> Engine:
-    engine = state.engines.get(event.engine)
-    if engine is None:
-        raise ProtocolError(f"{event}: the engine must have joined; the state knows {sorted(state.engines)}")
-    return engine
 
 
 def _awaited(state: State, event: GroupScored | GroupUnscorable) -> Group:
@@ -62,23 +43,25 @@ def _awaited(state: State, event: GroupScored | GroupUnscorable) -> Group:
     return group
 
 
-def _was_aborting(engine: Engine, request: RequestId) -> bool:
+def _was_aborting(state: State, engine: Engine, request: RequestId) -> bool:
     """Free the row of a request whose abort was ordered, however it ended in the end."""
     version = engine.aborting.pop(request, None)
     if version is None:
         return False
     take_one(engine.running, version)
+    state.touch(engine)
     return True
 
 
 def _leave(state: State, engine: Engine, request: RequestId) -> Group:
     """The request has left its engine for good."""
-    take_one(engine.running, engine.requests.pop(request))
+    state.unseat(request, engine)
+    state.touch(engine)
     return _forget(state, request)
 
 
 def _forget(state: State, request: RequestId) -> Group:
-    take_one(state.unfinished, state.requests.pop(request).version)
+    state.unpin(state.requests.pop(request).version)
     group = state.groups[request.group]
     group.unfinished.discard(request)
     return group
@@ -90,10 +73,12 @@ def _fail(state: State, group: Group, reason: str) -> list[Action]:
     for request_id in sorted(group.unfinished):
         engine_id = state.requests[request_id].engine
         if engine_id is None:
-            state.waiting[group.version].remove(request_id)
+            state.wait_no_more(request_id, group.version)
         else:
             engine = state.engines[engine_id]
-            engine.aborting[request_id] = engine.requests.pop(request_id)
+            engine.aborting[request_id] = version = state.unseat(request_id, engine)
+            engine.running[version] += 1  # until its end is confirmed
+            state.touch(engine)
             aborts.setdefault(engine_id, []).append(request_id)
         _forget(state, request_id)
     _end(state, group)
@@ -105,7 +90,9 @@ def _fail(state: State, group: Group, reason: str) -> list[Action]:
 def _end(state: State, group: Group) -> None:
     """The group ends untrained and gives its place back."""
     del state.groups[group.id]
-    state.close(group.deadline)
+    state.close(group)
+    if group.version == state.current:
+        state.num_admitted_current -= 1  # another may be admitted instead
 
 
 @singledispatch
@@ -113,34 +100,28 @@ def _hear(event: object, state: State) -> list[Action]:
     raise ProtocolError(f"{event!r} is not a fact")
 
 
-@_hear.register
-def _(event: EngineJoined, state: State) -> list[Action]:
-    _require(event.engine not in state.engines, event, "an engine joins once", event.engine)
-    _require(event.rows > 0 and event.slots > 0, event, "an engine has rows and version slots", event)
-    state.engines[event.engine] = Engine(event.engine, event.rows, event.slots)
-    return []
-
-
-@_hear.register
-def _(event: EngineLost, state: State) -> list[Action]:
-    """Its requests begin again on their version, before all others that wait for it."""
-    engine = _engine(state, event)
-    del state.engines[event.engine]
-    for request_id in reversed(engine.requests):
-        request = state.requests[request_id]
-        state.num_regenerated_tokens += request.num_tokens
-        request.engine, request.num_tokens = None, 0
-        state.waiting.setdefault(request.version, deque()).appendleft(request_id)
-    return []
+for _of_fleet in (
+    fleet.joined,
+    fleet.lost,
+    fleet.drain_asked,
+    fleet.left,
+    fleet.paused,
+    fleet.progressed,
+    fleet.migrated,
+    fleet.migration_failed,
+    fleet.loaded,
+    fleet.load_failed,
+):
+    _hear.register(_of_fleet)
 
 
 @_hear.register
 def _(event: PromptsFetched, state: State) -> list[Action]:
-    _require(event.first_index == state.next_index, event, "the dataset has no gap", state.next_index)
-    _require(len(event.groups) <= state.num_fetching, event, "prompts were asked for", state.num_fetching)
+    require(event.first_index == state.next_index, event, "the dataset has no gap", state.next_index)
+    require(len(event.groups) <= state.num_fetching, event, "prompts were asked for", state.num_fetching)
     at_hand = {group for _, group in state.prompts}
     known = [g for g in event.groups if g in state.groups or g in at_hand]
-    _require(
+    require(
         not known and len(set(event.groups)) == len(event.groups), event, "a group id is used once", known
     )
     state.prompts.extend(enumerate(event.groups, event.first_index))
@@ -150,35 +131,29 @@ def _(event: PromptsFetched, state: State) -> list[Action]:
 
 
 @_hear.register
-def _(event: Progressed, state: State) -> list[Action]:
-    engine = _engine(state, event)
-    for request, num_tokens in event.lengths:
-        if request in engine.requests:  # others were aborted while the report was under way
-            state.requests[request].num_tokens = num_tokens
-    return []
-
-
-@_hear.register
 def _(event: RequestFinished, state: State) -> list[Action]:
-    engine = _engine(state, event)
-    if _was_aborting(engine, event.request):
+    engine = engine_of(state, event)
+    if _was_aborting(state, engine, event.request):
         return []
     version = engine.requests.get(event.request)
-    _require(version is not None, event, "an engine finishes only what it was given", engine.requests)
-    _require(event.version == version, event, "a request is finished by its own version (C1)", version)
+    require(version is not None, event, "an engine finishes only what it was given", engine.requests)
+    require(event.version == version, event, "a request is finished by its own version (C1)", version)
     sources = {(c.version, c.digest) for c in event.chunks}
     published = {(event.version, state.store[event.version])}
-    _require(sources == published, event, "every token comes from the published bytes (C1)", published)
+    require(sources == published, event, "every token comes from the published bytes (C1)", published)
     group = _leave(state, engine, event.request)
+    group.finished_tokens += event.num_tokens
+    group.longest_tokens = max(group.longest_tokens, event.num_tokens)
+    state.costs.heard_answer(event.num_tokens)
     return [] if group.unfinished else [Score(group.id)]
 
 
 @_hear.register
 def _(event: RequestFailed, state: State) -> list[Action]:
-    engine = _engine(state, event)
-    if _was_aborting(engine, event.request):
+    engine = engine_of(state, event)
+    if _was_aborting(state, engine, event.request):
         return []
-    _require(
+    require(
         event.request in engine.requests, event, "an engine fails only what it was given", engine.requests
     )
     return _fail(state, _leave(state, engine, event.request), event.reason)
@@ -186,10 +161,10 @@ def _(event: RequestFailed, state: State) -> list[Action]:
 
 @_hear.register
 def _(event: RequestsAborted, state: State) -> list[Action]:
-    engine = _engine(state, event)
-    _require(engine.aborting.keys() >= {*event.requests}, event, "the abort was ordered", engine.aborting)
+    engine = engine_of(state, event)
+    require(engine.aborting.keys() >= {*event.requests}, event, "the abort was ordered", engine.aborting)
     for request in event.requests:
-        _was_aborting(engine, request)
+        _was_aborting(state, engine, request)
     state.num_aborted_tokens += event.num_tokens
     return []
 
@@ -197,12 +172,13 @@ def _(event: RequestsAborted, state: State) -> list[Action]:
 @_hear.register
 def _(event: GroupScored, state: State) -> list[Action]:
     group = _awaited(state, event)
-    _require(len(event.rewards) == state.limits.group_size, event, "one reward per sibling", group.id)
+    require(len(event.rewards) == state.limits.group_size, event, "one reward per sibling", group.id)
     if state.limits.filter_groups and len(set(event.rewards)) == 1:
         _end(state, group)
         state.num_filtered += 1
         return [Filter(group.id, "zero_variance")]
     group.scored = True
+    state.forget_unscored(group)
     bisect.insort(state.ready, (group.deadline, group.index, group.id))
     return []
 
@@ -214,7 +190,7 @@ def _(event: GroupUnscorable, state: State) -> list[Action]:
 
 @_hear.register
 def _(event: Trained, state: State) -> list[Action]:
-    _require(event.step == state.training, event, "the step was ordered", state.training)
+    require(event.step == state.training, event, "the step was ordered", state.training)
     state.training = None
     for group in state.batches.pop(event.step):
         del state.groups[group]
@@ -224,21 +200,19 @@ def _(event: Trained, state: State) -> list[Action]:
 
 
 @_hear.register
-def _(event: Published, state: State) -> list[Action]:
-    _require(event.version == state.publishing, event, "the publication was ordered", state.publishing)
-    state.newest, state.publishing = event.version, None
-    state.store[event.version] = event.digest
-    return []
+def _(event: StepFailed, state: State) -> list[Action]:
+    """It is repeated, with the same batch."""
+    require(event.step == state.training, event, "the step was ordered", state.training)
+    return [Train(event.step, state.batches[event.step])]
 
 
 @_hear.register
-def _(event: Loaded, state: State) -> list[Action]:
-    engine = _engine(state, event)
-    _require(event.version == engine.loading, event, "the load was ordered", engine.loading)
-    stored = state.store.get(event.version)
-    _require(event.digest == stored, event, "an engine holds the bytes that were published (C1)", stored)
-    engine.loading = None
-    engine.held.add(event.version)
+def _(event: Published, state: State) -> list[Action]:
+    require(event.version == state.publishing, event, "the publication was ordered", state.publishing)
+    state.newest, state.publishing = event.version, None
+    state.store[event.version] = event.digest
+    state.touched.update(dict.fromkeys(state.engines))
+    state.is_rebalance_due = True
     return []
 
 

@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dora.core.state import State, bound_holds
+from dora.core.bound import bound_holds
+from dora.core.state import State
 
 
 def check(state: State) -> list[str]:
     """The broken invariants, as sentences; empty where all hold."""
-    return [*_bound(state), *_owners(state), *_versions(state), *_counts(state)]
+    return [
+        *_bound(state),
+        *_owners(state),
+        *_moves(state),
+        *_versions(state),
+        *_counts(state),
+        *_indexes(state),
+    ]
 
 
 def _bound(state: State) -> list[str]:
@@ -32,7 +40,9 @@ def _owners(state: State) -> list[str]:
         owned.update(engine.requests.keys())
         if engine.free_rows < 0:
             broken.append(f"engine {engine.id} has {-engine.free_rows} requests more than rows")
-        busy = Counter([*engine.requests.values(), *engine.aborting.values()])
+        busy = Counter(
+            v for rows in (engine.requests, engine.arriving, engine.aborting) for v in rows.values()
+        )
         if busy != +engine.running:
             broken.append(f"engine {engine.id} counts {engine.running}, runs {busy}")
         broken += [
@@ -41,12 +51,42 @@ def _owners(state: State) -> list[str]:
             if v not in engine.held or state.requests[r].engine != engine.id or state.requests[r].version != v
         ]
     for version, waiting in state.waiting.items():
-        owned.update(waiting)
+        owned.update(list(waiting))
         broken += [
             f"request {r} waits at a wrong version" for r in waiting if state.requests[r].version != version
         ]
     if owned.keys() != state.requests.keys() or any(n != 1 for n in owned.values()):
         broken.append("a request has no owner, or two")
+    return broken
+
+
+def _moves(state: State) -> list[str]:
+    """A move has a source that owns the request and a reserved row at its destination."""
+    broken = []
+    for request, move in state.moves.items():
+        destination = state.engines.get(move.destination)
+        if destination is None or destination.arriving.get(request) != move.version:
+            broken.append(f"request {request} has no row reserved at engine {move.destination}")
+        if move.source not in state.engines:
+            broken.append(f"request {request} moves from engine {move.source}, which is not there")
+        if request in state.requests and state.requests[request].engine != move.source:
+            broken.append(f"request {request} moves from engine {move.source} and is not there")
+    for engine in state.engines.values():
+        broken += [
+            f"engine {engine.id} expects request {request}, which does not move"
+            for request in engine.arriving
+            if request not in state.moves
+        ]
+        broken += [
+            f"version {version} arrives at engine {engine.id}, which holds {sorted(engine.held)}"
+            for version in engine.arriving.values()
+            if version not in engine.held
+        ]
+        tokens = Counter[int]()
+        for request, version in engine.requests.items():
+            tokens[version] += state.requests[request].num_tokens
+        if +tokens != +engine.kv_tokens:
+            broken.append(f"engine {engine.id} counts {engine.kv_tokens} tokens, has {tokens}")
     return broken
 
 
@@ -79,4 +119,25 @@ def _counts(state: State) -> list[str]:
         broken.append(
             f"C2: {state.num_admitted} groups admitted, {len(state.groups)} + {ended} accounted for"
         )
+    return broken
+
+
+def _indexes(state: State) -> list[str]:
+    """What is kept beside the state is what a fresh count gives."""
+    fresh = State(state.limits)
+    fresh.groups = state.groups
+    fresh.restore(state.engines)
+    broken = []
+    if state.holders.keys() != fresh.holders.keys() or any(
+        state.holders[v].keys() != fresh.holders[v].keys() for v in fresh.holders
+    ):
+        broken.append(f"holders are {state.holders}, should be {fresh.holders}")
+    for name in ("coming", "fresh_rows", "colocated", "leaving"):
+        if dict(getattr(state, name)) != dict(getattr(fresh, name)):
+            broken.append(f"{name} is {getattr(state, name)}, should be {getattr(fresh, name)}")
+    if {v: sorted(r) for v, r in state.takers.items()} != {v: sorted(r) for v, r in fresh.takers.items()}:
+        broken.append("takers are miscounted")
+    waited = {d: {*groups} for d, groups in state.unscored.items()}
+    if waited != {d: {*groups} for d, groups in fresh.unscored.items()}:
+        broken.append(f"unscored groups are {waited}")
     return broken

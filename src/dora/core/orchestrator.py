@@ -6,7 +6,7 @@ so a recorded run replayed through a fresh orchestrator gives the same orders.
 
 from __future__ import annotations
 
-from dora.core import admission, batching, hearing, placement, versions
+from dora.core import admission, batching, deadlines, hearing, migration, placement, sharing, versions
 from dora.core.actions import Action, Publish
 from dora.core.events import Event
 from dora.core.records import Limits, ProtocolError
@@ -21,17 +21,19 @@ class Orchestrator:
 
     def start(self, now: float) -> list[Action]:
         """The first orders: publish the initial policy, fetch the first prompts."""
-        self._state.publishing = 0
-        return [Publish(0), *self._decide(now)]
+        self._state.now_s, self._state.publishing = now, 0
+        return [Publish(0), *self._decide()]
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Orders that follow from `event`, heard at `now` (seconds on any steady clock).
 
         Raises ProtocolError, with the state unchanged in substance, where the fact cannot be true.
         """
-        if self._state.stopped:
+        state = self._state
+        if state.stopped:
             raise ProtocolError(f"{event} was told after the run had stopped")
-        return [*hearing.hear(self._state, event), *self._decide(now)]
+        state.now_s = now
+        return [*hearing.hear(state, event), *self._decide()]
 
     def next_wakeup(self) -> float | None:
         """When to send `Woken`: the moment a waiting trainer's straggler is to be named."""
@@ -49,17 +51,26 @@ class Orchestrator:
         """The last step is trained and its version published."""
         return self._state.stopped
 
-    def _decide(self, now: float) -> list[Action]:
+    def _decide(self) -> list[Action]:
         state = self._state
-        orders = [*batching.commit(state), *batching.train(state)]
+        orders = [*batching.commit(state), *sharing.share(state), *batching.train(state)]
         if state.stopped:
             return orders
-        return [
-            *orders,
-            *versions.load(state),
-            *admission.admit(state),
-            *placement.place(state),
-            *admission.fetch(state),
-            *versions.retire(state),
-            *batching.watch_stall(state, now),
-        ]
+        orders += placement.place(state)  # what begins again comes before what moves
+        versions.listen(state)
+        is_due = placement.is_due(state)
+        if is_due:
+            placement.repartition(state)
+        orders += versions.load(state)
+        if is_due or state.is_rebalance_due:  # a version without engine may have got one to be cleared
+            state.is_rebalance_due = False
+            orders += migration.migrate(state)
+        orders += admission.admit(state)
+        orders += placement.place(state)
+        orders += admission.fetch(state)
+        orders += versions.retire(state)
+        orders += versions.dismiss(state)
+        orders += deadlines.watch_stall(state)
+        orders += deadlines.rush(state)
+        state.changed.clear()
+        return orders

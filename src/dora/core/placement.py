@@ -1,38 +1,188 @@
-"""Which engine runs which waiting request.
+"""Which version each engine serves, and which engine runs which waiting request.
 
-Versions closest to their deadline go first. Siblings stay together where rows allow, so that
-they share the KV of their prompt; the engine with the most free rows takes the next group.
+Algorithm 1 of DORA (arXiv 2604.26256): engines are shared out among versions in proportion to
+their requests, what the bound still admits counted for the newest. Waiting requests go to the
+engine with the most free rows, versions closest to their deadline first; siblings stay
+together where rows allow, so that they share the KV of their prompt.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
 from dora.core.actions import Action, Generate
+from dora.core.bound import num_admissible
+from dora.core.engines import Engine
+from dora.core.lengths import horizon_tokens
 from dora.core.records import RequestId
-from dora.core.state import Engine, State
+from dora.core.state import State
 
 
 def place(state: State) -> list[Action]:
     """Give waiting requests the free rows of engines that hold their version."""
     orders: list[Action] = []
     for version in sorted(state.waiting):
-        waiting = state.waiting[version]
         placed: dict[int, list[RequestId]] = {}
-        engines = [e for e in state.holders(version) if e.free_rows > 0]
-        while waiting and engines:
-            engine = max(engines, key=lambda e: (e.free_rows, -e.id))
-            group = waiting[0].group
-            while waiting and engine.free_rows > 0 and waiting[0].group == group:
-                request = waiting.popleft()
-                _assign(state, request, engine, version)
-                placed.setdefault(engine.id, []).append(request)
-            engines = [e for e in engines if e.free_rows > 0]
-        if not waiting:
-            del state.waiting[version]
+        while version in state.waiting and version in state.takers:
+            taker = state.takers[version].first()
+            assert taker is not None, f"version {version} has takers without a first"
+            placed.setdefault(taker, []).extend(_fill(state, state.engines[taker], version))
         orders += [Generate(e, version, tuple(requests)) for e, requests in sorted(placed.items())]
     return orders
 
 
-def _assign(state: State, request: RequestId, engine: Engine, version: int) -> None:
-    state.requests[request].engine = engine.id
-    engine.requests[request] = version
-    engine.running[version] += 1
+def is_due(state: State) -> bool:
+    """Whether engines and requests are to be looked at again: something happened, or time has passed."""
+    if not state.is_rebalance_due and state.now_s < state.rebalanced_s + state.limits.rebalance_interval_s:
+        return False
+    state.is_rebalance_due, state.rebalanced_s = False, state.now_s
+    return True
+
+
+def repartition(state: State) -> None:
+    """Decide which engines clear a slot for another version, where that gains more than it costs."""
+    if state.limits.is_static or state.newest is None:
+        return
+    spare = Counter({v: sum(_spare_rows(state.engines[e], v) for e in t) for v, t in state.takers.items()})
+    engines = sorted(state.engines.values(), key=lambda e: (e.kv_tokens.total(), e.id))
+    _share_out(state, [e for e in engines if e.slots == 1 and not e.is_leaving], spare)
+    for engine in engines:
+        if engine.slots > 1 and state.newest not in engine.held and len(engine.held) == engine.slots:
+            victims = sorted(engine.held, key=lambda v: (engine.kv_tokens[v], v))
+            any(_flip(state, engine, version, state.newest, spare) for version in victims)
+
+
+def shares(requests: Mapping[int, int], total: int, order: Sequence[int]) -> dict[int, int]:
+    """Divide `total` engines among versions in proportion to their requests, sum preserved.
+
+    Largest remainder; a version with any request gets at least 1, and where there are fewer
+    engines than such versions, the first in `order` get theirs and the others wait. Ties go to
+    the first in `order`, which names every version of `requests` once. (Step 2 of Algorithm 1,
+    which leaves the rounding open.)
+    """
+    wanting = [version for version in order if requests[version] > 0]
+    if total <= len(wanting):
+        return {version: int(version in wanting[:total]) for version in order}
+    num_requests = sum(requests.values())
+    if not num_requests:
+        return dict.fromkeys(order, 0)
+    result = {version: total * requests[version] // num_requests for version in order}
+    by_remainder = sorted(wanting, key=lambda v: -(total * requests[v] % num_requests))  # stable
+    for version in by_remainder[: total - sum(result.values())]:
+        result[version] += 1
+    for version in wanting:
+        if result[version] == 0:  # from the one that has most over its quota, and more than one
+            rich = [v for v in wanting if result[v] > 1]
+            result[max(rich, key=lambda v: result[v] * num_requests - total * requests[v])] -= 1
+            result[version] = 1
+    return result
+
+
+def _share_out(state: State, engines: list[Engine], spare: Counter[int]) -> None:
+    """Engines of one slot: whole engines change their version until shares are met.
+
+    Unequal engines count by their throughput, in units of the slowest.
+    """
+    if not engines:
+        return
+    units = _units(engines)
+    have: Counter[int] = Counter()
+    for engine in engines:
+        have[engine.top] += units[engine.id]
+    requests = _requests(state)
+    order = sorted(requests)
+    target = shares(requests, sum(units.values()), order)
+    for version in order:
+        is_newest = version == state.newest
+        lacking = state.num_waiting(version) - _rows_of(state, version)
+        for engine in engines:
+            unit, old = units[engine.id], engine.top
+            if have[version] + unit / 2 > target[version] or (lacking <= 0 and not is_newest):
+                break  # more engines would find nothing to do
+            is_surplus = old != version and have[old] - unit / 2 >= target.get(old, 0)
+            if is_surplus and _flip(state, engine, old, version, spare):
+                have[old] -= unit
+                have[version] += unit
+                lacking -= engine.rows
+
+
+def _rows_of(state: State, version: int) -> int:
+    """Rows that requests of `version` get sooner or later, on engines that have it or are to have it."""
+    if version not in state.waiting:
+        return 0
+    engines = (e for e in state.engines.values() if e.is_working)
+    return sum(e.rows for e in engines if version in (e.loading, e.wanted, *e.held))
+
+
+def _requests(state: State) -> dict[int, int]:
+    """R[w]: unfinished requests by version, with what the bound still admits at the newest."""
+    assert state.newest is not None
+    requests = dict(state.unfinished)
+    num_rows = sum(e.rows for e in state.engines.values() if not e.is_leaving)
+    supplement = num_admissible(state, state.newest) * state.limits.group_size
+    free_rows = max(0, num_rows - sum(requests.values()))
+    requests[state.newest] = requests.get(state.newest, 0) + min(supplement, free_rows)
+    return requests
+
+
+def _units(engines: list[Engine]) -> dict[int, int]:
+    """Throughput of each engine, in units of the slowest; unmeasured ones count as the mean."""
+    speeds = [e.row_tokens_per_s for e in engines if e.row_tokens_per_s > 0]
+    usual = sum(speeds) / len(speeds) if speeds else 1.0
+    throughput = {e.id: e.rows * (e.row_tokens_per_s or usual) for e in engines}
+    slowest = min(throughput.values())
+    return {engine: round(speed / slowest) for engine, speed in throughput.items()}
+
+
+def _flip(state: State, engine: Engine, old: int, new: int, spare: Counter[int]) -> bool:
+    """Have the engine clear `old` for `new`, if its requests find rows elsewhere and it is worth it."""
+    if engine.loading is not None or engine.wanted is not None or not engine.is_working:
+        return False
+    if old not in engine.held or engine.arriving or not _is_due(state, engine, new):
+        return False
+    num_requests = engine.running[old]
+    rows_elsewhere = spare[old] - _spare_rows(engine, old)
+    if num_requests and (num_requests > rows_elsewhere or not _is_worth_it(state, engine, old)):
+        return False
+    if state.is_pinned(old) and len(state.holders[old]) == 1:
+        return False
+    spare[old] = rows_elsewhere - num_requests
+    engine.clearing, engine.wanted = old, new
+    state.touch(engine)
+    return True
+
+
+def _is_due(state: State, engine: Engine, version: int) -> bool:
+    """Whether engines take this version now, or leave it out."""
+    if version != state.newest or state.is_newest_asked:
+        return True
+    limits = state.limits
+    return limits.batches_per_version is None and version - engine.top >= limits.load_interval
+
+
+def _is_worth_it(state: State, engine: Engine, old: int) -> bool:
+    """Rows that would stay empty until the last request ends, against moving these and loading."""
+    pace, num_requests = engine.row_tokens_per_s, engine.running[old]
+    gain = (engine.rows - num_requests) * horizon_tokens(state, engine, old)
+    cost = state.costs.of_move(num_requests, engine.kv_tokens[old], pace)
+    return gain > cost + state.costs.of_load(engine.rows, pace)
+
+
+def _spare_rows(engine: Engine, version: int) -> int:
+    return engine.free_rows if engine.is_open(version) else 0
+
+
+def _fill(state: State, engine: Engine, version: int) -> list[RequestId]:
+    """Siblings of the first waiting group, as many as the engine has rows for."""
+    waiting = state.waiting[version]
+    group = next(iter(waiting)).group
+    taken: list[RequestId] = []
+    while waiting and engine.free_rows > 0 and (request := next(iter(waiting))).group == group:
+        del waiting[request]
+        state.seat(request, engine, version)
+        taken.append(request)
+    if not waiting:
+        state.forget_waiting(version)
+    state.touch(engine)
+    return taken

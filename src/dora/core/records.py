@@ -56,11 +56,23 @@ class Limits:
     max_staleness: int  # S, in versions
     filter_groups: bool = False  # drop (and name) groups whose rewards are all equal
     stall_report_s: float = 5.0  # a trainer that waits longer gets its straggler named
+    batches_per_version: int | None = None  # one live version at a time, for so many batches; None: many
+    slack: int = 0  # groups by which admission stays below the bound, so that stragglers can be passed
+    load_interval: int = 1  # engines take every so many-th version, unless the bound asks for more
+    is_static: bool = False  # requests and engines stay where they are
+    level_running: bool = False  # even out running requests among engines of one version
+    rush: bool = True  # a waited-for request decodes alone on its engine
+    rebalance_interval_s: float = 1.0
+    kv_watermark: float = 0.9  # share of an engine's KV in use above which requests move away
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_size", "group_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        if self.batches_per_version is not None and self.batches_per_version < 1:
+            raise ValueError(f"batches_per_version = {self.batches_per_version} must be at least 1")
+        if self.load_interval < 1 or self.slack < 0 or self.rebalance_interval_s <= 0:
+            raise ValueError("load_interval is at least 1, slack at least 0, rebalance_interval_s above 0")
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness = {self.max_staleness} must be at least 0")
         if self.filter_groups and self.group_size == 1:

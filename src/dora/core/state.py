@@ -1,14 +1,19 @@
 """Everything the orchestrator knows, in plain printable records.
 
-Counts are kept beside the sets they count, so that no rule scans all groups or requests;
-`invariants.check` recounts them.
+What the rules decide from is kept beside what it is counted from, so that no rule scans all
+groups, requests or engines for one fact; `invariants.check` recounts it. Whoever changes an
+engine calls `touch`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from dora.core.costs import Costs
+from dora.core.engines import NOWHERE, Engine, Post, post_of
+from dora.core.ranking import Ranking
 from dora.core.records import GroupId, Limits, RequestId
 
 
@@ -22,6 +27,8 @@ class Group:
     deadline: int
     unfinished: set[RequestId]
     scored: bool = False
+    finished_tokens: int = 0  # of all finished siblings
+    longest_tokens: int = 0  # of the longest of them
 
 
 @dataclass(slots=True)
@@ -34,23 +41,12 @@ class Request:
     num_tokens: int = 0  # as last reported
 
 
-@dataclass(slots=True)
-class Engine:
-    """One rollout instance."""
+class Move(NamedTuple):
+    """A migration under way; its request may have come to its end meanwhile."""
 
-    id: int
-    rows: int
-    slots: int
-    held: set[int] = field(default_factory=set)  # versions ready to decode
-    loading: int | None = None
-    draining_for: int | None = None  # admits nothing until a slot is free for this version
-    requests: dict[RequestId, int] = field(default_factory=dict)  # running -> version
-    aborting: dict[RequestId, int] = field(default_factory=dict)  # they keep their row until confirmed
-    running: Counter[int] = field(default_factory=Counter)  # version -> rows it occupies
-
-    @property
-    def free_rows(self) -> int:
-        return self.rows - len(self.requests) - len(self.aborting)
+    source: int
+    destination: int
+    version: int
 
 
 @dataclass(slots=True)
@@ -58,6 +54,7 @@ class State:
     """The whole state of a run."""
 
     limits: Limits
+    now_s: float = 0.0  # of the last fact
     # dataset
     prompts: deque[tuple[int, GroupId]] = field(default_factory=deque)  # fetched, not admitted
     num_fetching: int = 0
@@ -65,11 +62,21 @@ class State:
     # rollout
     groups: dict[GroupId, Group] = field(default_factory=dict)  # admitted, not yet at their end
     requests: dict[RequestId, Request] = field(default_factory=dict)  # unfinished
-    waiting: dict[int, deque[RequestId]] = field(default_factory=dict)  # version -> not on an engine
+    waiting: dict[int, OrderedDict[RequestId, None]] = field(
+        default_factory=dict
+    )  # version -> without engine
     engines: dict[int, Engine] = field(default_factory=dict)
+    colocated: dict[int, None] = field(default_factory=dict)  # engines on the trainer's device
+    leaving: dict[int, None] = field(default_factory=dict)  # engines that were asked to leave
+    moves: dict[RequestId, Move] = field(default_factory=dict)
+    costs: Costs = field(default_factory=Costs)
+    is_rebalance_due: bool = False
+    rebalanced_s: float = 0.0
     # the bound
     open: Counter[int] = field(default_factory=Counter)  # deadline -> admitted, not committed or ended
     unfinished: Counter[int] = field(default_factory=Counter)  # version -> unfinished requests (pins it)
+    current: int | None = None  # version of the last admission
+    num_admitted_current: int = 0  # groups at it, without those filtered or failed
     # batches
     ready: list[tuple[int, int, GroupId]] = field(default_factory=list)  # scored: (deadline, index, id)
     next_step: int = 0  # n, the next step whose batch is incomplete
@@ -79,12 +86,14 @@ class State:
     # versions
     newest: int | None = None  # newest published
     publishing: int | None = None
+    is_newest_asked: bool = False  # what engines hold may not be admitted at any more
     store: dict[int, str] = field(default_factory=dict)  # published and not retired -> digest
     # waiting of the trainer
     stall_group: GroupId | None = None
     stall_since_s: float = 0.0
     stall_s: float = 0.0  # closed waits, summed
     is_stall_reported: bool = False
+    is_rushing: bool = False  # engines were told to decode what the trainer waits for
     # ledger
     num_admitted: int = 0
     num_trained: int = 0
@@ -93,17 +102,159 @@ class State:
     num_regenerated_tokens: int = 0
     num_aborted_tokens: int = 0
     stopped: bool = False
+    # indexes, all counted from the above
+    touched: dict[int, None] = field(default_factory=dict, repr=False)  # engines that may load or drop now
+    changed: dict[int, None] = field(default_factory=dict, repr=False)  # engines changed by the last fact
+    holders: dict[int, dict[int, None]] = field(
+        default_factory=dict, repr=False
+    )  # version -> staying engines
+    coming: Counter[int] = field(
+        default_factory=Counter, repr=False
+    )  # version -> engines that load or want it
+    takers: dict[int, Ranking] = field(default_factory=dict, repr=False)  # version -> engines with free rows
+    fresh_rows: Counter[int] = field(
+        default_factory=Counter, repr=False
+    )  # version -> free where it is the top
+    unscored: dict[int, dict[GroupId, None]] = field(default_factory=dict, repr=False)  # deadline -> groups
+    posts: dict[int, Post] = field(default_factory=dict, repr=False)
 
-    def holders(self, version: int) -> list[Engine]:
-        return [e for e in self.engines.values() if version in e.held]
+    def seat(self, request: RequestId, engine: Engine, version: int) -> None:
+        """The request runs on the engine from now on."""
+        record = self.requests[request]
+        record.engine = engine.id
+        engine.requests[request] = version
+        engine.running[version] += 1
+        engine.kv_tokens[version] += record.num_tokens
 
-    def close(self, deadline: int) -> None:
-        """One group less is open at `deadline`."""
-        take_one(self.open, deadline)
+    def unseat(self, request: RequestId, engine: Engine) -> int:
+        """The request runs there no more; returns its version. Its row may still be in use."""
+        version = engine.requests.pop(request)
+        engine.kv_tokens[version] -= self.requests[request].num_tokens
+        take_one(engine.running, version)
+        return version
+
+    def touch(self, engine: Engine) -> None:
+        """Keep the indexes right after `engine` has changed."""
+        self.touched[engine.id] = self.changed[engine.id] = None
+        self._index(engine.id, post_of(engine))
+
+    def add(self, engine: Engine) -> None:
+        self.engines[engine.id] = engine
+        if engine.is_colocated:
+            self.colocated[engine.id] = None
+        self.touch(engine)
+
+    def restore(self, engines: dict[int, Engine]) -> None:
+        """Take over engines, and count the indexes anew; `groups` must be there."""
+        for engine in engines.values():
+            self.add(engine)
+            if engine.is_leaving:
+                self.leaving[engine.id] = None
+        for group in sorted(self.groups.values(), key=lambda g: g.index):
+            if not group.scored:
+                self.unscored.setdefault(group.deadline, {})[group.id] = None
+
+    def remove(self, engine: Engine) -> None:
+        del self.engines[engine.id]
+        self.colocated.pop(engine.id, None)
+        self.leaving.pop(engine.id, None)
+        self.touched.pop(engine.id, None)
+        self.changed.pop(engine.id, None)
+        self._index(engine.id, None)
+
+    def touch_holders(self, version: int) -> None:
+        """Whether these may drop `version` has changed, though they have not."""
+        self.touched.update(self.holders.get(version, {}))
+
+    def pin(self, version: int, num_requests: int) -> None:
+        self.unfinished[version] += num_requests
+
+    def unpin(self, version: int) -> None:
+        """One request of `version` less."""
+        take_one(self.unfinished, version)
+        if version not in self.unfinished:
+            self.touch_holders(version)
+
+    def close(self, group: Group) -> None:
+        """The group is not open any more: it is committed or has ended."""
+        take_one(self.open, group.deadline)
+        self.forget_unscored(group)
+
+    def forget_unscored(self, group: Group) -> None:
+        """The group has been scored, or has ended without."""
+        groups = self.unscored.get(group.deadline, {})
+        groups.pop(group.id, None)
+        if not groups:
+            self.unscored.pop(group.deadline, None)
+
+    @property
+    def is_device_free(self) -> bool:
+        """Whether no engine decodes on the trainer's device."""
+        engines = (self.engines[engine] for engine in self.colocated)
+        return all(engine.is_paused or engine.is_dismissed for engine in engines)
 
     def is_pinned(self, version: int) -> bool:
         """A version is pinned while it has unfinished requests, and only then."""
         return self.unfinished[version] > 0
+
+    def wait(self, request: RequestId, version: int) -> None:
+        """The request waits for a row, after all others of its version."""
+        self.waiting.setdefault(version, OrderedDict())[request] = None
+
+    def wait_first(self, request: RequestId, version: int) -> None:
+        """The request waits for a row, before all others of its version."""
+        waiting = self.waiting.setdefault(version, OrderedDict())
+        waiting[request] = None
+        waiting.move_to_end(request, last=False)
+
+    def wait_no_more(self, request: RequestId, version: int) -> None:
+        waiting = self.waiting[version]
+        del waiting[request]
+        if not waiting:
+            self.forget_waiting(version)
+
+    def forget_waiting(self, version: int) -> None:
+        """Nobody waits for `version` any more, so engines may drop it."""
+        del self.waiting[version]
+        self.touch_holders(version)
+
+    def num_waiting(self, version: int) -> int:
+        return len(self.waiting.get(version, ()))
+
+    def _index(self, engine: int, new: Post | None) -> None:
+        old = self.posts.pop(engine, NOWHERE)
+        if new is not None:
+            self.posts[engine] = new
+        else:
+            new = NOWHERE
+        if old == new:
+            return
+        for version in old.held:
+            if version not in new.held:
+                del self.holders[version][engine]
+                if not self.holders[version]:
+                    del self.holders[version]
+        for version in new.held:
+            if version not in old.held:
+                self.holders.setdefault(version, {})[engine] = None
+                if len(self.holders[version]) == 2:
+                    self.touch_holders(version)  # the first is no more the last copy
+        for version in old.coming:
+            take_one(self.coming, version)
+        self.coming.update(new.coming)
+        for version in old.open:
+            if version not in new.open:
+                self.takers[version].discard(engine)
+                if not len(self.takers[version]):
+                    del self.takers[version]
+        for version, key in new.open.items():
+            self.takers.setdefault(version, Ranking()).put(engine, key)
+        if old.fresh_rows:
+            self.fresh_rows[old.top] -= old.fresh_rows
+            if not self.fresh_rows[old.top]:
+                del self.fresh_rows[old.top]
+        if new.fresh_rows:
+            self.fresh_rows[new.top] += new.fresh_rows
 
 
 def take_one(counts: Counter[int], key: int) -> None:
@@ -111,17 +262,3 @@ def take_one(counts: Counter[int], key: int) -> None:
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
-
-
-def bound_holds(opened: Counter[int], next_step: int, num_committed: int, limits: Limits) -> bool:
-    """The bound of docs/bound.md: every open group can still be trained by its deadline.
-
-    For every d: #{open groups with deadline <= d} <= max(0, P * (d - n + 1) - c).
-    Only deadlines that occur need checking, for the left side grows nowhere else.
-    """
-    count = 0
-    for deadline in sorted(opened):
-        count += opened[deadline]
-        if count > max(0, limits.batch_size * (deadline - next_step + 1) - num_committed):
-            return False
-    return True

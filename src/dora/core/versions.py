@@ -1,84 +1,174 @@
 """Which engine holds which version, and how long the weight store keeps one.
 
 An engine never drops a version it decodes, nor the last copy of a pinned one. The store keeps
-every pinned version and the newest, so the loss of an engine costs a load and no answer.
+every pinned version and the newest, so the loss of an engine costs a load and no answer. An
+engine may take only every n-th version (`load_interval`), unless the bound asks for the newest.
 """
 
 from __future__ import annotations
 
-from dora.core.actions import Action, Drop, Load, Retire
-from dora.core.state import Engine, State
+from dora.core.actions import Action, Dismiss, Drop, Load, Retire
+from dora.core.bound import num_admissible
+from dora.core.engines import Engine
+from dora.core.state import State
+
+
+def listen(state: State) -> None:
+    """Whether the newest is needed, for what engines hold may not, or should not, be admitted at."""
+    held = max((v for v in state.holders if v in state.store), default=None)
+    was_asked = state.is_newest_asked
+    is_late = held is not None and state.limits.deadline(held) <= state.next_step
+    state.is_newest_asked = held is None or is_late or num_admissible(state, held) == 0
+    if state.is_newest_asked and not was_asked:
+        state.touched.update(dict.fromkeys(state.engines))
+        state.is_rebalance_due = True
 
 
 def load(state: State) -> list[Action]:
-    """Pinned versions that no engine holds first, oldest first; then the newest for everyone."""
-    orders: list[Action] = []
+    """Pinned versions that no engine has first, oldest first; then the newest, where it is due."""
+    _reconsider(state)
     for version in _orphans(state):
-        candidates = sorted(state.engines.values(), key=lambda e: (-e.free_rows, e.id))
-        orders += next(filter(None, (_load_into(state, e, version) for e in candidates)), [])
-    if state.newest is not None:
-        for engine in state.engines.values():
-            if state.newest not in engine.held:
-                orders += _load_into(state, engine, state.newest)
-    _drain(state)
+        _adopt(state, version, may_clear=True)
+    for version in _stranded(state):
+        _adopt(state, version, may_clear=False)
+    if state.newest is not None and _must_have(state, state.newest):
+        _adopt(state, state.newest, may_clear=state.is_newest_asked or state.limits.is_static)
+    orders: list[Action] = []
+    touched = sorted(state.touched)
+    state.touched.clear()
+    for engine in [state.engines[e] for e in touched]:
+        if engine.loading is None and not engine.is_leaving:
+            due = _due(state, engine) if engine.wanted is None else engine.wanted
+            orders += [] if due is None else _load_into(state, engine, due)
     return orders
 
 
 def retire(state: State) -> list[Action]:
-    """Let go of stored versions that are neither pinned, nor being loaded, nor open to admission."""
-    kept = {state.newest, *(e.loading for e in state.engines.values())}
-    kept.add(max((v for e in state.engines.values() for v in e.held), default=None))  # may yet admit
+    """Let go of stored versions that are neither pinned, nor coming, nor open to admission."""
+    newest_held = max(state.holders, default=None)
     orders: list[Action] = []
     for version in sorted(state.store):
-        if version not in kept and not state.is_pinned(version):
+        is_kept = version in (state.newest, newest_held) or version in state.coming
+        if not is_kept and not state.is_pinned(version):
             del state.store[version]
             orders.append(Retire(version))
     return orders
 
 
-def _covered(state: State) -> set[int | None]:
-    """Versions that some engine holds or is loading."""
-    return {v for e in state.engines.values() for v in (*e.held, e.loading)}
+def dismiss(state: State) -> list[Action]:
+    """Engines that leave may go once nothing is on them, and nothing is on its way."""
+    orders: list[Action] = []
+    for engine in [state.engines[e] for e in state.leaving]:
+        is_source = any(move.source == engine.id for move in state.moves.values())
+        if engine.is_empty and not is_source and engine.loading is None and not engine.is_dismissed:
+            engine.is_dismissed = True
+            orders.append(Dismiss(engine.id))
+    return orders
 
 
 def _orphans(state: State) -> list[int]:
-    """Versions with waiting requests that no engine holds or loads."""
-    covered = _covered(state)
-    return sorted(v for v, waiting in state.waiting.items() if waiting and v not in covered)
+    """Versions with waiting requests that no engine holds or is to hold."""
+    return sorted(v for v in state.waiting if v not in state.holders and v not in state.coming)
+
+
+def _stranded(state: State) -> list[int]:
+    """Versions that only engines on their way out decode."""
+    found = {v for e in state.leaving for v in state.engines[e].requests.values()}
+    return sorted(v for v in found if v not in state.holders and v not in state.coming)
+
+
+def _must_have(state: State, newest: int) -> bool:
+    """Whether some engine must give way to the newest version, for none has room for it."""
+    limits = state.limits
+    if newest in state.holders or newest in state.coming:
+        return False
+    is_eager = limits.batches_per_version is None and limits.load_interval == 1
+    return is_eager or state.is_newest_asked
+
+
+def _due(state: State, engine: Engine) -> int | None:
+    """The version an engine should take next; None where it has what it should."""
+    newest, limits = state.newest, state.limits
+    if newest is None or newest in engine.held:
+        return None
+    if state.is_newest_asked:
+        return newest
+    if limits.batches_per_version is not None:  # the one live version, not yet the newest
+        current = state.current
+        return current if current in state.store and current not in engine.held else None
+    return newest if newest - engine.top >= limits.load_interval or not engine.held else None
+
+
+def _reconsider(state: State) -> None:
+    """Let engines forget what they cleared a slot for in vain: nobody waits for it any more."""
+    for engine in [state.engines[e] for e in state.touched]:
+        version = engine.wanted
+        if version is None or version == state.newest or version in state.waiting:
+            continue
+        if version in state.holders or not state.is_pinned(version):
+            engine.wanted = engine.clearing = None
+            state.touch(engine)
+
+
+def _adopt(state: State, version: int, *, may_clear: bool) -> None:
+    """Choose an engine for a version that none has: one with room, else one that can move its
+    requests elsewhere, else, if it `may_clear`, one that waits for them."""
+    free = [e for e in state.engines.values() if e.loading is None and e.wanted is None and not e.is_leaving]
+    roomy = [e for e in free if len(e.held) < e.slots or _victim(state, e) is not None]
+    if roomy:
+        engine = min(roomy, key=lambda e: (e.is_colocated, -e.free_rows, e.id))
+    else:
+        movable = [] if state.limits.is_static else [e for e in free if _can_move(state, e)]
+        choice = movable or (free if may_clear else [])
+        if not choice:
+            return
+        engine = min(choice, key=lambda e: (e.is_colocated, len(e.requests), e.id))
+        engine.clearing = _cheapest(engine)
+        state.is_rebalance_due = True
+    engine.wanted = version
+    state.touch(engine)
+
+
+def _cheapest(engine: Engine) -> int:
+    """The version an engine has least to do for."""
+    return min(engine.held, key=lambda v: (engine.running[v], v))
+
+
+def _can_move(state: State, engine: Engine) -> bool:
+    """Whether other engines have rows for what it runs of its cheapest version."""
+    version = _cheapest(engine)
+    num_rows = 0
+    for other in state.takers.get(version, ()):
+        if other != engine.id and state.engines[other].is_open(version):
+            num_rows += state.engines[other].free_rows
+            if num_rows >= engine.running[version]:
+                return not engine.arriving
+    return False
 
 
 def _load_into(state: State, engine: Engine, version: int) -> list[Action]:
-    """Load if the engine is free to and a slot is, or can be made, empty; nothing otherwise."""
-    if engine.loading is not None or engine.draining_for not in (None, version):
-        return []
+    """Load if a slot is, or can be made, empty; nothing otherwise."""
     orders: list[Action] = []
     if len(engine.held) >= engine.slots:
-        victim = min((v for v in engine.held if _may_drop(state, engine, v)), default=None)
+        victim = _victim(state, engine)
         if victim is None:
             return []
         engine.held.discard(victim)
         orders.append(Drop(engine.id, victim))
-    engine.loading = version
+    engine.loading, engine.load_since_s = version, state.now_s
+    engine.wanted = engine.clearing = None
+    state.touch(engine)
     return [*orders, Load(engine.id, version)]
 
 
+def _victim(state: State, engine: Engine) -> int | None:
+    """The version an engine can drop with the least regret: the one it clears, else the oldest."""
+    droppable = [v for v in engine.held if _may_drop(state, engine, v)]
+    return min(droppable, key=lambda v: (v != engine.clearing, v), default=None)
+
+
 def _may_drop(state: State, engine: Engine, version: int) -> bool:
-    if engine.running[version] > 0:
+    if engine.running[version] > 0 or version in state.waiting:
         return False
-    is_last_copy = sum(version in e.held for e in state.engines.values()) == 1
+    is_last_copy = len(state.holders.get(version, ())) == 1
     return not (is_last_copy and state.is_pinned(version))
-
-
-def _drain(state: State) -> None:
-    """For each version that found no place, the engine with the fewest requests admits nothing."""
-    wanted = _orphans(state)
-    if state.newest is not None and state.newest not in _covered(state):
-        wanted.append(state.newest)
-    for engine in state.engines.values():
-        if engine.draining_for not in wanted:
-            engine.draining_for = None
-    draining = {e.draining_for for e in state.engines.values()}
-    for version in wanted:
-        free = [e for e in state.engines.values() if e.loading is None and e.draining_for is None]
-        if version not in draining and free:
-            min(free, key=lambda e: (len(e.requests), e.id)).draining_for = version

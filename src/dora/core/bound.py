@@ -1,0 +1,58 @@
+"""How many groups may be admitted: the arithmetic of the bound, proved in docs/bound.md.
+
+Update policies and slack admit less than the bound allows, never more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dora.core.records import Limits
+from dora.core.state import State
+
+
+def bound_holds(opened: Counter[int], next_step: int, num_committed: int, limits: Limits) -> bool:
+    """Whether every open group can still be trained by its deadline.
+
+    For every d: #{open groups with deadline <= d} <= max(0, P * (d - n + 1) - c).
+    Only deadlines that occur need checking, for the left side grows nowhere else.
+    """
+    count = 0
+    for deadline in sorted(opened):
+        count += opened[deadline]
+        if count > max(0, limits.batch_size * (deadline - next_step + 1) - num_committed):
+            return False
+    return True
+
+
+def num_admissible(state: State, version: int) -> int:
+    """Groups that may be admitted at `version` now, were there rows and prompts enough."""
+    limits = state.limits
+    if state.next_step >= limits.num_steps:
+        return 0
+    deadline, num_open = limits.deadline(version), 0
+    room = _quota(state, version)
+    for other in sorted({deadline, *state.open}):
+        num_open += state.open.get(other, 0)
+        if other >= deadline:
+            num_places = limits.batch_size * (other - state.next_step + 1) - len(state.committed)
+            room = min(room, num_places - num_open)
+    if limits.slack:  # never below one batch, or that batch could not be completed
+        most = max(limits.batch_size, (limits.max_staleness + 1) * limits.batch_size - limits.slack)
+        room = min(room, most - num_open - len(state.committed))
+    return max(0, room)
+
+
+def _quota(state: State, version: int) -> int:
+    """Groups that the update policy lets `version` have: with one live version, so many batches.
+
+    Version 0 has as many as the bound allows, so that the trainer works while the next generates.
+    """
+    limits = state.limits
+    if limits.batches_per_version is None:
+        return limits.num_steps * limits.batch_size
+    most = (limits.batches_per_version if version else limits.max_staleness + 1) * limits.batch_size
+    if version == state.current:
+        return most - state.num_admitted_current
+    is_next = state.current is None or version > state.current
+    return most if is_next and not state.unfinished else 0

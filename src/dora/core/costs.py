@@ -1,0 +1,53 @@
+"""What moving costs and what it saves, in tokens: the hysteresis behind every move.
+
+Measured in the run itself: bytes of KV per token, how fast they are copied, how long a moved
+request stands still, how long a load takes. Until something is measured it counts as free, so
+that the first moves are tried and measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_NEW = 0.2  # weight of the newest measurement
+VERSION_OVERHEAD = 0.12  # of a decode step, by each further version on an engine (benchmarks/engine.py)
+
+
+@dataclass(slots=True)
+class Costs:
+    """Smoothed measurements of this run; 0: not measured yet."""
+
+    kv_bytes_per_token: float = 0.0
+    copy_bytes_per_s: float = 0.0
+    stop_s: float = 0.0
+    load_s: float = 0.0
+    answer_tokens: float = 0.0
+
+    def heard_move(self, num_tokens: int, num_bytes: int, copy_s: float, stop_s: float) -> None:
+        """A request of `num_tokens` has moved."""
+        if num_tokens > 0:
+            self.kv_bytes_per_token = _smooth(self.kv_bytes_per_token, num_bytes / num_tokens)
+        if copy_s > 0:
+            self.copy_bytes_per_s = _smooth(self.copy_bytes_per_s, num_bytes / copy_s)
+        self.stop_s = _smooth(self.stop_s, stop_s)
+
+    def heard_load(self, seconds: float) -> None:
+        self.load_s = _smooth(self.load_s, seconds)
+
+    def heard_answer(self, num_tokens: int) -> None:
+        self.answer_tokens = _smooth(self.answer_tokens, num_tokens)
+
+    def of_move(self, num_requests: int, num_tokens: int, row_tokens_per_s: float) -> float:
+        """Tokens that the moved requests could have decoded while they are copied and stand still."""
+        copy_s = 0.0
+        if self.copy_bytes_per_s:
+            copy_s = num_tokens * self.kv_bytes_per_token / self.copy_bytes_per_s
+        return row_tokens_per_s * (copy_s + num_requests * self.stop_s)
+
+    def of_load(self, rows: int, row_tokens_per_s: float) -> float:
+        """Tokens that the rows of an engine could have decoded while it loads a version."""
+        return row_tokens_per_s * rows * self.load_s
+
+
+def _smooth(old: float, new: float) -> float:
+    return old + _NEW * (new - old) if old else new

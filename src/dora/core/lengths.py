@@ -1,0 +1,33 @@
+"""How long unfinished requests will probably go on, by what is known of their siblings.
+
+Finished siblings predict the others best; before there are any, the run's mean does. A request
+that has outrun its prediction is expected to double, as long tails do.
+"""
+
+from __future__ import annotations
+
+from dora.core.engines import Engine
+from dora.core.records import RequestId
+from dora.core.state import State
+
+
+def remaining_tokens(state: State, request_id: RequestId) -> float:
+    """Expected tokens still to come of an unfinished request; at least 1."""
+    request, group = state.requests[request_id], state.groups[request_id.group]
+    num_finished = state.limits.group_size - len(group.unfinished)
+    mean = group.finished_tokens / num_finished if num_finished else state.costs.answer_tokens
+    for expected in (mean, float(group.longest_tokens)):
+        if expected > request.num_tokens:
+            return max(1.0, expected - request.num_tokens)
+    return max(1.0, float(request.num_tokens))
+
+
+def is_long(state: State, request_id: RequestId) -> bool:
+    """Whether it will go on for longer than the run's mean answer."""
+    return remaining_tokens(state, request_id) > state.costs.answer_tokens
+
+
+def horizon_tokens(state: State, engine: Engine, version: int) -> float:
+    """Decode steps until the last request of `version` on an engine is expected to end."""
+    mine = (r for r, v in engine.requests.items() if v == version)
+    return max((remaining_tokens(state, r) for r in mine), default=0.0)
