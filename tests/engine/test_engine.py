@@ -1,4 +1,5 @@
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,6 +119,32 @@ def test_prompts_of_a_group_are_computed_once() -> None:
     assert made.num_prefilled == 3 * 20
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_prompt_that_begins_like_an_earlier_one_is_computed_from_where_they_part(kernels: str) -> None:
+    made = engine(kernels, max_rows=2)
+    beginning = tuple(range(20)) * 2
+    prompts = [
+        beginning[:33],
+        (*beginning[:40], 7),
+        (*beginning[:40], 8, 9, 8, 9, 8, 9),
+        beginning[:32],
+        beginning[:33],
+    ]
+    requests = [
+        Request(RequestId(0, row, 0), GroupId(0, row), ids, 0, row, Sampling(0.0, 20))
+        for row, ids in enumerate(prompts)
+    ]
+    answers = run(made, requests)
+    assert made.num_prefilled == 32 + 8 + 13 + 15 + 0
+    for asked in requests:
+        assert answers[asked.id].token_ids == greedy_answer(weights(), asked.prompt_ids, 20)
+
+
+def test_a_prompt_longer_than_a_tile_of_queries_is_computed_right() -> None:
+    asked = request(0, temperature=0.0, prompt_length=75, group_size=1)
+    assert run(engine(), [asked])[asked.id].token_ids == greedy_answer(weights(), asked.prompt_ids, 20)
+
+
 def test_abort_gives_back_rows_and_blocks_and_counts_the_tokens_lost() -> None:
     made = engine(max_rows=4)
     requests = [request(i) for i in range(8)]
@@ -142,6 +169,45 @@ def test_progress_counts_the_tokens_of_running_and_waiting_requests() -> None:
         made.step()
     assert made.progress() == {requests[0].id: 3, requests[1].id: 3, requests[2].id: 0}
     assert (made.num_rows, made.num_waiting, made.idle) == (2, 1, False)
+
+
+def test_rushed_requests_decode_alone_until_the_last_of_them_has_finished() -> None:
+    made = engine()
+    requests = [request(i, max_tokens=10) for i in range(6)]
+    expected = tokens(run(engine(), requests))
+    made.submit(requests)
+    made.step()
+    made.rush([requests[2].id, requests[4].id])
+    for _ in range(4):
+        made.step()
+    lengths = [1, 1, 5, 1, 5, 1]
+    assert made.progress() == {asked.id: length for asked, length in zip(requests, lengths, strict=True)}
+    made.rush([])
+    made.step()
+    assert set(made.progress().values()) == {2, 6}
+    made.rush([requests[0].id])
+    answers = run(made, [])
+    assert tokens(answers) == expected
+    assert next(iter(answers)) == requests[0].id
+
+
+def test_a_paused_engine_takes_orders_and_decodes_nothing() -> None:
+    made = engine()
+    requests = [request(i) for i in range(4)]
+    made.submit(requests[:2])
+    made.step()
+    made.pause()
+    made.submit(requests[2:])
+    assert (made.step(), made.can_step, made.idle) == ([], False, False)
+    assert list(made.progress().values()) == [1, 1, 0, 0]
+    made.load(1, weights(1))
+    assert made.abort([requests[0].id]) == {requests[0].id: 1}
+    made.drop(1)
+    made.resume()
+    assert made.can_step
+    expected = tokens(run(engine(), requests[1:]))
+    assert tokens(run(made, [])) == expected
+    assert not made.can_step
 
 
 def test_a_version_with_unfinished_requests_is_not_dropped() -> None:
@@ -225,6 +291,21 @@ def test_a_paced_step_takes_its_declared_time_and_keeps_its_tokens() -> None:
     requests = [request(i, max_tokens=5) for i in range(4)]
     assert tokens(run(paced, requests)) == tokens(run(engine(), requests))
     assert paced.busy_row_s >= 4 * 5 * 0.02
+
+
+def test_a_pool_there_is_no_space_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"no space for \d+ bytes of KV"):
+        Engine(TINY, max_rows=1, max_context=9, version_slots=1, num_blocks=2**40, pool=tmp_path / "kv")
+    assert not (tmp_path / "kv").exists()
+
+
+def test_the_share_of_kv_in_use_falls_to_nothing() -> None:
+    made = engine(num_blocks=20)
+    made.submit([request(0, prompt_length=33)])
+    made.step()
+    assert made.kv_share == pytest.approx((2 + 2) / 20)
+    run(made, [])
+    assert made.kv_share == 0
 
 
 def test_an_idle_engine_does_nothing_and_every_block_is_free() -> None:

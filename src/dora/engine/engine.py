@@ -6,21 +6,26 @@ It belongs to one thread and waits for nobody; whoever owns it calls `step` whil
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dora.core.records import RequestId
-from dora.engine.blocks import num_blocks_for
+from dora.engine.blocks import kv_seed, num_blocks_for
+from dora.engine.handover import FORMAT, KVFormat, model_digest
+from dora.engine.mover import Mover
+from dora.engine.moves import Answer, Kept, NotReceived, Receive, Reserved, Send
 from dora.engine.rows import MAX_STOP_IDS, Int64s, Rows
-from dora.engine.runner import Runner
+from dora.engine.runner import Prompt, Runner
 from dora.engine.sampler import sample
 from dora.engine.scheduler import Admission, Scheduler
 from dora.engine.sequence import Completion, EngineError, Request
+from dora.engine.sequence import Sequence as Seated
 from dora.engine.workspace import Workspace
 from dora.model.config import ModelConfig
 from dora.model.weights import weight_digest
@@ -28,10 +33,9 @@ from dora.model.weights import weight_digest
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A version in a slot; `stamp` numbers the load, so that tokens can name the bytes they came from."""
+    """A version in a slot, and the digest of the bytes there."""
 
     slot: int
-    stamp: int
     digest: str
 
 
@@ -40,7 +44,8 @@ class Engine:
 
     `max_context` bounds prompt and answer, in tokens. `num_blocks` of KV default to what all
     rows at full context need. `pace_s` pads every decode step to that wall time, to stand in
-    for an accelerator's flat step time.
+    for an accelerator's flat step time. The KV lies in the file `pool`, if there is one; requests
+    can move to other engines only then. Leases of moves end by `clock`, which all engines share.
     """
 
     def __init__(
@@ -53,6 +58,8 @@ class Engine:
         num_blocks: int | None = None,
         kernels: str = "auto",
         pace_s: float = 0.0,
+        pool: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value in (("max_rows", max_rows), ("version_slots", version_slots)):
             if value < 1:
@@ -66,15 +73,22 @@ class Engine:
             # One more per row: the partial block a prompt ends in is kept beside its copies.
             num_blocks = max_rows * (num_blocks_for(max_context) + 1)
         self._config, self._max_context, self._pace_s = config, max_context, pace_s
-        self._workspace = Workspace(config, max_rows, max_context, version_slots, num_blocks)
+        self._model_digest = model_digest(config)
+        self._workspace = Workspace(config, max_rows, max_context, version_slots, num_blocks, pool)
+        self._tables = self._workspace.tables.numpy()
         self._runner = Runner(self._workspace, kernels)
         self._scheduler = Scheduler(max_rows, num_blocks)
         self._rows = Rows(max_rows, max_context)
         self._held: dict[int, _Loaded] = {}
         self._free_slots = list(range(version_slots - 1, -1, -1))
         self._slot_stamps = np.full(version_slots, -1, np.int64)
-        self._loads: list[tuple[int, str]] = []  # version and digest by stamp
-        self.busy_row_s = 0.0  # occupied rows times wall time, summed over steps
+        self._order: list[Seated] = []  # rows that decode
+        self._is_paused = False
+        self._mover = Mover(
+            self._scheduler, self._rows, self._workspace.kv.numpy(), pool, self._form, self._seat, clock
+        )
+        self.busy_row_s = 0.0  # rows that decoded times wall time, summed over steps
+        self.num_decoded = 0  # tokens of answers so far
         self.num_prefilled = 0  # prompt tokens computed so far
 
     @property
@@ -97,8 +111,24 @@ class Engine:
         return len(self._scheduler.waiting)
 
     @property
+    def num_moves(self) -> int:
+        """Moves under way, out and in."""
+        return len(self._mover)
+
+    @property
+    def kv_share(self) -> float:
+        """Share of the KV blocks in use, by arriving requests too."""
+        return self._scheduler.kv_share
+
+    @property
     def idle(self) -> bool:
+        """Whether no request is here."""
         return not self._scheduler.running and not self._scheduler.waiting
+
+    @property
+    def can_step(self) -> bool:
+        """Whether `step` has anything to do: not while it is paused or all rows stand still."""
+        return not self._is_paused and bool(len(self._rows.active) or self._scheduler.can_admit())
 
     def load(self, version: int, source: Tensor) -> str:
         """Copy a flat fp32 buffer [numel] into a free slot.
@@ -121,20 +151,24 @@ class Engine:
         slot = self._free_slots.pop()
         buffer = self._workspace.slot(slot)
         buffer.copy_(source)
-        loaded = _Loaded(slot, len(self._loads), weight_digest(buffer))
-        self._held[version] = loaded
-        self._loads.append((version, loaded.digest))
-        self._slot_stamps[slot] = loaded.stamp
+        loaded = self._held[version] = _Loaded(slot, weight_digest(buffer))
+        self._slot_stamps[slot] = self._rows.stamp(version, loaded.digest)
+        self._scheduler.add_version(version, kv_seed(self._model_digest, loaded.digest))
         return loaded.digest
 
     def drop(self, version: int) -> None:
-        """Free the slot of a version. Raises EngineError if it is unknown or has unfinished requests."""
+        """Free the slot of a version and forget its prompts.
+
+        Raises EngineError if it is unknown or has unfinished requests, those arriving included.
+        """
         if version not in self._held:
             raise EngineError(f"version {version} is not held; held: {sorted(self._held)}")
+        self._mover.let_go()
         num_users = sum(request.version == version for request in self._scheduler.requests())
         if num_users:
             raise EngineError(f"version {version} has {num_users} unfinished requests; finish or abort them")
         self._free_slots.append(self._held.pop(version).slot)
+        self._scheduler.drop_version(version)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises EngineError naming those that cannot run; all others are queued."""
@@ -150,9 +184,13 @@ class Engine:
             raise EngineError(f"{len(refused)} of {len(requests)} requests refused: {reasons}", refused)
 
     def abort(self, ids: Iterable[RequestId]) -> dict[RequestId, int]:
-        """Give up requests; returns the tokens thrown away for each. Ids that are not here are ignored."""
+        """Give up requests; returns the tokens thrown away for each.
+
+        Ids that are not here are ignored, and so are requests that another engine has taken.
+        """
+        own = [i for i in ids if self._scheduler.request(i) is not None and self._mover.reclaim(i)]
         progress = self.progress()
-        thrown_away = {request_id: progress[request_id] for request_id in ids if request_id in progress}
+        thrown_away = {request_id: progress[request_id] for request_id in own}
         for request_id in thrown_away:
             self._scheduler.remove(request_id)
         if thrown_away:
@@ -160,26 +198,71 @@ class Engine:
         return thrown_away
 
     def progress(self) -> dict[RequestId, int]:
-        """Tokens so far of every unfinished request."""
-        running = {i: self._rows.num_tokens(sequence) for i, sequence in self._scheduler.running.items()}
+        """Tokens so far of every unfinished request, but for those that another engine may have taken."""
+        running = {
+            request_id: self._rows.num_tokens(sequence)
+            for request_id, sequence in self._scheduler.running.items()
+            if not self._mover.is_offered(request_id)
+        }
         return running | dict.fromkeys(self._scheduler.waiting, 0)
+
+    def rush(self, ids: Iterable[RequestId]) -> None:
+        """Decode these requests only; the others keep row and KV and stand still.
+
+        Once none of them is running here, and at once for no ids, all decode again.
+        """
+        self._scheduler.rush(ids)
+        self._arrange()
+
+    def pause(self) -> None:
+        """Make `step` do nothing until `resume`; everything else goes on."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Decode again."""
+        self._is_paused = False
+
+    def receive(self, order: Receive) -> Reserved | NotReceived:
+        """Reserve a place for a request that another engine is decoding; `poll_moves` fetches it."""
+        self._mover.let_go()  # the request may come back
+        reason = self._reason_to_refuse(order.request)
+        return NotReceived(order.move, reason) if reason else self._mover.receive(order)
+
+    def send(self, order: Send) -> Kept | None:
+        """Begin to hand a request over, by `poll_moves`; it decodes on. Kept says why that cannot be."""
+        return self._mover.send(order)
+
+    def cancel_move(self, move: int) -> None:
+        """End a move, at the next poll, if its request has not been taken by then; it is answered there."""
+        self._mover.cancel(move)
+
+    def poll_moves(self) -> list[Answer]:
+        """Take all moves a step further; what is to be answered. To be called between steps."""
+        answers = self._mover.poll()
+        self._arrange()
+        return answers
 
     def step(self) -> list[Completion]:
         """Schedule, prefill, decode, collect; returns the answers that this step finished."""
+        if self._is_paused:
+            return []
         started_s = time.perf_counter()
         self._prefill(self._scheduler.admit())
-        if not self.num_rows:
+        num_rows = len(self._rows.active)
+        if not num_rows:
             return []
-        num_rows, completions = self.num_rows, self._collect(self._decode())
+        completions = self._collect(self._decode())
         rest_s = started_s + self._pace_s - time.perf_counter()
         if rest_s > 0:
             time.sleep(rest_s)
+        self.num_decoded += num_rows
         self.busy_row_s += num_rows * (time.perf_counter() - started_s)
         return completions
 
     def check(self) -> None:
-        """Assert that rows, blocks and slots are conserved."""
+        """Assert that rows, blocks and slots are conserved, moves under way included."""
         self._scheduler.check()
+        self._mover.check()
         slots = [loaded.slot for loaded in self._held.values()] + self._free_slots
         assert sorted(slots) == list(range(len(self._slot_stamps))), f"slots held or free: {sorted(slots)}"
 
@@ -189,14 +272,17 @@ class Engine:
             return
         by_version = sorted(admission.prefills, key=lambda prefill: prefill.key.version)
         for version, prefills in groupby(by_version, key=lambda prefill: prefill.key.version):
-            prompts = [(p.key.prompt_ids[:-1], p.blocks) for p in prefills if p.blocks]
-            self._runner.prefill(self._held[version].slot, prompts)
-            self.num_prefilled += sum(len(ids) for ids, _ in prompts)
+            prompts = [Prompt(p.key.prompt_ids[:-1], p.num_known, p.blocks) for p in prefills]
+            self.num_prefilled += self._runner.prefill(self._held[version].slot, prompts)
         self._runner.copy_blocks(admission.copies)
         for sequence in admission.sequences:
-            self._rows.seat(sequence)
-            self._workspace.tables[sequence.row, : len(sequence.blocks)] = torch.tensor(sequence.blocks)
+            self._seat(sequence)
         self._arrange()
+
+    def _seat(self, sequence: Seated) -> None:
+        """Make a row ready to decode; its KV is there."""
+        self._rows.seat(sequence)
+        self._tables[sequence.row, : len(sequence.blocks)] = sequence.blocks
 
     def _decode(self) -> Int64s:
         """One token for every row; returns which rows (by order) have finished."""
@@ -212,18 +298,27 @@ class Engine:
         if not finished.size:
             return []
         done = [self._order[i] for i in finished]
-        completions = [self._rows.completion(sequence, self._loads) for sequence in done]
+        completions = [self._rows.completion(sequence) for sequence in done]
         for sequence in done:
             self._scheduler.remove(sequence.request.id)
+            self._mover.finished(sequence.request.id)
         self._arrange()
         return completions
 
     def _arrange(self) -> None:
-        """The set of running rows has changed: put them in order again."""
-        self._order = self._scheduler.rows_by_version()
+        """The set of rows that decode may have changed: put them in order again."""
+        order = self._scheduler.rows_by_version()
+        if order == self._order:
+            return
+        self._order = order
         self._rows.arrange([sequence.row for sequence in self._order])
         slots = [self._held[sequence.request.version].slot for sequence in self._order]
         self._runner.arrange(self._rows.active, np.array(slots, np.int64))
+
+    def _form(self, version: int) -> KVFormat:
+        """What KV of a version held looks like here."""
+        shape = tuple(self._workspace.kv.shape[1:])
+        return KVFormat(FORMAT, self._model_digest, self._held[version].digest, "float32", shape)
 
     def _reason_to_refuse(self, request: Request) -> str:
         """Why a request cannot run here, or an empty string."""

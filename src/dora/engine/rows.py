@@ -7,7 +7,8 @@ begins or ends.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from itertools import groupby
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,14 @@ Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 
 
+class Draft(NamedTuple):
+    """An unfinished answer: its tokens, their log-probs, and whose weights drew them."""
+
+    token_ids: Int64s
+    logprobs: Float32s
+    chunks: tuple[Chunk, ...]
+
+
 class Rows:
     """Tokens, log-probs and limits of up to `max_rows` sequences of up to `max_context` tokens.
 
@@ -30,13 +39,21 @@ class Rows:
     def __init__(self, max_rows: int, max_context: int) -> None:
         self._tokens = np.zeros((max_rows, max_context), np.int64)  # prompt and answer
         self._logprobs = np.zeros((max_rows, max_context), np.float32)
-        self._stamps = np.zeros((max_rows, max_context), np.int64)  # which load of weights drew the token
+        self._stamps = np.zeros((max_rows, max_context), np.int64)  # whose weights drew the token
+        self._sources: list[tuple[int, str]] = []  # version and digest by stamp
         self._lengths = np.zeros(max_rows, np.int64)
         self._max_lengths = np.zeros(max_rows, np.int64)
         self._seeds = np.zeros(max_rows, np.uint64)
         self._temperatures = np.zeros(max_rows, np.float32)
         self._stop_ids = np.full((max_rows, MAX_STOP_IDS), -1, np.int64)
         self.arrange([])
+
+    def stamp(self, version: int, digest: str) -> int:
+        """The number that tokens drawn from these weights carry."""
+        source = (version, digest)
+        if source not in self._sources:
+            self._sources.append(source)
+        return self._sources.index(source)
 
     def seat(self, sequence: Sequence) -> None:
         """Begin an answer: the row holds the prompt."""
@@ -74,26 +91,52 @@ class Rows:
         finished: Int64s = np.flatnonzero(stopped | (lengths + 1 >= self._active_max_lengths))
         return finished
 
+    def resume(self, sequence: Sequence, draft: Draft) -> None:
+        """Go on with an answer that was begun elsewhere; its row has been seated."""
+        row, start = sequence.row, len(sequence.request.prompt_ids)
+        stop = start + len(draft.token_ids)
+        self._tokens[row, start:stop] = draft.token_ids
+        self._logprobs[row, start:stop] = draft.logprobs
+        for chunk in draft.chunks:
+            self._stamps[row, start : start + chunk.num_tokens] = self.stamp(chunk.version, chunk.digest)
+            start += chunk.num_tokens
+        self._lengths[row] = stop
+
     def num_tokens(self, sequence: Sequence) -> int:
         """Tokens of the answer so far."""
         return int(self._lengths[sequence.row]) - len(sequence.request.prompt_ids)
 
-    def completion(self, sequence: Sequence, loads: Items[tuple[int, str]]) -> Completion:
-        """The finished answer of a row; `loads` are version and digest by stamp."""
-        request, row = sequence.request, sequence.row
-        answer = slice(len(request.prompt_ids), int(self._lengths[row]))
-        token_ids = self._tokens[row, answer].tolist()
+    def num_computed(self, sequence: Sequence) -> int:
+        """Tokens whose KV is computed: all but the last, which is the next input."""
+        return int(self._lengths[sequence.row]) - 1
+
+    def draft(self, sequence: Sequence) -> Draft:
+        """A copy of the answer so far."""
+        row = sequence.row
+        answer = slice(len(sequence.request.prompt_ids), int(self._lengths[row]))
+        return Draft(
+            self._tokens[row, answer].copy(),
+            self._logprobs[row, answer].copy(),
+            self._chunks(self._stamps[row, answer]),
+        )
+
+    def completion(self, sequence: Sequence) -> Completion:
+        """The finished answer of a row."""
+        request, draft = sequence.request, self.draft(sequence)
+        token_ids = draft.token_ids.tolist()
         return Completion(
             id=request.id,
             version=request.version,
             token_ids=token_ids,
-            logprobs=self._logprobs[row, answer].tolist(),
-            chunks=_chunks(self._stamps[row, answer], loads),
+            logprobs=draft.logprobs.tolist(),
+            chunks=draft.chunks,
             finish_reason="stop" if token_ids[-1] in request.sampling.stop_ids else "length",
         )
 
-
-def _chunks(stamps: Int64s, loads: Items[tuple[int, str]]) -> tuple[Chunk, ...]:
-    """Merge what every step stamped into runs of one load of weights."""
-    runs = [(stamp, sum(1 for _ in run)) for stamp, run in groupby(stamps.tolist())]
-    return tuple(Chunk(loads[stamp][0], loads[stamp][1], num_tokens) for stamp, num_tokens in runs)
+    def _chunks(self, stamps: Int64s) -> tuple[Chunk, ...]:
+        """Merge what every step stamped into runs of one version's weights."""
+        if not stamps.size:
+            return ()
+        edges = [0, *(np.flatnonzero(stamps[1:] != stamps[:-1]) + 1).tolist(), stamps.size]
+        runs = ((*self._sources[stamps[start]], stop - start) for start, stop in pairwise(edges))
+        return tuple(Chunk(version, digest, num_tokens) for version, digest, num_tokens in runs)

@@ -24,7 +24,7 @@ class EngineError(DoraError):
         self.refused = dict(refused or {})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. `temperature` 0 is greedy; a stop id ends the answer and belongs to it."""
 
@@ -47,7 +47,7 @@ class PromptKey(NamedTuple):
     prompt_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """One sibling of a group, to be answered by `version`. The low 64 bits of `seed` count."""
 
@@ -82,7 +82,7 @@ class Sequence:
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Completion:
     """A finished answer. `logprobs` are those of the sampled tokens after temperature (greedy: at 1).
 

@@ -6,6 +6,8 @@ Runner and kernels share it; a `Batch` says which rows of it a step uses.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
+from dora.engine.pool import make_pool
 from dora.model.config import ModelConfig
 from dora.model.decoder import rope_tables
 from dora.model.weights import Layout
@@ -32,9 +35,9 @@ class Batch:
 
     def segments(self) -> list[tuple[int, int, int]]:
         """(slot, start, stop) of every run of rows that use the same weights."""
-        starts = np.flatnonzero(np.diff(self.slots, prepend=-1)).tolist()
-        stops = [*starts[1:], len(self)]
-        return [(int(self.slots[start]), start, stop) for start, stop in zip(starts, stops, strict=False)]
+        slots = self.slots.tolist()
+        edges = [at for at in range(len(slots) + 1) if at in (0, len(slots)) or slots[at] != slots[at - 1]]
+        return [(slots[start], start, stop) for start, stop in pairwise(edges)]
 
 
 class Workspace:
@@ -49,17 +52,26 @@ class Workspace:
     qkv          [max_rows, (heads + 2 kv heads) * dim],  attended [max_rows, heads * dim]
     gate_up      [max_rows, 2 * intermediate],  gated [max_rows, intermediate]
     logits       [max_rows, vocab]
+
+    With `pool`, kv lies in that file, where other processes can read it.
     """
 
     def __init__(
-        self, config: ModelConfig, max_rows: int, max_context: int, version_slots: int, num_blocks: int
+        self,
+        config: ModelConfig,
+        max_rows: int,
+        max_context: int,
+        version_slots: int,
+        num_blocks: int,
+        pool: Path | None = None,
     ) -> None:
         self.config = config
         self.layout = Layout(config)
         stride = -(-self.layout.numel // _ALIGNMENT) * _ALIGNMENT
         self.weights = torch.zeros(version_slots, stride)
         layers, kv_heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        self.kv = torch.zeros(num_blocks, layers, 2, BLOCK_SIZE, kv_heads, dim)
+        shape = (num_blocks, layers, 2, BLOCK_SIZE, kv_heads, dim)
+        self.kv = torch.zeros(shape) if pool is None else torch.from_numpy(make_pool(pool, shape))
         self.tables = torch.zeros(max_rows, num_blocks_for(max_context), dtype=torch.int64)
         self.cos, self.sin = rope_tables(config, max_context)
         num_heads = config.num_attention_heads

@@ -1,0 +1,162 @@
+"""The files through which a request changes hands, and the one name that says whose it is.
+
+The source writes a snapshot and names it `.offered`. From then on the first rename decides, for
+it is atomic: to `.taken` by the destination or to `.kept` by the source. So there is exactly one
+owner at any instant, whatever dies when. Neither side removes these files; the driver does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import pickle
+from array import array
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora.engine.rows import Draft
+from dora.engine.sequence import Request
+from dora.model.config import ModelConfig
+
+FORMAT = 1
+_DIGEST_BYTES = 16
+_NUM_PUBLISHED, _NUM_COPIED, _FIRST = 0, 1, 2  # places in a table
+
+
+class TransferError(Exception):
+    """A request cannot be taken over as it was offered; the source keeps it."""
+
+
+def model_digest(config: ModelConfig) -> str:
+    """Digest (32 hex digits) of a model's shape."""
+    return _digest(json.dumps(config.to_dict(), sort_keys=True).encode()).hex()
+
+
+class KVFormat(NamedTuple):
+    """What two engines must have in common for the KV of one to be of use to the other."""
+
+    number: int
+    model_digest: str
+    weight_digest: str
+    dtype: str
+    block_shape: tuple[int, ...]
+
+    def check_same(self, own: KVFormat) -> None:
+        """Raises TransferError naming what differs from `own`."""
+        for name in self._fields:
+            theirs, ours = getattr(self, name), getattr(own, name)
+            if theirs != ours:
+                raise TransferError(f"its {name} is {theirs}, here it is {ours}")
+
+
+class Snapshot(NamedTuple):
+    """A request at rest. Its KV is in `blocks` of the source's pool, whose words add up to `sums`.
+
+    Both begin behind the blocks that the destination had from the start. `num_computed` tokens
+    have KV. The source's last step ended at `stopped_s`.
+    """
+
+    format: KVFormat
+    request: Request
+    draft: Draft
+    num_computed: int
+    blocks: NDArray[np.int64]
+    sums: NDArray[np.uint64]
+    stopped_s: float
+
+
+class Table:
+    """The source says which blocks are full, the destination how many of them it has copied.
+
+    A mapped file of int64: both counts, then the numbers of the blocks.
+    """
+
+    def __init__(self, path: str, num_blocks: int | None = None) -> None:
+        """Make a table for `num_blocks`, or open the one that is there; raises OSError."""
+        flags = os.O_RDWR if num_blocks is None else os.O_RDWR | os.O_CREAT
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if num_blocks is not None:
+                os.write(descriptor, bytes(8 * (_FIRST + num_blocks)))
+            self._words = memoryview(mmap.mmap(descriptor, 0)).cast("q")
+        finally:
+            os.close(descriptor)
+
+    @property
+    def num_copied(self) -> int:
+        return self._words[_NUM_COPIED]
+
+    @num_copied.setter
+    def num_copied(self, num_blocks: int) -> None:
+        self._words[_NUM_COPIED] = num_blocks
+
+    def publish(self, blocks: list[int]) -> None:
+        """Add blocks that will not change any more."""
+        num_published = self._words[_NUM_PUBLISHED]
+        start = _FIRST + num_published
+        self._words[start : start + len(blocks)] = array("q", blocks)
+        self._words[_NUM_PUBLISHED] = num_published + len(blocks)
+
+    def published(self, start: int) -> list[int]:
+        """The blocks published, without the first `start`."""
+        return self._words[_FIRST + start : _FIRST + self._words[_NUM_PUBLISHED]].tolist()
+
+
+class Handover:
+    """The files of one move in `folder`."""
+
+    def __init__(self, folder: Path, move: int) -> None:
+        stem = f"{folder}/move-{move}."
+        self.table, self._draft, self._offered, self._taken, self._kept = (
+            stem + name for name in ("table", "draft", "offered", "taken", "kept")
+        )
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """Whoever is first may have the request now. Raises OSError, for instance on a full disk."""
+        content = pickle.dumps(snapshot, protocol=pickle.HIGHEST_PROTOCOL)
+        with open(self._draft, "wb", buffering=0) as file:
+            file.write(_digest(content) + content)
+        os.rename(self._draft, self._offered)
+
+    def offered(self) -> Snapshot | None:
+        """What the source offers, if it does. Raises TransferError if the file is damaged."""
+        try:
+            with open(self._offered, "rb", buffering=0) as file:
+                found = file.read()
+        except FileNotFoundError:
+            return None
+        digest, content = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
+        if _digest(content) != digest:
+            raise TransferError("its snapshot is damaged: the checksum differs")
+        snapshot = pickle.loads(content)
+        assert isinstance(snapshot, Snapshot)
+        return snapshot
+
+    @property
+    def is_taken(self) -> bool:
+        return os.path.exists(self._taken)
+
+    def take(self) -> bool:
+        """The destination wants the request; False if the source was first."""
+        return _rename(self._offered, self._taken)
+
+    def keep(self) -> bool:
+        """The source wants it back; False if the destination was first."""
+        return _rename(self._offered, self._kept)
+
+
+def _rename(old: str, new: str) -> bool:
+    try:
+        os.rename(old, new)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()

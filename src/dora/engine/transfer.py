@@ -1,0 +1,125 @@
+"""The two ends of a move: what is done to blocks and files at each poll.
+
+While the source decodes, it publishes full blocks and the destination copies them; then the
+request stops, and only the block it ends in is left to copy. Every block's words are added up
+on both sides. Work is bounded per poll, for a decode step waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
+from dora.engine.handover import Handover, KVFormat, Snapshot, Table, TransferError
+from dora.engine.moves import Receive, Send
+from dora.engine.pool import Blocks, add_up, block_bytes, copy_blocks
+from dora.engine.rows import Draft
+from dora.engine.sequence import Sequence
+
+_BYTES_PER_POLL = 4 * 2**20
+
+
+def _num_per_poll(pool: Blocks) -> int:
+    return max(1, _BYTES_PER_POLL // block_bytes(pool))
+
+
+class Outgoing:
+    """A request on its way out of this engine."""
+
+    def __init__(self, order: Send, pool: Blocks) -> None:
+        """Raises OSError if the destination has made no table."""
+        self.order = order
+        self.reason = ""  # to keep the request, as soon as there is one
+        self.is_offered = False
+        self.files = Handover(order.folder, order.move)
+        self._pool = pool
+        self._table = Table(self.files.table)
+        self._sums: list[int] = []
+
+    def stream(self, sequence: Sequence, num_computed: int) -> bool:
+        """Publish what is full; whether the destination has copied every full block."""
+        first, num_full = self.order.num_known_blocks, num_computed // BLOCK_SIZE
+        start = first + len(self._sums)
+        blocks = list(sequence.blocks[start : min(num_full, start + _num_per_poll(self._pool))])
+        if blocks:
+            self._sums += add_up(self._pool, blocks)
+            self._table.publish(blocks)
+        return self._table.num_copied == num_full - first
+
+    def offer(self, sequence: Sequence, form: KVFormat, draft: Draft, now_s: float) -> None:
+        """Write the snapshot of a request that stands still. Raises OSError, then nothing is offered."""
+        num_computed = len(sequence.request.prompt_ids) + len(draft.token_ids) - 1
+        blocks = sequence.blocks[self.order.num_known_blocks : num_blocks_for(num_computed)]
+        self._sums += add_up(self._pool, blocks[len(self._sums) :])
+        snapshot = Snapshot(
+            format=form,
+            request=sequence.request,
+            draft=draft,
+            num_computed=num_computed,
+            blocks=np.array(blocks, np.int64),
+            sums=np.array(self._sums, np.uint64),
+            stopped_s=now_s,
+        )
+        self.files.offer(snapshot)
+        self.is_offered = True
+
+
+class Incoming:
+    """A request on its way into this engine; `sequence` is the place reserved for it."""
+
+    def __init__(
+        self, order: Receive, sequence: Sequence, num_known: int, pool: Blocks, peer: Blocks
+    ) -> None:
+        """`pool` is this engine's, `peer` the source's. Raises OSError if no table can be made."""
+        self.order = order
+        self.reason = ""  # to give up, as soon as there is one
+        self.files = Handover(order.folder, order.move)
+        self.copy_s = 0.0
+        self._num_known, self._own = num_known, sequence.blocks[num_known:]
+        self._pool, self._peer = pool, peer
+        self._table = Table(self.files.table, len(self._own))
+        self._sums: list[int] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes copied so far."""
+        return len(self._sums) * block_bytes(self._pool)
+
+    def copy_published(self) -> None:
+        """Copy some of what the source has published. Raises TransferError for blocks that cannot be."""
+        num_copied = len(self._sums)
+        blocks = self._table.published(num_copied)
+        if blocks:
+            self._copy(blocks[: _num_per_poll(self._pool)])
+            self._table.num_copied = len(self._sums)
+
+    def finish(self, snapshot: Snapshot, form: KVFormat) -> None:
+        """Copy what is left, and compare everything. Raises TransferError naming what is wrong."""
+        snapshot.format.check_same(form)
+        if snapshot.request != self.order.request:
+            raise TransferError("it is another request than was announced")
+        length = len(snapshot.request.prompt_ids) + len(snapshot.draft.token_ids)
+        num_stamped = sum(chunk.num_tokens for chunk in snapshot.draft.chunks)
+        if not (
+            snapshot.num_computed == length - 1 < snapshot.request.max_length - 1
+            and len(snapshot.draft.logprobs) == len(snapshot.draft.token_ids) == num_stamped
+            and len(snapshot.blocks) == num_blocks_for(length - 1) - self._num_known >= len(self._sums)
+            and len(snapshot.blocks) == len(snapshot.sums)
+        ):
+            raise TransferError("its snapshot contradicts itself")
+        self._copy(snapshot.blocks[len(self._sums) :].tolist())
+        wrong = np.flatnonzero(np.array(self._sums, np.uint64) != snapshot.sums)
+        if wrong.size:
+            raise TransferError(f"{wrong.size} of its {len(self._sums)} KV blocks arrived damaged")
+
+    def _copy(self, blocks: list[int]) -> None:
+        started_s = time.perf_counter()
+        start = len(self._sums)
+        own = self._own[start : start + len(blocks)]
+        if blocks and not 0 <= min(blocks) <= max(blocks) < len(self._peer):
+            raise TransferError("a block of it is not in the source's pool")
+        copy_blocks(self._peer, blocks, self._pool, own)
+        self._sums += add_up(self._pool, own)
+        self.copy_s += time.perf_counter() - started_s
