@@ -50,7 +50,25 @@ def test_a_resolved_configuration_is_printed(capsys: pytest.CaptureFixture[str])
     assert "seed = 5" in out
 
 
-@pytest.mark.parametrize("arguments", [["config"], ["config", str(EXAMPLE), "--defaults"], ["tarin"]])
+@pytest.mark.parametrize("command", [["list"], ["add"], ["drain", "0"]])
+def test_engines_of_no_run_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    name, *engine = command
+    code, out, err = call(capsys, "engines", name, str(tmp_path), *engine)
+    assert (code, out) == (2, "")
+    assert "is not a running run" in err
+
+
+def test_why_needs_the_folder_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = call(capsys, "why", str(tmp_path), "0/0/0")
+    assert (code, out) == (2, "")
+    assert "give the folder of a run" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["config"], ["config", str(EXAMPLE), "--defaults"], ["tarin"], ["engines", "drain"]]
+)
 def test_a_command_misused_exits_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     code, out, err = call(capsys, *arguments)
     assert (code, out) == (2, "")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from dora.config import Config, defaults_toml, keys
+from dora.config import Config
 from dora.errors import ConfigError
-from dora.settings import read
+from dora.settings import defaults_toml, keys, read
 
 MINIMAL = """
 [run]
@@ -171,7 +171,64 @@ def test_sync_is_on_policy(file: Path) -> None:
 def test_another_policy_brings_its_own_default_staleness(file: Path) -> None:
     file.write_text(MINIMAL + "[orchestrator]\nmax_staleness = 4\n")
     assert read(file, ["orchestrator.update_policy=sync"]).orchestrator.max_staleness == 0
+    assert read(file, ["orchestrator.update_policy=one_step"]).orchestrator.max_staleness == 1
     assert read(file, ["orchestrator.update_policy=dora"]).orchestrator.max_staleness == 4
+
+
+@pytest.mark.parametrize(("policy", "staleness"), [("dora", 2), ("sync", 0), ("one_step", 1), ("drain", 1)])
+def test_each_policy_has_its_own_default_staleness(file: Path, policy: str, staleness: int) -> None:
+    config = read(file, [f"orchestrator.update_policy={policy}"])
+    assert config.orchestrator.max_staleness == staleness
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (
+            ["update_policy=one_step", "max_staleness=2"],
+            "one_step trains each batch one step late",
+        ),
+        (["batches_per_version=2"], "batches_per_version has no effect without update_policy = drain"),
+        (["update_policy=drain", "batches_per_version=3"], "at most max_staleness + 1 = 1 + 1 batches"),
+        (["slack=9"], "at most max_staleness * batch_size = 2 * 4 = 8"),
+        (["update_policy=sync", "slack=1"], "= 0 * 4 = 0"),
+        (
+            ["update_policy=drain", "load_interval=2"],
+            "load_interval has no effect with update_policy = drain",
+        ),
+        (["load_interval=4"], "at most max_staleness + 1 = 2 + 1 steps"),
+        (["kv_watermark=1.5"], "orchestrator.kv_watermark = 1.5: input should be less than or equal to 1"),
+        (["rebalance_interval_s=0"], "orchestrator.rebalance_interval_s = 0"),
+        (
+            ["placement=static", "level_running=true"],
+            "level_running has no effect with",
+        ),
+        (["placement=static", "kv_watermark=0.5"], "kv_watermark has no effect"),
+        (["placement=anywhere"], "input should be 'dynamic', 'static' or 'colocated'"),
+    ],
+)
+def test_what_the_orchestrator_cannot_follow_is_refused(
+    file: Path, overrides: list[str], complaint: str
+) -> None:
+    assert complaint in refusal(file, *(f"orchestrator.{override}" for override in overrides))
+
+
+def test_a_drained_version_may_serve_as_many_batches_as_the_bound_allows(file: Path) -> None:
+    drain = ["update_policy=drain", "max_staleness=3", "batches_per_version=4", "slack=12"]
+    config = read(file, [f"orchestrator.{override}" for override in drain])
+    assert config.orchestrator.batches_per_version == 4
+    assert config.window == (3 + 1) * 4 - 12
+
+
+def test_an_elastic_trainer_is_one_engine_more_and_not_for_colocated_runs(file: Path) -> None:
+    assert read(file, ["trainer.elastic=true"]).total_rows == (2 + 1) * 32
+    message = refusal(file, "trainer.elastic=true", "orchestrator.placement=colocated")
+    assert "every engine already shares the trainer's device" in message
+
+
+def test_nothing_moves_with_static_placement(file: Path) -> None:
+    message = refusal(file, "runtime.move_timeout_s=1", "orchestrator.placement=static")
+    assert "runtime.move_timeout_s has no effect with orchestrator.placement = static" in message
 
 
 def test_derived_values_follow_their_formulas(file: Path) -> None:
@@ -180,8 +237,13 @@ def test_derived_values_follow_their_formulas(file: Path) -> None:
     assert (config.version_slots, config.context) == (3 + 1, 256 + 64)
 
 
-def test_the_resolved_configuration_reads_back_equal_from_anywhere(file: Path, tmp_path: Path) -> None:
-    config = read(file, ["trainer.lr=1e-5"])
+@pytest.mark.parametrize(
+    "override", ["trainer.lr=1e-5", "orchestrator.placement=static", "orchestrator.update_policy=drain"]
+)
+def test_the_resolved_configuration_reads_back_equal_from_anywhere(
+    file: Path, tmp_path: Path, override: str
+) -> None:
+    config = read(file, [override])
     copy = tmp_path / "elsewhere" / 'with "quotes" é.toml'
     copy.parent.mkdir()
     copy.write_text(config.to_toml(), encoding="utf-8")

@@ -10,7 +10,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -27,9 +27,12 @@ app = typer.Typer(
 )
 simulate = typer.Typer(help="Run the production orchestrator in virtual time.", no_args_is_help=True)
 app.add_typer(simulate, name="simulate")
+engines = typer.Typer(help="See, add and remove the engines of a run that goes.", no_args_is_help=True)
+app.add_typer(engines, name="engines")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file that describes the run.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+Timeout = Annotated[float, typer.Option(min=0.0, help="How long to wait for the answer (s).")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable."),
@@ -91,15 +94,13 @@ def show_config(
     ] = False,
 ) -> None:
     """Print a configuration with all defaults filled in, or every key there is."""
-    from dora.config import defaults_toml
+    from dora import settings
 
     if defaults == (config is not None):
         raise typer.BadParameter("give either a CONFIG file or --defaults")
     if config is None:
-        typer.echo(defaults_toml(), nl=False)
+        typer.echo(settings.defaults_toml(), nl=False)
         return
-    from dora import settings
-
     typer.echo(settings.read(config, overrides or []).to_toml(), nl=False)
 
 
@@ -119,6 +120,20 @@ def replay(run: RunFolder) -> None:
     raise typer.Exit(replay.main(run))
 
 
+@app.command()
+def why(
+    run: RunFolder,
+    request: Annotated[
+        str,
+        typer.Argument(metavar="REQUEST", help="epoch/row/sibling, or epoch/row for all siblings."),
+    ],
+) -> None:
+    """Print the life of one request: admitted, placed, moved, finished, scored, trained."""
+    from dora.observe import why
+
+    raise typer.Exit(why.main(run, request))
+
+
 @simulate.command()
 def swarm(
     seeds: Annotated[int, typer.Option(min=1, help="How many random worlds.")] = 200,
@@ -135,6 +150,37 @@ def swarm(
 @simulate.callback()
 def _simulate() -> None:
     """Keep `swarm` a command of its own: typer would fold a single command into its parent."""
+
+
+@engines.command("list")
+def list_engines(run: RunFolder, timeout: Timeout = 30.0) -> None:
+    """Print a running run's engines."""
+    raise typer.Exit(_ask(run, "list", None, timeout))
+
+
+@engines.command("add")
+def add_engine(run: RunFolder, timeout: Timeout = 120.0) -> None:
+    """Start one more engine, which joins once it is ready; the run goes on meanwhile."""
+    raise typer.Exit(_ask(run, "add", None, timeout))
+
+
+@engines.command("drain")
+def drain_engine(
+    run: RunFolder,
+    engine: Annotated[int, typer.Argument(metavar="ENGINE", help="Number of the engine.")],
+    timeout: Timeout = 600.0,
+) -> None:
+    """Have an engine leave once its requests have moved or finished; nothing is generated again."""
+    raise typer.Exit(_ask(run, "drain", engine, timeout))
+
+
+def _ask(run: Path, command: Literal["list", "add", "drain"], engine: int | None, timeout_s: float) -> int:
+    """Print a running run's answer; 1 if it could not do what was asked."""
+    from dora.runtime.control import Ask, ask
+
+    answer = ask(run, Ask(command, engine), timeout_s)
+    typer.echo(answer.text)
+    return 0 if answer.is_done else 1
 
 
 @app.command()

@@ -10,11 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.fields import FieldInfo
 
 from dora.errors import ConfigError
 
@@ -23,7 +21,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(us|ms|s)$")]
 
-DEFAULT_STALENESS = {"dora": 2, "sync": 0}
+DEFAULT_STALENESS = {"dora": 2, "sync": 0, "one_step": 1, "drain": 1}
+FIXED_STALENESS = {"sync": 0, "one_step": 1}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -141,18 +140,52 @@ class Trainer(Section):
     micro_batch_tokens: Count = Field(
         default=4096, description="tokens of one forward and backward, padding included (tokens)"
     )
+    elastic: bool = Field(
+        default=False, description="lend the trainer as one more engine while it rests (true or false)"
+    )
 
 
 class Orchestrator(Section):
-    """Who may run ahead, and how far."""
+    """Who may run ahead, and how far; who runs where."""
 
-    update_policy: Literal["dora", "sync"] = Field(
-        default="dora", description="dora: several versions generate at once; sync: generate, then train"
+    update_policy: Literal["dora", "sync", "one_step", "drain"] = Field(
+        default="dora",
+        description="dora: several versions generate at once; the others have one live version at a time: "
+        "sync generates, then trains; one_step trains the batch before; drain: batches_per_version",
     )
     max_staleness: int = Field(
         default=DEFAULT_STALENESS["dora"],
         ge=0,
-        description="oldest sample trained (versions); sync: 0, its only value",
+        description="oldest sample trained (versions); unset: dora 2, drain 1; sync is 0, one_step is 1",
+    )
+    batches_per_version: Count = Field(
+        default=1, description="batches that a live version generates (count); with drain only"
+    )
+    placement: Literal["dynamic", "static", "colocated"] = Field(
+        default="dynamic",
+        description="dynamic: engines move among versions and requests among engines; static: both stay; "
+        "colocated: dynamic, and engines rest while the trainer works on their device",
+    )
+    slack: int = Field(
+        default=0,
+        ge=0,
+        description="groups admitted fewer than the bound allows, so that a late one can be passed (count)",
+    )
+    load_interval: Count = Field(
+        default=1,
+        description="engines take every so many-th version, unless the bound asks (versions); with dora only",
+    )
+    rush: bool = Field(
+        default=True, description="a group that the trainer waits for decodes alone (true or false)"
+    )
+    level_running: bool = Field(
+        default=False, description="even out running requests among engines (true or false)"
+    )
+    rebalance_interval_s: float = Field(
+        default=1.0, gt=0, description="how often moves are considered while nothing else asks for it (s)"
+    )
+    kv_watermark: float = Field(
+        default=0.9, gt=0, le=1, description="share of KV in use above which requests move away (0 to 1)"
     )
 
     @model_validator(mode="before")
@@ -201,6 +234,9 @@ class Runtime(Section):
     start_timeout_s: float = Field(
         default=120.0, gt=0, description="a process that is not ready by then fails the run (s)"
     )
+    move_timeout_s: float = Field(
+        default=2.0, gt=0, description="a request that has not moved by then stays where it is (s)"
+    )
 
 
 class Config(Section):
@@ -226,13 +262,13 @@ class Config(Section):
 
     @property
     def window(self) -> int:
-        """Most groups that may be admitted and not yet trained: (max_staleness + 1) * batch_size."""
-        return (self.orchestrator.max_staleness + 1) * self.trainer.batch_size
+        """Most groups admitted and not yet trained: (max_staleness + 1) * batch_size - slack."""
+        return (self.orchestrator.max_staleness + 1) * self.trainer.batch_size - self.orchestrator.slack
 
     @property
     def total_rows(self) -> int:
-        """Requests that decode at once: num_engines * max_rows."""
-        return self.engine.num_engines * self.engine.max_rows
+        """Requests that decode at once: num_engines * max_rows; one engine more with an elastic trainer."""
+        return (self.engine.num_engines + self.trainer.elastic) * self.engine.max_rows
 
     @property
     def version_slots(self) -> int:
@@ -252,17 +288,7 @@ class Config(Section):
                 "sampling.group_size = 1: with adv_estimator = grpo an advantage is reward - mean(rewards of "
                 "the group) = 0 in a group of one, so nothing would be learnt; use group_size >= 2"
             )
-        staleness, slots = self.orchestrator.max_staleness, self.engine.version_slots
-        if self.orchestrator.update_policy == "sync" and staleness > 0:
-            raise ConfigError(
-                f"orchestrator.max_staleness = {staleness}: update_policy = sync trains only on-policy "
-                "samples, max_staleness = 0; remove max_staleness or use update_policy = dora"
-            )
-        if slots is not None and slots > staleness + 1:
-            raise ConfigError(
-                f"engine.version_slots = {slots}: at most max_staleness + 1 = {staleness} + 1 versions are "
-                "alive at once, more slots have no effect; lower version_slots or remove it"
-            )
+        self._check_orchestrator()
         if self.trainer.micro_batch_tokens < self.context:
             raise ConfigError(
                 f"trainer.micro_batch_tokens = {self.trainer.micro_batch_tokens}: one sample can have "
@@ -273,6 +299,60 @@ class Config(Section):
         self._check_effect()
         return self
 
+    def _check_orchestrator(self) -> None:
+        """Raises ConfigError for what the update policy or the bound does not allow."""
+        o, slots = self.orchestrator, self.engine.version_slots
+        staleness, policy = o.max_staleness, o.update_policy
+        fixed = FIXED_STALENESS.get(policy)
+        if fixed not in (None, staleness):
+            meaning = "only on-policy samples" if policy == "sync" else "each batch one step late"
+            raise ConfigError(
+                f"orchestrator.max_staleness = {staleness}: update_policy = {policy} trains {meaning}, "
+                f"max_staleness = {fixed}; remove max_staleness or use update_policy = dora"
+            )
+        if o.batches_per_version > staleness + 1:
+            raise ConfigError(
+                f"orchestrator.batches_per_version = {o.batches_per_version}: a version may be trained by at "
+                f"most max_staleness + 1 = {staleness} + 1 batches; lower it or raise max_staleness"
+            )
+        if o.slack > (most := staleness * self.trainer.batch_size):
+            raise ConfigError(
+                f"orchestrator.slack = {o.slack}: it must leave one whole batch, so it is at most "
+                f"max_staleness * batch_size = {staleness} * {self.trainer.batch_size} = {most}; lower it"
+            )
+        if o.load_interval > staleness + 1:
+            raise ConfigError(
+                f"orchestrator.load_interval = {o.load_interval}: a version can be used for at most "
+                f"max_staleness + 1 = {staleness} + 1 steps; lower it or raise max_staleness"
+            )
+        if slots is not None and slots > staleness + 1:
+            raise ConfigError(
+                f"engine.version_slots = {slots}: at most max_staleness + 1 = {staleness} + 1 versions are "
+                "alive at once, more slots have no effect; lower version_slots or remove it"
+            )
+        if self.trainer.elastic and o.placement == "colocated":
+            raise ConfigError(
+                "trainer.elastic = true: with orchestrator.placement = colocated every engine already shares "
+                "the trainer's device; remove one of the two"
+            )
+
+    def _without_effect(self) -> dict[str, dict[str, str]]:
+        """Section -> key -> why it changes nothing in this configuration."""
+        found: dict[str, dict[str, str]] = {section: {} for section in type(self).model_fields}
+        policy = self.orchestrator.update_policy
+        if policy != "drain":
+            found["orchestrator"]["batches_per_version"] = "without update_policy = drain"
+        if policy != "dora":
+            found["orchestrator"]["load_interval"] = f"with update_policy = {policy}: one version is live"
+        if self.orchestrator.placement == "static":
+            why = "with orchestrator.placement = static, for nothing is moved"
+            moving = ("level_running", "rebalance_interval_s", "kv_watermark")
+            found["orchestrator"] |= dict.fromkeys(moving, why)
+            found["runtime"]["move_timeout_s"] = why
+        if self.data.source == "gcd":
+            found["data"]["prompt_key"] = "with data.source = gcd"
+        return found
+
     def _check_effect(self) -> None:
         """Raises ConfigError for keys that were set and change nothing."""
         named = self.eval.model_fields_set - {"source"}
@@ -281,8 +361,9 @@ class Config(Section):
                 f"eval.{min(named)} is set and eval.source is not, so nothing is evaluated; "
                 "set eval.source, or eval.num_prompts = 0"
             )
-        if self.data.source == "gcd" and "prompt_key" in self.data.model_fields_set:
-            raise ConfigError("data.prompt_key has no effect with data.source = gcd; remove it")
+        for section, whys in self._without_effect().items():
+            for key in sorted(getattr(self, section).model_fields_set & whys.keys()):
+                raise ConfigError(f"{section}.{key} has no effect {whys[key]}; remove it")
 
     def check_context(self, max_position_embeddings: int) -> None:
         """Raises ConfigError if the model has fewer positions than the longest sequence."""
@@ -296,11 +377,11 @@ class Config(Section):
     def to_toml(self) -> str:
         """The complete configuration as TOML, without keys that are unset or have no effect."""
         tables = []
-        exclude: dict[str, Any] = {} if self.eval.source else {"eval": True}
-        if self.data.source == "gcd":
-            exclude["data"] = {"prompt_key"}
+        exclude: dict[str, Any] = {section: {*keys} for section, keys in self._without_effect().items()}
+        if not self.eval.source:
+            exclude["eval"] = True
         for section, values in self.model_dump(exclude_none=True, exclude=exclude).items():
-            tables.append("\n".join([f"[{section}]", *(_assignment(k, v) for k, v in values.items())]))
+            tables.append("\n".join([f"[{section}]", *(assignment(k, v) for k, v in values.items())]))
         return "\n\n".join(tables) + "\n"
 
     def digest(self) -> str:
@@ -308,38 +389,6 @@ class Config(Section):
         return hashlib.blake2b(self.to_toml().encode(), digest_size=16).hexdigest()
 
 
-def _assignment(key: str, value: str | bool | int | float) -> str:
+def assignment(key: str, value: str | bool | int | float) -> str:
     """One line of TOML; JSON writes these four types as TOML does."""
     return f"{key} = {json.dumps(value, ensure_ascii=False)}"
-
-
-def sections() -> Iterator[tuple[str, type[Section]]]:
-    """Name and class of every section, in order."""
-    for name, field in Config.model_fields.items():
-        assert isinstance(field.annotation, type)
-        yield name, field.annotation
-
-
-def keys() -> Iterator[tuple[str, str, FieldInfo]]:
-    """(section, key, field) of every setting, in order."""
-    for section, kind in sections():
-        for key, field in kind.model_fields.items():
-            yield section, key, field
-
-
-def defaults_toml() -> str:
-    """Every key with meaning, unit and default, as TOML; keys without a default are commented out."""
-    lines = []
-    for section, kind in sections():
-        lines += [f"# {kind.__doc__}", f"[{section}]"]
-        for key, field in kind.model_fields.items():
-            choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-            lines.append(f"# {field.description}" + (f"; one of: {', '.join(choices)}" if choices else ""))
-            if field.is_required():
-                lines.append(f"# {key} =    (required)")
-            else:
-                lines.append(
-                    f"# {key} =    (unset)" if field.default is None else _assignment(key, field.default)
-                )
-        lines.append("")
-    return "\n".join(lines)

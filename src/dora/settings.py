@@ -1,4 +1,4 @@
-"""Read a run's TOML file and its overrides into a `Config`.
+"""Read a run's TOML file and its overrides into a `Config`; say what every key means.
 
 Whatever is wrong becomes one ConfigError that names the key, the value, the rule and the
 remedy; a misspelt key is answered with the nearest one and the list of valid ones.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from dora.config import Config, keys, sections
+from dora.config import Config, Section, assignment
 from dora.errors import ConfigError
 
 BUILT_IN_SOURCES = ("gcd",)
@@ -29,7 +30,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     tables = _parse(path)
     changes = [_split(override) for override in overrides]
-    _forget_the_old_policys_staleness(tables, changes)
+    _forget_what_the_old_policy_brought(tables, changes)
     for section, key, value in changes:
         table = tables.setdefault(section, {})
         if isinstance(table, dict):
@@ -64,7 +65,7 @@ def _split(override: str) -> tuple[str, str, Any]:
         return section, key, text.strip()
 
 
-def _forget_the_old_policys_staleness(
+def _forget_what_the_old_policy_brought(
     tables: dict[str, Any], changes: Sequence[tuple[str, str, Any]]
 ) -> None:
     """A file's max_staleness was meant for the file's policy: another policy brings its own default."""
@@ -72,7 +73,8 @@ def _forget_the_old_policys_staleness(
     if isinstance(table, dict):
         for section, key, value in changes:
             if (section, key) == ("orchestrator", "update_policy") and value != table.get(key, "dora"):
-                table.pop("max_staleness", None)
+                for brought in ("max_staleness", "batches_per_version"):
+                    table.pop(brought, None)
 
 
 def _explain(details: ErrorDetails) -> str:
@@ -141,3 +143,35 @@ def _existing(folder: Path, value: str, name: str) -> str:
             f"{name} = {value!r}: {path} does not exist (paths are relative to {folder}){built_in}"
         )
     return str(path)
+
+
+def sections() -> Iterator[tuple[str, type[Section]]]:
+    """Name and class of every section, in order."""
+    for name, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type)
+        yield name, field.annotation
+
+
+def keys() -> Iterator[tuple[str, str, FieldInfo]]:
+    """(section, key, field) of every setting, in order."""
+    for section, kind in sections():
+        for key, field in kind.model_fields.items():
+            yield section, key, field
+
+
+def defaults_toml() -> str:
+    """Every key with meaning, unit and default, as TOML; keys without a default are commented out."""
+    lines = []
+    for section, kind in sections():
+        lines += [f"# {kind.__doc__}", f"[{section}]"]
+        for key, field in kind.model_fields.items():
+            choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+            lines.append(f"# {field.description}" + (f"; one of: {', '.join(choices)}" if choices else ""))
+            if field.is_required():
+                lines.append(f"# {key} =    (required)")
+            else:
+                lines.append(
+                    f"# {key} =    (unset)" if field.default is None else assignment(key, field.default)
+                )
+        lines.append("")
+    return "\n".join(lines)

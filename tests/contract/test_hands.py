@@ -8,18 +8,36 @@ from pathlib import Path
 import pytest
 from tests.contract.stage import LIMITS, MAKERS, MAX_LENGTH, ROWS, Stage, siblings
 
-from dora.core.actions import Abort, Action, Drop, Fetch, Generate, Load, Score, Train
+from dora.core.actions import (
+    Abort,
+    Action,
+    Dismiss,
+    Drop,
+    Fetch,
+    Generate,
+    Load,
+    Migrate,
+    Pause,
+    Resume,
+    Rush,
+    Score,
+    Train,
+)
 from dora.core.events import (
+    EngineLeft,
     Event,
     GroupScored,
     Loaded,
+    Migrated,
+    MigrationFailed,
+    Paused,
     PromptsFetched,
     RequestFinished,
     RequestsAborted,
     Trained,
 )
 from dora.core.orchestrator import Orchestrator
-from dora.core.records import GroupId
+from dora.core.records import GroupId, RequestId
 from dora.runtime.drive import Hands, drive
 from dora.runtime.local import LocalHands
 from dora.sim.checker import Ledger
@@ -133,6 +151,125 @@ def test_a_trained_step_changes_what_is_published(stage: Stage) -> None:
         stage.hands.perform(Train(published.version, groups))
         assert stage.hear(Trained) == [Trained(published.version)]
         assert stage.publish().digest != published.digest
+
+
+def move(stage: Stage, version: int, requests: Sequence[RequestId], source: int = 0) -> None:
+    """Order requests to move to the other engine."""
+    for request in requests:
+        stage.hands.perform(Migrate(request, source, 1 - source, version, "a test"))
+
+
+def outcomes(facts: Sequence[Event]) -> dict[RequestId, list[Migrated | MigrationFailed]]:
+    """What was told of each move."""
+    told: dict[RequestId, list[Migrated | MigrationFailed]] = {}
+    for fact in facts:
+        if isinstance(fact, Migrated | MigrationFailed):
+            told.setdefault(fact.request, []).append(fact)
+    return told
+
+
+def test_a_moved_request_finishes_at_its_destination_in_one_piece(stage: Stage) -> None:
+    with stage.holding(0, 1) as published:
+        requests = siblings(*stage.fetch(2))
+        stage.hands.perform(Generate(0, published.version, requests))
+        move(stage, published.version, requests[:2])
+        finished = {fact.request: fact for fact in stage.hear(RequestFinished, len(requests))}
+        facts = [*finished.values(), *stage.heard_until(stage.hands.now + 0.3)]
+    told = outcomes(facts)
+    assert {request: len(facts) for request, facts in told.items()} == dict.fromkeys(requests[:2], 1)
+    assert any(isinstance(facts[0], Migrated) for facts in told.values())
+    for request, fact in finished.items():
+        has_moved = request in told and isinstance(told[request][0], Migrated)
+        assert fact.engine == (1 if has_moved else 0)
+        assert [(c.version, c.digest) for c in fact.chunks] == [(published.version, published.digest)]
+        assert fact.chunks[0].num_tokens == fact.num_tokens
+    assert len([fact for fact in facts if isinstance(fact, RequestFinished)]) == len(requests)
+
+
+def test_a_request_is_owned_by_one_engine_after_the_other(stage: Stage) -> None:
+    """There and back again; each fact fits the one before."""
+    with stage.holding(0, 1) as published:
+        (group,) = stage.fetch(1)
+        requests = siblings(group)
+        stage.hands.perform(Generate(0, published.version, requests))
+        move(stage, published.version, requests[:1])
+        owner = 0
+        facts: list[Event] = []
+        while not any(isinstance(fact, RequestFinished) and fact.request == requests[0] for fact in facts):
+            fact = stage.hands.next_fact(stage.hands.now + 30)
+            assert fact is not None
+            facts.append(fact)
+            if isinstance(fact, Migrated):
+                assert (fact.source, fact.destination) == (owner, 1 - owner)
+                owner = fact.destination
+                move(stage, published.version, requests[:1], source=owner)
+            elif isinstance(fact, RequestFinished) and fact.request == requests[0]:
+                assert fact.engine == owner
+        facts += stage.heard_until(stage.hands.now + 0.3)
+        (told,) = outcomes(facts).values()
+    assert [type(fact) for fact in told[:-1]] == [Migrated] * (len(told) - 1)
+    assert isinstance(told[-1], MigrationFailed)  # the last move came too late
+
+
+def test_a_request_that_is_given_up_while_it_moves_is_given_up_once(stage: Stage) -> None:
+    with stage.holding(0, 1) as published:
+        groups = stage.fetch(2)
+        requests = siblings(*groups)
+        stage.hands.perform(Generate(0, published.version, requests))
+        move(stage, published.version, requests)
+        stage.hands.perform(Abort(0, requests))
+        ends: list[RequestId] = []
+        facts = stage.heard_until(stage.hands.now + 0.5)
+        for fact in facts:
+            if isinstance(fact, Migrated):  # the abort came too late
+                stage.hands.perform(Abort(fact.destination, (fact.request,)))
+        for fact in [*facts, *stage.heard_until(stage.hands.now + 0.5)]:
+            ends += fact.requests if isinstance(fact, RequestsAborted) else ()
+            ends += [fact.request] if isinstance(fact, RequestFinished) else []
+        told = outcomes(facts)
+        others = generate(stage, published.version, *stage.fetch(2))  # all rows are free again
+    assert sorted(ends) == sorted(requests)
+    assert {request: len(facts) for request, facts in told.items()} == dict.fromkeys(requests, 1)
+    assert len(others) == ROWS
+
+
+def test_a_paused_engine_finishes_nothing_until_it_is_resumed(stage: Stage) -> None:
+    with stage.holding(0) as published:
+        requests = siblings(*stage.fetch(1))
+        stage.hands.perform(Generate(0, published.version, requests))
+        stage.hands.perform(Pause(0))
+        assert stage.hear(Paused) == [Paused(0)]
+        before = stage.heard_until(stage.hands.now + 0.5)
+        stage.hands.perform(Resume(0))
+        finished = stage.hear(RequestFinished, len(requests))
+    assert not [fact for fact in before if isinstance(fact, RequestFinished)]
+    assert sorted(fact.request for fact in finished) == sorted(requests)
+
+
+def test_in_a_rush_the_named_requests_finish_before_all_others(stage: Stage) -> None:
+    with stage.holding(0) as published:
+        first, second = stage.fetch(2)
+        stage.hands.perform(Generate(0, published.version, siblings(first, second)))
+        stage.hands.perform(Rush(0, siblings(second)))
+        during = stage.hear(RequestFinished, 2)
+        stage.hands.perform(Rush(0, ()))
+        after = stage.hear(RequestFinished, 2)
+    assert sorted(fact.request for fact in during) == sorted(siblings(second))
+    assert sorted(fact.request for fact in after) == sorted(siblings(first))
+
+
+def test_an_engine_that_is_dismissed_leaves_and_hears_no_more(stage: Stage) -> None:
+    """The last one to use the stage, for its second engine is gone afterwards."""
+    with stage.holding(0) as published:
+        stage.hands.perform(Dismiss(1))
+        assert stage.hear(EngineLeft) == [EngineLeft(1)]
+        requests = siblings(*stage.fetch(1))
+        stage.hands.perform(Generate(0, published.version, requests))
+        move(stage, published.version, requests[:1])
+        (failed,) = stage.hear(MigrationFailed)
+        finished = stage.hear(RequestFinished, len(requests))
+    assert (failed.request, failed.source, failed.destination) == (requests[0], 0, 1)
+    assert {fact.engine for fact in finished} == {0}
 
 
 @pytest.mark.parametrize("kind", MAKERS)

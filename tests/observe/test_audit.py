@@ -56,7 +56,12 @@ def move_to_another_engine(records: list[Record]) -> None:
 
 
 def forget_a_load(records: list[Record]) -> None:
-    records.remove(of(records, "loaded"))
+    """The last one before a request finishes on that engine and version."""
+    fact = of(records, "request_finished")
+    place = (fact["engine"], fact["version"])
+    before = records[: records.index(fact)]
+    loads = [r for r in before if r["kind"] == "loaded" and (r["engine"], r["version"]) == place]
+    records.remove(loads[-1])
 
 
 def drop_under_a_request(records: list[Record]) -> None:

@@ -59,7 +59,7 @@ def test_a_torn_last_line_is_left_out_and_reported(
         (b'"digest"', b'"digits"', "published lacks 'digest'"),
         (b'"groups": [[', b'"groups": [[0, 0, ', "neither a fact nor an order"),
         (b'"groups": [[', b'"groups": 3, "other": [[', "neither a fact nor an order"),
-        (b'"schema": 1', b'"schema": 99', "line 1: schema is 99, this version reads 1"),
+        (b'"schema": 2', b'"schema": 99', "line 1: schema is 99, this version reads 2"),
         (b'"num_prompts": 7', b'"num_prompts": "7"', "line 1: not the header of a journal: expected int"),
         (b'"num_prompts": 7', b'"num_prompts": 0', "num_prompts = 0 must be at least 1"),
         (b'"batch_size": 3', b'"batch_size": 0', "line 1: not the header of a journal: batch_size = 0"),

@@ -150,8 +150,8 @@ def test_a_dry_run_says_what_a_run_would_be_and_writes_nothing(
 ) -> None:
     assert call("train", task, "--out", tmp_path / "run", "--dry-run") == 0
     said = capsys.readouterr().out
-    assert "(max_staleness + 1) x batch_size = 6 groups" in said
-    assert "num_engines x max_rows = 2 x 4 = 8 requests at once" in said
+    assert "(max_staleness + 1) x batch_size - slack = 6 groups" in said
+    assert "engines x max_rows = 2 x 4 = 8 requests at once" in said
     assert "3 per engine" in said
     assert "2 groups x 2 = 4 samples" in said
     assert "MB: 2 engines x (3 x weights" in said

@@ -11,12 +11,14 @@ import pytest
 from tests.runtime.tiny import write_task
 
 from dora import settings
-from dora.core.actions import Load, Publish
-from dora.core.events import EngineLost, Event, Loaded, Published
+from dora.core.actions import Load, Publish, Train
+from dora.core.events import EngineLost, Event, Loaded, LoadFailed, Progressed, Published, StepFailed, Trained
+from dora.core.records import GroupId, RequestId
 from dora.errors import RunError
 from dora.runtime.evaluate import evaluate
 from dora.runtime.local import LocalHands
 from dora.runtime.plan import Plan
+from dora.stream.samples import Trajectory
 
 
 @pytest.fixture
@@ -42,12 +44,58 @@ def test_an_engine_that_holds_other_bytes_than_the_published_ones_is_lost(hands:
     stored.write_bytes(bytes(stored.stat().st_size))
     hands.perform(Load(1, 0))
     assert hear(hands) == EngineLost(1, "its bytes of version 0 are not the published ones")
-    assert list(hands.engines) == [0]
+    assert hands.engines == [0]
     hands.perform(Load(1, 0))  # an order to an engine that is lost goes nowhere
-    hands.engines[0].process.kill()
+    hands.fleet.workers[0].process.kill()
     assert hear(hands) == EngineLost(0, "engine 0 was killed by SIGKILL")
     with pytest.raises(RunError, match="the last engine is lost: engine 0 was killed by SIGKILL"):
         hear(hands)
+
+
+def store_group(hands: LocalHands, group: GroupId, token: int) -> GroupId:
+    """A scored group whose answers repeat one token."""
+    for sibling in range(2):
+        request = RequestId(*group, sibling)
+        hands.samples.put(Trajectory(request, 0, "digest", [1, 2], [token] * 3, [-1.0] * 3))
+    hands.samples.score(group, (1.0, 0.0), [1.0, -1.0])
+    return group
+
+
+def test_a_step_that_fails_changes_nothing_and_may_be_tried_again(hands: LocalHands) -> None:
+    good, bad = (store_group(hands, GroupId(0, row), token) for row, token in ((1, 3), (2, 10**6)))
+    for version in (0, 1):
+        hands.perform(Train(0, (good, bad)))
+        failed = hear(hands)
+        assert isinstance(failed, StepFailed)
+        assert failed.step == 0
+        assert "Error: " in failed.reason
+        hands.perform(Publish(version))
+        assert isinstance(hear(hands), Published)
+    assert hands.fleet.digests[0] == hands.fleet.digests[1]
+    hands.perform(Train(0, (good,)))
+    assert hear(hands) == Trained(0)
+
+
+def test_a_step_that_fails_too_often_ends_the_run(hands: LocalHands) -> None:
+    bad = store_group(hands, GroupId(0, 2), 10**6)
+    for _ in range(2):
+        hands.perform(Train(0, (bad,)))
+        assert isinstance(hear(hands), StepFailed)
+    hands.perform(Train(0, (bad,)))
+    with pytest.raises(RunError, match=r"training step 0 failed: .*; it failed 3 times and changed nothing"):
+        hear(hands)
+
+
+def test_an_engine_that_cannot_load_is_lost_after_the_third_time(hands: LocalHands) -> None:
+    for _ in range(2):
+        hands.perform(Load(0, 7))
+        failed = hear(hands)
+        assert isinstance(failed, LoadFailed)
+        assert (failed.engine, failed.version) == (0, 7)
+    hands.perform(Load(0, 7))
+    lost = hear(hands)
+    assert isinstance(lost, EngineLost)
+    assert lost.reason.startswith("3 loads in a row failed")
 
 
 def test_evaluation_leaves_no_fact_of_a_slow_engine_behind(tmp_path: Path) -> None:
@@ -57,12 +105,13 @@ def test_evaluation_leaves_no_fact_of_a_slow_engine_behind(tmp_path: Path) -> No
         hands.wait_until_ready()
         hands.perform(Publish(0))
         assert isinstance(hear(hands), Published)
-        slow = psutil.Process(hands.engines[1].process.pid)
+        slow = psutil.Process(hands.fleet.workers[1].process.pid)
         slow.suspend()
         resumed = threading.Timer(1.0, slow.resume)
         resumed.start()
         assert evaluate(hands, 0, {}) is not None
         resumed.join()
-        assert [hands.next_fact(hands.now + 0.5)] == [None]
+        left = hands.next_fact(hands.now + 0.5)
+        assert left is None or (isinstance(left, Progressed) and not left.lengths)
     finally:
         hands.close()

@@ -33,6 +33,7 @@ def test_a_terminal_shows_the_run_while_it_goes(start_run: StartRun) -> None:
     assert re.search(r"reward +\d\.\d{3} +tokens/s +\d+", shown)
     assert re.search(r"accuracy +\d\.\d{3} +staleness +\d\.\d\d \(max \d\)", shown)
     assert re.search(r"alive +versions v\d:\d+ v\d:\d+.* stall +\d+\.\d s", shown)
+    assert re.search(r"moved +\d+ requests", shown)
     assert re.search(r"engine +v\d +v\d.* free rows", shown)
     assert re.search(r"\n *1 +\d", shown)
     assert "C1 kept, C2 kept, C3 kept" in shown

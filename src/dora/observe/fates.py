@@ -10,7 +10,7 @@ import math
 from collections import Counter
 
 from dora.core.actions import Action, Admit, Fail, Filter, Stop, Train
-from dora.core.events import Event, GroupScored, PromptsFetched, RequestFinished, Trained
+from dora.core.events import Event, GroupScored, PromptsFetched, RequestFinished, StepFailed, Trained
 from dora.core.records import GroupId, Limits, RequestId
 from dora.observe.samples import SampleRow
 
@@ -34,6 +34,7 @@ class Fates:
         self._rewards: dict[GroupId, tuple[float, ...]] = {}
         self._batches: list[tuple[GroupId, ...]] = []  # ordered, one per step
         self._num_trained_steps = 0
+        self._is_repeat_due = False  # of the step that failed last
         self._end_of: dict[GroupId, str] = {}
         self._is_stopped = False
 
@@ -60,6 +61,12 @@ class Fates:
                     f"step {step} was trained, the step ordered and due was {self._num_trained_steps}",
                 )
                 self._num_trained_steps += 1
+            case StepFailed(step):
+                self._check(
+                    step == self._num_trained_steps < len(self._batches) and not self._is_repeat_due,
+                    f"step {step} failed, the step ordered and due was {self._num_trained_steps}",
+                )
+                self._is_repeat_due = True
             case Stop():
                 self._is_stopped = True
             case _:
@@ -127,6 +134,12 @@ class Fates:
 
     def _order(self, order: Train) -> None:
         step, groups = order.step, order.groups
+        if self._is_repeat_due:
+            self._is_repeat_due = False
+            batch = self._batches[-1] if self._batches else None
+            is_same = (step, groups) == (len(self._batches) - 1, batch)
+            self._check(is_same, f"step {step} repeats a failed one with another number or other groups")
+            return
         self._check(step == len(self._batches), f"step {step} was ordered, the next was {len(self._batches)}")
         size = self._limits.batch_size
         self._check(len(groups) == size, f"the batch of step {step} has {len(groups)} groups, not {size}")

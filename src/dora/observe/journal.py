@@ -17,7 +17,7 @@ from dora.core.events import Event
 from dora.core.records import Limits, ProtocolError
 from dora.errors import InputError
 
-SCHEMA = 1
+SCHEMA = 2
 FILE_NAME = "journal.jsonl"
 
 

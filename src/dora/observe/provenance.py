@@ -1,17 +1,21 @@
 """C1: every trajectory was sampled from one version's bytes.
 
 Follows each version's bytes from its publication into the engines, and each request from the
-order to generate it to its last token, by what the journal says and by nothing else.
+order to generate it, from engine to engine, to its last token, by what the journal says and by
+nothing else. A request has one owner at any time.
 """
 
 from __future__ import annotations
 
-from dora.core.actions import Action, Admit, Drop, Generate
+from dora.core.actions import Action, Admit, Drop, Generate, Migrate
 from dora.core.events import (
     EngineJoined,
+    EngineLeft,
     EngineLost,
     Event,
     Loaded,
+    Migrated,
+    MigrationFailed,
     Published,
     RequestFailed,
     RequestFinished,
@@ -33,20 +37,34 @@ class Provenance:
         self._admitted: dict[GroupId, int] = {}
         self._held: dict[int, set[int]] = {}
         self._given: dict[RequestId, int] = {}  # -> the engine that generates it
+        self._moving: dict[RequestId, tuple[int, int]] = {}  # -> from and to which engine
 
     def read(self, record: Event | Action) -> None:
         match record:
             case Admit(group, _, version, _):
                 self._admitted[group] = version
             case Generate(engine, _, requests):
-                self._given.update(dict.fromkeys(requests, engine))
+                for request in requests:
+                    self._give(request, engine)
+            case Migrate(request, source, destination):
+                self._check(request not in self._moving, f"request {request} is in two moves at once")
+                self._moving[request] = (source, destination)
+            case Migrated():
+                self._migrated(record)
+            case MigrationFailed(request, source, destination):
+                self._end_move(request, source, destination)
             case Drop(engine, version):
                 self._held.get(engine, set()).discard(version)
             case EngineJoined(engine):
+                self._check(engine not in self._held, f"engine {engine} joined twice")
                 self._held[engine] = set()
             case EngineLost(engine):
-                self._held.pop(engine, None)
+                self._close(engine)
                 self._given = {r: e for r, e in self._given.items() if e != engine}
+            case EngineLeft(engine):
+                self._close(engine)
+                owned = [str(r) for r, e in sorted(self._given.items()) if e == engine]
+                self._check(not owned, f"engine {engine} left with the requests {', '.join(owned)}")
             case RequestFailed(_, request):
                 self._given.pop(request, None)
             case RequestsAborted(_, requests):
@@ -65,6 +83,39 @@ class Provenance:
     def _check(self, condition: bool, sentence: str) -> None:
         if not condition:
             self.findings.append(sentence)
+
+    def _give(self, request: RequestId, engine: int) -> None:
+        owner = self._given.get(request)
+        self._check(owner is None, f"request {request} was given to engine {engine}, engine {owner} has it")
+        self._given[request] = engine
+
+    def _migrated(self, fact: Migrated) -> None:
+        """The owner changes; the version stays, so the new one must hold it."""
+        name, version = f"request {fact.request}", self._admitted.get(fact.request.group)
+        self._end_move(fact.request, fact.source, fact.destination)
+        owner = self._given.get(fact.request)
+        self._check(
+            owner == fact.source, f"{name} moved away from engine {fact.source}, engine {owner} had it"
+        )
+        held = self._held.get(fact.destination, set())
+        self._check(
+            version in held,
+            f"{name} of version {version} moved to engine {fact.destination}, which holds {sorted(held)}",
+        )
+        self._given[fact.request] = fact.destination
+
+    def _end_move(self, request: RequestId, source: int, destination: int) -> None:
+        ordered = self._moving.pop(request, None)
+        self._check(
+            ordered == (source, destination),
+            f"request {request} ended a move from {source} to {destination}, ordered was {ordered}",
+        )
+
+    def _close(self, engine: int) -> None:
+        """The engine is gone, and with it what it held; its moves have been told."""
+        self._held.pop(engine, None)
+        moving = [str(r) for r, ends in sorted(self._moving.items()) if engine in ends]
+        self._check(not moving, f"engine {engine} is gone in the middle of moves of {', '.join(moving)}")
 
     def _loaded(self, fact: Loaded) -> None:
         published = self._published.get(fact.version)

@@ -38,6 +38,7 @@ def table(run: Path) -> Table:
             "computed again",
             f"{s['regenerated_tokens']:,} regenerated, {s['reprefill_tokens']:,} re-prefilled",
         ),
+        ("moved", _moves(s)),
         ("versions alive", f"{s['live_versions_mean']:.2f} mean, {s['live_versions_max']} max"),
         ("staleness", f"{s['staleness_mean']:.2f} mean, {s['staleness_max']} max"),
         ("engines busy", f"{s['engine_busy_ratio']:.1%} of their rows, {s['engine_losses']} lost"),
@@ -62,6 +63,18 @@ def _held_out(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("held out, sampled", f"{_number(s['eval_before'])} -> {_number(s['eval_after'])}"),
         ("held out, greedy", f"{_number(s['eval_greedy_before'])} -> {_number(s['eval_greedy_after'])}"),
     ]
+
+
+def _moves(s: dict[str, Any]) -> str:
+    if not s["migrations"]:
+        return f"0 requests, {s['failed_migrations']} failed"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in s["migration_reasons"].items())
+    p50, most = s["migration_stop_s_p50"], s["migration_stop_s_max"]
+    stops = "" if p50 is None else f", stopped for {1e3 * p50:.1f} ms (max {1e3 * most:.1f})"
+    megabytes = s["migrated_kv_bytes"] / 1e6
+    return (
+        f"{s['migrations']} requests ({reasons}), {s['failed_migrations']} failed, {megabytes:.1f} MB{stops}"
+    )
 
 
 def _groups(s: dict[str, Any]) -> str:

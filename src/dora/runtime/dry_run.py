@@ -11,7 +11,6 @@ from queue import SimpleQueue
 from dora.config import Config
 from dora.core.events import GroupScored, GroupUnscorable
 from dora.core.records import GroupId
-from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
 from dora.errors import RewardError
 from dora.runtime.messages import Judge
 from dora.runtime.plan import Plan
@@ -36,23 +35,30 @@ def check(config: Config, out: Path) -> str:
 
 def _derived(plan: Plan) -> dict[str, str]:
     config, limits = plan.config, plan.limits
-    engines, rows, slots = config.engine.num_engines, config.engine.max_rows, config.version_slots
-    weights = 4 * plan.num_parameters
-    blocks = rows * (num_blocks_for(config.context) + 1)
-    kv = blocks * BLOCK_SIZE * plan.model.kv_bytes_per_token
-    memory = engines * (slots * weights + kv) + _COPIES_IN_TRAINER * weights + plan.stored_bytes
+    engines, rows, slots = plan.num_engines, config.engine.max_rows, config.version_slots
+    weights, kv = 4 * plan.num_parameters, plan.pool_bytes
+    memory = engines * slots * weights + _COPIES_IN_TRAINER * weights + plan.stored_bytes
+    rules = config.orchestrator
     return {
         "model": f"{plan.num_parameters:,} parameters, {weights / _MB:.1f} MB",
         "prompts": f"{len(plan.dataset):,} for training, {len(plan.held_out or ())} held out",
         "batch": f"{limits.batch_size} groups x {limits.group_size} = {config.samples_per_step} samples",
-        "policy": f"{config.orchestrator.update_policy}, max_staleness {limits.max_staleness}",
-        "window": f"(max_staleness + 1) x batch_size = {config.window} groups, admitted and untrained",
-        "rows": f"num_engines x max_rows = {engines} x {rows} = {config.total_rows} requests at once",
+        "policy": f"{rules.update_policy}, max_staleness {limits.max_staleness}"
+        + _live_versions(limits.batches_per_version),
+        "placement": rules.placement + (", and the trainer lends itself" if config.trainer.elastic else ""),
+        "window": f"(max_staleness + 1) x batch_size - slack = {config.window} groups admitted and untrained",
+        "rows": f"engines x max_rows = {engines} x {rows} = {config.total_rows} requests at once",
         "version slots": f"{slots} per engine",
         "context": f"{config.data.max_prompt_length} + {config.sampling.max_response_length} tokens",
         "memory": f"{memory / _MB:.0f} MB: {engines} engines x ({slots} x weights + {kv / _MB:.0f} MB of "
-        f"KV), {_COPIES_IN_TRAINER} x weights in the trainer, {plan.stored_bytes / _MB:.0f} MB in the store",
+        f"KV), {_COPIES_IN_TRAINER} x weights in the trainer, {plan.weights_bytes / _MB:.0f} MB in the store",
     }
+
+
+def _live_versions(batches_per_version: int | None) -> str:
+    if batches_per_version is None:
+        return ", several live versions"
+    return f", one live version at a time, for batches_per_version = {batches_per_version}"
 
 
 def _call_reward(plan: Plan) -> str:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from dora.core.actions import Drop, Generate, Load, Score
+from dora.core.actions import Drop, Generate, Load, Resume, Rush, Score
 from dora.core.events import (
     EngineLost,
     Event,
@@ -59,12 +59,15 @@ def evaluate(hands: LocalHands, version: int, held: Mapping[int, Iterable[int]])
     """
     if hands.plan.held_out is None:
         return None
-    for engine in hands.engines:
+    hands.settle()
+    engines = hands.engines
+    for engine in engines:
         for old in sorted(held.get(engine, ())):
             hands.perform(Drop(engine, old))
-        hands.perform(Load(engine, version))
-    result = _Round(hands, version).run()
-    for engine in hands.engines:
+        for order in (Resume(engine), Rush(engine, ()), Load(engine, version)):
+            hands.perform(order)
+    result = _Round(hands, version, engines).run()
+    for engine in engines:
         hands.perform(Drop(engine, version))
     return result
 
@@ -72,10 +75,10 @@ def evaluate(hands: LocalHands, version: int, held: Mapping[int, Iterable[int]])
 class _Round:
     """One evaluation under way."""
 
-    def __init__(self, hands: LocalHands, version: int) -> None:
+    def __init__(self, hands: LocalHands, version: int, engines: Iterable[int]) -> None:
         assert hands.plan.held_out is not None
         num_prompts = len(hands.plan.held_out)
-        self._hands = hands
+        self._hands, self._engines = hands, {*engines}
         self._result = Evaluation(version, num_prompts)
         self._waiting = deque(
             RequestId(EVALUATION, i, k) for i in range(num_prompts) for k in (GREEDY, SAMPLED)
@@ -86,10 +89,7 @@ class _Round:
 
     def run(self) -> Evaluation:
         """To the last reward, and until every engine has answered its load: no fact is left behind."""
-        while (
-            len(self._result.rewards) < self._result.num_prompts
-            or self._hands.engines.keys() > self._running.keys()
-        ):
+        while len(self._result.rewards) < self._result.num_prompts or self._engines > self._running.keys():
             self._dispatch()
             event = self._hands.next_fact(None)
             assert event is not None
@@ -110,6 +110,7 @@ class _Round:
             case Loaded(engine, version) if version == self._result.version:
                 self._running.setdefault(engine, set())
             case EngineLost(engine):
+                self._engines.discard(engine)
                 self._waiting.extendleft(self._running.pop(engine, ()))
             case RequestFinished(engine, request, _, num_tokens) if request.epoch == EVALUATION:
                 self._running[engine].discard(request)

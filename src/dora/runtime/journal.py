@@ -18,7 +18,7 @@ from dora.core.codec import to_json
 from dora.core.events import Event
 from dora.core.records import Limits
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Journal:

@@ -1,13 +1,13 @@
 """The hands of a run on one machine: engine, trainer and rewarder processes behind pipes.
 
 Orders become messages, messages become facts. An engine that dies or falls silent is a fact;
-the death of the last engine or of the trainer ends the run with RunError.
+the death of the last engine or of the trainer ends the run with RunError. `fleet` has the engines.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import singledispatchmethod
 from pathlib import Path
@@ -18,31 +18,39 @@ from dora.core.actions import (
     Abort,
     Action,
     Commit,
+    Dismiss,
     Drop,
     Fail,
     Fetch,
     Filter,
     Generate,
     Load,
+    Migrate,
+    Pause,
     Publish,
+    RefuseDrain,
     ReportStall,
+    Resume,
     Retire,
+    Rush,
     Score,
     Train,
 )
-from dora.core.events import EngineJoined, EngineLost, Event, PromptsFetched, Published
+from dora.core.events import Event, Migrated, PromptsFetched, Published, StepFailed
 from dora.core.records import GroupId
 from dora.errors import RunError
 from dora.runtime import messages as m
+from dora.runtime.fleet import Fleet
 from dora.runtime.plan import Plan
 from dora.runtime.process import Told, Worker, take
 from dora.runtime.rewarding import Rewarder
 from dora.runtime.telling import Teller
-from dora.runtime.workers import run_engine, run_trainer
+from dora.runtime.workers import run_trainer
 from dora.stream.samples import SampleStore
 from dora.weights.store import WeightStore, make_store_folder
 
 POLL_S = 0.2  # how often deadlines are looked at while nothing arrives
+MAX_STEP_FAILURES = 3  # of one training step, before the run ends
 
 
 class LocalHands:
@@ -63,19 +71,15 @@ class LocalHands:
         self.facts: deque[Event] = deque()
         self.teller = Teller(plan, self.samples)
         self._cursor = plan.cursor()
-        self._digests: dict[int, str] = {}
         self._saved: Path | None = None
         self._checked_s = time.monotonic()
-        spec = plan.engine_spec(self.weights.folder)
-        num_engines = plan.config.engine.num_engines
         self._told: Told = SimpleQueue()  # by all workers
-        self.engines = {i: Worker(f"engine {i}", run_engine, spec, self._told) for i in range(num_engines)}
-        self._ready: set[int] = set()
-        self._last_loss = ""  # of an engine, with its traceback
+        self.fleet = Fleet(plan, self.weights.folder, self._told, self.facts, self.teller, notice)
+        self.refusals: dict[int, str] = {}  # engine -> why it may not leave, until somebody has read it
+        self._step_failures: Counter[int] = Counter()
         trainer_spec = plan.trainer_spec(self.weights.folder, samples)
         self.trainer = Worker("trainer", run_trainer, trainer_spec, self._told)
         self._is_trainer_ready = False
-        self.kernels = ""  # how the engines compute
         reward, runtime = plan.config.reward, plan.config.runtime
         self.rewarder = Rewarder(plan.rewarder_spec(), reward.timeout_s, runtime.start_timeout_s, self._told)
 
@@ -94,18 +98,28 @@ class LocalHands:
                 )
             self._listen(POLL_S)
 
+    @property
+    def engines(self) -> list[int]:
+        """The engines that have started and are not gone, in order."""
+        return sorted(self.fleet.ready)
+
     def join_all(self) -> None:
-        """Tell the engines that are alive as joined, holding nothing."""
-        config = self.plan.config
-        rows, slots = config.engine.max_rows, config.version_slots
-        self.facts.extend(EngineJoined(engine, rows, slots) for engine in sorted(self.engines))
+        """Tell the engines that are alive as joined, holding nothing; later ones join by themselves."""
+        self.fleet.open()
+
+    def settle(self) -> None:
+        """Wait until no move is under way, and give up what was moved: nobody needs it any more."""
+        while self.fleet.moves.under_way:
+            self._listen(POLL_S)
+        for fact in self.facts:
+            if isinstance(fact, Migrated):
+                self.perform(Abort(fact.destination, (fact.request,)))
 
     def next_fact(self, until: float | None) -> Event | None:
         """The next fact; None once `now` has reached `until`. Raises RunError if the run cannot go on."""
         self._check_stop()
         while not self.facts:
-            if not self.engines:
-                raise RunError(f"the last engine is lost: {self._last_loss}")
+            self.fleet.check_any()
             if until is not None and self.now >= until:
                 return None
             self._listen(POLL_S if until is None else max(0.0, min(POLL_S, until - self.now)))
@@ -125,7 +139,8 @@ class LocalHands:
 
     def close(self) -> None:
         """End every process and remove the versions from memory."""
-        for worker in (*self.engines.values(), self.trainer, self.rewarder.worker):
+        self.fleet.kill()
+        for worker in (self.trainer, self.rewarder.worker):
             worker.kill()
         self.weights.close()
         self.samples.close()  # last, for a full disk raises here
@@ -142,24 +157,44 @@ class LocalHands:
 
     @perform.register
     def _(self, order: Generate) -> None:
-        if order.engine in self.engines:
-            requests = self.plan.requests(order.requests, order.version)
-            self.engines[order.engine].send(m.Submit(requests))
+        self.fleet.send(order.engine, m.Submit(self.plan.requests(order.requests, order.version)))
 
     @perform.register
     def _(self, order: Abort) -> None:
-        if order.engine in self.engines:
-            self.engines[order.engine].send(m.GiveUp(order.requests))
+        self.fleet.send(order.engine, m.GiveUp(order.requests))
+
+    @perform.register
+    def _(self, order: Migrate) -> None:
+        self.fleet.move(order)
+
+    @perform.register
+    def _(self, order: Rush) -> None:
+        self.fleet.send(order.engine, m.RushRows(order.requests))
+
+    @perform.register
+    def _(self, order: Pause) -> None:
+        self.fleet.send(order.engine, m.PauseRows())
+
+    @perform.register
+    def _(self, order: Resume) -> None:
+        self.fleet.send(order.engine, m.ResumeRows())
+
+    @perform.register
+    def _(self, order: Dismiss) -> None:
+        self.fleet.dismiss(order.engine)
+
+    @perform.register
+    def _(self, order: RefuseDrain) -> None:
+        self.refusals[order.engine] = order.reason
+        self.notice(f"engine {order.engine} stays: {order.reason}")
 
     @perform.register
     def _(self, order: Load) -> None:
-        if order.engine in self.engines:
-            self.engines[order.engine].send(m.LoadWeights(order.version))
+        self.fleet.send(order.engine, m.LoadWeights(order.version))
 
     @perform.register
     def _(self, order: Drop) -> None:
-        if order.engine in self.engines:
-            self.engines[order.engine].send(m.DropWeights(order.version))
+        self.fleet.send(order.engine, m.DropWeights(order.version))
 
     @perform.register
     def _(self, order: Score) -> None:
@@ -201,7 +236,7 @@ class LocalHands:
         self.notice(f"step {order.step} waits for group {order.group} ({who}) since {order.since_s:.1f} s")
 
     def _late(self) -> list[str]:
-        late = [w.name for i, w in self.engines.items() if i not in self._ready]
+        late = [w.name for i, w in self.fleet.workers.items() if i not in self.fleet.ready]
         late += [] if self._is_trainer_ready else ["the trainer"]
         return late + ([] if self.rewarder.is_ready else ["the rewarder"])
 
@@ -220,9 +255,8 @@ class LocalHands:
             self.facts.extend(map(self.teller.scored, self.rewarder.heard(message)))
         elif worker is self.trainer:
             self._hear_trainer(message)
-        else:
-            for engine in [i for i, w in self.engines.items() if w is worker]:
-                self._hear_engine(engine, message)
+        elif (engine := self.fleet.number_of(worker)) is not None:
+            self.fleet.hear(engine, message)
 
     def _hear_trainer(self, message: Any) -> None:
         if isinstance(message, m.Gone):
@@ -233,42 +267,30 @@ class LocalHands:
         elif isinstance(message, m.Saved):
             self._saved = message.folder
         elif isinstance(message, m.WeightsPublished):
-            self._digests[message.version] = message.digest
+            self.fleet.digests[message.version] = message.digest
             self.facts.append(Published(message.version, message.digest))
+        elif isinstance(message, m.StepRefused):
+            self._repeat(message)
         else:
             self.facts.append(self.teller.trained(message))
 
-    def _hear_engine(self, engine: int, message: Any) -> None:
-        if isinstance(message, m.Gone):
-            self._lose(engine, self.engines[engine].how_it_ended)
-        elif isinstance(message, m.Ready):
-            self._ready.add(engine)
-            self.kernels = message.note
-        elif isinstance(message, m.WeightsLoaded) and message.digest != self._digests[message.version]:
-            self._lose(engine, f"its bytes of version {message.version} are not the published ones")
-        else:
-            self.facts.extend(self.teller.told(engine, message))
-
-    def _lose(self, engine: int, reason: str) -> None:
-        worker = self.engines.pop(engine)
-        worker.kill()
-        self._ready.discard(engine)
-        self.facts.append(EngineLost(engine, reason))
-        self.notice(f"engine {engine} is lost ({reason}); its requests begin again elsewhere")
-        self._last_loss = f"{reason}\n{worker.crash}".rstrip()
+    def _repeat(self, message: m.StepRefused) -> None:
+        """A step that failed changed nothing, so it is tried again, a few times."""
+        self._step_failures[message.step] += 1
+        failed = f"training step {message.step} failed: {message.reason}"
+        if self._step_failures[message.step] == MAX_STEP_FAILURES:
+            raise RunError(f"{failed}; it failed {MAX_STEP_FAILURES} times and changed nothing")
+        self.notice(f"{failed}; it changed nothing and is repeated")
+        self.facts.append(StepFailed(message.step, message.reason))
 
     def _check_silence(self) -> None:
         """Who gave no sign of life for too long is lost; time we slept ourselves is no silence."""
         now_s = time.monotonic()
         asleep_s = max(0.0, now_s - self._checked_s - 1.0)
         self._checked_s = now_s
-        runtime = self.plan.config.runtime
-        for worker in (self.trainer, *self.engines.values()):
-            worker.last_heard_s += asleep_s
-        for engine in sorted(self._ready):
-            if self.engines[engine].is_silent(runtime.heartbeat_timeout_s):
-                limit = f"runtime.heartbeat_timeout_s = {runtime.heartbeat_timeout_s:g}"
-                self._lose(engine, f"silent for more than {limit}")
-        if self._is_trainer_ready and self.trainer.is_silent(runtime.trainer_timeout_s):
-            limit = f"runtime.trainer_timeout_s = {runtime.trainer_timeout_s:g}"
+        self.fleet.check_silence(asleep_s)
+        self.trainer.last_heard_s += asleep_s
+        timeout_s = self.plan.config.runtime.trainer_timeout_s
+        if self._is_trainer_ready and self.trainer.is_silent(timeout_s):
+            limit = f"runtime.trainer_timeout_s = {timeout_s:g}"
             raise RunError(f"the trainer was silent for more than {limit}; the run cannot go on without it")

@@ -1,6 +1,7 @@
 """What travels through the pipes between the driver and its worker processes.
 
-Identities and token ids; weights never do, they lie in the weight store.
+Identities and token ids; weights and KV never do, they lie in files. The words of a move are the
+engine's own: see `dora.engine.moves`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dora.core.records import GroupId, RequestId
+from dora.engine.moves import Kept as Kept
+from dora.engine.moves import NotReceived as NotReceived
+from dora.engine.moves import Receive as Receive
+from dora.engine.moves import Received as Received
+from dora.engine.moves import Reserved as Reserved
+from dora.engine.moves import Send as Send
+from dora.engine.moves import Sent as Sent
 from dora.engine.sequence import Completion, Request
 from dora.rewards.base import Outcome
 
@@ -21,10 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A rollout engine; lengths in tokens."""
+    """A rollout engine; lengths in tokens. Its KV blocks lie in the file `pool`, which it makes."""
 
     model: Path
     weights: Path
+    pool: Path
     max_rows: int
     max_context: int
     version_slots: int
@@ -74,6 +83,35 @@ class GiveUp:
 
 
 @dataclass(frozen=True)
+class CancelMove:
+    """To either side: end the move if the request has not been taken yet."""
+
+    move: int
+
+
+@dataclass(frozen=True)
+class RushRows:
+    """Decode these requests only, the others stand still; none: decode all again."""
+
+    requests: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True)
+class PauseRows:
+    """Decode nothing until `ResumeRows`; everything else goes on."""
+
+
+@dataclass(frozen=True)
+class ResumeRows:
+    """Decode again."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """End the process; no more is expected of it."""
+
+
+@dataclass(frozen=True)
 class TrainStep:
     step: int
     groups: tuple[GroupId, ...]
@@ -104,9 +142,10 @@ class Judge:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker has started; `note` says what it runs on."""
+    """The worker has started; `note` says what it runs on, `pool` is the file of an engine's KV blocks."""
 
     note: str = ""
+    pool: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -132,17 +171,44 @@ class GivenUp:
 
 
 @dataclass(frozen=True)
+class LoadRefused:
+    """A version could not be loaded; its slot is free."""
+
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RowsPaused:
+    """The engine decodes no more until `ResumeRows`."""
+
+
+@dataclass(frozen=True)
 class Beat:
-    """Once a second: a sign of life, and how the engine is doing."""
+    """Once a second: a sign of life, and how the engine is doing.
+
+    `row_tokens_per_s` is what one decoding row gained per second since the last beat (0: none
+    decoded), `kv_share` the share of KV blocks in use.
+    """
 
     progress: dict[RequestId, int]
     busy_row_s: float
+    row_tokens_per_s: float
+    kv_share: float
 
 
 @dataclass(frozen=True)
 class StepDone:
     step: int
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class StepRefused:
+    """A training step failed before it changed anything."""
+
+    step: int
+    reason: str
 
 
 @dataclass(frozen=True)

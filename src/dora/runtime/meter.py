@@ -15,7 +15,9 @@ from dora.core.events import EngineLost, Event, RequestFinished, Trained
 from dora.core.orchestrator import Orchestrator
 from dora.core.records import GroupId, Limits
 from dora.core.state import State
+from dora.runtime.stalls import Stalls
 from dora.runtime.telling import Teller
+from dora.runtime.travels import Travels
 
 
 class TimedOrchestrator(Orchestrator):
@@ -67,12 +69,14 @@ class Meter:
 
     limits: Limits
     teller: Teller
+    travels: Travels
+    stalls: Stalls = field(default_factory=Stalls)
     began_s: float = 0.0
     now_s: float = 0.0
     first_admission_s: float | None = None
-    last_finish_s: float = 0.0
-    busy_row_s: float = 0.0  # of the engines, up to the last finish
-    busy_row_s_before: float = 0.0
+    busy_row_s: dict[int, float] = field(default_factory=dict)  # of each engine, up to the last finish
+    busy_row_s_before: dict[int, float] = field(default_factory=dict)
+    row_s: dict[int, float] = field(default_factory=dict)  # rows of each engine x time, as above
     trainer_idle_s: float = 0.0
     exposed_rollout_s: float = 0.0
     live_version_s: float = 0.0  # versions alive, integrated over time
@@ -82,6 +86,8 @@ class Meter:
     staleness: Counter[int] = field(default_factory=Counter)
     trained_tokens: int = 0
     steps: list[StepRecord] = field(default_factory=list)
+    _row_s: dict[int, float] = field(default_factory=dict)  # since the first admission
+    _rows: dict[int, int] = field(default_factory=dict)  # of the engines that are here
     _versions: dict[GroupId, int] = field(default_factory=dict)
     _batch: tuple[GroupId, ...] = ()
     _num_live: int = 0
@@ -96,8 +102,7 @@ class Meter:
         record = None
         match event:
             case RequestFinished():
-                self.last_finish_s = now
-                self.busy_row_s = sum(self.teller.busy_row_s.values())
+                self.busy_row_s, self.row_s = dict(self.teller.busy_row_s), dict(self._row_s)
             case EngineLost():
                 self.engine_losses += 1
             case Trained(step):
@@ -112,6 +117,9 @@ class Meter:
                 self._batch = order.groups
             elif isinstance(order, Filter | Fail):
                 self._versions.pop(order.group)
+        self.travels.hear(event, orders)
+        self.stalls.look(state)
+        self._rows = {engine.id: engine.rows for engine in state.engines.values()}
         self._num_live = sum(1 for count in state.unfinished.values() if count)
         self.live_versions_max = max(self.live_versions_max, self._num_live)
         self._is_trainer_idle = state.training is None and state.publishing is None
@@ -120,22 +128,31 @@ class Meter:
     def start(self, now: float) -> None:
         """The training run begins; what the engines did before is not counted."""
         self.began_s = self.now_s = now
-        self.busy_row_s = self.busy_row_s_before = sum(self.teller.busy_row_s.values())
+        self.busy_row_s = self.busy_row_s_before = dict(self.teller.busy_row_s)
 
     @property
     def tokens_per_s(self) -> float:
         """Response tokens trained per second of wall time."""
         return self.trained_tokens / max(1e-9, self.now_s - self.began_s)
 
-    def engine_busy_ratio(self, total_rows: int) -> float:
-        """Occupied rows x step time over all rows x time from first admission to last finish."""
-        if self.first_admission_s is None:
-            return 0.0
-        busy_row_s = self.busy_row_s - self.busy_row_s_before
-        return busy_row_s / max(1e-9, total_rows * (self.last_finish_s - self.first_admission_s))
+    def busy_ratios(self) -> dict[int, float]:
+        """Of each engine: occupied rows x step time over rows x time here, first admission to last finish."""
+        return {
+            engine: self._busy_row_s(engine) / row_s for engine, row_s in sorted(self.row_s.items()) if row_s
+        }
+
+    def busy_ratio(self) -> float:
+        """The same over all engines."""
+        return sum(map(self._busy_row_s, self.row_s)) / max(1e-9, sum(self.row_s.values()))
+
+    def _busy_row_s(self, engine: int) -> float:
+        return self.busy_row_s.get(engine, 0.0) - self.busy_row_s_before.get(engine, 0.0)
 
     def _integrate(self, now: float) -> None:
         passed_s, self.now_s = now - self.now_s, now
+        if self.first_admission_s is not None:
+            for engine, rows in self._rows.items():
+                self._row_s[engine] = self._row_s.get(engine, 0.0) + rows * passed_s
         if self._is_trainer_idle:
             self.trainer_idle_s += passed_s
         if self._num_live:

@@ -16,6 +16,7 @@ from dora.core.records import GroupId, Limits, RequestId
 from dora.data import gcd
 from dora.data.dataset import Cursor, Dataset
 from dora.data.tokenizer import Tokenizer
+from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
 from dora.engine.rows import MAX_STOP_IDS
 from dora.engine.sequence import Request, Sampling
 from dora.errors import DataError, ModelError
@@ -69,18 +70,49 @@ class Plan:
     def limits(self) -> Limits:
         """What the orchestrator must keep."""
         config = self.config
+        rules = config.orchestrator
+        batches_per_version = {"dora": None, "sync": 1, "one_step": 1, "drain": rules.batches_per_version}
         return Limits(
             num_steps=config.run.steps,
             batch_size=config.trainer.batch_size,
             group_size=config.sampling.group_size,
-            max_staleness=config.orchestrator.max_staleness,
+            max_staleness=rules.max_staleness,
             filter_groups=config.algorithm.filter_groups,
+            batches_per_version=batches_per_version[rules.update_policy],
+            slack=rules.slack,
+            load_interval=rules.load_interval,
+            is_static=rules.placement == "static",
+            level_running=rules.level_running,
+            rush=rules.rush,
+            rebalance_interval_s=rules.rebalance_interval_s,
+            kv_watermark=rules.kv_watermark,
         )
 
     @property
-    def stored_bytes(self) -> int:
+    def num_engines(self) -> int:
+        """Engine processes at the start; the last one is the trainer's, if it is elastic."""
+        return self.config.engine.num_engines + self.config.trainer.elastic
+
+    def is_colocated(self, engine: int) -> bool:
+        """Whether an engine shares its device with the trainer, and so rests while that one works."""
+        is_lent = self.config.trainer.elastic and engine == self.config.engine.num_engines
+        return is_lent or self.config.orchestrator.placement == "colocated"
+
+    @property
+    def weights_bytes(self) -> int:
         """Most bytes the weight store holds: every pinned version, the newest and one being written."""
         return 4 * self.num_parameters * (self.config.orchestrator.max_staleness + 3)
+
+    @property
+    def pool_bytes(self) -> int:
+        """The KV of one engine: blocks for all its rows at full context, and one more per row."""
+        blocks = self.config.engine.max_rows * (num_blocks_for(self.config.context) + 1)
+        return blocks * BLOCK_SIZE * self.model.kv_bytes_per_token
+
+    @property
+    def stored_bytes(self) -> int:
+        """What the run keeps in memory that its processes share."""
+        return self.weights_bytes + self.num_engines * self.pool_bytes
 
     def cursor(self) -> Cursor:
         """A walk over the dataset from its beginning."""
@@ -102,7 +134,7 @@ class Plan:
                 prompt_ids=tuple(self.prompt_ids(request.group)),
                 version=version,
                 seed=self._seed(request),
-                sampling=self._sampling(request),
+                sampling=self.sampling_of(request),
             )
             for request in ids
         ]
@@ -118,7 +150,8 @@ class Plan:
         digest = blake2b(f"{seed}/{request}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
-    def _sampling(self, request: RequestId) -> Sampling:
+    def sampling_of(self, request: RequestId) -> Sampling:
+        """How a request's tokens are drawn, and when its answer ends."""
         is_greedy = request.epoch == EVALUATION and request.sibling == GREEDY
         return Sampling(
             temperature=0.0 if is_greedy else self.config.sampling.temperature,
@@ -126,11 +159,13 @@ class Plan:
             stop_ids=self.tokenizer.stop_ids,
         )
 
-    def engine_spec(self, weights: Path) -> EngineSpec:
+    def engine_spec(self, weights: Path, engine: int) -> EngineSpec:
+        """Its KV lies beside the weights, where the other engines can map it."""
         config = self.config
         return EngineSpec(
             model=Path(config.model.path),
             weights=weights,
+            pool=weights / f"pool-{engine}.kv",
             max_rows=config.engine.max_rows,
             max_context=config.context,
             version_slots=config.version_slots,

@@ -83,6 +83,9 @@ class Inbox:
                 self._queue.put(self._connection.recv())
         except (EOFError, OSError):
             os._exit(0)  # the driver is gone, and nobody is left to tell
+        except Exception:  # a message that cannot be read: better dead than deaf
+            traceback.print_exc()
+            os._exit(1)
 
 
 Body = Callable[[Outbox, Inbox, Any], None]

@@ -20,6 +20,8 @@ from dora.core import invariants
 from dora.core.actions import Action, Commit, Fail, Filter, Publish
 from dora.core.events import Event, Published, Trained
 from dora.errors import InputError, RunError
+from dora.runtime.control import Control
+from dora.runtime.desk import Desk
 from dora.runtime.drive import drive
 from dora.runtime.evaluate import Evaluation, evaluate
 from dora.runtime.journal import Journal
@@ -28,6 +30,7 @@ from dora.runtime.meter import Meter, TimedOrchestrator
 from dora.runtime.plan import Plan
 from dora.runtime.stopping import Stopped, Stopper
 from dora.runtime.summary import summarize
+from dora.runtime.travels import Travels
 from dora.runtime.view import View
 
 MIN_FILTERED, FILTERED_WINDOWS = 200, 20  # groups filtered in a row, before a run without signal is stopped
@@ -35,17 +38,19 @@ MIN_ENDED = 20  # groups; the failed share is taken of at least so many
 RUN_FILES = ("config.toml", "journal.jsonl", "metrics.jsonl", "samples.sqlite", "summary.json")
 
 
-def train(config: Config, out: Path, console: Console) -> dict[str, Any]:
+def train(config: Config, out: Path, console: Console, plan_type: type[Plan] = Plan) -> dict[str, Any]:
     """Run to the end or to Ctrl-C; returns the summary without the audit's verdicts, `stopped` included.
+
+    `plan_type` may be a plan that asks for other requests, as benchmarks with forced lengths do.
 
     Raises InputError before anything is started, and RunError where the run cannot go on: what
     was recorded until then stays in `out`, with a summary.
     """
-    plan = Plan.make(config, out)
+    plan = plan_type.make(config, out)
     _claim(plan)
     try:
-        with Stopper() as stopper:
-            return _Session(plan, console, stopper).run()
+        with contextlib.closing(Control(out)) as control, Stopper() as stopper:
+            return _Session(plan, console, stopper, control).run()
     except InputError:
         _unclaim(out)
         raise
@@ -84,7 +89,7 @@ def _unclaim(out: Path) -> None:
 class _Session:
     """One run from its first process to its summary."""
 
-    def __init__(self, plan: Plan, console: Console, stopper: Stopper) -> None:
+    def __init__(self, plan: Plan, console: Console, stopper: Stopper, control: Control) -> None:
         config = plan.config
         self._plan, self._stopper = plan, stopper
         self._view = View(console, config.run.steps)
@@ -103,8 +108,11 @@ class _Session:
             fsync=config.journal.fsync,
         )
         self._metrics = (plan.out / "metrics.jsonl").open("x")
-        self._hands = LocalHands(plan, self._view.notice, stopper.check)
-        self._meter = Meter(plan.limits, self._hands.teller)
+        self._is_training = False
+        self._hands = LocalHands(plan, self._view.notice, self._look_up)
+        self._desk = Desk(control, self._hands, self._core.snapshot)
+        travels = Travels(lambda group: len(plan.prompt_ids(group)))
+        self._meter = Meter(plan.limits, self._hands.teller, travels)
 
     def run(self) -> dict[str, Any]:
         stopped = ""
@@ -126,18 +134,20 @@ class _Session:
         hands, config = self._hands, self._plan.config
         hands.wait_until_ready()
         self._view.notice(
-            f"{config.engine.num_engines} engines ({hands.kernels}), 1 trainer, 1 rewarder are ready"
+            f"{len(hands.engines)} engines ({hands.fleet.kernels}), 1 trainer, 1 rewarder are ready"
         )
         self._before = self._evaluate_start()
         hands.facts.clear()  # what evaluation left behind is no business of the orchestrator
         hands.join_all()
         cpu_before_s = _cpu_s()
         self._meter.start(hands.now)
+        self._is_training = True
         try:
             with self._view:
                 drive(self._core, hands, self._record)
                 self._view.close(self._meter, self._core.snapshot())
         finally:
+            self._is_training = False
             self._cpu_s = _cpu_s() - cpu_before_s
         held = {
             e.id: {*e.held, *([] if e.loading is None else [e.loading])}
@@ -146,6 +156,12 @@ class _Session:
         self._save()
         self._after = self._evaluate(config.run.steps, held)
         self._show(self._after, "after")
+
+    def _look_up(self) -> None:
+        """Whenever nothing is half done: has somebody asked for something? Raises Stopped."""
+        self._stopper.check()
+        if self._is_training:
+            self._desk.look()
 
     def _save(self) -> None:
         folder = self._hands.save()
@@ -244,8 +260,7 @@ class _Session:
             for close in (self._metrics.close, self._journal.close, self._hands.close):
                 closing.callback(close)
         state = self._core.snapshot()
-        rows = self._plan.config.total_rows
-        summary = summarize(self._meter, state, self._before, self._after, rows)
+        summary = summarize(self._meter, state, self._before, self._after)
         wall_s = max(1e-9, self._meter.now_s - self._meter.began_s)
         summary["orchestration_share"] = round(self._core.busy_s / wall_s, 5)
         summary["cpu_s"] = round(self._cpu_s, 1)

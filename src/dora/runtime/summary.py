@@ -10,14 +10,15 @@ from typing import Any
 from dora.core.state import State
 from dora.runtime.evaluate import Evaluation
 from dora.runtime.meter import Meter
+from dora.runtime.travels import Travels
 
 
 def summarize(
-    meter: Meter, state: State, before: Evaluation | None, after: Evaluation | None, total_rows: int
+    meter: Meter, state: State, before: Evaluation | None, after: Evaluation | None
 ) -> dict[str, Any]:
     """Everything but the audit's verdicts c1, c2, c3, which are added from the run's files.
 
-    Times in seconds. Migrations and re-prefill are 0: this version moves no running request.
+    Times in seconds.
     """
     wall_s = max(1e-9, meter.now_s - meter.began_s)
     trained = meter.staleness.total()
@@ -34,7 +35,7 @@ def summarize(
         "trained_tokens": meter.trained_tokens,
         "regenerated_tokens": state.num_regenerated_tokens,
         "aborted_tokens": state.num_aborted_tokens,
-        "reprefill_tokens": 0,
+        "reprefill_tokens": meter.travels.reprefill_tokens,
         "wall_s": round(wall_s, 3),
         "tokens_per_s": round(meter.tokens_per_s, 1),
         "live_versions_max": meter.live_versions_max,
@@ -42,13 +43,26 @@ def summarize(
         "staleness_histogram": {str(s): n for s, n in sorted(meter.staleness.items())},
         "staleness_mean": sum(s * n for s, n in meter.staleness.items()) / max(1, trained),
         "staleness_max": max(meter.staleness, default=0),
-        "engine_busy_ratio": round(meter.engine_busy_ratio(total_rows), 4),
+        "engine_busy_ratio": round(meter.busy_ratio(), 4),
+        "engine_busy_ratios": {str(e): round(ratio, 4) for e, ratio in meter.busy_ratios().items()},
         "trainer_idle_ratio": round(meter.trainer_idle_s / wall_s, 4),
         "stall_s": round(state.stall_s, 3),
         "exposed_rollout_s": round(meter.exposed_rollout_s, 3),
-        "migrations": 0,
-        "migrated_kv_bytes": 0,
+        "stalls": [stall.to_json() for stall in meter.stalls.longest()],
+        **_moves(meter.travels),
         "engine_losses": meter.engine_losses,
+    }
+
+
+def _moves(travels: Travels) -> dict[str, Any]:
+    return {
+        "migrations": travels.migrations.total(),
+        "migration_reasons": dict(sorted(travels.migrations.items())),
+        "failed_migrations": travels.failed.total(),
+        "failed_migration_reasons": dict(sorted(travels.failed.items())),
+        "migrated_kv_bytes": travels.kv_bytes,
+        "migration_stop_s_p50": travels.stop_percentile(0.5),
+        "migration_stop_s_max": travels.stop_percentile(1.0),
     }
 
 

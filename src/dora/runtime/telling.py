@@ -19,7 +19,7 @@ from dora.core.events import (
     RequestsAborted,
     Trained,
 )
-from dora.core.records import GroupId
+from dora.core.records import GroupId, RequestId
 from dora.engine.sequence import Completion
 from dora.runtime import messages as m
 from dora.runtime.plan import EVALUATION, Plan
@@ -34,6 +34,7 @@ class Teller:
         self._plan, self._samples = plan, samples
         self._responses: dict[GroupId, dict[int, list[int]]] = {}
         self._ended: dict[GroupId, str] = {}
+        self.progress: dict[int, dict[RequestId, int]] = {}  # engine -> tokens so far, by its last beat
         self.batch: tuple[GroupId, ...] = ()  # of the step under way
         self.num_tokens: dict[GroupId, int] = {}  # response tokens of finished, untrained groups
         self.rewards: dict[GroupId, tuple[float, ...]] = {}
@@ -48,6 +49,10 @@ class Teller:
     def peek(self, group: GroupId) -> dict[int, list[int]]:
         """Token ids of a group's finished siblings, before they are handed out."""
         return self._responses[group]
+
+    def length(self, request: RequestId) -> int:
+        """Tokens of an unfinished answer, as last told by any engine."""
+        return max((progress.get(request, 0) for progress in self.progress.values()), default=0)
 
     def end(self, group: GroupId, state: str) -> None:
         """The group ends untrained; siblings that still arrive get the same state."""
@@ -68,10 +73,11 @@ class Teller:
                 yield from (RequestFailed(engine, request, reason) for request, reason in reasons.items())
             case m.GivenUp(num_tokens):
                 yield RequestsAborted(engine, tuple(num_tokens), sum(num_tokens.values()))
-            case m.Beat(progress, busy_row_s):
+            case m.Beat(progress, busy_row_s, row_tokens_per_s, kv_share):
                 self.busy_row_s[engine] = busy_row_s
-                if progress:
-                    yield Progressed(engine, tuple(progress.items()))
+                if progress or self.progress.get(engine):  # an engine that has become idle says so once
+                    yield Progressed(engine, tuple(progress.items()), row_tokens_per_s, kv_share)
+                self.progress[engine] = progress
 
     def scored(self, fact: GroupScored | GroupUnscorable) -> Event:
         """Store rewards and advantages before the fact is told."""

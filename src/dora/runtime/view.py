@@ -89,6 +89,7 @@ def _facts(meter: Meter, state: State) -> Table:
     table.add_row("accuracy", f"{_accuracy(meter):.3f}", "staleness", _staleness(meter))
     waits = f", waiting for group {state.stall_group}" if state.stall_group else ""
     table.add_row("alive", _versions(state), "stall", f"{state.stall_s:.1f} s{waits}")
+    table.add_row("moved", f"{meter.travels.migrations.total()} requests")
     return table
 
 

@@ -6,9 +6,12 @@ Each is a loop over its inbox; heavy imports happen here and not in the driver.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from dora.runtime.messages import (
     Beat,
+    CancelMove,
     Completed,
     DropWeights,
     EngineSpec,
@@ -16,14 +19,23 @@ from dora.runtime.messages import (
     GiveUp,
     Judge,
     Judged,
+    Leave,
+    LoadRefused,
     LoadWeights,
+    PauseRows,
     PublishWeights,
     Ready,
+    Receive,
     Refused,
+    ResumeRows,
     RewarderSpec,
+    RowsPaused,
+    RushRows,
     Save,
     Saved,
+    Send,
     StepDone,
+    StepRefused,
     Submit,
     TrainerSpec,
     TrainStep,
@@ -32,15 +44,19 @@ from dora.runtime.messages import (
 )
 from dora.runtime.process import BEAT_S, Inbox, Outbox
 
+if TYPE_CHECKING:
+    from dora.engine.engine import Engine
+    from dora.weights.store import WeightStore
+
 IDLE_WAIT_S = 0.25
+MOVE_WAIT_S = 0.001  # of an engine with nothing to decode, but a move under way
 
 
 def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
-    """Step while there is work; between steps, do what the driver says."""
+    """Step while there is work; between steps, do what the driver says and take moves further."""
     import torch
 
     from dora.engine.engine import Engine
-    from dora.engine.sequence import EngineError
     from dora.model.folder import load_config
     from dora.weights.store import WeightStore
 
@@ -53,29 +69,73 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
         version_slots=spec.version_slots,
         kernels=spec.kernels,
         pace_s=spec.pace_s,
+        pool=spec.pool,
     )
-    outbox.send(Ready(engine.kernels))
-    next_beat_s = 0.0
+    outbox.send(Ready(engine.kernels, spec.pool))
+    beats = _beats(engine)
     while True:
-        for message in inbox.take(IDLE_WAIT_S if engine.idle else 0.0):
-            match message:
-                case LoadWeights(version):
-                    digest = engine.load(version, store.fetch(version))
-                    outbox.send(WeightsLoaded(version, digest))
-                case DropWeights(version):
-                    engine.drop(version)
-                case Submit(requests):
-                    try:
-                        engine.submit(requests)
-                    except EngineError as error:
-                        outbox.send(Refused(error.refused))
-                case GiveUp(requests):
-                    outbox.send(GivenUp(engine.abort(requests)))
-        if not engine.idle and (completions := engine.step()):
+        wait_s = 0.0 if engine.can_step else MOVE_WAIT_S if engine.num_moves else IDLE_WAIT_S
+        for message in inbox.take(wait_s):
+            if isinstance(message, Leave):
+                return
+            if (reply := _obey(engine, store, message)) is not None:
+                outbox.send(reply)
+        if engine.num_moves:
+            for answer in engine.poll_moves():
+                outbox.send(answer)
+        if engine.can_step and (completions := engine.step()):
             outbox.send(Completed(completions, engine.busy_row_s))
-        if time.monotonic() >= next_beat_s:
-            next_beat_s = time.monotonic() + BEAT_S
-            outbox.send(Beat(engine.progress(), engine.busy_row_s))
+        if (beat := next(beats)) is not None:
+            outbox.send(beat)
+
+
+def _obey(engine: Engine, store: WeightStore, message: Any) -> object | None:
+    """Do what an engine is told; what there is to say at once."""
+    from dora.engine.sequence import EngineError
+
+    match message:
+        case LoadWeights(version):
+            try:
+                return WeightsLoaded(version, engine.load(version, store.fetch(version)))
+            except (EngineError, OSError, RuntimeError) as error:  # torch cannot map a damaged file
+                return LoadRefused(version, str(error))
+        case DropWeights(version):
+            engine.drop(version)
+        case Submit(requests):
+            try:
+                engine.submit(requests)
+            except EngineError as error:
+                return Refused(error.refused)
+        case GiveUp(requests):
+            return GivenUp(engine.abort(requests))
+        case Receive():
+            return engine.receive(message)
+        case Send():
+            return engine.send(message)
+        case CancelMove(move):
+            engine.cancel_move(move)
+        case RushRows(ids):
+            engine.rush(ids)
+        case PauseRows():
+            engine.pause()
+            return RowsPaused()
+        case ResumeRows():
+            engine.resume()
+    return None
+
+
+def _beats(engine: Engine) -> Iterator[Beat | None]:
+    """A beat whenever one is due, else None."""
+    next_s, num_decoded, busy_row_s = 0.0, 0, 0.0
+    while True:
+        if time.monotonic() < next_s:
+            yield None
+            continue
+        next_s = time.monotonic() + BEAT_S
+        num_gained, gained_in_s = engine.num_decoded - num_decoded, engine.busy_row_s - busy_row_s
+        num_decoded, busy_row_s = engine.num_decoded, engine.busy_row_s
+        pace = num_gained / gained_in_s if num_gained else 0.0
+        yield Beat(engine.progress(), busy_row_s, pace, engine.kv_share)
 
 
 def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
@@ -103,7 +163,12 @@ def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
                         for group in sorted(groups)  # the sum must not depend on who finished first
                         for s in samples.group(group)
                     ]
-                    outbox.send(StepDone(step, trainer.step(batch)))
+                    try:
+                        metrics = trainer.step(batch)
+                    except Exception as error:  # out of memory, or no finite gradient
+                        outbox.send(StepRefused(step, f"{type(error).__name__}: {error}"))
+                    else:
+                        outbox.send(StepDone(step, metrics))
                 case PublishWeights(version):
                     outbox.send(WeightsPublished(version, store.publish(version, trainer.flat)))
                 case Save(folder):

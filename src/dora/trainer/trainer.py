@@ -81,7 +81,7 @@ class Trainer:
 
         Means are over the response tokens that went through the model; mismatch/* compares trainer
         and engine log-probs of on-policy samples. Raises RunError where the gradient is not finite;
-        `flat` is then unchanged.
+        whatever is raised, `flat` is then unchanged and the step can be tried again.
         """
         settings = self.settings
         weights = token_weights(
@@ -92,6 +92,7 @@ class Trainer:
         chosen = [i for i, s in enumerate(samples) if s.token_ids and (s.advantage or self._reference)]
         lengths = [len(samples[i].prompt_ids) + len(samples[i].token_ids) for i in chosen]
         tally = _Tally()
+        self._optimizer.gradient.zero_()  # a step that failed half way has left some
         for batch in micro_batches(lengths, settings.micro_batch_tokens):
             members = [chosen[i] for i in batch]
             self._accumulate([samples[i] for i in members], [weights[i] for i in members], tally)

@@ -1,0 +1,191 @@
+"""`dora why`: the life of one request, from its admission to its end, as the journal has it.
+
+Every line is a fact or an order that concerned the request, with its time; what a move cost and
+why it was ordered stand beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dora.core.actions import (
+    Abort,
+    Action,
+    Admit,
+    Commit,
+    Fail,
+    Filter,
+    Generate,
+    Migrate,
+    ReportStall,
+    Rush,
+    Train,
+)
+from dora.core.events import (
+    EngineLost,
+    Event,
+    GroupScored,
+    Migrated,
+    MigrationFailed,
+    RequestFailed,
+    RequestFinished,
+    RequestsAborted,
+    StepFailed,
+    Trained,
+)
+from dora.core.records import GroupId, RequestId
+from dora.errors import InputError
+from dora.observe.journal import RecordedRun, read_journal
+
+
+def main(run: Path, name: str) -> int:
+    """Print the life of the request, or of each request of the group, that `name` is."""
+    journal = read_journal(run)
+    for number, request in enumerate(_requests(journal, run, name)):
+        if number:
+            print()
+        print(f"request {request}")
+        for t_s, sentence in life(journal, request):
+            print(f"{t_s:10.3f} s  {sentence}")
+    return 0
+
+
+def life(journal: RecordedRun, request: RequestId) -> list[tuple[float, str]]:
+    """(seconds since the run began, what happened) in order; the last one says how it stands."""
+    reader = _Life(request, journal.limits.batch_size)
+    told = [
+        (line.t_s, sentence)
+        for line in journal.lines
+        for sentence in reader.read(line.record)
+        if sentence is not None
+    ]
+    end = reader.standing
+    return [*told, (journal.lines[-1].t_s, end)] if end else told
+
+
+def _requests(journal: RecordedRun, run: Path, name: str) -> list[RequestId]:
+    """Raises InputError for what is no request of the run."""
+    try:
+        numbers = tuple(map(int, name.split("/")))
+    except ValueError:
+        numbers = ()
+    if len(numbers) not in (2, 3):
+        raise InputError(
+            f"request {name!r} must read epoch/row/sibling, as in 0/12/3, or epoch/row for a whole group"
+        )
+    group, size = GroupId(*numbers[:2]), journal.limits.group_size
+    admitted = [line.record.group for line in journal.lines if isinstance(line.record, Admit)]
+    if group not in admitted:
+        known = f", the last one was {admitted[-1]}" if admitted else ""
+        raise InputError(f"group {group} was not admitted in {run}; {len(admitted)} groups were{known}")
+    if len(numbers) == 2:
+        return [RequestId(*group, sibling) for sibling in range(size)]
+    if not 0 <= numbers[2] < size:
+        raise InputError(f"request {name} does not exist: the siblings of a group are 0 to {size - 1}")
+    return [RequestId(*group, numbers[2])]
+
+
+class _Life:
+    """Reads the journal once; each record gives the sentence it means for one request, or None."""
+
+    def __init__(self, request: RequestId, batch_size: int) -> None:
+        self._request, self._group, self._batch_size = request, request.group, batch_size
+        self._num_committed = 0
+        self._version = 0
+        self._engine: int | None = None  # that has it
+        self._step: int | None = None  # that its group is committed to
+        self._move = ""  # reason of the move under way
+        self._is_rushed = False
+        self.standing = ""  # how it stands, until it has its end
+
+    def read(self, record: Event | Action) -> list[str | None]:
+        return [self._of_request(record), self._of_group(record)]
+
+    def _of_request(self, record: Event | Action) -> str | None:
+        """What happens to it on the engines."""
+        request = self._request
+        match record:
+            case Generate(engine, _, requests) if request in requests:
+                self._engine, self.standing = engine, f"pending: it is on engine {engine}"
+                return f"placed on engine {engine}"
+            case Migrate(moved, source, destination, _, reason) if moved == request:
+                self._move = reason
+                return f"begins to move from engine {source} to engine {destination} ({reason})"
+            case Migrated() if record.request == request:
+                return self._moved(record)
+            case MigrationFailed(moved, source, destination, reason) if moved == request:
+                return f"the move to engine {destination} failed ({reason}); it stays on engine {source}"
+            case Rush(engine, requests) if self._engine is not None and engine == self._engine:
+                return self._rushed(request in requests, bool(requests))
+            case EngineLost(engine, reason) if self._engine is not None and engine == self._engine:
+                self._engine, self.standing = None, "pending: it waits for a row"
+                return f"engine {engine} was lost ({reason}); it begins again"
+            case RequestFinished(engine, finished, _, num_tokens, _, reason) if finished == request:
+                self._engine, self.standing = None, "pending: its group is not scored"
+                return f"finished on engine {engine}: {num_tokens} tokens, {reason}"
+            case RequestFailed(engine, failed, reason) if failed == request:
+                self._engine = None
+                return f"refused by engine {engine}: {reason}"
+            case Abort(engine, requests) if request in requests:
+                return f"to be given up on engine {engine}, for its group has failed"
+            case RequestsAborted(engine, requests) if request in requests:
+                self._engine = None
+                return f"given up on engine {engine}"
+            case ReportStall(step, _, requests) if request in requests:
+                return f"step {step} waits for it"
+            case _:
+                return None
+
+    def _of_group(self, record: Event | Action) -> str | None:
+        """What happens to its group before and after."""
+        match record:
+            case Admit(group, index, version, deadline) if group == self._group:
+                self._version, self.standing = version, "pending: it waits for a row"
+                step = self._num_committed // self._batch_size
+                return (
+                    f"admitted at version {version}, position {index} of the data, to be trained by step "
+                    f"{deadline}; step {step} was being filled"
+                )
+            case GroupScored(group, rewards) if group == self._group:
+                self.standing = "pending: its group is in no batch"
+                return f"scored: reward {rewards[self._request.sibling]:g}"
+            case Filter(group, reason):
+                return self._end(group, f"its group was filtered: {reason}")
+            case Fail(group, reason):
+                return self._end(group, f"its group failed: {reason}")
+            case Commit(group, step):
+                self._num_committed += 1
+                return self._committed(step) if group == self._group else None
+            case Train(step) if step == self._step:
+                return f"training of step {step} begins, on it with staleness {step - self._version}"
+            case StepFailed(step, reason) if step == self._step:
+                return f"step {step} failed ({reason}) and changed nothing; it is repeated"
+            case Trained(step) if step == self._step:
+                return self._end(self._group, f"trained in step {step}")
+            case _:
+                return None
+
+    def _moved(self, fact: Migrated) -> str:
+        self._engine = fact.destination
+        self.standing = f"pending: it is on engine {fact.destination}"
+        return (
+            f"moved from engine {fact.source} to engine {fact.destination} ({self._move}) with "
+            f"{fact.num_tokens} tokens: {fact.num_bytes / 1e6:.3f} MB of KV copied in "
+            f"{1e3 * fact.copy_s:.1f} ms, it stood still for {1e3 * fact.stop_s:.1f} ms"
+        )
+
+    def _rushed(self, is_named: bool, is_rush: bool) -> str | None:
+        was_rushed, self._is_rushed = self._is_rushed, is_rush
+        if not is_rush:
+            return "all rows of its engine decode again" if was_rushed else None
+        return "decodes alone, for the trainer waits" if is_named else "stands still, for the trainer waits"
+
+    def _committed(self, step: int) -> str:
+        self._step, self.standing = step, f"pending: step {step} is not trained"
+        return f"committed to step {step}, staleness {step - self._version}"
+
+    def _end(self, group: GroupId, sentence: str) -> str | None:
+        if group != self._group:
+            return None
+        self.standing = ""
+        return sentence

@@ -1,0 +1,195 @@
+"""The engine processes of a run: they start, join, fall silent, are lost, and leave.
+
+An engine is a number that is never used twice. The core hears of one once it has joined, and
+of its end once every move it was part of is settled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dora.core.actions import Migrate
+from dora.core.events import EngineJoined, EngineLeft, EngineLost, Event, LoadFailed, Paused
+from dora.errors import RunError
+from dora.runtime import messages as m
+from dora.runtime.moving import Moves, Word
+from dora.runtime.plan import Plan
+from dora.runtime.process import Told, Worker
+from dora.runtime.telling import Teller
+from dora.runtime.workers import run_engine
+
+MAX_LOAD_FAILURES = 3  # in a row, before an engine is given up
+
+
+class Fleet:
+    """All engines, by number. What they say becomes facts; orders to one that is gone go nowhere."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        told: Told,
+        facts: deque[Event],
+        teller: Teller,
+        notice: Callable[[str], None],
+    ) -> None:
+        """`folder` holds weights, KV pools and moves; workers speak into `told`."""
+        self._plan, self._folder, self._told = plan, folder, told
+        self._facts, self._teller, self._notice = facts, teller, notice
+        self.workers: dict[int, Worker] = {}
+        self.ready: set[int] = set()  # they have started
+        self.joined: set[int] = set()  # the core knows them
+        self.ends: dict[int, str] = {}  # how engines ended that are here no more
+        self.kernels = ""  # how the engines compute
+        self.digests: dict[int, str] = {}  # of the published versions
+        self.last_loss = ""  # with its traceback
+        timeout_s = plan.config.runtime.move_timeout_s
+        self.moves = Moves(folder, timeout_s, facts, self.send, teller.length)
+        self._pools: dict[int, Path] = {}
+        self._started_s: dict[int, float] = {}
+        self._dismissed: set[int] = set()
+        self._resting: set[int] = set()  # joined at rest, which the core takes for granted
+        self._load_failures: Counter[int] = Counter()
+        self._untold: dict[int, EngineLost | EngineLeft] = {}  # until their moves are settled
+        self._is_open = False
+        for _ in range(plan.num_engines):
+            self.start()
+
+    def start(self) -> int:
+        """Start one more engine, which joins by itself once it is ready; its number."""
+        engine = len(self._started_s)
+        self._started_s[engine] = time.monotonic()
+        spec = self._plan.engine_spec(self._folder, engine)
+        self.workers[engine] = Worker(f"engine {engine}", run_engine, spec, self._told)
+        return engine
+
+    def open(self) -> None:
+        """The core begins: tell it the engines that are ready, and from now on those that become so."""
+        self._is_open = True
+        for engine in sorted(self.ready):
+            self._join(engine)
+
+    def number_of(self, worker: Worker) -> int | None:
+        """The engine a worker is; None once it is given up, when nothing it says is heard any more."""
+        return next((engine for engine, known in self.workers.items() if known is worker), None)
+
+    def send(self, engine: int, message: object) -> bool:
+        """Say something to an engine; False where it is gone."""
+        if engine not in self.workers:
+            return False
+        self.workers[engine].send(message)
+        return True
+
+    def move(self, order: Migrate) -> None:
+        (request,) = self._plan.requests([order.request], order.version)
+        source_pool = self._pools[order.source] if order.source in self.workers else None
+        self.moves.begin(order, request, source_pool)
+
+    def dismiss(self, engine: int) -> None:
+        """Have an engine end."""
+        self._dismissed.add(engine)
+        self.send(engine, m.Leave())
+
+    def hear(self, engine: int, message: Any) -> None:
+        """Turn a message into facts."""
+        match message:
+            case m.Gone():
+                self._end(engine, self.workers[engine].how_it_ended)
+            case m.Ready(note, pool):
+                assert pool is not None
+                self.ready.add(engine)
+                self.kernels, self._pools[engine] = note, pool
+                if self._is_open:
+                    self._join(engine)
+                    self._notice(f"engine {engine} has joined")
+            case m.WeightsLoaded(version, digest) if digest != self.digests[version]:
+                self._end(engine, f"its bytes of version {version} are not the published ones")
+            case m.LoadRefused(version, reason):
+                self._refuse_load(engine, version, reason)
+            case m.RowsPaused() if engine in self._resting:
+                self._resting.discard(engine)
+            case m.RowsPaused():
+                self._facts.append(Paused(engine))
+            case m.Reserved() | m.Received() | m.NotReceived() | m.Sent() | m.Kept():
+                self._settle(message)
+            case _:
+                if isinstance(message, m.WeightsLoaded):
+                    self._load_failures.pop(engine, None)
+                for fact in self._teller.told(engine, message):
+                    self.moves.tell(fact)
+
+    def check_silence(self, asleep_s: float) -> None:
+        """Who gave no sign of life for too long is lost, less the time we slept ourselves."""
+        runtime = self._plan.config.runtime
+        for engine, worker in list(self.workers.items()):
+            worker.last_heard_s += asleep_s
+            if engine in self.ready and worker.is_silent(runtime.heartbeat_timeout_s):
+                limit = f"runtime.heartbeat_timeout_s = {runtime.heartbeat_timeout_s:g}"
+                self._end(engine, f"silent for more than {limit}")
+            elif self._is_open and engine not in self.ready and time.monotonic() > self._late_s(engine):
+                self._end(engine, f"not ready within runtime.start_timeout_s = {runtime.start_timeout_s:g} s")
+
+    def check_any(self) -> None:
+        """Raises RunError if no engine is left."""
+        if not self.workers:
+            raise RunError(f"the last engine is lost: {self.last_loss}")
+
+    def kill(self) -> None:
+        for worker in self.workers.values():
+            worker.kill()
+
+    def _late_s(self, engine: int) -> float:
+        return self._started_s[engine] + self._plan.config.runtime.start_timeout_s
+
+    def _join(self, engine: int) -> None:
+        config = self._plan.config
+        rows, slots = config.engine.max_rows, config.version_slots
+        self.joined.add(engine)
+        is_colocated = self._plan.is_colocated(engine)
+        if is_colocated:
+            self._resting.add(engine)
+            self.send(engine, m.PauseRows())
+        self._facts.append(EngineJoined(engine, rows, slots, is_colocated))
+
+    def _refuse_load(self, engine: int, version: int, reason: str) -> None:
+        self._load_failures[engine] += 1
+        if self._load_failures[engine] < MAX_LOAD_FAILURES:
+            self._facts.append(LoadFailed(engine, version, reason))
+        else:
+            self._end(engine, f"{MAX_LOAD_FAILURES} loads in a row failed, the last one: {reason}")
+
+    def _end(self, engine: int, reason: str) -> None:
+        """The engine is gone; if it was not dismissed, it is lost."""
+        worker = self.workers.pop(engine)
+        worker.kill()
+        self.ready.discard(engine)
+        self._teller.progress.pop(engine, None)
+        if engine in self._dismissed:
+            self.ends[engine] = "left"
+            self._notice(f"engine {engine} has left")
+            self._untold[engine] = EngineLeft(engine)
+        else:
+            self.ends[engine] = f"lost ({reason})"
+            self.last_loss = f"{reason}\n{worker.crash}".rstrip()
+            self._notice(f"engine {engine} is lost ({reason}); its requests begin again elsewhere")
+            self._untold[engine] = EngineLost(engine, reason)
+        self.moves.lost(engine)
+        self._tell_ends()
+
+    def _settle(self, word: Word) -> None:
+        self.moves.heard(word)
+        self._tell_ends()
+
+    def _tell_ends(self) -> None:
+        """An engine's end is told after what became of its moves, which may still need its blocks."""
+        for engine in [engine for engine in self._untold if not self.moves.is_unsettled(engine)]:
+            fact = self._untold.pop(engine)
+            if engine in self.joined or not self._is_open:  # an evaluation hears of all engines
+                self._facts.append(fact)
+            self.joined.discard(engine)
+            if engine in self._pools:
+                self._pools.pop(engine).unlink(missing_ok=True)

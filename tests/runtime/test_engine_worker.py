@@ -1,0 +1,144 @@
+"""Engine processes behind real pipes, without a driver: what they do when told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+import pytest
+from tests.runtime.tiny import MODEL, save_start
+
+from dora.core.records import GroupId, RequestId
+from dora.engine.engine import Engine
+from dora.engine.sequence import Completion, Request, Sampling
+from dora.model.weights import initial_weights
+from dora.runtime import messages as m
+from dora.runtime.process import Told, Worker
+from dora.runtime.workers import run_engine
+from dora.weights.store import WeightStore
+
+WEIGHTS = initial_weights(MODEL, seed=0)
+WAIT_S = 30
+Message = TypeVar("Message")
+
+
+class Pair:
+    """Two engine processes and what they say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._told: list[Told] = [SimpleQueue(), SimpleQueue()]
+        self.workers = [self._start(number) for number in range(2)]
+        WeightStore(folder).publish(0, WEIGHTS)
+        for number in range(2):
+            ready = self.hear(number, m.Ready)
+            assert ready.pool == self.pool(number)
+            self.tell(number, m.LoadWeights(0))
+            self.hear(number, m.WeightsLoaded)
+
+    def pool(self, number: int) -> Path:
+        return self.folder / f"pool-{number}.kv"
+
+    def tell(self, number: int, message: object) -> None:
+        self.workers[number].send(message)
+
+    def hear(self, number: int, kind: type[Message]) -> Message:
+        """What an engine says next that is no beat; it must be of this kind."""
+        while True:
+            _, message = self._told[number].get(timeout=WAIT_S)
+            if not isinstance(message, m.Beat):
+                assert isinstance(message, kind), message
+                return message
+
+    def _start(self, number: int) -> Worker:
+        spec = m.EngineSpec(
+            model=save_start(self.folder / f"model-{number}"),
+            weights=self.folder,
+            pool=self.pool(number),
+            max_rows=2,
+            max_context=64,
+            version_slots=2,
+            kernels="eager",
+            pace_s=0.005,
+        )
+        return Worker(f"engine {number}", run_engine, spec, self._told[number])
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    for worker in made.workers:
+        worker.kill()
+
+
+def ask(sibling: int, max_tokens: int = 40) -> Request:
+    return Request(
+        RequestId(0, 0, sibling), GroupId(0, 0), tuple(range(20)), 0, sibling, Sampling(1.0, max_tokens)
+    )
+
+
+def answer(asked: Request) -> Completion:
+    """By one engine without any pipe."""
+    engine = Engine(MODEL, max_rows=1, max_context=64, version_slots=1, kernels="eager")
+    engine.load(0, WEIGHTS)
+    engine.submit([asked])
+    while True:
+        if completions := engine.step():
+            return completions[0]
+
+
+def test_requests_move_between_processes_and_keep_every_token(pair: Pair) -> None:
+    asked = ask(0)
+    pair.tell(0, m.Submit([asked]))
+    deadline_s = time.monotonic() + WAIT_S
+    for move, (source, destination) in enumerate([(0, 1), (1, 0), (0, 1)]):
+        pair.tell(destination, m.Receive(move, asked, pair.pool(source), pair.folder, deadline_s))
+        place = pair.hear(destination, m.Reserved)
+        known = place.num_known_blocks, place.known_hash
+        assert bool(place.num_known_blocks) == (move > 0)
+        pair.tell(source, m.Send(move, asked.id, pair.folder, *known, deadline_s))
+        received = pair.hear(destination, m.Received)
+        assert (received.move, received.request) == (move, asked.id)
+        assert 0 <= received.stop_s < WAIT_S
+        assert pair.hear(source, m.Sent) == m.Sent(move)
+    (completion,) = pair.hear(1, m.Completed).completions
+    assert completion == answer(asked)
+
+
+def test_an_engine_obeys_while_it_pauses_and_ends_when_it_may_leave(pair: Pair) -> None:
+    asked = [ask(0), ask(1, max_tokens=4)]
+    pair.tell(0, m.Submit([asked[0]]))
+    pair.tell(0, m.PauseRows())
+    pair.hear(0, m.RowsPaused)
+    pair.tell(0, m.Submit([asked[1]]))
+    pair.tell(0, m.LoadWeights(7))
+    assert "7.f32" in pair.hear(0, m.LoadRefused).reason
+    pair.tell(0, m.RushRows((asked[1].id,)))
+    pair.tell(0, m.ResumeRows())
+    first, second = pair.hear(0, m.Completed), pair.hear(0, m.Completed)
+    assert [completion.id for completion in first.completions] == [asked[1].id]
+    assert second.completions == [answer(asked[0])]
+    pair.tell(0, m.Leave())
+    pair.hear(0, m.Gone)
+    assert pair.workers[0].how_it_ended == "engine 0 ended with exit code 0"
+
+
+def test_a_move_that_is_cancelled_is_answered_by_both_sides(pair: Pair) -> None:
+    asked = ask(0)
+    pair.tell(0, m.PauseRows())
+    pair.hear(0, m.RowsPaused)
+    pair.tell(0, m.Submit([asked]))
+    deadline_s = time.monotonic() + WAIT_S
+    pair.tell(1, m.Receive(5, asked, pair.pool(0), pair.folder, deadline_s))
+    pair.hear(1, m.Reserved)
+    pair.tell(0, m.Send(5, asked.id, pair.folder, 0, "", deadline_s))  # it waits for a row, and moves later
+    pair.tell(0, m.CancelMove(5))
+    assert pair.hear(0, m.Kept) == m.Kept(5, "it was cancelled")
+    pair.tell(1, m.CancelMove(5))
+    assert pair.hear(1, m.NotReceived) == m.NotReceived(5, "it was cancelled")
+    pair.tell(0, m.ResumeRows())
+    assert pair.hear(0, m.Completed).completions == [answer(asked)]

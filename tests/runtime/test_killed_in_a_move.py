@@ -1,0 +1,29 @@
+"""An engine dies in the middle of a migration: no request is lost or owned twice, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.runtime.running import environment
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_during_migration.py"
+
+
+def test_a_kill_at_each_moment_of_a_move_loses_nothing(tmp_path: Path) -> None:
+    """The benchmark does it a hundred times; it fails where a fact, an order or a record is wrong."""
+    command = [sys.executable, str(SCRIPT), "--kills", "4", "--json", str(tmp_path / "figures.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment())
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    killed = {(row["moment"], row["killed"]) for row in figures["rows"] if row["kills"]}
+    assert killed == {
+        ("asked", "source"),
+        ("reserved", "destination"),
+        ("offered", "source"),
+        ("taken", "destination"),
+    }
+    assert figures["ratios"]["kills"] == 4
+    assert figures["ratios"]["MigrationFailed"] >= 2

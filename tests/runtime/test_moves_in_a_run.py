@@ -1,0 +1,71 @@
+"""A real run in which requests move: nothing is computed again, and the record explains every move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runtime.running import Run, dora, journal, summary
+
+MOVING: dict[str, Any] = {
+    "run__steps": 12,
+    "engine__num_engines": 4,
+    "engine__version_slots": 1,
+    "sampling__max_response_length": 48,
+    "orchestrator__level_running": "true",
+    "orchestrator__rebalance_interval_s": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(task, tmp_path_factory.mktemp("moves") / "run", **MOVING)
+    ended = run.end()
+    assert (ended.code, ended.err) == (0, ""), ended
+    return run
+
+
+def test_many_requests_move_and_nothing_is_computed_again(run: Run) -> None:
+    s = summary(run.out)
+    assert s["migrations"] >= 20
+    assert sum(s["migration_reasons"].values()) == s["migrations"]
+    assert (s["reprefill_tokens"], s["regenerated_tokens"], s["engine_losses"]) == (0, 0, 0)
+    assert s["migrated_kv_bytes"] > 0
+    assert 0 < s["migration_stop_s_p50"] <= s["migration_stop_s_max"]
+    assert (s["trained_groups"], s["pending_groups"]) == (24, 0)
+    assert f"moved             │ {s['migrations']} requests" in run.end().out
+
+
+def test_audit_and_replay_accept_the_record(run: Run) -> None:
+    audit, replay = dora("audit", run.out), dora("replay", run.out)
+    assert (audit.code, replay.code) == (0, 0), (audit, replay)
+
+
+def test_every_order_to_move_has_one_outcome(run: Run) -> None:
+    under_way: dict[tuple[int, ...], int] = {}
+    for line in journal(run.out):
+        if line["kind"] == "migrate":
+            assert under_way.setdefault(tuple(line["request"]), line["seq"]) == line["seq"]
+        elif line["kind"] in ("migrated", "migration_failed"):
+            del under_way[tuple(line["request"])]
+
+
+def test_the_waits_of_the_trainer_name_whom_it_waited_for(run: Run) -> None:
+    s = summary(run.out)
+    assert sum(stall["seconds"] for stall in s["stalls"]) <= s["stall_s"] + 0.01
+    assert all(stall["group"].count("/") == 1 for stall in s["stalls"])
+    assert sorted(map(int, s["engine_busy_ratios"])) == [0, 1, 2, 3]
+
+
+def test_why_tells_the_life_of_a_request_that_moved(run: Run) -> None:
+    moved = next(line for line in journal(run.out) if line["kind"] == "migrated")
+    told = dora("why", run.out, "/".join(map(str, moved["request"])))
+    assert told.code == 0
+    assert f"moved from engine {moved['source']} to engine {moved['destination']} (" in told.out
+    words = ("admitted at", "placed on", "begins to move", "finished on", "scored", "committed", "trained in")
+    places = [told.out.index(word) for word in words]
+    assert places == sorted(places)
+    unknown = dora("why", run.out, "99/0/0")
+    assert (unknown.code, unknown.out) == (2, "")
+    assert "group 99/0 was not admitted" in unknown.err
