@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from tests.core.midway import ledger_of
+
 from dora.core import invariants
-from dora.core.actions import Abort, Action, Fetch, Generate, Load, Publish, Score, Train
+from dora.core.actions import (
+    Abort,
+    Action,
+    Dismiss,
+    Fetch,
+    Generate,
+    Load,
+    Migrate,
+    Pause,
+    Publish,
+    Resume,
+    Rush,
+    Score,
+    Train,
+)
 from dora.core.events import (
     EngineJoined,
+    EngineLeft,
     EngineLost,
     Event,
     GroupScored,
     Loaded,
+    LoadFailed,
+    Migrated,
+    MigrationFailed,
+    Paused,
+    Progressed,
     PromptsFetched,
     Published,
     RequestFailed,
     RequestFinished,
     RequestsAborted,
+    StepFailed,
     Trained,
 )
 from dora.core.orchestrator import Orchestrator
@@ -34,23 +58,36 @@ def limits(**changes: Any) -> Limits:
     return Limits(**(settings | changes))
 
 
-def finished(engine: int, request: RequestId, version: int) -> RequestFinished:
-    return RequestFinished(engine, request, version, 3, (Chunk(version, f"v{version}", 3),), "stop")
+def finished(engine: int, request: RequestId, version: int, num_tokens: int = 3) -> RequestFinished:
+    chunks = (Chunk(version, f"v{version}", num_tokens),)
+    return RequestFinished(engine, request, version, num_tokens, chunks, "stop")
 
 
 class Stations:
-    """`pending` holds the facts that may be told; every fact is checked by invariants and ledger."""
+    """`pending` holds the facts that may be told; every fact is checked by invariants and ledger.
 
-    def __init__(self, limits: Limits, num_prompts: int = 1000) -> None:
-        self.core = Orchestrator(limits)
-        self.now = 0.0
+    With a `state`, the run is already under way. The facts about a moving request are those of its
+    owner, a move is settled before one of its ends is lost, and a failure takes the place of the
+    success that was pending.
+    """
+
+    def __init__(self, limits: Limits, num_prompts: int = 1000, state: State | None = None) -> None:
+        self.core = Orchestrator(limits, state)
+        self.now = state.now_s if state else 0.0
         self.given: list[Action] = []
         self.pending: list[Event] = []
-        self.ledger = Ledger(limits)
+        self.ledger = ledger_of(state) if state else Ledger(limits)
         self._limits = limits
         self._num_prompts = num_prompts
-        self._cursor = 0
-        self._obey(self.core.start(self.now))
+        self._cursor = state.next_index if state else 0
+        self._paused = {e.id for e in self.state.engines.values() if e.is_paused}
+        self._rushed: dict[int, tuple[RequestId, ...]] = {}
+        if state is None:
+            self._obey(self.core.start(self.now))
+        else:
+            assert invariants.check(state) == []
+            running = [(r, request) for r, request in state.requests.items() if request.engine is not None]
+            self.pending += [finished(q.engine or 0, r, q.version) for r, q in running]
 
     @property
     def state(self) -> State:
@@ -64,8 +101,7 @@ class Stations:
         """Tell one fact, pending or not; returns the orders that follow."""
         if event in self.pending:
             self.pending.remove(event)
-        if isinstance(event, EngineLost):
-            self.pending = [f for f in self.pending if getattr(f, "engine", None) != event.engine]
+        self._follow(event)
         self.ledger.hear(event)
         orders = self.core.handle(event, self.now)
         self._obey(orders)
@@ -73,17 +109,17 @@ class Stations:
         return orders
 
     def possible(self) -> list[Event]:
-        """Pending facts that may come next: all but those of a dataset that answers out of order."""
+        """Pending facts that may come next: a dataset answers in order, a row that stands still never."""
         fetches = [fact for fact in self.pending if isinstance(fact, PromptsFetched)]
-        return [fact for fact in self.pending if fact not in fetches[1:]]
+        return [fact for fact in self.pending if fact not in fetches[1:] and not self._stands_still(fact)]
 
     def settle(self, but: Callable[[Event], bool] = lambda fact: False) -> None:
-        """Tell what is pending, and what comes of it, in order; but not the facts that `but` keeps back."""
-        while not self.core.done and (told := [fact for fact in self.pending if not but(fact)]):
+        """Tell what is possible, and what comes of it, in order; but not the facts that `but` keeps back."""
+        while not self.core.done and (told := [fact for fact in self.possible() if not but(fact)]):
             self.tell(told[0])
 
-    def join(self, engine: int, rows: int, slots: int) -> None:
-        self.tell(EngineJoined(engine, rows, slots))
+    def join(self, engine: int, rows: int, slots: int, is_colocated: bool = False) -> None:
+        self.tell(EngineJoined(engine, rows, slots, is_colocated))
 
     def refuse(self, request: RequestId) -> list[Action]:
         """The engine of a request fails it."""
@@ -95,12 +131,78 @@ class Stations:
         """Finish all siblings of a group and score it."""
         self.settle(but=lambda fact: not _is_about(fact, group))
 
+    def rows(self, engine: int) -> list[int]:
+        """Dataset rows of what an engine runs."""
+        return sorted(request.row for request in self.state.engines[engine].requests)
+
+    def _stands_still(self, fact: Event) -> bool:
+        if not isinstance(fact, RequestFinished):
+            return False
+        rushed = self._rushed.get(fact.engine)
+        return fact.engine in self._paused or (rushed is not None and fact.request not in rushed)
+
+    def _follow(self, event: Event) -> None:
+        """What else may be told changes with a fact."""
+        match event:
+            case RequestFinished(_, request) | RequestFailed(_, request):
+                self._end_moves(lambda move: move.request == request, "it has ended")
+            case RequestsAborted(_, requests):
+                self._end_moves(lambda move: move.request in requests, "it was given up")
+            case Migrated(request, source, destination):
+                self.pending = [_after_move(f, request, source, destination) for f in self.pending]
+            case MigrationFailed(request):
+                self._withdraw(lambda fact: isinstance(fact, Migrated) and fact.request == request)
+            case LoadFailed(engine):
+                self._withdraw(lambda fact: isinstance(fact, Loaded) and fact.engine == engine)
+            case StepFailed():
+                self._withdraw(lambda fact: isinstance(fact, Trained))
+            case Paused(engine):
+                self._paused.add(engine)
+            case Progressed(_, lengths):
+                known = dict(lengths)
+                for move in [f for f in self.pending if isinstance(f, Migrated)]:
+                    told = replace(move, num_tokens=known.get(move.request, move.num_tokens))
+                    self.pending[self.pending.index(move)] = told
+            case EngineLost(engine):
+                while broken := self._move_of(engine):
+                    ends = (broken.source, broken.destination)
+                    self.tell(MigrationFailed(broken.request, *ends, "an engine died"))
+                self._withdraw(lambda fact: getattr(fact, "engine", None) == engine)
+            case EngineLeft(engine):
+                self._withdraw(lambda fact: getattr(fact, "engine", None) == engine)
+
+    def _withdraw(self, is_void: Callable[[Event], bool]) -> None:
+        self.pending = [fact for fact in self.pending if not is_void(fact)]
+
+    def _move_of(self, engine: int) -> Migrated | MigrationFailed | None:
+        """A move of this engine that is not settled yet."""
+        moves = (fact for fact in self.pending if isinstance(fact, Migrated | MigrationFailed))
+        return next((move for move in moves if engine in (move.source, move.destination)), None)
+
+    def _end_moves(self, is_over: Callable[[Migrated], bool], reason: str) -> None:
+        self.pending = [
+            MigrationFailed(f.request, f.source, f.destination, reason)
+            if isinstance(f, Migrated) and is_over(f)
+            else f
+            for f in self.pending
+        ]
+
     def _obey(self, orders: list[Action]) -> None:
         for order in orders:
             self.ledger.obey(order)
             self.given.append(order)
-            if isinstance(order, Abort):
-                self.pending = [f for f in self.pending if getattr(f, "request", None) not in order.requests]
+            match order:
+                case Abort(_, requests):
+                    ended = [
+                        f for f in self.pending if isinstance(f, RequestFinished) and f.request in requests
+                    ]
+                    self.pending = [f for f in self.pending if f not in ended]
+                case Resume(engine):
+                    self._paused.discard(engine)
+                case Rush(engine, ()):
+                    self._rushed.pop(engine, None)
+                case Rush(engine, requests):
+                    self._rushed[engine] = requests
             self.pending += self._facts(order)
 
     def _facts(self, order: Action) -> list[Event]:
@@ -111,8 +213,15 @@ class Stations:
                 return [PromptsFetched(first, tuple(ids))]
             case Generate(engine, version, requests):
                 return [finished(engine, request, version) for request in requests]
+            case Migrate(request, source, destination):
+                num_tokens = self.state.requests[request].num_tokens
+                return [Migrated(request, source, destination, num_tokens, 0, 0.0, 0.0)]
             case Abort(engine, requests):
                 return [RequestsAborted(engine, requests, 0)]
+            case Pause(engine):
+                return [Paused(engine)]
+            case Dismiss(engine):
+                return [EngineLeft(engine)]
             case Score(group):
                 return [GroupScored(group, tuple(map(float, range(self._limits.group_size))))]
             case Train(step):
@@ -123,6 +232,17 @@ class Stations:
                 return [Loaded(engine, version, f"v{version}")]
             case _:
                 return []
+
+
+def _after_move(fact: Event, request: RequestId, source: int, destination: int) -> Event:
+    """What the source would have told of the request is the destination's business now."""
+    match fact:
+        case RequestFinished(engine, of) if of == request and engine == source:
+            return replace(fact, engine=destination)
+        case RequestsAborted(engine, requests) if engine == source:
+            return replace(fact, requests=tuple(r for r in requests if r != request))
+        case _:
+            return fact
 
 
 def _is_about(fact: Event, group: GroupId) -> bool:

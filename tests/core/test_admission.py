@@ -58,16 +58,16 @@ def test_a_group_waits_for_the_newest_version_while_it_is_loaded() -> None:
     assert [order.version for order in run.orders(Admit)[num_admitted_before:]] == [1, 1]
 
 
-def test_a_held_version_is_admitted_at_when_the_newest_finds_no_place() -> None:
-    """Two engines with one slot: one drains for version 1, the other goes on with version 0."""
-    run = Stations(limits(batch_size=1, max_staleness=8, num_steps=9))
+def test_a_held_version_is_admitted_at_while_the_newest_finds_no_place() -> None:
+    """Two full engines with one slot: rows that come free go on with version 0, and none stays empty."""
+    run = Stations(limits(batch_size=1, max_staleness=8, num_steps=12))
     run.join(0, rows=2, slots=1)
     run.join(1, rows=3, slots=1)
     run.settle(but=is_work)
     run.finish(GroupId(0, 0))
     run.settle(but=lambda fact: is_work(fact) and not isinstance(fact, Trained))
     assert run.state.newest == 1
-    assert [engine.draining_for for engine in run.state.engines.values()] == [1, None]
+    assert [engine.wanted for engine in run.state.engines.values()] == [None, None]
     num_admitted_before = len(run.orders(Admit))
     on_the_other = next(r for r, request in run.state.requests.items() if request.engine == 1)
     run.finish(on_the_other.group)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-
 import pytest
 from tests.core.stations import Stations, is_work, limits
 
 from dora.core.actions import Admit, Commit, Filter, Publish, ReportStall, Stop, Train
-from dora.core.events import GroupScored, Published, RequestFinished, Trained, Woken
-from dora.core.orchestrator import Orchestrator
-from dora.core.records import Chunk, GroupId, Limits, RequestId
-from dora.core.state import Engine, Group, Request, State
+from dora.core.events import GroupScored, Published, Trained, Woken
+from dora.core.records import GroupId, RequestId
 
 
 def groups(*rows: int) -> list[GroupId]:
@@ -25,7 +21,7 @@ def members(run: Stations, step: int) -> list[GroupId]:
 @pytest.fixture
 def run() -> Stations:
     """Four groups of version 0 may be trained in step 0 or 1; then come those of version 1."""
-    stations = Stations(limits(num_steps=6, max_staleness=1))
+    stations = Stations(limits(num_steps=6, max_staleness=1, rush=False))
     stations.join(0, rows=8, slots=2)
     stations.settle(but=is_work)
     assert [order.deadline for order in stations.orders(Admit)] == [1, 1, 1, 1]
@@ -147,40 +143,3 @@ def test_a_wakeup_at_the_named_moment_is_always_late_enough() -> None:
     run.now = wakeup
     run.tell(Woken())
     assert run.core.next_wakeup() is None
-
-
-def figure_5() -> State:
-    """Step n = 2 starts: prompts 1, 2, 8 of version 0, 3 and 4 of version 1, 5, 6 and 7 of version 2."""
-    bounds = Limits(num_steps=20, batch_size=6, group_size=1, max_staleness=2)
-    state = State(bounds, next_step=2, newest=2, store={v: f"v{v}" for v in range(3)})
-    for engine, (version, rows) in enumerate([(0, (1, 2, 8)), (1, (3, 4)), (2, (5, 6, 7))]):
-        requests = {RequestId(0, row, 0): version for row in rows}
-        running = Counter({version: len(rows)})
-        state.engines[engine] = Engine(engine, len(rows), 1, {version}, requests=requests, running=running)
-        state.requests |= {r: Request(r, version, engine) for r in requests}
-        state.unfinished[version] = len(rows)
-        state.open[version + 2] = len(rows)
-        state.groups |= {r.group: Group(r.group, r.row - 1, version, version + 2, {r}) for r in requests}
-    state.prompts = deque((index, GroupId(0, index + 1)) for index in range(8, 20))
-    state.next_index, state.num_admitted = 20, 8
-    return state
-
-
-def test_figure_5_closes_its_batch_without_a_discard() -> None:
-    """LongCat-Flash-Thinking, figure 5, less what it throws away: design, section 6."""
-    state = figure_5()
-    core = Orchestrator(state.limits, state)
-    engine_of = {1: 0, 2: 0, 8: 0, 3: 1, 4: 1, 5: 2, 6: 2, 7: 2}
-    given = []
-    for time, row in enumerate((5, 8, 3, 1, 6, 2)):
-        engine, group = engine_of[row], GroupId(0, row)
-        chunk = Chunk(engine, f"v{engine}", 9)
-        request = RequestId(0, row, 0)
-        given += core.handle(RequestFinished(engine, request, engine, 9, (chunk,), "stop"), time)
-        given += core.handle(GroupScored(group, (1.0,)), time)
-        assert bool([order for order in given if isinstance(order, Train)]) == (row == 2)
-    assert Train(2, tuple(groups(5, 8, 3, 1, 6, 2))) in given
-    admitted = [order for order in given if isinstance(order, Admit)]
-    assert {order.version for order in admitted} == {2}, "nothing is admitted at the expiring version"
-    assert {type(order).__name__ for order in given}.isdisjoint({"Abort", "Fail", "Filter"})
-    assert {4, 7} == {group.row for group in state.groups if group.row <= 8} - {5, 8, 3, 1, 6, 2}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.stations import limits
 
-from dora.core.state import bound_holds
+from dora.core.bound import bound_holds
 
 MAX_DEADLINE = 12
 

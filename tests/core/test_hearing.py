@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 from tests.core.stations import Stations, finished, is_work, limits
 
+from dora.core import invariants, snapshot
 from dora.core.events import (
+    DrainAsked,
     EngineJoined,
+    EngineLeft,
     EngineLost,
     Event,
     GroupScored,
     GroupUnscorable,
     Loaded,
+    LoadFailed,
+    Migrated,
+    MigrationFailed,
+    Paused,
     Progressed,
     PromptsFetched,
     Published,
     RequestFailed,
     RequestFinished,
     RequestsAborted,
+    StepFailed,
     Trained,
     Woken,
 )
@@ -84,18 +90,30 @@ ILLEGAL: list[tuple[Event, str]] = [
     (Published(1, "v1"), "the publication was ordered"),
     (Published(0, "v0"), "the publication was ordered"),
     (Loaded(0, 0, "v0"), "the load was ordered"),
+    (LoadFailed(0, 0, "no memory"), "the load was ordered"),
+    (LoadFailed(1, 0, "no memory"), UNKNOWN_ENGINE),
+    (StepFailed(0, "no memory"), "the step was ordered"),
+    (DrainAsked(1), UNKNOWN_ENGINE),
+    (EngineLeft(0), "an engine leaves when it is dismissed"),
+    (EngineLeft(1), UNKNOWN_ENGINE),
+    (Paused(0), "the pause was ordered"),
+    (Paused(1), UNKNOWN_ENGINE),
+    (Migrated(RUNNING, 0, 1, 3, 300, 0.1, 0.1), "the move was ordered"),
+    (Migrated(DONE, 0, 0, 3, 300, 0.1, 0.1), "the move was ordered"),
+    (MigrationFailed(RUNNING, 0, 1, "lease over"), "the move was ordered"),
     (Loaded(1, 0, "v0"), UNKNOWN_ENGINE),
 ]
 
 
 @pytest.mark.parametrize(("event", "rule"), ILLEGAL, ids=[f"{e}" for e, _ in ILLEGAL])
 def test_an_illegal_fact_is_refused_and_changes_nothing(run: Stations, event: Event, rule: str) -> None:
-    before = copy.deepcopy(run.state)
+    before = snapshot.to_json(run.state)
     with pytest.raises(ProtocolError) as refusal:
         run.core.handle(event, run.now)
     assert rule in str(refusal.value)
     assert str(event) in str(refusal.value)
-    assert run.state == before
+    assert snapshot.to_json(run.state) == before
+    assert invariants.check(run.state) == []
 
 
 def test_an_engine_must_hold_the_bytes_that_were_published(run: Stations) -> None:
@@ -144,9 +162,13 @@ def test_a_request_that_is_being_aborted_may_end_in_any_way(run: Stations) -> No
         ({"group_size": 0}, "group_size = 0"),
         ({"max_staleness": -1}, "max_staleness = -1"),
         ({"filter_groups": True, "group_size": 1}, "would filter every group"),
+        ({"batches_per_version": 0}, "batches_per_version = 0"),
+        ({"slack": -1}, "slack at least 0"),
+        ({"load_interval": 0}, "load_interval is at least 1"),
+        ({"rebalance_interval_s": 0.0}, "rebalance_interval_s above 0"),
     ],
 )
-def test_limits_that_cannot_work_are_refused(changes: dict[str, int], complaint: str) -> None:
+def test_limits_that_cannot_work_are_refused(changes: dict[str, float], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         limits(**changes)
 

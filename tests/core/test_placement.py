@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-from collections import deque
-
+from tests.core.midway import engine, midway, waiting
 from tests.core.stations import Stations, finished, is_work, limits
 
 from dora.core.actions import Abort, Fail, Generate
 from dora.core.events import EngineLost, Progressed, RequestsAborted
 from dora.core.placement import place
 from dora.core.records import GroupId, RequestId
-from dora.core.state import Engine, Request, State
 
 
 def request(row: int, sibling: int) -> RequestId:
     return RequestId(0, row, sibling)
 
 
-def waiting_on(engines: list[Engine], *requests: tuple[int, RequestId]) -> State:
-    """A state in which (version, request) pairs wait for rows of these engines."""
-    state = State(limits(), engines={engine.id: engine for engine in engines})
-    for version, waiting in requests:
-        state.waiting.setdefault(version, deque()).append(waiting)
-        state.requests[waiting] = Request(waiting, version)
-    return state
-
-
 def test_siblings_stay_together_where_rows_allow() -> None:
-    engines = [Engine(0, rows=4, slots=1, held={0}), Engine(1, rows=3, slots=1, held={0})]
+    state = midway(limits(group_size=3), newest=0)
+    engine(state, 0, rows=4, held={0})
+    engine(state, 1, rows=3, held={0})
+    waiting(state, 0, 0, 1)
     siblings = [request(row, sibling) for row in (0, 1) for sibling in range(3)]
-    state = waiting_on(engines, *((0, sibling) for sibling in siblings))
     assert place(state) == [Generate(0, 0, tuple(siblings[:3])), Generate(1, 0, tuple(siblings[3:]))]
 
 
 def test_older_versions_are_placed_first() -> None:
-    state = waiting_on([Engine(0, 1, 2, held={3, 4})], (4, request(4, 0)), (3, request(3, 0)))
+    state = midway(limits(), newest=4)
+    engine(state, 0, rows=1, slots=2, held={3, 4})
+    waiting(state, 4, 4)
+    waiting(state, 3, 3)
     assert place(state) == [Generate(0, 3, (request(3, 0),))]
 
 
 def test_a_request_waits_for_an_engine_that_holds_its_version() -> None:
-    engines = [Engine(0, rows=4, slots=1, held={1}), Engine(1, rows=1, slots=1, held={0})]
-    state = waiting_on(engines, (0, request(0, 0)), (0, request(0, 1)))
+    state = midway(limits(), newest=1)
+    engine(state, 0, rows=4, held={1})
+    engine(state, 1, rows=1, held={0})
+    waiting(state, 0, 0, 1)
     assert place(state) == [Generate(1, 0, (request(0, 0),))]
-    assert list(state.waiting[0]) == [request(0, 1)]
+    assert list(state.waiting[0]) == [request(1, 0)]
+
+
+def test_what_waits_already_is_placed_also_where_a_slot_is_cleared_but_there_last() -> None:
+    state = midway(limits(), newest=1)
+    engine(state, 0, rows=9, held={0}, clearing=0, wanted=1)
+    engine(state, 1, rows=1, held={0})
+    waiting(state, 0, 0, 1)
+    assert place(state) == [Generate(0, 0, (request(1, 0),)), Generate(1, 0, (request(0, 0),))]
 
 
 def test_a_group_too_large_for_one_engine_is_spread() -> None:
@@ -89,11 +93,11 @@ def test_the_rows_of_aborted_requests_are_free_only_once_the_abort_is_confirmed(
     run.join(0, rows=3, slots=1)
     run.settle(but=is_work)
     run.refuse(request(0, 0))
-    engine = run.state.engines[0]
-    assert set(engine.aborting) == {request(0, 1), request(0, 2)}
-    assert list(engine.requests) == [request(1, 0)]
+    on = run.state.engines[0]
+    assert set(on.aborting) == {request(0, 1), request(0, 2)}
+    assert list(on.requests) == [request(1, 0)]
     run.tell(RequestsAborted(0, (request(0, 1), request(0, 2)), 17))
-    assert list(engine.requests) == [request(1, 0), request(1, 1), request(1, 2)]
+    assert list(on.requests) == [request(1, 0), request(1, 1), request(1, 2)]
     assert run.state.num_aborted_tokens == 17
 
 

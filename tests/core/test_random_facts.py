@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import json
+from typing import TypeVar
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tests.core.stations import Stations, finished
 
+from dora.core import snapshot
 from dora.core.actions import Abort
 from dora.core.events import (
+    DrainAsked,
     EngineJoined,
     EngineLost,
+    Event,
     GroupScored,
     GroupUnscorable,
+    Loaded,
+    LoadFailed,
+    Migrated,
+    MigrationFailed,
     Progressed,
     RequestFailed,
     RequestFinished,
     RequestsAborted,
+    StepFailed,
+    Trained,
     Woken,
 )
+from dora.core.orchestrator import Orchestrator
 from dora.core.records import Limits
 
+Fact = TypeVar("Fact", bound=Event)
+
+MAX_ENGINES = 5
 MAX_FACTS_TO_THE_END = 5_000
 any_limits = st.builds(
     Limits,
@@ -30,6 +46,13 @@ any_limits = st.builds(
     max_staleness=st.integers(0, 3),
     filter_groups=st.booleans(),
     stall_report_s=st.sampled_from([0.0, 1.0]),
+    batches_per_version=st.sampled_from([None, None, None, 1, 2]),
+    slack=st.integers(0, 2),
+    load_interval=st.sampled_from([1, 1, 2]),
+    is_static=st.sampled_from([False, False, True]),
+    level_running=st.booleans(),
+    rush=st.booleans(),
+    rebalance_interval_s=st.sampled_from([0.1, 1.0]),
 )
 
 
@@ -39,6 +62,7 @@ class RandomFacts(RuleBasedStateMachine):
     @initialize(limits=any_limits, num_prompts=st.integers(1, 9))
     def begin(self, limits: Limits, num_prompts: int) -> None:
         self.stations = Stations(limits, num_prompts)
+        self.num_joined = 0
 
     @property
     def engines(self) -> list[int]:
@@ -47,43 +71,55 @@ class RandomFacts(RuleBasedStateMachine):
     def is_going(self) -> bool:
         return not self.stations.core.done
 
-    def has_pending(self) -> bool:
-        return self.is_going() and bool(self.stations.pending)
+    def has_answers(self) -> bool:
+        return self.is_going() and bool(self.stations.possible())
 
     def has_engines(self) -> bool:
         return self.is_going() and bool(self.engines)
 
-    @precondition(is_going)
-    @rule(engine=st.integers(0, 3), rows=st.integers(1, 5), slots=st.integers(1, 3))
-    def an_engine_joins(self, engine: int, rows: int, slots: int) -> None:
-        if engine not in self.engines:
-            self.stations.tell(EngineJoined(engine, rows, slots))
+    def may_join(self) -> bool:
+        return self.is_going() and len(self.engines) < MAX_ENGINES
+
+    def draw(self, data: st.DataObject, kind: type[Fact]) -> Fact | None:
+        """One of the possible facts of a kind; the test tells another in its place."""
+        facts = [fact for fact in self.stations.possible() if isinstance(fact, kind)]
+        return data.draw(st.sampled_from(facts)) if facts else None
+
+    @precondition(may_join)
+    @rule(rows=st.integers(1, 5), slots=st.integers(1, 3), is_colocated=st.sampled_from([False, False, True]))
+    def an_engine_joins(self, rows: int, slots: int, is_colocated: bool) -> None:
+        self.stations.tell(EngineJoined(self.num_joined, rows, slots, is_colocated))
+        self.num_joined += 1
 
     @precondition(has_engines)
     @rule(data=st.data())
     def an_engine_is_lost(self, data: st.DataObject) -> None:
         self.stations.tell(EngineLost(data.draw(st.sampled_from(self.engines)), "killed"))
 
-    @precondition(has_pending)
+    @precondition(has_engines)
+    @rule(data=st.data())
+    def an_engine_is_asked_to_leave(self, data: st.DataObject) -> None:
+        self.stations.tell(DrainAsked(data.draw(st.sampled_from(self.engines))))
+
+    @precondition(has_answers)
     @rule(data=st.data())
     def any_answer_comes(self, data: st.DataObject) -> None:
         self.stations.tell(data.draw(st.sampled_from(self.stations.possible())))
 
-    @precondition(has_pending)
+    @precondition(has_answers)
     @rule(num=st.integers(1, 10))
     def the_oldest_answers_come(self, num: int) -> None:
-        for fact in self.stations.pending[:num]:
-            if fact in self.stations.pending and self.is_going():
+        for fact in self.stations.possible()[:num]:
+            if fact in self.stations.possible() and self.is_going():
                 self.stations.tell(fact)
 
-    @precondition(has_pending)
+    @precondition(has_answers)
     @rule(data=st.data(), num_finished=st.integers(0, 3))
     def a_request_fails(self, data: st.DataObject, num_finished: int) -> None:
         """Siblings may finish on an engine before the order to abort them reaches it."""
-        finishes = [f for f in self.stations.pending if isinstance(f, RequestFinished)]
-        if not finishes:
+        fact = self.draw(data, RequestFinished)
+        if fact is None:
             return
-        fact = data.draw(st.sampled_from(finishes))
         self.stations.pending.remove(fact)
         orders = self.stations.tell(RequestFailed(fact.engine, fact.request, "refused"))
         for order in [order for order in orders if isinstance(order, Abort)]:
@@ -92,23 +128,52 @@ class RandomFacts(RuleBasedStateMachine):
             self.stations.pending.append(RequestsAborted(order.engine, late, 7))
             self.stations.pending += [finished(order.engine, request, fact.version) for request in early]
 
-    @precondition(has_pending)
+    @precondition(has_answers)
     @rule(data=st.data(), is_flat=st.booleans())
     def a_group_teaches_nothing(self, data: st.DataObject, is_flat: bool) -> None:
-        scores = [f for f in self.stations.pending if isinstance(f, GroupScored)]
-        if not scores:
-            return
-        fact = data.draw(st.sampled_from(scores))
-        self.stations.pending.remove(fact)
-        flat = GroupScored(fact.group, (1.0,) * len(fact.rewards))
-        self.stations.tell(flat if is_flat else GroupUnscorable(fact.group, "no answer"))
+        if fact := self.draw(data, GroupScored):
+            flat = GroupScored(fact.group, (1.0,) * len(fact.rewards))
+            self.stations.pending.remove(fact)
+            self.stations.tell(flat if is_flat else GroupUnscorable(fact.group, "no answer"))
+
+    @precondition(has_answers)
+    @rule(data=st.data())
+    def a_move_fails(self, data: st.DataObject) -> None:
+        if fact := self.draw(data, Migrated):
+            self.stations.tell(MigrationFailed(fact.request, fact.source, fact.destination, "lease over"))
+
+    @precondition(has_answers)
+    @rule(data=st.data())
+    def a_load_fails(self, data: st.DataObject) -> None:
+        if fact := self.draw(data, Loaded):
+            self.stations.tell(LoadFailed(fact.engine, fact.version, "no memory"))
+
+    @precondition(has_answers)
+    @rule(data=st.data())
+    def a_step_fails(self, data: st.DataObject) -> None:
+        if fact := self.draw(data, Trained):
+            self.stations.tell(StepFailed(fact.step, "no memory"))
 
     @precondition(has_engines)
-    @rule(data=st.data(), num_tokens=st.integers(1, 9))
-    def an_engine_reports_its_progress(self, data: st.DataObject, num_tokens: int) -> None:
+    @rule(
+        data=st.data(),
+        num_tokens=st.integers(1, 9),
+        pace=st.sampled_from([0.0, 10.0, 30.0]),
+        kv_share=st.sampled_from([0.1, 0.95]),
+    )
+    def an_engine_reports(self, data: st.DataObject, num_tokens: int, pace: float, kv_share: float) -> None:
         engine = data.draw(st.sampled_from(self.engines))
-        requests = self.stations.state.engines[engine].requests
-        self.stations.tell(Progressed(engine, tuple((request, num_tokens) for request in requests)))
+        state = self.stations.state
+        requests = state.engines[engine].requests
+        lengths = tuple((request, state.requests[request].num_tokens + num_tokens) for request in requests)
+        self.stations.tell(Progressed(engine, lengths, pace, kv_share))
+
+    @precondition(is_going)
+    @rule()
+    def the_orchestrator_dies_and_comes_back(self) -> None:
+        kept = json.dumps(snapshot.to_json(self.stations.state))
+        restored = snapshot.from_json(json.loads(kept))
+        self.stations.core = Orchestrator(restored.limits, restored)
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 2.0]))
     def time_passes(self, seconds: float) -> None:
@@ -123,13 +188,13 @@ class RandomFacts(RuleBasedStateMachine):
         """From here on all goes well: with one engine left, every run comes to its end."""
         if not hasattr(self, "stations"):
             return
-        if self.is_going() and not self.engines:
-            self.stations.tell(EngineJoined(9, 1, 1))
+        if self.is_going() and all(engine.is_leaving for engine in self.stations.state.engines.values()):
+            self.stations.tell(EngineJoined(self.num_joined, 1, 1))
         for _ in range(MAX_FACTS_TO_THE_END):
             if self.stations.core.done:
                 return self.stations.ledger.close()
-            assert self.stations.pending, f"deadlock: {self.stations.state}"
-            self.stations.tell(self.stations.pending[0])
+            assert self.stations.possible(), f"deadlock: {self.stations.state}"
+            self.stations.tell(self.stations.possible()[0])
         raise AssertionError("the run does not end")
 
 

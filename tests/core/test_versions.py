@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-
+from tests.core.midway import engine, midway, running, waiting
 from tests.core.stations import Stations, is_work, limits
 
 from dora.core import versions
 from dora.core.actions import Admit, Drop, Load, Retire
 from dora.core.events import EngineLost, Loaded, Trained
-from dora.core.records import GroupId, RequestId
-from dora.core.state import Engine, State
+from dora.core.records import GroupId
+from dora.core.state import State
 
 
 def test_every_engine_loads_every_new_version_it_has_a_slot_for() -> None:
@@ -18,8 +17,8 @@ def test_every_engine_loads_every_new_version_it_has_a_slot_for() -> None:
     run.join(0, rows=2, slots=2)
     run.join(1, rows=2, slots=2)
     run.settle()
-    for engine in (0, 1):
-        assert [order.version for order in run.orders(Load) if order.engine == engine][:4] == [0, 1, 2, 3]
+    for number in (0, 1):
+        assert [order.version for order in run.orders(Load) if order.engine == number][:4] == [0, 1, 2, 3]
 
 
 def test_the_newest_version_comes_beside_one_that_is_still_decoded() -> None:
@@ -30,9 +29,9 @@ def test_the_newest_version_comes_beside_one_that_is_still_decoded() -> None:
     run.finish(GroupId(0, 1))
     run.tell(Trained(0))
     run.settle(but=is_work)
-    engine = run.state.engines[0]
-    assert engine.held == {0, 1}
-    assert set(engine.requests.values()) == {0, 1}
+    on = run.state.engines[0]
+    assert on.held == {0, 1}
+    assert set(on.requests.values()) == {0, 1}
     assert run.orders(Drop) == []
 
 
@@ -61,7 +60,7 @@ def test_an_engine_that_must_make_room_admits_nothing_until_it_has() -> None:
     num_before = len(run.orders(Admit))
     run.tell(Trained(0))
     run.settle(but=is_work)
-    assert run.state.engines[0].draining_for == 1
+    assert run.state.engines[0].wanted == 1
     run.finish(GroupId(0, 2))
     assert run.state.engines[0].free_rows > 0
     assert len(run.orders(Admit)) == num_before
@@ -70,10 +69,10 @@ def test_an_engine_that_must_make_room_admits_nothing_until_it_has() -> None:
 
 
 def pinned_without_rows() -> State:
-    """Engine 0 holds the only copy of version 0, which a waiting request needs; 1 is the newest."""
-    state = State(limits(), newest=1, store={0: "v0", 1: "v1"})
-    state.engines[0] = Engine(0, rows=1, slots=1, held={0})
-    state.unfinished[0] = 1
+    """Engine 0 holds the only copy of version 0, which a request of a lost engine needs; 1 is the newest."""
+    state = midway(limits(), newest=1)
+    engine(state, 0, rows=1, held={0})
+    waiting(state, 0, 0)
     return state
 
 
@@ -82,14 +81,16 @@ def test_an_engine_never_drops_the_last_copy_of_a_pinned_version() -> None:
 
 
 def test_an_engine_drops_a_pinned_version_that_another_one_holds() -> None:
-    state = pinned_without_rows()
-    state.engines[1] = Engine(1, rows=1, slots=2, held={0, 1}, running=Counter({0: 1}))
+    state = midway(limits(), newest=1)
+    engine(state, 0, rows=1, held={0})
+    engine(state, 1, rows=1, slots=2, held={0, 1})
+    running(state, 1, 0, 0)
     assert versions.load(state) == [Drop(0, 0), Load(0, 1)]
 
 
 def test_an_engine_drops_a_version_that_is_not_pinned() -> None:
-    state = pinned_without_rows()
-    state.unfinished.clear()
+    state = midway(limits(), newest=1)
+    engine(state, 0, rows=1, held={0})
     assert versions.load(state) == [Drop(0, 0), Load(0, 1)]
 
 
@@ -114,25 +115,23 @@ def test_a_pinned_version_without_holder_is_loaded_before_the_newest() -> None:
 
 
 def test_orphans_are_loaded_oldest_first_on_the_engines_with_most_free_rows() -> None:
-    state = State(limits(), newest=2, store={0: "v0", 1: "v1", 2: "v2"})
-    state.engines = {0: Engine(0, rows=2, slots=1), 1: Engine(1, rows=9, slots=1)}
-    for version in (1, 0):
-        state.waiting[version] = deque([RequestId(0, version, 0)])
-        state.unfinished[version] = 1
-    assert versions.load(state) == [Load(1, 0), Load(0, 1)]
+    state = midway(limits(), newest=2)
+    engine(state, 0, rows=2, held=())
+    engine(state, 1, rows=9, held=())
+    waiting(state, 1, 1)
+    waiting(state, 0, 0)
+    assert versions.load(state) == [Load(0, 1), Load(1, 0)]
 
 
-def test_where_no_slot_is_free_for_an_orphan_the_least_busy_engine_drains() -> None:
-    state = State(limits(), newest=1, store={0: "v0", 1: "v1"})
-    for engine, num_requests in ((0, 2), (1, 1)):
-        running = {RequestId(0, 10 * engine + k, 0): 1 for k in range(num_requests)}
-        state.engines[engine] = Engine(
-            engine, 4, 1, {1}, requests=running, running=Counter({1: num_requests})
-        )
-    state.waiting[0] = deque([RequestId(0, 0, 0)])
-    state.unfinished.update({0: 1, 1: 3})
+def test_where_no_slot_is_free_for_an_orphan_the_least_busy_engine_clears_one() -> None:
+    state = midway(limits(), newest=1)
+    engine(state, 0, rows=4, held={1})
+    engine(state, 1, rows=4, held={1})
+    running(state, 0, 1, 1, 2)
+    running(state, 1, 1, 3)
+    waiting(state, 0, 0)
     assert versions.load(state) == []
-    assert [engine.draining_for for engine in state.engines.values()] == [None, 0]
+    assert [(e.clearing, e.wanted) for e in state.engines.values()] == [(None, None), (1, 0)]
 
 
 def test_the_store_keeps_every_pinned_version_and_lets_go_of_the_others() -> None:

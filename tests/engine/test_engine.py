@@ -303,7 +303,7 @@ def test_the_share_of_kv_in_use_falls_to_nothing() -> None:
     made = engine(num_blocks=20)
     made.submit([request(0, prompt_length=33)])
     made.step()
-    assert made.kv_share == pytest.approx((2 + 2) / 20)
+    assert made.kv_share == pytest.approx(3 / 20)
     run(made, [])
     assert made.kv_share == 0
 

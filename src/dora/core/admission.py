@@ -34,11 +34,11 @@ def admit(state: State) -> list[Action]:
 
 
 def fetch(state: State) -> list[Action]:
-    """Keep one batch of prompts at hand."""
+    """Keep between half a batch and one batch of prompts at hand."""
     if state.next_step >= state.limits.num_steps:
         return []
     count = state.limits.batch_size - len(state.prompts) - state.num_fetching
-    if count <= 0:
+    if 2 * count < state.limits.batch_size or count == 0:
         return []
     state.num_fetching += count
     return [Fetch(count)]

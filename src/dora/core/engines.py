@@ -67,13 +67,14 @@ class Post(NamedTuple):
     """What the indexes say of one engine."""
 
     held: frozenset[int]
+    idle: frozenset[int]  # held and not decoded
     coming: tuple[int, ...]
     open: dict[int, Key]  # version -> rank among its takers
     top: int
     fresh_rows: int
 
 
-NOWHERE = Post(frozenset(), (), {}, -1, 0)
+NOWHERE = Post(frozenset(), frozenset(), (), {}, -1, 0)
 
 
 def post_of(engine: Engine) -> Post:
@@ -83,10 +84,11 @@ def post_of(engine: Engine) -> Post:
     """
     free, top = engine.free_rows, engine.top
     held = frozenset() if engine.is_leaving else frozenset(engine.held)
+    idle = frozenset(v for v in held if not engine.running.get(v))
     coming = tuple({v for v in (engine.loading, engine.wanted) if v is not None})
     is_taker = engine.is_working and free > 0
     takes: dict[int, Key] = {}
     if is_taker:
         takes = {v: (int(v == engine.clearing), -free) for v in engine.held}
     fresh = free if is_taker and engine.is_open(top) else 0
-    return Post(held, coming, takes, top, fresh)
+    return Post(held, idle, coming, takes, top, fresh)

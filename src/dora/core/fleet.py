@@ -21,7 +21,7 @@ from dora.core.events import (
     Paused,
     Progressed,
 )
-from dora.core.records import ProtocolError
+from dora.core.records import ProtocolError, RequestId
 from dora.core.state import State, take_one
 
 
@@ -118,9 +118,10 @@ def progressed(event: Progressed, state: State) -> list[Action]:
 def migrated(event: Migrated, state: State) -> list[Action]:
     """The request goes on at its destination, also when its group has failed meanwhile."""
     request = event.request
-    source, destination, version = _settle(event, state)
+    source, destination = _ends(event, state)
     is_dead = request in source.aborting
     require(is_dead or request in source.requests, event, "it was unfinished", source.requests.keys())
+    version = _settle(request, destination, state)
     if is_dead:
         del source.aborting[request]
         take_one(source.running, version)
@@ -138,7 +139,8 @@ def migrated(event: Migrated, state: State) -> list[Action]:
 
 
 def migration_failed(event: MigrationFailed, state: State) -> list[Action]:
-    source, destination, _ = _settle(event, state)
+    source, destination = _ends(event, state)
+    _settle(event.request, destination, state)
     state.touch(source)
     state.touch(destination)
     return []
@@ -167,16 +169,20 @@ def load_failed(event: LoadFailed, state: State) -> list[Action]:
     return []
 
 
-def _settle(event: Migrated | MigrationFailed, state: State) -> tuple[Engine, Engine, int]:
-    """A move is over, either way; its place at the destination is free again."""
+def _ends(event: Migrated | MigrationFailed, state: State) -> tuple[Engine, Engine]:
+    """Source and destination of a move that was ordered."""
     move = state.moves.get(event.request)
     is_known = move is not None and (move.source, move.destination) == (event.source, event.destination)
     require(is_known, event, "the move was ordered", move)
-    del state.moves[event.request]
-    source, destination = state.engines[event.source], state.engines[event.destination]
-    version = destination.arriving.pop(event.request)
+    return state.engines[event.source], state.engines[event.destination]
+
+
+def _settle(request: RequestId, destination: Engine, state: State) -> int:
+    """The move is over, either way; its place at the destination is free again. Returns the version."""
+    del state.moves[request]
+    version = destination.arriving.pop(request)
     take_one(destination.running, version)
-    return source, destination, version
+    return version
 
 
 def _stay(state: State) -> list[Action]:

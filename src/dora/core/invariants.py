@@ -128,10 +128,10 @@ def _indexes(state: State) -> list[str]:
     fresh.groups = state.groups
     fresh.restore(state.engines)
     broken = []
-    if state.holders.keys() != fresh.holders.keys() or any(
-        state.holders[v].keys() != fresh.holders[v].keys() for v in fresh.holders
-    ):
-        broken.append(f"holders are {state.holders}, should be {fresh.holders}")
+    for name in ("holders", "idle"):
+        kept = {v: {*engines} for v, engines in getattr(state, name).items()}
+        if kept != {v: {*engines} for v, engines in getattr(fresh, name).items()}:
+            broken.append(f"{name} is {kept}, should be {getattr(fresh, name)}")
     for name in ("coming", "fresh_rows", "colocated", "leaving"):
         if dict(getattr(state, name)) != dict(getattr(fresh, name)):
             broken.append(f"{name} is {getattr(state, name)}, should be {getattr(fresh, name)}")

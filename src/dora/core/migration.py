@@ -7,7 +7,7 @@ engine that must be empty.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 
 from dora.core.actions import Migrate
 from dora.core.costs import VERSION_OVERHEAD
@@ -33,32 +33,35 @@ def migrate(state: State) -> list[Migrate]:
 
 
 class _Berths:
-    """Free rows by version, on engines that may take moved requests."""
+    """Free rows by version, on engines that may take moved requests.
+
+    No engine that requests have to leave is among them.
+    """
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._engines: dict[int, deque[Engine]] = {}  # by free rows, fewest first
+        self._engines: dict[int, list[tuple[int, int]]] = {}  # (free rows, engine), fewest first
 
-    def find(self, version: int, source: Engine, request: RequestId) -> Engine | None:
-        """Where the request fits best, or for a long one, where most rows are free."""
+    def take(self, version: int, request: RequestId) -> Engine | None:
+        """A row where the request fits best, or for a long one, where most rows are free."""
         engines = self._of(version)
-        at_end = is_long(self._state, request)
-        for _ in range(len(engines)):
-            engine = engines[-1 if at_end else 0]
-            if engine.free_rows > 0 and engine is not source:
+        end = -1 if is_long(self._state, request) else 0
+        while engines:
+            num_free, number = engines.pop(end)
+            engine = self._state.engines[number]
+            is_fresh = num_free == engine.free_rows  # rows may have gone to another version
+            num_left = engine.free_rows - is_fresh
+            if num_left > 0:
+                insort(engines, (num_left, number))
+            if is_fresh:
                 return engine
-            if engine.free_rows == 0:
-                engines.pop() if at_end else engines.popleft()
-            else:
-                engines.rotate(1 if at_end else -1)
         return None
 
-    def _of(self, version: int) -> deque[Engine]:
+    def _of(self, version: int) -> list[tuple[int, int]]:
         if version not in self._engines:
-            state = self._state
-            engines = [state.engines[e] for e in state.takers.get(version, ())]
-            fit = [e for e in engines if _may_take(state, e, version)]
-            self._engines[version] = deque(sorted(fit, key=lambda e: (e.free_rows, e.id)))
+            engines = [self._state.engines[e] for e in self._state.takers.get(version, ())]
+            fit = [e for e in engines if e.free_rows > 0 and _may_take(self._state, e, version)]
+            self._engines[version] = sorted((e.free_rows, e.id) for e in fit)
         return self._engines[version]
 
 
@@ -167,7 +170,7 @@ def _move_off(
 
 
 def _move_to(state: State, request: RequestId, source: Engine, berths: _Berths, reason: str) -> list[Migrate]:
-    destination = berths.find(source.requests[request], source, request)
+    destination = berths.take(source.requests[request], request)
     return [] if destination is None else [_move(state, request, source, destination, reason)]
 
 

@@ -61,7 +61,7 @@ class Orchestrator:
         is_due = placement.is_due(state)
         if is_due:
             placement.repartition(state)
-        orders += versions.load(state)
+        orders += versions.load(state, is_due)
         if is_due or state.is_rebalance_due:  # a version without engine may have got one to be cleared
             state.is_rebalance_due = False
             orders += migration.migrate(state)

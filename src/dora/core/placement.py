@@ -98,10 +98,11 @@ def _share_out(state: State, engines: list[Engine], spare: Counter[int]) -> None
         lacking = state.num_waiting(version) - _rows_of(state, version)
         for engine in engines:
             unit, old = units[engine.id], engine.top
-            if have[version] + unit / 2 > target[version] or (lacking <= 0 and not is_newest):
+            if have[version] >= target[version] or (lacking <= 0 and not is_newest):
                 break  # more engines would find nothing to do
+            is_due = have[version] + unit / 2 <= target[version]
             is_surplus = old != version and have[old] - unit / 2 >= target.get(old, 0)
-            if is_surplus and _flip(state, engine, old, version, spare):
+            if is_due and is_surplus and _flip(state, engine, old, version, spare):
                 have[old] -= unit
                 have[version] += unit
                 lacking -= engine.rows

@@ -15,11 +15,12 @@ from functools import cache
 from types import UnionType
 from typing import Any
 
+from dora.core import invariants
 from dora.core.records import ProtocolError
 from dora.core.state import State
 
 SCHEMA = 1
-INDEXES = ("touched", "changed", "holders", "coming", "takers", "fresh_rows", "unscored", "posts")
+INDEXES = ("touched", "changed", "holders", "idle", "coming", "takers", "fresh_rows", "unscored", "posts")
 _COUNTED = ("colocated", "leaving")  # by State.restore
 
 
@@ -41,11 +42,14 @@ def from_json(raw: Mapping[str, Any]) -> State:
             for name in (f.name for f in fields(State))
             if name not in (*INDEXES, *_COUNTED)
         }
+        engines = values.pop("engines")
+        state = State(**values)
+        state.restore(engines)
+        broken = invariants.check(state)
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"the snapshot is damaged: {error!r}") from error
-    engines = values.pop("engines")
-    state = State(**values)
-    state.restore(engines)
+    if broken:
+        raise ProtocolError(f"the snapshot is damaged: {broken[0]}")
     return state
 
 
@@ -88,4 +92,7 @@ def _read(hint: Any, raw: Any) -> Any:
         return typing.cast(Any, hint)(**values)
     if isinstance(hint, type) and issubclass(hint, tuple):
         return hint(*(_read(h, value) for h, value in zip(_hints(hint).values(), raw, strict=True)))
+    kinds = {type(None) if hint is None else hint} | ({int} if hint is float else set())
+    if type(raw) not in kinds:
+        raise TypeError(f"{raw!r} is no {hint}")
     return raw

@@ -8,6 +8,7 @@ engine calls `touch`.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -108,6 +109,7 @@ class State:
     holders: dict[int, dict[int, None]] = field(
         default_factory=dict, repr=False
     )  # version -> staying engines
+    idle: dict[int, dict[int, None]] = field(default_factory=dict, repr=False)  # of them, not decoding it
     coming: Counter[int] = field(
         default_factory=Counter, repr=False
     )  # version -> engines that load or want it
@@ -162,9 +164,9 @@ class State:
         self.changed.pop(engine.id, None)
         self._index(engine.id, None)
 
-    def touch_holders(self, version: int) -> None:
-        """Whether these may drop `version` has changed, though they have not."""
-        self.touched.update(self.holders.get(version, {}))
+    def touch_idle(self, version: int) -> None:
+        """Engines that do not decode `version` may drop it now, though they have not changed."""
+        self.touched.update(self.idle.get(version, {}))
 
     def pin(self, version: int, num_requests: int) -> None:
         self.unfinished[version] += num_requests
@@ -173,7 +175,7 @@ class State:
         """One request of `version` less."""
         take_one(self.unfinished, version)
         if version not in self.unfinished:
-            self.touch_holders(version)
+            self.touch_idle(version)
 
     def close(self, group: Group) -> None:
         """The group is not open any more: it is committed or has ended."""
@@ -214,9 +216,10 @@ class State:
             self.forget_waiting(version)
 
     def forget_waiting(self, version: int) -> None:
-        """Nobody waits for `version` any more, so engines may drop it."""
+        """Nobody waits for `version` any more, so engines may drop it, the newest only for another."""
         del self.waiting[version]
-        self.touch_holders(version)
+        if version != self.newest or self.coming.keys() - {version}:
+            self.touch_idle(version)
 
     def num_waiting(self, version: int) -> int:
         return len(self.waiting.get(version, ()))
@@ -229,16 +232,11 @@ class State:
             new = NOWHERE
         if old == new:
             return
-        for version in old.held:
-            if version not in new.held:
-                del self.holders[version][engine]
-                if not self.holders[version]:
-                    del self.holders[version]
-        for version in new.held:
-            if version not in old.held:
-                self.holders.setdefault(version, {})[engine] = None
-                if len(self.holders[version]) == 2:
-                    self.touch_holders(version)  # the first is no more the last copy
+        _move(engine, old.idle, new.idle, self.idle)
+        _move(engine, old.held, new.held, self.holders)
+        for version in new.held - old.held:
+            if len(self.holders[version]) == 2:
+                self.touch_idle(version)  # the first is no more the last copy
         for version in old.coming:
             take_one(self.coming, version)
         self.coming.update(new.coming)
@@ -255,6 +253,16 @@ class State:
                 del self.fresh_rows[old.top]
         if new.fresh_rows:
             self.fresh_rows[new.top] += new.fresh_rows
+
+
+def _move(engine: int, old: Set[int], new: Set[int], index: dict[int, dict[int, None]]) -> None:
+    """Enter an engine under its `new` versions, and no more under its `old` ones."""
+    for version in old - new:
+        del index[version][engine]
+        if not index[version]:
+            del index[version]
+    for version in sorted(new - old):
+        index.setdefault(version, {})[engine] = None
 
 
 def take_one(counts: Counter[int], key: int) -> None:

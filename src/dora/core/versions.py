@@ -24,15 +24,19 @@ def listen(state: State) -> None:
         state.is_rebalance_due = True
 
 
-def load(state: State) -> list[Action]:
-    """Pinned versions that no engine has first, oldest first; then the newest, where it is due."""
+def load(state: State, is_due: bool = True) -> list[Action]:
+    """Pinned versions that no engine has first, oldest first; then the newest, where it is due.
+
+    Whether an engine can give way to the newest is looked at only when a rebalance `is_due`.
+    """
     _reconsider(state)
     for version in _orphans(state):
         _adopt(state, version, may_clear=True)
     for version in _stranded(state):
         _adopt(state, version, may_clear=False)
-    if state.newest is not None and _must_have(state, state.newest):
-        _adopt(state, state.newest, may_clear=state.is_newest_asked or state.limits.is_static)
+    may_clear = state.is_newest_asked or state.limits.is_static
+    if state.newest is not None and (is_due or may_clear) and _must_have(state, state.newest):
+        _adopt(state, state.newest, may_clear=may_clear)
     orders: list[Action] = []
     touched = sorted(state.touched)
     state.touched.clear()

@@ -77,7 +77,7 @@ class Engine:
         self._workspace = Workspace(config, max_rows, max_context, version_slots, num_blocks, pool)
         self._tables = self._workspace.tables.numpy()
         self._runner = Runner(self._workspace, kernels)
-        self._scheduler = Scheduler(max_rows, num_blocks)
+        self._scheduler, self._num_blocks = Scheduler(max_rows, num_blocks), num_blocks
         self._rows = Rows(max_rows, max_context)
         self._held: dict[int, _Loaded] = {}
         self._free_slots = list(range(version_slots - 1, -1, -1))
@@ -117,8 +117,10 @@ class Engine:
 
     @property
     def kv_share(self) -> float:
-        """Share of the KV blocks in use, by arriving requests too."""
-        return self._scheduler.kv_share
+        """Share of the KV blocks that hold tokens; what longest answers might need is not counted."""
+        running = self._scheduler.running.values()
+        num_full = sum(num_blocks_for(self._rows.num_computed(sequence)) for sequence in running)
+        return num_full / self._num_blocks
 
     @property
     def idle(self) -> bool:
