@@ -9,9 +9,11 @@ import pytest
 
 from dora.core import batching, codec
 from dora.sim import swarm
-from dora.sim.models import draw_config
+from dora.sim.marks import MARKS
+from dora.sim.models import FAMILIES, draw_config
 from dora.sim.swarm import Outcome, replays_alike, run_world
 
+NUM_MARKED_SEEDS = 1_000
 NUM_SEEDS = 60  # `make test` runs 200 by the command
 REGRESSIONS = Path(__file__).with_name("regressions.txt")
 
@@ -32,10 +34,18 @@ def test_every_world_keeps_the_guarantees_and_comes_to_its_end(outcomes: list[Ou
 
 
 def test_the_worlds_use_every_fact_and_every_order(outcomes: list[Outcome]) -> None:
-    facts = {codec.to_json(fact)["kind"] for o in outcomes for _, fact, _ in o.record}
-    orders = {codec.to_json(order)["kind"] for o in outcomes for _, _, orders in o.record for order in orders}
-    assert facts == codec.FACTS.keys()
-    assert orders == codec.ORDERS.keys()
+    kinds = {cls.__name__ for cls in (*codec.FACTS.values(), *codec.ORDERS.values())}
+    assert kinds - {kind for outcome in outcomes for kind in outcome.seen} == set()
+
+
+def test_every_mark_is_met_and_every_situation_is_a_mark() -> None:
+    met: set[str] = set()
+    for seed in range(NUM_MARKED_SEEDS):
+        met |= {name for name in run_world(seed).seen if ": " in name}
+        if met == {*MARKS}:
+            return
+    assert {*MARKS} - met == set(), "no world came into these situations"
+    assert met - {*MARKS} == set(), "these are not in MARKS"
 
 
 def test_the_worlds_use_up_the_bound_and_never_more(outcomes: list[Outcome]) -> None:
@@ -45,9 +55,25 @@ def test_the_worlds_use_up_the_bound_and_never_more(outcomes: list[Outcome]) -> 
     assert {o.max_staleness for o in outcomes} >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("seed", range(0, NUM_SEEDS, 6))
-def test_a_recorded_world_replays_alike(outcomes: list[Outcome], seed: int) -> None:
+def test_worlds_differ_in_size_speed_and_policy() -> None:
+    configs = [draw_config(seed) for seed in range(400)]
+    assert {len(c.engines) for c in configs} >= {1, 2, 3, 4, 5, 6, 8, 12, 24, 64}
+    assert {c.limits.max_staleness for c in configs} == {0, 1, 2, 3, 4, 5, 6, 8}
+    assert {c.family for c in configs} == {*FAMILIES}
+    assert any(slots > c.limits.max_staleness + 1 for c in configs for _, slots in c.engines)
+    assert any(c.num_colocated == len(c.engines) > 1 for c in configs)
+    assert any(0 < c.num_colocated < len(c.engines) for c in configs)
+    for field in ("batches_per_version", "slack", "load_interval", "is_static", "level_running", "rush"):
+        assert len({getattr(c.limits, field) for c in configs}) >= 2, field
+
+
+@pytest.mark.parametrize("seed", range(0, NUM_SEEDS, 3))
+def test_an_orchestrator_that_never_crashed_gives_the_same_orders(outcomes: list[Outcome], seed: int) -> None:
     assert replays_alike(outcomes[seed], draw_config(seed))
+
+
+def test_orchestrators_crash_in_many_worlds(outcomes: list[Outcome]) -> None:
+    assert sum(outcome.seen["crash"] > 0 for outcome in outcomes[::3]) >= 5
 
 
 @pytest.mark.parametrize("seed", range(0, NUM_SEEDS, 12))
@@ -69,7 +95,15 @@ def test_the_last_line_printed_is_the_summary(capsys: pytest.CaptureFixture[str]
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["seeds"] == 3
     assert summary["violations"] == summary["deadlocks"] == 0
-    assert summary["events"] > 0
+    assert summary["events"] > summary["median_events_per_world"] > 0
+    assert {
+        "migrations",
+        "migrations_failed",
+        "steps_repeated",
+        "crashes",
+        "drains",
+        "marks",
+    } < summary.keys()
     assert swarm.main(3, as_json=False) == 0
     assert capsys.readouterr().out.startswith("seeds 3, events ")
 
@@ -81,5 +115,7 @@ def test_a_failed_world_is_named_and_makes_the_exit_code_1(
     monkeypatch.setattr(swarm, "MAX_EVENTS", 2_000)
     assert swarm.main(1, as_json=True) == 1
     first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("seed 0: deadlock after ")
-    assert json.loads(last)["failures"] == [{"seed": 0, "verdict": "deadlock"}]
+    assert first.startswith("seed 0: deadlock: ")
+    (failure,) = json.loads(last)["failures"]
+    assert failure["seed"] == 0
+    assert failure["verdict"].startswith("deadlock")

@@ -1,122 +1,316 @@
 """C1, C2 and C3, watched from outside the core.
 
 The checker keeps its own small ledger from the facts and orders alone and shares no code with
-the rules it checks; the first broken guarantee raises Violation.
+the rules it checks; the first broken guarantee raises Violation. What concerns engines is in
+`seats.py`, what concerns groups, versions and steps is here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
-from dora.core.actions import Action, Admit, Commit, Drop, Fail, Filter, Generate, Load, Retire, Train
-from dora.core.events import EngineJoined, EngineLost, Event, Loaded, Published, RequestFinished
+from dora.core.actions import (
+    Abort,
+    Action,
+    Admit,
+    Commit,
+    Dismiss,
+    Drop,
+    Fail,
+    Filter,
+    Generate,
+    Load,
+    Migrate,
+    Pause,
+    Publish,
+    RefuseDrain,
+    Resume,
+    Retire,
+    Rush,
+    Score,
+    Stop,
+    Train,
+)
+from dora.core.events import (
+    DrainAsked,
+    EngineJoined,
+    EngineLeft,
+    EngineLost,
+    Event,
+    GroupScored,
+    Loaded,
+    LoadFailed,
+    Migrated,
+    MigrationFailed,
+    Paused,
+    Progressed,
+    Published,
+    RequestFailed,
+    RequestFinished,
+    RequestsAborted,
+    StepFailed,
+    Trained,
+)
 from dora.core.records import GroupId, Limits, RequestId
+from dora.sim.engines import Violation
+from dora.sim.seats import Seats, require
+
+__all__ = ["Ledger", "Violation"]
 
 
-class Violation(Exception):
-    """A guarantee is broken."""
-
-
-@dataclass(slots=True)
 class Ledger:
     """What the checker has seen."""
 
-    limits: Limits
-    version_of: dict[GroupId, int] = field(default_factory=dict)
-    end_of: dict[GroupId, str] = field(default_factory=dict)
-    finished: dict[RequestId, int] = field(default_factory=dict)
-    owner: dict[RequestId, int] = field(default_factory=dict)
-    held: dict[int, set[int]] = field(default_factory=dict)
-    rows: dict[int, int] = field(default_factory=dict)
-    store: set[int] = field(default_factory=set)
-    next_index: int = 0
-    max_seen_staleness: int = 0
-
-    def require(self, condition: bool, sentence: str) -> None:
-        if not condition:
-            raise Violation(sentence)
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.seats = Seats()
+        self.version_of: dict[GroupId, int] = {}
+        self.end_of: dict[GroupId, str] = {}
+        self.finished: dict[RequestId, int] = {}
+        self.unfinished: dict[GroupId, int] = {}  # siblings without their last token
+        self.scored: set[GroupId] = set()
+        self.pins: Counter[int] = Counter()  # version -> unfinished requests
+        self.open: Counter[int] = Counter()  # deadline -> admitted, not committed or ended
+        self.live: Counter[int] = Counter()  # version -> groups admitted, not filtered or failed
+        self.store: set[int] = set()
+        self.next_index = 0
+        self.next_step = 0  # n
+        self.num_committed = 0  # c
+        self.num_trained_steps = 0
+        self.training: Train | None = None
+        self.failed_step: Train | None = None  # to be repeated as it was
+        self.max_seen_staleness = 0
 
     def hear(self, event: Event) -> None:
-        match event:
-            case EngineJoined(engine, rows, _):
-                self.held[engine], self.rows[engine] = set(), rows
-            case EngineLost(engine):
-                del self.held[engine]
-                self.owner = {r: e for r, e in self.owner.items() if e != engine}
-            case Loaded(engine, version):
-                self.held[engine].add(version)
-            case Published(version):
-                self.store.add(version)
-            case RequestFinished(engine, request, version, _, chunks):
-                self.owner.pop(request, None)
-                self.finished[request] = version
-                versions = {c.version for c in chunks}
-                self.require(versions == {version}, f"C1: {request} mixes {versions}")
-            case _:
-                pass
+        """Take note of a fact, before the core hears it."""
+        self.seats.begin(event)
+        if (note := _FACTS.get(type(event))) is not None:
+            note(self, event)
 
     def obey(self, order: Action) -> None:
-        match order:
-            case Admit(group, index, version, _):
-                self.require(group not in self.version_of, f"C2: {group} admitted twice")
-                self.require(index == self.next_index, f"C2: dataset gap before {group}")
-                self.require(
-                    any(version in h for h in self.held.values()), f"{group} at a version nobody holds"
-                )
-                self.version_of[group], self.next_index = version, index + 1
-            case Generate(engine, version, requests):
-                self._generate(engine, version, requests)
-            case Filter(group, _) | Fail(group, _):
-                self._end(group, type(order).__name__)
-                self.owner = {r: e for r, e in self.owner.items() if r.group != group}
-            case Commit(group, step):
-                self._end(group, f"step {step}")
-            case Train(step, groups):
-                self._train(step, groups)
-            case Drop(engine, version):
-                running = [
-                    r for r, e in self.owner.items() if e == engine and self.version_of[r.group] == version
-                ]
-                self.require(not running, f"engine {engine} drops version {version} under {running}")
-                self.held[engine].discard(version)
-            case Load(_, version):
-                self.require(version in self.store, f"version {version} is loaded but not stored")
-            case Retire(version):
-                pinned = [r for r in self.owner if self.version_of[r.group] == version]
-                self.require(not pinned, f"version {version} is retired under {pinned}")
-                self.store.discard(version)
-            case _:
-                pass
+        """Check an order, before a station hears it."""
+        if (check := _ORDERS.get(type(order))) is not None:
+            check(self, order)
 
-    def _generate(self, engine: int, version: int, requests: tuple[RequestId, ...]) -> None:
-        self.require(version in self.held[engine], f"engine {engine} does not hold version {version}")
-        for request in requests:
-            self.require(request not in self.owner, f"{request} has two owners")
-            self.require(request not in self.finished, f"{request} is generated after it finished")
-            self.require(self.version_of[request.group] == version, f"C1: {request} changes its version")
-            self.owner[request] = engine
-        load = sum(1 for e in self.owner.values() if e == engine)
-        self.require(load <= self.rows[engine], f"engine {engine} has {load} requests")
-
-    def _end(self, group: GroupId, how: str) -> None:
-        self.require(group in self.version_of, f"C2: {group} ends without being admitted")
-        self.require(group not in self.end_of, f"C2: {group} ends twice: {self.end_of.get(group)}, {how}")
-        self.end_of[group] = how
-
-    def _train(self, step: int, groups: tuple[GroupId, ...]) -> None:
-        self.require(len(set(groups)) == self.limits.batch_size, f"C2: batch {step} has {len(groups)} groups")
-        for group in groups:
-            self.require(self.end_of.get(group) == f"step {step}", f"C2: {group} trained uncommitted")
-            siblings = [RequestId(*group, k) for k in range(self.limits.group_size)]
-            versions = {self.finished.get(r) for r in siblings}
-            self.require(versions == {self.version_of[group]}, f"C1: {group} has versions {versions}")
-            staleness = step - self.version_of[group]
-            self.require(
-                0 <= staleness <= self.limits.max_staleness, f"C3: {group} has staleness {staleness}"
-            )
-            self.max_seen_staleness = max(self.max_seen_staleness, staleness)
+    def check_idleness(self) -> None:
+        """Nothing stands still that could go on; costs a look at all requests."""
+        self.seats.check_idleness(self.pins)
 
     def close(self) -> None:
-        """At the end of a whole run every admitted group has an end."""
+        """At the end of a whole run every admitted group has an end, and every step was trained."""
         left = self.version_of.keys() - self.end_of.keys()
-        self.require(not left, f"C2: {sorted(left)[:3]} were admitted and have no end")
+        require(not left, f"C2: {sorted(left)[:3]} were admitted and have no end")
+        require(self.num_trained_steps == self.limits.num_steps, f"{self.num_trained_steps} steps trained")
+
+    # facts
+
+    def _finish(self, fact: RequestFinished) -> None:
+        request, version = fact.request, fact.version
+        given_up = request in self.seats.aborting
+        self.seats.free(fact.engine, request)
+        if any(chunk.version != version for chunk in fact.chunks):
+            raise Violation(f"C1: {request} mixes versions: {fact.chunks}")
+        if not given_up:
+            self.finished[request] = version
+            self.unfinished[request.group] -= 1
+            self.pins[version] -= 1
+
+    def _fail_request(self, fact: RequestFailed) -> None:
+        self.seats.free(fact.engine, fact.request)
+
+    def _aborted(self, fact: RequestsAborted) -> None:
+        for request in fact.requests:
+            require(request in self.seats.aborting, f"{request} was given up unasked")
+            self.seats.free(fact.engine, request)
+
+    def _score_group(self, fact: GroupScored) -> None:
+        self.scored.add(fact.group)
+
+    def _trained(self, fact: Trained) -> None:
+        self.training = None
+        self.num_trained_steps += 1
+
+    def _step_failed(self, fact: StepFailed) -> None:
+        self.training, self.failed_step = None, self.training
+
+    # orders
+
+    def _admit(self, order: Admit) -> None:
+        group, version, limits = order.group, order.version, self.limits
+        require(group not in self.version_of, f"C2: {group} admitted twice")
+        require(order.index == self.next_index, f"C2: dataset gap before {group}")
+        require(self.seats.copies[version] > 0, f"{group} at a version nobody holds")
+        self.version_of[group], self.next_index = version, order.index + 1
+        self.unfinished[group] = limits.group_size
+        self.pins[version] += limits.group_size
+        self.open[self.deadline(version)] += 1
+        self.live[version] += 1
+        self._check_bound(f"admitting {group} at version {version}")
+        self._check_slack(group)
+        self._check_expiry(version)
+        if limits.batches_per_version is not None:
+            self._check_single_version(version, limits.batches_per_version)
+
+    def _check_slack(self, group: GroupId) -> None:
+        """So many groups fewer than the bound allows, but always enough for one batch."""
+        limits = self.limits
+        most = max(limits.batch_size, (limits.max_staleness + 1) * limits.batch_size - limits.slack)
+        num_open = self.open.total() + self.num_committed
+        require(not limits.slack or num_open <= most, f"admitting {group} uses up the slack: {num_open} open")
+
+    def _check_expiry(self, version: int) -> None:
+        """No group at an old version whose deadline is upon us, once the newest is near."""
+        newest = max(self.store)
+        if version < newest and self.deadline(version) <= self.next_step:
+            staying = (e for e in self.seats.engines.values() if not e.is_draining)
+            is_near = any(newest in e.held or e.loading == newest for e in staying)
+            require(not is_near, f"version {version} is admitted at, and is about to expire")
+
+    def _check_single_version(self, version: int, num_batches: int) -> None:
+        others = [v for v, count in self.pins.items() if count and v != version]
+        require(not others, f"version {version} is admitted beside {others}, and only one may live")
+        most = (num_batches if version else self.limits.max_staleness + 1) * self.limits.batch_size
+        require(self.live[version] <= most, f"version {version} has more than {most} groups")
+
+    def _generate(self, order: Generate) -> None:
+        versions = []
+        for request in order.requests:
+            group = request.group
+            if request in self.finished or group in self.end_of:
+                raise Violation(f"{request} is generated after its end")
+            versions.append(self.version_of[group])
+        self.seats.generate(order, versions)
+
+    def _score(self, order: Score) -> None:
+        require(not self.unfinished[order.group], f"C2: {order.group} is scored before it is whole")
+
+    def _end_untrained(self, order: Filter | Fail) -> None:
+        group = order.group
+        self._end(group, type(order).__name__)
+        version = self.version_of[group]
+        self.live[version] -= 1
+        self.pins[version] -= self.unfinished.pop(group)
+
+    def _commit(self, order: Commit) -> None:
+        group = order.group
+        require(group in self.scored, f"C2: {group} is committed without rewards")
+        require(order.step == self.next_step, f"{group} is committed to step {order.step}, not the next")
+        self._end(group, f"step {order.step}")
+        self.num_committed += 1
+        if self.num_committed == self.limits.batch_size:
+            self.next_step, self.num_committed = self.next_step + 1, 0
+        self._check_bound(f"committing {group}")
+
+    def _end(self, group: GroupId, how: str) -> None:
+        if group not in self.version_of or group in self.end_of:
+            raise Violation(
+                f"C2: {group} ends {how}; before, it was {self.end_of.get(group, 'not admitted')}"
+            )
+        self.end_of[group] = how
+        self.open[self.deadline(self.version_of[group])] -= 1
+
+    def _train(self, order: Train) -> None:
+        step, groups = order.step, order.groups
+        require(self.training is None, f"step {step} begins during another")
+        require(step == self.num_trained_steps, f"step {step} is trained out of order")
+        require(self.failed_step in (None, order), f"C2: step {step} is repeated with other groups")
+        self.training, self.failed_step = order, None
+        self.seats.check_device()
+        require(len(set(groups)) == self.limits.batch_size, f"C2: batch {step} has {len(groups)} groups")
+        for group in groups:
+            require(self.end_of.get(group) == f"step {step}", f"C2: {group} trained uncommitted")
+            versions = {self.finished.get(RequestId(*group, k)) for k in range(self.limits.group_size)}
+            require(versions == {self.version_of[group]}, f"C1: {group} has versions {versions}")
+            staleness = step - self.version_of[group]
+            require(0 <= staleness <= self.limits.max_staleness, f"C3: {group} has staleness {staleness}")
+            self.max_seen_staleness = max(self.max_seen_staleness, staleness)
+
+    def _publish(self, order: Publish) -> None:
+        require(order.version == self.num_trained_steps, f"version {order.version} is published untrained")
+
+    def _migrate(self, order: Migrate) -> None:
+        require(not self.limits.is_static, f"{order.request} is moved, and is_static = true")
+        self.seats.migrate(order)
+
+    def _drop(self, order: Drop) -> None:
+        self.seats.drop(order, self.pins[order.version] > 0)
+
+    def _load(self, order: Load) -> None:
+        require(order.version in self.store, f"version {order.version} is loaded but not stored")
+        self.seats.load(order)
+
+    def _retire(self, order: Retire) -> None:
+        version = order.version
+        require(not self.pins[version], f"version {version} is retired under {self.pins[version]} requests")
+        loading = [e.id for e in self.seats.engines.values() if e.loading == version]
+        require(not loading, f"version {version} is retired while engines {loading} load it")
+        self.store.discard(version)
+
+    def _resume(self, order: Resume) -> None:
+        require(self.training is None, f"engine {order.engine} is resumed during a step")
+        self.seats.resume(order.engine)
+
+    def _rush(self, order: Rush) -> None:
+        require(self.limits.rush or not order.requests, "a rush is ordered, and rush = false")
+        self.seats.rush(order)
+
+    def _stop(self, order: Stop) -> None:
+        require(self.limits.num_steps in self.store, "the run stops before its last version is published")
+
+    def deadline(self, version: int) -> int:
+        """Last step that may train what is admitted at `version`."""
+        return min(version + self.limits.max_staleness, self.limits.num_steps - 1)
+
+    def _check_bound(self, doing: str) -> None:
+        """C3 beforehand: every open group still has a place by its deadline."""
+        num_before = 0
+        for deadline, count in sorted(self.open.items()):
+            num_before += count
+            places = self.limits.batch_size * (deadline - self.next_step + 1) - self.num_committed
+            if count and num_before > max(0, places):
+                raise Violation(f"C3: {doing} leaves {num_before} groups {places} places by step {deadline}")
+
+
+Note = Callable[[Ledger, Any], None]
+_FACTS: dict[type, Note] = {
+    EngineJoined: lambda ledger, fact: ledger.seats.join(fact),
+    EngineLost: lambda ledger, fact: ledger.seats.lose(fact),
+    EngineLeft: lambda ledger, fact: ledger.seats.leave(fact),
+    DrainAsked: lambda ledger, fact: ledger.seats.ask_drain(fact.engine, True),
+    Paused: lambda ledger, fact: ledger.seats.paused(fact.engine),
+    Progressed: lambda ledger, fact: ledger.seats.progress(fact),
+    RequestFinished: Ledger._finish,
+    RequestFailed: Ledger._fail_request,
+    RequestsAborted: Ledger._aborted,
+    Migrated: lambda ledger, fact: ledger.seats.move(fact),
+    MigrationFailed: lambda ledger, fact: ledger.seats.stay(fact),
+    GroupScored: Ledger._score_group,
+    Trained: Ledger._trained,
+    StepFailed: Ledger._step_failed,
+    Published: lambda ledger, fact: ledger.store.add(fact.version),
+    Loaded: lambda ledger, fact: ledger.seats.loaded(fact),
+    LoadFailed: lambda ledger, fact: ledger.seats.load_failed(fact),
+}
+_ORDERS: dict[type, Note] = {
+    Admit: Ledger._admit,
+    Generate: Ledger._generate,
+    Abort: lambda ledger, order: ledger.seats.abort(order),
+    Migrate: Ledger._migrate,
+    Rush: Ledger._rush,
+    Pause: lambda ledger, order: ledger.seats.pause(order.engine),
+    Resume: Ledger._resume,
+    Dismiss: lambda ledger, order: ledger.seats.dismiss(order.engine),
+    RefuseDrain: lambda ledger, order: ledger.seats.ask_drain(order.engine, False),
+    Score: Ledger._score,
+    Filter: Ledger._end_untrained,
+    Fail: Ledger._end_untrained,
+    Commit: Ledger._commit,
+    Train: Ledger._train,
+    Publish: Ledger._publish,
+    Drop: Ledger._drop,
+    Load: Ledger._load,
+    Retire: Ledger._retire,
+    Stop: Ledger._stop,
+}

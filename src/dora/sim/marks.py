@@ -1,0 +1,216 @@
+"""Coverage marks: which situations the worlds came into, counted by name.
+
+A swarm that never met a rule says nothing about it. Marks are read off facts, orders, the
+checker's ledger and the state; nothing in the core knows of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from dora.core.actions import Action, Admit, Commit, Generate, Load, Migrate, RefuseDrain, Rush, Train
+from dora.core.bound import num_admissible
+from dora.core.events import (
+    DrainAsked,
+    EngineLost,
+    Event,
+    LoadFailed,
+    Migrated,
+    MigrationFailed,
+    Progressed,
+    RequestFinished,
+)
+from dora.core.state import State
+from dora.sim.checker import Ledger
+
+MARKS = (
+    "admit: at an old version that engines keep",
+    "admit: held back by the bound",
+    "admit: held back by the one live version",
+    "admit: held back by slack",
+    "commit: a straggler is passed",
+    "drain: asked of an engine with requests",
+    "drain: refused, for it has become the only engine",
+    "drain: refused, for it is the only engine that stays",
+    "generate: a failed group's row is still in use",
+    "generate: again, after a loss",
+    "generate: siblings on two engines",
+    "generate: two versions on an engine",
+    "load: a pinned version that no engine had",
+    "load: failed",
+    "load: skipped a version",
+    "lost: an engine that was drained",
+    "lost: an engine with requests",
+    "lost: an engine with moves under way",
+    "migrate: flip",
+    "migrate: gather",
+    "migrate: kv",
+    "migrate: leave",
+    "migrate: level",
+    "migrate: reclaim",
+    "move: came too late to give it up",
+    "move: failed, for it ended first",
+    "move: failed, for an engine is dead",
+    "move: failed, for it was given up",
+    "move: failed, for the destination refused it",
+    "move: failed, for the lease was over",
+    "move: one request several times",
+    "pause: a step waits for it",
+    "progress: KV above the watermark",
+    "request: finished before it could be given up",
+    "rush: begun",
+    "rush: lifted",
+    "train: repeated",
+    "train: the bound is used up",
+)
+
+
+class Marks:
+    """Counts facts and orders by kind, and situations by the names of MARKS."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.seen: Counter[str] = Counter()
+        self._ledger, self._seats = ledger, ledger.seats
+        self._moved: set[object] = set()
+        self._lost: set[object] = set()
+        self._newest_of: dict[int, int] = {}  # engine -> newest version it was told to load
+        self._of_fact: dict[type, Callable[[Any], None]] = {
+            DrainAsked: self._drain_asked,
+            EngineLost: self._engine_lost,
+            LoadFailed: lambda fact: self._mark("load: failed"),
+            Migrated: self._migrated,
+            MigrationFailed: self._move_failed,
+            Progressed: self._progressed,
+            RequestFinished: self._finished,
+        }
+        self._of_order: dict[type, Callable[[Any], None]] = {
+            Admit: self._admit,
+            Commit: self._commit,
+            Generate: self._generate,
+            Load: self._load,
+            Migrate: lambda order: self._mark(f"migrate: {order.reason}"),
+            RefuseDrain: lambda order: self._mark(f"drain: refused, for {order.reason}"),
+            Rush: lambda order: self._mark("rush: begun" if order.requests else "rush: lifted"),
+            Train: self._train,
+        }
+
+    def hear(self, event: Event) -> None:
+        """Before the ledger hears of it."""
+        kind = type(event)
+        self.seen[kind.__name__] += 1
+        if (look := self._of_fact.get(kind)) is not None:
+            look(event)
+
+    def obey(self, order: Action) -> None:
+        """Before the ledger hears of it."""
+        kind = type(order)
+        self.seen[kind.__name__] += 1
+        if (look := self._of_order.get(kind)) is not None:
+            look(order)
+
+    def look(self, state: State) -> None:
+        """At the state itself, now and then."""
+        version = max((v for v in state.fresh_rows if v in state.store), default=None)
+        if version is not None and state.prompts and state.fresh_rows[version] > state.num_waiting(version):
+            limits = state.limits
+            if num_admissible(state, version) == 0 and state.next_step < limits.num_steps:
+                self._why_held_back(state, version)
+        trainer_waits = state.training is None and state.newest in state.batches
+        if trainer_waits and not state.is_device_free:
+            self._mark("pause: a step waits for it")
+
+    def _why_held_back(self, state: State, version: int) -> None:
+        limits = state.limits
+        for field, free, name in (
+            ("slack", 0, "slack"),
+            ("batches_per_version", None, "the one live version"),
+        ):
+            state.limits = replace(limits, **{field: free})  # type: ignore[arg-type]
+            is_cause = num_admissible(state, version) > 0
+            state.limits = limits
+            if is_cause:
+                return self._mark(f"admit: held back by {name}")
+        self._mark("admit: held back by the bound")
+
+    def _mark(self, name: str) -> None:
+        self.seen[name] += 1
+
+    # facts
+
+    def _drain_asked(self, fact: DrainAsked) -> None:
+        if self._seats.engines[fact.engine].seats:
+            self._mark("drain: asked of an engine with requests")
+
+    def _engine_lost(self, fact: EngineLost) -> None:
+        engine = self._seats.engines[fact.engine]
+        self._lost.update(engine.seats)
+        if engine.seats:
+            self._mark("lost: an engine with requests")
+        if engine.is_draining:
+            self._mark("lost: an engine that was drained")
+
+    def _migrated(self, fact: Migrated) -> None:
+        if fact.request in self._seats.aborting:
+            self._mark("move: came too late to give it up")
+        if fact.request in self._moved:
+            self._mark("move: one request several times")
+        self._moved.add(fact.request)
+
+    def _move_failed(self, fact: MigrationFailed) -> None:
+        if fact.reason.endswith("is dead"):
+            self._mark("lost: an engine with moves under way")
+            self._mark("move: failed, for an engine is dead")
+        else:
+            self._mark(f"move: failed, for {fact.reason}")
+
+    def _progressed(self, fact: Progressed) -> None:
+        if fact.kv_share > self._ledger.limits.kv_watermark:
+            self._mark("progress: KV above the watermark")
+
+    def _finished(self, fact: RequestFinished) -> None:
+        if fact.request in self._seats.aborting:
+            self._mark("request: finished before it could be given up")
+
+    # orders
+
+    def _admit(self, order: Admit) -> None:
+        if order.version < max(self._ledger.store):
+            self._mark("admit: at an old version that engines keep")
+
+    def _commit(self, order: Commit) -> None:
+        ledger = self._ledger
+        deadline = ledger.deadline(ledger.version_of[order.group])
+        if any(count and earlier < deadline for earlier, count in ledger.open.items()):
+            self._mark("commit: a straggler is passed")
+
+    def _generate(self, order: Generate) -> None:
+        seats = self._seats
+        engine = seats.engines[order.engine]
+        if any(count and version != order.version for version, count in engine.num_of.items()):
+            self._mark("generate: two versions on an engine")
+        if any(request in seats.aborting for request in engine.seats):
+            self._mark("generate: a failed group's row is still in use")
+        if not self._lost.isdisjoint(order.requests):
+            self._mark("generate: again, after a loss")
+        first = order.requests[0]
+        if first.sibling and first not in self._lost:
+            self._mark("generate: siblings on two engines")
+
+    def _load(self, order: Load) -> None:
+        ledger, version = self._ledger, order.version
+        if ledger.pins[version] and not self._seats.copies[version]:
+            self._mark("load: a pinned version that no engine had")
+        newest = self._newest_of.get(order.engine, version)
+        if version > newest + 1:
+            self._mark("load: skipped a version")
+        self._newest_of[order.engine] = max(version, newest)
+
+    def _train(self, order: Train) -> None:
+        ledger = self._ledger
+        if ledger.failed_step is not None:
+            self._mark("train: repeated")
+        if any(order.step - ledger.version_of[g] == ledger.limits.max_staleness for g in order.groups):
+            self._mark("train: the bound is used up")
