@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -47,7 +46,7 @@ def versions_are_retired_while_they_are_loaded(patch: pytest.MonkeyPatch) -> Non
     right = versions.retire
 
     def retire(state: State) -> list[Action]:
-        coming, state.coming = state.coming, Counter()
+        coming, state.coming = state.coming, {}
         orders = right(state)
         state.coming = coming
         return orders

@@ -68,13 +68,13 @@ class Post(NamedTuple):
 
     held: frozenset[int]
     idle: frozenset[int]  # held and not decoded
-    coming: tuple[int, ...]
+    coming: frozenset[int]  # loading or wanted
     open: dict[int, Key]  # version -> rank among its takers
     top: int
     fresh_rows: int
 
 
-NOWHERE = Post(frozenset(), frozenset(), (), {}, -1, 0)
+NOWHERE = Post(frozenset(), frozenset(), frozenset(), {}, -1, 0)
 
 
 def post_of(engine: Engine) -> Post:
@@ -85,7 +85,7 @@ def post_of(engine: Engine) -> Post:
     free, top = engine.free_rows, engine.top
     held = frozenset() if engine.is_leaving else frozenset(engine.held)
     idle = frozenset(v for v in held if not engine.running.get(v))
-    coming = tuple({v for v in (engine.loading, engine.wanted) if v is not None})
+    coming = frozenset(v for v in (engine.loading, engine.wanted) if v is not None)
     is_taker = engine.is_working and free > 0
     takes: dict[int, Key] = {}
     if is_taker:

@@ -128,11 +128,11 @@ def _indexes(state: State) -> list[str]:
     fresh.groups = state.groups
     fresh.restore(state.engines)
     broken = []
-    for name in ("holders", "idle"):
+    for name in ("holders", "idle", "coming"):
         kept = {v: {*engines} for v, engines in getattr(state, name).items()}
         if kept != {v: {*engines} for v, engines in getattr(fresh, name).items()}:
             broken.append(f"{name} is {kept}, should be {getattr(fresh, name)}")
-    for name in ("coming", "fresh_rows", "colocated", "leaving"):
+    for name in ("fresh_rows", "colocated", "leaving"):
         if dict(getattr(state, name)) != dict(getattr(fresh, name)):
             broken.append(f"{name} is {getattr(state, name)}, should be {getattr(fresh, name)}")
     if {v: sorted(r) for v, r in state.takers.items()} != {v: sorted(r) for v, r in fresh.takers.items()}:

@@ -59,11 +59,10 @@ class Orchestrator:
         orders += placement.place(state)  # what begins again comes before what moves
         versions.listen(state)
         is_due = placement.is_due(state)
-        if is_due:
-            placement.repartition(state)
+        is_cut_short = is_due and placement.repartition(state)
         orders += versions.load(state, is_due)
         if is_due or state.is_rebalance_due:  # a version without engine may have got one to be cleared
-            state.is_rebalance_due = False
+            state.is_rebalance_due = is_cut_short
             orders += migration.migrate(state)
         orders += admission.admit(state)
         orders += placement.place(state)

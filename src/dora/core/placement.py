@@ -40,17 +40,21 @@ def is_due(state: State) -> bool:
     return True
 
 
-def repartition(state: State) -> None:
-    """Decide which engines clear a slot for another version, where that gains more than it costs."""
+def repartition(state: State) -> bool:
+    """Decide which engines clear a slot for another version, where that gains more than it costs.
+
+    Returns whether it stopped at `max_moves`, so that it is to go on at the next event.
+    """
     if state.limits.is_static or state.newest is None:
-        return
-    spare = Counter({v: sum(_spare_rows(state.engines[e], v) for e in t) for v, t in state.takers.items()})
+        return False
+    flips = _Flips(state)
     engines = sorted(state.engines.values(), key=lambda e: (e.kv_tokens.total(), e.id))
-    _share_out(state, [e for e in engines if e.slots == 1 and not e.is_leaving], spare)
+    _share_out(state, [e for e in engines if e.slots == 1 and not e.is_leaving], flips)
     for engine in engines:
         if engine.slots > 1 and state.newest not in engine.held and len(engine.held) == engine.slots:
             victims = sorted(engine.held, key=lambda v: (engine.kv_tokens[v], v))
-            any(_flip(state, engine, version, state.newest, spare) for version in victims)
+            any(flips.flip(engine, version, state.newest) for version in victims)
+    return flips.num_left <= 0
 
 
 def shares(requests: Mapping[int, int], total: int, order: Sequence[int]) -> dict[int, int]:
@@ -79,7 +83,7 @@ def shares(requests: Mapping[int, int], total: int, order: Sequence[int]) -> dic
     return result
 
 
-def _share_out(state: State, engines: list[Engine], spare: Counter[int]) -> None:
+def _share_out(state: State, engines: list[Engine], flips: _Flips) -> None:
     """Engines of one slot: whole engines change their version until shares are met.
 
     Unequal engines count by their throughput, in units of the slowest.
@@ -102,7 +106,7 @@ def _share_out(state: State, engines: list[Engine], spare: Counter[int]) -> None
                 break  # more engines would find nothing to do
             is_due = have[version] + unit / 2 <= target[version]
             is_surplus = old != version and have[old] - unit / 2 >= target.get(old, 0)
-            if is_due and is_surplus and _flip(state, engine, old, version, spare):
+            if is_due and is_surplus and flips.flip(engine, old, version):
                 have[old] -= unit
                 have[version] += unit
                 lacking -= engine.rows
@@ -136,22 +140,36 @@ def _units(engines: list[Engine]) -> dict[int, int]:
     return {engine: round(speed / slowest) for engine, speed in throughput.items()}
 
 
-def _flip(state: State, engine: Engine, old: int, new: int, spare: Counter[int]) -> bool:
-    """Have the engine clear `old` for `new`, if its requests find rows elsewhere and it is worth it."""
-    if engine.loading is not None or engine.wanted is not None or not engine.is_working:
-        return False
-    if old not in engine.held or engine.arriving or not _is_due(state, engine, new):
-        return False
-    num_requests = engine.running[old]
-    rows_elsewhere = spare[old] - _spare_rows(engine, old)
-    if num_requests and (num_requests > rows_elsewhere or not _is_worth_it(state, engine, old)):
-        return False
-    if state.is_pinned(old) and len(state.holders[old]) == 1:
-        return False
-    spare[old] = rows_elsewhere - num_requests
-    engine.clearing, engine.wanted = old, new
-    state.touch(engine)
-    return True
+class _Flips:
+    """Engines that clear a slot, until `max_moves` requests have to move for it."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.num_left = state.limits.max_moves
+        self._spare: Counter[int] = Counter()  # version -> rows that requests may move to
+        for version, takers in state.takers.items():
+            self._spare[version] = sum(_spare_rows(state.engines[e], version) for e in takers)
+
+    def flip(self, engine: Engine, old: int, new: int) -> bool:
+        """Have it clear `old` for `new`, if its requests find rows elsewhere and it is worth it."""
+        state = self._state
+        if self.num_left <= 0 or engine.loading is not None or engine.wanted is not None:
+            return False
+        if not engine.is_working or engine.arriving or old not in engine.held:
+            return False
+        if not _is_due(state, engine, new):
+            return False
+        num_requests = engine.running[old]
+        rows_elsewhere = self._spare[old] - _spare_rows(engine, old)
+        if num_requests and (num_requests > rows_elsewhere or not _is_worth_it(state, engine, old)):
+            return False
+        if state.is_pinned(old) and len(state.holders[old]) == 1:
+            return False
+        self._spare[old] = rows_elsewhere - num_requests
+        self.num_left -= num_requests
+        engine.clearing, engine.wanted = old, new
+        state.touch(engine)
+        return True
 
 
 def _is_due(state: State, engine: Engine, version: int) -> bool:

@@ -63,10 +63,11 @@ class Limits:
     level_running: bool = False  # even out running requests among engines of one version
     rush: bool = True  # a waited-for request decodes alone on its engine
     rebalance_interval_s: float = 1.0
+    max_moves: int = 10_000  # requests that one decision may set moving for other versions
     kv_watermark: float = 0.9  # share of an engine's KV in use above which requests move away
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "batch_size", "group_size"):
+        for name in ("num_steps", "batch_size", "group_size", "max_moves"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         if self.batches_per_version is not None and self.batches_per_version < 1:

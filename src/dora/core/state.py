@@ -110,8 +110,8 @@ class State:
         default_factory=dict, repr=False
     )  # version -> staying engines
     idle: dict[int, dict[int, None]] = field(default_factory=dict, repr=False)  # of them, not decoding it
-    coming: Counter[int] = field(
-        default_factory=Counter, repr=False
+    coming: dict[int, dict[int, None]] = field(
+        default_factory=dict, repr=False
     )  # version -> engines that load or want it
     takers: dict[int, Ranking] = field(default_factory=dict, repr=False)  # version -> engines with free rows
     fresh_rows: Counter[int] = field(
@@ -165,8 +165,10 @@ class State:
         self._index(engine.id, None)
 
     def touch_idle(self, version: int) -> None:
-        """Engines that do not decode `version` may drop it now, though they have not changed."""
+        """Engines may drop `version`, or want it no more, though they have not changed."""
         self.touched.update(self.idle.get(version, {}))
+        if version != self.newest:  # the newest is always wanted
+            self.touched.update(self.coming.get(version, {}))
 
     def pin(self, version: int, num_requests: int) -> None:
         self.unfinished[version] += num_requests
@@ -237,9 +239,7 @@ class State:
         for version in new.held - old.held:
             if len(self.holders[version]) == 2:
                 self.touch_idle(version)  # the first is no more the last copy
-        for version in old.coming:
-            take_one(self.coming, version)
-        self.coming.update(new.coming)
+        _move(engine, old.coming, new.coming, self.coming)
         for version in old.open:
             if version not in new.open:
                 self.takers[version].discard(engine)

@@ -62,7 +62,7 @@ def retire(state: State) -> list[Action]:
 def dismiss(state: State) -> list[Action]:
     """Engines that leave may go once nothing is on them, and nothing is on its way."""
     orders: list[Action] = []
-    for engine in [state.engines[e] for e in state.leaving]:
+    for engine in [state.engines[e] for e in sorted(state.leaving)]:
         is_source = any(move.source == engine.id for move in state.moves.values())
         if engine.is_empty and not is_source and engine.loading is None and not engine.is_dismissed:
             engine.is_dismissed = True

@@ -7,6 +7,7 @@ owner at any instant, whatever dies when. Neither side removes these files; the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -148,6 +149,12 @@ class Handover:
     def keep(self) -> bool:
         """The source wants it back; False if the destination was first."""
         return _rename(self._offered, self._kept)
+
+    def remove(self) -> None:
+        """Clear up, once neither side looks at the files any more."""
+        for path in (self.table, self._draft, self._offered, self._taken, self._kept):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 def _rename(old: str, new: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from dora.core.actions import Migrate
 from dora.core.events import Event, Migrated, MigrationFailed, RequestFailed, RequestFinished
 from dora.core.records import RequestId
+from dora.engine.handover import Handover
 from dora.engine.sequence import Request
 from dora.runtime import messages as m
 
@@ -141,12 +142,11 @@ class Moves:
         """Once nobody can rename the file any more, its name is how the move has ended."""
         if not move.is_over:
             return
-        is_taken = (self._folder / f"move-{move.id}.taken").exists()
-        self._facts.append(self._migrated(move) if is_taken else _failed(move.order, move.reason))
+        files = Handover(self._folder, move.id)
+        self._facts.append(self._migrated(move) if files.is_taken else _failed(move.order, move.reason))
         self._facts.extend(move.held)
         del self.under_way[move.id]
-        for path in self._folder.glob(f"move-{move.id}.*"):
-            path.unlink(missing_ok=True)
+        files.remove()
 
     def _migrated(self, move: Move) -> Migrated:
         order, word = move.order, move.received

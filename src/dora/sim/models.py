@@ -102,7 +102,7 @@ def _draw_limits(rng: Random, num_engines: int, unit_s: float) -> Limits:
     filter_groups = rng.random() < 0.4
     group_size = rng.choice((2, 3, 4, 8) if filter_groups else (1, 1, 2, 3, 4, 8))
     facts_per_step = batch_size * (group_size + 1) + num_engines + 3
-    num_facts = rng.choice((70, 140, 160, 180))
+    num_facts = rng.choice((72, 144, 166, 186))
     return Limits(
         num_steps=max(1, min(40, num_facts // facts_per_step)),
         batch_size=batch_size,
@@ -118,6 +118,7 @@ def _draw_limits(rng: Random, num_engines: int, unit_s: float) -> Limits:
         rush=rng.random() < 0.8,
         rebalance_interval_s=unit_s * rng.choice((0.1, 1.0, 10.0)),
         kv_watermark=rng.choice((0.3, 0.9, 1.0)),
+        max_moves=rng.choice((1, 3, 10_000)),
     )
 
 
