@@ -2,8 +2,9 @@
 
 Real processes, pipes and the driver's own bookkeeping. CPU time is that of both engines and the
 driver, while nobody decodes; it is compared with what one engine needs to prefill as many tokens.
-The prompt is short, so that nothing is known to the other side. Stop time is measured while both
-engines decode: from the source's last token to the destination's first one, in its decode steps.
+The prompts are short, so that nothing is known to the other side. Requests move alone, and many
+at once, as they do when an engine changes its version. Stop time is measured while both engines
+decode: from the source's last token to the destination's first one, in its decode steps.
 
     python benchmarks/migration.py [--quick] [--json FILE]
 """
@@ -70,6 +71,7 @@ class Setting:
     name: str
     config: ModelConfig
     num_moves: int
+    num_together: int
     num_busy_moves: int
     num_prefills: int
 
@@ -143,13 +145,17 @@ class Bench:
 
     def move(self, request: Request, source: int) -> Migrated:
         """Move a request to the other engine; returns when both have settled."""
-        order = Migrate(request.id, source, 1 - source, 0, "")
-        self.moves.begin(order, request, self.pool(source))
+        (fact,) = self.move_all([request], source)
+        return fact
+
+    def move_all(self, requests: list[Request], source: int) -> list[Migrated]:
+        """Move requests to the other engine at once; returns when both have settled."""
+        for request in requests:
+            self.moves.begin(Migrate(request.id, source, 1 - source, 0, ""), request, self.pool(source))
         while self.moves.under_way:
             self.listen()
-        fact = self._facts.popleft()
-        assert isinstance(fact, Migrated), fact
-        return fact
+        facts = [self._facts.popleft() for _ in requests]
+        return [fact for fact in facts if isinstance(fact, Migrated) or _fail(fact)]
 
     def cpu_s(self) -> list[float]:
         """CPU time so far of both engines and of the driver."""
@@ -184,11 +190,15 @@ def prefill_ms(bench: Bench, repeats: int) -> float:
     return min(times[True]) - statistics.median(times[False])
 
 
-def request_of(bench: Bench, num_tokens: int) -> Request:
-    """A request that engine 0 has decoded for about `num_tokens` of prompt and answer; all pause."""
-    asked = bench.request(PROMPT_LENGTH, MAX_CONTEXT - PROMPT_LENGTH)
+def _fail(fact: Event) -> bool:
+    raise RuntimeError(f"a move has failed: {fact}")
+
+
+def requests_of(bench: Bench, count: int, num_tokens: int) -> list[Request]:
+    """Requests that engine 0 has decoded for about `num_tokens` of prompt and answer; all pause."""
+    asked = [bench.request(PROMPT_LENGTH, MAX_CONTEXT - PROMPT_LENGTH) for _ in range(count)]
     timer = bench.request(PROMPT_LENGTH, num_tokens - PROMPT_LENGTH)
-    bench.tell(0, m.Submit([asked, timer]))
+    bench.tell(0, m.Submit([*asked, timer]))
     bench.hear(m.Completed, 0)
     bench.pause()
     return asked
@@ -197,15 +207,20 @@ def request_of(bench: Bench, num_tokens: int) -> Request:
 def measure_cost(setting: Setting, bench: Bench) -> Row:
     """Moves there and back, while nobody decodes."""
     least_ms = prefill_ms(bench, setting.num_prefills)
-    asked = request_of(bench, NUM_TOKENS)
+    asked = requests_of(bench, setting.num_together, NUM_TOKENS)
     for number in range(4):  # both map the other's pool
-        bench.move(asked, number % 2)
+        bench.move_all(asked, number % 2)
     facts, times = [], [bench.cpu_s()]
     for number in range(setting.num_moves):
-        facts.append(bench.move(asked, number % 2))
+        facts.append(bench.move(asked[0], number % 2))
         times.append(bench.cpu_s())
     spent_ms = np.diff(times, axis=0) * 1e3  # [moves, processes]
-    bench.tell(0, m.GiveUp((asked.id,)))
+    times = [bench.cpu_s()]
+    for number in range(2 * max(1, setting.num_moves // setting.num_together // 2)):
+        bench.move_all(asked, number % 2)
+        times.append(bench.cpu_s())
+    together_ms = np.diff(times, axis=0).sum(1) * 1e3 / len(asked)
+    bench.tell(0, m.GiveUp(tuple(request.id for request in asked)))
     export = statistics.median(fact.num_bytes / fact.copy_s for fact in facts)
     memcpy = memcpy_rate(facts[0].num_bytes)
     return {
@@ -217,6 +232,8 @@ def measure_cost(setting: Setting, bench: Bench) -> Row:
         "move_cpu_ms": float(np.median(spent_ms.sum(1))),
         "mean_ms": float(spent_ms.sum(1).mean()),
         "driver_ms": float(np.median(spent_ms[:, 2])),
+        "together": len(asked),
+        "together_ms": float(np.median(together_ms)),
         "export_gb_s": export / 1e9,
         "memcpy_gb_s": memcpy / 1e9,
         "moves": len(facts),
@@ -267,16 +284,21 @@ def main() -> None:
     for name, config in MODELS.items():
         factor = 1 if options.quick else 4
         is_small = name == "demo"
-        setting = Setting(name, config, factor * (100 if is_small else 40), factor * 16, 8 if is_small else 3)
+        num_moves, num_together = (factor * 100, 16) if is_small else (factor * 40, 4)
+        setting = Setting(name, config, num_moves, num_together, factor * 16, 8 if is_small else 3)
         bench = Bench(config)
         try:
             costs.append(measure_cost(setting, bench))
             stops.append(measure_stop(setting, bench))
         finally:
             bench.close()
-    gains = [float(row["prefill_cpu_ms"]) / float(row["move_cpu_ms"]) for row in costs]
+    gains, together = (
+        [float(row["prefill_cpu_ms"]) / float(row[column]) for row in costs]
+        for column in ("move_cpu_ms", "together_ms")
+    )
     exports = [float(row["export_gb_s"]) / float(row["memcpy_gb_s"]) for row in costs]
     ratios = {f"reprefill_over_migrate_{name}": gain for name, gain in zip(MODELS, gains, strict=True)}
+    ratios |= {f"reprefill_over_migrate_together_{n}": gain for n, gain in zip(MODELS, together, strict=True)}
     ratios |= {
         "reprefill_over_migrate": min(gains),
         "stop_steps": max(float(row["stop_steps"]) for row in stops),

@@ -2,14 +2,14 @@
 
 The production orchestrator is fed with facts in virtual time: answers of log-normal lengths
 end, groups are scored, engines report once a second, a trainer steps and publishes, engines of
-one slot change versions and requests migrate. Timed is `handle` alone, in CPU time.
+one slot change versions and requests migrate. Timed is `handle` alone, in CPU time, and without
+Python's cyclic collector, which the driver switches off as well.
 
     python benchmarks/orchestrator.py [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
-import gc
 import heapq
 import math
 import resource
@@ -36,6 +36,7 @@ from dora.core.events import (
 )
 from dora.core.orchestrator import Orchestrator
 from dora.core.records import Chunk, GroupId, Limits, RequestId
+from dora.runtime.garbage import collect_young, no_pauses
 
 ROWS, GROUP_SIZE, MAX_STALENESS = 100, 4, 8
 TOKEN_S, LOAD_S, MOVE_S, REPORT_S = 0.01, 0.5, 0.02, 1.0
@@ -145,12 +146,13 @@ def measure(num_engines: int, num_publications: int) -> dict[str, str | int | fl
     stations = Stations(num_engines)
     while len(stations.core.snapshot().store) < 3:
         stations.next()
-    gc.collect()
     took: dict[str, list[float]] = {}
     most = 0
     while len(took.get("Published", ())) < num_publications:
         event, took_s = stations.next()
         took.setdefault(type(event).__name__, []).append(took_s)
+        if isinstance(event, Trained):
+            collect_young()
         most = max(most, len(stations.core.snapshot().requests))
     published = took.pop("Published")
     every = sorted(t for times in took.values() for t in times)
@@ -175,7 +177,8 @@ def measure(num_engines: int, num_publications: int) -> dict[str, str | int | fl
 def main() -> None:
     options = parse_options(str(__doc__))
     sizes = (100, 1000) if options.quick else (100, 1000, 10_000)
-    rows: list[Row] = [measure(size, 2) for size in sizes]
+    with no_pauses():
+        rows: list[Row] = [measure(size, 2) for size in sizes]
     least, most = rows[0], rows[-1]
     growth = float(most["handle_mean_us"]) / float(least["handle_mean_us"])
     log_growth = math.log(float(most["engines"])) / math.log(float(least["engines"]))

@@ -51,8 +51,11 @@ class Engine:
     @property
     def top(self) -> int:
         """The newest version it holds or is to hold; -1 without any."""
-        coming = max(-1 if v is None else v for v in (self.loading, self.wanted))
-        return max(coming, *self.held) if self.held else coming
+        newest = max(self.held, default=-1)
+        for coming in (self.loading, self.wanted):
+            if coming is not None and coming > newest:
+                newest = coming
+        return newest
 
     def is_open(self, version: int) -> bool:
         """Whether it may get new requests of `version`, rows permitting."""

@@ -93,7 +93,7 @@ def _share_out(state: State, engines: list[Engine], flips: _Flips) -> None:
     units = _units(engines)
     have: Counter[int] = Counter()
     for engine in engines:
-        have[engine.top] += units[engine.id]
+        have[state.posts[engine.id].top] += units[engine.id]
     requests = _requests(state)
     order = sorted(requests)
     target = shares(requests, sum(units.values()), order)
@@ -101,9 +101,9 @@ def _share_out(state: State, engines: list[Engine], flips: _Flips) -> None:
         is_newest = version == state.newest
         lacking = state.num_waiting(version) - _rows_of(state, version)
         for engine in engines:
-            unit, old = units[engine.id], engine.top
-            if have[version] >= target[version] or (lacking <= 0 and not is_newest):
-                break  # more engines would find nothing to do
+            unit, old = units[engine.id], state.posts[engine.id].top
+            if have[version] >= target[version] or (lacking <= 0 and not is_newest) or flips.num_left <= 0:
+                break  # more engines would find nothing to do, or that is enough for now
             is_due = have[version] + unit / 2 <= target[version]
             is_surplus = old != version and have[old] - unit / 2 >= target.get(old, 0)
             if is_due and is_surplus and flips.flip(engine, old, version):

@@ -63,7 +63,7 @@ class Limits:
     level_running: bool = False  # even out running requests among engines of one version
     rush: bool = True  # a waited-for request decodes alone on its engine
     rebalance_interval_s: float = 1.0
-    max_moves: int = 10_000  # requests that one decision may set moving for other versions
+    max_moves: int = 5_000  # requests that one decision may set moving for other versions
     kv_watermark: float = 0.9  # share of an engine's KV in use above which requests move away
 
     def __post_init__(self) -> None:

@@ -1,7 +1,8 @@
 """A worker process as the driver sees it: a pipe, a sign of life, and a way to end it.
 
 Sending never blocks the driver: a thread per worker writes to the pipe, so a worker that hangs
-holds up nobody else.
+holds up nobody else. What passes a pipe is a list of messages, for a wake-up costs more than a
+message.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Outbox:
         self._connection = connection
         self._lock = threading.Lock()
 
-    def send(self, message: object) -> None:
+    def send(self, *messages: object) -> None:
         with self._lock:
-            self._connection.send(message)
+            self._connection.send(messages)
 
     def beat(self) -> None:
         """Send signs of life from a thread, for a worker whose main thread works in long pieces."""
@@ -80,7 +81,8 @@ class Inbox:
     def _receive(self) -> None:
         try:
             while True:
-                self._queue.put(self._connection.recv())
+                for message in self._connection.recv():
+                    self._queue.put(message)
         except (EOFError, OSError):
             os._exit(0)  # the driver is gone, and nobody is left to tell
         except Exception:  # a message that cannot be read: better dead than deaf
@@ -151,18 +153,24 @@ class Worker:
         """A pipe that ends in the middle of a message ends: its process was killed while it spoke."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                message = self._connection.recv()
+                messages = self._connection.recv()
                 self.last_heard_s = time.monotonic()
-                if isinstance(message, Crashed):
-                    self.crash = message.traceback
-                elif not isinstance(message, Alive):
-                    self._told.put((self, message))
+                for message in messages:
+                    if isinstance(message, Crashed):
+                        self.crash = message.traceback
+                    elif not isinstance(message, Alive):
+                        self._told.put((self, message))
         self._told.put((self, Gone()))
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):
-            while (message := self._outbox.get()) is not None:
-                self._connection.send(message)
+            while True:
+                messages = [self._outbox.get()]
+                while not self._outbox.empty():
+                    messages.append(self._outbox.get())
+                if None in messages:  # it is killed
+                    return
+                self._connection.send(messages)
 
 
 def take(told: Told, timeout_s: float) -> Iterator[tuple[Worker, Any]]:

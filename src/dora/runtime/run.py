@@ -24,6 +24,7 @@ from dora.runtime.control import Control
 from dora.runtime.desk import Desk
 from dora.runtime.drive import drive
 from dora.runtime.evaluate import Evaluation, evaluate
+from dora.runtime.garbage import collect_young, no_pauses
 from dora.runtime.journal import Journal
 from dora.runtime.local import LocalHands
 from dora.runtime.meter import Meter, TimedOrchestrator
@@ -143,7 +144,7 @@ class _Session:
         self._meter.start(hands.now)
         self._is_training = True
         try:
-            with self._view:
+            with self._view, no_pauses():
                 drive(self._core, hands, self._record)
                 self._view.close(self._meter, self._core.snapshot())
         finally:
@@ -205,6 +206,7 @@ class _Session:
         step = self._meter.hear(now, event, orders, state)
         if step is not None:
             self._check_invariants()
+            collect_young()
             if not step.metrics["actor/num_tokens"] and not self._is_warned:
                 self._is_warned = True
                 self._view.notice(f"step {step.step} had no gradient: the rewards of each group were equal")

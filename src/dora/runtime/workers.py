@@ -75,14 +75,16 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
     beats = _beats(engine)
     while True:
         wait_s = 0.0 if engine.can_step else MOVE_WAIT_S if engine.num_moves else IDLE_WAIT_S
+        replies: list[object] = []
         for message in inbox.take(wait_s):
             if isinstance(message, Leave):
                 return
             if (reply := _obey(engine, store, message)) is not None:
-                outbox.send(reply)
+                replies.append(reply)
         if engine.num_moves:
-            for answer in engine.poll_moves():
-                outbox.send(answer)
+            replies += engine.poll_moves()
+        if replies:
+            outbox.send(*replies)
         if engine.can_step and (completions := engine.step()):
             outbox.send(Completed(completions, engine.busy_row_s))
         if (beat := next(beats)) is not None:
