@@ -2,8 +2,8 @@
 
 Whole runs of a few steps, in which requests move all the time. Each kill aims at one moment of the
 protocol and at one of the two engines; a new engine joins in its place. Every fact and order is
-checked while it happens, and the record of every run is audited and replayed. --kills N sets how
-many; --quick is 8.
+checked while it happens (a violation ends the benchmark), and the record of every run is audited
+and replayed: what that finds is counted. --kills N sets how many; --quick is 8.
 """
 
 from __future__ import annotations
@@ -145,16 +145,16 @@ def run(folder: Path, seed: int, aims: Sequence[Aim]) -> tuple[list[Aim], Counte
         hands.close()
         journal.close()
     ledger.close()
-    check(folder)
+    for finding in findings(folder):
+        print(f"seed {seed}: {finding}")
+        told["findings"] += 1
     return killer.kills, told
 
 
-def check(folder: Path) -> None:
-    """Audit and replay the record of a run."""
-    findings = audit.check(folder).findings
-    assert not findings, findings[:3]
+def findings(folder: Path) -> list[str]:
+    """What audit and replay find in the record of a run: lost requests, two owners, other orders."""
     difference = replay.first_difference(read_journal(folder))
-    assert difference is None, difference
+    return [str(found) for found in (*audit.check(folder).findings, difference) if found is not None]
 
 
 def read_num_kills() -> int:
@@ -180,11 +180,11 @@ def main() -> None:
         kills += new
         told += heard
         num_runs += 1
-        print(f"run {num_runs}: {len(kills)} of {num_kills} kills, nothing lost, one owner each", flush=True)
+        print(f"run {num_runs}: {len(kills)} of {num_kills} kills, {told['findings']} findings", flush=True)
     counts = Counter(kills)
     rows = [{"moment": moment, "killed": side, "kills": counts[moment, side]} for moment, side in AIMS]
     facts = (Migrated, MigrationFailed, EngineLost)
-    ratios = {"runs": float(num_runs), "kills": float(len(kills)), "lost_requests": 0.0, "owned_twice": 0.0}
+    ratios = {"runs": float(num_runs), "kills": float(len(kills)), "findings": float(told["findings"])}
     publish(options, rows, ratios | {fact.__name__: float(told[fact.__name__]) for fact in facts})
 
 
