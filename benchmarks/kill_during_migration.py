@@ -3,7 +3,8 @@
 Whole runs of a few steps, in which requests move all the time. Each kill aims at one moment of the
 protocol and at one of the two engines; a new engine joins in its place. Every fact and order is
 checked while it happens (a violation ends the benchmark), and the record of every run is audited
-and replayed: what that finds is counted. --kills N sets how many; --quick is 8.
+and replayed: what that finds is counted, and the exit code is 1 if it is anything. --kills N sets
+how many; --quick is 8.
 """
 
 from __future__ import annotations
@@ -186,6 +187,7 @@ def main() -> None:
     facts = (Migrated, MigrationFailed, EngineLost)
     ratios = {"runs": float(num_runs), "kills": float(len(kills)), "findings": float(told["findings"])}
     publish(options, rows, ratios | {fact.__name__: float(told[fact.__name__]) for fact in facts})
+    sys.exit(1 if told["findings"] else 0)
 
 
 if __name__ == "__main__":

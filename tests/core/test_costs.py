@@ -42,6 +42,13 @@ def test_a_measurement_moves_the_mean_by_a_fifth() -> None:
     assert costs.answer_tokens == pytest.approx(90.0)
 
 
+def test_the_size_of_kv_is_that_of_all_moves_for_one_early_move_has_hardly_any_answer() -> None:
+    costs = Costs()
+    costs.heard_move(num_tokens=1, num_bytes=50_000, copy_s=0.1, stop_s=0.1)
+    costs.heard_move(num_tokens=999, num_bytes=950_000, copy_s=0.1, stop_s=0.1)
+    assert costs.kv_bytes_per_token == 1_000
+
+
 def test_a_move_of_nothing_tells_nothing_of_bytes() -> None:
     costs = Costs()
     costs.heard_move(num_tokens=0, num_bytes=512, copy_s=0.0, stop_s=0.1)

@@ -150,7 +150,8 @@ def tails(stop_s: float, **changes: Any) -> State:
     running(state, 0, 0, 0, num_tokens=50)
     running(state, 0, 1, 5, 6, 7, 8, 9)
     running(state, 1, 0, 1, 2, 3, num_tokens=50)
-    state.costs.kv_bytes_per_token, state.costs.copy_bytes_per_s, state.costs.stop_s = 1e3, 1e6, stop_s
+    state.costs.moved_bytes, state.costs.moved_tokens = 1000, 1
+    state.costs.copy_bytes_per_s, state.costs.stop_s = 1e6, stop_s
     return state
 
 
@@ -238,3 +239,21 @@ def test_a_row_is_kept_at_both_ends_until_the_move_is_told() -> None:
     assert (state.engines[0].free_rows, state.engines[1].free_rows) == (3, 0)
     run.tell(Migrated(request(7), 0, 1, 0, 0, 0.0, 0.0))
     assert (state.engines[0].free_rows, state.engines[1].free_rows) == (4, 0)
+
+
+def test_what_is_on_its_way_already_is_not_evened_out_again() -> None:
+    state = scene(level_running=True)
+    engine(state, 0, rows=6, held={0})
+    engine(state, 1, rows=6, held={0})
+    running(state, 0, 0, 1, 2, 3, 4, 5, 6)
+    assert len(moves(state)) == 3
+    assert moves(state) == []
+
+
+@pytest.mark.parametrize("is_other_colocated", [True, False])
+def test_a_lent_engine_receives_nothing_but_where_all_share_the_device(is_other_colocated: bool) -> None:
+    state = scene()
+    engine(state, 0, rows=4, held={0}, is_colocated=is_other_colocated, is_leaving=True)
+    engine(state, 1, rows=4, held={0}, is_colocated=True)
+    running(state, 0, 0, 7)
+    assert moves(state) == ([(7, 0, 1, "leave")] if is_other_colocated else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.midway import engine, midway, waiting
+from tests.core.midway import engine, midway, running, waiting
 from tests.core.stations import Stations, finished, is_work, limits
 
 from dora.core.actions import Abort, Fail, Generate
@@ -128,3 +128,13 @@ def test_requests_of_a_lost_engine_are_generated_again_on_their_version_before_a
     assert run.orders(Generate)[num_before:] == [Generate(1, 0, (lost[0],))]
     run.settle()
     assert run.core.done
+
+
+def test_new_requests_go_first_to_engines_that_decode_nothing_older() -> None:
+    """The fewer rows an engine decodes, the faster are the tokens of what is nearer its deadline."""
+    state = midway(limits(num_steps=20, max_staleness=2), newest=1)
+    engine(state, 0, rows=9, slots=2, held={0, 1})
+    engine(state, 1, rows=4, slots=2, held={0, 1})
+    running(state, 0, 0, 5)
+    waiting(state, 1, 6)
+    assert place(state) == [Generate(1, 1, (request(6, 0),))]

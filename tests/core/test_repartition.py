@@ -58,7 +58,8 @@ def test_an_engine_flips_only_if_that_gains_more_than_it_costs(load_s: float, is
     """Gain: 3 empty rows for 100 more tokens, 300. Cost: 10 tokens/s of one row while 100 tokens of 1 kB
     move at 1 MB/s (0.1 s) and stand still for 0.05 s, 1.5; and of all four rows while the version loads."""
     state = tail()
-    state.costs.kv_bytes_per_token, state.costs.copy_bytes_per_s, state.costs.stop_s = 1e3, 1e6, 0.05
+    state.costs.moved_bytes, state.costs.moved_tokens = 1000, 1
+    state.costs.copy_bytes_per_s, state.costs.stop_s = 1e6, 0.05
     state.costs.load_s = load_s
     repartition(state)
     assert bool(cleared(state)) == is_worth_it
@@ -210,3 +211,12 @@ def test_the_orchestrator_forgets_to_clear_a_slot_for_what_nobody_needs_any_more
     running(state, 1, 0, 0)
     assert versions.load(state) == []
     assert cleared(state) == {}
+
+
+def test_rows_that_the_trainer_lends_make_no_room_for_a_flip() -> None:
+    state = tail()
+    state.engines[1].is_colocated = True
+    state.colocated[1] = None
+    state.touch(state.engines[1])
+    repartition(state)
+    assert 0 not in cleared(state)

@@ -26,4 +26,5 @@ def test_a_kill_at_each_moment_of_a_move_loses_nothing(tmp_path: Path) -> None:
         ("taken", "destination"),
     }
     assert figures["ratios"]["kills"] == 4
+    assert figures["ratios"]["findings"] == 0
     assert figures["ratios"]["MigrationFailed"] >= 2

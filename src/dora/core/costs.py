@@ -15,9 +15,10 @@ VERSION_OVERHEAD = 0.12  # of a decode step, by each further version on an engin
 
 @dataclass(slots=True)
 class Costs:
-    """Smoothed measurements of this run; 0: not measured yet."""
+    """Measurements of this run, smoothed but for the KV's size; 0: not measured yet."""
 
-    kv_bytes_per_token: float = 0.0
+    moved_tokens: int = 0  # of answers, in all moves
+    moved_bytes: int = 0  # of their KV and of their prompts'
     copy_bytes_per_s: float = 0.0
     stop_s: float = 0.0
     load_s: float = 0.0
@@ -25,11 +26,16 @@ class Costs:
 
     def heard_move(self, num_tokens: int, num_bytes: int, copy_s: float, stop_s: float) -> None:
         """A request of `num_tokens` has moved."""
-        if num_tokens > 0:
-            self.kv_bytes_per_token = _smooth(self.kv_bytes_per_token, num_bytes / num_tokens)
+        self.moved_tokens += num_tokens
+        self.moved_bytes += num_bytes
         if copy_s > 0:
             self.copy_bytes_per_s = _smooth(self.copy_bytes_per_s, num_bytes / copy_s)
         self.stop_s = _smooth(self.stop_s, stop_s)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes that moved per token of answer: the prompt's part is spread over them."""
+        return self.moved_bytes / self.moved_tokens if self.moved_tokens else 0.0
 
     def heard_load(self, seconds: float) -> None:
         self.load_s = _smooth(self.load_s, seconds)

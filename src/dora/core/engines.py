@@ -84,6 +84,8 @@ def post_of(engine: Engine) -> Post:
     """What the indexes should say of an engine now.
 
     Requests that wait already may also go to an engine that clears their version, but there last.
+    Engines that decode older versions beside it get them after the others, for the fewer rows an
+    engine decodes the faster are the tokens of those that are nearer their deadline.
     """
     free, top = engine.free_rows, engine.top
     held = frozenset() if engine.is_leaving else frozenset(engine.held)
@@ -92,6 +94,7 @@ def post_of(engine: Engine) -> Post:
     is_taker = engine.is_working and free > 0
     takes: dict[int, Key] = {}
     if is_taker:
-        takes = {v: (int(v == engine.clearing), -free) for v in engine.held}
+        oldest = min((v for v, num in engine.running.items() if num), default=top)
+        takes = {v: (int(v == engine.clearing), int(oldest < v), -free) for v in engine.held}
     fresh = free if is_taker and engine.is_open(top) else 0
     return Post(held, idle, coming, takes, top, fresh)

@@ -1,13 +1,14 @@
 """Which running requests move to another engine, with their KV.
 
 A request moves only to an engine that holds its version: a short one to where it fits best, a
-long one to where most rows are free. Nothing moves whose cost exceeds its gain, except from an
-engine that must be empty.
+long one to where most rows are free. What must leave an engine moves in any case; tails are
+gathered only where that gains more than it costs.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 
 from dora.core.actions import Migrate
 from dora.core.costs import VERSION_OVERHEAD
@@ -60,14 +61,9 @@ class _Berths:
     def _of(self, version: int) -> list[tuple[int, int]]:
         if version not in self._engines:
             engines = [self._state.engines[e] for e in self._state.takers.get(version, ())]
-            fit = [e for e in engines if e.free_rows > 0 and _may_take(self._state, e, version)]
+            fit = [e for e in engines if e.free_rows > 0 and self._state.may_receive(e, version)]
             self._engines[version] = sorted((e.free_rows, e.id) for e in fit)
         return self._engines[version]
-
-
-def _may_take(state: State, engine: Engine, version: int) -> bool:
-    is_roomy = engine.kv_share < state.limits.kv_watermark
-    return is_roomy and engine.is_open(version) and not engine.is_colocated
 
 
 def _evacuate(state: State, berths: _Berths) -> list[Migrate]:
@@ -108,7 +104,7 @@ def _host(state: State, engine: Engine, version: int) -> Engine | None:
         e
         for e in hosts
         if e is not engine
-        and _may_take(state, e, version)
+        and state.may_receive(e, version)
         and e.free_rows >= num_requests
         and (e.running[version], -e.id) > (num_requests, -engine.id)
     ]
@@ -138,11 +134,14 @@ def _relieve(state: State, berths: _Berths) -> list[Migrate]:
 def _level(state: State) -> list[Migrate]:
     """Even out the engines of each version: from the one with most requests to the one with fewest."""
     orders: list[Migrate] = []
+    num_going = Counter(move.source for move in state.moves.values())
     for version in sorted(state.takers):
-        engines = [state.engines[e] for e in state.holders.get(version, ())]
-        loads = {e.id: len(e.requests) + len(e.arriving) for e in engines if e.is_open(version)}
-        takers = [e for e in engines if _may_take(state, e, version)]
-        staying = {e.id: _lightest_last(state, e, version) for e in engines if e.id in loads}
+        engines = [
+            state.engines[e] for e in state.holders.get(version, ()) if state.engines[e].is_open(version)
+        ]
+        loads = {e.id: len(e.requests) + len(e.arriving) - num_going[e.id] for e in engines}
+        takers = [e for e in engines if state.may_receive(e, version)]
+        staying = {e.id: _lightest_last(state, e, version) for e in engines}
         while takers and loads:
             least = min(takers, key=lambda e: (loads[e.id], e.id))
             most = max((e for e in loads if staying[e]), key=lambda e: (loads[e], -e), default=least.id)

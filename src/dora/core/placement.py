@@ -148,7 +148,7 @@ class _Flips:
         self.num_left = state.limits.max_moves
         self._spare: Counter[int] = Counter()  # version -> rows that requests may move to
         for version, takers in state.takers.items():
-            self._spare[version] = sum(_spare_rows(state.engines[e], version) for e in takers)
+            self._spare[version] = sum(_spare_rows(state, state.engines[e], version) for e in takers)
 
     def flip(self, engine: Engine, old: int, new: int) -> bool:
         """Have it clear `old` for `new`, if its requests find rows elsewhere and it is worth it."""
@@ -160,7 +160,7 @@ class _Flips:
         if not _is_due(state, engine, new):
             return False
         num_requests = engine.running[old]
-        rows_elsewhere = self._spare[old] - _spare_rows(engine, old)
+        rows_elsewhere = self._spare[old] - _spare_rows(state, engine, old)
         if num_requests and (num_requests > rows_elsewhere or not _is_worth_it(state, engine, old)):
             return False
         if state.is_pinned(old) and len(state.holders[old]) == 1:
@@ -188,8 +188,8 @@ def _is_worth_it(state: State, engine: Engine, old: int) -> bool:
     return gain > cost + state.costs.of_load(engine.rows, pace)
 
 
-def _spare_rows(engine: Engine, version: int) -> int:
-    return engine.free_rows if engine.is_open(version) else 0
+def _spare_rows(state: State, engine: Engine, version: int) -> int:
+    return engine.free_rows if state.may_receive(engine, version) else 0
 
 
 def _fill(state: State, engine: Engine, version: int) -> list[RequestId]:

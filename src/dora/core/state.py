@@ -192,6 +192,15 @@ class State:
         if not groups:
             self.unscored.pop(group.deadline, None)
 
+    def may_receive(self, engine: Engine, version: int) -> bool:
+        """Whether running requests of `version` may move there, rows permitting.
+
+        Not to an engine short of KV, nor to one that is only lent by the trainer beside others.
+        """
+        is_roomy = engine.kv_share < self.limits.kv_watermark
+        is_lent = engine.is_colocated and len(self.colocated) < len(self.engines)
+        return is_roomy and engine.is_open(version) and not is_lent
+
     @property
     def is_device_free(self) -> bool:
         """Whether no engine decodes on the trainer's device."""

@@ -144,7 +144,7 @@ def _can_move(state: State, engine: Engine) -> bool:
     version = _cheapest(engine)
     num_rows = 0
     for other in state.takers.get(version, ()):
-        if other != engine.id and state.engines[other].is_open(version):
+        if other != engine.id and state.may_receive(state.engines[other], version):
             num_rows += state.engines[other].free_rows
             if num_rows >= engine.running[version]:
                 return not engine.arriving
