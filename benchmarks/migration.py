@@ -215,9 +215,9 @@ def measure_cost(setting: Setting, bench: Bench) -> Row:
         facts.append(bench.move(asked[0], number % 2))
         times.append(bench.cpu_s())
     spent_ms = np.diff(times, axis=0) * 1e3  # [moves, processes]
-    times = [bench.cpu_s()]
+    facts, times = [], [bench.cpu_s()]
     for number in range(2 * max(1, setting.num_moves // setting.num_together // 2)):
-        bench.move_all(asked, number % 2)
+        facts += bench.move_all(asked, number % 2)
         times.append(bench.cpu_s())
     together_ms = np.diff(times, axis=0).sum(1) * 1e3 / len(asked)
     bench.tell(0, m.GiveUp(tuple(request.id for request in asked)))
@@ -236,7 +236,7 @@ def measure_cost(setting: Setting, bench: Bench) -> Row:
         "together_ms": float(np.median(together_ms)),
         "export_gb_s": export / 1e9,
         "memcpy_gb_s": memcpy / 1e9,
-        "moves": len(facts),
+        "moves": setting.num_moves + len(facts),
     }
 
 
@@ -273,6 +273,7 @@ def measure_stop(setting: Setting, bench: Bench) -> Row:
         "step_ms": step_s * 1e3,
         "median_stop_ms": stop_s * 1e3,
         "stop_steps": 1 + stop_s / step_s,  # the first token comes one step after the seat
+        "longest_stop_steps": 1 + max(stops_s) / step_s,
         "busy_moves": len(stops_s),
     }
 
@@ -302,6 +303,7 @@ def main() -> None:
     ratios |= {
         "reprefill_over_migrate": min(gains),
         "stop_steps": max(float(row["stop_steps"]) for row in stops),
+        "longest_stop_steps": max(float(row["longest_stop_steps"]) for row in stops),
         "export_over_memcpy": min(exports),
     }
     publish(options, [*costs, *stops], ratios)

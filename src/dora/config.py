@@ -235,7 +235,7 @@ class Runtime(Section):
         default=120.0, gt=0, description="a process that is not ready by then fails the run (s)"
     )
     move_timeout_s: float = Field(
-        default=2.0, gt=0, description="a request that has not moved by then stays where it is (s)"
+        default=5.0, gt=0, description="a move on which nothing is copied for so long is given up (s)"
     )
 
 

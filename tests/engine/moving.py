@@ -75,13 +75,13 @@ class Stage:
     def ask(self, request: Request, source: str, destination: str) -> Reserved | NotReceived:
         """The first word of a new move."""
         self._num_moves += 1
-        order = Receive(self._num_moves, request, self.pool(source), self.folder, self.now_s + LEASE_S)
+        order = Receive(self._num_moves, request, self.pool(source), self.folder, LEASE_S)
         return self.engines[destination].receive(order)
 
     def send(self, request: Request, source: str, place: Reserved) -> Kept | None:
         """The second word."""
         known = place.num_known_blocks, place.known_hash
-        order = Send(place.move, request.id, self.folder, *known, self.now_s + LEASE_S)
+        order = Send(place.move, request.id, self.folder, *known, LEASE_S)
         return self.engines[source].send(order)
 
     def begin(self, request: Request, source: str, destination: str) -> int:

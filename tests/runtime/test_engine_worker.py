@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -94,13 +93,12 @@ def answer(asked: Request) -> Completion:
 def test_requests_move_between_processes_and_keep_every_token(pair: Pair) -> None:
     asked = ask(0)
     pair.tell(0, m.Submit([asked]))
-    deadline_s = time.monotonic() + WAIT_S
     for move, (source, destination) in enumerate([(0, 1), (1, 0), (0, 1)]):
-        pair.tell(destination, m.Receive(move, asked, pair.pool(source), pair.folder, deadline_s))
+        pair.tell(destination, m.Receive(move, asked, pair.pool(source), pair.folder, WAIT_S))
         place = pair.hear(destination, m.Reserved)
         known = place.num_known_blocks, place.known_hash
         assert bool(place.num_known_blocks) == (move > 0)
-        pair.tell(source, m.Send(move, asked.id, pair.folder, *known, deadline_s))
+        pair.tell(source, m.Send(move, asked.id, pair.folder, *known, WAIT_S))
         received = pair.hear(destination, m.Received)
         assert (received.move, received.request) == (move, asked.id)
         assert 0 <= received.stop_s < WAIT_S
@@ -132,10 +130,9 @@ def test_a_move_that_is_cancelled_is_answered_by_both_sides(pair: Pair) -> None:
     pair.tell(0, m.PauseRows())
     pair.hear(0, m.RowsPaused)
     pair.tell(0, m.Submit([asked]))
-    deadline_s = time.monotonic() + WAIT_S
-    pair.tell(1, m.Receive(5, asked, pair.pool(0), pair.folder, deadline_s))
+    pair.tell(1, m.Receive(5, asked, pair.pool(0), pair.folder, WAIT_S))
     pair.hear(1, m.Reserved)
-    pair.tell(0, m.Send(5, asked.id, pair.folder, 0, "", deadline_s))  # it waits for a row, and moves later
+    pair.tell(0, m.Send(5, asked.id, pair.folder, 0, "", WAIT_S))  # it waits for a row, and moves later
     pair.tell(0, m.CancelMove(5))
     assert pair.hear(0, m.Kept) == m.Kept(5, "it was cancelled")
     pair.tell(1, m.CancelMove(5))

@@ -65,7 +65,7 @@ class Mover:
         num_known, name = place
         sequence = self._scheduler.arriving[order.request.id]
         try:
-            self._incoming[order.move] = Incoming(order, sequence, num_known, self._kv, peer)
+            self._incoming[order.move] = Incoming(order, sequence, num_known, self._kv, peer, self._clock())
         except OSError as error:
             self._scheduler.remove(order.request.id)
             return NotReceived(order.move, f"the move's files cannot be written: {error}")
@@ -76,7 +76,7 @@ class Mover:
         reason = self._reason_not_to_send(order)
         if not reason:
             try:
-                self._outgoing[order.move] = Outgoing(order, self._kv)
+                self._outgoing[order.move] = Outgoing(order, self._kv, self._clock())
             except OSError as error:
                 reason = f"the move's files cannot be read: {error}"
         return Kept(order.move, reason) if reason else None
@@ -179,7 +179,7 @@ class Mover:
         )
 
     def _reason_to_end(self, move: Outgoing | Incoming) -> str:
-        return move.reason or (_LEASE_OVER if self._clock() > move.order.deadline_s else "")
+        return move.reason or (_LEASE_OVER if move.lease.is_over(move.num_copied, self._clock()) else "")
 
     def _conclude_sent(self, move: Outgoing) -> None:
         self._scheduler.remove(move.order.request)

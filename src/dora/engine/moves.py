@@ -17,14 +17,14 @@ from dora.engine.sequence import Request
 class Receive:
     """To the destination: reserve a place for a request that another engine is decoding.
 
-    Both engines meet in `folder`. `deadline_s` is on the clock that the engines are polled with.
+    Both engines meet in `folder`. Either side gives up once nothing has been copied for `lease_s`.
     """
 
     move: int
     request: Request
     source_pool: Path
     folder: Path
-    deadline_s: float
+    lease_s: float
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Send:
     folder: Path
     num_known_blocks: int
     known_hash: str
-    deadline_s: float
+    lease_s: float
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,37 @@ def _num_per_poll(pool: Blocks) -> int:
     return max(1, _BYTES_PER_POLL // block_bytes(pool))
 
 
+class Lease:
+    """Runs out `seconds` after the last progress, or the start."""
+
+    def __init__(self, seconds: float, now_s: float) -> None:
+        self._seconds, self._until_s = seconds, now_s + seconds
+        self._num_copied = 0
+
+    def is_over(self, num_copied: int, now_s: float) -> bool:
+        """Look at what has been copied so far: anything more renews the lease."""
+        if num_copied != self._num_copied:
+            self._num_copied, self._until_s = num_copied, now_s + self._seconds
+        return now_s > self._until_s
+
+
 class Outgoing:
     """A request on its way out of this engine."""
 
-    def __init__(self, order: Send, pool: Blocks) -> None:
+    def __init__(self, order: Send, pool: Blocks, now_s: float) -> None:
         """Raises OSError if the destination has made no table."""
-        self.order = order
+        self.order, self.lease = order, Lease(order.lease_s, now_s)
         self.reason = ""  # to keep the request, as soon as there is one
         self.is_offered = False
         self.files = Handover(order.folder, order.move)
         self._pool = pool
         self._table = Table(self.files.table)
         self._sums: list[int] = []
+
+    @property
+    def num_copied(self) -> int:
+        """Blocks that the destination has copied so far."""
+        return self._table.num_copied
 
     def stream(self, sequence: Sequence, num_computed: int) -> bool:
         """Publish what is full; whether the destination has copied every full block."""
@@ -46,7 +65,7 @@ class Outgoing:
         if blocks:
             self._sums += add_up(self._pool, blocks)
             self._table.publish(blocks)
-        return self._table.num_copied == num_full - first
+        return self.num_copied == num_full - first
 
     def offer(self, sequence: Sequence, form: KVFormat, draft: Draft, now_s: float) -> None:
         """Write the snapshot of a request that stands still. Raises OSError, then nothing is offered."""
@@ -70,10 +89,10 @@ class Incoming:
     """A request on its way into this engine; `sequence` is the place reserved for it."""
 
     def __init__(
-        self, order: Receive, sequence: Sequence, num_known: int, pool: Blocks, peer: Blocks
+        self, order: Receive, sequence: Sequence, num_known: int, pool: Blocks, peer: Blocks, now_s: float
     ) -> None:
         """`pool` is this engine's, `peer` the source's. Raises OSError if no table can be made."""
-        self.order = order
+        self.order, self.lease = order, Lease(order.lease_s, now_s)
         self.reason = ""  # to give up, as soon as there is one
         self.files = Handover(order.folder, order.move)
         self.copy_s = 0.0
@@ -83,17 +102,21 @@ class Incoming:
         self._sums: list[int] = []
 
     @property
+    def num_copied(self) -> int:
+        """Blocks copied so far."""
+        return len(self._sums)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes copied so far."""
-        return len(self._sums) * block_bytes(self._pool)
+        return self.num_copied * block_bytes(self._pool)
 
     def copy_published(self) -> None:
         """Copy some of what the source has published. Raises TransferError for blocks that cannot be."""
-        num_copied = len(self._sums)
-        blocks = self._table.published(num_copied)
+        blocks = self._table.published(self.num_copied)
         if blocks:
             self._copy(blocks[: _num_per_poll(self._pool)])
-            self._table.num_copied = len(self._sums)
+            self._table.num_copied = self.num_copied
 
     def finish(self, snapshot: Snapshot, form: KVFormat) -> None:
         """Copy what is left, and compare everything. Raises TransferError naming what is wrong."""

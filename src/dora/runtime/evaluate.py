@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 
 from dora.core.actions import Drop, Generate, Load, Resume, Rush, Score
 from dora.core.events import (
+    EngineLeft,
     EngineLost,
     Event,
     GroupScored,
     GroupUnscorable,
     Loaded,
+    LoadFailed,
     RequestFailed,
     RequestFinished,
 )
@@ -109,7 +111,9 @@ class _Round:
         match event:
             case Loaded(engine, version) if version == self._result.version:
                 self._running.setdefault(engine, set())
-            case EngineLost(engine):
+            case LoadFailed(engine, version):
+                self._hands.perform(Load(engine, version))
+            case EngineLost(engine) | EngineLeft(engine):
                 self._engines.discard(engine)
                 self._waiting.extendleft(self._running.pop(engine, ()))
             case RequestFinished(engine, request, _, num_tokens) if request.epoch == EVALUATION:

@@ -59,6 +59,11 @@ class Fleet:
         for _ in range(plan.num_engines):
             self.start()
 
+    @property
+    def staying(self) -> set[int]:
+        """The engines that have started and were not sent away."""
+        return self.ready - self._dismissed
+
     def start(self) -> int:
         """Start one more engine, which joins by itself once it is ready; its number."""
         engine = len(self._started_s)

@@ -100,8 +100,8 @@ class LocalHands:
 
     @property
     def engines(self) -> list[int]:
-        """The engines that have started and are not gone, in order."""
-        return sorted(self.fleet.ready)
+        """The engines that have started and are to stay, in order."""
+        return sorted(self.fleet.staying)
 
     def join_all(self) -> None:
         """Tell the engines that are alive as joined, holding nothing; later ones join by themselves."""

@@ -93,6 +93,7 @@ class Meter:
     _num_live: int = 0
     _is_trainer_idle: bool = True
     _stall_s: float = 0.0
+    _told_before: tuple[float, float] = (0.0, 0.0)  # busy_row_s and row_s, summed, at the last step
 
     def hear(
         self, now: float, event: Event | None, orders: Sequence[Action], state: State
@@ -129,6 +130,7 @@ class Meter:
         """The training run begins; what the engines did before is not counted."""
         self.began_s = self.now_s = now
         self.busy_row_s = self.busy_row_s_before = dict(self.teller.busy_row_s)
+        self._told_before = (sum(self.busy_row_s.values()), 0.0)
 
     @property
     def tokens_per_s(self) -> float:
@@ -144,6 +146,13 @@ class Meter:
     def busy_ratio(self) -> float:
         """The same over all engines."""
         return sum(map(self._busy_row_s, self.row_s)) / max(1e-9, sum(self.row_s.values()))
+
+    def _busy_since_last_step(self) -> float:
+        """Occupied rows x step time over rows x time, as last told, since the step before ended."""
+        busy_s, row_s = sum(self.busy_row_s.values()), sum(self.row_s.values())
+        before_busy_s, before_row_s = self._told_before
+        self._told_before = (busy_s, row_s)
+        return round((busy_s - before_busy_s) / max(1e-9, row_s - before_row_s), 4)
 
     def _busy_row_s(self, engine: int) -> float:
         return self.busy_row_s.get(engine, 0.0) - self.busy_row_s_before.get(engine, 0.0)
@@ -168,7 +177,7 @@ class Meter:
             staleness[step - self._versions.pop(group)] += size
         rewards = [r for group in self._batch for r in self.teller.rewards.pop(group)]
         num_tokens = sum(self.teller.num_tokens.pop(group) for group in self._batch)
-        metrics = self.teller.step_metrics.pop(0)[1]
+        metrics = self.teller.step_metrics.pop(0)[1] | {"rollout/busy_ratio": self._busy_since_last_step()}
         record = StepRecord(step, now, staleness, rewards, num_tokens, state.stall_s - self._stall_s, metrics)
         self._stall_s = state.stall_s
         self.staleness += staleness

@@ -6,7 +6,6 @@ them. Once neither has anything left to say, the name of the file says how the m
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ class Move:
 
     id: int
     order: Migrate
-    deadline_s: float  # of the lease, on time.monotonic()
     is_destination_open: bool = True
     is_source_open: bool = False
     received: m.Received | None = None
@@ -49,26 +47,27 @@ class Moves:
     def __init__(
         self,
         folder: Path,
-        timeout_s: float,
+        lease_s: float,
         facts: deque[Event],
         send: Callable[[int, object], bool],
         length: Callable[[RequestId], int],
     ) -> None:
         """`facts` gets what came of moves. `send(engine, message)` is False where the engine is gone.
 
+        A side on which nothing is copied for `lease_s` gives up.
         `length` is what an answer was last known to have, in tokens.
         """
-        self._folder, self._timeout_s, self._facts = folder, timeout_s, facts
+        self._folder, self._lease_s, self._facts = folder, lease_s, facts
         self._send, self._length = send, length
         self._count = 0
         self.under_way: dict[int, Move] = {}
 
     def begin(self, order: Migrate, request: Request, source_pool: Path | None) -> None:
         """Ask the destination for a place; without a source or a destination the move has failed."""
-        move = Move(self._count, order, time.monotonic() + self._timeout_s)
+        move = Move(self._count, order)
         self._count += 1
         if source_pool is None or not self._send(
-            order.destination, m.Receive(move.id, request, source_pool, self._folder, move.deadline_s)
+            order.destination, m.Receive(move.id, request, source_pool, self._folder, self._lease_s)
         ):
             # Before all that waits to be told, for the loss of that engine may be among it.
             self._facts.appendleft(_failed(order, "an engine is lost"))
@@ -126,7 +125,7 @@ class Moves:
             return
         order = move.order
         send = m.Send(
-            move.id, order.request, self._folder, word.num_known_blocks, word.known_hash, move.deadline_s
+            move.id, order.request, self._folder, word.num_known_blocks, word.known_hash, self._lease_s
         )
         move.is_source_open = self._send(order.source, send)
 

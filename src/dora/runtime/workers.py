@@ -102,7 +102,8 @@ def _obey(engine: Engine, store: WeightStore, message: Any) -> object | None:
             except (EngineError, OSError, RuntimeError) as error:  # torch cannot map a damaged file
                 return LoadRefused(version, str(error))
         case DropWeights(version):
-            engine.drop(version)
+            if version in engine.versions:  # a load that was refused has left nothing
+                engine.drop(version)
         case Submit(requests):
             try:
                 engine.submit(requests)
