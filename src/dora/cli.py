@@ -141,7 +141,7 @@ def swarm(
         bool, typer.Option("--json", help="Print the summary as one last line of JSON.")
     ] = False,
 ) -> None:
-    """Run many random worlds with faults and check every invariant after every event."""
+    """Run many random worlds with faults; every fact and order is checked against an independent ledger."""
     from dora.sim import swarm
 
     raise typer.Exit(swarm.main(seeds, as_json))

@@ -27,6 +27,8 @@ all rows of its engine decode again
 begins to move from engine 0 to engine 2 (drain)
 moved from engine 0 to engine 2 (drain) with 7 tokens: 2.000 MB of KV copied in 4.0 ms, it stood still for 3.0 ms
 step 0 waits for it
+stands still: engine 2 gives way to the trainer
+decodes again on engine 2
 finished on engine 2: 9 tokens, stop
 scored: reward 1
 committed to step 0, staleness 0
@@ -77,8 +79,8 @@ def test_the_end_of_a_failed_group_is_told_by_each_sibling(story: Path) -> None:
     [
         (9, "pending: it is on engine 1"),
         (13, "pending: it is on engine 0"),
-        (18, "pending: its group is not scored"),
-        (20, "pending: step 0 is not trained"),
+        (19, "pending: its group is not scored"),
+        (21, "pending: step 0 is not trained"),
     ],
 )
 def test_where_the_record_ends_it_says_how_the_request_stands(

@@ -18,6 +18,7 @@ from dora.core.actions import (
     Generate,
     Migrate,
     ReportStall,
+    Resume,
     Rush,
     Train,
 )
@@ -27,6 +28,7 @@ from dora.core.events import (
     GroupScored,
     Migrated,
     MigrationFailed,
+    Paused,
     RequestFailed,
     RequestFinished,
     RequestsAborted,
@@ -117,6 +119,10 @@ class _Life:
                 return f"the move to engine {destination} failed ({reason}); it stays on engine {source}"
             case Rush(engine, requests) if self._engine is not None and engine == self._engine:
                 return self._rushed(request in requests, bool(requests))
+            case Paused(engine) if self._engine is not None and engine == self._engine:
+                return f"stands still: engine {engine} gives way to the trainer"
+            case Resume(engine) if self._engine is not None and engine == self._engine:
+                return f"decodes again on engine {engine}"
             case EngineLost(engine, reason) if self._engine is not None and engine == self._engine:
                 self._engine, self.standing = None, "pending: it waits for a row"
                 return f"engine {engine} was lost ({reason}); it begins again"
@@ -166,7 +172,7 @@ class _Life:
                 return None
 
     def _moved(self, fact: Migrated) -> str:
-        self._engine = fact.destination
+        self._engine, self._is_rushed = fact.destination, False
         self.standing = f"pending: it is on engine {fact.destination}"
         return (
             f"moved from engine {fact.source} to engine {fact.destination} ({self._move}) with "

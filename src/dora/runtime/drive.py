@@ -2,7 +2,8 @@
 
 who          tells                                    waits for
 dataset      PromptsFetched                           Fetch
-engine       Loaded, Progressed, RequestFinished      Load, Generate, Abort, Drop
+engine       Loaded, Progressed, RequestFinished      Load, Generate, Abort, Drop, Rush
+two engines  Migrated, MigrationFailed                Migrate
 rewarder     GroupScored, GroupUnscorable             Score
 trainer      Trained, Published                       Train, Publish
 """

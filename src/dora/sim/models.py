@@ -92,13 +92,13 @@ def draw_config(seed: int) -> WorldConfig:
 
 def _draw_num_engines(rng: Random) -> int:
     if rng.random() < 0.03:
-        return rng.choice((24, 32, 48, 64))
+        return rng.randint(7, 64)
     return rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 6, 8, 12))
 
 
 def _draw_limits(rng: Random, num_engines: int, unit_s: float) -> Limits:
     batch_size = rng.choice((1, 1, 2, 2, 3, 4, 8))
-    max_staleness = rng.choice((0, 0, 1, 1, 2, 2, 3, 4, 5, 6, 8))
+    max_staleness = rng.choice((0, 0, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8))
     filter_groups = rng.random() < 0.4
     group_size = rng.choice((2, 3, 4, 8) if filter_groups else (1, 1, 2, 3, 4, 8))
     facts_per_step = batch_size * (group_size + 1) + num_engines + 3

@@ -41,7 +41,7 @@ class Outcome:
 
 
 def run_world(seed: int, config: WorldConfig | None = None) -> Outcome:
-    """Run one world to its end, checking after every event."""
+    """Run one world to its end: every fact and order is checked, and now and then the whole state."""
     config = config or draw_config(seed)
     run = Run(seed, config)
     try:
