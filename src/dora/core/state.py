@@ -88,7 +88,7 @@ class State:
     newest: int | None = None  # newest published
     publishing: int | None = None
     is_newest_asked: bool = False  # what engines hold may not be admitted at any more
-    asked_for: tuple[int, int] | None = None  # (newest held, newest) when engines last heard of that
+    asked_for: tuple[int, int] | None = None  # (newest held, newest) when shares were last asked to follow
     store: dict[int, str] = field(default_factory=dict)  # published and not retired -> digest
     # waiting of the trainer
     stall_group: GroupId | None = None

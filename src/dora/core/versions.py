@@ -16,13 +16,15 @@ from dora.core.state import State
 def listen(state: State) -> None:
     """Whether the newest is needed, for what engines hold may not, or should not, be admitted at."""
     held = max((v for v in state.holders if v in state.store), default=None)
+    was_asked = state.is_newest_asked
     is_late = held is not None and state.limits.deadline(held) <= state.next_step
     state.is_newest_asked = held is None or is_late or num_admissible(state, held) == 0
     asked = (-1 if held is None else held, -1 if state.newest is None else state.newest)
-    if state.is_newest_asked and asked != state.asked_for:
-        state.asked_for = asked
+    is_lazy = state.limits.load_interval > 1 or state.limits.batches_per_version is not None
+    if state.is_newest_asked and not was_asked and is_lazy:  # else engines take it unasked
         state.touched.update(dict.fromkeys(state.engines))
-        state.is_rebalance_due = True
+    if state.is_newest_asked and asked != state.asked_for:
+        state.asked_for, state.is_rebalance_due = asked, True
 
 
 def load(state: State, is_due: bool = True) -> list[Action]:

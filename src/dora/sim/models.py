@@ -102,7 +102,7 @@ def _draw_limits(rng: Random, num_engines: int, unit_s: float) -> Limits:
     filter_groups = rng.random() < 0.4
     group_size = rng.choice((2, 3, 4, 8) if filter_groups else (1, 1, 2, 3, 4, 8))
     facts_per_step = batch_size * (group_size + 1) + num_engines + 3
-    num_facts = rng.choice((72, 144, 166, 186))
+    num_facts = rng.choice((74, 148, 170, 190))
     return Limits(
         num_steps=max(1, min(40, num_facts // facts_per_step)),
         batch_size=batch_size,
