@@ -66,6 +66,28 @@ def test_the_figures_of_the_readme_are_those_of_the_committed_benchmark() -> Non
     assert figures["machine"]["cpu"] in readme
 
 
+def test_the_figures_of_orchestration_in_the_readme_are_those_of_the_committed_benchmarks() -> None:
+    found: dict[str, dict[str, float]] = {}
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        found[path.stem] = json.loads(path.read_text(encoding="utf-8"))["ratios"]
+    place, move, elastic = found["placement"], found["migration"], found["elastic"]
+    core, kills, swarm = found["orchestrator"], found["kill_during_migration"], found["swarm"]
+    expected = [
+        f"| {place['occupancy_orchestrated']:.2f}, static {place['occupancy_static']:.2f} |",
+        f"| {place['static_over_orchestrated_wall_s']:.2f} times |",
+        f"| {move['reprefill_over_migrate_demo']:.0f}, {move['reprefill_over_migrate_30m']:.0f} times |",
+        f"| {move['stop_steps']:.1f} decode steps |",
+        f"| p99 {core['handle_p99_ms']:.2f} ms |",
+        f"| {core['rebalance_ms']:.0f} ms, whole {core['whole_rebalance_ms'] / 1e3:.1f} s |",
+        f"| {kills['kills']:.0f} kills, {kills['findings']:.0f} findings |",
+        f"| {swarm['violations']:.0f} violations, {swarm['deadlocks']:.0f} deadlocks |",
+        f"| {elastic['apart_over_elastic_wall_s_demo']:.2f}, "
+        f"{elastic['apart_over_elastic_wall_s_paced']:.2f} times |",
+    ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [figure for figure in expected if figure not in readme] == []
+
+
 def test_the_configuration_in_the_readme_is_complete() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```toml\n(.*?)```", readme, flags=re.DOTALL)
