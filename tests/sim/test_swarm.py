@@ -57,8 +57,10 @@ def test_the_worlds_use_up_the_bound_and_never_more(outcomes: list[Outcome]) -> 
 
 def test_worlds_differ_in_size_speed_and_policy() -> None:
     configs = [draw_config(seed) for seed in range(400)]
-    assert {len(c.engines) for c in configs} >= {1, 2, 3, 4, 5, 6, 8, 12, 24, 64}
-    assert {c.limits.max_staleness for c in configs} == {0, 1, 2, 3, 4, 5, 6, 8}
+    sizes = {len(c.engines) for c in configs}
+    assert sizes >= {1, 2, 3, 4, 5, 6, 8, 12}
+    assert max(sizes) > 48
+    assert {c.limits.max_staleness for c in configs} == {*range(9)}
     assert {c.family for c in configs} == {*FAMILIES}
     assert any(slots > c.limits.max_staleness + 1 for c in configs for _, slots in c.engines)
     assert any(c.num_colocated == len(c.engines) > 1 for c in configs)
