@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.model.test_decoder import TINY
+from tests.model.families import CONFIGS, drawn_tokens, drawn_weights, our_logits, theirs
+from transformers import AutoModelForCausalLM
 
 from dora.errors import ModelError
-from dora.model.config import ModelConfig
-from dora.model.folder import load_config, load_folder, save_folder
+from dora.model.folder import check_folder, load_config, load_folder, save_folder
 from dora.model.weights import Layout, initial_weights, weight_digest
+
+TINY = CONFIGS["qwen3"]
 
 
 @pytest.fixture
@@ -35,13 +37,34 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type = 'gpt2' is not supported; supported: qwen3"),
+        (
+            {"model_type": "gpt2"},
+            "'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe; .* Llama",
+        ),
+        ({"model_type": "mistral"}, "'mistral' is not supported; .* set model_type to 'llama'"),
+        ({"model_type": "gemma3_text"}, "'gemma3_text' is not supported; .* take a Qwen3 or Llama"),
+        ({"model_type": "phi3"}, "'phi3' is not supported; .* fused"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported; .* distilled"),
+        ({"model_type": "glm4"}, "'glm4' is not supported; .* part of a head"),
+        ({"model_type": "qwen3_next"}, "'qwen3_next' is not supported; .* linear attention"),
+        ({"model_type": "bert"}, "'bert' is not supported; .* one of these"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"attention_bias": True}, "attention_bias = True"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = .* the whole context"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .* bf16"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type = 'dynamic'"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple"),
         ({"head_dim": 7}, "head_dim = 7 is odd"),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "num_experts": 2,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 8,
+            },
+            "num_experts_per_tok = 3 must be from 1 to num_experts = 2",
+        ),
     ],
 )
 def test_a_config_this_decoder_does_not_compute_is_refused(
@@ -101,6 +124,56 @@ def test_a_checkpoint_in_several_files_loads_as_one(folder: Path) -> None:
     assert torch.equal(load_folder(folder)[1], expected)
 
 
+def test_a_large_model_is_saved_in_shards_that_transformers_reads(tmp_path: Path) -> None:
+    flat = drawn_weights(TINY)
+    save_folder(tmp_path, TINY, flat, max_shard_bytes=12_000)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert all(path.stat().st_size < 15_000 for path in shards)
+    assert torch.equal(load_folder(tmp_path)[1], flat)
+    model, tokens = AutoModelForCausalLM.from_pretrained(tmp_path), drawn_tokens(1, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(our_logits(TINY, flat, tokens), model(tokens).logits, atol=1e-5, rtol=0)
+    shards[1].unlink()
+    with pytest.raises(ModelError, match=rf"{shards[1].name} cannot be read"):
+        load_folder(tmp_path)
+    save_folder(tmp_path, TINY, flat)
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_shards_of_transformers_load_as_fp32_whatever_their_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = theirs("qwen3_moe").to(dtype)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    model.save_pretrained(tmp_path / "packed", save_original_format=False)  # all experts in one tensor
+    assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
+    config, flat = load_folder(tmp_path / "shards")
+    assert torch.equal(load_folder(tmp_path / "packed")[1], flat)
+    assert check_folder(tmp_path / "packed") == flat.numel()
+    own = Layout(config).views(flat)["model.layers.2.mlp.experts.3.up_proj.weight"]
+    expected = model.model.layers[2].mlp.experts.gate_up_proj[3, config.moe_intermediate_size :]
+    assert torch.equal(own, expected.float())
+
+
+def test_integer_weights_are_refused_and_old_rope_tables_ignored(folder: Path) -> None:
+    stray = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_tensors(folder, lambda tensors: tensors.update({stray: torch.zeros(4)}))
+    load_folder(folder)
+    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(24).int()}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is I32, not one of F32, F16, BF16"):
+        check_folder(folder)
+
+
+def test_experts_in_the_flat_buffer_are_one_matrix() -> None:
+    config = CONFIGS["qwen3_moe"]
+    layout, flat = Layout(config), drawn_weights(config)
+    views, experts = layout.views(flat), "model.layers.1.mlp.experts."
+    whole = layout.span(flat, experts + "0.gate_proj.weight", experts + "4.up_proj.weight").view(5, 2, 12, 24)
+    assert torch.equal(whole[3, 1], views[experts + "3.up_proj.weight"])
+    downs = layout.span(flat, experts + "0.down_proj.weight", experts + "4.down_proj.weight").view(5, 24, 12)
+    assert torch.equal(downs[2], views[experts + "2.down_proj.weight"])
+
+
 def test_neighbours_in_the_flat_buffer_are_one_matrix() -> None:
     layout, flat = Layout(TINY), initial_weights(TINY, seed=0)
     views = layout.views(flat)
@@ -117,7 +190,3 @@ def test_a_digest_changes_with_any_weight() -> None:
     assert before == weight_digest(flat.clone())
     flat[-1] += 1e-6
     assert weight_digest(flat) != before
-
-
-def test_a_config_survives_the_round_trip_through_hugging_face_names() -> None:
-    assert ModelConfig.from_dict(TINY.to_dict()) == TINY

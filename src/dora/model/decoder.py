@@ -1,4 +1,4 @@
-"""The forward pass of a Qwen3 decoder, over packed tokens.
+"""The forward pass of a decoder of any family, over packed tokens.
 
 It keeps no state: weights come as named views, and attention is a callback, so that the
 trainer can attend inside a padded batch and the engine can attend to its KV cache.
@@ -14,6 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dora.model.config import ModelConfig
+from dora.model.rope import frequencies
+from dora.model.routing import Recorder, Route, mix, shares
+
+Weights = Mapping[str, Tensor]
 
 
 class Attend(Protocol):
@@ -23,11 +27,13 @@ class Attend(Protocol):
 
 
 def rope_tables(config: ModelConfig, num_positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [num_positions, head_dim], fp32 (RoPE, arXiv 2104.09864)."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    angles = torch.outer(torch.arange(num_positions).float(), 1.0 / config.rope_theta**half)
+    """cos and sin, each [num_positions, head_dim], fp32."""
+    scaling = config.rope_scaling
+    turned = frequencies(config.head_dim, config.rope_theta, scaling)
+    angles = torch.outer(torch.arange(num_positions).float(), turned)
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    factor = 1.0 if scaling is None else scaling.cos_sin_factor
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -37,34 +43,35 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def forward(
-    weights: Mapping[str, Tensor],
+    weights: Weights,
     config: ModelConfig,
     tokens: Tensor,
     cos: Tensor,
     sin: Tensor,
     attend: Attend,
+    route: Route | None = None,
 ) -> Tensor:
-    """Final hidden states [N, hidden] of packed tokens [N] with their rope rows [N, D]."""
-    eps, dim = config.rms_norm_eps, config.head_dim
+    """Final hidden states [N, hidden] of packed tokens [N] with their rope rows [N, D].
+
+    `route` chooses the experts of a mixture's tokens; without it these are the likeliest.
+    """
+    eps, mixtures, route = config.rms_norm_eps, config.mixture_layers, route or Recorder(config)
     x = F.embedding(tokens, weights["model.embed_tokens.weight"])
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}."
-        attn = layer + "self_attn."
-        h = F.rms_norm(x, (x.shape[-1],), weights[layer + "input_layernorm.weight"], eps)
-        q = F.linear(h, weights[attn + "q_proj.weight"]).unflatten(-1, (-1, dim))
-        k = F.linear(h, weights[attn + "k_proj.weight"]).unflatten(-1, (-1, dim))
-        v = F.linear(h, weights[attn + "v_proj.weight"]).unflatten(-1, (-1, dim))
-        q = rotate(F.rms_norm(q, (dim,), weights[attn + "q_norm.weight"], eps), cos, sin)
-        k = rotate(F.rms_norm(k, (dim,), weights[attn + "k_norm.weight"], eps), cos, sin)
-        x = x + F.linear(attend(i, q, k, v).flatten(-2), weights[attn + "o_proj.weight"])
-        h = F.rms_norm(x, (x.shape[-1],), weights[layer + "post_attention_layernorm.weight"], eps)
-        gate = F.silu(F.linear(h, weights[layer + "mlp.gate_proj.weight"]))
-        up = F.linear(h, weights[layer + "mlp.up_proj.weight"])
-        x = x + F.linear(gate * up, weights[layer + "mlp.down_proj.weight"])
-    return F.rms_norm(x, (x.shape[-1],), weights["model.norm.weight"], eps)
+        h = _norm(weights, layer + "input_layernorm", x, eps)
+        q, k, v = _queries_keys_values(weights, config, layer + "self_attn.", h)
+        mixed = attend(i, rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2)
+        x = x + _linear(weights, layer + "self_attn.o_proj", mixed)
+        h = _norm(weights, layer + "post_attention_layernorm", x, eps)
+        if i in mixtures:
+            x = x + _mixture(weights, config, i, h, route)
+        else:
+            x = x + _mlp(weights, layer + "mlp.", h)
+    return _norm(weights, "model.norm", x, eps)
 
 
-def logits(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+def logits(weights: Weights, hidden: Tensor) -> Tensor:
     """Vocabulary logits [N, vocab]; the head is the embedding where the two are tied."""
     head = weights.get("lm_head.weight")
     return F.linear(hidden, weights["model.embed_tokens.weight"] if head is None else head)
@@ -82,3 +89,32 @@ def causal_attend(batch: int, length: int) -> Attend:
         return out.transpose(1, 2).flatten(0, 1)
 
     return attend
+
+
+def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+    return F.linear(x, weights[name + ".weight"], weights.get(name + ".bias"))
+
+
+def _norm(weights: Weights, name: str, x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weights[name + ".weight"], eps)
+
+
+def _queries_keys_values(weights: Weights, config: ModelConfig, attn: str, h: Tensor) -> list[Tensor]:
+    """Each [N, heads, D], not rotated."""
+    q, k, v = (_linear(weights, f"{attn}{x}_proj", h).unflatten(-1, (-1, config.head_dim)) for x in "qkv")
+    if config.has_qk_norm:
+        q = _norm(weights, attn + "q_norm", q, config.rms_norm_eps)
+        k = _norm(weights, attn + "k_norm", k, config.rms_norm_eps)
+    return [q, k, v]
+
+
+def _mlp(weights: Weights, mlp: str, h: Tensor) -> Tensor:
+    gate = F.silu(_linear(weights, mlp + "gate_proj", h))
+    return _linear(weights, mlp + "down_proj", gate * _linear(weights, mlp + "up_proj", h))
+
+
+def _mixture(weights: Weights, config: ModelConfig, layer: int, h: Tensor, route: Route) -> Tensor:
+    mlp = f"model.layers.{layer}.mlp."
+    probs = _linear(weights, mlp + "gate", h).float().softmax(-1)
+    ids = route(layer, probs)
+    return mix(h, ids, shares(config, probs, ids), lambda i, part: _mlp(weights, f"{mlp}experts.{i}.", part))

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dora.errors import ModelError
 from dora.model.config import ModelConfig
 from dora.model.weights import Layout
+
+_INDEX = "model.safetensors.index.json"
+_DTYPES = ("F32", "F16", "BF16")
+_PACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")  # all experts of a layer, [experts, ...]
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -24,12 +31,7 @@ def load_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} is not a model folder: it has no config.json")
-    try:
-        raw = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path} must hold one JSON object, not a {type(raw).__name__}")
+    raw = _read_object(path)
     try:
         return ModelConfig.from_dict(raw)
     except KeyError as error:
@@ -41,13 +43,15 @@ def load_config(folder: Path) -> ModelConfig:
 def load_folder(folder: Path) -> tuple[ModelConfig, Tensor]:
     """Read a model folder, sharded or not: its config and its flat fp32 weights [numel]."""
     config = load_config(folder)
-    tensors: dict[str, Tensor] = {}
+    layout = _checked_layout(folder, config)
+    flat = torch.empty(layout.numel)
+    views = layout.views(flat)
     for file in _tensor_files(folder):
-        with _readable(file):
-            tensors |= load_file(file)
-    if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    return config, Layout(config).pack(tensors)
+        with _readable(file), safe_open(file, "pt") as stored:
+            for stored_name in _names(stored, config):
+                for name, tensor in _parts(stored_name, stored.get_tensor(stored_name)):
+                    views[name].copy_(tensor)
+    return config, flat
 
 
 def check_folder(folder: Path) -> int:
@@ -55,23 +59,96 @@ def check_folder(folder: Path) -> int:
 
     Raises ModelError for whatever `load_folder` would, without reading the weights.
     """
-    config = load_config(folder)
+    return _checked_layout(folder, load_config(folder)).numel
+
+
+def save_folder(folder: Path, config: ModelConfig, flat: Tensor, max_shard_bytes: int = 5 * 10**9) -> None:
+    """Write `config.json` and safetensors so that transformers can load the folder.
+
+    Tensors of more than `max_shard_bytes` in all are split among several files, with an index.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("model*.safetensors*"):
+        old.unlink()
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    shards: list[dict[str, Tensor]] = [{}]
+    num_bytes = 0  # of the last shard
+    for name, view in Layout(config).views(flat).items():
+        if shards[-1] and num_bytes + view.nbytes > max_shard_bytes:
+            shards.append({})
+            num_bytes = 0
+        shards[-1][name] = view
+        num_bytes += view.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    files: dict[str, str] = {}
+    for i, shard in enumerate(shards, start=1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(shard, file)
+    index = {"metadata": {"total_size": flat.nbytes}, "weight_map": files}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _checked_layout(folder: Path, config: ModelConfig) -> Layout:
+    """The layout of a config, after comparing it with the headers of the tensor files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _tensor_files(folder):
-        with _readable(file), safe_open(file, "pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    if config.tie_word_embeddings:
-        shapes.pop("lm_head.weight", None)
+        with _readable(file), safe_open(file, "pt") as stored:
+            for stored_name in _names(stored, config):
+                entry = stored.get_slice(stored_name)
+                dtype = entry.get_dtype()
+                if dtype not in _DTYPES:
+                    raise ModelError(f"{file}: {stored_name} is {dtype}, not one of {', '.join(_DTYPES)}")
+                empty = torch.empty(entry.get_shape(), device="meta")
+                shapes |= {name: tuple(tensor.shape) for name, tensor in _parts(stored_name, empty)}
     layout = Layout(config)
     layout.check(shapes)
-    return layout.numel
+    return layout
 
 
 def _tensor_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    """One file, those that the index names, or all there are."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if (folder / _INDEX).is_file():
+        files = _read_object(folder / _INDEX).get("weight_map")
+        if not isinstance(files, dict):
+            raise ModelError(f"{folder / _INDEX} has no weight_map; copy or save it again")
+        return [folder / name for name in sorted(set(files.values()))]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
         raise ModelError(f"{folder} holds no *.safetensors file; save the model with safetensors")
-    return files
+    return found
+
+
+def _names(stored: Any, config: ModelConfig) -> list[str]:
+    """Names of the tensors that count: no copy of a tied embedding, no tables of old Llama files."""
+    copies = ["lm_head.weight"] if config.tie_word_embeddings else []
+    return [x for x in stored.keys() if x not in copies and not x.endswith("rotary_emb.inv_freq")]  # noqa: SIM118
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A stored tensor by the layout's names: experts stored as one tensor are many there."""
+    packed = _PACKED.fullmatch(name)
+    if packed is None:
+        yield name, tensor
+        return
+    prefix, kinds = packed[1], packed[2].split("_")
+    for i, matrix in enumerate(tensor):
+        for kind, part in zip(kinds, matrix.chunk(len(kinds)), strict=True):
+            yield f"{prefix}.{i}.{kind}_proj.weight", part
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} must hold one JSON object, not a {type(raw).__name__}")
+    return raw
 
 
 @contextlib.contextmanager
@@ -80,11 +157,3 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} cannot be read: {error}; copy or save it again") from error
-
-
-def save_folder(folder: Path, config: ModelConfig, flat: Tensor) -> None:
-    """Write `config.json` and `model.safetensors` so that transformers can load the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-    tensors = {name: view.contiguous() for name, view in Layout(config).views(flat).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -17,38 +17,61 @@ from torch import Tensor
 from dora.errors import ModelError
 from dora.model.config import ModelConfig
 
+Shapes = dict[str, tuple[int, ...]]
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape, in the order in which the flat buffer holds them."""
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+
+def parameter_shapes(config: ModelConfig) -> Shapes:
+    """Hugging Face name -> shape, in the order in which the flat buffer holds them.
+
+    Matrices with the same input are neighbours, and so are their biases.
+    """
+    hidden, head = config.hidden_size, (config.vocab_size, config.hidden_size)
+    shapes: Shapes = {"model.embed_tokens.weight": head}
     for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}"
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (queries, hidden),
-            f"{layer}.self_attn.k_proj.weight": (keys, hidden),
-            f"{layer}.self_attn.v_proj.weight": (keys, hidden),
-            f"{layer}.self_attn.q_norm.weight": (dim,),
-            f"{layer}.self_attn.k_norm.weight": (dim,),
-            f"{layer}.self_attn.o_proj.weight": (hidden, queries),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-            f"{layer}.mlp.up_proj.weight": (inner, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, inner),
-        }
+        layer = f"model.layers.{i}."
+        shapes[layer + "input_layernorm.weight"] = (hidden,)
+        shapes |= _attention(config, layer + "self_attn.")
+        shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
+        if i in config.mixture_layers:
+            shapes |= _mixture(config, layer + "mlp.")
+        else:
+            bias, inner = config.mlp_bias, config.intermediate_size
+            shapes |= _linears(layer + "mlp.", {"gate_proj": inner, "up_proj": inner}, hidden, bias)
+            shapes |= _linears(layer + "mlp.", {"down_proj": hidden}, inner, bias)
     shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+    return shapes if config.tie_word_embeddings else shapes | {"lm_head.weight": head}
+
+
+def _linears(prefix: str, rows: Mapping[str, int], columns: int, bias: bool) -> Shapes:
+    """Matrices with the same input, then their biases."""
+    shapes: Shapes = {f"{prefix}{name}.weight": (num, columns) for name, num in rows.items()}
+    return shapes | ({f"{prefix}{name}.bias": (num,) for name, num in rows.items()} if bias else {})
+
+
+def _attention(config: ModelConfig, attn: str) -> Shapes:
+    hidden, dim = config.hidden_size, config.head_dim
+    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    inputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    shapes = _linears(attn, inputs, hidden, config.has_qkv_bias)
+    if config.has_qk_norm:
+        shapes |= {attn + "q_norm.weight": (dim,), attn + "k_norm.weight": (dim,)}
+    return shapes | _linears(attn, {"o_proj": hidden}, queries, config.attention_bias)
+
+
+def _mixture(config: ModelConfig, mlp: str) -> Shapes:
+    """The router; gate and up of all experts, [experts * 2 * inner, hidden]; down of all of them."""
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    experts = [f"{mlp}experts.{i}." for i in range(config.num_experts)]
+    shapes = _linears(mlp, {"gate": config.num_experts}, hidden, bias=False)
+    shapes |= {f"{expert}{x}_proj.weight": (inner, hidden) for expert in experts for x in ("gate", "up")}
+    return shapes | {f"{expert}down_proj.weight": (hidden, inner) for expert in experts}
 
 
 class Layout:
     """Where every parameter lies in the flat buffer of `numel` elements.
 
-    q, k and v of a layer are neighbours, and so are gate and up, so that `span` can hand out
-    their fused matrix as one view.
+    q, k and v of a layer are neighbours, and so are gate and up, of all experts where there are any, so
+    that `span` can hand out their fused matrix as one view.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -87,23 +110,15 @@ class Layout:
                     f"checkpoint tensor {name} has shape {shapes[name]}, config.json asks for {shape}"
                 )
 
-    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A new flat fp32 buffer from named tensors. Raises ModelError naming what does not fit."""
-        self.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        flat = torch.empty(self.numel, dtype=torch.float32)
-        for name, view in self.views(flat).items():
-            view.copy_(tensors[name])
-        return flat
-
 
 def initial_weights(config: ModelConfig, seed: int, std: float = 0.02) -> Tensor:
-    """A flat buffer drawn as Hugging Face draws Qwen3: normal(0, std), norms at one."""
+    """A flat buffer drawn as Hugging Face draws it: normal(0, std), norms at one, biases at zero."""
     layout = Layout(config)
     generator = torch.Generator().manual_seed(seed)
     flat = torch.empty(layout.numel)
     for name, view in layout.views(flat).items():
-        if "norm" in name:
-            view.fill_(1.0)
+        if name.endswith(("norm.weight", ".bias")):
+            view.fill_(0.0 if name.endswith(".bias") else 1.0)
         else:
             view.normal_(0.0, std, generator=generator)
     return flat

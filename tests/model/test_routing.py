@@ -1,0 +1,49 @@
+import torch
+from tests.model.families import CONFIGS, drawn_tokens, drawn_weights, our_logits
+from torch import Tensor
+
+from dora.model.routing import Recorder, Replay, mix
+
+CONFIG = CONFIGS["qwen3_moe-mixed"]
+FLAT, TOKENS = drawn_weights(CONFIG), drawn_tokens(2, 15)
+
+
+def recorded() -> tuple[Tensor, Tensor]:
+    recorder = Recorder(CONFIG)
+    logits = our_logits(CONFIG, FLAT, TOKENS, recorder)
+    return logits, recorder.routes
+
+
+def test_a_replayed_route_gives_the_same_logits() -> None:
+    logits, routes = recorded()
+    assert routes.shape == (30, 2, 2)
+    assert routes.dtype == torch.int16
+    assert torch.equal(our_logits(CONFIG, FLAT, TOKENS, Replay(CONFIG, routes)), logits)
+    assert torch.equal(our_logits(CONFIG, FLAT, TOKENS), logits)
+
+
+def test_a_replay_overrules_the_router_where_it_says_something() -> None:
+    logits, routes = recorded()
+    changed = routes.clone()
+    changed[:15] = -1  # the first sequence is left to the router
+    changed[15:] = (changed[15:] + 1) % CONFIG.num_experts
+    replayed = our_logits(CONFIG, FLAT, TOKENS, Replay(CONFIG, changed))
+    assert torch.allclose(replayed[0], logits[0], atol=1e-5)
+    assert (replayed[1] - logits[1]).abs().max() > 0.01
+
+
+def test_experts_are_asked_for_their_own_tokens_only() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    ids, weights = (
+        torch.tensor([[2, 0], [2, 4], [0, 2]]),
+        torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]),
+    )
+    asked: dict[int, list[float]] = {}
+
+    def expert(number: int, part: Tensor) -> Tensor:
+        asked[number] = part[:, 0].tolist()
+        return part * number
+
+    found = mix(x, ids, weights, expert)
+    assert asked == {0: [0.0, 4.0], 2: [0.0, 2.0, 4.0], 4: [2.0]}
+    assert torch.equal(found, x * (ids * weights).sum(1, keepdim=True))
