@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 BLOCK_SIZE = 16  # tokens
@@ -27,14 +28,15 @@ def kv_seed(model_digest: str, weight_digest: str) -> str:
     return blake2b(f"{model_digest}/{weight_digest}".encode(), digest_size=8).hexdigest()
 
 
-def chain_hashes(seed: str, token_ids: Sequence[int]) -> list[str]:
+@lru_cache(maxsize=64)
+def chain_hashes(seed: str, token_ids: tuple[int, ...]) -> tuple[str, ...]:
     """A name for every full block of `token_ids`: the seed, and a hash of it and all tokens so far."""
     ids, chain = array("q", token_ids), blake2b(seed.encode(), digest_size=16)
     hashes = []
     for stop in range(BLOCK_SIZE, len(ids) + 1, BLOCK_SIZE):
         chain.update(ids[stop - BLOCK_SIZE : stop].tobytes())
         hashes.append(seed + chain.hexdigest())
-    return hashes
+    return tuple(hashes)
 
 
 class BlockManager:
@@ -51,6 +53,10 @@ class BlockManager:
     def num_free(self) -> int:
         """Blocks that can be allocated, those included that would lose their name by it."""
         return len(self._free) + len(self._cached)
+
+    def num_free_beside(self, shared: Iterable[int]) -> int:
+        """Blocks that can be allocated once `shared`, some of which nobody may own, have an owner."""
+        return self.num_free - sum(self._num_references[block] == 0 for block in shared)
 
     @property
     def num_cached(self) -> int:
@@ -70,19 +76,6 @@ class BlockManager:
         for block in blocks:
             self._num_references[block] += 1
             self._cached.pop(block, None)
-
-    def fork(
-        self, source: Sequence[int], num_tokens: int, num_blocks: int
-    ) -> tuple[list[int], tuple[int, int] | None]:
-        """A table of `num_blocks` blocks that begins with the `num_tokens` tokens held in `source`.
-
-        Returns the table and, where the tokens end inside a block, the copy (from, to) to make.
-        """
-        num_full, rest = divmod(num_tokens, BLOCK_SIZE)
-        shared = list(source[:num_full])
-        self.share(shared)
-        own = self.allocate(num_blocks - num_full)
-        return shared + own, (source[num_full], own[0]) if rest else None
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give up one reference to each block; those without any are free again.

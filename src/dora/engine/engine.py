@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -20,12 +20,15 @@ from dora.engine.blocks import kv_seed, num_blocks_for
 from dora.engine.handover import FORMAT, KVFormat, model_digest
 from dora.engine.mover import Mover
 from dora.engine.moves import Answer, Kept, NotReceived, Receive, Reserved, Send
-from dora.engine.rows import MAX_STOP_IDS, Int64s, Rows
+from dora.engine.plan import Plan, State
+from dora.engine.rows import MAX_STOP_IDS, Rows
 from dora.engine.runner import Prompt, Runner
-from dora.engine.sampler import sample
-from dora.engine.scheduler import Admission, Scheduler
+from dora.engine.sampler import Int64s, sample
+from dora.engine.scheduler import Scheduler
+from dora.engine.seats import Seats
 from dora.engine.sequence import Completion, EngineError, Request
 from dora.engine.sequence import Sequence as Seated
+from dora.engine.stopping import Detokenize
 from dora.engine.workspace import Workspace
 from dora.model.config import ModelConfig
 from dora.model.weights import weight_digest
@@ -43,9 +46,12 @@ class Engine:
     """Decodes up to `max_rows` requests at once, of up to `version_slots` versions.
 
     `max_context` bounds prompt and answer, in tokens. `num_blocks` of KV default to what all
-    rows at full context need. `pace_s` pads every decode step to that wall time, to stand in
-    for an accelerator's flat step time. The KV lies in the file `pool`, if there is one; requests
-    can move to other engines only then. Leases of moves end by `clock`, which all engines share.
+    rows at full context need; with fewer, some requests wait in host memory at times. A step computes
+    at most `prefill_budget` tokens of prompts, or some times as many if nothing decodes. `pace_s` pads
+    every decode step to that wall time, to stand in for an accelerator's flat step time. The KV lies in
+    the file `pool`, if there is one; requests can move to other engines only then. Leases of moves end
+    by `clock`, which all engines share. `detokenize` turns token ids into text; stop strings need it.
+    With `returns_routes`, answers say which experts their tokens were sent to.
     """
 
     def __init__(
@@ -56,12 +62,16 @@ class Engine:
         max_context: int,
         version_slots: int,
         num_blocks: int | None = None,
+        prefill_budget: int = 512,
         kernels: str = "auto",
         pace_s: float = 0.0,
         pool: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        detokenize: Detokenize | None = None,
+        returns_routes: bool = False,
     ) -> None:
-        for name, value in (("max_rows", max_rows), ("version_slots", version_slots)):
+        least_one = {"max_rows": max_rows, "version_slots": version_slots, "prefill_budget": prefill_budget}
+        for name, value in least_one.items():
             if value < 1:
                 raise EngineError(f"{name} = {value} must be at least 1")
         if not 2 <= max_context <= config.max_position_embeddings:
@@ -75,21 +85,25 @@ class Engine:
         self._config, self._max_context, self._pace_s = config, max_context, pace_s
         self._model_digest = model_digest(config)
         self._workspace = Workspace(config, max_rows, max_context, version_slots, num_blocks, pool)
-        self._tables = self._workspace.tables.numpy()
         self._runner = Runner(self._workspace, kernels)
-        self._scheduler, self._num_blocks = Scheduler(max_rows, num_blocks), num_blocks
-        self._rows = Rows(max_rows, max_context)
+        self._scheduler = Scheduler(max_rows, num_blocks, prefill_budget)
+        self._num_blocks = num_blocks
+        self._rows, self._detokenize = Rows(max_rows, max_context, detokenize), detokenize
+        self._returns_routes = returns_routes
+        self._seats = Seats(self._rows, self._workspace.tables, self._workspace.kv)
         self._held: dict[int, _Loaded] = {}
         self._free_slots = list(range(version_slots - 1, -1, -1))
         self._slot_stamps = np.full(version_slots, -1, np.int64)
         self._order: list[Seated] = []  # rows that decode
         self._is_paused = False
         self._mover = Mover(
-            self._scheduler, self._rows, self._workspace.kv.numpy(), pool, self._form, self._seat, clock
+            self._scheduler, self._rows, self._workspace.kv.numpy(), pool, self._form, self._seats.seat, clock
         )
         self.busy_row_s = 0.0  # rows that decoded times wall time, summed over steps
         self.num_decoded = 0  # tokens of answers so far
         self.num_prefilled = 0  # prompt tokens computed so far
+        self.num_swapped = 0  # requests swapped out so far, each time counted
+        self.swapped_bytes = 0  # of KV, copied to host memory for them
 
     @property
     def versions(self) -> dict[int, str]:
@@ -103,12 +117,14 @@ class Engine:
 
     @property
     def num_rows(self) -> int:
-        """Rows occupied."""
+        """Requests in rows that decode, or could."""
         return len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._scheduler.waiting)
+        """All other requests: waiting, in prefill or swapped out."""
+        parts = self._scheduler
+        return len(parts.waiting) + len(parts.prefilling) + len(parts.swapped)
 
     @property
     def num_moves(self) -> int:
@@ -125,12 +141,12 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether no request is here."""
-        return not self._scheduler.running and not self._scheduler.waiting
+        return not self.num_rows and not self.num_waiting
 
     @property
     def can_step(self) -> bool:
         """Whether `step` has anything to do: not while it is paused or all rows stand still."""
-        return not self._is_paused and bool(len(self._rows.active) or self._scheduler.can_admit())
+        return not self._is_paused and bool(len(self._rows.active) or self._scheduler.can_schedule())
 
     def load(self, version: int, source: Tensor) -> str:
         """Copy a flat fp32 buffer [numel] into a free slot.
@@ -195,18 +211,25 @@ class Engine:
         thrown_away = {request_id: progress[request_id] for request_id in own}
         for request_id in thrown_away:
             self._scheduler.remove(request_id)
+            self._seats.forget(request_id)
         if thrown_away:
             self._arrange()
         return thrown_away
 
     def progress(self) -> dict[RequestId, int]:
         """Tokens so far of every unfinished request, but for those that another engine may have taken."""
+        parts = self._scheduler
         running = {
             request_id: self._rows.num_tokens(sequence)
-            for request_id, sequence in self._scheduler.running.items()
+            for request_id, sequence in parts.running.items()
             if not self._mover.is_offered(request_id)
         }
-        return running | dict.fromkeys(self._scheduler.waiting, 0)
+        swapped = {request_id: self._seats.num_tokens(request_id) for request_id in parts.swapped}
+        return running | swapped | dict.fromkeys((*parts.prefilling, *parts.waiting), 0)
+
+    def state_of(self, request_id: RequestId) -> State:
+        """Where a request is here."""
+        return self._scheduler.state_of(request_id)
 
     def rush(self, ids: Iterable[RequestId]) -> None:
         """Decode these requests only; the others keep row and KV and stand still.
@@ -249,7 +272,7 @@ class Engine:
         if self._is_paused:
             return []
         started_s = time.perf_counter()
-        self._prefill(self._scheduler.admit())
+        self._prefill(self._schedule())
         num_rows = len(self._rows.active)
         if not num_rows:
             return []
@@ -265,42 +288,53 @@ class Engine:
         """Assert that rows, blocks and slots are conserved, moves under way included."""
         self._scheduler.check()
         self._mover.check()
+        assert len(self._seats) == len(self._scheduler.swapped), "host memory is kept for nobody"
         slots = [loaded.slot for loaded in self._held.values()] + self._free_slots
         assert sorted(slots) == list(range(len(self._slot_stamps))), f"slots held or free: {sorted(slots)}"
 
-    def _prefill(self, admission: Admission) -> None:
-        """Compute new prompts, fork them to their siblings and seat these."""
-        if not admission.sequences:
-            return
-        by_version = sorted(admission.prefills, key=lambda prefill: prefill.key.version)
-        for version, prefills in groupby(by_version, key=lambda prefill: prefill.key.version):
-            prompts = [Prompt(p.key.prompt_ids[:-1], p.num_known, p.blocks) for p in prefills]
-            self.num_prefilled += self._runner.prefill(self._held[version].slot, prompts)
-        self._runner.copy_blocks(admission.copies)
-        for sequence in admission.sequences:
-            self._seat(sequence)
-        self._arrange()
+    def _schedule(self) -> Plan:
+        """Let rows and blocks change hands; returns what is to be computed before the next decode step."""
+        plan = self._scheduler.schedule(self._order[i] for i in self._seats.full())
+        for sequence in plan.swapped_out:
+            self._mover.swapped_out(sequence.request.id)
+            self.swapped_bytes += self._seats.swap_out(sequence)
+            self.num_swapped += 1
+        for sequence in plan.grown:
+            self._seats.grow(sequence)
+        for sequence, num_known in plan.swapped_in:
+            self._seats.swap_in(sequence, num_known)
+        return plan
 
-    def _seat(self, sequence: Seated) -> None:
-        """Make a row ready to decode; its KV is there."""
-        self._rows.seat(sequence)
-        self._tables[sequence.row, : len(sequence.blocks)] = sequence.blocks
+    def _prefill(self, plan: Plan) -> None:
+        """Compute prompts, or parts of them, and seat those who decode from now on."""
+        by_version = sorted(plan.prefills, key=lambda prefill: prefill.key.version)
+        for version, prefills in groupby(by_version, key=lambda prefill: prefill.key.version):
+            prompts = [Prompt(p.key.prompt_ids[: p.stop], p.start, p.blocks) for p in prefills]
+            self.num_prefilled += self._runner.prefill(self._held[version].slot, prompts)
+        self._runner.copy_blocks(plan.copies)
+        for sequence in plan.started:
+            self._seats.seat(sequence)
+        if plan.started or plan.swapped_in or plan.swapped_out:
+            self._arrange()
 
     def _decode(self) -> Int64s:
         """One token for every row; returns which rows (by order) have finished."""
         rows = self._rows
         tokens, positions = rows.inputs()
         logits = self._runner.decode(tokens, positions)
-        drawn, logprobs = sample(logits.numpy(), rows.active_seeds, positions + 1, rows.active_temperatures)
+        drawn = sample(logits.numpy(), positions + 1, rows.active_rules)
         # The stamp is that of the slot whose weights were used, not the one the request asked for.
         stamps = self._slot_stamps[self._runner.batch.slots]
-        return rows.append(drawn, logprobs, stamps)
+        return rows.append(drawn, stamps)
 
     def _collect(self, finished: Int64s) -> list[Completion]:
         if not finished.size:
             return []
         done = [self._order[i] for i in finished]
         completions = [self._rows.completion(sequence) for sequence in done]
+        if self._returns_routes:
+            routes = [self._runner.routes(s.blocks, self._rows.num_computed(s)).numpy() for s in done]
+            completions = [replace(c, routes=r) for c, r in zip(completions, routes, strict=True)]
         for sequence in done:
             self._scheduler.remove(sequence.request.id)
             self._mover.finished(sequence.request.id)
@@ -325,7 +359,7 @@ class Engine:
     def _reason_to_refuse(self, request: Request) -> str:
         """Why a request cannot run here, or an empty string."""
         length, num_stop_ids = request.max_length, len(request.sampling.stop_ids)
-        if request.id in self._scheduler:
+        if self.state_of(request.id) is not State.DONE:
             return "it is here already"
         if request.version not in self._held:
             return f"version {request.version} is not held; held: {sorted(self._held)}"
@@ -337,6 +371,8 @@ class Engine:
             return f"prompt and max_tokens are {length} tokens, over max_context = {self._max_context}"
         if num_stop_ids > MAX_STOP_IDS:
             return f"it has {num_stop_ids} stop_ids; at most {MAX_STOP_IDS} are possible"
+        if request.sampling.stop_strings and self._detokenize is None:
+            return "it has stop_strings, but the engine cannot read: give Engine(detokenize=...)"
         if not self._scheduler.can_hold(request):
             return "it needs more KV blocks than the engine has; raise num_blocks"
         return ""

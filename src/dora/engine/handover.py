@@ -24,7 +24,7 @@ from dora.engine.rows import Draft
 from dora.engine.sequence import Request
 from dora.model.config import ModelConfig
 
-FORMAT = 1
+FORMAT = 2
 _DIGEST_BYTES = 16
 _NUM_PUBLISHED, _NUM_COPIED, _FIRST = 0, 1, 2  # places in a table
 

@@ -54,7 +54,7 @@ class Mover:
         return len(self._outgoing) + len(self._incoming) + len(self._answers)
 
     def receive(self, order: Receive) -> Reserved | NotReceived:
-        """Reserve a row and blocks for a request that could run here."""
+        """Reserve a row and its first blocks for a request that could run here."""
         try:
             peer = self._peer(order.source_pool)
         except (OSError, ValueError) as error:
@@ -65,7 +65,9 @@ class Mover:
         num_known, name = place
         sequence = self._scheduler.arriving[order.request.id]
         try:
-            self._incoming[order.move] = Incoming(order, sequence, num_known, self._kv, peer, self._clock())
+            self._incoming[order.move] = Incoming(
+                order, sequence, num_known, self._scheduler.extend, self._kv, peer, self._clock()
+            )
         except OSError as error:
             self._scheduler.remove(order.request.id)
             return NotReceived(order.move, f"the move's files cannot be written: {error}")
@@ -91,6 +93,11 @@ class Mover:
         """A request has ended here before it was handed over."""
         for move in self._outgoing_of(request_id):
             move.reason = "it has finished here first"
+
+    def swapped_out(self, request_id: RequestId) -> None:
+        """A request has given up the blocks that the destination was copying."""
+        for move in self._outgoing_of(request_id):
+            move.reason = "it was swapped out for want of KV blocks"
 
     def reclaim(self, request_id: RequestId) -> bool:
         """This engine wants to abort a request: whether it still belongs here, and nobody may take it."""
@@ -208,7 +215,7 @@ class Mover:
         if self._outgoing_of(order.request):
             return "it is being moved already"
         names, last = self._scheduler.prompt_hashes(request), order.num_known_blocks - 1
-        if order.num_known_blocks and names[last : last + 1] != [order.known_hash]:
+        if order.num_known_blocks and names[last : last + 1] != (order.known_hash,):
             return "the destination knows another prompt, or other weights"
         return ""
 

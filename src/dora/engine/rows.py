@@ -11,22 +11,21 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dora.core.records import Chunk
+from dora.engine.sampler import RULE, Drawn, Float32s, Int64s, Rules, rule
 from dora.engine.sequence import Completion, Sequence
+from dora.engine.stopping import Detokenize, ends_in_stop_string
 
 MAX_STOP_IDS = 8
 
-Int64s = NDArray[np.int64]
-Float32s = NDArray[np.float32]
-
 
 class Draft(NamedTuple):
-    """An unfinished answer: its tokens, their log-probs, and whose weights drew them."""
+    """An unfinished answer: its tokens, their log-probs (see Completion), and whose weights drew them."""
 
     token_ids: Int64s
     logprobs: Float32s
+    raw_logprobs: Float32s
     chunks: tuple[Chunk, ...]
 
 
@@ -34,17 +33,21 @@ class Rows:
     """Tokens, log-probs and limits of up to `max_rows` sequences of up to `max_context` tokens.
 
     `active` are the rows that decode, in order; the fields named active_* follow that order.
+    Without `detokenize`, no row can have stop strings.
     """
 
-    def __init__(self, max_rows: int, max_context: int) -> None:
+    def __init__(self, max_rows: int, max_context: int, detokenize: Detokenize | None = None) -> None:
+        self._detokenize = detokenize
         self._tokens = np.zeros((max_rows, max_context), np.int64)  # prompt and answer
         self._logprobs = np.zeros((max_rows, max_context), np.float32)
+        self._raw_logprobs = np.zeros((max_rows, max_context), np.float32)
         self._stamps = np.zeros((max_rows, max_context), np.int64)  # whose weights drew the token
         self._sources: list[tuple[int, str]] = []  # version and digest by stamp
+        self._prompt_lengths = np.zeros(max_rows, np.int64)
         self._lengths = np.zeros(max_rows, np.int64)
         self._max_lengths = np.zeros(max_rows, np.int64)
-        self._seeds = np.zeros(max_rows, np.uint64)
-        self._temperatures = np.zeros(max_rows, np.float32)
+        self._rules = np.zeros(max_rows, RULE)
+        self._stop_strings: list[tuple[str, ...]] = [()] * max_rows
         self._stop_ids = np.full((max_rows, MAX_STOP_IDS), -1, np.int64)
         self.arrange([])
 
@@ -60,34 +63,41 @@ class Rows:
         request, row = sequence.request, sequence.row
         sampling = request.sampling
         self._tokens[row, : len(request.prompt_ids)] = request.prompt_ids
-        self._lengths[row] = len(request.prompt_ids)
+        self._prompt_lengths[row] = self._lengths[row] = len(request.prompt_ids)
         self._max_lengths[row] = request.max_length
-        self._seeds[row] = request.seed % 2**64
-        self._temperatures[row] = sampling.temperature
+        self._rules[row] = rule(request.seed, sampling)
+        self._stop_strings[row] = sampling.stop_strings
         self._stop_ids[row] = -1
         self._stop_ids[row, : len(sampling.stop_ids)] = sampling.stop_ids
 
     def arrange(self, rows: Items[int]) -> None:
         """Name the rows that decode from now on, in order."""
         self.active = np.array(rows, np.int64)
-        self.active_seeds = self._seeds[self.active]
-        self.active_temperatures = self._temperatures[self.active]
+        self.active_rules: Rules = self._rules[self.active]
+        self._active_readers = [(i, row) for i, row in enumerate(rows) if self._stop_strings[row]]
         self._active_max_lengths = self._max_lengths[self.active]
         self._active_stop_ids = self._stop_ids[self.active]
 
+    def active_positions(self) -> Int64s:
+        """The position of every active row's next input, which is its last token."""
+        return self._lengths[self.active] - 1
+
     def inputs(self) -> tuple[Int64s, Int64s]:
         """The last token of every active row and its position."""
-        positions = self._lengths[self.active] - 1
+        positions = self.active_positions()
         return self._tokens[self.active, positions], positions
 
-    def append(self, tokens: Int64s, logprobs: Float32s, stamps: Int64s) -> Int64s:
+    def append(self, drawn: Drawn, stamps: Int64s) -> Int64s:
         """Add one token to every active row; returns which of them (by order) have finished."""
         rows, lengths = self.active, self._lengths[self.active]
-        self._tokens[rows, lengths] = tokens
-        self._logprobs[rows, lengths] = logprobs
+        self._tokens[rows, lengths] = drawn.tokens
+        self._logprobs[rows, lengths] = drawn.logprobs
+        self._raw_logprobs[rows, lengths] = drawn.raw_logprobs
         self._stamps[rows, lengths] = stamps
         self._lengths[rows] = lengths + 1
-        stopped = (self._active_stop_ids == tokens[:, None]).any(1)
+        stopped = (self._active_stop_ids == drawn.tokens[:, None]).any(1)
+        for i, row in self._active_readers:
+            stopped[i] |= self._reads_a_stop(row)
         finished: Int64s = np.flatnonzero(stopped | (lengths + 1 >= self._active_max_lengths))
         return finished
 
@@ -97,6 +107,7 @@ class Rows:
         stop = start + len(draft.token_ids)
         self._tokens[row, start:stop] = draft.token_ids
         self._logprobs[row, start:stop] = draft.logprobs
+        self._raw_logprobs[row, start:stop] = draft.raw_logprobs
         for chunk in draft.chunks:
             self._stamps[row, start : start + chunk.num_tokens] = self.stamp(chunk.version, chunk.digest)
             start += chunk.num_tokens
@@ -117,6 +128,7 @@ class Rows:
         return Draft(
             self._tokens[row, answer].copy(),
             self._logprobs[row, answer].copy(),
+            self._raw_logprobs[row, answer].copy(),
             self._chunks(self._stamps[row, answer]),
         )
 
@@ -124,14 +136,24 @@ class Rows:
         """The finished answer of a row."""
         request, draft = sequence.request, self.draft(sequence)
         token_ids = draft.token_ids.tolist()
+        is_stopped = token_ids[-1] in request.sampling.stop_ids or self._reads_a_stop(sequence.row)
         return Completion(
             id=request.id,
             version=request.version,
             token_ids=token_ids,
             logprobs=draft.logprobs.tolist(),
+            raw_logprobs=draft.raw_logprobs.tolist(),
             chunks=draft.chunks,
-            finish_reason="stop" if token_ids[-1] in request.sampling.stop_ids else "length",
+            finish_reason="stop" if is_stopped else "length",
         )
+
+    def _reads_a_stop(self, row: int) -> bool:
+        """Whether the row's last token completed one of its stop strings."""
+        if not self._stop_strings[row]:
+            return False
+        assert self._detokenize is not None
+        answer = self._tokens[row, self._prompt_lengths[row] : self._lengths[row]]
+        return ends_in_stop_string(self._detokenize, answer, self._stop_strings[row])
 
     def _chunks(self, stamps: Int64s) -> tuple[Chunk, ...]:
         """Merge what every step stamped into runs of one version's weights."""

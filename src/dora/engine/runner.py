@@ -1,23 +1,31 @@
 """Prefill and decode: the model over the paged KV pool, for rows of several versions at once.
 
 Norms, attention and activations run once over all rows; a matrix product runs once per
-version, on its contiguous segment of rows, straight into the step's buffers.
+version, on its contiguous segment of rows, straight into the step's buffers. In a mixture of
+experts it runs once per version and expert.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from dora.engine.blocks import BLOCK_SIZE
 from dora.engine.kernels import choose_kernels
 from dora.engine.workspace import Batch, Workspace
+from dora.model.config import ModelConfig
 from dora.model.decoder import forward
+from dora.model.routing import Recorder, mix, shares
+from dora.model.weights import Layout
 
 _PREFILL_TOKENS = 1024  # per forward pass; longer ones fall out of the cache
 _QUERY_TILE = 64  # queries of a prompt that attend at a time, to no key behind the last of them
@@ -36,21 +44,55 @@ class Prompt:
         return len(self.token_ids) - self.num_known
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """Matrices [in, out] of one layer of one slot, as views of the slot's buffer."""
+class _Product(Protocol):
+    """x [N, in] times a matrix [in, out], plus its bias if it has one."""
 
-    qkv: Tensor
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
+    def __call__(self, x: Tensor, /, *, out: Tensor) -> object: ...
+
+
+class _Slot:
+    """The weights of one version slot, ready to multiply: views of its flat buffer.
+
+    By layer, q, k and v are one product, and so are gate and up; experts are pairs of these and of down,
+    [in, out]. Only dense layers have gate_up and down, only mixtures have experts.
+    """
+
+    def __init__(self, config: ModelConfig, layout: Layout, flat: Tensor) -> None:
+        self.views = layout.views(flat)
+        self.embed = self.views["model.embed_tokens.weight"]
+        self.head = self.views.get("lm_head.weight", self.embed).T
+        self.qkv, self.output = list[_Product](), list[_Product]()
+        self.gate_up, self.down = dict[int, _Product](), dict[int, _Product]()
+        self.experts = dict[int, list[tuple[Tensor, Tensor]]]()
+
+        def matrix(first: str, last: str) -> Tensor:
+            return layout.span(flat, first + "_proj.weight", last + "_proj.weight").T
+
+        def product(first: str, last: str) -> _Product:
+            if first + "_proj.bias" not in layout.shapes:
+                return partial(torch.mm, mat2=matrix(first, last))
+            bias = layout.span(flat, first + "_proj.bias", last + "_proj.bias")
+            return partial(torch.addmm, bias, mat2=matrix(first, last))
+
+        for i in range(config.num_hidden_layers):
+            attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+            self.qkv.append(product(attn + "q", attn + "v"))
+            self.output.append(product(attn + "o", attn + "o"))
+            if i in config.mixture_layers:
+                names = [f"{mlp}experts.{number}." for number in range(config.num_experts)]
+                self.experts[i] = [
+                    (matrix(x + "gate", x + "up"), matrix(x + "down", x + "down")) for x in names
+                ]
+            else:
+                self.gate_up[i] = product(mlp + "gate", mlp + "up")
+                self.down[i] = product(mlp + "down", mlp + "down")
 
 
 @dataclass(frozen=True)
 class _Segment:
     """Rows of one slot, and their part of every buffer."""
 
-    slot: int
+    own: _Slot
     start: int
     stop: int
     x: Tensor
@@ -70,20 +112,17 @@ class Runner:
         self._work = workspace
         self._kernels = choose_kernels(kernels, workspace)
         self.kernels_name = self._kernels.name
-        slots = [workspace.slot(i) for i in range(len(workspace.weights))]
-        self._views = [workspace.layout.views(flat) for flat in slots]
-        self._embeds = [views["model.embed_tokens.weight"] for views in self._views]
-        self._heads = [
-            views.get("lm_head.weight", views["model.embed_tokens.weight"]).T for views in self._views
-        ]
-        self._layers = [
-            [self._layer(flat, i) for i in range(workspace.config.num_hidden_layers)] for flat in slots
+        self._mixtures = workspace.config.mixture_layers
+        self._slots = [
+            _Slot(workspace.config, workspace.layout, workspace.slot(i))
+            for i in range(len(workspace.weights))
         ]
         self.arrange(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def arrange(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Name the rows that decode from now on and their slots; rows of one slot are neighbours."""
         self.batch = Batch(rows, slots)
+        self._first_experts = torch.from_numpy(slots)[:, None] * self._work.config.num_experts
         self._segments = [self._segment(*segment) for segment in self.batch.segments()]
 
     def decode(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
@@ -93,26 +132,39 @@ class Runner:
         """
         work, kernels, batch = self._work, self._kernels, self.batch
         offsets, ids = work.layout.offsets, torch.from_numpy(tokens)
+        recorder = Recorder(work.config)
         for s in self._segments:
-            torch.index_select(self._embeds[s.slot], 0, ids[s.start : s.stop], out=s.x)
+            torch.index_select(s.own.embed, 0, ids[s.start : s.stop], out=s.x)
         work.delta[: len(batch)].zero_()
         for i in range(work.config.num_hidden_layers):
             kernels.add_norm(batch, offsets[f"model.layers.{i}.input_layernorm.weight"])
             for s in self._segments:
-                torch.mm(s.hidden, self._layers[s.slot][i].qkv, out=s.qkv)
+                s.own.qkv[i](s.hidden, out=s.qkv)
             kernels.attend(batch, positions, i)
             for s in self._segments:
-                torch.mm(s.attended, self._layers[s.slot][i].output, out=s.delta)
+                s.own.output[i](s.attended, out=s.delta)
             kernels.add_norm(batch, offsets[f"model.layers.{i}.post_attention_layernorm.weight"])
+            if i in self._mixtures:
+                self._mixture(i, recorder)
+                continue
             for s in self._segments:
-                torch.mm(s.hidden, self._layers[s.slot][i].gate_up, out=s.gate_up)
+                s.own.gate_up[i](s.hidden, out=s.gate_up)
             kernels.swiglu(batch)
             for s in self._segments:
-                torch.mm(s.gated, self._layers[s.slot][i].down, out=s.delta)
+                s.own.down[i](s.gated, out=s.delta)
         kernels.add_norm(batch, offsets["model.norm.weight"])
         for s in self._segments:
-            torch.mm(s.hidden, self._heads[s.slot], out=s.logits)
+            torch.mm(s.hidden, s.own.head, out=s.logits)
+        if self._mixtures:
+            at = torch.from_numpy(positions)
+            blocks = work.tables[torch.from_numpy(batch.rows), at // BLOCK_SIZE]
+            work.routes[blocks, at % BLOCK_SIZE] = recorder.routes
         return work.logits[: len(batch)]
+
+    def routes(self, blocks: Sequence[int], num_tokens: int) -> Tensor:
+        """The experts that the tokens with KV in `blocks` were sent to: int16 [N, mixture layers, k]."""
+        routes: Tensor = self._work.routes[torch.tensor(blocks)].flatten(0, 1)
+        return routes[:num_tokens]
 
     def prefill(self, slot: int, prompts: list[Prompt]) -> int:
         """Write the KV of prompts with the weights of `slot`; returns the number of tokens computed.
@@ -160,23 +212,31 @@ class Runner:
             return torch.cat(out)
 
         tokens = torch.tensor([token for p in prompts for token in p.token_ids[p.num_known :]])
-        cos, sin = work.cos[positions], work.sin[positions]
-        forward(self._views[slot], work.config, tokens, cos, sin, attend)
+        cos, sin, recorder = work.cos[positions], work.sin[positions], Recorder(work.config)
+        forward(self._slots[slot].views, work.config, tokens, cos, sin, attend, recorder)
+        if self._mixtures:
+            work.routes[blocks, positions % BLOCK_SIZE] = recorder.routes
 
-    def _layer(self, flat: Tensor, index: int) -> _Layer:
-        span, prefix = self._work.layout.span, f"model.layers.{index}."
-        attn, mlp = prefix + "self_attn.", prefix + "mlp."
-        return _Layer(
-            qkv=span(flat, attn + "q_proj.weight", attn + "v_proj.weight").T,
-            output=span(flat, attn + "o_proj.weight").T,
-            gate_up=span(flat, mlp + "gate_proj.weight", mlp + "up_proj.weight").T,
-            down=span(flat, mlp + "down_proj.weight").T,
-        )
+    def _mixture(self, layer: int, recorder: Recorder) -> None:
+        """hidden -> delta: each row through experts of its own slot, which are numbered slot by slot."""
+        work, config, num_rows = self._work, self._work.config, len(self.batch)
+        router = f"model.layers.{layer}.mlp.gate.weight"
+        probs = torch.cat([F.linear(s.hidden, s.own.views[router]) for s in self._segments]).softmax(-1)
+        ids = recorder(layer, probs)
+
+        def expert(number: int, x: Tensor) -> Tensor:
+            slot, i = divmod(number, config.num_experts)
+            gate_up, down = self._slots[slot].experts[layer][i]
+            gate, up = (x @ gate_up).chunk(2, dim=-1)
+            return (F.silu(gate) * up) @ down
+
+        own = ids + self._first_experts
+        work.delta[:num_rows] = mix(work.hidden[:num_rows], own, shares(config, probs, ids), expert)
 
     def _segment(self, slot: int, start: int, stop: int) -> _Segment:
         work, part = self._work, slice(start, stop)
         return _Segment(
-            slot, start, stop, work.x[part], work.hidden[part], work.delta[part], work.qkv[part],
+            self._slots[slot], start, stop, work.x[part], work.hidden[part], work.delta[part], work.qkv[part],
             work.attended[part], work.gate_up[part], work.gated[part], work.logits[part],
         )  # fmt: skip
 

@@ -1,82 +1,90 @@
-"""Which waiting request gets a row, and which rows decode next.
+"""Which request has a row and blocks, which one gives them up for others, and which rows decode.
 
-First come, first served. A request is admitted when a row and all blocks of its longest
-answer are free, so a running one never has to give anything back. A prompt is computed once
-per group and version and its KV kept while a sibling lives; what no running sibling uses is
-let go when blocks run short. Full blocks of a prompt that other prompts of the version begin
-with, or that came with a moved sibling, are found by name and not computed again.
+Rows that decode come first: their blocks are allocated as answers grow. Where none is free, a
+request is swapped out to host memory, and comes back before any new one. What is left goes to
+waiting requests, first come, first served. A prompt is computed once per group and version, a
+bounded number of tokens per step, and its KV kept while a sibling lives and blocks last. Full
+blocks of a prompt that other prompts of the version begin with, or that came with a sibling
+from elsewhere, are found by name and not computed again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, count
 
 from dora.core.records import RequestId
 from dora.engine.blocks import BLOCK_SIZE, BlockManager, chain_hashes, num_blocks_for
+from dora.engine.plan import Plan, Prefill, State
 from dora.engine.sequence import PromptKey, Request, Sequence
 
+_IDLE_BUDGETS = 8  # prefill budgets in a step before which nothing decodes
+_RUN = 4  # blocks a row gets at a time while many are free: neighbours are moved in one go
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """A prompt whose KV (all tokens but the last) is to be computed into `blocks`.
 
-    The first `num_known` tokens are there already, or are computed by an earlier prefill.
-    """
+@dataclass(slots=True)
+class _Prompt:
+    """KV kept for siblings: `num_computed` tokens are there, or will be when the plan is carried out."""
 
-    key: PromptKey
     blocks: list[int]
-    num_known: int
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What to do before the next decode step: prefills first, then block copies (from, to)."""
-
-    prefills: list[Prefill] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
+    num_computed: int
 
 
 class Scheduler:
-    """The queue, the decode rows and the prompts held.
+    """The queue, the decode rows and the prompts held. Each request is in one of five places.
 
-    `arriving` requests have a row and blocks, but still belong to another engine.
+    Every request ends: of the rows that decode, the oldest gives up its blocks only where no other
+    has any left to give, and those it lacks are held by a prompt being computed or by moves, which
+    end by themselves; what was swapped out comes back oldest first; and `can_hold` says that the
+    pool is enough for each alone.
+
+    At most one is `prefilling`, so that no prompt is built on one that might not be completed.
+    Those `arriving` have a row and blocks, but still belong to another engine. Those `swapped`
+    keep the record of what they had.
     """
 
-    def __init__(self, max_rows: int, num_blocks: int) -> None:
+    def __init__(self, max_rows: int, num_blocks: int, prefill_budget: int = 512) -> None:
         self._max_rows = max_rows
         self._num_blocks = num_blocks
+        self._prefill_budget = prefill_budget
         self._blocks = BlockManager(num_blocks)
         self._seeds: dict[int, str] = {}  # what names of blocks begin with, by version
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._prompts: dict[PromptKey, list[int]] = {}
+        self._numbers = count()
+        self._prompts: dict[PromptKey, _Prompt] = {}
         self._siblings: Counter[PromptKey] = Counter()  # unfinished requests by prompt
         self._rushed: frozenset[RequestId] = frozenset()  # they decode alone, as long as one is running
         self._frozen: set[RequestId] = set()
         self.waiting: dict[RequestId, Request] = {}
+        self.prefilling: dict[RequestId, Sequence] = {}
         self.running: dict[RequestId, Sequence] = {}
         self.arriving: dict[RequestId, Sequence] = {}
+        self.swapped: dict[RequestId, Sequence] = {}
 
-    def __contains__(self, request_id: RequestId) -> bool:
-        return any(request_id in part for part in (self.waiting, self.running, self.arriving))
-
-    @property
-    def kv_share(self) -> float:
-        """Share of the pool's blocks that have an owner."""
-        return 1 - self._blocks.num_free / self._num_blocks
+    def state_of(self, request_id: RequestId) -> State:
+        if request_id in self.running:
+            return State.MIGRATING_OUT if request_id in self._frozen else State.RUNNING
+        places: dict[State, Container[RequestId]] = {
+            State.WAITING: self.waiting,
+            State.PREFILL: self.prefilling,
+            State.MIGRATING_IN: self.arriving,
+            State.SWAPPED: self.swapped,
+        }
+        return next((state for state, place in places.items() if request_id in place), State.DONE)
 
     def request(self, request_id: RequestId) -> Request | None:
         """An unfinished request that belongs to this engine."""
-        if request_id in self.running:
-            return self.running[request_id].request
+        for place in (self.running, self.prefilling, self.swapped):
+            if request_id in place:
+                return place[request_id].request
         return self.waiting.get(request_id)
 
     def requests(self) -> Iterator[Request]:
         """All unfinished requests, those arriving included."""
-        yield from (sequence.request for sequence in self.running.values())
-        yield from (sequence.request for sequence in self.arriving.values())
+        for place in (self.running, self.arriving, self.prefilling, self.swapped):
+            yield from (sequence.request for sequence in place.values())
         yield from self.waiting.values()
 
     def add_version(self, version: int, seed: str) -> None:
@@ -89,48 +97,60 @@ class Scheduler:
 
     def can_hold(self, request: Request) -> bool:
         """Whether the whole pool is large enough for this request alone."""
-        return _num_own_blocks(request) + num_blocks_for(request.num_prompt_kv) <= self._num_blocks
+        num_own = num_blocks_for(request.max_length - 1) - request.num_prompt_kv // BLOCK_SIZE
+        return num_own + num_blocks_for(request.num_prompt_kv) <= self._num_blocks
 
     def submit(self, request: Request) -> None:
         self.waiting[request.id] = request
         self._siblings[request.prompt_key] += 1
 
-    def can_admit(self) -> bool:
-        """Whether `admit` would seat a request."""
-        return bool(self.waiting and self._free_rows) and self._make_room(next(iter(self.waiting.values())))
+    def can_schedule(self) -> bool:
+        """Whether `schedule` would do anything for requests that do not decode yet."""
+        return bool(self.prefilling) or self._can_return() or self._can_seat()
 
-    def admit(self) -> Admission:
-        """Seat waiting requests, oldest first, until one lacks a row or blocks."""
-        admission = Admission()
-        while self.can_admit():
-            self._seat(self.waiting.pop(next(iter(self.waiting))), admission)
-        return admission
+    def schedule(self, full: Iterable[Sequence] = ()) -> Plan:
+        """Blocks for rows that are `full`; then back with what was swapped out; then new requests."""
+        plan = Plan()
+        budget = self._prefill_budget * (1 if self.running else _IDLE_BUDGETS)
+        for sequence in sorted(full, key=self._rank):
+            self._grow(sequence, plan)
+        while not plan.swapped_out and self._can_return():
+            self._swap_in(plan)
+        while self._can_seat() or (self.prefilling and budget):
+            if self.prefilling:
+                budget -= self._compute(budget, plan)
+            else:
+                self._seat(plan)
+        return plan
 
     def reserve(self, request: Request) -> tuple[int, str] | None:
-        """Give a row and blocks to a request that another engine decodes; None where they are lacking.
+        """Give a row and a few blocks to a request that another engine decodes; None where they are lacking.
 
         Returns how many leading blocks of its prompt are here already, and the name of the last.
         """
-        num_blocks = num_blocks_for(request.max_length - 1)
-        if num_blocks > self._blocks.num_free:
-            self._release_idle_prompts(keep=request.prompt_key)
-        if not self._free_rows or num_blocks > self._blocks.num_free:
+        num_blocks = min(num_blocks_for(len(request.prompt_ids)) + 1, _most_blocks(request))
+        if self.swapped or not self._has_place(request, num_blocks):
             return None
-        known, hashes = self._known_blocks(request)
-        self._blocks.share(known)
-        blocks = known + self._blocks.allocate(num_blocks - len(known))
-        self.arriving[request.id] = Sequence(request, self._free_rows.pop(), tuple(blocks))
+        blocks, num_known = self._table(request, num_blocks)
+        self.arriving[request.id] = Sequence(request, self._free_rows.pop(), blocks, next(self._numbers))
         self._siblings[request.prompt_key] += 1
-        return len(known), hashes[len(known) - 1] if known else ""
+        return num_known, self.prompt_hashes(request)[num_known - 1] if num_known else ""
+
+    def extend(self, sequence: Sequence, num_blocks: int) -> bool:
+        """See that an arriving request has `num_blocks` blocks; False where they are lacking."""
+        num_more = max(0, num_blocks - len(sequence.blocks))
+        if not self._has_room(num_more, needed_by=()):
+            return False
+        sequence.blocks += self._blocks.allocate(num_more)
+        return True
 
     def settle(self, request_id: RequestId) -> Sequence:
         """An arriving request belongs to this engine now, and its blocks hold what they should."""
         sequence = self.running[request_id] = self.arriving.pop(request_id)
-        hashes = self.prompt_hashes(sequence.request)
-        self._blocks.name(sequence.blocks[: len(hashes)], hashes)
+        self._name(sequence.request, sequence.blocks)
         return sequence
 
-    def prompt_hashes(self, request: Request) -> list[str]:
+    def prompt_hashes(self, request: Request) -> tuple[str, ...]:
         """The names of the full blocks of a request's prompt."""
         return chain_hashes(self._seeds[request.version], request.prompt_ids[: request.num_prompt_kv])
 
@@ -155,76 +175,202 @@ class Scheduler:
 
     def remove(self, request_id: RequestId) -> None:
         """Forget a request that is finished, aborted or elsewhere; its row and blocks are free again."""
-        sequence = self.running.pop(request_id, None) or self.arriving.pop(request_id, None)
-        request = sequence.request if sequence else self.waiting.pop(request_id)
-        if sequence:
-            self._free_rows.append(sequence.row)
-            self._blocks.release(sequence.blocks)
+        request = self.waiting.pop(request_id, None)
+        for place in (self.running, self.arriving, self.prefilling, self.swapped):
+            if sequence := place.pop(request_id, None):
+                request = sequence.request
+                if place is not self.swapped:
+                    self._vacate(sequence)
+        assert request is not None, f"{request_id} is not here"
         self._frozen.discard(request_id)
         key = request.prompt_key
         self._siblings[key] -= 1
         if self._siblings[key] == 0:
             del self._siblings[key]
-            self._blocks.release(self._prompts.pop(key, []))
+            self._let_go(key)
 
     def check(self) -> None:
         """Rows and blocks are conserved, and every prompt held has a living sibling.
 
         So where no request is left, every block is free or cached.
         """
-        seated = [*self.running.values(), *self.arriving.values()]
+        seated = [*self.running.values(), *self.arriving.values(), *self.prefilling.values()]
         rows = [sequence.row for sequence in seated] + self._free_rows
         assert sorted(rows) == list(range(self._max_rows)), f"rows in use or free: {sorted(rows)}"
+        ids = Counter(request.id for request in self.requests())
+        assert max(ids.values(), default=1) == 1, f"requests in two places: {ids}"
         assert self._siblings == Counter(r.prompt_key for r in self.requests()), "siblings miscounted"
         assert self._prompts.keys() <= self._siblings.keys(), "a prompt without siblings is held"
         assert self._frozen <= self.running.keys(), f"frozen, but not here: {self._frozen}"
-        self._blocks.check([*(s.blocks for s in seated), *self._prompts.values()])
+        assert len(self.prefilling) <= 1, f"more than one in prefill: {self.prefilling}"
+        for sequence in self.prefilling.values():
+            prompt, num_tokens = self._prompts[sequence.request.prompt_key], sequence.request.num_prompt_kv
+            assert prompt.num_computed < num_tokens, f"nothing left to compute for {sequence}"
+        self._blocks.check(chain((s.blocks for s in seated), (p.blocks for p in self._prompts.values())))
 
-    def _make_room(self, request: Request) -> bool:
-        """Whether there are blocks for a request, if need be those of prompts that nobody decodes."""
-        if not self._fits(request):
-            self._release_idle_prompts(keep=request.prompt_key)
-        return self._fits(request)
+    def _rank(self, sequence: Sequence) -> tuple[bool, int]:
+        """The less, the sooner a request is served and the later it gives up its row."""
+        return sequence.request.id not in self._rushed, sequence.number
 
-    def _fits(self, request: Request) -> bool:
-        known = request.prompt_key in self._prompts
-        num_prompt = 0 if known else num_blocks_for(request.num_prompt_kv)
-        return _num_own_blocks(request) + num_prompt <= self._blocks.num_free
+    def _grow(self, sequence: Sequence, plan: Plan) -> None:
+        """Another block for a row, unless it has been or must be swapped out itself."""
+        request_id = sequence.request.id
+        while request_id in self.running and not self._has_room(1, needed_by=()):
+            self._swap_out(self._victim(), plan)
+        if request_id in self.running:
+            num_blocks = self._num_to_give(sequence.request, len(sequence.blocks))
+            sequence.blocks += self._blocks.allocate(num_blocks)
+            plan.grown.append(sequence)
 
-    def _seat(self, request: Request, admission: Admission) -> None:
-        key, num_tokens = request.prompt_key, request.num_prompt_kv
-        if key not in self._prompts:
-            admission.prefills.append(self._begin_prompt(request))
-        # The last token of the longest answer is never an input, so it needs no place.
-        blocks, copy = self._blocks.fork(
-            self._prompts[key], num_tokens, num_blocks_for(request.max_length - 1)
-        )
-        if copy:
-            admission.copies.append(copy)
-        sequence = Sequence(request, self._free_rows.pop(), tuple(blocks))
-        self.running[request.id] = sequence
-        admission.sequences.append(sequence)
+    def _victim(self) -> Sequence:
+        """The youngest of the version with most rows, for that version's answers lose the least by it.
 
-    def _begin_prompt(self, request: Request) -> Prefill:
-        """Hold the blocks of a prompt. They are named at once, for prefills are computed in order."""
-        known, hashes = self._known_blocks(request)
-        self._blocks.share(known)
-        blocks = known + self._blocks.allocate(num_blocks_for(request.num_prompt_kv) - len(known))
-        self._blocks.name(blocks[: len(hashes)], hashes)
-        self._prompts[request.prompt_key] = blocks
-        return Prefill(request.prompt_key, blocks, len(known) * BLOCK_SIZE)
+        Of equally many it is the newest version, whose deadline is the farthest. Rows that stand still
+        for a rush go first. The oldest row goes last, so that one always gets to its end.
+        """
+        rows = [sequence for key, sequence in self.running.items() if key not in self._frozen]
+        num_rows = Counter(sequence.request.version for sequence in rows)
+        oldest = min(rows, key=self._rank)
 
-    def _known_blocks(self, request: Request) -> tuple[list[int], list[str]]:
-        """The leading blocks of a prompt that are here already, and the names of all its full blocks."""
+        def cheapness(sequence: Sequence) -> tuple[bool, bool, int, int, int]:
+            request = sequence.request
+            is_rushed = request.id in self._rushed
+            version = request.version
+            return sequence is not oldest, not is_rushed, num_rows[version], version, sequence.number
+
+        return max(rows, key=cheapness)
+
+    def _swap_out(self, sequence: Sequence, plan: Plan) -> None:
+        self.swapped[sequence.request.id] = self.running.pop(sequence.request.id)
+        self._vacate(sequence)
+        plan.swapped_out.append(sequence)
+
+    def _can_return(self) -> bool:
+        if not self.swapped:
+            return False
+        first = min(self.swapped.values(), key=self._rank)
+        return self._has_place(first.request, _num_to_return(first))
+
+    def _swap_in(self, plan: Plan) -> None:
+        before = min(self.swapped.values(), key=self._rank)
+        del self.swapped[before.request.id]
+        blocks, num_known = self._table(before.request, _num_to_return(before))
+        sequence = replace(before, row=self._free_rows.pop(), blocks=blocks)
+        self._name(sequence.request, sequence.blocks)
+        self.running[sequence.request.id] = sequence
+        plan.swapped_in.append((sequence, num_known))
+
+    def _can_seat(self) -> bool:
+        """Whether there is a row for the first in the queue, and blocks for its prompt and one token."""
+        if self.prefilling or self.swapped or not (self.waiting and self._free_rows):
+            return False
+        request = next(iter(self.waiting.values()))
+        if request.prompt_key in self._prompts:
+            known, num_new = [], 1
+        else:
+            known = self._known_blocks(request)
+            num_new = num_blocks_for(request.num_prompt_kv) - len(known) + 1
+        needed_by = [request, *(sequence.request for sequence in self.running.values())]
+        return self._has_room(num_new + self._num_growing(), needed_by, known)
+
+    def _seat(self, plan: Plan) -> None:
+        """The first in the queue gets a row, and decodes at once if its prompt is here."""
+        request = self.waiting.pop(next(iter(self.waiting)))
+        sequence = Sequence(request, self._free_rows.pop(), [], next(self._numbers))
+        prompt = self._prompts.get(request.prompt_key) or self._begin_prompt(request)
+        sequence.blocks += prompt.blocks[: request.num_prompt_kv // BLOCK_SIZE]
+        self._blocks.share(sequence.blocks)
+        sequence.blocks += self._blocks.allocate(self._num_to_give(request, len(sequence.blocks)))
+        self.prefilling[request.id] = sequence
+        if prompt.num_computed == request.num_prompt_kv:
+            self._start(plan)
+
+    def _begin_prompt(self, request: Request) -> _Prompt:
+        blocks, num_known = self._table(request, num_blocks_for(request.num_prompt_kv))
+        prompt = self._prompts[request.prompt_key] = _Prompt(blocks, num_known * BLOCK_SIZE)
+        return prompt
+
+    def _compute(self, budget: int, plan: Plan) -> int:
+        """As much of the prompt begun as the budget allows; the number of tokens."""
+        (sequence,) = self.prefilling.values()
+        request, prompt = sequence.request, self._prompts[sequence.request.prompt_key]
+        start, stop = prompt.num_computed, min(prompt.num_computed + budget, request.num_prompt_kv)
+        blocks = prompt.blocks[: num_blocks_for(stop)]
+        plan.prefills.append(Prefill(request.prompt_key, blocks, start, stop))
+        prompt.num_computed = stop
+        if stop == request.num_prompt_kv:
+            self._name(request, prompt.blocks)
+            self._start(plan)
+        return stop - start
+
+    def _start(self, plan: Plan) -> None:
+        """The request in prefill has all of its prompt, but for a copy of the block that it ends in."""
+        request_id, sequence = self.prefilling.popitem()
+        num_full, rest = divmod(sequence.request.num_prompt_kv, BLOCK_SIZE)
+        if rest:
+            source = self._prompts[sequence.request.prompt_key].blocks[num_full]
+            plan.copies.append((source, sequence.blocks[num_full]))
+        self.running[request_id] = sequence
+        plan.started.append(sequence)
+
+    def _name(self, request: Request, blocks: list[int]) -> None:
+        """These blocks hold a request's prompt: let others find them."""
         hashes = self.prompt_hashes(request)
-        return self._blocks.find(hashes), hashes
+        self._blocks.name(blocks[: len(hashes)], hashes)
 
-    def _release_idle_prompts(self, keep: PromptKey) -> None:
-        used = {sequence.request.prompt_key for sequence in self.running.values()} | {keep}
-        for key in self._prompts.keys() - used:
-            self._blocks.release(self._prompts.pop(key))
+    def _known_blocks(self, request: Request) -> list[int]:
+        """The leading blocks of a prompt that are here already."""
+        return self._blocks.find(self.prompt_hashes(request))
+
+    def _has_place(self, request: Request, num_blocks: int) -> bool:
+        """Whether there is a row and a table of `num_blocks` for a request that brings its KV along."""
+        if not self._free_rows:
+            return False
+        known = self._known_blocks(request)
+        return self._has_room(num_blocks - len(known) + self._num_growing(), (), known)
+
+    def _table(self, request: Request, num_blocks: int) -> tuple[list[int], int]:
+        """Blocks for a request, and how many of them, the first ones, hold its prompt already."""
+        known = self._known_blocks(request)
+        self._blocks.share(known)
+        return known + self._blocks.allocate(num_blocks - len(known)), len(known)
+
+    def _has_room(self, num_new: int, needed_by: Iterable[Request], shared: Iterable[int] = ()) -> bool:
+        """Whether so many blocks can be had beside those `shared`.
+
+        If need be they are taken from prompts that are held for siblings to come, but not from one being
+        computed and those that `needed_by` have.
+        """
+        if num_new > self._blocks.num_free_beside(shared):
+            computing = (sequence.request for sequence in self.prefilling.values())
+            for key in self._prompts.keys() - {request.prompt_key for request in (*needed_by, *computing)}:
+                self._let_go(key)
+        return num_new <= self._blocks.num_free_beside(shared)
+
+    def _num_growing(self) -> int:
+        """A block for each row that may need one: newcomers leave these, or somebody is swapped out soon."""
+        seated = chain(self.running.values(), self.arriving.values(), self.prefilling.values())
+        return sum(len(sequence.blocks) < _most_blocks(sequence.request) for sequence in seated)
+
+    def _num_to_give(self, request: Request, num_blocks: int) -> int:
+        """How many more blocks a row gets that has `num_blocks` and needs another."""
+        is_roomy = self._blocks.num_free > _RUN * self._max_rows
+        return min(_RUN if is_roomy else 1, _most_blocks(request) - num_blocks)
+
+    def _let_go(self, key: PromptKey) -> None:
+        if key in self._prompts:
+            self._blocks.release(self._prompts.pop(key).blocks)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self._free_rows.append(sequence.row)
+        self._blocks.release(sequence.blocks)
 
 
-def _num_own_blocks(request: Request) -> int:
-    """Blocks of a request that it shares with no sibling."""
-    return num_blocks_for(request.max_length - 1) - request.num_prompt_kv // BLOCK_SIZE
+def _most_blocks(request: Request) -> int:
+    """Blocks of the longest answer and its prompt; its last token is never an input and needs no place."""
+    return num_blocks_for(request.max_length - 1)
+
+
+def _num_to_return(sequence: Sequence) -> int:
+    """What a request had that was swapped out, and a block for its next token."""
+    return min(len(sequence.blocks) + 1, _most_blocks(sequence.request))

@@ -5,9 +5,13 @@ Tokens live in `rows`; these records only name what belongs together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dora.core.records import Chunk, GroupId, RequestId
 from dora.errors import DoraError
@@ -26,17 +30,34 @@ class EngineError(DoraError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 is greedy; a stop id ends the answer and belongs to it."""
+    """How tokens are drawn, and when an answer ends.
+
+    In this order: the logits are divided by `temperature` (0: greedy, without filters); the `top_k`
+    likeliest tokens stay (0: all); of these, the fewest whose probability reaches `top_p`; of these, those
+    at least `min_p` times as likely as the likeliest. Equal tokens are ranked by id; one always stays.
+    A stop id, or the token that completes a stop string in the answer's text, is the answer's last.
+    """
 
     temperature: float
     max_tokens: int
     stop_ids: tuple[int, ...] = ()
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise EngineError(f"temperature = {self.temperature} must be at least 0; 0 is greedy")
-        if self.max_tokens < 1:
-            raise EngineError(f"max_tokens = {self.max_tokens} must be at least 1")
+        rules = {
+            "temperature": (0 <= self.temperature < math.inf, "finite and at least 0; 0 is greedy"),
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "top_p": (0 < self.top_p <= 1, "over 0 and at most 1; 1 keeps all tokens"),
+            "top_k": (0 <= self.top_k < 2**31, "from 0 to 2147483647; 0 keeps all tokens"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1; 0 keeps all tokens"),
+            "stop_strings": ("" not in self.stop_strings, "a tuple of strings that are not empty"),
+        }
+        for name, (is_kept, rule) in rules.items():
+            if not is_kept:
+                raise EngineError(f"{name} = {getattr(self, name)!r} must be {rule}")
 
 
 class PromptKey(NamedTuple):
@@ -73,25 +94,34 @@ class Request:
         return PromptKey(self.group, self.version, self.prompt_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Sequence:
-    """A request that occupies a decode row; `blocks` hold its KV, in order, up to its longest answer."""
+    """A request that occupies a decode row; `blocks` hold its KV, in order, and grow with its answer.
+
+    The lower its `number`, the longer ago it got its first row here.
+    """
 
     request: Request
     row: int
-    blocks: tuple[int, ...]
+    blocks: list[int]
+    number: int
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished answer. `logprobs` are those of the sampled tokens after temperature (greedy: at 1).
+    """A finished answer.
 
-    `chunks` are the runs of tokens by the weights that the decode steps really used.
+    `logprobs` are those of the distribution that the tokens were drawn from (greedy: at temperature 1),
+    `raw_logprobs` the model's, at temperature 1 and without filters. `chunks` are the runs of tokens
+    by the weights that the decode steps really used. `routes` [tokens of prompt and answer - 1, mixture
+    layers, k] are the experts that each token was sent to, if the engine returns them.
     """
 
     id: RequestId
     version: int
     token_ids: list[int]
     logprobs: list[float]
+    raw_logprobs: list[float]
     chunks: tuple[Chunk, ...]
     finish_reason: str  # "stop" | "length"
+    routes: NDArray[np.int16] | None = None

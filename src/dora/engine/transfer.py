@@ -8,6 +8,7 @@ on both sides. Work is bounded per poll, for a decode step waits for it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -89,16 +90,26 @@ class Incoming:
     """A request on its way into this engine; `sequence` is the place reserved for it."""
 
     def __init__(
-        self, order: Receive, sequence: Sequence, num_known: int, pool: Blocks, peer: Blocks, now_s: float
+        self,
+        order: Receive,
+        sequence: Sequence,
+        num_known: int,
+        extend: Callable[[Sequence, int], bool],
+        pool: Blocks,
+        peer: Blocks,
+        now_s: float,
     ) -> None:
-        """`pool` is this engine's, `peer` the source's. Raises OSError if no table can be made."""
+        """`extend` gives the sequence so many blocks, if free; `pool` is this engine's, `peer` the source's.
+
+        Raises OSError if no table can be made.
+        """
         self.order, self.lease = order, Lease(order.lease_s, now_s)
         self.reason = ""  # to give up, as soon as there is one
         self.files = Handover(order.folder, order.move)
         self.copy_s = 0.0
-        self._num_known, self._own = num_known, sequence.blocks[num_known:]
+        self._sequence, self._num_known, self._extend = sequence, num_known, extend
         self._pool, self._peer = pool, peer
-        self._table = Table(self.files.table, len(self._own))
+        self._table = Table(self.files.table, num_blocks_for(order.request.max_length))
         self._sums: list[int] = []
 
     @property
@@ -139,8 +150,11 @@ class Incoming:
 
     def _copy(self, blocks: list[int]) -> None:
         started_s = time.perf_counter()
-        start = len(self._sums)
-        own = self._own[start : start + len(blocks)]
+        start = self._num_known + len(self._sums)
+        stop = start + len(blocks)
+        if not self._extend(self._sequence, stop):
+            raise TransferError("too few KV blocks are free")
+        own = self._sequence.blocks[start:stop]
         if blocks and not 0 <= min(blocks) <= max(blocks) < len(self._peer):
             raise TransferError("a block of it is not in the source's pool")
         copy_blocks(self._peer, blocks, self._pool, own)

@@ -5,6 +5,7 @@ Runner and kernels share it; a `Batch` says which rows of it a step uses.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +45,9 @@ class Workspace:
     """Tensors that runner and kernels share.
 
     weights      [version slots, >= numel]   one flat buffer per slot
-    kv           [block, layer, 2, token, kv head, dim]: a block is one contiguous chunk
+    kv           [block, kv layer, 2, token, kv head, dim]: a block is one contiguous chunk
+    routes       [block, token, mixture layer, k]   the experts each token was sent to, int16. They lie
+                 in the last kv layers, and so go wherever their KV goes
     tables       [max_rows, blocks of the longest context], block numbers int64
     cos, sin     [max_context, dim]
     x, delta     [max_rows, hidden]   the residual stream and what is to be added to it
@@ -69,9 +72,12 @@ class Workspace:
         self.layout = Layout(config)
         stride = -(-self.layout.numel // _ALIGNMENT) * _ALIGNMENT
         self.weights = torch.zeros(version_slots, stride)
-        layers, kv_heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        shape = (num_blocks, layers, 2, BLOCK_SIZE, kv_heads, dim)
+        kv_heads, dim = config.num_key_value_heads, config.head_dim
+        shape = (num_blocks, config.num_kv_layers, 2, BLOCK_SIZE, kv_heads, dim)
         self.kv = torch.zeros(shape) if pool is None else torch.from_numpy(make_pool(pool, shape))
+        routes = (BLOCK_SIZE, len(config.mixture_layers), config.num_experts_per_tok)
+        spare = self.kv[:, config.num_hidden_layers :].flatten(1).view(torch.int16)
+        self.routes = spare[:, : math.prod(routes)].unflatten(1, routes)
         self.tables = torch.zeros(max_rows, num_blocks_for(max_context), dtype=torch.int64)
         self.cos, self.sin = rope_tables(config, max_context)
         num_heads = config.num_attention_heads

@@ -27,7 +27,7 @@ class Kernels(Protocol):
         """x += delta; hidden = RMS norm of x, times the weights at `offset` of the row's slot."""
 
     def attend(self, batch: Batch, positions: NDArray[np.int64], layer: int) -> None:
-        """qkv -> attended: q and k norm, RoPE, write k and v at `positions`, attend up to there."""
+        """qkv -> attended: q and k norm if any, RoPE, write k and v at `positions`, attend up to there."""
 
     def swiglu(self, batch: Batch) -> None:
         """gate_up -> gated: silu(gate) * up."""

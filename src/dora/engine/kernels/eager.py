@@ -37,8 +37,10 @@ class EagerKernels:
         at = torch.from_numpy(positions)
         offsets, attn = work.layout.offsets, f"model.layers.{layer}.self_attn."
         cos, sin = work.cos[at], work.sin[at]
-        q = rotate(self._normed(q, batch, offsets[attn + "q_norm.weight"]), cos, sin)
-        k = rotate(self._normed(k, batch, offsets[attn + "k_norm.weight"]), cos, sin)
+        if config.has_qk_norm:
+            q = self._normed(q, batch, offsets[attn + "q_norm.weight"])
+            k = self._normed(k, batch, offsets[attn + "k_norm.weight"])
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         tables = work.tables[torch.from_numpy(batch.rows), : num_blocks_for(int(positions.max()) + 1)]
         last = tables.gather(1, (at // BLOCK_SIZE)[:, None])[:, 0]
         work.kv[last, layer, 0, at % BLOCK_SIZE] = k

@@ -87,6 +87,16 @@ def _norm_rotate(
         target[half + j] = right * cos[j] + left * sin[j]
 
 
+@_compiled("float32[::1], float32[::1], float32[::1], float32, float32[::1]")
+def _rotate(source: Array, cos: Array, sin: Array, factor: Scalar, target: Array) -> None:
+    """target = factor * RoPE(source), all [dim]."""
+    half = source.shape[0] // 2
+    for j in range(half):
+        left, right = factor * source[j], factor * source[half + j]
+        target[j] = left * cos[j] - right * sin[j]
+        target[half + j] = right * cos[j] + left * sin[j]
+
+
 @_compiled("float32[:, ::1], float32[:, :, :, :, :, ::1], int64, int64[::1], int64, float32[:, ::1]")
 def _score(q: Array, kv: Array, layer: int, table: Array, length: int, scores: Array) -> None:
     """scores [heads, T] = q [heads, dim] times the keys, for `length` positions rounded up to _UNROLL."""
@@ -151,7 +161,10 @@ def _attend(
     kv: Array, layer: int, tables: Array, rows: Array, positions: Array,
     q: Array, scores: Array, attended: Array,
 ) -> None:  # fmt: skip
-    """qkv [N, heads + 2 kv heads, dim] -> attended [N, heads, dim]; q and scores are scratch."""
+    """qkv [N, heads + 2 kv heads, dim] -> attended [N, heads, dim]; q and scores are scratch.
+
+    q_norm and k_norm are offsets of norm weights, negative where there is no norm.
+    """
     num_heads, dim = q.shape
     first_value = num_heads + kv.shape[4]
     scale = _ONE / np.float32(math.sqrt(dim))
@@ -159,11 +172,17 @@ def _attend(
         own, at, table = weights[slots[i]], positions[i], tables[rows[i]]
         q_scales, k_scales = own[q_norm : q_norm + dim], own[k_norm : k_norm + dim]
         block, place = table[at // BLOCK_SIZE], at % BLOCK_SIZE
-        for h in range(num_heads):
-            _norm_rotate(qkv[i, h], q_scales, cos[at], sin[at], eps, scale, q[h])
-        for h in range(num_heads, first_value):
-            key = kv[block, layer, 0, place, h - num_heads]
-            _norm_rotate(qkv[i, h], k_scales, cos[at], sin[at], eps, _ONE, key)
+        if q_norm < 0:
+            for h in range(num_heads):
+                _rotate(qkv[i, h], cos[at], sin[at], scale, q[h])
+            for h in range(num_heads, first_value):
+                _rotate(qkv[i, h], cos[at], sin[at], _ONE, kv[block, layer, 0, place, h - num_heads])
+        else:
+            for h in range(num_heads):
+                _norm_rotate(qkv[i, h], q_scales, cos[at], sin[at], eps, scale, q[h])
+            for h in range(num_heads, first_value):
+                key = kv[block, layer, 0, place, h - num_heads]
+                _norm_rotate(qkv[i, h], k_scales, cos[at], sin[at], eps, _ONE, key)
         kv[block, layer, 1, place] = qkv[i, first_value:]
         _score(q, kv, layer, table, at + 1, scores)
         _softmax(scores, at + 1)
@@ -200,8 +219,8 @@ class FusedKernels:
         attn = f"model.layers.{layer}.self_attn."
         _attend(
             self._qkv, self._weights, batch.slots,
-            self._offsets[attn + "q_norm.weight"], self._offsets[attn + "k_norm.weight"], self._eps,
-            self._cos, self._sin, self._kv, layer, self._tables, batch.rows, positions,
+            self._offsets.get(attn + "q_norm.weight", -1), self._offsets.get(attn + "k_norm.weight", -1),
+            self._eps, self._cos, self._sin, self._kv, layer, self._tables, batch.rows, positions,
             self._q, self._scores, self._attended,
         )  # fmt: skip
 
