@@ -184,6 +184,38 @@ def _ask(run: Path, command: Literal["list", "add", "drain"], engine: int | None
 
 
 @app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face folder of the model.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on from.")],
+    max_tokens: Annotated[int, typer.Option(help="Longest answer (tokens).")] = 256,
+    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens of this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many tokens; 0 is all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least probability, relative to the likeliest.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal answers.")] = 0,
+    num: Annotated[int, typer.Option(min=1, help="How many answers.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each answer as a line of JSON.")] = False,
+) -> None:
+    """Answer a prompt with a model, without any training."""
+    from dora import generate
+
+    answers = generate.main(
+        model, prompt, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        stop_strings=stop or (), seed=seed, num_answers=num, as_json=as_json,
+    )  # fmt: skip
+    typer.echo(answers)
+
+
+@app.command()
+def doctor() -> None:
+    """Print versions, which kernels engines run and why, threads and GPUs."""
+    from dora import doctor
+
+    typer.echo(doctor.report())
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from dora import __version__

@@ -1,0 +1,110 @@
+"""`dora generate`, `dora doctor` and the example: an engine without a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from tests.test_cli import call
+
+from dora.cli import main
+from dora.data.tokenizer import Tokenizer
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+MODEL = EXAMPLES / "gcd-start"
+PROMPT = "12,30:"
+
+
+def answers(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, object]]:
+    """What the command prints as JSON."""
+    code, out, err = call(capsys, "generate", str(MODEL), PROMPT, "--json", *options)
+    assert (code, err) == (0, "")
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_an_answer_is_printed_with_its_logprobs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "generate", str(MODEL), PROMPT, "--temperature", "0")
+    assert (code, err) == (0, "")
+    text, about = out.splitlines()
+    assert text == "12,18;12,06;06,06=06"
+    logprobs = re.fullmatch(
+        r"  \[stop after 21 tokens, log-prob (-\d\.\d{3}) as drawn, (-\d\.\d{3}) by the model\]", about
+    )
+    assert logprobs
+    assert logprobs[1] == logprobs[2]
+
+
+def test_answers_are_many_and_the_same_for_the_same_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    three = answers(capsys, "--num", "3", "--temperature", "3", "--max-tokens", "30", "--seed", "7")
+    assert len({str(answer["text"]) for answer in three}) == 3
+    (second,) = answers(capsys, "--temperature", "3", "--max-tokens", "30", "--seed", "8")
+    assert second["token_ids"] == three[1]["token_ids"]
+    tokenizer = Tokenizer(MODEL)
+    for answer in three:
+        ids, logprobs, raw = answer["token_ids"], answer["logprobs"], answer["raw_logprobs"]
+        assert isinstance(ids, list)
+        assert isinstance(logprobs, list)
+        assert isinstance(raw, list)
+        assert answer["text"] == tokenizer.decode(ids)
+        assert len(ids) == len(logprobs) == len(raw)
+        assert logprobs != raw
+
+
+def test_filters_and_stop_strings_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    (answer,) = answers(capsys, "--temperature", "0", "--stop", "6;06", "--stop", "06=")
+    assert (answer["text"], answer["finish_reason"]) == ("12,18;12,06;06", "stop")
+    for option in ("--top-k=1", "--top-p=1e-9", "--min-p=1"):
+        (answer,) = answers(capsys, "--temperature", "5", option, "--max-tokens", "10")
+        assert (answer["text"], answer["finish_reason"]) == ("12,18;12,0", "length")
+        assert answer["logprobs"] == [0.0] * 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", PROMPT], "nowhere is not a model folder: it has no config.json"),
+        ([str(MODEL), ""], "the prompt is empty; give at least one token"),
+        ([str(MODEL), "what?"], "cannot tokenize 'what?'"),
+        ([str(MODEL), "1" * 600], "the prompt has 600 tokens and the answer may have 256: together over"),
+        ([str(MODEL), PROMPT, "--max-tokens", "507"], "the model's context of 512; shorten the prompt or"),
+        ([str(MODEL), PROMPT, "--max-tokens", "0"], "max_tokens = 0 must be at least 1"),
+        ([str(MODEL), PROMPT, "--top-p", "1.5"], "top_p = 1.5 must be over 0 and at most 1"),
+        ([str(MODEL), PROMPT, "--stop", ""], "a tuple of strings that are not empty"),
+    ],
+)
+def test_what_cannot_be_generated_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, out, err = call(capsys, "generate", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_the_example_answers_every_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(EXAMPLES / "generate.py"))
+    example["main"](MODEL, ["12,30:", "07,05:"])
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line[:6] for line in lines[::2]) == ["07,05:", "12,30:"]
+    assert all(line.startswith("  log-probs ") for line in lines[1::2])
+    assert len((EXAMPLES / "generate.py").read_text(encoding="utf-8").splitlines()) <= 40
+
+
+def test_the_doctor_names_kernels_threads_versions_and_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "doctor")
+    assert code == 0
+    names = {line.split("  ")[0] for line in out.splitlines()}
+    assert names >= {"dora", "python", "torch", "numpy", "numba", "kernels", "torch threads", "GPU"}
+
+
+def test_the_doctor_says_why_engines_run_eagerly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "dora.engine.kernels.fused", None)
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    assert "eager, because numba cannot be imported: import of" in capsys.readouterr().out
