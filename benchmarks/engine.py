@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from models import DEMO
 from report import Row, parse_options, publish
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,20 +27,9 @@ from torch.nn import functional as F
 from dora.core.records import GroupId, RequestId
 from dora.engine.engine import Engine
 from dora.engine.sequence import Request, Sampling
-from dora.model.config import ModelConfig
 from dora.model.decoder import forward, logits, rope_tables
 from dora.model.weights import Layout, initial_weights
 
-MODEL = ModelConfig(
-    vocab_size=32,
-    hidden_size=128,
-    intermediate_size=352,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=1024,
-)
 NUM_STEPS = 24  # per repeat
 BATCHES, CONTEXTS = (1, 8, 32), (64, 256)
 KERNELS = ("numba", "eager")
@@ -54,9 +44,9 @@ def lengths(batch: int, context: int) -> list[int]:
 
 def engine_step(kernels: str, batch: int, context: int, num_old: int = 0) -> Step:
     """Step of an engine whose rows are prefilled; the first `num_old` rows run an older version."""
-    engine = Engine(MODEL, max_rows=batch, max_context=context, version_slots=2, kernels=kernels)
+    engine = Engine(DEMO, max_rows=batch, max_context=context, version_slots=2, kernels=kernels)
     for version in (0, 1):
-        engine.load(version, initial_weights(MODEL, seed=version, std=0.1))
+        engine.load(version, initial_weights(DEMO, seed=version, std=0.1))
     source = random.Random(0)
     requests = [
         Request(
@@ -76,9 +66,9 @@ def engine_step(kernels: str, batch: int, context: int, num_old: int = 0) -> Ste
 
 def naive_step(batch: int, context: int) -> Step:
     """Step of the loop with a padded static cache."""
-    weights = Layout(MODEL).views(initial_weights(MODEL, seed=1, std=0.1))
-    cos, sin = rope_tables(MODEL, context)
-    shape = (MODEL.num_hidden_layers, batch, MODEL.num_key_value_heads, context, MODEL.head_dim)
+    weights = Layout(DEMO).views(initial_weights(DEMO, seed=1, std=0.1))
+    cos, sin = rope_tables(DEMO, context)
+    shape = (DEMO.num_hidden_layers, batch, DEMO.num_key_value_heads, context, DEMO.head_dim)
     keys, values = torch.zeros(shape), torch.zeros(shape)
     positions, rows = torch.tensor(lengths(batch, context)), torch.arange(batch)
     answers: list[list[int]] = [[0] for _ in range(batch)]
@@ -95,7 +85,7 @@ def naive_step(batch: int, context: int) -> Step:
             return out[:, :, 0]
 
         tokens = torch.tensor([answer[-1] for answer in answers])
-        hidden = forward(weights, MODEL, tokens, cos[positions], sin[positions], attend)
+        hidden = forward(weights, DEMO, tokens, cos[positions], sin[positions], attend)
         drawn = torch.multinomial(logits(weights, hidden).softmax(-1), 1)
         for answer, token in zip(answers, drawn[:, 0].tolist(), strict=True):
             answer.append(token)

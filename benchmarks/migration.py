@@ -16,12 +16,13 @@ import shutil
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+from models import DEMO, THIRTY_MILLION
 from report import Row, parse_options, publish
 
 from dora.core.actions import Migrate
@@ -37,27 +38,7 @@ from dora.runtime.process import Told, Worker
 from dora.runtime.workers import run_engine
 from dora.weights.store import WeightStore, make_store_folder
 
-DEMO = ModelConfig(
-    vocab_size=32,
-    hidden_size=128,
-    intermediate_size=352,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=2048,
-)
-LARGER = replace(
-    DEMO,
-    vocab_size=8192,
-    hidden_size=512,
-    intermediate_size=1536,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-)
-MODELS = {"demo": DEMO, "30m": LARGER}
+MODELS = {"demo": DEMO, "30m": THIRTY_MILLION}
 NUM_TOKENS, PROMPT_LENGTH, MAX_CONTEXT = 1000, 15, 1536
 NUM_BUSY_ROWS = 16  # of each engine, while stop time is measured
 WAIT_S = 120.0

@@ -13,8 +13,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
+from models import DEMO, TEN_MILLION, TWO_MILLION
 from report import Row, parse_options, publish
 
 from dora.core.records import GroupId, RequestId
@@ -23,28 +23,7 @@ from dora.engine.sequence import Request, Sampling
 from dora.model.config import ModelConfig
 from dora.model.weights import Layout, initial_weights
 
-DEMO = ModelConfig(
-    vocab_size=32,
-    hidden_size=128,
-    intermediate_size=352,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=1024,
-)
-MODELS = {
-    "0.5M": DEMO,
-    "2M": replace(DEMO, hidden_size=192, intermediate_size=512, num_hidden_layers=5, num_attention_heads=6),
-    "10M": replace(
-        DEMO,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        head_dim=64,
-    ),
-}
+MODELS = {"0.5M": DEMO, "2M": TWO_MILLION, "10M": TEN_MILLION}
 SPLITS = ((32,), (16, 16), (24, 8), (22, 7, 3), (8, 8, 8, 8), (18, 8, 4, 2))  # rows, newest first
 CONTEXT, NUM_STEPS, EVERY = 256, 24, 4
 Step = Callable[[], object]

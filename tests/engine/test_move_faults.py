@@ -200,6 +200,9 @@ FORGERIES: dict[str, Callable[[Snapshot], Snapshot]] = {
     "contradicts itself ": lambda s: s._replace(blocks=s.blocks[:-1], sums=s.sums[:-1]),
     "contradicts itself  ": lambda s: s._replace(draft=s.draft._replace(logprobs=s.draft.logprobs[:-1])),
     "contradicts itself   ": lambda s: s._replace(draft=s.draft._replace(chunks=())),
+    "contradicts itself    ": lambda s: s._replace(
+        draft=s.draft._replace(raw_logprobs=s.draft.raw_logprobs[:-1])
+    ),
     "not in the source's pool": lambda s: s._replace(blocks=s.blocks + 10_000),
     "KV blocks arrived damaged": lambda s: s._replace(sums=s.sums + np.uint64(1)),
 }

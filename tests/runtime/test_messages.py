@@ -26,14 +26,16 @@ MESSAGES = [
 NAMES = vars(messages) | {
     "TrainerSettings": TrainerSettings
 }  # which messages.py imports for its checker only
-# object: a column of the dataset; int16 in arrays of any shape: the experts that tokens were sent to
-LEAVES = {int, float, str, bool, type(None), Path, object, np.int16, Any}
+# object: a column of the dataset; int16: the experts that tokens were sent to
+LEAVES = {int, float, str, bool, type(None), Path, object, np.int16}
 
 
 def leaves(hint: Any) -> Iterator[type]:
     """The types that a value of the annotated type is made of."""
     if typing.get_origin(hint) is typing.Literal:
         yield from (type(value) for value in typing.get_args(hint))
+    elif typing.get_origin(hint) is np.ndarray:
+        yield from leaves(typing.get_args(hint)[1])  # the dtype, of any shape
     elif typing.get_origin(hint) is not None:
         for argument in typing.get_args(hint):
             if argument is not Ellipsis:

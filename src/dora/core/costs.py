@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _NEW = 0.2  # weight of the newest measurement
-VERSION_OVERHEAD = 0.12  # of a decode step, by each further version on an engine (benchmarks/engine.py)
+VERSION_OVERHEAD = 0.12  # of a decode step, by each further version on an engine (benchmarks/versions.py)
 
 
 @dataclass(slots=True)

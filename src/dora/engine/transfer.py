@@ -134,11 +134,12 @@ class Incoming:
         snapshot.format.check_same(form)
         if snapshot.request != self.order.request:
             raise TransferError("it is another request than was announced")
-        length = len(snapshot.request.prompt_ids) + len(snapshot.draft.token_ids)
-        num_stamped = sum(chunk.num_tokens for chunk in snapshot.draft.chunks)
+        draft = snapshot.draft
+        length = len(snapshot.request.prompt_ids) + len(draft.token_ids)
+        num_stamped = sum(chunk.num_tokens for chunk in draft.chunks)
         if not (
             snapshot.num_computed == length - 1 < snapshot.request.max_length - 1
-            and len(snapshot.draft.logprobs) == len(snapshot.draft.token_ids) == num_stamped
+            and len(draft.logprobs) == len(draft.raw_logprobs) == len(draft.token_ids) == num_stamped
             and len(snapshot.blocks) == num_blocks_for(length - 1) - self._num_known >= len(self._sums)
             and len(snapshot.blocks) == len(snapshot.sums)
         ):
