@@ -19,8 +19,9 @@ STATIONS = ("data", "engine", "rewards", "envs", "stream", "trainer", "weights")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "dora": (),
     "dora.errors": (),
-    "dora.config": ("dora.errors",),
-    "dora.settings": ("dora.config", "dora.errors"),
+    "dora.sections": (),
+    "dora.config": ("dora.sections", "dora.errors"),
+    "dora.settings": ("dora.config", "dora.sections", "dora.errors"),
     "dora.core": (),
     "dora.model": ("dora.errors",),
     **{f"dora.{station}": ("dora.core.records", "dora.errors") for station in STATIONS},
@@ -59,7 +60,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
         "dora.doctor",
     ),
     "typer": ("dora.cli",),
-    "pydantic": ("dora.config", "dora.settings"),
+    "pydantic": ("dora.config", "dora.sections", "dora.settings"),
 }
 NOT_IN_CORE = {
     "time",

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from dora.config import Config, Section, assignment
+from dora.config import Config, assignment
 from dora.errors import ConfigError
+from dora.sections import Section
 
 BUILT_IN_SOURCES = ("gcd",)
 

@@ -62,6 +62,8 @@ class Pair:
             version_slots=2,
             kernels="eager",
             pace_s=0.005,
+            tail_interval=1,
+            max_staleness=1,
         )
         return Worker(f"engine {number}", run_engine, spec, self._told[number])
 

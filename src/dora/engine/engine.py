@@ -6,6 +6,7 @@ It belongs to one thread and waits for nobody; whoever owns it calls `step` whil
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,6 +19,7 @@ from torch import Tensor
 from dora.core.records import RequestId
 from dora.engine.blocks import kv_seed, num_blocks_for
 from dora.engine.handover import FORMAT, KVFormat, model_digest
+from dora.engine.interleaving import NEVER, Interleaving
 from dora.engine.mover import Mover
 from dora.engine.moves import Answer, Kept, NotReceived, Receive, Reserved, Send
 from dora.engine.plan import Plan, State
@@ -69,6 +71,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         detokenize: Detokenize | None = None,
         returns_routes: bool = False,
+        interleaving: Interleaving = NEVER,
     ) -> None:
         least_one = {"max_rows": max_rows, "version_slots": version_slots, "prefill_budget": prefill_budget}
         for name, value in least_one.items():
@@ -89,7 +92,7 @@ class Engine:
         self._scheduler = Scheduler(max_rows, num_blocks, prefill_budget)
         self._num_blocks = num_blocks
         self._rows, self._detokenize = Rows(max_rows, max_context, detokenize), detokenize
-        self._returns_routes = returns_routes
+        self._returns_routes, self._interleaving = returns_routes, interleaving
         self._seats = Seats(self._rows, self._workspace.tables, self._workspace.kv)
         self._held: dict[int, _Loaded] = {}
         self._free_slots = list(range(version_slots - 1, -1, -1))
@@ -100,6 +103,7 @@ class Engine:
             self._scheduler, self._rows, self._workspace.kv.numpy(), pool, self._form, self._seats.seat, clock
         )
         self.busy_row_s = 0.0  # rows that decoded times wall time, summed over steps
+        self.num_steps = 0  # decode steps so far
         self.num_decoded = 0  # tokens of answers so far
         self.num_prefilled = 0  # prompt tokens computed so far
         self.num_swapped = 0  # requests swapped out so far, each time counted
@@ -273,6 +277,8 @@ class Engine:
             return []
         started_s = time.perf_counter()
         self._prefill(self._schedule())
+        if self._interleaving.interval > 1:
+            self._arrange()
         num_rows = len(self._rows.active)
         if not num_rows:
             return []
@@ -280,6 +286,7 @@ class Engine:
         rest_s = started_s + self._pace_s - time.perf_counter()
         if rest_s > 0:
             time.sleep(rest_s)
+        self.num_steps += 1
         self.num_decoded += num_rows
         self.busy_row_s += num_rows * (time.perf_counter() - started_s)
         return completions
@@ -343,13 +350,18 @@ class Engine:
 
     def _arrange(self) -> None:
         """The set of rows that decode may have changed: put them in order again."""
-        order = self._scheduler.rows_by_version()
+        order = self._scheduler.rows_by_version(self._resting())
         if order == self._order:
             return
         self._order = order
         self._rows.arrange([sequence.row for sequence in self._order])
         slots = [self._held[sequence.request.version].slot for sequence in self._order]
         self._runner.arrange(self._rows.active, np.array(slots, np.int64))
+
+    def _resting(self) -> frozenset[int]:
+        """Versions that sit the next decode step out."""
+        num_rows = Counter(s.request.version for s in self._scheduler.running.values())
+        return self._interleaving.resting(self.num_steps, num_rows, max(self._held, default=0))
 
     def _form(self, version: int) -> KVFormat:
         """What KV of a version held looks like here."""

@@ -166,11 +166,16 @@ class Scheduler:
         """Only these requests decode from now on; once none of them is running, all do."""
         self._rushed = frozenset(ids)
 
-    def rows_by_version(self) -> list[Sequence]:
-        """Sequences that decode, such that each version is one contiguous segment."""
+    def rows_by_version(self, resting: Container[int] = ()) -> list[Sequence]:
+        """Sequences that decode, such that each version is one contiguous segment.
+
+        Versions `resting` are left out, unless they are rushed or there are no others.
+        """
         rushed = self._rushed & self.running.keys()
         decoding = (rushed or self.running.keys()) - self._frozen
-        sequences = (self.running[request_id] for request_id in decoding)
+        sequences = [self.running[request_id] for request_id in decoding]
+        if not rushed:
+            sequences = [s for s in sequences if s.request.version not in resting] or sequences
         return sorted(sequences, key=lambda sequence: (sequence.request.version, sequence.row))
 
     def remove(self, request_id: RequestId) -> None:

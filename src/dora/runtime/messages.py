@@ -39,6 +39,8 @@ class EngineSpec:
     version_slots: int
     kernels: str
     pace_s: float
+    tail_interval: int
+    max_staleness: int
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,8 @@ class Plan:
             version_slots=config.version_slots,
             kernels=config.engine.kernels,
             pace_s=config.engine.pace_s,
+            tail_interval=config.engine.tail_interval,
+            max_staleness=config.orchestrator.max_staleness,
         )
 
     def trainer_spec(self, weights: Path, samples: Path) -> TrainerSpec:

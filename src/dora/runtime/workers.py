@@ -57,6 +57,7 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
     import torch
 
     from dora.engine.engine import Engine
+    from dora.engine.interleaving import Interleaving
     from dora.model.folder import load_config
     from dora.weights.store import WeightStore
 
@@ -69,6 +70,7 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
         version_slots=spec.version_slots,
         kernels=spec.kernels,
         pace_s=spec.pace_s,
+        interleaving=Interleaving(spec.tail_interval, urgent_age=spec.max_staleness),
         pool=spec.pool,
     )
     outbox.send(Ready(engine.kernels, spec.pool))
