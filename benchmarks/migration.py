@@ -154,6 +154,8 @@ class Bench:
             version_slots=1,
             kernels="auto",
             pace_s=0.0,
+            tail_interval=1,
+            max_staleness=1,
         )
         return Worker(f"engine {number}", run_engine, spec, self._told)
 
