@@ -1,0 +1,246 @@
+"""Our policy losses and TRL's on the same tensors: value and gradient.
+
+Needs `pip install trl`. TRL computes its loss inside a trainer, so a bare object with just the
+attributes it reads stands in for one; all in double precision. The weights of tis are computed
+here, since TRL computes its own while it generates: that row compares what is done with them. What
+TRL calls by another name: `delta` is the cap of dual clip, `epsilon_high` of CISPO is
+1 + clip_ratio_high, loss_type grpo is seq-mean-token-mean, bnpo and dapo are token-mean, dr_grpo is
+seq-mean-token-sum-norm.
+
+    python benchmarks/losses.py [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from report import Row, parse_options, publish
+from torch import Tensor
+
+from dora.trainer.corrections import correct
+from dora.trainer.loss import LossAggMode, kl_divergence, token_weights
+from dora.trainer.objective import OBJECTIVES, LossSettings, Tokens
+from dora.trainer.recipe import Correction, PolicyLoss
+
+try:
+    from trl import GRPOTrainer
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+except ImportError as error:
+    sys.exit(f"benchmarks/losses.py compares with TRL, which cannot be imported ({error}): pip install trl")
+
+MAX_TOKENS = 24
+LENGTHS = [24, 1, 7, 13, 20, 3, 9, 16]
+CLIP = LossSettings(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=1.5)
+UNCORRECTED = Correction()
+TIS = Correction(proximal="recomputed", token="tis", tis_cap=1.2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One objective, in our words and in TRL's."""
+
+    name: str
+    loss: PolicyLoss
+    mode: LossAggMode
+    trl: dict[str, Any]
+    settings: LossSettings = CLIP
+    kl_coef: float = 0.0
+    correction: Correction = UNCORRECTED
+
+
+PPO = Case("ppo_clip", "ppo_clip", "seq-mean-token-mean", {"loss_type": "grpo"})
+CASES = (
+    PPO,
+    replace(PPO, name="ppo_clip, token-mean", mode="token-mean", trl={"loss_type": "bnpo"}),
+    replace(PPO, name="ppo_clip, sum-norm", mode="seq-mean-token-sum-norm", trl={"loss_type": "dr_grpo"}),
+    replace(PPO, name="ppo_clip + k3", kl_coef=0.1),
+    replace(PPO, name="ppo_clip, decoupled, tis", correction=TIS),
+    Case("dual_clip", "dual_clip", "token-mean", {"loss_type": "dapo", "delta": 1.5}),
+    Case(
+        "gspo",
+        "gspo",
+        "seq-mean-token-mean",
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        LossSettings(clip_ratio_low=3e-2, clip_ratio_high=4e-2),
+    ),
+    Case(
+        "cispo",
+        "cispo",
+        "token-mean",
+        {"loss_type": "cispo", "epsilon_high": 1.4},
+        LossSettings(clip_ratio_low=1.0, clip_ratio_high=0.4),
+    ),
+)
+
+
+class Batch:
+    """Ragged responses with log-probs of four policies, padded as TRL wants them where asked."""
+
+    def __init__(self, seed: int) -> None:
+        source = torch.Generator().manual_seed(seed)
+
+        def noise(scale: float) -> Tensor:
+            return scale * torch.randn(sum(LENGTHS), generator=source, dtype=torch.float64)
+
+        self.behaviour = -noise(1.0).abs()
+        self.logprobs = self.behaviour + noise(0.5)
+        self.reference = self.behaviour + noise(0.3)
+        self.advantages = torch.randn(len(LENGTHS), generator=source, dtype=torch.float64)
+        self.mask = torch.tensor([[i < num for i in range(MAX_TOKENS)] for num in LENGTHS])
+
+    def padded(self, values: Tensor) -> Tensor:
+        """[N] to [B, MAX_TOKENS], zeros behind the end."""
+        return torch.zeros(self.mask.shape, dtype=values.dtype).masked_scatter(self.mask, values)
+
+
+def ours(case: Case, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Loss and its gradient by every log-prob [N]."""
+    leaf = batch.logprobs.clone().requires_grad_()
+    spread = torch.tensor(LENGTHS)
+    made = correct(case.correction, leaf, batch.behaviour, LENGTHS, torch.ones(len(leaf)))
+    advantages = batch.advantages.repeat_interleave(spread)
+    tokens = Tokens(leaf, made.old_logprobs, advantages, LENGTHS, batch.reference)
+    losses = OBJECTIVES[case.loss](tokens, case.settings)[0] * made.weights
+    if case.kl_coef:
+        losses = losses + case.kl_coef * kl_divergence(leaf, batch.reference, "k3")
+    weights = torch.tensor(token_weights(LENGTHS, case.mode, MAX_TOKENS), dtype=torch.float64)
+    loss = (losses * weights.repeat_interleave(spread)).sum()
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+
+def theirs(case: Case, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The same from TRL's GRPOTrainer."""
+    leaf = batch.logprobs.clone().requires_grad_()
+    weights = batch.padded((leaf.detach() - batch.behaviour).exp().clamp(max=TIS.tis_cap))
+    is_corrected = case.correction == TIS
+    old = leaf.detach() if is_corrected else batch.behaviour
+    inputs = {
+        "prompt_ids": torch.zeros(len(LENGTHS), 1),
+        "prompt_mask": torch.ones(len(LENGTHS), 1),
+        "completion_ids": torch.zeros(batch.mask.shape),
+        "completion_mask": batch.mask.double(),
+        "advantages": batch.advantages,
+        "old_per_token_logps": batch.padded(old),
+        "ref_per_token_logps": batch.padded(batch.reference),
+        "importance_sampling_ratio": weights,
+        "num_items_in_batch": torch.tensor(float(sum(LENGTHS))),
+    }
+    trainer = _stand_in(case, batch.padded(leaf), is_corrected)
+    loss = GRPOTrainer._compute_loss(trainer, None, inputs)
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+
+def _stand_in(case: Case, logprobs: Tensor, is_corrected: bool) -> SimpleNamespace:
+    """The attributes of a GRPOTrainer that its loss reads."""
+    settings: dict[str, Any] = {
+        "aux_loss_enabled": False,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "importance_sampling_level": "token",
+        "epsilon_low": case.settings.clip_ratio_low,
+        "epsilon_high": case.settings.clip_ratio_high,
+        "beta": case.kl_coef,
+        "use_vllm": is_corrected,
+        "vllm_importance_sampling_correction": is_corrected,
+        "max_completion_length": MAX_TOKENS,
+        "current_gradient_accumulation_steps": 1,
+        "_entropy_bonus_enabled": False,
+    }
+    named = {key: value for key, value in case.trl.items() if key != "delta"}
+    return SimpleNamespace(
+        **settings | named,
+        args=SimpleNamespace(delta=case.trl.get("delta"), use_bias_correction_kl=False),
+        model=SimpleNamespace(training=False),
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (logprobs, torch.zeros_like(logprobs), None),
+    )
+
+
+def online_dpo(batch: Batch) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Ours and TRL's, on pairs of neighbouring responses, the better one first in both."""
+    case = Case("online_dpo", "online_dpo", "seq-mean-token-sum", {})
+    leaf = batch.logprobs.clone().requires_grad_()
+    order = torch.tensor([*range(0, len(LENGTHS), 2), *range(1, len(LENGTHS), 2)])
+    policies = iter([batch.padded(leaf)[order], batch.padded(batch.reference)[order]])
+    half = len(LENGTHS) // 2
+    found: list[Tensor] = []
+    empty = torch.zeros(2 * half, 1)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            use_vllm=False,
+            missing_eos_penalty=None,
+            loss_type="sigmoid",
+            n_gpu=1,
+            gradient_accumulation_steps=1,
+            torch_empty_cache_steps=None,
+            optim="adamw_torch",
+        ),
+        beta=case.settings.dpo_beta,
+        eos_token_ids=[0],
+        ref_model=object(),
+        reward_funcs=True,
+        state=SimpleNamespace(global_step=0),
+        stats=defaultdict(list),
+        processing_class=SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids)),
+        accelerator=SimpleNamespace(
+            gather_for_metrics=lambda x: x, backward=lambda loss, **_: found.append(loss)
+        ),
+        use_apex=False,
+        _generate=lambda *_: (empty, empty, torch.zeros(batch.mask.shape), batch.mask[order].long(), None),
+        _forward=lambda *_: next(policies),
+        _calculate_rewards_from_functions=lambda **_: torch.tensor([1.0] * half + [0.0] * half),
+    )
+    OnlineDPOTrainer.training_step(trainer, SimpleNamespace(train=lambda: None), {"prompt": [""] * half})
+    return ours(case, batch), (found[0].detach(), torch.autograd.grad(found[0], leaf)[0])
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    """Largest difference, relative to the largest entry."""
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def digits(relative_gap: float) -> float:
+    """Decimal digits that agree; 17 is all that a double has."""
+    return -math.log10(max(relative_gap, 1e-17))
+
+
+def main() -> None:
+    options = parse_options(__doc__ or "")
+    rows: list[Row] = []
+    seeds = range(3 if options.quick else 20)
+    batches = [Batch(seed) for seed in seeds]
+    for case in CASES:
+        pairs = [(ours(case, batch), theirs(case, batch)) for batch in batches]
+        rows.append(compared(case.name, pairs))
+    rows.append(compared("online_dpo", [online_dpo(batch) for batch in batches]))
+    publish(
+        options,
+        rows,
+        {
+            "common_digits_of_values": digits(max(float(row["value_gap"]) for row in rows)),
+            "common_digits_of_gradients": digits(max(float(row["gradient_gap"]) for row in rows)),
+        },
+    )
+
+
+def compared(name: str, pairs: list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]) -> Row:
+    """One line: the first batch's values, and the largest relative gaps of all batches."""
+    (mine, _), (other, _) = pairs[0]
+    return {
+        "loss": name,
+        "ours": mine.item(),
+        "trl": other.item(),
+        "value_gap": f"{max(gap(a[0], b[0]) for a, b in pairs):.1e}",
+        "gradient_gap": f"{max(gap(a[1], b[1]) for a, b in pairs):.1e}",
+    }
+
+
+if __name__ == "__main__":
+    main()
