@@ -29,17 +29,27 @@ class Options:
 
 def parse_options(description: str) -> Options:
     """Read the two options all benchmarks have, and keep torch to one thread."""
+    return options_of(make_parser(description).parse_args())
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """A parser of these two, for a benchmark that has others beside them."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, at most 50 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, git, rows and ratios")
-    given = parser.parse_args()
+    return parser
+
+
+def options_of(given: argparse.Namespace) -> Options:
+    """What such a parser read; keeps torch to one thread."""
     torch.set_num_threads(1)
     return Options(given.quick, given.json)
 
 
 def machine() -> dict[str, str | int]:
     """Where the figures come from."""
-    return {
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return gpu | {
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count() or 0,
         "system": f"{platform.system()} {platform.machine()}",

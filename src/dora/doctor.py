@@ -14,7 +14,7 @@ import torch
 
 import dora
 
-_PACKAGES = ("torch", "numpy", "numba", "tokenizers", "safetensors", "transformers")
+_PACKAGES = ("torch", "numpy", "numba", "triton", "tokenizers", "safetensors", "transformers")
 
 
 def report() -> str:
@@ -49,5 +49,14 @@ def _kernels() -> str:
 
 
 def _gpus() -> str:
+    """Names, and what engines with `device = "cuda"` run there."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return ", ".join(names) or "none"
+    if not names:
+        return "none"
+    try:
+        import_module("dora.engine.kernels.triton_kernels")
+    except ImportError as error:
+        return (
+            f'{", ".join(names)}: of no use, because Triton cannot be imported: {error}; "pip install triton"'
+        )
+    return f'{", ".join(names)}: engines with device = "cuda" run the Triton kernels and CUDA graphs there'

@@ -23,10 +23,13 @@ class _Kept(NamedTuple):
 
 
 class Seats:
-    """The rows of an engine with their block tables [rows, blocks], into a pool of KV [block, ...]."""
+    """The rows of an engine with their block tables [rows, blocks], into a pool of KV [block, ...].
 
-    def __init__(self, rows: Rows, tables: Tensor, kv: Tensor) -> None:
-        self._rows, self._tables, self._kv = rows, tables.numpy(), kv
+    A row is full `num_ahead` steps before it has no place for its next input.
+    """
+
+    def __init__(self, rows: Rows, tables: Tensor, kv: Tensor, num_ahead: int = 0) -> None:
+        self._rows, self._tables, self._kv, self._num_ahead = rows, tables, kv, num_ahead
         self._num_places = np.zeros(len(tables), np.int64)  # tokens that the blocks of a row hold
         self._checked = rows.active
         self._num_safe_steps = 0  # of the rows checked, in which none gets full
@@ -43,25 +46,34 @@ class Seats:
 
     def grow(self, sequence: Sequence) -> None:
         """The row has more blocks."""
-        self._tables[sequence.row, : len(sequence.blocks)] = sequence.blocks
+        # Torch uses pinned memory again only once it has been copied from.
+        blocks = torch.tensor(sequence.blocks, dtype=torch.int64, pin_memory=self._tables.is_cuda)
+        self._tables[sequence.row, : len(blocks)].copy_(blocks, non_blocking=True)
         self._num_places[sequence.row] = len(sequence.blocks) * BLOCK_SIZE
 
     def full(self) -> list[int]:
-        """Which active rows (by order) have no place for their next input; to be asked once per step."""
+        """Which active rows (by order) need another block; to be asked once per step."""
         rows = self._rows
         if self._num_safe_steps and self._checked is rows.active:
             self._num_safe_steps -= 1
             return []
-        num_left = self._num_places[rows.active] - rows.active_positions()
+        num_left = self._num_places[rows.active] - rows.active_positions() - self._num_ahead
         self._checked = rows.active
         self._num_safe_steps = max(0, int(num_left.min(initial=BLOCK_SIZE)) - 1)
-        found: list[int] = np.flatnonzero(num_left <= 0).tolist()
+        found: list[int] = np.flatnonzero((num_left <= 0) & rows.goes_on(self._num_ahead)).tolist()
         return found
+
+    def has_next(self) -> bool:
+        """Whether every active row goes on after its next token, and has a place for that as an input."""
+        rows = self._rows
+        has_place = self._num_places[rows.active] > rows.active_positions() + 1
+        return bool((has_place & rows.goes_on(1)).all())
 
     def swap_out(self, sequence: Sequence) -> int:
         """Copy what a request has, for its row and blocks are to be overwritten; the bytes of KV."""
         blocks = sequence.blocks[: num_blocks_for(self._rows.num_computed(sequence))]
-        on_host = torch.empty((len(blocks), *self._kv.shape[1:]), pin_memory=self._kv.is_cuda)
+        shape = (len(blocks), *self._kv.shape[1:])
+        on_host = torch.empty(shape, dtype=self._kv.dtype, pin_memory=self._kv.is_cuda)
         on_host.copy_(self._kv[torch.tensor(blocks)])
         self._kept[sequence.request.id] = _Kept(self._rows.draft(sequence), on_host)
         return on_host.nbytes

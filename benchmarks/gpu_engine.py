@@ -1,0 +1,237 @@
+"""The engine on a GPU at the shapes of Qwen3-0.6B, 4B and 8B, bf16, with random weights.
+
+`load`: a version into a slot. `decode`: a step of so many rows at one context, against the roofline
+(weights and KV read once, at the bandwidth of a copy); `host_ms` is what it takes longer than its replays
+alone; its KV is noise. `versions`: such a step with rows of one version and of two. `nano`: 256 requests
+with prompts and answers of 100 to 1,024 tokens, prompts included. `switch`: steps after another version
+was loaded into a slot.
+
+    python benchmarks/gpu_engine.py [--quick] [--device cpu] [--only 0.6B 8B] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from gpu_timing import QWEN3_06B, QWEN3_4B, QWEN3_8B, TINY, Bench, parse_bench, wait_for
+from report import Row, publish
+from torch import Tensor
+
+from dora.core.records import GroupId, RequestId
+from dora.engine.blocks import num_blocks_for
+from dora.engine.engine import Engine
+from dora.engine.graphs import GraphRunner
+from dora.engine.sequence import Request, Sampling
+from dora.model.config import ModelConfig
+from dora.model.weights import Layout, weight_digest
+
+MODELS = {"0.6B": QWEN3_06B, "4B": QWEN3_4B, "8B": QWEN3_8B}
+CELLS = ((1, 1024), (64, 1024), (256, 1024), (64, 8192), (4, 32_768))  # rows, context
+NUM_STEPS, NUM_FIRST_STEPS = 32, 6
+FLOPS = 780e12  # dense bf16 products, as measured on an H200
+
+
+class Subject:
+    """An engine of a model with versions 0 and 1, and how to fill it."""
+
+    def __init__(self, bench: Bench, name: str, config: ModelConfig) -> None:
+        self.bench, self.name, self.config = bench, name, config
+        self.cells = ((1, 20), (3, 24)) if bench.is_tiny else CELLS
+        self.num_steps, self.num_first_steps = (2, 2) if bench.is_tiny else (NUM_STEPS, NUM_FIRST_STEPS)
+        self.num_nano, self.nano_lengths = (4, (3, 6)) if bench.is_tiny else (256, (100, 1024))
+        self.num_tokens = self.num_first_steps + 2 * self.num_steps + 2
+        extra = self.num_tokens + 16
+        num_tokens = max(rows * (context + extra) for rows, context in self.cells)
+        max_context = max(context for _, context in self.cells) + extra
+        self.engine = Engine(
+            config,
+            max_rows=max(self.num_nano, *(rows for rows, _ in self.cells)),
+            max_context=max(max_context, 2 * self.nano_lengths[1]),
+            version_slots=2,
+            num_blocks=num_blocks_for(num_tokens) + 8 * self.num_nano,
+            prefill_budget=8192,
+            device=bench.device,
+            dtype="bfloat16" if bench.dtype == torch.bfloat16 else "float32",
+            kernels="triton",
+        )
+        self.engine._workspace.kv.normal_()
+        self.weight_bytes = self.engine._workspace.layout.numel * bench.dtype.itemsize
+        self._numbers = iter(range(10**9))
+
+    def request(self, prompt_length: int, num_tokens: int, version: int = 0) -> Request:
+        """A prompt of its own, answered to the end."""
+        number, vocab = next(self._numbers), self.config.vocab_size
+        prompt = tuple((number * 31 + j * 7) % vocab for j in range(prompt_length))
+        group, sampling = GroupId(0, number), Sampling(1.0, num_tokens)
+        return Request(RequestId(0, number, 0), group, prompt, version, number, sampling)
+
+    def roofline_s(self, num_rows: int, context: int, bandwidth: float, num_versions: int = 1) -> float:
+        """max((weights + KV read) / bandwidth, 2 * parameters * rows / FLOPS), embeddings looked up aside."""
+        config, size = self.config, self.bench.dtype.itemsize
+        numel = Layout(config).numel
+        if not config.tie_word_embeddings:
+            numel -= config.vocab_size * config.hidden_size
+        kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
+        num_bytes = num_versions * numel * size + num_rows * context * kv
+        return float(max(num_bytes / bandwidth, 2 * numel * num_rows / FLOPS))
+
+    def step_s(self, rows: tuple[int, ...], context: int) -> tuple[float, float]:
+        """Wall time of a step with so many rows of each version, and that of its replays alone.
+
+        All rows get their places in one step, and nothing is computed into them.
+        """
+        runner, engine, scheduler = self.engine._runner, self.engine, self.engine._scheduler
+        assert isinstance(runner, GraphRunner)
+        versions = [version for version, num in enumerate(rows) for _ in range(num)]
+        asked = [self.request(context - self.num_tokens // 2, self.num_tokens, v) for v in versions]
+        compute, budget = runner.prefill, scheduler._prefill_budget
+        runner.prefill, scheduler._prefill_budget = lambda slot, prompts: 0, 10**9  # type: ignore[method-assign]
+        engine.submit(asked)
+        for _ in range(self.num_first_steps):
+            engine.step()
+        runner.prefill, scheduler._prefill_budget = compute, budget  # type: ignore[method-assign]
+        assert engine.num_rows == len(asked)
+        wall_s = self._timed_s(engine.step)
+        replay = runner._steps[runner._shape, False, False]
+        alone_s = self._timed_s(replay)
+        engine.abort([request.id for request in asked])
+        return wall_s, alone_s
+
+    def _timed_s(self, step: Callable[[], object]) -> float:
+        wait_for(self.bench.device)
+        began_s = time.perf_counter()
+        for _ in range(self.num_steps):
+            step()
+        wait_for(self.bench.device)
+        return (time.perf_counter() - began_s) / self.num_steps
+
+
+def random_weights(bench: Bench, config: ModelConfig) -> Tensor:
+    """As those of `initial_weights`, but drawn on the device."""
+    layout = Layout(config)
+    flat = torch.empty(layout.numel, dtype=bench.dtype, device=bench.device).normal_(0, 0.02)
+    for name, view in layout.views(flat).items():
+        if name.endswith("norm.weight"):
+            view.fill_(1.0)
+    return flat
+
+
+def load(subject: Subject) -> Iterator[Row]:
+    """Both versions into their slots, from the device's memory."""
+    for version in (0, 1):
+        flat = random_weights(subject.bench, subject.config)
+        wait_for(subject.bench.device)
+        began_s = time.perf_counter()
+        subject.engine.load(version, flat)
+        loaded_s = time.perf_counter() - began_s
+        del flat
+    began_s = time.perf_counter()
+    weight_digest(subject.engine._workspace.slot(1))
+    digest_s = time.perf_counter() - began_s
+    yield {"part": "load", "model": subject.name, "gigabytes": subject.weight_bytes / 1e9,
+           "load_s": loaded_s, "of_it_digest_s": digest_s}  # fmt: skip
+
+
+def decode(subject: Subject, bandwidth: float) -> Iterator[Row]:
+    for rows, context in subject.cells:
+        yield _decoded(subject, "decode", (rows,), context, bandwidth)
+
+
+def versions(subject: Subject, bandwidth: float) -> Iterator[Row]:
+    """64 rows at 8k tokens, of one version and of two."""
+    rows, context = (2, 20) if subject.bench.is_tiny else (64, 8192)
+    for split in ((rows,), (rows // 2, rows - rows // 2), (rows - rows // 4, rows // 4 or 1)):
+        yield _decoded(subject, "versions", split, context, bandwidth)
+
+
+def _decoded(subject: Subject, part: str, rows: tuple[int, ...], context: int, bandwidth: float) -> Row:
+    wall_s, alone_s = subject.step_s(rows, context)
+    least_s = subject.roofline_s(sum(rows), context, bandwidth, len(rows))
+    return {
+        "part": part,
+        "model": subject.name,
+        "rows": " + ".join(map(str, rows)),
+        "context": context,
+        "step_ms": wall_s * 1e3,
+        "roofline_ms": least_s * 1e3,
+        "host_ms": (wall_s - alone_s) * 1e3,
+        "tokens_per_s": sum(rows) / wall_s,
+        "of_roofline": least_s / wall_s,
+    }
+
+
+def nano(subject: Subject) -> Iterator[Row]:
+    """Twice, for the first time records the graphs: prompts of 100 to 1,024 tokens, and answers."""
+    least, most = subject.nano_lengths
+    for time_called in range(1 if subject.bench.is_tiny else 2):
+        source = random.Random(time_called)
+        lengths = [
+            (source.randint(least, most), source.randint(least, most)) for _ in range(subject.num_nano)
+        ]
+        engine, num_computed = subject.engine, subject.engine.num_prefilled
+        engine.submit([subject.request(*pair) for pair in lengths])
+        began_s, num_steps = time.perf_counter(), engine.num_steps
+        while not engine.idle:
+            engine.step()
+        wall_s = time.perf_counter() - began_s
+    num_tokens = sum(answer for _, answer in lengths)
+    yield {"part": "nano", "model": subject.name, "requests": len(lengths),
+           "steps": engine.num_steps - num_steps, "prompt_tokens": engine.num_prefilled - num_computed,
+           "answer_tokens": num_tokens, "wall_s": wall_s, "tokens_per_s": num_tokens / wall_s}  # fmt: skip
+
+
+def switch(subject: Subject) -> Iterator[Row]:
+    """Version 2 in place of version 1: the next steps are replayed, for no graph is recorded again."""
+    engine, flat = subject.engine, random_weights(subject.bench, subject.config)
+    runner = engine._runner
+    assert isinstance(runner, GraphRunner)
+    before = len(runner._steps)
+    engine.drop(1)
+    engine.load(2, flat)
+    engine.submit([subject.request(4, 3, version=2)])
+    times = []
+    while not engine.idle:
+        began_s = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - began_s)
+    yield {"part": "switch", "model": subject.name, "slowest_step_ms": max(times) * 1e3,
+           "graphs_before": before, "graphs_after": len(runner._steps)}  # fmt: skip
+
+
+def main() -> None:
+    bench = parse_bench(__doc__ or "")
+    bandwidth, rows = bench.bandwidth(), list[Row]()
+    models = {"tiny": TINY} if bench.is_tiny else {name: MODELS[name] for name in bench.only or MODELS}
+    for name, config in models.items():
+        began_s = time.perf_counter()
+        subject = Subject(bench, name, config)
+        rows += load(subject)
+        rows += decode(subject, bandwidth)
+        rows += versions(subject, bandwidth)
+        rows += nano(subject)
+        rows += switch(subject)
+        del subject
+        gc.collect()
+        if bench.device == "cuda":
+            torch.cuda.empty_cache()
+        print(f"{name} took {time.perf_counter() - began_s:.1f} s", flush=True)
+    ratios: dict[str, float] = {"bandwidth_GB_per_s": bandwidth / 1e9}
+    for name in models:
+        own = [row for row in rows if row["model"] == name]
+        for row in own:
+            if row["part"] == "decode":
+                ratios[f"of_roofline_{name}_{row['rows']}x{row['context']}"] = float(row["of_roofline"])
+            if row["part"] == "nano":
+                ratios[f"nano_tokens_per_s_{name}"] = float(row["tokens_per_s"])
+        one, even, skewed = (float(row["step_ms"]) for row in own if row["part"] == "versions")
+        ratios[f"cost_of_2_versions_even_{name}"] = even / one
+        ratios[f"cost_of_2_versions_skewed_{name}"] = skewed / one
+    publish(bench.options, rows, ratios)
+
+
+if __name__ == "__main__":
+    main()
