@@ -1,171 +1,260 @@
-"""CPU time of a decode step: the engine's numba and eager kernels against a naive loop.
+"""Decoding on one CPU thread: the engine against a bare loop, transformers, vLLM and the machine's limits.
 
-The naive loop is what one writes first: padded static cache, one SDPA over it, one sampling
-call, one Python append per row. All three draw one token per row at the same positions,
-uniform in the context. Settings are measured in turn, so a busy machine disturbs all alike.
+Rows are at different places of a context, as in a rollout: prompts are evenly spread up to it (`spread`),
+or all of its length (`equal`). Decoders are measured in turn, setting by setting, so that a busy machine
+disturbs all alike; figures are medians. A step counts while all rows decode; `tokens_per_s` is that of such
+steps, `mixed_tokens_per_s` that of the whole, prompts included. Ratios compare CPU time per step.
+
+    python benchmarks/engine.py [--quick] [--json FILE] [--vllm-python PYTHON]
 """
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
-from models import DEMO
-from report import Row, parse_options, publish
+from baselines import Bare, Prompts, Run, Timing, Transformers, VllmChild
+from limits import Limits, measure_limits, roofline_s
+from models import DEMO, TEN_MILLION, TWO_MILLION
+from report import Row, make_parser, options_of, publish
 from torch import Tensor
-from torch.nn import functional as F
 
 from dora.core.records import GroupId, RequestId
 from dora.engine.engine import Engine
 from dora.engine.sequence import Request, Sampling
-from dora.model.decoder import forward, logits, rope_tables
-from dora.model.weights import Layout, initial_weights
+from dora.model.config import ModelConfig
+from dora.model.folder import save_folder
+from dora.model.weights import initial_weights
 
-NUM_STEPS = 24  # per repeat
-BATCHES, CONTEXTS = (1, 8, 32), (64, 256)
-KERNELS = ("numba", "eager")
-Step = Callable[[], object]
+MODELS = {"0.5M": DEMO, "2M": TWO_MILLION, "10M": TEN_MILLION}
+BATCHES, CONTEXTS = (1, 8, 32, 128), (64, 256, 1024, 4096)
+MAIN = (32, 256)  # batch and context of the ratios
+NUM_TOKENS = 33  # per row and run: one from the prompt, and 32 steps
+MOST_TOKENS, FEWER_TOKENS = {"engine": 2**17, "bare": 2**17}, 2**15  # batch times context; of others
+MANY_TOKENS = 2**13
+NAMES = {
+    "bare": "bare",
+    "generate": "generate",
+    "continuous batching": "continuous_batching",
+    "vllm": "vllm_cpu",
+}
 
 
-def lengths(batch: int, context: int) -> list[int]:
-    """Prompt lengths, evenly spread so that the context is never exceeded."""
-    longest = context - NUM_STEPS - 2
-    return [1 + (2 * i + 1) * longest // (2 * batch) for i in range(batch)]
+class Setting(NamedTuple):
+    """What is decoded."""
+
+    model: str
+    batch: int
+    context: int
+    lengths: str = "spread"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * self.context
+
+    def prompt_lengths(self) -> list[int]:
+        longest = self.context - NUM_TOKENS
+        if self.lengths == "equal":
+            return [longest] * self.batch
+        spread = [1 + (2 * i + 1) * (longest - 1) // (2 * self.batch) for i in range(self.batch)]
+        return random.Random(0).sample(spread, self.batch)
+
+    def prompts(self, run: int) -> Prompts:
+        """Others in every run, so that no decoder knows them already."""
+        source = random.Random(run)
+        return [[source.randrange(32) for _ in range(length)] for length in self.prompt_lengths()]
 
 
-def engine_step(kernels: str, batch: int, context: int, num_old: int = 0) -> Step:
-    """Step of an engine whose rows are prefilled; the first `num_old` rows run an older version."""
-    engine = Engine(DEMO, max_rows=batch, max_context=context, version_slots=2, kernels=kernels)
-    for version in (0, 1):
-        engine.load(version, initial_weights(DEMO, seed=version, std=0.1))
-    source = random.Random(0)
-    requests = [
-        Request(
-            id=RequestId(0, row, 0),
-            group=GroupId(0, row),
-            prompt_ids=tuple(source.randrange(32) for _ in range(length)),
-            version=0 if row < num_old else 1,
-            seed=row,
-            sampling=Sampling(temperature=1.0, max_tokens=NUM_STEPS + 2),
+class OwnEngine:
+    """The engine, with kernels by name."""
+
+    def __init__(self, config: ModelConfig, flat: Tensor, setting: Setting, kernels: str) -> None:
+        self._engine = Engine(
+            config,
+            max_rows=setting.batch,
+            max_context=setting.context,
+            version_slots=1,
+            prefill_budget=setting.num_tokens,
+            kernels=kernels,
         )
-        for row, length in enumerate(source.sample(lengths(batch, context), batch))
-    ]
-    engine.submit(requests)
-    engine.step()
-    return engine.step
+        self._engine.load(0, flat)
+        self._num_runs = 0
 
-
-def naive_step(batch: int, context: int) -> Step:
-    """Step of the loop with a padded static cache."""
-    weights = Layout(DEMO).views(initial_weights(DEMO, seed=1, std=0.1))
-    cos, sin = rope_tables(DEMO, context)
-    shape = (DEMO.num_hidden_layers, batch, DEMO.num_key_value_heads, context, DEMO.head_dim)
-    keys, values = torch.zeros(shape), torch.zeros(shape)
-    positions, rows = torch.tensor(lengths(batch, context)), torch.arange(batch)
-    answers: list[list[int]] = [[0] for _ in range(batch)]
-
-    def step() -> None:
-        mask = torch.arange(context) <= positions[:, None]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys[layer, rows, :, positions] = k
-            values[layer, rows, :, positions] = v
-            out = F.scaled_dot_product_attention(
-                q[:, :, None], keys[layer], values[layer], mask[:, None, None], enable_gqa=True
-            )
-            return out[:, :, 0]
-
-        tokens = torch.tensor([answer[-1] for answer in answers])
-        hidden = forward(weights, DEMO, tokens, cos[positions], sin[positions], attend)
-        drawn = torch.multinomial(logits(weights, hidden).softmax(-1), 1)
-        for answer, token in zip(answers, drawn[:, 0].tolist(), strict=True):
-            answer.append(token)
-        positions.add_(1)
-
-    step()
-    return step
-
-
-def cpu_ms(step: Step) -> float:
-    """Mean CPU time of a step."""
-    started_s = time.process_time()
-    for _ in range(NUM_STEPS):
-        step()
-    return (time.process_time() - started_s) / NUM_STEPS * 1e3
-
-
-def medians(makers: dict[tuple[str, int, int], Callable[[], Step]], repeats: int) -> list[Row]:
-    """One row per setting: the median, least and largest of `repeats` interleaved measurements."""
-    times: dict[tuple[str, int, int], list[float]] = {setting: [] for setting in makers}
-    for _ in range(repeats):
-        for setting, make in makers.items():
-            times[setting].append(cpu_ms(make()))
-    return [
-        {
-            "decoder": name,
-            "batch": batch,
-            "context": context,
-            "step_cpu_ms": statistics.median(found),
-            "min_ms": min(found),
-            "max_ms": max(found),
-            "tokens_per_cpu_s": round(batch / statistics.median(found) * 1e3),
-            "repeats": repeats,
-        }
-        for (name, batch, context), found in times.items()
-    ]
-
-
-def compile_times() -> list[Row]:
-    """CPU seconds to import the numba kernels in a fresh process, without and with the cache."""
-    code = (
-        "import time, numba, dora.engine.workspace; t = time.process_time();"
-        "import dora.engine.kernels.fused; print(time.process_time() - t)"
-    )
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"NUMBA_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        for state in ("compiled", "from cache"):
-            command = [sys.executable, "-c", code]
-            found = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=True, cwd=Path(cache)
-            )
-            rows.append({"numba kernels": state, "cpu_s": float(found.stdout)})
-    return rows
+    def run(self, prompts: Prompts, num_tokens: int) -> Timing:
+        engine, self._num_runs = self._engine, self._num_runs + 1
+        sampling = Sampling(temperature=1.0, max_tokens=num_tokens)
+        began = time.perf_counter(), time.process_time()
+        engine.submit(
+            [
+                Request(
+                    RequestId(self._num_runs, i, 0), GroupId(self._num_runs, i), tuple(prompt), 0, i, sampling
+                )
+                for i, prompt in enumerate(prompts)
+            ]
+        )
+        while engine.num_waiting:
+            engine.step()
+        first = time.perf_counter(), time.process_time()
+        num_steps = 0
+        while not engine.idle:
+            engine.step()
+            num_steps += 1
+        done = time.perf_counter(), time.process_time()
+        return Timing(
+            *((end - start) / num_steps for start, end in zip(first, done, strict=True)),
+            *(end - start for start, end in zip(began, done, strict=True)),
+        )
 
 
 def main() -> None:
-    options = parse_options(__doc__ or "")
-    makers: dict[tuple[str, int, int], Callable[[], Step]] = {}
-    for batch in BATCHES:
-        for context in CONTEXTS:
-            for name in KERNELS:
-                makers[name, batch, context] = partial(engine_step, name, batch, context)
-            makers["naive", batch, context] = partial(naive_step, batch, context)
-    for name in KERNELS:
-        makers[f"{name} 24+8 rows of 2 versions", 32, 256] = partial(engine_step, name, 32, 256, num_old=8)
-    rows = medians(makers, repeats=5 if options.quick else 21)
-    step_ms = {(row["decoder"], row["batch"], row["context"]): float(row["step_cpu_ms"]) for row in rows}
-    ratios = {
-        f"{name}_speedup_over_naive_batch_{batch}_context_{context}": step_ms["naive", batch, context]
-        / step_ms[name, batch, context]
-        for name in KERNELS
-        for batch in BATCHES
-        for context in CONTEXTS
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="one that can import vllm")
+    given = parser.parse_args()
+    options, limits = options_of(given), measure_limits()
+    rows: list[Row] = [
+        {"limit": "memory, GB/s", "one thread": limits.bandwidth / 1e9},
+        {"limit": "fp32 products, GFLOP/s", "one thread": limits.flops / 1e9},
+    ]
+    found: dict[tuple[Setting, str], Timing] = {}
+    for model in ("0.5M", "10M") if options.quick else MODELS:
+        rows += measure_model(model, options.quick, given.vllm_python, limits, found)
+    publish(options, rows, ratios_of(found, limits))
+
+
+def measure_model(
+    model: str, quick: bool, python: Path | None, limits: Limits, found: dict[tuple[Setting, str], Timing]
+) -> Iterator[Row]:
+    """Rows of all settings of a model; medians go to `found`."""
+    with ExitStack() as stack:
+        settings = settings_of(model, quick)
+        makers = decoders(stack, model, settings, python)
+        if "vllm" not in makers:
+            yield skipped(model, "vllm", "all", "there is no --vllm-python")
+        for setting in settings:
+            wanted = [name for name in makers if not quick or is_quick(setting, name)]
+            small = [name for name in wanted if setting.num_tokens <= MOST_TOKENS.get(name, FEWER_TOKENS)]
+            for name in wanted:
+                if name not in small:
+                    where = f"batch {setting.batch}, context {setting.context}"
+                    yield skipped(model, name, where, "so many tokens of prompts take too long")
+            runs = {name: makers[name](setting) for name in small}
+            for name, timing in measure(runs, setting, quick).items():
+                found[setting, name] = timing
+                yield row_of(setting, name, timing, limits)
+
+
+def decoders(
+    stack: ExitStack, model: str, settings: list[Setting], python: Path | None
+) -> dict[str, Callable[[Setting], Run]]:
+    """By name, what makes one for a setting; all of them have the same weights."""
+    config = config_of(model)
+    flat = initial_weights(config, seed=1, std=0.1)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    save_folder(folder, config, flat)
+    bare, transformers = Bare(config, flat), Transformers(folder)
+    makers: dict[str, Callable[[Setting], Run]] = {
+        "engine": lambda setting: OwnEngine(config, flat, setting, "auto").run,
+        "engine, eager": lambda setting: OwnEngine(config, flat, setting, "eager").run,
+        "bare": lambda setting: bare.run,
+        "generate": lambda setting: transformers.generate,
+        "continuous batching": lambda setting: transformers.batch_continuously,
     }
-    for name in KERNELS:
-        both = step_ms[f"{name} 24+8 rows of 2 versions", 32, 256]
-        ratios[f"{name}_cost_of_2_versions_24_8"] = both / step_ms[name, 32, 256]
-    publish(options, [*rows, *compile_times()], ratios)
+    if python is not None:
+        largest = [setting for setting in settings if setting.num_tokens <= FEWER_TOKENS]
+        sizes = (
+            max(setting.context for setting in largest),
+            max(setting.batch for setting in largest),
+            max(sum(setting.prompt_lengths()) for setting in largest),
+        )
+        child = VllmChild(python, folder, *sizes)
+        stack.callback(child.stop)
+        makers["vllm"] = lambda setting: child.run
+    return makers
+
+
+def is_quick(setting: Setting, decoder: str) -> bool:
+    """Whether --quick has time for it: all in the main setting of the smallest model, else few."""
+    is_main = (setting.batch, setting.context, setting.lengths) == (*MAIN, "spread")
+    if setting.model == "0.5M" and is_main:
+        return True
+    return decoder in ("engine", "bare")
+
+
+def config_of(model: str) -> ModelConfig:
+    return replace(MODELS[model], max_position_embeddings=max(CONTEXTS))
+
+
+def settings_of(model: str, quick: bool) -> list[Setting]:
+    """The main one first, and the same with equal lengths."""
+    first = [Setting(model, *MAIN), Setting(model, *MAIN, "equal")]
+    if quick:
+        return first[:1] if model == "10M" else [*first, Setting(model, 8, 1024)]
+    others = [Setting(model, *sizes) for sizes in product(BATCHES, CONTEXTS) if sizes != MAIN]
+    return first + others
+
+
+def measure(decoders: dict[str, Run], setting: Setting, quick: bool) -> dict[str, Timing]:
+    """Medians of interleaved runs, the first of which does not count; large ones are few."""
+    num_runs = 4 if quick else 6 if setting.num_tokens <= MANY_TOKENS else 3
+    timings: dict[str, list[Timing]] = {name: [] for name in decoders}
+    for number in range(num_runs):
+        for name, run in decoders.items():
+            timings[name].append(run(setting.prompts(number), NUM_TOKENS))
+    return {
+        name: Timing(
+            statistics.median(timing.step_s for timing in own),
+            statistics.median(timing.step_cpu_s for timing in own),
+            statistics.median(timing.whole_s for timing in own),
+            statistics.median(timing.whole_cpu_s for timing in own),
+        )
+        for name, (_, *own) in timings.items()
+    }
+
+
+def row_of(setting: Setting, decoder: str, timing: Timing, limits: Limits) -> Row:
+    num_tokens = setting.batch * NUM_TOKENS
+    return {
+        **setting._asdict(),
+        "decoder": decoder,
+        "step_ms": timing.step_s * 1e3,
+        "step_cpu_ms": timing.step_cpu_s * 1e3,
+        "tokens_per_s": round(setting.batch / timing.step_s),
+        "mixed_tokens_per_s": round(num_tokens / timing.whole_s) if timing.whole_s else "-",
+        "roofline_share": roofline_share(setting, timing, limits),
+    }
+
+
+def roofline_share(setting: Setting, timing: Timing, limits: Limits) -> float:
+    """Least time of a step over that it took, for the contexts in the middle of the run."""
+    lengths = [length + NUM_TOKENS // 2 for length in setting.prompt_lengths()]
+    return roofline_s(config_of(setting.model), lengths, limits) / timing.step_cpu_s
+
+
+def skipped(model: str, decoder: str, where: str, reason: str) -> Row:
+    return {"model": model, "decoder": decoder, "skipped": where, "reason": reason}
+
+
+def ratios_of(found: dict[tuple[Setting, str], Timing], limits: Limits) -> dict[str, float]:
+    """By how much the engine is faster, at the main batch and context; the 0.5M model has no suffix."""
+    ratios = {}
+    for (setting, name), timing in found.items():
+        if (setting.batch, setting.context) != MAIN:
+            continue
+        suffix = "" if setting.model == "0.5M" else f"_{setting.model}"
+        suffix += "_equal_lengths" if setting.lengths == "equal" else ""
+        if name in NAMES:
+            ratios[f"vs_{NAMES[name]}{suffix}"] = timing.step_cpu_s / found[setting, "engine"].step_cpu_s
+        elif name == "engine":
+            ratios[f"roofline_share{suffix}"] = roofline_share(setting, timing, limits)
+    return ratios
 
 
 if __name__ == "__main__":

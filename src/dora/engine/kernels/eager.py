@@ -5,6 +5,8 @@ Every row gathers as much context as the longest one has; a step takes three to 
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,10 +18,18 @@ from dora.engine.workspace import Batch, Workspace
 from dora.model.decoder import rotate
 
 
+def product(weights: Tensor, bias: Tensor | None) -> partial[Tensor]:
+    """See `Kernels`: torch's own."""
+    if bias is None:
+        return partial(torch.mm, mat2=weights.T)
+    return partial(torch.addmm, bias, mat2=weights.T)
+
+
 class EagerKernels:
     """See `Kernels`. Attention gathers the blocks of all rows, padded to the longest."""
 
     name = "eager"
+    product = staticmethod(product)
 
     def __init__(self, workspace: Workspace) -> None:
         self._work = workspace
@@ -65,4 +75,5 @@ class EagerKernels:
         if slots[0] == slots[-1]:  # rows of one slot are neighbours, so all have this one
             return F.rms_norm(x, (width,), scales[slots[0]], eps)
         per_row = scales[torch.from_numpy(slots)].view(-1, *(1,) * (x.dim() - 2), width)
-        return F.rms_norm(x, (width,), None, eps) * per_row
+        # In fp32 up to the last rounding, as torch does where it knows the weights.
+        return (F.rms_norm(x.float(), (width,), None, eps) * per_row).to(x.dtype)
