@@ -7,9 +7,9 @@ from pathlib import Path
 from tests.engine.tiny import TINY, weights
 
 from dora.core.records import RequestId
-from dora.engine.engine import Engine
-from dora.engine.moves import Answer, Kept, NotReceived, Receive, Received, Reserved, Send, Sent
 from dora.engine.sequence import Completion, Request
+from dora.handover.engine import MovingEngine
+from dora.handover.moves import Answer, Kept, NotReceived, Receive, Received, Reserved, Send, Sent
 from dora.model.config import ModelConfig
 
 LEASE_S = 10.0
@@ -18,10 +18,10 @@ LEASE_S = 10.0
 class Stage:
     """Engines by name with their pools in `folder`, and all that they have answered and finished."""
 
-    def __init__(self, folder: Path, kernels: str = "eager") -> None:
-        self.folder, self.kernels = folder, kernels
+    def __init__(self, folder: Path, kernels: str = "eager", exact: bool = False) -> None:
+        self.folder, self.kernels, self.exact = folder, kernels, exact
         self.now_s = 100.0
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, MovingEngine] = {}
         self.answers: list[tuple[str, Answer]] = []
         self.finished: dict[RequestId, Completion] = {}
         self._num_moves = 0
@@ -34,15 +34,16 @@ class Stage:
         max_rows: int = 8,
         num_blocks: int | None = None,
         config: ModelConfig = TINY,
-    ) -> Engine:
+    ) -> MovingEngine:
         """Put an engine on the table."""
-        made = self.engines[name] = Engine(
+        made = self.engines[name] = MovingEngine(
             config,
             max_rows=max_rows,
             max_context=96,
             version_slots=2,
             num_blocks=num_blocks,
             kernels=self.kernels,
+            exact=self.exact,
             pool=self.pool(name),
             clock=lambda: self.now_s,
         )

@@ -8,6 +8,7 @@ from tests.engine.tiny import TINY, engine, full_logits, greedy_answer, request,
 from dora.core.records import Chunk, GroupId, RequestId
 from dora.engine.engine import Engine
 from dora.engine.sequence import EngineError, Request, Sampling
+from dora.handover.engine import MovingEngine
 from dora.model.weights import weight_digest
 
 KERNELS = ("eager", "numba")
@@ -243,7 +244,7 @@ def test_a_request_that_cannot_run_is_refused_and_the_others_go_on() -> None:
     made = engine()
     good = [request(i) for i in range(4)]
     bad = {
-        "over max_context = 96": request(8, prompt_length=90),
+        r"90 \+ 20 tokens, over max_context = 96; shorten the prompt": request(8, prompt_length=90),
         "version 3 is not held": request(9, version=3),
         "here already": good[0],
         "prompt is empty": Request(RequestId(0, 5, 0), GroupId(0, 5), (), 0, 1, Sampling(1.0, 2)),
@@ -261,10 +262,10 @@ def test_a_request_that_cannot_run_is_refused_and_the_others_go_on() -> None:
 
 
 def test_a_request_larger_than_the_pool_is_refused() -> None:
-    made = engine(num_blocks=3)
-    with pytest.raises(EngineError, match="more KV blocks than the engine has"):
-        made.submit([request(0, prompt_length=20, max_tokens=28)])
-    assert len(run(made, [request(0, prompt_length=20, max_tokens=12)])) == 1
+    made, good = engine(num_blocks=3), request(1, prompt_length=20, max_tokens=12)
+    with pytest.raises(EngineError, match="it may need 4 KV blocks and the engine has 3 in all; raise num_b"):
+        made.submit([good, request(0, prompt_length=20, max_tokens=28)])
+    assert tokens(run(made, [])) == tokens(run(engine(), [good]))
 
 
 def test_a_pool_too_small_for_all_rows_delays_requests_but_changes_nothing() -> None:
@@ -295,7 +296,7 @@ def test_a_paced_step_takes_its_declared_time_and_keeps_its_tokens() -> None:
 
 def test_a_pool_there_is_no_space_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"no space for \d+ bytes of KV"):
-        Engine(TINY, max_rows=1, max_context=9, version_slots=1, num_blocks=2**40, pool=tmp_path / "kv")
+        MovingEngine(TINY, max_rows=1, max_context=9, version_slots=1, num_blocks=2**40, pool=tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.engine.pool import add_up, as_blocks, block_bytes, copy_blocks, make_pool, open_pool
+from dora.handover.pool import add_up, as_blocks, block_bytes, copy_blocks, make_pool, open_pool
 
 tables = st.lists(st.integers(0, 19), unique=True, max_size=20)
 

@@ -9,9 +9,9 @@ from tests.engine.tiny import TINY, engine, request, run, tokens, weights
 
 from dora.core.records import RequestId
 from dora.engine.engine import Engine
-from dora.engine.moves import Kept, NotReceived, Received, Sent
 from dora.engine.plan import State
 from dora.engine.sequence import Completion, EngineError, Request
+from dora.handover.moves import Kept, NotReceived, Received, Sent
 
 KERNELS = ("eager", "numba")
 LONG = request(0, group_size=1, prompt_length=1, max_tokens=90)  # six blocks in the end

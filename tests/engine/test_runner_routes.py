@@ -12,6 +12,7 @@ from tests.model.families import CONFIGS, drawn_weights, our_logits
 
 from dora.engine.engine import Engine
 from dora.engine.sequence import Completion
+from dora.handover.engine import MovingEngine
 from dora.model.routing import Replay
 
 CONFIG = CONFIGS["qwen3_moe-mixed"]
@@ -19,8 +20,11 @@ FLAT = drawn_weights(CONFIG)
 ASKED = [request(i, max_tokens=40, prompt_length=18) for i in range(6)]
 
 
+SETTINGS: dict[str, Any] = {"max_rows": 8, "max_context": 64, "version_slots": 1, "returns_routes": True}
+
+
 def engine(**settings: Any) -> Engine:
-    made = Engine(CONFIG, max_rows=8, max_context=64, version_slots=1, returns_routes=True, **settings)
+    made = Engine(CONFIG, **SETTINGS, **settings)
     made.load(0, FLAT)
     return made
 
@@ -49,7 +53,9 @@ def test_routes_move_with_a_request(tmp_path: Path) -> None:
     stage = Stage(tmp_path, "eager")
     asked = ASKED[0]
     for name in "ab":
-        stage.engines[name] = engine(pool=stage.pool(name), clock=lambda: stage.now_s)
+        made = MovingEngine(CONFIG, pool=stage.pool(name), clock=lambda: stage.now_s, **SETTINGS)
+        made.load(0, FLAT)
+        stage.engines[name] = made
     stage.engines["a"].submit([asked])
     stage.step("a", 5)
     stage.move(asked, "a", "b")

@@ -138,6 +138,8 @@ def test_filtered_distributions_are_those_of_transformers() -> None:
                 warpers.append(MinPLogitsWarper(one.min_p))
             expected = warpers(no_tokens, scores[None])[0].log_softmax(-1)
             assert drawn.logprobs[i] == pytest.approx(float(expected[drawn.tokens[i]]), abs=2e-6)
+            tempered = (scores.double() / one.temperature).log_softmax(-1)[drawn.tokens[i]]
+            assert drawn.unfiltered_logprobs[i] == pytest.approx(float(tempered), abs=3e-6)
 
 
 def test_both_logprobs_are_those_of_a_log_softmax() -> None:
@@ -152,7 +154,9 @@ def test_both_logprobs_are_those_of_a_log_softmax() -> None:
             raw = scores.log_softmax(-1)[token]
             expected = (scores / (temperature or 1.0)).log_softmax(-1)[token]
             assert drawn.raw_logprobs[i] == pytest.approx(float(raw), abs=3e-6)
-            assert drawn.logprobs[i] == pytest.approx(float(expected), abs=3e-6)
+            assert (
+                drawn.logprobs[i] == drawn.unfiltered_logprobs[i] == pytest.approx(float(expected), abs=3e-6)
+            )
         plain = [0, 3, 4]
         assert drawn.logprobs[plain].tobytes() == drawn.raw_logprobs[plain].tobytes()
 

@@ -12,6 +12,7 @@ from tests.engine.tiny import TINY, engine, full_logits, request, run, tokens, w
 
 from dora.engine.engine import Engine
 from dora.engine.sequence import EngineError, Request, Sampling
+from dora.handover.engine import MovingEngine
 
 FILTERS: list[dict[str, Any]] = [
     {},
@@ -27,13 +28,21 @@ def read(ids: list[int]) -> str:
     return "".join(chr(97 + i % 5) + chr(110 + i % 7) for i in ids)
 
 
+READER: dict[str, Any] = {"max_context": 96, "version_slots": 1, "kernels": "eager", "detokenize": read}
+
+
 def reader(max_rows: int = 32, **settings: Any) -> Engine:
     """An engine that can read."""
-    made = Engine(
-        TINY, max_rows=max_rows, max_context=96, version_slots=1, kernels="eager", detokenize=read, **settings
-    )
+    made = Engine(TINY, max_rows=max_rows, **READER, **settings)
     made.load(0, weights())
     return made
+
+
+def put_reader(stage: Stage, name: str) -> None:
+    """One from which requests can move."""
+    made = MovingEngine(TINY, max_rows=4, pool=stage.pool(name), clock=lambda: stage.now_s, **READER)
+    made.load(0, weights())
+    stage.engines[name] = made
 
 
 def ask(number: int, **changes: Any) -> Request:
@@ -41,7 +50,7 @@ def ask(number: int, **changes: Any) -> Request:
     return replace(asked, sampling=replace(asked.sampling, **changes))
 
 
-def test_raw_logprobs_are_the_models_and_logprobs_those_of_what_was_drawn_from() -> None:
+def test_logprobs_are_those_of_what_was_drawn_from_of_all_tokens_and_of_the_model() -> None:
     requests = [ask(i, temperature=1.0 if i % 2 else 0.7, **FILTERS[i % 5]) for i in range(20)]
     answers = run(engine(), requests)
     for asked in requests:
@@ -51,12 +60,14 @@ def test_raw_logprobs_are_the_models_and_logprobs_those_of_what_was_drawn_from()
         ids = torch.tensor(answer.token_ids)[:, None]
         raw = logits.log_softmax(-1).gather(1, ids)[:, 0]
         torch.testing.assert_close(torch.tensor(answer.raw_logprobs), raw, atol=1e-5, rtol=0)
+        tempered = (logits / how.temperature).log_softmax(-1).gather(1, ids)[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.unfiltered_logprobs), tempered, atol=1e-5, rtol=0)
         if how.top_k == 4 and how.top_p == 1:
             values, kept = (logits / how.temperature).topk(4)
             drawn = values.log_softmax(-1)[kept == ids]
             torch.testing.assert_close(torch.tensor(answer.logprobs), drawn, atol=1e-5, rtol=0)
         if how == request(0, max_tokens=30).sampling:
-            assert answer.logprobs == answer.raw_logprobs
+            assert answer.logprobs == answer.unfiltered_logprobs == answer.raw_logprobs
     assert any(answers[asked.id].logprobs != answers[asked.id].raw_logprobs for asked in requests)
 
 
@@ -102,7 +113,7 @@ def test_stop_strings_need_an_engine_that_can_read() -> None:
 
 def test_a_moved_request_keeps_filters_stop_strings_and_both_logprobs(stage: Stage) -> None:
     for name in ("a", "b"):
-        stage.engines[name] = reader(4, pool=stage.pool(name), clock=lambda: stage.now_s)
+        put_reader(stage, name)
     free = run(reader(), [ask(1, top_k=6, temperature=0.8)])[ask(1).id]
     asked = ask(1, top_k=6, temperature=0.8, stop_strings=(read(free.token_ids[8:11])[1:],))
     expected = run(reader(), [asked])[asked.id]
@@ -114,11 +125,12 @@ def test_a_moved_request_keeps_filters_stop_strings_and_both_logprobs(stage: Sta
     assert (answer.token_ids, answer.finish_reason) == (expected.token_ids, "stop")
     assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     assert answer.raw_logprobs == pytest.approx(expected.raw_logprobs, abs=1e-5)
-    assert answer.logprobs != answer.raw_logprobs
+    assert answer.unfiltered_logprobs == pytest.approx(expected.unfiltered_logprobs, abs=1e-5)
+    assert answer.logprobs != answer.unfiltered_logprobs != answer.raw_logprobs
 
 
 def test_a_request_with_stop_strings_does_not_move_to_an_engine_that_cannot_read(stage: Stage) -> None:
-    stage.engines["a"] = reader(4, pool=stage.pool("a"), clock=lambda: stage.now_s)
+    put_reader(stage, "a")
     stage.engine("b")
     asked = ask(0, stop_strings=("zzz",))
     stage.engines["a"].submit([asked])

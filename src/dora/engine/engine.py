@@ -7,31 +7,29 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dora.core.records import RequestId
 from dora.engine.blocks import kv_seed, num_blocks_for
-from dora.engine.handover import FORMAT, KVFormat, model_digest
+from dora.engine.exact import SPARE_ROWS, ExactRunner, self_test
+from dora.engine.graphs import GraphRunner
 from dora.engine.interleaving import NEVER, Interleaving
-from dora.engine.mover import Mover
-from dora.engine.moves import Answer, Kept, NotReceived, Receive, Reserved, Send
 from dora.engine.plan import Plan, State
-from dora.engine.rows import MAX_STOP_IDS, Rows
+from dora.engine.refusal import reason_to_refuse
+from dora.engine.rows import Rows
 from dora.engine.runner import Prompt, Runner
-from dora.engine.sampler import Int64s, sample
+from dora.engine.sampler import Int64s
 from dora.engine.scheduler import Scheduler
 from dora.engine.seats import Seats
 from dora.engine.sequence import Completion, EngineError, Request
 from dora.engine.sequence import Sequence as Seated
 from dora.engine.stopping import Detokenize
-from dora.engine.workspace import Workspace
+from dora.engine.workspace import Memory, Workspace
 from dora.model.config import ModelConfig
 from dora.model.weights import weight_digest
 
@@ -50,10 +48,12 @@ class Engine:
     `max_context` bounds prompt and answer, in tokens. `num_blocks` of KV default to what all
     rows at full context need; with fewer, some requests wait in host memory at times. A step computes
     at most `prefill_budget` tokens of prompts, or some times as many if nothing decodes. `pace_s` pads
-    every decode step to that wall time, to stand in for an accelerator's flat step time. The KV lies in
-    the file `pool`, if there is one; requests can move to other engines only then. Leases of moves end
-    by `clock`, which all engines share. `detokenize` turns token ids into text; stop strings need it.
-    With `returns_routes`, answers say which experts their tokens were sent to.
+    every decode step to that wall time, to stand in for an accelerator's flat step time. `detokenize`
+    turns token ids into text; stop strings need it. With `returns_routes`, answers say which experts
+    their tokens were sent to. `device` is "cpu" or "cuda", `dtype` that of weights and KV: "float32" or
+    "bfloat16". `exact` answers have log-probs of the same bits in whatever batch, and a `Scorer` finds them
+    again; it is refused where this machine cannot do it. `kv_memory` is where the KV lies instead of the
+    engine's own memory.
     """
 
     def __init__(
@@ -67,11 +67,13 @@ class Engine:
         prefill_budget: int = 512,
         kernels: str = "auto",
         pace_s: float = 0.0,
-        pool: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
         detokenize: Detokenize | None = None,
         returns_routes: bool = False,
         interleaving: Interleaving = NEVER,
+        device: str = "cpu",
+        dtype: str = "float32",
+        exact: bool = False,
+        kv_memory: Memory | None = None,
     ) -> None:
         least_one = {"max_rows": max_rows, "version_slots": version_slots, "prefill_budget": prefill_budget}
         for name, value in least_one.items():
@@ -86,22 +88,23 @@ class Engine:
             # One more per row: the partial block a prompt ends in is kept beside its copies.
             num_blocks = max_rows * (num_blocks_for(max_context) + 1)
         self._config, self._max_context, self._pace_s = config, max_context, pace_s
-        self._model_digest = model_digest(config)
-        self._workspace = Workspace(config, max_rows, max_context, version_slots, num_blocks, pool)
-        self._runner = Runner(self._workspace, kernels)
+        self._model_digest = config.digest()
+        runner = GraphRunner if device == "cuda" or kernels == "triton" else Runner
+        sizes = (max_rows + exact * SPARE_ROWS, max_context, version_slots, num_blocks)
+        self._workspace = Workspace(config, *sizes, kv_memory, device, dtype, is_padded=runner is GraphRunner)
+        self._runner: Runner = runner(self._workspace, kernels)
+        if exact:
+            self._runner = ExactRunner(self._workspace, kernels, self_test(config, kernels, dtype, device))
         self._scheduler = Scheduler(max_rows, num_blocks, prefill_budget)
         self._num_blocks = num_blocks
         self._rows, self._detokenize = Rows(max_rows, max_context, detokenize), detokenize
         self._returns_routes, self._interleaving = returns_routes, interleaving
-        self._seats = Seats(self._rows, self._workspace.tables, self._workspace.kv)
+        self._seats = Seats(self._rows, self._workspace.tables, self._workspace.kv, runner.num_ahead)
         self._held: dict[int, _Loaded] = {}
         self._free_slots = list(range(version_slots - 1, -1, -1))
         self._slot_stamps = np.full(version_slots, -1, np.int64)
         self._order: list[Seated] = []  # rows that decode
         self._is_paused = False
-        self._mover = Mover(
-            self._scheduler, self._rows, self._workspace.kv.numpy(), pool, self._form, self._seats.seat, clock
-        )
         self.busy_row_s = 0.0  # rows that decoded times wall time, summed over steps
         self.num_steps = 0  # decode steps so far
         self.num_decoded = 0  # tokens of answers so far
@@ -116,7 +119,7 @@ class Engine:
 
     @property
     def kernels(self) -> str:
-        """Which kernels run: "numba" or "eager"."""
+        """Which kernels run: "numba", "eager" or "triton"."""
         return self._runner.kernels_name
 
     @property
@@ -129,11 +132,6 @@ class Engine:
         """All other requests: waiting, in prefill or swapped out."""
         parts = self._scheduler
         return len(parts.waiting) + len(parts.prefilling) + len(parts.swapped)
-
-    @property
-    def num_moves(self) -> int:
-        """Moves under way, out and in."""
-        return len(self._mover)
 
     @property
     def kv_share(self) -> float:
@@ -153,9 +151,10 @@ class Engine:
         return not self._is_paused and bool(len(self._rows.active) or self._scheduler.can_schedule())
 
     def load(self, version: int, source: Tensor) -> str:
-        """Copy a flat fp32 buffer [numel] into a free slot.
+        """Copy a flat buffer [numel], fp32 or of the engine's dtype, into a free slot.
 
-        Returns the digest of the bytes in the slot. Raises EngineError if the version is held
+        Returns the digest of the bytes in the slot, which is rounded where its dtype is shorter.
+        Raises EngineError if the version is held
         already, no slot is free or the buffer has another size or dtype.
         """
         if version in self._held:
@@ -165,11 +164,7 @@ class Engine:
                 f"no free slot for version {version}: {sorted(self._held)} are held; "
                 "drop one or raise version_slots"
             )
-        numel = self._workspace.layout.numel
-        if source.shape != (numel,) or source.dtype != torch.float32:
-            raise EngineError(
-                f"version {version}: weights are {source.dtype} {list(source.shape)}, not float32 [{numel}]"
-            )
+        self._workspace.check_fits(version, source)
         slot = self._free_slots.pop()
         buffer = self._workspace.slot(slot)
         buffer.copy_(source)
@@ -185,7 +180,6 @@ class Engine:
         """
         if version not in self._held:
             raise EngineError(f"version {version} is not held; held: {sorted(self._held)}")
-        self._mover.let_go()
         num_users = sum(request.version == version for request in self._scheduler.requests())
         if num_users:
             raise EngineError(f"version {version} has {num_users} unfinished requests; finish or abort them")
@@ -208,9 +202,9 @@ class Engine:
     def abort(self, ids: Iterable[RequestId]) -> dict[RequestId, int]:
         """Give up requests; returns the tokens thrown away for each.
 
-        Ids that are not here are ignored, and so are requests that another engine has taken.
+        Ids that are not here are ignored.
         """
-        own = [i for i in ids if self._scheduler.request(i) is not None and self._mover.reclaim(i)]
+        own = [i for i in ids if self._scheduler.request(i) is not None]
         progress = self.progress()
         thrown_away = {request_id: progress[request_id] for request_id in own}
         for request_id in thrown_away:
@@ -221,12 +215,10 @@ class Engine:
         return thrown_away
 
     def progress(self) -> dict[RequestId, int]:
-        """Tokens so far of every unfinished request, but for those that another engine may have taken."""
+        """Tokens so far of every unfinished request."""
         parts = self._scheduler
         running = {
-            request_id: self._rows.num_tokens(sequence)
-            for request_id, sequence in parts.running.items()
-            if not self._mover.is_offered(request_id)
+            request_id: self._rows.num_tokens(sequence) for request_id, sequence in parts.running.items()
         }
         swapped = {request_id: self._seats.num_tokens(request_id) for request_id in parts.swapped}
         return running | swapped | dict.fromkeys((*parts.prefilling, *parts.waiting), 0)
@@ -251,26 +243,6 @@ class Engine:
         """Decode again."""
         self._is_paused = False
 
-    def receive(self, order: Receive) -> Reserved | NotReceived:
-        """Reserve a place for a request that another engine is decoding; `poll_moves` fetches it."""
-        self._mover.let_go()  # the request may come back
-        reason = self._reason_to_refuse(order.request)
-        return NotReceived(order.move, reason) if reason else self._mover.receive(order)
-
-    def send(self, order: Send) -> Kept | None:
-        """Begin to hand a request over, by `poll_moves`; it decodes on. Kept says why that cannot be."""
-        return self._mover.send(order)
-
-    def cancel_move(self, move: int) -> None:
-        """End a move, at the next poll, if its request has not been taken by then; it is answered there."""
-        self._mover.cancel(move)
-
-    def poll_moves(self) -> list[Answer]:
-        """Take all moves a step further; what is to be answered. To be called between steps."""
-        answers = self._mover.poll()
-        self._arrange()
-        return answers
-
     def step(self) -> list[Completion]:
         """Schedule, prefill, decode, collect; returns the answers that this step finished."""
         if self._is_paused:
@@ -292,9 +264,8 @@ class Engine:
         return completions
 
     def check(self) -> None:
-        """Assert that rows, blocks and slots are conserved, moves under way included."""
+        """Assert that rows, blocks and slots are conserved."""
         self._scheduler.check()
-        self._mover.check()
         assert len(self._seats) == len(self._scheduler.swapped), "host memory is kept for nobody"
         slots = [loaded.slot for loaded in self._held.values()] + self._free_slots
         assert sorted(slots) == list(range(len(self._slot_stamps))), f"slots held or free: {sorted(slots)}"
@@ -303,7 +274,6 @@ class Engine:
         """Let rows and blocks change hands; returns what is to be computed before the next decode step."""
         plan = self._scheduler.schedule(self._order[i] for i in self._seats.full())
         for sequence in plan.swapped_out:
-            self._mover.swapped_out(sequence.request.id)
             self.swapped_bytes += self._seats.swap_out(sequence)
             self.num_swapped += 1
         for sequence in plan.grown:
@@ -328,11 +298,12 @@ class Engine:
         """One token for every row; returns which rows (by order) have finished."""
         rows = self._rows
         tokens, positions = rows.inputs()
-        logits = self._runner.decode(tokens, positions)
-        drawn = sample(logits.numpy(), positions + 1, rows.active_rules)
-        # The stamp is that of the slot whose weights were used, not the one the request asked for.
-        stamps = self._slot_stamps[self._runner.batch.slots]
-        return rows.append(drawn, stamps)
+        drawn = self._runner.draw(tokens, positions, rows.active_rules, self._has_next)
+        return rows.append(drawn, self._stamps)
+
+    def _has_next(self) -> bool:
+        """Whether the rows that decode now will do so once more, without any others."""
+        return self._seats.has_next() and not self._scheduler.can_schedule()
 
     def _collect(self, finished: Int64s) -> list[Completion]:
         if not finished.size:
@@ -344,7 +315,6 @@ class Engine:
             completions = [replace(c, routes=r) for c, r in zip(completions, routes, strict=True)]
         for sequence in done:
             self._scheduler.remove(sequence.request.id)
-            self._mover.finished(sequence.request.id)
         self._arrange()
         return completions
 
@@ -355,36 +325,25 @@ class Engine:
             return
         self._order = order
         self._rows.arrange([sequence.row for sequence in self._order])
-        slots = [self._held[sequence.request.version].slot for sequence in self._order]
-        self._runner.arrange(self._rows.active, np.array(slots, np.int64))
+        slots = np.array([self._held[sequence.request.version].slot for sequence in self._order], np.int64)
+        # The stamp is that of the slot whose weights are used, not the one the request asks for.
+        self._stamps = self._slot_stamps[slots]
+        self._runner.arrange(self._rows.active, slots)
 
     def _resting(self) -> frozenset[int]:
         """Versions that sit the next decode step out."""
         num_rows = Counter(s.request.version for s in self._scheduler.running.values())
         return self._interleaving.resting(self.num_steps, num_rows, max(self._held, default=0))
 
-    def _form(self, version: int) -> KVFormat:
-        """What KV of a version held looks like here."""
-        shape = tuple(self._workspace.kv.shape[1:])
-        return KVFormat(FORMAT, self._model_digest, self._held[version].digest, "float32", shape)
-
     def _reason_to_refuse(self, request: Request) -> str:
         """Why a request cannot run here, or an empty string."""
-        length, num_stop_ids = request.max_length, len(request.sampling.stop_ids)
         if self.state_of(request.id) is not State.DONE:
             return "it is here already"
         if request.version not in self._held:
             return f"version {request.version} is not held; held: {sorted(self._held)}"
-        if not request.prompt_ids:
-            return "its prompt is empty"
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._config.vocab_size:
-            return f"its prompt has token ids outside 0..{self._config.vocab_size - 1}"
-        if length > self._max_context:
-            return f"prompt and max_tokens are {length} tokens, over max_context = {self._max_context}"
-        if num_stop_ids > MAX_STOP_IDS:
-            return f"it has {num_stop_ids} stop_ids; at most {MAX_STOP_IDS} are possible"
-        if request.sampling.stop_strings and self._detokenize is None:
-            return "it has stop_strings, but the engine cannot read: give Engine(detokenize=...)"
-        if not self._scheduler.can_hold(request):
-            return "it needs more KV blocks than the engine has; raise num_blocks"
-        return ""
+        can_read = self._detokenize is not None
+        reason = reason_to_refuse(request, self._config.vocab_size, self._max_context, can_read=can_read)
+        if not reason and (num_needed := self._scheduler.num_needed(request)) > self._num_blocks:
+            needs = f"it may need {num_needed} KV blocks and the engine has {self._num_blocks} in all"
+            return f"{needs}; raise num_blocks or lower max_tokens"
+        return reason

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dora.core.records import Chunk
 from dora.engine.sampler import RULE, Drawn, Float32s, Int64s, Rules, rule
@@ -18,14 +19,14 @@ from dora.engine.sequence import Completion, Sequence
 from dora.engine.stopping import Detokenize, ends_in_stop_string
 
 MAX_STOP_IDS = 8
+NUM_LOGPROBS = len(Drawn._fields) - 1  # of each token
 
 
 class Draft(NamedTuple):
-    """An unfinished answer: its tokens, their log-probs (see Completion), and whose weights drew them."""
+    """An unfinished answer: tokens [N], their log-probs [N, 3] as in `Drawn`, and whose weights drew them."""
 
     token_ids: Int64s
     logprobs: Float32s
-    raw_logprobs: Float32s
     chunks: tuple[Chunk, ...]
 
 
@@ -39,8 +40,7 @@ class Rows:
     def __init__(self, max_rows: int, max_context: int, detokenize: Detokenize | None = None) -> None:
         self._detokenize = detokenize
         self._tokens = np.zeros((max_rows, max_context), np.int64)  # prompt and answer
-        self._logprobs = np.zeros((max_rows, max_context), np.float32)
-        self._raw_logprobs = np.zeros((max_rows, max_context), np.float32)
+        self._logprobs = np.zeros((max_rows, max_context, NUM_LOGPROBS), np.float32)
         self._stamps = np.zeros((max_rows, max_context), np.int64)  # whose weights drew the token
         self._sources: list[tuple[int, str]] = []  # version and digest by stamp
         self._prompt_lengths = np.zeros(max_rows, np.int64)
@@ -82,6 +82,10 @@ class Rows:
         """The position of every active row's next input, which is its last token."""
         return self._lengths[self.active] - 1
 
+    def goes_on(self, num_tokens: int) -> NDArray[np.bool_]:
+        """Which active rows could have so many more tokens and still not be at their greatest length."""
+        return self._lengths[self.active] + num_tokens < self._active_max_lengths
+
     def inputs(self) -> tuple[Int64s, Int64s]:
         """The last token of every active row and its position."""
         positions = self.active_positions()
@@ -91,8 +95,7 @@ class Rows:
         """Add one token to every active row; returns which of them (by order) have finished."""
         rows, lengths = self.active, self._lengths[self.active]
         self._tokens[rows, lengths] = drawn.tokens
-        self._logprobs[rows, lengths] = drawn.logprobs
-        self._raw_logprobs[rows, lengths] = drawn.raw_logprobs
+        self._logprobs[rows, lengths] = np.stack(drawn[1:], axis=1)
         self._stamps[rows, lengths] = stamps
         self._lengths[rows] = lengths + 1
         stopped = (self._active_stop_ids == drawn.tokens[:, None]).any(1)
@@ -107,7 +110,6 @@ class Rows:
         stop = start + len(draft.token_ids)
         self._tokens[row, start:stop] = draft.token_ids
         self._logprobs[row, start:stop] = draft.logprobs
-        self._raw_logprobs[row, start:stop] = draft.raw_logprobs
         for chunk in draft.chunks:
             self._stamps[row, start : start + chunk.num_tokens] = self.stamp(chunk.version, chunk.digest)
             start += chunk.num_tokens
@@ -128,7 +130,6 @@ class Rows:
         return Draft(
             self._tokens[row, answer].copy(),
             self._logprobs[row, answer].copy(),
-            self._raw_logprobs[row, answer].copy(),
             self._chunks(self._stamps[row, answer]),
         )
 
@@ -136,13 +137,15 @@ class Rows:
         """The finished answer of a row."""
         request, draft = sequence.request, self.draft(sequence)
         token_ids = draft.token_ids.tolist()
+        logprobs, unfiltered, raw = draft.logprobs.T.tolist()
         is_stopped = token_ids[-1] in request.sampling.stop_ids or self._reads_a_stop(sequence.row)
         return Completion(
             id=request.id,
             version=request.version,
             token_ids=token_ids,
-            logprobs=draft.logprobs.tolist(),
-            raw_logprobs=draft.raw_logprobs.tolist(),
+            logprobs=logprobs,
+            unfiltered_logprobs=unfiltered,
+            raw_logprobs=raw,
             chunks=draft.chunks,
             finish_reason="stop" if is_stopped else "length",
         )

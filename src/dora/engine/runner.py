@@ -1,17 +1,16 @@
 """Prefill and decode: the model over the paged KV pool, for rows of several versions at once.
 
 Norms, attention and activations run once over all rows; a matrix product runs once per
-version, on its contiguous segment of rows, straight into the step's buffers. In a mixture of
-experts it runs once per version and expert.
+version, on its contiguous segment of rows, straight into the step's buffers; so does a mixture
+of experts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,14 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dora.engine.blocks import BLOCK_SIZE
-from dora.engine.kernels import choose_kernels
+from dora.engine.kernels import Kernels, Product, choose_kernels
+from dora.engine.sampler import Drawn, Int64s, Rules, sample
 from dora.engine.workspace import Batch, Workspace
 from dora.model.config import ModelConfig
 from dora.model.decoder import forward
-from dora.model.routing import Recorder, mix, shares
+from dora.model.routing import Experts, Recorder, shares
 from dora.model.weights import Layout
 
-_PREFILL_TOKENS = 1024  # per forward pass; longer ones fall out of the cache
+_PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}  # per forward pass; on a CPU longer ones fall out of the cache
 _QUERY_TILE = 64  # queries of a prompt that attend at a time, to no key behind the last of them
 
 
@@ -44,45 +44,37 @@ class Prompt:
         return len(self.token_ids) - self.num_known
 
 
-class _Product(Protocol):
-    """x [N, in] times a matrix [in, out], plus its bias if it has one."""
-
-    def __call__(self, x: Tensor, /, *, out: Tensor) -> object: ...
-
-
 class _Slot:
     """The weights of one version slot, ready to multiply: views of its flat buffer.
 
-    By layer, q, k and v are one product, and so are gate and up; experts are pairs of these and of down,
-    [in, out]. Only dense layers have gate_up and down, only mixtures have experts.
+    By layer, q, k and v are one product, and so are gate and up. Only dense layers have gate_up and down,
+    only mixtures have experts.
     """
 
-    def __init__(self, config: ModelConfig, layout: Layout, flat: Tensor) -> None:
+    def __init__(self, config: ModelConfig, layout: Layout, flat: Tensor, kernels: Kernels) -> None:
         self.views = layout.views(flat)
         self.embed = self.views["model.embed_tokens.weight"]
-        self.head = self.views.get("lm_head.weight", self.embed).T
-        self.qkv, self.output = list[_Product](), list[_Product]()
-        self.gate_up, self.down = dict[int, _Product](), dict[int, _Product]()
-        self.experts = dict[int, list[tuple[Tensor, Tensor]]]()
+        head = self.views.get("lm_head.weight", self.embed)
+        is_fp32 = flat.dtype == torch.float32
+        self.head = kernels.product(head, None) if is_fp32 else partial(_wide_product, head)
+        self.qkv, self.output = list[Product](), list[Product]()
+        self.gate_up, self.down = dict[int, Product](), dict[int, Product]()
+        self.experts = dict[int, Experts]()
 
-        def matrix(first: str, last: str) -> Tensor:
-            return layout.span(flat, first + "_proj.weight", last + "_proj.weight").T
-
-        def product(first: str, last: str) -> _Product:
-            if first + "_proj.bias" not in layout.shapes:
-                return partial(torch.mm, mat2=matrix(first, last))
-            bias = layout.span(flat, first + "_proj.bias", last + "_proj.bias")
-            return partial(torch.addmm, bias, mat2=matrix(first, last))
+        def product(first: str, last: str) -> Product:
+            names = (first + "_proj.bias", last + "_proj.bias")
+            bias = layout.span(flat, *names) if names[0] in layout.shapes else None
+            return kernels.product(layout.span(flat, first + "_proj.weight", last + "_proj.weight"), bias)
 
         for i in range(config.num_hidden_layers):
             attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
             self.qkv.append(product(attn + "q", attn + "v"))
             self.output.append(product(attn + "o", attn + "o"))
             if i in config.mixture_layers:
-                names = [f"{mlp}experts.{number}." for number in range(config.num_experts)]
-                self.experts[i] = [
-                    (matrix(x + "gate", x + "up"), matrix(x + "down", x + "down")) for x in names
-                ]
+                first, last = f"{mlp}experts.0.", f"{mlp}experts.{config.num_experts - 1}."
+                gate_up = layout.span(flat, first + "gate_proj.weight", last + "up_proj.weight")
+                down = layout.span(flat, first + "down_proj.weight", last + "down_proj.weight")
+                self.experts[i] = Experts(config.num_experts, gate_up, down)
             else:
                 self.gate_up[i] = product(mlp + "gate", mlp + "up")
                 self.down[i] = product(mlp + "down", mlp + "down")
@@ -108,13 +100,15 @@ class _Segment:
 class Runner:
     """Computes on a Workspace; knows slots, rows and blocks, but neither requests nor versions."""
 
+    num_ahead = 0  # steps that may be under way when the next one is asked for
+
     def __init__(self, workspace: Workspace, kernels: str) -> None:
         self._work = workspace
         self._kernels = choose_kernels(kernels, workspace)
         self.kernels_name = self._kernels.name
         self._mixtures = workspace.config.mixture_layers
         self._slots = [
-            _Slot(workspace.config, workspace.layout, workspace.slot(i))
+            _Slot(workspace.config, workspace.layout, workspace.slot(i), self._kernels)
             for i in range(len(workspace.weights))
         ]
         self.arrange(np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -122,7 +116,6 @@ class Runner:
     def arrange(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Name the rows that decode from now on and their slots; rows of one slot are neighbours."""
         self.batch = Batch(rows, slots)
-        self._first_experts = torch.from_numpy(slots)[:, None] * self._work.config.num_experts
         self._segments = [self._segment(*segment) for segment in self.batch.segments()]
 
     def decode(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
@@ -130,9 +123,29 @@ class Runner:
 
         They are overwritten by the next call.
         """
+        self._advance(tokens, positions)
+        for s in self._segments:
+            s.own.head(s.hidden, out=s.logits)
+        return self._work.logits[: len(self.batch)]
+
+    def draw(self, tokens: Int64s, positions: Int64s, rules: Rules, has_next: Callable[[], bool]) -> Drawn:
+        """Decode, and draw a token for every arranged row by its rule.
+
+        `has_next` says whether the same rows could decode once more, whatever is drawn: the next step may
+        then be begun before this one's tokens are known.
+        """
+        return sample(self.decode(tokens, positions).numpy(), positions + 1, rules)
+
+    def _advance(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        """One token per arranged row: its KV, and the hidden state that the head reads."""
+        recorder = self._pass(torch.from_numpy(tokens), positions)
+        if self._mixtures:
+            self._keep_routes(recorder, torch.from_numpy(self.batch.rows), torch.from_numpy(positions))
+
+    def _pass(self, ids: Tensor, positions: NDArray[np.int64]) -> Recorder:
+        """The decoder over the arranged rows; returns who was sent to which experts."""
         work, kernels, batch = self._work, self._kernels, self.batch
-        offsets, ids = work.layout.offsets, torch.from_numpy(tokens)
-        recorder = Recorder(work.config)
+        offsets, recorder = work.layout.offsets, Recorder(work.config)
         for s in self._segments:
             torch.index_select(s.own.embed, 0, ids[s.start : s.stop], out=s.x)
         work.delta[: len(batch)].zero_()
@@ -153,18 +166,16 @@ class Runner:
             for s in self._segments:
                 s.own.down[i](s.gated, out=s.delta)
         kernels.add_norm(batch, offsets["model.norm.weight"])
-        for s in self._segments:
-            torch.mm(s.hidden, s.own.head, out=s.logits)
-        if self._mixtures:
-            at = torch.from_numpy(positions)
-            blocks = work.tables[torch.from_numpy(batch.rows), at // BLOCK_SIZE]
-            work.routes[blocks, at % BLOCK_SIZE] = recorder.routes
-        return work.logits[: len(batch)]
+        return recorder
+
+    def _keep_routes(self, recorder: Recorder, rows: Tensor, positions: Tensor) -> None:
+        blocks = self._work.tables[rows, positions // BLOCK_SIZE]
+        self._work.routes[blocks, positions % BLOCK_SIZE] = recorder.routes
 
     def routes(self, blocks: Sequence[int], num_tokens: int) -> Tensor:
         """The experts that the tokens with KV in `blocks` were sent to: int16 [N, mixture layers, k]."""
         routes: Tensor = self._work.routes[torch.tensor(blocks)].flatten(0, 1)
-        return routes[:num_tokens]
+        return routes[:num_tokens].cpu()
 
     def prefill(self, slot: int, prompts: list[Prompt]) -> int:
         """Write the KV of prompts with the weights of `slot`; returns the number of tokens computed.
@@ -172,8 +183,9 @@ class Runner:
         A prompt may build on blocks of one before it.
         """
         packed: list[Prompt] = []
+        most = _PREFILL_TOKENS[self._work.device.type]
         for prompt in prompts:
-            if packed and sum(p.num_new for p in packed) + prompt.num_new > _PREFILL_TOKENS:
+            if packed and sum(p.num_new for p in packed) + prompt.num_new > most:
                 self._prefill_packed(slot, packed)
                 packed = []
             if prompt.num_new:
@@ -185,13 +197,14 @@ class Runner:
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, each (from, to)."""
         if copies:
-            sources, targets = torch.tensor(copies).T
+            sources, targets = torch.tensor(copies, device=self._work.device).T
             self._work.kv[targets] = self._work.kv[sources]
 
     def _prefill_packed(self, slot: int, prompts: list[Prompt]) -> None:
-        work = self._work
-        positions = torch.cat([torch.arange(p.num_known, len(p.token_ids)) for p in prompts])
-        tables = [torch.tensor(prompt.blocks) for prompt in prompts]
+        work, device = self._work, self._work.device
+        causal = _causal_on_gpu if device.type == "cuda" else _causal
+        positions = torch.cat([torch.arange(p.num_known, len(p.token_ids)) for p in prompts]).to(device)
+        tables = [torch.tensor(prompt.blocks, device=device) for prompt in prompts]
         blocks = torch.cat(
             [
                 table.repeat_interleave(BLOCK_SIZE)[prompt.num_known : len(prompt.token_ids)]
@@ -208,30 +221,24 @@ class Runner:
                 if prompt.num_known:
                     known = work.kv[table, layer].transpose(0, 1).flatten(1, 2)[:, : len(prompt.token_ids)]
                     own_k, own_v = known.unbind()
-                out.append(_causal(own_q, own_k, own_v))
+                out.append(causal(own_q, own_k, own_v))
             return torch.cat(out)
 
-        tokens = torch.tensor([token for p in prompts for token in p.token_ids[p.num_known :]])
+        tokens = torch.tensor([token for p in prompts for token in p.token_ids[p.num_known :]]).to(device)
         cos, sin, recorder = work.cos[positions], work.sin[positions], Recorder(work.config)
         forward(self._slots[slot].views, work.config, tokens, cos, sin, attend, recorder)
         if self._mixtures:
             work.routes[blocks, positions % BLOCK_SIZE] = recorder.routes
 
     def _mixture(self, layer: int, recorder: Recorder) -> None:
-        """hidden -> delta: each row through experts of its own slot, which are numbered slot by slot."""
-        work, config, num_rows = self._work, self._work.config, len(self.batch)
+        """hidden -> delta: each row through experts of its own slot."""
         router = f"model.layers.{layer}.mlp.gate.weight"
         probs = torch.cat([F.linear(s.hidden, s.own.views[router]) for s in self._segments]).softmax(-1)
         ids = recorder(layer, probs)
-
-        def expert(number: int, x: Tensor) -> Tensor:
-            slot, i = divmod(number, config.num_experts)
-            gate_up, down = self._slots[slot].experts[layer][i]
-            gate, up = (x @ gate_up).chunk(2, dim=-1)
-            return (F.silu(gate) * up) @ down
-
-        own = ids + self._first_experts
-        work.delta[:num_rows] = mix(work.hidden[:num_rows], own, shares(config, probs, ids), expert)
+        weights = shares(self._work.config, probs, ids)
+        for s in self._segments:
+            part = slice(s.start, s.stop)
+            s.delta.copy_(s.own.experts[layer].mix(s.hidden, ids[part], weights[part]))
 
     def _segment(self, slot: int, start: int, stop: int) -> _Segment:
         work, part = self._work, slice(start, stop)
@@ -261,3 +268,21 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mixed = torch.bmm(scores.softmax(-1).flatten(1, 2), values[:, :stop])
         out[:, :, start : start + width] = mixed.unflatten(1, (-1, width))
     return out.permute(2, 0, 1, 3).reshape(num, heads, dim)
+
+
+def _causal_on_gpu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As `_causal`, by the fused kernel where torch has one for the dtype."""
+    from torch.nn.attention.bias import causal_lower_right  # takes a second, which a CPU need not wait for
+
+    queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
+    mask = causal_lower_right(len(q), len(k))
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _wide_product(weights: Tensor, x: Tensor, /, *, out: Tensor) -> None:
+    """See `Product`: fp32 sums of bf16 products, not rounded to bf16."""
+    if x.is_cuda:
+        torch.mm(x, weights.T, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(x.float(), weights.T.float(), out=out)

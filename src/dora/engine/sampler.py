@@ -44,10 +44,11 @@ _BLOCKS_PER_K = 8  # of the vocabulary, to find tokens that may be in a top-k
 
 
 class Drawn(NamedTuple):
-    """Tokens [N] and two log-probs of each: of the distribution it was drawn from, and of the model."""
+    """Tokens [N] and three log-probs of each; see `Completion`."""
 
     tokens: Int64s
     logprobs: Float32s
+    unfiltered_logprobs: Float32s
     raw_logprobs: Float32s
 
 
@@ -81,7 +82,7 @@ def sample(logits: Float32s, positions: Int64s, rules: Rules) -> Drawn:
     """Draw a token for each row of logits [N, vocab], for the positions [N] they will have.
 
     Greedy rows (temperature 0) take the first largest logit, whatever their filters, and report
-    log-probs at temperature 1. The raw log-prob is that at temperature 1 without filters.
+    log-probs at temperature 1.
     """
     num_rows, width = len(logits), max(1, _CACHED // logits.shape[1])
     if num_rows <= width:
@@ -91,37 +92,51 @@ def sample(logits: Float32s, positions: Int64s, rules: Rules) -> Drawn:
     return Drawn(*(np.concatenate(field) for field in zip(*drawn, strict=True)))
 
 
+def logprobs_of(logits: Float32s, tokens: Int64s, divisors: Float32s) -> Float32s:
+    """Log-probs [N] of tokens [N] where logits [N, vocab] are over divisors [N or 1], without filters.
+
+    They are the same bits that `sample` reports.
+    """
+    largest = logits.max(1)
+    chosen = logits[np.arange(len(tokens)), tokens] - largest
+    weights = np.exp((logits - largest[:, None]) / divisors[:, None])
+    totals = weights.cumsum(1, dtype=np.float64)[:, -1]
+    found: Float32s = (chosen / divisors - np.log(totals)).astype(np.float32)
+    return found
+
+
 def _sample(logits: Float32s, positions: Int64s, rules: Rules) -> Drawn:
     largest = logits.max(1)
     weights = logits - largest[:, None]
     changed, greedy = rules["is_changed"].nonzero()[0], rules["is_greedy"].nonzero()[0]
     if changed.size:
-        raw_totals = np.exp(weights[changed]).sum(1)
         weights /= rules["divisor"][:, None]
     np.exp(weights, out=weights)
-    if changed.size:
-        _filter(weights, rules)
+    filtered = _filter(weights, rules)
     cumulative = weights.cumsum(1, dtype=np.float64)
     totals = cumulative[:, -1]
     tokens = (cumulative > (uniform(rules["stream"], positions) * totals)[:, None]).argmax(1)
     if greedy.size:
         tokens[greedy] = logits[greedy].argmax(1)
     chosen = logits[np.arange(len(tokens)), tokens] - largest
-    raw_logprobs = logprobs = (chosen / rules["divisor"] - np.log(totals)).astype(np.float32)
+    raw_logprobs = unfiltered = logprobs = (chosen / rules["divisor"] - np.log(totals)).astype(np.float32)
+    if filtered.size:
+        unfiltered = logprobs.copy()
+        unfiltered[filtered] = logprobs_of(logits[filtered], tokens[filtered], rules["divisor"][filtered])
     if changed.size:
         raw_logprobs = logprobs.copy()
-        raw_logprobs[changed] = chosen[changed] - np.log(raw_totals)
-    return Drawn(tokens, logprobs, raw_logprobs)
+        raw_logprobs[changed] = logprobs_of(logits[changed], tokens[changed], np.ones(1, np.float32))
+    return Drawn(tokens, logprobs, unfiltered, raw_logprobs)
 
 
-def _filter(weights: Float32s, rules: Rules) -> None:
+def _filter(weights: Float32s, rules: Rules) -> Int64s:
     """Set the weights [N, vocab] of excluded tokens to 0 where a row has filters; see `Sampling`.
 
-    The largest weight of each row is 1.
+    The largest weight of each row is 1. Returns the rows with filters.
     """
     rows = rules["is_filtered"].nonzero()[0]
     if not rows.size:
-        return
+        return rows
     own, vocab = weights[rows], weights.shape[1]
     top_ks, top_ps, min_ps = (rules[name][rows] for name in ("top_k", "top_p", "min_p"))
     limits = np.where(top_ks > 0, np.minimum(top_ks, vocab), vocab)
@@ -136,6 +151,7 @@ def _filter(weights: Float32s, rules: Rules) -> None:
     at, places = kept.nonzero()
     weights[rows] = 0
     weights[rows[at], ids[at, places]] = ranked[at, places]
+    return rows
 
 
 def _cuts(

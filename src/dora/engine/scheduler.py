@@ -95,10 +95,14 @@ class Scheduler:
         """No request of `version` is left, and its prompts are of no use any more."""
         self._blocks.forget(self._seeds.pop(version))
 
+    def num_needed(self, request: Request) -> int:
+        """Most blocks that this request takes where it is alone."""
+        num_own = num_blocks_for(request.max_length - 1) - request.num_prompt_kv // BLOCK_SIZE
+        return num_own + num_blocks_for(request.num_prompt_kv)
+
     def can_hold(self, request: Request) -> bool:
         """Whether the whole pool is large enough for this request alone."""
-        num_own = num_blocks_for(request.max_length - 1) - request.num_prompt_kv // BLOCK_SIZE
-        return num_own + num_blocks_for(request.num_prompt_kv) <= self._num_blocks
+        return self.num_needed(request) <= self._num_blocks
 
     def submit(self, request: Request) -> None:
         self.waiting[request.id] = request

@@ -112,15 +112,17 @@ class Completion:
     """A finished answer.
 
     `logprobs` are those of the distribution that the tokens were drawn from (greedy: at temperature 1),
-    `raw_logprobs` the model's, at temperature 1 and without filters. `chunks` are the runs of tokens
-    by the weights that the decode steps really used. `routes` [tokens of prompt and answer - 1, mixture
-    layers, k] are the experts that each token was sent to, if the engine returns them.
+    `unfiltered_logprobs` those at the same temperature before any token was excluded: what a trainer that
+    knows no filters compares its own with. `raw_logprobs` are the model's, at temperature 1. `chunks` are
+    the runs of tokens by the weights that the decode steps really used. `routes` [tokens of prompt and
+    answer - 1, mixture layers, k] are the experts that each token was sent to, if the engine returns them.
     """
 
     id: RequestId
     version: int
     token_ids: list[int]
     logprobs: list[float]
+    unfiltered_logprobs: list[float]
     raw_logprobs: list[float]
     chunks: tuple[Chunk, ...]
     finish_reason: str  # "stop" | "length"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import mmap
 import os
 import pickle
@@ -22,20 +21,14 @@ from numpy.typing import NDArray
 
 from dora.engine.rows import Draft
 from dora.engine.sequence import Request
-from dora.model.config import ModelConfig
 
-FORMAT = 2
+FORMAT = 3
 _DIGEST_BYTES = 16
 _NUM_PUBLISHED, _NUM_COPIED, _FIRST = 0, 1, 2  # places in a table
 
 
 class TransferError(Exception):
     """A request cannot be taken over as it was offered; the source keeps it."""
-
-
-def model_digest(config: ModelConfig) -> str:
-    """Digest (32 hex digits) of a model's shape."""
-    return _digest(json.dumps(config.to_dict(), sort_keys=True).encode()).hex()
 
 
 class KVFormat(NamedTuple):

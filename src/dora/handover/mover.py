@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora.core.records import RequestId
-from dora.engine.handover import KVFormat, TransferError
-from dora.engine.moves import Answer, Kept, NotReceived, Receive, Received, Reserved, Send, Sent
-from dora.engine.pool import Blocks, as_blocks, block_bytes, open_pool
 from dora.engine.rows import Rows
 from dora.engine.scheduler import Scheduler
 from dora.engine.sequence import Sequence
-from dora.engine.transfer import Incoming, Outgoing
+from dora.handover.files import KVFormat, TransferError
+from dora.handover.moves import Answer, Kept, NotReceived, Receive, Received, Reserved, Send, Sent
+from dora.handover.pool import Blocks, as_blocks, block_bytes, open_pool
+from dora.handover.transfer import Incoming, Outgoing
 
 _LEASE_OVER = "its lease is over"
 
@@ -27,8 +27,8 @@ _LEASE_OVER = "its lease is over"
 class Mover:
     """Moves in and out of one engine, whose scheduler, rows and KV it works on.
 
-    `form` says what KV of a version held looks like, `seat` makes a row ready to decode, and
-    `pool` is the file that the KV lies in, without which nothing can move out. Leases end by `clock`.
+    `form` says what KV of a version held looks like, `seat` makes a row ready to decode. Leases end by
+    `clock`.
     """
 
     def __init__(
@@ -36,14 +36,13 @@ class Mover:
         scheduler: Scheduler,
         rows: Rows,
         kv: NDArray[np.float32],
-        pool: Path | None,
         form: Callable[[int], KVFormat],
         seat: Callable[[Sequence], None],
         clock: Callable[[], float],
     ) -> None:
         self._scheduler, self._rows, self._form, self._seat = scheduler, rows, form, seat
         self._clock = clock
-        self._has_pool, self._kv = pool is not None, as_blocks(kv)
+        self._kv = as_blocks(kv)
         self._peers: dict[Path, Blocks] = {}
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
@@ -208,8 +207,6 @@ class Mover:
 
     def _reason_not_to_send(self, order: Send) -> str:
         request = self._scheduler.request(order.request)
-        if not self._has_pool:
-            return "this engine's KV lies in no file"
         if request is None:
             return "it is not here"
         if self._outgoing_of(order.request):

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import numpy as np
 
 from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
-from dora.engine.handover import Handover, KVFormat, Snapshot, Table, TransferError
-from dora.engine.moves import Receive, Send
-from dora.engine.pool import Blocks, add_up, block_bytes, copy_blocks
-from dora.engine.rows import Draft
+from dora.engine.rows import NUM_LOGPROBS, Draft
 from dora.engine.sequence import Sequence
+from dora.handover.files import Handover, KVFormat, Snapshot, Table, TransferError
+from dora.handover.moves import Receive, Send
+from dora.handover.pool import Blocks, add_up, block_bytes, copy_blocks
 
 _BYTES_PER_POLL = 4 * 2**20
 
@@ -139,7 +139,8 @@ class Incoming:
         num_stamped = sum(chunk.num_tokens for chunk in draft.chunks)
         if not (
             snapshot.num_computed == length - 1 < snapshot.request.max_length - 1
-            and len(draft.logprobs) == len(draft.raw_logprobs) == len(draft.token_ids) == num_stamped
+            and len(draft.token_ids) == num_stamped
+            and draft.logprobs.shape == (num_stamped, NUM_LOGPROBS)
             and len(snapshot.blocks) == num_blocks_for(length - 1) - self._num_known >= len(self._sums)
             and len(snapshot.blocks) == len(snapshot.sums)
         ):

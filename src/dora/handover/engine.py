@@ -1,0 +1,100 @@
+"""An engine whose running requests can move to others that hold the same version, with their KV.
+
+It is an Engine that owns a Mover, and tells it what happens to the requests under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dora.core.records import RequestId
+from dora.engine.engine import Engine
+from dora.engine.plan import Plan
+from dora.engine.sampler import Int64s
+from dora.engine.sequence import Completion
+from dora.handover.files import FORMAT, KVFormat
+from dora.handover.mover import Mover
+from dora.handover.moves import Answer, Kept, NotReceived, Receive, Reserved, Send
+from dora.handover.pool import make_pool
+from dora.model.config import ModelConfig
+
+
+class MovingEngine(Engine):
+    """An Engine, on the CPU and in fp32, that hands requests over and takes them; see there for `settings`.
+
+    Its KV lies in the file `pool`, where other engines can read it. Leases of moves end by `clock`,
+    which all engines share.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, pool: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
+    ) -> None:
+        super().__init__(config, kv_memory=lambda shape: torch.from_numpy(make_pool(pool, shape)), **settings)
+        kv = self._workspace.kv.numpy()
+        self._mover = Mover(self._scheduler, self._rows, kv, self._form, self._seats.seat, clock)
+
+    @property
+    def num_moves(self) -> int:
+        """Moves under way, out and in."""
+        return len(self._mover)
+
+    def receive(self, order: Receive) -> Reserved | NotReceived:
+        """Reserve a place for a request that another engine is decoding; `poll_moves` fetches it."""
+        self._mover.let_go()  # the request may come back
+        reason = self._reason_to_refuse(order.request)
+        return NotReceived(order.move, reason) if reason else self._mover.receive(order)
+
+    def send(self, order: Send) -> Kept | None:
+        """Begin to hand a request over, by `poll_moves`; it decodes on. Kept says why that cannot be."""
+        return self._mover.send(order)
+
+    def cancel_move(self, move: int) -> None:
+        """End a move, at the next poll, if its request has not been taken by then; it is answered there."""
+        self._mover.cancel(move)
+
+    def poll_moves(self) -> list[Answer]:
+        """Take all moves a step further; what is to be answered. To be called between steps."""
+        answers = self._mover.poll()
+        self._arrange()
+        return answers
+
+    def drop(self, version: int) -> None:
+        """See Engine; requests of the version that arrive are unfinished ones."""
+        self._mover.let_go()
+        super().drop(version)
+
+    def abort(self, ids: Iterable[RequestId]) -> dict[RequestId, int]:
+        """See Engine; requests that another engine has taken are ignored too."""
+        own = [i for i in ids if self._scheduler.request(i) is not None and self._mover.reclaim(i)]
+        return super().abort(own)
+
+    def progress(self) -> dict[RequestId, int]:
+        """See Engine; requests that another engine may have taken are left out."""
+        return {i: num for i, num in super().progress().items() if not self._mover.is_offered(i)}
+
+    def check(self) -> None:
+        """See Engine; moves under way included."""
+        super().check()
+        self._mover.check()
+
+    def _schedule(self) -> Plan:
+        plan = super()._schedule()
+        for sequence in plan.swapped_out:
+            self._mover.swapped_out(sequence.request.id)
+        return plan
+
+    def _collect(self, finished: Int64s) -> list[Completion]:
+        completions = super()._collect(finished)
+        for completion in completions:
+            self._mover.finished(completion.id)
+        return completions
+
+    def _form(self, version: int) -> KVFormat:
+        """What KV of a version held looks like here."""
+        shape = tuple(self._workspace.kv.shape[1:])
+        return KVFormat(FORMAT, self._model_digest, self._held[version].digest, "float32", shape)
