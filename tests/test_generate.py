@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -63,6 +64,62 @@ def test_filters_and_stop_strings_reach_the_engine(capsys: pytest.CaptureFixture
         assert answer["logprobs"] == [0.0] * 10
 
 
+def test_a_stop_text_that_never_comes_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    never = ("--stop", "never", "--stop-token-id", "1000")
+    (answer,) = answers(capsys, "--temperature", "0", "--max-tokens", "9", *never)
+    assert (answer["text"], answer["finish_reason"]) == ("12,18;12,", "length")
+
+
+def test_a_token_ends_an_answer_with_any_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    semicolon = str(Tokenizer(MODEL).encode(";")[0])
+    for kernels in ("eager", "numba"):
+        how = ("--kernels", kernels, "--stop-token-id", semicolon)
+        (answer,) = answers(capsys, "--temperature", "0", *how)
+        assert (answer["text"], answer["finish_reason"]) == ("12,18;", "stop")
+
+
+def test_a_message_goes_into_the_chat_template_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    code, _, err = call(capsys, "generate", str(folder), "12,30", "--chat")
+    assert code == 2
+    assert "has no chat template" in err
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}:{% endif %}"
+    )
+    code, out, _ = call(capsys, "generate", str(folder), "12,30", "--chat", "--temperature", "0")
+    assert (code, out.splitlines()[0]) == (0, "12,18;12,06;06,06=06")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "has no tokenizer.json; save the model's fast tokenizer there"),
+        (
+            "config.json",
+            '{"model_type": "mamba"}',
+            "'mamba' is not supported; supported: llama, qwen2, qwen3",
+        ),
+        ("model.safetensors", "torn", "model.safetensors cannot be read"),
+        ("model.safetensors", None, "holds no *.safetensors file"),
+        ("config.json", None, "is not a model folder: it has no config.json"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, message: str
+) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content)
+    code, out, err = call(capsys, "generate", str(folder), PROMPT)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -74,6 +131,7 @@ def test_filters_and_stop_strings_reach_the_engine(capsys: pytest.CaptureFixture
         ([str(MODEL), PROMPT, "--max-tokens", "0"], "max_tokens = 0 must be at least 1"),
         ([str(MODEL), PROMPT, "--top-p", "1.5"], "top_p = 1.5 must be over 0 and at most 1"),
         ([str(MODEL), PROMPT, "--stop", ""], "a tuple of strings that are not empty"),
+        ([str(MODEL), PROMPT, "--kernels", "fast"], "kernels = 'fast' must be one of auto, numba, eager"),
     ],
 )
 def test_what_cannot_be_generated_is_said_in_one_line(

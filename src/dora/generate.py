@@ -6,11 +6,13 @@ The engine holds one version and has a row for each answer, up to `_MAX_ROWS`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dora.core.records import GroupId, RequestId
+from dora.data.chat import ChatTemplate, PromptEncoder
 from dora.data.tokenizer import Tokenizer
 from dora.engine.engine import Engine
 from dora.engine.sequence import Completion, EngineError, Request, Sampling
@@ -18,6 +20,15 @@ from dora.errors import InputError
 from dora.model.folder import load_config, load_folder
 
 _MAX_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What the engine computes with; see `Engine`."""
+
+    kernels: str = "auto"
+    device: str = "cpu"
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -40,27 +51,32 @@ class Answer:
 
 
 def main(
-    folder: Path, prompt: str, *, max_tokens: int, temperature: float, top_p: float, top_k: int, min_p: float,
-    stop_strings: Sequence[str], seed: int, num_answers: int, as_json: bool,
+    folder: Path, prompt: str, drawing: Mapping[str, Any], computing: Computing, *,
+    seed: int, num_answers: int, is_chat: bool, as_json: bool,
 ) -> str:  # fmt: skip
-    """What the command prints: the answers as text, or one JSON object each. Raises InputError."""
+    """What the command prints: the answers as text, or one JSON object each. Raises InputError.
+
+    `drawing` are the fields of `Sampling`.
+    """
     try:
-        sampling = Sampling(temperature, max_tokens, (), top_p, top_k, min_p, tuple(stop_strings))
-        answers = generate(folder, prompt, sampling, seed, num_answers)
+        answers = generate(folder, prompt, Sampling(**drawing), seed, num_answers, computing, is_chat=is_chat)
     except EngineError as error:
         raise InputError(str(error)) from error
     return "\n".join(json.dumps(asdict(answer)) if as_json else str(answer) for answer in answers)
 
 
 def generate(
-    folder: Path, prompt: str, sampling: Sampling, seed: int = 0, num_answers: int = 1
-) -> list[Answer]:
+    folder: Path, prompt: str, sampling: Sampling, seed: int = 0, num_answers: int = 1,
+    computing: Computing = Computing(), *, is_chat: bool = False,
+) -> list[Answer]:  # fmt: skip
     """Answers to one prompt by the model in a Hugging Face folder; the k-th has the seed `seed` + k.
 
-    The model's end tokens end answers too. Raises InputError or EngineError for what cannot be done.
+    The model's end tokens end answers too. With `is_chat`, the prompt is a user's message, which goes into
+    the model's chat template. Raises InputError or EngineError for what cannot be done.
     """
     context, tokenizer = load_config(folder).max_position_embeddings, Tokenizer(folder)
-    prompt_ids = tuple(tokenizer.encode(prompt))
+    encoder = PromptEncoder(tokenizer, ChatTemplate(folder) if is_chat else None)
+    prompt_ids = tuple(encoder.encode(prompt))
     if not prompt_ids:
         raise InputError("the prompt is empty; give at least one token")
     if len(prompt_ids) + sampling.max_tokens > context:
@@ -73,11 +89,13 @@ def generate(
     requests = [
         Request(RequestId(*group, k), group, prompt_ids, 0, seed + k, sampling) for k in range(num_answers)
     ]
-    completions = _run(folder, tokenizer, requests)
+    completions = _run(folder, tokenizer, requests, computing)
     return [_answer(completions[request.id], tokenizer) for request in requests]
 
 
-def _run(folder: Path, tokenizer: Tokenizer, requests: list[Request]) -> dict[RequestId, Completion]:
+def _run(
+    folder: Path, tokenizer: Tokenizer, requests: list[Request], computing: Computing
+) -> dict[RequestId, Completion]:
     """An engine's whole life: load, submit, step until idle."""
     config, weights = load_folder(folder)
     engine = Engine(
@@ -86,6 +104,9 @@ def _run(folder: Path, tokenizer: Tokenizer, requests: list[Request]) -> dict[Re
         max_context=requests[0].max_length,
         version_slots=1,
         detokenize=tokenizer.decode,
+        kernels=computing.kernels,
+        device=computing.device,
+        dtype=computing.dtype,
     )
     engine.load(0, weights)
     engine.submit(requests)

@@ -53,13 +53,15 @@ STRETCHED = replace(
 )
 
 
-def theirs(name: str) -> Any:
-    """A transformers model of that name, of drawn weights."""
+def theirs(name: str, **rope: Any) -> Any:
+    """A transformers model of that name, of drawn weights, its RoPE as it is or stretched."""
     features = {"tie_word_embeddings": True, **SHAPE, **FEATURES[name]}
     features["mlp_only_layers"] = list(features.get("mlp_only_layers", ()))
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        **features, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, initializer_range=0.3
+        **features,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, **rope},
+        initializer_range=0.3,
     )
     make: Any = AutoModelForCausalLM  # not annotated there
     model = make.from_config(config)

@@ -10,6 +10,16 @@ from dora.model.config import ModelConfig
 from dora.model.folder import load_folder, save_folder
 
 TINY = CONFIGS["qwen3"]
+STRETCHES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -21,6 +31,21 @@ def test_logits_equal_those_of_a_transformers_model(name: str, tmp_path: Path) -
     with torch.no_grad():
         expected = model(tokens).logits
     torch.testing.assert_close(our_logits(config, flat, tokens), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", STRETCHES)
+@pytest.mark.parametrize("name", ["llama-untied", "qwen2", "qwen3", "qwen3_moe"])
+def test_stretched_positions_give_the_logits_of_a_transformers_model(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    model, tokens = theirs(name, rope_type=kind, rope_theta=50.0, **STRETCHES[kind]), drawn_tokens(2, 64)
+    model.save_pretrained(tmp_path)
+    config, flat = load_folder(tmp_path)
+    assert config.rope_scaling is not None
+    with torch.no_grad():
+        expected, plain = model(tokens).logits, our_logits(CONFIGS[name], flat, tokens)
+    torch.testing.assert_close(our_logits(config, flat, tokens), expected, atol=1e-5, rtol=0)
+    assert float((plain - expected).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize("config", [*CONFIGS.values(), STRETCHED], ids=[*CONFIGS, "stretched"])

@@ -104,6 +104,21 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder: Path) -> None:
         load_folder(folder)
 
 
+def test_weights_that_are_not_finite_are_named(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_tensors(folder, lambda tensors: tensors[name].view(-1)[7:8].fill_(float("nan")))
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {name} holds nan or inf; take another"):
+        load_folder(folder)
+
+
+def test_a_file_that_is_cut_short_is_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    for read in (check_folder, load_folder):
+        with pytest.raises(ModelError, match=r"model\.safetensors cannot be read: .*; copy or save it again"):
+            read(folder)
+
+
 def test_a_folder_without_readable_weights_is_named(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):

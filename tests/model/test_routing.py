@@ -1,8 +1,10 @@
+import pytest
 import torch
 from tests.model.families import CONFIGS, drawn_tokens, drawn_weights, our_logits
 from torch import Tensor
+from torch.nn import functional as F
 
-from dora.model.routing import Recorder, Replay, mix
+from dora.model.routing import Experts, Recorder, Replay, mix
 
 CONFIG = CONFIGS["qwen3_moe-mixed"]
 FLAT, TOKENS = drawn_weights(CONFIG), drawn_tokens(2, 15)
@@ -47,3 +49,23 @@ def test_experts_are_asked_for_their_own_tokens_only() -> None:
     found = mix(x, ids, weights, expert)
     assert asked == {0: [0.0, 4.0], 2: [0.0, 2.0, 4.0], 4: [2.0]}
     assert torch.equal(found, x * (ids * weights).sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(16, 12), (16, 6), (10, 12)], ids=["even", "odd", "odd too"])
+@pytest.mark.parametrize("num_experts", [3, 40])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 50])
+def test_stacked_experts_mix_as_single_ones_do(
+    num_tokens: int, num_experts: int, hidden: int, inner: int
+) -> None:
+    source = torch.Generator().manual_seed(0)
+    gate_up = torch.randn(num_experts, 2, inner, hidden, generator=source)
+    down = torch.randn(num_experts, hidden, inner, generator=source)
+    x = torch.randn(num_tokens, hidden, generator=source)
+    weights, ids = torch.randn(num_tokens, num_experts, generator=source).softmax(-1).topk(2)
+
+    def expert(number: int, part: Tensor) -> Tensor:
+        gate, up = (part @ matrix.T for matrix in gate_up[number])
+        return F.linear(F.silu(gate) * up, down[number])
+
+    stacked = Experts(num_experts, gate_up.view(-1, hidden), down.view(-1, inner))
+    torch.testing.assert_close(stacked.mix(x, ids, weights), mix(x, ids, weights, expert), atol=1e-4, rtol=0)

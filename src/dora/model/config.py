@@ -6,6 +6,8 @@ would compute wrongly is refused by name.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -156,6 +158,11 @@ class ModelConfig:
             "use_sliding_window": False,
             "dtype": "float32",
         }
+
+    def digest(self) -> str:
+        """Digest (32 hex digits) of the shape: equal for models that can use each other's KV."""
+        content = json.dumps(self.to_dict(), sort_keys=True).encode()
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _refuse(raw: Mapping[str, Any]) -> None:

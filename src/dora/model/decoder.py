@@ -37,9 +37,9 @@ def rope_tables(config: ModelConfig, num_positions: int) -> tuple[Tensor, Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE: x [N, heads, D], cos and sin [N, D]."""
+    """Apply RoPE: x [N, heads, D], cos and sin [N, D] fp32; what is rounded is the result."""
     left, right = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
+    return (x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]).to(x.dtype)
 
 
 def forward(

@@ -36,8 +36,8 @@ def load_config(folder: Path) -> ModelConfig:
         return ModelConfig.from_dict(raw)
     except KeyError as error:
         raise ModelError(f"{path} lacks the key {error}") from error
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{path} holds a value that is no number: {error}") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"{path} holds a value that cannot be: {error}") from error
 
 
 def load_folder(folder: Path) -> tuple[ModelConfig, Tensor]:
@@ -51,13 +51,15 @@ def load_folder(folder: Path) -> tuple[ModelConfig, Tensor]:
             for stored_name in _names(stored, config):
                 for name, tensor in _parts(stored_name, stored.get_tensor(stored_name)):
                     views[name].copy_(tensor)
+                    if not views[name].sum().isfinite():
+                        raise ModelError(f"{file}: {name} holds nan or inf; take another checkpoint")
     return config, flat
 
 
 def check_folder(folder: Path) -> int:
     """Compare the headers of the tensor files with config.json; returns the number of parameters.
 
-    Raises ModelError for whatever `load_folder` would, without reading the weights.
+    Raises ModelError for whatever `load_folder` would, but for weights that are not finite: none is read.
     """
     return _checked_layout(folder, load_config(folder)).numel
 

@@ -11,8 +11,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dora.model.config import ModelConfig
+
+_PITCH_BYTES = 16  # rows of matrices must begin at multiples of it to be multiplied as a group
+_CALLS_PER_CHOICE, _CALLS_GROUPED = 8, 32  # what they cost, in the unit that one more expert of a group does
 
 
 class Route(Protocol):
@@ -67,3 +71,42 @@ def mix(x: Tensor, ids: Tensor, weights: Tensor, expert: Callable[[int, Tensor],
     parts = x.index_select(0, tokens).split(flat.bincount().tolist())
     out = torch.cat([expert(i, part) for i, part in enumerate(parts) if len(part)])
     return torch.zeros_like(x).index_add(0, tokens, out * weights.flatten()[order, None])
+
+
+class Experts:
+    """All experts of a layer, stacked: gate_up [experts * 2 * inner, hidden], down [experts * hidden, inner].
+
+    `mix` is the function of that name in few calls, for decoding, where calls cost more than numbers.
+    """
+
+    def __init__(self, num_experts: int, gate_up: Tensor, down: Tensor) -> None:
+        pitches = (stack.shape[1] * stack.element_size() for stack in (gate_up, down))
+        self._can_group = all(pitch % _PITCH_BYTES == 0 for pitch in pitches)
+        self._gate_up, self._down = (
+            stack.view(num_experts, -1, stack.shape[1]).transpose(1, 2) for stack in (gate_up, down)
+        )
+        self._experts = torch.arange(num_experts, device=down.device)
+
+    def mix(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Sum over each token's experts: x [N, hidden], ids and weights [N, k] -> [N, hidden]."""
+        is_few = not x.is_cuda and _CALLS_PER_CHOICE * ids.numel() < _CALLS_GROUPED + len(self._experts)
+        if is_few or not self._can_group:
+            return self._mix_one_by_one(x, ids, weights)
+        ranked, order = ids.flatten().sort(stable=True)
+        ends = torch.searchsorted(ranked, self._experts, right=True, out_int32=True)
+        chosen = x.index_select(0, order // ids.shape[1])
+        out = F.grouped_mm(_gated(F.grouped_mm(chosen, self._gate_up, offs=ends)), self._down, offs=ends)
+        by_token = torch.empty_like(out).index_copy_(0, order, out).view(*ids.shape, -1)
+        return (by_token * weights[:, :, None]).sum(1)
+
+    def _mix_one_by_one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = [
+            share @ torch.cat([_gated(row @ self._gate_up[i]) @ self._down[i] for i in chosen])
+            for row, chosen, share in zip(x.split(1), ids.tolist(), weights.split(1), strict=True)
+        ]
+        return torch.cat(out)
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

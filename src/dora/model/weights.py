@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from dora.errors import ModelError
 from dora.model.config import ModelConfig
+
+_PIECE_BYTES = 2**26
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -125,5 +128,16 @@ def initial_weights(config: ModelConfig, seed: int, std: float = 0.02) -> Tensor
 
 
 def weight_digest(flat: Tensor) -> str:
-    """Digest (32 hex digits) of the bytes of a flat weight buffer ([numel], contiguous, on CPU)."""
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
+    """Digest (32 hex digits) of the bytes of a flat weight buffer ([numel], contiguous, on any device).
+
+    That of a large one is the digest of its pieces' digests, which are computed side by side.
+    """
+    if flat.nbytes <= _PIECE_BYTES:
+        return _digest(flat).hex()
+    with ThreadPoolExecutor() as threads:
+        digests = b"".join(threads.map(_digest, flat.split(_PIECE_BYTES // flat.element_size())))
+    return hashlib.blake2b(digests, digest_size=16).hexdigest()
+
+
+def _digest(flat: Tensor) -> bytes:
+    return hashlib.blake2b(flat.cpu().view(torch.uint8).numpy().data, digest_size=16).digest()

@@ -1,0 +1,104 @@
+"""How evenly the experts of a tiny Qwen3-MoE are used over a real run, with routing replay.
+
+A model of random weights learns to say many different characters. `load_imbalance` is tokens of
+the busiest expert over those of the mean one, by layer, averaged over layers: 1 is even, 4
+(experts / experts per token) is the worst. Nothing balances the experts. --quick runs 20 steps.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from models import DEMO
+from report import Row, parse_options, publish
+
+from dora.data.tokenizer import Tokenizer
+from dora.model.folder import save_folder
+from dora.model.weights import initial_weights
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+MIXTURE = replace(
+    DEMO, model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+    norm_topk_prob=True,
+)  # fmt: skip
+NUM_PARTS = 5  # of the run, one row each
+REWARD = """
+def reward(prompt, completion, **row):
+    return len(set(completion)) / 16
+"""
+
+
+def save_task(folder: Path) -> None:
+    """A random mixture with the example's tokenizer, and the reward."""
+    start = folder / "start"
+    shutil.copytree(EXAMPLES / "gcd-start", start, ignore=shutil.ignore_patterns("model*", "config.json"))
+    config = replace(MIXTURE, vocab_size=Tokenizer(start).vocab_size)
+    save_folder(start, config, initial_weights(config, seed=0))
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+
+
+def run(folder: Path, num_steps: int) -> list[dict[str, Any]]:
+    """The metrics of each step of a training run."""
+    out = folder / "run"
+    command = [sys.executable, "-m", "dora", "train", str(EXAMPLES / "own_task" / "sevens.toml")]
+    command += ["--out", str(out), "--steps", str(num_steps)]
+    for change in (
+        f"model.path={folder / 'start'}",
+        f"reward.function={folder / 'reward.py'}:reward",
+        "trainer.lr=1e-3",
+        "trainer.routing_replay=true",
+        "eval.num_prompts=0",
+    ):
+        command += ["--set", change]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    assert summary["c1"]
+    assert summary["c2"]
+    assert summary["c3"]
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def rows_of(steps: list[dict[str, Any]]) -> list[Row]:
+    """One row for each part of a run."""
+    size = len(steps) // NUM_PARTS
+    rows: list[Row] = []
+    for first in range(0, size * NUM_PARTS, size):
+        part = steps[first : first + size]
+        loads = [step["moe/load_imbalance"] for step in part]
+        rows.append(
+            {
+                "steps": f"{first}-{first + size - 1}",
+                "reward": fmean(step["reward/mean"] for step in part),
+                "load_imbalance": fmean(loads),
+                "load_imbalance_least": min(loads),
+                "load_imbalance_most": max(loads),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    options = parse_options(__doc__ or "")
+    with tempfile.TemporaryDirectory() as folder:
+        save_task(Path(folder))
+        steps = run(Path(folder), 20 if options.quick else 100)
+    loads = [step["moe/load_imbalance"] for step in steps]
+    ratios = {
+        "load_imbalance_first": loads[0],
+        "load_imbalance_last": loads[-1],
+        "load_imbalance_mean": fmean(loads),
+        "load_imbalance_most": max(loads),
+    }
+    publish(options, rows_of(steps), ratios)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A real run of a mixture of experts: filters, stop texts, and routes from the engines to the trainer."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.runtime.conftest import StartRun
+from tests.runtime.running import dora, metrics, settings, summary
+from tests.runtime.tiny import MODEL, write_task
+
+from dora.core.records import GroupId
+from dora.data.tokenizer import Tokenizer
+from dora.model.folder import save_folder
+from dora.model.weights import initial_weights
+from dora.stream.samples import SampleReader
+
+MIXTURE = replace(
+    MODEL,
+    model_type="qwen3_moe",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    norm_topk_prob=True,
+)
+
+
+@pytest.fixture
+def mixture_task(tmp_path: Path) -> Path:
+    """The tiny task, for a mixture."""
+    config = write_task(tmp_path)
+    save_folder(tmp_path / "start", MIXTURE, initial_weights(MIXTURE, seed=0, std=0.3))
+    return config
+
+
+def test_filters_stop_texts_and_routes_go_through_a_whole_run(
+    mixture_task: Path, start_run: StartRun
+) -> None:
+    run = start_run(
+        mixture_task,
+        orchestrator__update_policy="sync",  # so that every sample shows how engine and trainer differ
+        trainer__routing_replay="true",
+        sampling__temperature=0.8,
+        sampling__top_p=0.9,
+        sampling__stop='["7", "xy"]',
+        sampling__stop_token_ids="[3, 4]",
+    )
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert summary(run.out)["trained_groups"] == 8
+    steps = metrics(run.out)
+    assert all(1 <= step["moe/load_imbalance"] <= MIXTURE.num_experts for step in steps)
+    assert max(step["mismatch/logprob_abs_diff_max"] for step in steps) < 1e-5
+    tokenizer, reader = Tokenizer(mixture_task.parent / "start"), SampleReader(run.out / "samples.sqlite")
+    groups = sqlite3.connect(run.out / "samples.sqlite").execute("select distinct group_id from samples")
+    samples = [s for (name,) in groups for s in reader.group(GroupId(*map(int, name.split("/"))))]
+    assert len(samples) == 16
+    for sample in samples:
+        num_tokens = len(sample.prompt_ids) + len(sample.token_ids)
+        assert sample.routes is not None
+        assert sample.routes.shape == (num_tokens - 1, 2)
+        text = tokenizer.decode(sample.token_ids)
+        assert not any(stop in text[:-1] for stop in ("7", "xy"))
+        assert not {3, 4, *tokenizer.stop_ids}.intersection(sample.token_ids[:-1])
+    assert any(tokenizer.decode(sample.token_ids).endswith("7") for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"trainer.routing_replay": "true"},
+            "trainer.routing_replay = true: no layer of this qwen3 model is a mixture of experts, so there "
+            "are no routes to replay; remove it",
+        ),
+        (
+            {"sampling.stop_token_ids": "[1, 99]"},
+            "sampling.stop_token_ids = [1, 99]: 99 is no token, the model's vocab_size is",
+        ),
+        ({"sampling.stop_token_ids": "[1, 2, 3, 4, 5, 6, 7, 8]"}, "they are 9; engines know at most 8"),
+        ({"sampling.top_k": 1}, "sampling.top_k = 1 leaves one token to draw"),
+    ],
+)
+def test_what_the_model_cannot_follow_is_refused(
+    task: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    ended = dora("train", task, "--out", tmp_path / "run", "--dry-run", *settings(changes))
+    assert (ended.code, ended.out) == (2, "")
+    assert message in ended.err

@@ -1,0 +1,110 @@
+"""A trainer gives an answer the log-probs that the engine gave it, whatever that one excluded or chose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.tiny import TINY, request, run, weights
+from tests.model.families import CONFIGS, drawn_weights
+from torch import Tensor
+
+from dora.core.records import RequestId
+from dora.engine.engine import Engine
+from dora.engine.sequence import Completion, Request
+from dora.model.config import ModelConfig
+from dora.model.weights import Layout
+from dora.trainer.policy import Policy, pad
+from dora.trainer.routes import imbalance, replay
+from dora.trainer.trainer import Sample, Trainer, TrainerSettings
+
+MIXTURE = CONFIGS["qwen3_moe-mixed"]
+SETTINGS = TrainerSettings(lr=1e-3, num_steps=4, warmup_steps=0)
+CPU = torch.device("cpu")
+
+
+def answers(
+    config: ModelConfig, flat: Tensor, requests: list[Request], **settings: Any
+) -> dict[RequestId, Completion]:
+    made = Engine(config, max_rows=8, max_context=64, version_slots=1, **settings)
+    made.load(0, flat)
+    return run(made, requests)
+
+
+def ask(number: int, **sampling: Any) -> Request:
+    asked = request(number, max_tokens=24, prompt_length=6)
+    return replace(asked, sampling=replace(asked.sampling, **sampling))
+
+
+def nearly_tied(config: ModelConfig, flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights whose router cannot tell experts 0 and 1 apart, and the same with a hair's difference."""
+    tied, other = flat.clone(), flat.clone()
+    for i in config.mixture_layers:
+        router = Layout(config).views(tied)[f"model.layers.{i}.mlp.gate.weight"]
+        router[1] = router[0]
+        moved = Layout(config).views(other)[f"model.layers.{i}.mlp.gate.weight"]
+        moved[0], moved[1] = router[0], router[0] * (1 + 2e-7) + 1e-8
+    return tied, other
+
+
+def test_the_ratio_of_an_on_policy_token_is_one_however_it_was_drawn() -> None:
+    how = {"temperature": 0.7, "top_p": 0.8, "top_k": 6, "min_p": 0.01}
+    requests = [ask(i, **how) for i in range(8)]
+    found = answers(TINY, weights(), requests, kernels="eager")
+    samples = [
+        Sample(asked.prompt_ids, own.token_ids, own.unfiltered_logprobs, 1.0)
+        for asked in requests
+        for own in [found[asked.id]]
+    ]
+    assert any(own.logprobs != own.unfiltered_logprobs for own in found.values())
+    metrics = Trainer(TINY, weights(), replace(SETTINGS, temperature=0.7)).step(samples)
+    assert metrics["mismatch/logprob_abs_diff_max"] < 1e-5
+    assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_trainer_that_would_route_otherwise_replays_the_engines_routes() -> None:
+    engines, trainers = nearly_tied(MIXTURE, drawn_weights(MIXTURE))
+    requests = [ask(i) for i in range(8)]
+    found = answers(MIXTURE, engines, requests, returns_routes=True)
+    policy = Policy(MIXTURE, Layout(MIXTURE).views(trainers))
+    gaps: dict[bool, float] = {}
+    for is_replayed in (False, True):
+        batch = pad([r.prompt_ids for r in requests], [found[r.id].token_ids for r in requests], CPU)
+        routes = [found[r.id].routes if is_replayed else None for r in requests]
+        logprobs, _ = policy.logprobs(batch, replay(MIXTURE, batch, routes))
+        drawn = torch.tensor([x for r in requests for x in found[r.id].logprobs])
+        gaps[is_replayed] = float((logprobs - drawn).abs().max())
+    assert gaps[False] > 0.01
+    assert gaps[True] < 3e-6
+
+
+def test_a_router_learns_from_routes_it_did_not_choose() -> None:
+    flat = drawn_weights(MIXTURE)
+    views = {name: view.requires_grad_() for name, view in Layout(MIXTURE).views(flat).items()}
+    batch = pad([[1, 2, 3]], [[4, 5]], CPU)
+    routes = torch.tensor([[4, 3]]).repeat(4, 2).short().numpy()  # 2 mixture layers, 2 experts each
+    logprobs, _ = Policy(MIXTURE, views).logprobs(batch, replay(MIXTURE, batch, [routes]))
+    torch.autograd.backward(logprobs.sum())
+    for i in MIXTURE.mixture_layers:
+        gradient = views[f"model.layers.{i}.mlp.gate.weight"].grad
+        assert gradient is not None
+        assert gradient[4].any()
+        experts = [views[f"model.layers.{i}.mlp.experts.{k}.up_proj.weight"].grad for k in range(5)]
+        assert [grad is not None and bool(grad.any()) for grad in experts] == [False] * 3 + [True] * 2
+
+
+def test_a_step_says_how_unevenly_experts_are_used() -> None:
+    routes = torch.tensor([[0, 1, 2, 3]] * 3 + [[0, 2, 2, 4]] * 2).short().numpy()
+    sample = Sample([1, 2], [3, 4, 5, 6], [-3.0] * 4, 1.0, routes=routes)
+    metrics = Trainer(MIXTURE, drawn_weights(MIXTURE), SETTINGS).step([sample])
+    # The response's 4 tokens make 8 choices among 5 experts: 4, 2, 2, 0, 0 and 0, 0, 4, 2, 2 tokens.
+    assert metrics["moe/load_imbalance"] == pytest.approx(4 / (8 / 5))
+    dense = Trainer(TINY, weights(), SETTINGS).step([replace(sample, routes=None)])
+    assert "moe/load_imbalance" not in dense
+
+
+def test_imbalance_is_the_busiest_experts_share_of_the_mean() -> None:
+    num_tokens = torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0], [6, 2, 4, 4]])
+    assert imbalance(num_tokens).tolist() == [1, 4, 1.5]
