@@ -3,7 +3,6 @@ in an order that depends on nothing but rows, epoch and seed."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -23,7 +22,7 @@ def write(path: Path, text: str) -> Path:
 def test_rows_of_a_jsonl_file_come_back_whole(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1", "answer": 2}, {"prompt": "2+2", "answer": 4}]
     path = write(tmp_path / "sums.jsonl", "\n".join(json.dumps(row) for row in rows))
-    dataset = Dataset.from_file(path)
+    dataset = Dataset.from_path(path)
     assert [dataset.row(i) for i in range(len(dataset))] == rows
     assert dataset.prompt(1) == "2+2"
     assert dataset.fields(1) == {"answer": 4}
@@ -31,7 +30,7 @@ def test_rows_of_a_jsonl_file_come_back_whole(tmp_path: Path) -> None:
 
 def test_the_prompt_may_have_another_column(tmp_path: Path) -> None:
     path = write(tmp_path / "q.jsonl", '{"question": "why?"}\n')
-    assert Dataset.from_file(path, "question").prompt(0) == "why?"
+    assert Dataset.from_path(path, "question").prompt(0) == "why?"
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def test_the_prompt_may_have_another_column(tmp_path: Path) -> None:
         ("", "has no rows"),
         ('{"prompt": "a"}\n{"prompt": \n', "line 2: is not JSON"),
         ('{"prompt": "a"}\n\n{"prompt": "b"}\n', "line 2: is empty"),
-        ('{"prompt": "a"}\n["b"]\n', "row 1: is a list"),
+        ('{"prompt": "a"}\n["b"]\n', "line 2: is a list"),
         ('{"text": "a"}\n', "has no column 'prompt'; it has text; name the column with data.prompt_key"),
         ('{"prompt": 7}\n', "prompt = 7 is a int, must be a string"),
         ('{"prompt": "a", "completion": "b"}\n', "the column 'completion' hides"),
@@ -48,7 +47,7 @@ def test_the_prompt_may_have_another_column(tmp_path: Path) -> None:
 )
 def test_a_bad_file_is_refused_with_its_reason(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(DataError) as refusal:
-        Dataset.from_file(write(tmp_path / "bad.jsonl", text))
+        Dataset.from_path(write(tmp_path / "bad.jsonl", text))
     assert complaint in str(refusal.value)
     assert "bad.jsonl" in str(refusal.value)
 
@@ -57,28 +56,33 @@ def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "latin.jsonl"
     path.write_bytes('{"prompt": "é"}'.encode("latin-1"))
     with pytest.raises(DataError, match="is not UTF-8"):
-        Dataset.from_file(path)
+        Dataset.from_path(path)
 
 
-def test_a_missing_or_unknown_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
-        Dataset.from_file(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match=r"must be one of \.jsonl, \.parquet"):
-        Dataset.from_file(write(tmp_path / "rows.csv", "prompt\n"))
+def test_a_prompt_may_be_a_conversation() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "why?"}]
+    assert Dataset([{"prompt": messages}]).prompt(0) == messages
 
 
-def test_parquet_is_read_or_says_what_it_needs(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    if importlib.util.find_spec("pyarrow") is None:
-        with pytest.raises(DataError, match=r"dora-rl\[data\]"):
-            Dataset.from_file(write(path, ""))
-        return
-    from pyarrow import Table, parquet
+@pytest.mark.parametrize(
+    "prompt", [[], ["why?"], [{"role": "user"}], [{"role": "user", "content": ["why?"]}]]
+)
+def test_a_conversation_without_roles_and_texts_is_refused(prompt: list[object]) -> None:
+    with pytest.raises(DataError, match=r"row 0: prompt = .* must be a string, or messages such as"):
+        Dataset([{"prompt": prompt}])
 
-    parquet.write_table(Table.from_pylist([{"prompt": "a", "n": 1}]), path)
-    assert Dataset.from_file(path).row(0) == {"prompt": "a", "n": 1}
-    with pytest.raises(DataError, match="not a readable Parquet file"):
-        Dataset.from_file(write(tmp_path / "broken.parquet", "nonsense"))
+
+@pytest.mark.parametrize("column", ["prompt", "prompts", "completions", "completion_ids"])
+def test_a_column_named_like_an_argument_of_rewards_is_refused(column: str) -> None:
+    with pytest.raises(DataError, match=f"the column '{column}' hides .* rename it"):
+        Dataset([{"question": "why?", column: 1}], "question")
+
+
+def test_the_head_of_a_dataset_is_its_first_rows() -> None:
+    dataset = Dataset([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}], origin="letters")
+    assert [dataset.head(2).prompt(index) for index in range(2)] == ["a", "b"]
+    with pytest.raises(DataError, match=r"eval.num_prompts = 4, but letters has 3 rows; lower it"):
+        dataset.head(4)
 
 
 def test_a_prompt_longer_than_the_limit_is_named() -> None:

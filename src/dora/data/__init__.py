@@ -1,5 +1,5 @@
 """Where prompts come from.
 
-`dataset` reads files and orders their rows, `tokenizer` turns text into ids, `gcd` is the
-built-in task.
+`files` reads rows, `dataset` checks and orders them, `chat` puts prompts into a model's template,
+`tokenizer` turns text into ids, `bpe` makes a new tokenizer, `gcd` is the built-in task.
 """

@@ -6,59 +6,72 @@ A cursor walks it epoch after epoch, and one integer says how far it has come.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dora.data.files import Rows, read_rows
 from dora.errors import DataError
+
+Messages = Sequence[Mapping[str, str]]  # each with a "role" and a "content", both text
+Prompt = str | Messages
+# What reward functions get by these names, beside the columns.
+TAKEN = ("prompt", "prompts", "completion", "completions", "completion_ids")
 
 
 class Dataset:
     """Rows that each have a prompt. `origin` names them in errors."""
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], prompt_key: str = "prompt", origin: str = "dataset"
+        self, rows: Rows, prompt_key: str = "prompt", origin: str = "dataset", is_lines: bool = False
     ) -> None:
-        """Raises DataError where there are no rows or one has no usable prompt."""
+        """Rows that are lines of a file are counted from 1, others from 0.
+
+        Raises DataError where there are no rows or one has no usable prompt.
+        """
         if not rows:
             raise DataError(f"{origin} has no rows; a run needs at least one prompt")
-        for index, row in enumerate(rows):
-            _check_row(row, prompt_key, f"{origin}, row {index}")
         self.origin = origin
         self.prompt_key = prompt_key
         self._rows = rows
+        self._is_lines = is_lines
+        for index, row in enumerate(rows):
+            _check_row(row, prompt_key, self._place(index))
 
     @classmethod
-    def from_file(cls, path: Path, prompt_key: str = "prompt") -> Dataset:
-        """Read a .jsonl or .parquet file. Raises DataError naming file, line, rule and remedy."""
-        if not path.is_file():
-            raise DataError(f"dataset {path} does not exist or is not a file")
-        readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-        if path.suffix not in readers:
-            raise DataError(f"dataset {path} must be one of {', '.join(readers)}, by its name")
-        return cls(readers[path.suffix](path), prompt_key, str(path))
+    def from_path(cls, path: Path, prompt_key: str = "prompt", split: str | None = None) -> Dataset:
+        """Read a file or a folder, see `read_rows`. Raises DataError naming file, line, rule and remedy."""
+        return cls(read_rows(path, split), prompt_key, str(path), is_lines=path.suffix == ".jsonl")
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def head(self, num_rows: int) -> Dataset:
+        """The first rows. Raises DataError if there are fewer."""
+        if num_rows > len(self):
+            raise DataError(
+                f"eval.num_prompts = {num_rows}, but {self.origin} has {len(self)} rows; lower it"
+            )
+        rows = [self._rows[index] for index in range(num_rows)]
+        return Dataset(rows, self.prompt_key, self.origin, self._is_lines)
 
     def row(self, index: int) -> dict[str, Any]:
         """The row as it was read, prompt included."""
         return dict(self._rows[index])
 
-    def prompt(self, index: int) -> str:
-        """The prompt of a row."""
-        prompt: str = self._rows[index][self.prompt_key]
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of a row: text, or the messages of a conversation."""
+        prompt: Prompt = self._rows[index][self.prompt_key]
         return prompt
 
     def fields(self, index: int) -> dict[str, Any]:
         """The row without its prompt: what a reward function gets as `**row`."""
         return {key: value for key, value in self._rows[index].items() if key != self.prompt_key}
 
-    def check_prompt_lengths(self, num_tokens: Callable[[str], int], max_prompt_length: int) -> None:
+    def check_prompt_lengths(self, num_tokens: Callable[[Prompt], int], max_prompt_length: int) -> None:
         """Raises DataError for the first prompt that has no token, too many, or cannot be tokenized.
 
         `max_prompt_length` in tokens; `num_tokens` may raise DataError itself.
@@ -67,12 +80,15 @@ class Dataset:
             try:
                 num = num_tokens(self.prompt(index))
             except DataError as error:
-                raise DataError(f"{self.origin}, row {index}: {error}") from error
+                raise DataError(f"{self._place(index)}: {error}") from error
             if not 1 <= num <= max_prompt_length:
                 raise DataError(
-                    f"{self.origin}, row {index}: the prompt has {num} tokens; the rule is 1 "
+                    f"{self._place(index)}: the prompt has {num} tokens; the rule is 1 "
                     f"to data.max_prompt_length = {max_prompt_length}; shorten it or raise the limit"
                 )
+
+    def _place(self, index: int) -> str:
+        return f"{self.origin}, " + (f"line {index + 1}" if self._is_lines else f"row {index}")
 
 
 def _check_row(row: object, prompt_key: str, where: str) -> None:
@@ -83,46 +99,28 @@ def _check_row(row: object, prompt_key: str, where: str) -> None:
             f"{where}: has no column {prompt_key!r}; it has {', '.join(map(str, row)) or 'none'}; "
             "name the column with data.prompt_key"
         )
-    prompt = row[prompt_key]
-    if not isinstance(prompt, str):
-        raise DataError(f"{where}: {prompt_key} = {prompt!r} is a {type(prompt).__name__}, must be a string")
-    for taken in {"prompt", "completion"} - {prompt_key}:
+    if not _is_prompt(prompt := row[prompt_key]):
+        raise DataError(
+            f"{where}: {prompt_key} = {prompt!r} is a {type(prompt).__name__}, must be a string, or messages "
+            'such as [{"role": "user", "content": "..."}]'
+        )
+    for taken in {*TAKEN} - {prompt_key}:
         if taken in row:
             raise DataError(
                 f"{where}: the column {taken!r} hides what the reward function gets by that name; rename it"
             )
 
 
-def _read_jsonl(path: Path) -> list[Any]:
-    return list(_json_lines(path))
-
-
-def _json_lines(path: Path) -> Iterator[Any]:
-    number = 0
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    raise DataError(f"{path}, line {number}: is empty; every line must hold one JSON object")
-                yield json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}, line {number}: is not JSON ({error}); every line must hold one object"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, after line {number}: is not UTF-8 ({error}); convert the file") from error
-
-
-def _read_parquet(path: Path) -> list[Any]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise DataError(f"{path}: reading Parquet needs pyarrow; run pip install 'dora-rl[data]'") from error
-    try:
-        rows: list[Any] = parquet.read_table(path).to_pylist()
-    except ArrowException as error:
-        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
-    return rows
+def _is_prompt(prompt: object) -> bool:
+    """Whether it is text, or messages of a conversation."""
+    if isinstance(prompt, list) and prompt:
+        return all(
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in prompt
+        )
+    return isinstance(prompt, str)
 
 
 @lru_cache(maxsize=2)

@@ -34,10 +34,13 @@ class Tokenizer:
         self.stop_ids = _stop_ids(folder, self._tokenizer)
         self.eos_id = self.stop_ids[0]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises DataError for a character the vocabulary lacks."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, and the ones the model wants around it unless told otherwise.
+
+        Raises DataError for a character the vocabulary lacks.
+        """
         try:
-            ids: list[int] = self._tokenizer.encode(text).ids
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the library raises bare Exception
             raise DataError(
                 f"cannot tokenize {text[:80]!r}: {error}; use characters of the vocabulary"

@@ -1,4 +1,5 @@
 """How answers are judged.
 
-`base` loads and calls a reward function, `gcd` judges the built-in task.
+`base` loads and calls a reward function, `gcd` judges the built-in task, `math` and `math_verify`
+compare final answers of mathematical problems.
 """

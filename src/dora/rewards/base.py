@@ -1,8 +1,9 @@
-"""Load a reward function and call it for one answer.
+"""Load a reward function and call it for the answers of a group.
 
-A reward is `def reward(prompt, completion, **row) -> float`, sync or async. Whatever it does
-wrong becomes an `Outcome` with a named reason, never an exception: one bad answer must not
-end a run. A call that hangs is ended from outside, with its process.
+A reward is `def reward(prompt, completion, **row) -> float`, or TRL's kind, which judges all
+answers at once: `def reward(completions, **columns) -> list[float]`. Either may be async.
+Whatever it does wrong becomes an `Outcome` with a named reason, never an exception: one bad
+answer must not end a run. A call that hangs is ended from outside, with its process.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,15 @@ from typing import Any
 from dora.errors import RewardError
 
 RewardFunction = Callable[..., Any]
+Prompt = str | Sequence[Mapping[str, str]]  # text, or the messages of a conversation
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sibling's answer."""
+
+    text: str
+    token_ids: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -75,30 +85,80 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def score(function: RewardFunction, prompt: str, completion: str, row: Mapping[str, Any]) -> Outcome:
-    """Judge one answer; `row` are the other columns of its dataset row."""
+def judge(
+    function: RewardFunction, prompt: Prompt, answers: Sequence[Answer], row: Mapping[str, Any]
+) -> Iterator[Outcome]:
+    """Outcomes of a group's answers in their order, the last one perhaps a failure.
+
+    `row` are the other columns of the prompt's dataset row.
+    """
+    if takes_batches(function):
+        yield from score_batch(function, prompt, answers, row)
+        return
+    for answer in answers:
+        yield score(function, prompt, answer.text, row)
+
+
+def takes_batches(function: RewardFunction) -> bool:
+    """Whether it judges all answers of a group in one call, as TRL's do: it has a parameter `completions`."""
     try:
-        value = function(prompt, completion, **row)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_wait_for(value))
+        return "completions" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without signature
+        return False
+
+
+def score(function: RewardFunction, prompt: Prompt, completion: str, row: Mapping[str, Any]) -> Outcome:
+    """Judge one answer."""
+    value = _call(function, prompt, completion, **row)
+    return value if isinstance(value, Outcome) else _check(value)
+
+
+def score_batch(
+    function: RewardFunction, prompt: Prompt, answers: Sequence[Answer], row: Mapping[str, Any]
+) -> list[Outcome]:
+    """Judge a group in one call with TRL's arguments: every column is a list with a value per answer.
+
+    Where the prompt is a conversation, so is each completion: one message of the assistant.
+    """
+    texts: list[Any] = [answer.text for answer in answers]
+    if not isinstance(prompt, str):
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    values = _call(
+        function,
+        prompts=[prompt] * len(answers),
+        completions=texts,
+        completion_ids=[list(answer.token_ids) for answer in answers],
+        **{column: [value] * len(answers) for column, value in row.items()},
+    )
+    if isinstance(values, Outcome):
+        return [values]
+    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
+    if not isinstance(values, list | tuple):
+        return [_failure(values, f"a list of {len(answers)} finite floats, one per completion")]
+    outcomes = [_check(value) for value in values]
+    if len(outcomes) == len(answers):
+        return outcomes
+    reason = f"reward returned {len(outcomes)} values for {len(answers)} completions"
+    return [Outcome(None, reason, f"{reason}; it must return one for each")]
+
+
+def _call(function: RewardFunction, *args: Any, **kwargs: Any) -> Any:
+    """What it returns, awaited if need be; an Outcome if it raises."""
+    try:
+        value = function(*args, **kwargs)
+        return asyncio.run(_wait_for(value)) if inspect.isawaitable(value) else value
     except (Exception, SystemExit) as error:
         return Outcome(None, f"reward raised {type(error).__name__}", traceback.format_exc())
-    return _judge(value)
 
 
 async def _wait_for(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _judge(value: object) -> Outcome:
+def _check(value: object) -> Outcome:
     """Accepts every finite real number, numpy's and bool included."""
     if not isinstance(value, numbers.Real):
-        kind = type(value).__name__
-        return Outcome(
-            None,
-            f"reward returned {kind}",
-            f"the reward function returned {value!r} ({kind}); it must return a finite float",
-        )
+        return _failure(value, "a finite float")
     number = float(value)
     if not math.isfinite(number):
         return Outcome(
@@ -107,3 +167,12 @@ def _judge(value: object) -> Outcome:
             f"the reward function returned {number}; it must return a finite float",
         )
     return Outcome(number)
+
+
+def _failure(value: object, wanted: str) -> Outcome:
+    kind = type(value).__name__
+    return Outcome(
+        None,
+        f"reward returned {kind}",
+        f"the reward function returned {value!r} ({kind}); it must return {wanted}",
+    )

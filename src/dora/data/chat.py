@@ -1,0 +1,72 @@
+"""Prompts to token ids, with or without the chat template of the model's tokenizer.
+
+The template is rendered by transformers, which alone knows all that templates may call; it is
+imported only where a template is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dora.data.dataset import Messages, Prompt
+from dora.data.tokenizer import Tokenizer
+from dora.errors import DataError, ModelError
+
+
+class PromptEncoder:
+    """Encodes prompts for one model. `template` is None where prompts go in as they are."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
+        self._tokenizer, self._template = tokenizer, template
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. Raises DataError where it cannot be tokenized."""
+        if self._template is not None:
+            # The template has written whatever tokens begin a sequence.
+            return self._tokenizer.encode(self._template.render(prompt), add_special_tokens=False)
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        raise DataError("the prompt is a conversation; set data.chat_template = true")
+
+
+class ChatTemplate:
+    """The chat template of a model folder, up to where the assistant begins to answer."""
+
+    def __init__(self, folder: Path, system_prompt: str | None = None) -> None:
+        """Raises ModelError where the folder has none, or transformers is not installed."""
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ModelError(
+                "data.chat_template = true needs transformers; run pip install 'dora-rl[data]'"
+            ) from error
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # the library raises whatever its readers do
+            raise ModelError(f"transformers cannot read the tokenizer of {folder}: {error}") from error
+        if not self._tokenizer.chat_template:
+            raise ModelError(
+                f"{folder}: its tokenizer has no chat template; set data.chat_template = false, or add "
+                "chat_template.jinja"
+            )
+        self._system: list[Mapping[str, str]] = []
+        if system_prompt is not None:
+            self._system = [{"role": "system", "content": system_prompt}]
+
+    def render(self, prompt: Prompt) -> str:
+        """The conversation as text; a prompt that is text becomes the user's message.
+
+        Raises DataError where the template refuses it.
+        """
+        messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if messages[0]["role"] != "system":
+            messages = [*self._system, *messages]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates raise what they like
+            raise DataError(f"the chat template refuses the prompt: {error}") from error
+        return text

@@ -1,0 +1,100 @@
+"""Prompts reach the model as its chat template writes them, or as they are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from dora.data.bpe import CHAT_TEMPLATE, save_bpe_tokenizer
+from dora.data.chat import ChatTemplate, PromptEncoder
+from dora.data.tokenizer import Tokenizer, save_character_tokenizer
+from dora.errors import DataError, ModelError
+
+QUESTION = "How many are 6 x 7, in €?"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tokenizer with a chat template, in a folder that transformers takes for a model's."""
+    save_bpe_tokenizer(tmp_path, [QUESTION] * 4, 300)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    return tmp_path
+
+
+def test_a_question_becomes_the_users_message_and_the_assistant_is_to_answer(folder: Path) -> None:
+    assert ChatTemplate(folder).render(QUESTION) == (
+        f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_system_prompt_comes_first_unless_the_conversation_has_its_own(folder: Path) -> None:
+    template = ChatTemplate(folder, "Be brief.")
+    assert template.render(QUESTION).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": QUESTION}]
+    assert "Be brief." not in template.render(own)
+
+
+def test_the_ids_are_those_that_transformers_makes(folder: Path) -> None:
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "42"},
+        {"role": "user", "content": "Why?"},
+    ]
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert PromptEncoder(Tokenizer(folder), ChatTemplate(folder)).encode(messages) == theirs
+
+
+def test_tokens_that_begin_a_text_are_not_added_to_a_template(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    begin = {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}
+    single = [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    raw["post_processor"] = {
+        "type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {"<|im_start|>": begin},
+    }  # fmt: skip
+    path.write_text(json.dumps(raw))
+    tokenizer = Tokenizer(folder)
+    assert PromptEncoder(tokenizer).encode("a")[0] == 1
+    with_template = PromptEncoder(tokenizer, ChatTemplate(folder)).encode("a")
+    assert with_template.count(1) == 2  # of the user and of the assistant
+
+
+def test_without_a_template_text_goes_in_as_it_is_and_conversations_do_not(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    assert PromptEncoder(tokenizer).encode(QUESTION) == tokenizer.encode(QUESTION)
+    assert tokenizer.decode(tokenizer.encode(QUESTION)) == QUESTION
+    with pytest.raises(DataError, match=r"is a conversation; set data.chat_template = true"):
+        PromptEncoder(tokenizer).encode([{"role": "user", "content": QUESTION}])
+
+
+def test_a_prompt_that_the_template_refuses_is_told(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    refusing = "{{ raise_exception('no system role') }}" + CHAT_TEMPLATE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": refusing}))
+    with pytest.raises(DataError, match="the chat template refuses the prompt: no system role"):
+        ChatTemplate(folder).render(QUESTION)
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    save_character_tokenizer(tmp_path, "abc")
+    with pytest.raises(ModelError, match=r"has no chat template; set data.chat_template = false"):
+        ChatTemplate(tmp_path)
+
+
+def test_a_tokenizer_that_transformers_cannot_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="transformers cannot read the tokenizer of"):
+        ChatTemplate(tmp_path)
+
+
+def test_missing_transformers_are_named_with_their_extra(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModelError, match=r"needs transformers; run pip install 'dora-rl\[data\]'"):
+        ChatTemplate(folder)
