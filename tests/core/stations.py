@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -41,11 +41,12 @@ from dora.core.events import (
     RequestFailed,
     RequestFinished,
     RequestsAborted,
+    Resumed,
     StepFailed,
     Trained,
 )
 from dora.core.orchestrator import Orchestrator
-from dora.core.records import Chunk, GroupId, Limits, RequestId
+from dora.core.records import Chunk, GroupId, Limits, Member, RequestId
 from dora.core.state import State
 from dora.sim.checker import Ledger
 
@@ -82,6 +83,7 @@ class Stations:
         self._cursor = state.next_index if state else 0
         self._paused = {e.id for e in self.state.engines.values() if e.is_paused}
         self._rushed: dict[int, tuple[RequestId, ...]] = {}
+        self._trained: list[tuple[Member, ...]] = []  # the batch of each step
         if state is None:
             self._obey(self.core.start(self.now))
         else:
@@ -103,6 +105,9 @@ class Stations:
             self.pending.remove(event)
         self._follow(event)
         self.ledger.hear(event)
+        if isinstance(event, Trained):
+            groups = [self.state.groups[group] for group in self.state.batches[event.step]]
+            self._trained.append(tuple(Member(g.id, g.index, g.version) for g in groups))
         orders = self.core.handle(event, self.now)
         self._obey(orders)
         assert invariants.check(self.state) == []
@@ -120,6 +125,15 @@ class Stations:
 
     def join(self, engine: int, rows: int, slots: int, is_colocated: bool = False) -> None:
         self.tell(EngineJoined(engine, rows, slots, is_colocated))
+
+    def die(self, from_step: int, kept: Collection[int] | None = None) -> list[Action]:
+        """All processes die; new ones go on from the checkpoint of a step, which keeps older versions."""
+        state, redone = self.state, tuple(self._trained[from_step:])
+        self.pending, self._cursor, self._paused, self._rushed = [], state.next_index, set(), {}
+        del self._trained[from_step:]
+        older = tuple((v, digest) for v, digest in state.store.items() if v < from_step)
+        held = tuple(version for version in older if kept is None or version[0] in kept)
+        return self.tell(Resumed(from_step, held, redone))
 
     def refuse(self, request: RequestId) -> list[Action]:
         """The engine of a request fails it."""

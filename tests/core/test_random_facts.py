@@ -63,6 +63,7 @@ class RandomFacts(RuleBasedStateMachine):
     def begin(self, limits: Limits, num_prompts: int) -> None:
         self.stations = Stations(limits, num_prompts)
         self.num_joined = 0
+        self.from_step = 0  # of the last checkpoint that was gone on from
 
     @property
     def engines(self) -> list[int]:
@@ -100,6 +101,14 @@ class RandomFacts(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_engine_is_asked_to_leave(self, data: st.DataObject) -> None:
         self.stations.tell(DrainAsked(data.draw(st.sampled_from(self.engines))))
+
+    @rule(num_redone=st.integers(0, 2))
+    def everything_dies(self, num_redone: int) -> None:
+        """Also after the end."""
+        num_trained = self.stations.state.num_trained // self.stations.state.limits.batch_size
+        self.stations.die(max(self.from_step, num_trained - num_redone))
+        self.from_step = max(self.from_step, num_trained - num_redone)
+        self.num_joined = 0
 
     @precondition(has_answers)
     @rule(data=st.data())

@@ -78,6 +78,10 @@ def test_orchestrators_crash_in_many_worlds(outcomes: list[Outcome]) -> None:
     assert sum(outcome.seen["crash"] > 0 for outcome in outcomes[::3]) >= 5
 
 
+def test_everything_dies_in_many_worlds(outcomes: list[Outcome]) -> None:
+    assert sum(outcome.seen["Resumed"] > 0 for outcome in outcomes) >= 10
+
+
 @pytest.mark.parametrize("seed", range(0, NUM_SEEDS, 12))
 def test_a_seed_is_the_same_world_for_ever(outcomes: list[Outcome], seed: int) -> None:
     assert run_world(seed) == outcomes[seed]

@@ -16,7 +16,7 @@ from dora.core.state import Group, Request, State
 
 def admit(state: State) -> list[Action]:
     """Admit groups while rows are free and every open group keeps a place before its deadline."""
-    if state.next_step >= state.limits.num_steps or not state.prompts:
+    if state.next_step >= state.limits.num_steps or not state.prompts or state.is_redoing:
         return []
     orders: list[Action] = []
     size = state.limits.group_size

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dora.core.records import Chunk, GroupId, RequestId
+from dora.core.records import Chunk, GroupId, Member, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +189,19 @@ class LoadFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """All processes had died; new ones go on from the checkpoint of `from_step` trained steps.
+
+    Versions in `kept` (version, digest) are older and still in the weight store. The later steps that
+    were trained are void; `redone` are their batches, in order.
+    """
+
+    from_step: int
+    kept: tuple[tuple[int, str], ...]
+    redone: tuple[tuple[Member, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Woken:
     """The time that `next_wakeup` asked for has come."""
 
@@ -213,5 +226,6 @@ Event = (
     | Published
     | Loaded
     | LoadFailed
+    | Resumed
     | Woken
 )

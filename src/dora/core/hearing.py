@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from functools import singledispatch
 
-from dora.core import fleet
+from dora.core import fleet, resuming
 from dora.core.actions import Abort, Action, Fail, Filter, Publish, Score, Train
 from dora.core.engines import Engine
 from dora.core.events import (
@@ -111,6 +111,7 @@ for _of_fleet in (
     fleet.migration_failed,
     fleet.loaded,
     fleet.load_failed,
+    resuming.resumed,
 ):
     _hear.register(_of_fleet)
 

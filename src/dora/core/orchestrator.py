@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dora.core import admission, batching, deadlines, hearing, migration, placement, sharing, versions
 from dora.core.actions import Action, Publish
-from dora.core.events import Event
+from dora.core.events import Event, Resumed
 from dora.core.records import Limits, ProtocolError
 from dora.core.state import State
 
@@ -30,7 +30,7 @@ class Orchestrator:
         Raises ProtocolError, with the state unchanged in substance, where the fact cannot be true.
         """
         state = self._state
-        if state.stopped:
+        if state.stopped and not isinstance(event, Resumed):
             raise ProtocolError(f"{event} was told after the run had stopped")
         state.now_s = now
         return [*hearing.hear(state, event), *self._decide()]

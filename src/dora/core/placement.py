@@ -123,7 +123,7 @@ def _rows_of(state: State, version: int) -> int:
 def _requests(state: State) -> dict[int, int]:
     """R[w]: unfinished requests by version, with what the bound still admits at the newest."""
     assert state.newest is not None
-    requests = dict(state.unfinished)
+    requests = {v: num for v, num in state.unfinished.items() if v in state.store}
     num_rows = sum(e.rows for e in state.engines.values() if not e.is_leaving)
     supplement = num_admissible(state, state.newest) * state.limits.group_size
     free_rows = max(0, num_rows - sum(requests.values()))

@@ -38,6 +38,14 @@ class RequestId(NamedTuple):
         return f"{self.epoch}/{self.row}/{self.sibling}"
 
 
+class Member(NamedTuple):
+    """A group in a batch, with its position in the dataset's order, and the version it was admitted at."""
+
+    group: GroupId
+    position: int
+    version: int
+
+
 class Chunk(NamedTuple):
     """A run of tokens sampled from one version's weights; digest of the bytes that were used."""
 

@@ -90,6 +90,7 @@ class State:
     is_newest_asked: bool = False  # what engines hold may not be admitted at any more
     asked_for: tuple[int, int] | None = None  # (newest held, newest) when shares were last asked to follow
     store: dict[int, str] = field(default_factory=dict)  # published and not retired -> digest
+    redo_until: int = 0  # nothing is admitted before this version is published (again)
     # waiting of the trainer
     stall_group: GroupId | None = None
     stall_since_s: float = 0.0
@@ -206,6 +207,11 @@ class State:
         """Whether no engine decodes on the trainer's device."""
         engines = (self.engines[engine] for engine in self.colocated)
         return all(engine.is_paused or engine.is_dismissed for engine in engines)
+
+    @property
+    def is_redoing(self) -> bool:
+        """Whether steps that were trained before are to be trained again."""
+        return self.newest is None or self.newest < self.redo_until
 
     def is_pinned(self, version: int) -> bool:
         """A version is pinned while it has unfinished requests, and only then."""

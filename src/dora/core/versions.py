@@ -75,7 +75,8 @@ def dismiss(state: State) -> list[Action]:
 
 def _orphans(state: State) -> list[int]:
     """Versions with waiting requests that no engine holds or is to hold."""
-    return sorted(v for v in state.waiting if v not in state.holders and v not in state.coming)
+    lacking = (v for v in state.waiting if v not in state.holders and v not in state.coming)
+    return sorted(v for v in lacking if v in state.store)  # others are redone first
 
 
 def _stranded(state: State) -> list[int]:

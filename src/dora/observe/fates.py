@@ -10,7 +10,7 @@ import math
 from collections import Counter
 
 from dora.core.actions import Action, Admit, Fail, Filter, Stop, Train
-from dora.core.events import Event, GroupScored, PromptsFetched, RequestFinished, StepFailed, Trained
+from dora.core.events import Event, GroupScored, PromptsFetched, RequestFinished, Resumed, StepFailed, Trained
 from dora.core.records import GroupId, Limits, RequestId
 from dora.observe.samples import SampleRow
 
@@ -35,6 +35,7 @@ class Fates:
         self._batches: list[tuple[GroupId, ...]] = []  # ordered, one per step
         self._num_trained_steps = 0
         self._is_repeat_due = False  # of the step that failed last
+        self._redone: list[int] = []  # steps to be ordered again, with the batches they had
         self._end_of: dict[GroupId, str] = {}
         self._is_stopped = False
 
@@ -67,10 +68,22 @@ class Fates:
                     f"step {step} failed, the step ordered and due was {self._num_trained_steps}",
                 )
                 self._is_repeat_due = True
+            case Resumed():
+                self._resume(record)
             case Stop():
                 self._is_stopped = True
             case _:
                 pass
+
+    def _resume(self, fact: Resumed) -> None:
+        """Steps after the checkpoint are void, and due again with the batches they had."""
+        self._check(
+            fact.from_step <= self._num_trained_steps,
+            f"the run went on from step {fact.from_step} and had trained {self._num_trained_steps}",
+        )
+        self._num_trained_steps = fact.from_step
+        self._redone = [*range(fact.from_step, len(self._batches))]
+        self._is_repeat_due = self._is_stopped = False
 
     def close(self) -> None:
         """Judge what only the whole journal can tell."""
@@ -136,9 +149,14 @@ class Fates:
         step, groups = order.step, order.groups
         if self._is_repeat_due:
             self._is_repeat_due = False
-            batch = self._batches[-1] if self._batches else None
-            is_same = (step, groups) == (len(self._batches) - 1, batch)
+            due = self._num_trained_steps
+            batch = self._batches[due] if due < len(self._batches) else None
+            is_same = (step, groups) == (due, batch)
             self._check(is_same, f"step {step} repeats a failed one with another number or other groups")
+            return
+        if self._redone:
+            is_same = (step, groups) == (self._redone[0], self._batches[self._redone.pop(0)])
+            self._check(is_same, f"step {step} redoes a void one with another number or other groups")
             return
         self._check(step == len(self._batches), f"step {step} was ordered, the next was {len(self._batches)}")
         size = self._limits.batch_size

@@ -20,6 +20,7 @@ from dora.core.events import (
     RequestFailed,
     RequestFinished,
     RequestsAborted,
+    Resumed,
 )
 from dora.core.records import GroupId, RequestId
 from dora.observe.samples import SampleRow
@@ -34,6 +35,8 @@ class Provenance:
         self.versions: set[int] = set()  # that trajectories were sampled from
         self._samples = samples
         self._published: dict[int, str] = {}
+        self._redone: set[int] = set()  # published before a resume, and due again
+        self._resumed_from = -1
         self._admitted: dict[GroupId, int] = {}
         self._held: dict[int, set[int]] = {}
         self._given: dict[RequestId, int] = {}  # -> the engine that generates it
@@ -70,15 +73,41 @@ class Provenance:
             case RequestsAborted(_, requests):
                 for request in requests:
                     self._given.pop(request, None)
-            case Published(version, digest):
-                self._check(version not in self._published, f"version {version} is published twice")
-                self._published.setdefault(version, digest)
+            case Published():
+                self._publish(record)
+            case Resumed():
+                self._resume(record)
             case Loaded():
                 self._loaded(record)
             case RequestFinished():
                 self._finished(record)
             case _:
                 pass
+
+    def _publish(self, fact: Published) -> None:
+        """Once; after `Resumed` the steps that are redone may round differently, the checkpoint may not."""
+        version, digest = fact.version, fact.digest
+        before = self._published.get(version, digest)
+        is_due = version not in self._published or version in self._redone
+        self._check(is_due, f"version {version} is published twice")
+        self._check(
+            before == digest or version > self._resumed_from,
+            f"version {version} was published as {before}, and after a resume as {digest}",
+        )
+        self._redone.discard(version)
+        if is_due:
+            self._published[version] = digest
+
+    def _resume(self, fact: Resumed) -> None:
+        """Every engine is gone; the versions that were kept are those that were published."""
+        self._held.clear()
+        self._given.clear()
+        self._moving.clear()
+        self._resumed_from = fact.from_step
+        self._redone = {version for version in self._published if version >= fact.from_step}
+        for version, digest in fact.kept:
+            published = self._published.get(version)
+            self._check(digest == published, f"version {version} is kept as {digest}, was {published}")
 
     def _check(self, condition: bool, sentence: str) -> None:
         if not condition:

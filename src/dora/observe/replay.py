@@ -47,7 +47,7 @@ def first_difference(journal: RecordedRun) -> Difference | None:
     """Tell a fresh orchestrator the recorded facts at their times and compare what it orders."""
     core = Orchestrator(journal.limits)
     seq = 0
-    for fact, orders in _turns(journal.lines):
+    for fact, orders in turns(journal.lines):
         try:
             replayed = _answer(core, fact, orders)
         except ProtocolError as error:
@@ -68,7 +68,7 @@ def _answer(core: Orchestrator, fact: Line | None, orders: Sequence[Line]) -> li
     return core.handle(fact.record, fact.t_s)
 
 
-def _turns(lines: Sequence[Line]) -> Iterator[Turn]:
+def turns(lines: Sequence[Line]) -> Iterator[Turn]:
     """Each fact with the orders it caused; the first turn has no fact, it is the start."""
     fact: Line | None = None
     orders: list[Line] = []

@@ -46,6 +46,7 @@ def table(run: Path) -> Table:
             "trainer idle",
             f"{s['trainer_idle_ratio']:.1%}, of it {s['stall_s']:.1f} s for a group at its deadline",
         ),
+        ("trainer and engines", _mismatch(s["mismatch_max"])),
         ("orchestration", f"{s['orchestration_share']:.2%} of the wall time"),
         ("guarantees", ", ".join(f"{c.upper()} {'kept' if s[c] else 'BROKEN'}" for c in ("c1", "c2", "c3"))),
     ]
@@ -63,6 +64,12 @@ def _held_out(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("held out, sampled", f"{_number(s['eval_before'])} -> {_number(s['eval_after'])}"),
         ("held out, greedy", f"{_number(s['eval_greedy_before'])} -> {_number(s['eval_greedy_after'])}"),
     ]
+
+
+def _mismatch(largest: float | None) -> str:
+    if largest is None:
+        return "log-probs of the same weights were not compared"
+    return f"log-probs of the same weights are {f'at most {largest:.1e} apart' if largest else 'equal'}"
 
 
 def _moves(s: dict[str, Any]) -> str:

@@ -32,6 +32,7 @@ from dora.core.events import (
     RequestFailed,
     RequestFinished,
     RequestsAborted,
+    Resumed,
     StepFailed,
     Trained,
 )
@@ -126,6 +127,9 @@ class _Life:
             case EngineLost(engine, reason) if self._engine is not None and engine == self._engine:
                 self._engine, self.standing = None, "pending: it waits for a row"
                 return f"engine {engine} was lost ({reason}); it begins again"
+            case Resumed() if self._engine is not None:
+                self._engine, self.standing = None, "pending: it waits for a row"
+                return "the run was resumed; it begins again"
             case RequestFinished(engine, finished, _, num_tokens, _, reason) if finished == request:
                 self._engine, self.standing = None, "pending: its group is not scored"
                 return f"finished on engine {engine}: {num_tokens} tokens, {reason}"
@@ -166,6 +170,11 @@ class _Life:
                 return f"training of step {step} begins, on it with staleness {step - self._version}"
             case StepFailed(step, reason) if step == self._step:
                 return f"step {step} failed ({reason}) and changed nothing; it is repeated"
+            case Resumed(from_step) if (
+                self._step is not None and from_step <= self._step and not self.standing
+            ):
+                self.standing = f"pending: step {self._step} is not trained"
+                return f"the run was resumed after {from_step} steps; step {self._step} is redone"
             case Trained(step) if step == self._step:
                 return self._end(self._group, f"trained in step {step}")
             case _:

@@ -50,6 +50,7 @@ from dora.core.events import (
     RequestFailed,
     RequestFinished,
     RequestsAborted,
+    Resumed,
     StepFailed,
     Trained,
 )
@@ -81,6 +82,7 @@ class Ledger:
         self.num_trained_steps = 0
         self.training: Train | None = None
         self.failed_step: Train | None = None  # to be repeated as it was
+        self.redo_until = 0  # version that is published again before anything is admitted
         self.max_seen_staleness = 0
 
     def hear(self, event: Event) -> None:
@@ -132,6 +134,14 @@ class Ledger:
         self.training = None
         self.num_trained_steps += 1
 
+    def _resumed(self, fact: Resumed) -> None:
+        """Steps after the checkpoint are trained again, with the groups that ended in them."""
+        self.seats.lose_all()
+        self.redo_until = max({self.redo_until, *self.store})
+        self.store = {version for version, _ in fact.kept}
+        self.num_trained_steps = fact.from_step
+        self.training = self.failed_step = None
+
     def _step_failed(self, fact: StepFailed) -> None:
         self.training, self.failed_step = None, self.training
 
@@ -141,6 +151,9 @@ class Ledger:
         group, version, limits = order.group, order.version, self.limits
         require(group not in self.version_of, f"C2: {group} admitted twice")
         require(order.index == self.next_index, f"C2: dataset gap before {group}")
+        require(
+            self.redo_until in {0, *self.store} or max(self.store) > self.redo_until, f"{group} in a redo"
+        )
         require(self.seats.copies[version] > 0, f"{group} at a version nobody holds")
         self.version_of[group], self.next_index = version, order.index + 1
         self.unfinished[group] = limits.group_size
@@ -289,6 +302,7 @@ _FACTS: dict[type, Note] = {
     GroupScored: Ledger._score_group,
     Trained: Ledger._trained,
     StepFailed: Ledger._step_failed,
+    Resumed: Ledger._resumed,
     Published: lambda ledger, fact: ledger.store.add(fact.version),
     Loaded: lambda ledger, fact: ledger.seats.loaded(fact),
     LoadFailed: lambda ledger, fact: ledger.seats.load_failed(fact),

@@ -22,6 +22,7 @@ class Faults:
     share_returning: float = 1.0  # of lost engines
     drain_interval_s: float | None = None  # mean time between the wishes that an engine leave
     crash_every: int | None = None  # facts between crashes of the orchestrator
+    die_every: int | None = None  # facts between deaths of everything
     share_loads_failed: float = 0.0
     share_loads_slow: float = 0.0
     share_moves_failed: float = 0.0
@@ -36,9 +37,10 @@ def draw_faults(rng: Random, unit_s: float) -> dict[str, Any]:
     `unit_s` is the usual time of an answer.
     """
     crash_every = rng.choice((None, None, None, 70, 150, 200))
+    die_every = Random(f"deaths {crash_every} {unit_s}").choice((None, None, 41, 90))  # other draws stay
     calm = {"share_failed": 0.0, "share_refused": 0.0, "loss_interval_s": None, "return_s": 1.0}
     if rng.random() < 0.3:
-        return calm | {"faults": Faults(crash_every=crash_every)}
+        return calm | {"faults": Faults(crash_every=crash_every, die_every=die_every)}
     return {
         "share_failed": rng.choice((0.0, 0.0, 0.1, 0.3)),
         "share_refused": rng.choice((0.0, 0.02, 0.05, 0.1)),
@@ -50,6 +52,7 @@ def draw_faults(rng: Random, unit_s: float) -> dict[str, Any]:
             share_returning=rng.choice((1.0, 1.0, 0.5)),
             drain_interval_s=rng.choice((None, None, 2 * unit_s, 10 * unit_s)),
             crash_every=crash_every,
+            die_every=die_every,
             share_loads_failed=rng.choice((0.0, 0.1, 0.5)),
             share_loads_slow=rng.choice((0.0, 0.2)),
             share_moves_failed=rng.choice((0.0, 0.2, 0.6)),

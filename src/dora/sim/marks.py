@@ -22,6 +22,7 @@ from dora.core.events import (
     MigrationFailed,
     Progressed,
     RequestFinished,
+    Resumed,
 )
 from dora.core.state import State
 from dora.sim.checker import Ledger
@@ -61,6 +62,8 @@ MARKS = (
     "pause: a step waits for it",
     "progress: KV above the watermark",
     "request: finished before it could be given up",
+    "resume: requests wait for a version to be redone",
+    "resume: with batches that were complete",
     "rush: begun",
     "rush: lifted",
     "train: repeated",
@@ -85,6 +88,7 @@ class Marks:
             MigrationFailed: self._move_failed,
             Progressed: self._progressed,
             RequestFinished: self._finished,
+            Resumed: self._resumed,
         }
         self._of_order: dict[type, Callable[[Any], None]] = {
             Admit: self._admit,
@@ -173,6 +177,14 @@ class Marks:
     def _finished(self, fact: RequestFinished) -> None:
         if fact.request in self._seats.aborting:
             self._mark("request: finished before it could be given up")
+
+    def _resumed(self, fact: Resumed) -> None:
+        ledger = self._ledger
+        self._newest_of.clear()
+        if any(count and version > fact.from_step for version, count in ledger.pins.items()):
+            self._mark("resume: requests wait for a version to be redone")
+        if ledger.next_step > ledger.num_trained_steps:
+            self._mark("resume: with batches that were complete")
 
     # orders
 

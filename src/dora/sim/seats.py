@@ -93,6 +93,13 @@ class Seats:
             self.tokens.pop(request, None)
             self.aborting.discard(request)
 
+    def lose_all(self) -> None:
+        """Everything died."""
+        for known in (self.engines, self.owner, self.moving, self.copies, self.tokens):
+            known.clear()
+        for requests in (self.aborting, self.begun, self.arrived_dead):
+            requests.clear()
+
     def leave(self, fact: EngineLeft) -> None:
         engine = self.engines.pop(fact.engine)
         require(engine.is_dismissed, f"engine {engine.id} left without being dismissed")

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 from dora.core import invariants, snapshot
 from dora.core.actions import Action
-from dora.core.events import Event, Progressed, Woken
+from dora.core.events import Event, Progressed, Trained, Woken
 from dora.core.orchestrator import Orchestrator
 from dora.core.records import ProtocolError
 from dora.sim.checker import Ledger, Violation
+from dora.sim.deaths import Deaths
 from dora.sim.marks import Marks
 from dora.sim.models import WorldConfig, draw_config
 from dora.sim.world import Deadlock, World
@@ -67,6 +68,7 @@ class Run:
         self._last_progress_s = 0.0
         self._dead: Orchestrator | None = None  # crashed lately; hears on, to be compared
         self._num_compared = 0
+        self._deaths = Deaths(seed, config.faults.die_every)
 
     def live(self) -> None:
         """Until the core is done. Raises what a checker finds."""
@@ -78,10 +80,12 @@ class Run:
                 return self.ledger.close()
             if self.outcome.num_events % RECOUNT_EVERY == 0:
                 self._recount()
-            event = world.next_fact(self.core.next_wakeup()) or Woken()
+            event = self._death() or world.next_fact(self.core.next_wakeup()) or Woken()
             self._check_progress(event)
             self.marks.hear(event)
             self.ledger.hear(event)
+            if isinstance(event, Trained):
+                self._deaths.note(event, self.core.snapshot())
             orders = self.core.handle(event, world.now)
             if self._dead is not None:
                 self._compare(self._dead, event, orders)
@@ -116,6 +120,14 @@ class Run:
             raise Deadlock("nothing but waking up and reporting happens any more")
         if self.outcome.num_events > MAX_EVENTS:
             raise Deadlock("it runs in circles")
+
+    def _death(self) -> Event | None:
+        """Everything dies, and goes on with this fact."""
+        if self.world.luck.is_healed or not self._deaths.is_due(self.outcome.num_events):
+            return None
+        state, self._dead = self.core.snapshot(), None
+        self.world.die(state.next_index)
+        return self._deaths.resume(state)
 
     def _crash(self) -> None:
         """The orchestrator dies and another goes on from what was written of its state."""
@@ -170,6 +182,7 @@ def main(num_seeds: int, as_json: bool, first_seed: int = 0) -> int:
         "migrations_failed": seen["MigrationFailed"],
         "steps_repeated": seen["StepFailed"],
         "crashes": seen["crash"],
+        "deaths": seen["Resumed"],
         "drains": seen["EngineLeft"],
         "cpu_s": round(time.process_time() - began_s, 2),
     }

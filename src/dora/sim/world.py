@@ -63,10 +63,22 @@ class World:
             Train: self._train,
             Publish: self._publish,
         }
+        self._begin()
+
+    def _begin(self) -> None:
+        config = self.config
         for kind in range(len(config.engines)):
             self._plan_join(kind, config.late_s[kind] if config.late_s else self.rng.uniform(0.0, 0.1))
         self._plan_mishap(config.loss_interval_s, self._lose_some)
         self._plan_mishap(config.faults.drain_interval_s, self._ask_drain)
+
+    def die(self, cursor: int) -> None:
+        """Nothing is left of all stations; new ones start, and the dataset goes on at `cursor`."""
+        self._heap.clear()
+        self.due.clear()
+        self.truth = Truth()
+        self._cursor, self._num_coming, self._next_engine = cursor, 0, 0
+        self._begin()
 
     def perform(self, order: Action) -> None:
         """Orders that only the ledger carries out (admit, commit, ...) need nothing here."""

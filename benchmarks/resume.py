@@ -1,0 +1,218 @@
+"""Kill everything at random instants and resume, again and again: what is lost, and what it costs.
+
+Runs of a small task, whose driver and workers all get SIGKILL at the same moment, chosen by how much
+is recorded and a little chance. After each kill the record is audited and replayed, and the run goes
+on; after its end, over all its lives, every group must be trained once and every sample that was scored
+must be there as it was. Violations make the exit code 1. --kills N sets how many; --quick is 3.
+
+recovery_s is the time from `dora train --resume` to the first fact of the new life; most of it is the
+start of processes, which a new run needs too. redone_tokens were trained before, after the last
+checkpoint; regenerated_tokens are those of unfinished answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from report import Row, parse_options, publish
+
+from dora.observe import audit, replay
+from dora.observe.journal import read_journal
+
+MODEL = Path(__file__).parent.parent / "examples" / "gcd-start"
+CONFIG = """
+[run]
+steps = {steps}
+seed = {seed}
+[model]
+path = "{model}"
+[data]
+path = "gcd"
+max_prompt_length = 8
+[sampling]
+group_size = 4
+max_response_length = 60
+[engine]
+kernels = "eager"
+num_engines = 2
+max_rows = 8
+pace = "5ms"
+[reward]
+function = "dora.rewards.gcd:reward"
+[trainer]
+batch_size = 4
+lr = 1e-4
+save_freq = 5
+[orchestrator]
+max_staleness = 3
+"""
+COMMAND = (sys.executable, "-c", "from dora.cli import main; main()", "train")
+STEPS_PER_KILL = 4
+MAX_LINES = 160  # recorded in one life before it is killed
+POLL_S = 0.002
+PATIENCE_S = 300.0
+Sample = tuple[object, ...]
+
+
+class Life:
+    """One process group of a run."""
+
+    def __init__(self, out: Path, arguments: list[str | Path]) -> None:
+        self._out = out
+        self._journal = out / "journal.jsonl"
+        self._num_before = num_lines(self._journal)
+        self._started_s = time.monotonic()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        self._log = (out.parent / "log.txt").open("w+")
+        self.process = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def wait_for_lines(self, count: int) -> float | None:
+        """Seconds until so many more lines are recorded; None if it ended before."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while num_lines(self._journal) < self._num_before + count:
+            if self.process.poll() is not None:
+                return None
+            if time.monotonic() > deadline_s:
+                self.kill()
+                raise SystemExit(f"nothing happens in {self._out}: {self.log()}")
+            time.sleep(POLL_S)
+        return time.monotonic() - self._started_s
+
+    def kill(self) -> None:
+        """Driver and workers, all at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def samples(out: Path) -> dict[tuple[str, int], Sample]:
+    """(group, sibling) -> tokens, log-probs, version and reward of all that were scored."""
+    query = (
+        "select group_id, sibling, token_ids, logprobs, version, reward from samples where reward not null"
+    )
+    with sqlite3.connect(out / "samples.sqlite") as db:
+        return {(group, sibling): tuple(rest) for group, sibling, *rest in db.execute(query)}
+
+
+class Trial:
+    """One run, killed so many times."""
+
+    def __init__(self, folder: Path, seed: int, num_kills: int) -> None:
+        self.num_kills = 0
+        self.findings: list[str] = []
+        self.recoveries_s: list[float] = []
+        self.summary: dict[str, Any] = {}
+        self.torn = 0
+        self._rng = random.Random(seed)
+        self._out = folder / "run"
+        self._scored: dict[tuple[str, int], Sample] = {}
+        config = folder / "task.toml"
+        config.write_text(CONFIG.format(steps=STEPS_PER_KILL * num_kills, seed=seed, model=MODEL.resolve()))
+        arguments: list[str | Path] = [config, "--out", self._out]
+        while self._live(arguments, is_last=self.num_kills == num_kills):
+            arguments = ["--resume", self._out]
+        self._judge()
+
+    def _live(self, arguments: list[str | Path], *, is_last: bool) -> bool:
+        """One life; whether it was killed."""
+        life = Life(self._out, arguments)
+        began_s = life.wait_for_lines(1)
+        if self.num_kills and began_s is not None:
+            self.recoveries_s.append(began_s)
+        if is_last or life.wait_for_lines(self._rng.randrange(1, MAX_LINES)) is None:
+            if life.process.wait(PATIENCE_S):
+                self.findings.append(f"ended with {life.process.returncode}: {life.log()}")
+            return False
+        time.sleep(self._rng.random() * 0.01)
+        life.kill()
+        self.num_kills += 1
+        self._look()
+        return True
+
+    def _look(self) -> None:
+        """After a kill: the record is right as far as it goes, and what was scored is still there."""
+        self.findings += audit.check(self._out).findings
+        journal = read_journal(self._out)
+        self.torn += journal.is_torn
+        difference = replay.first_difference(journal)
+        if difference is not None and difference.seq < len(journal.lines):
+            self.findings.append(f"replay: {difference}")
+        found = samples(self._out)
+        lost = [key for key, sample in self._scored.items() if found.get(key) != sample]
+        self.findings += [f"sample {key} was scored and is lost or changed" for key in lost]
+        self._scored = found
+
+    def _judge(self) -> None:
+        """After the end: everything was trained once."""
+        self._look()
+        self.summary = json.loads((self._out / "summary.json").read_text())
+        counts = audit.check(self._out).counts
+        if (counts.pending, counts.trained) != (0, counts.admitted):
+            self.findings.append(f"{counts}")
+
+
+def read_num_kills() -> int:
+    """Take `--kills N` from the command line, and leave the options that all benchmarks have."""
+    if "--kills" not in sys.argv:
+        return 3 if "--quick" in sys.argv else 50
+    at = sys.argv.index("--kills")
+    _, number = sys.argv[at : at + 2]
+    del sys.argv[at : at + 2]
+    return int(number)
+
+
+def main() -> None:
+    num_left, kills_per_run = read_num_kills(), 10
+    options = parse_options(__doc__ or "")
+    rows: list[Row] = []
+    total: Counter[str] = Counter()
+    recoveries_s: list[float] = []
+    while num_left > 0:
+        with tempfile.TemporaryDirectory() as folder:
+            trial = Trial(Path(folder), len(rows), min(kills_per_run, num_left))
+        s = trial.summary
+        keys = ("steps", "redone_steps", "trained_tokens", "redone_tokens", "regenerated_tokens")
+        row: Row = {"seed": len(rows), "kills": trial.num_kills, **{key: s[key] for key in keys}}
+        row |= {"torn_lines": trial.torn, "violations": len(trial.findings)}  # type: ignore[operator]
+        rows.append(row)
+        total.update({key: value for key, value in row.items() if isinstance(value, int) and key != "seed"})
+        recoveries_s += trial.recoveries_s
+        num_left -= max(1, trial.num_kills)
+        for finding in trial.findings:
+            print(f"seed {len(rows) - 1}: {finding}")
+        print(f"run {len(rows)}: {trial.num_kills} kills, {len(trial.findings)} violations", flush=True)
+    ratios = {name: float(num) for name, num in total.items()}
+    ratios["recovery_s_p50"] = statistics.median(recoveries_s)
+    ratios["recovery_s_max"] = max(recoveries_s)
+    ratios["redone_over_trained_tokens"] = total["redone_tokens"] / total["trained_tokens"]
+    publish(options, rows, ratios)
+    sys.exit(1 if total["violations"] else 0)
+
+
+if __name__ == "__main__":
+    main()

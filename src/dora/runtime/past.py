@@ -1,0 +1,239 @@
+"""What a run left behind, read again: everything as it stood when its processes died.
+
+The journal is the state: its facts, told again to a fresh orchestrator and meter, give it back. A
+checkpoint says where the trainer goes on; the steps recorded after it are to be redone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dora.core import snapshot
+from dora.core.actions import Action, Commit, Fail, Filter, Train
+from dora.core.events import Event, GroupScored, Published, RequestFinished, Resumed, Trained
+from dora.core.records import GroupId, Member, ProtocolError, RequestId
+from dora.core.state import State
+from dora.errors import InputError
+from dora.observe.journal import FILE_NAME, Line, RecordedRun
+from dora.observe.replay import turns
+from dora.runtime.meter import Meter, TimedOrchestrator
+from dora.runtime.plan import Plan
+from dora.runtime.telling import Teller
+from dora.runtime.travels import Travels
+from dora.stream.samples import SampleStore
+from dora.trainer.checkpoint import VERSIONS, whole_checkpoints
+from dora.weights.store import WeightStore
+
+SAMPLES = "samples.sqlite"
+NUM_COMPARED = 1000  # prompts, with the dataset
+CORE = "core.json"  # of a checkpoint: what the orchestrator knew, and how much of the journal that was
+
+
+@dataclass(frozen=True)
+class Past:
+    """A run at its death, and the fact with which it goes on."""
+
+    core: TimedOrchestrator
+    meter: Meter
+    teller: Teller
+    samples: SampleStore
+    resumed: Resumed
+    checkpoint: Path | None  # None: the start
+    digest: str | None  # of the version to go on from, if it was published
+    seq: int  # lines in the journal
+    now_s: float  # of the last one
+    unrecorded: list[Action]  # orders of the last fact that were not written any more
+
+    def restore_versions(self, store: WeightStore) -> dict[int, str]:
+        """Put the older versions that are still needed into the store; their digests. Raises InputError."""
+        for version, digest in self.resumed.kept:
+            assert self.checkpoint is not None
+            path = self.checkpoint / VERSIONS / f"{version}.f32"
+            if store.adopt(version, path) != digest:
+                store.close()
+                raise InputError(f"{path} is damaged: remove {self.checkpoint} to go on from the one before")
+        return dict(self.resumed.kept)
+
+
+def read_past(plan: Plan, journal: RecordedRun, samples: SampleStore) -> Past:
+    """Raises InputError where the files do not fit each other, the configuration or this version."""
+    lines = journal.lines
+    _check_prompts(plan, samples)
+    step, checkpoint = _newest_checkpoint(plan.out, len(lines))
+    voided = _voided(lines, step)
+    told = _Told(plan, samples, voided, checkpoint)
+    for fact, orders in turns(lines):
+        told.tell(fact, orders)
+    records = [*((seq, record) for seq, _, record in lines), *((-1, order) for order in told.unrecorded)]
+    _settle(samples, records, voided)
+    resumed = told.resumed(step, checkpoint)
+    _restore(plan, told.core.snapshot(), resumed, told.teller, samples)
+    digests = [r.digest for _, _, r in lines if isinstance(r, Published) and r.version == step]
+    return Past(
+        core=told.core,
+        meter=told.meter,
+        teller=told.teller,
+        samples=samples,
+        resumed=resumed,
+        checkpoint=checkpoint,
+        digest=digests[-1] if digests else None,
+        seq=len(lines),
+        now_s=lines[-1].t_s,
+        unrecorded=told.unrecorded,
+    )
+
+
+class _Told:
+    """Tells a fresh orchestrator and a fresh meter what is recorded."""
+
+    def __init__(self, plan: Plan, samples: SampleStore, voided: set[int], checkpoint: Path | None) -> None:
+        self.core = TimedOrchestrator(plan.limits)
+        self.teller = Teller(plan, samples)
+        self.meter = Meter(plan.limits, self.teller, Travels(lambda group: len(plan.prompt_ids(group))))
+        self.unrecorded: list[Action] = []
+        self._num_told = 0  # lines
+        self._journal, self._voided, self._checkpoint = plan.out / FILE_NAME, voided, checkpoint
+        self._members: dict[int, tuple[Member, ...]] = {}  # step -> its batch, as last trained
+        self._saved: dict[str, Any] = json.loads((checkpoint / CORE).read_text()) if checkpoint else {}
+
+    def tell(self, fact: Line | None, orders: Sequence[Line]) -> None:
+        """One recorded fact with its orders; the last one may lack some."""
+        if self.unrecorded:
+            self._differ(self._num_told)
+        first = fact or orders[0]
+        event, state = None if fact is None else fact.record, self.core.snapshot()
+        assert not isinstance(event, Action)
+        if isinstance(event, Trained):
+            batch = [state.groups[group] for group in state.batches.get(event.step, ())]
+            self._members[event.step] = tuple(Member(g.id, g.index, g.version) for g in batch)
+        try:
+            given = self.core.start(first.t_s) if event is None else self.core.handle(event, first.t_s)
+        except ProtocolError as error:
+            raise InputError(f"{self._journal}, line {first.seq + 2}: {error}") from error
+        recorded = [line.record for line in orders]
+        if recorded != given[: len(recorded)]:
+            self._differ(first.seq)
+        self.unrecorded = given[len(recorded) :]
+        self._num_told += len(orders) + (fact is not None)
+        self._measure(first, event, given)
+        if self._num_told == self._saved.get("seq"):
+            self._compare()
+
+    def resumed(self, step: int, checkpoint: Path | None) -> Resumed:
+        """The fact with which the run goes on from a checkpoint."""
+        state = self.core.snapshot()
+        files = {int(p.stem): p for p in (checkpoint / VERSIONS).glob("*.f32")} if checkpoint else {}
+        kept = tuple((v, digest) for v, digest in sorted(state.store.items()) if v < step and v in files)
+        num_trained = state.num_trained // state.limits.batch_size
+        return Resumed(step, kept, tuple(self._members[k] for k in range(step, num_trained)))
+
+    def _measure(self, line: Line, event: Event | None, orders: Sequence[Action]) -> None:
+        """Steps that are redone are counted once, and measured when they are redone."""
+        teller, meter = self.teller, self.meter
+        is_void = line.seq in self._voided
+        match event:
+            case None:
+                meter.start(line.t_s)
+            case RequestFinished(_, request, _, num_tokens):
+                teller.num_tokens[request.group] = teller.num_tokens.get(request.group, 0) + num_tokens
+            case GroupScored(group, rewards):
+                teller.rewards[group] = rewards
+            case Trained(step) if is_void:
+                meter.redone_steps += 1
+                meter.redone_tokens += sum(teller.num_tokens[m.group] for m in self._members[step])
+            case Trained(step):
+                teller.step_metrics.append((step, {}))
+            case _:
+                pass
+        meter.hear(line.t_s, None if is_void else event, orders, self.core.snapshot())
+
+    def _differ(self, seq: int) -> None:
+        raise InputError(
+            f"{self._journal}: this version of DORA does not order what is recorded from line {seq + 2} on, "
+            "so it cannot go on; use the version that wrote it"
+        )
+
+    def _compare(self) -> None:
+        """A checkpoint keeps what the orchestrator knew: here it must know the same."""
+        known = json.loads(json.dumps(snapshot.to_json(self.core.snapshot())))
+        if known != self._saved["state"]:
+            raise InputError(f"{self._checkpoint} is not a checkpoint of this run's record; remove it")
+
+
+def _newest_checkpoint(out: Path, num_lines: int) -> tuple[int, Path | None]:
+    """Step and folder of the newest whole checkpoint that the journal knows of; else the start."""
+    for step, folder in whole_checkpoints(out / "checkpoints").items():
+        if json.loads((folder / CORE).read_text())["seq"] <= num_lines:
+            return step, folder
+    return 0, None
+
+
+def _voided(lines: Sequence[Line], from_step: int) -> set[int]:
+    """Lines of steps trained before the run went on from a checkpoint before them."""
+    found: set[int] = set()
+    for line in reversed(lines):
+        if isinstance(line.record, Resumed):
+            from_step = min(from_step, line.record.from_step)
+        elif isinstance(line.record, Trained) and line.record.step >= from_step:
+            found.add(line.seq)
+    return found
+
+
+def _check_prompts(plan: Plan, samples: SampleStore) -> None:
+    """Raises InputError where a dataset row is not what it was."""
+    for group, prompt_ids in samples.prompts(NUM_COMPARED):
+        if prompt_ids != plan.prompt_ids(group):
+            raise InputError(
+                f"data.path = {plan.config.data.path!r}: row {group.row} is not what it was when the run "
+                "began; put the old prompts back"
+            )
+
+
+def _settle(samples: SampleStore, records: Sequence[tuple[int, Event | Action]], voided: set[int]) -> None:
+    """Have the store say of each sample what the journal says: it may be a moment ahead or behind."""
+    told: set[RequestId] = set()
+    ends: dict[GroupId, tuple[str, int | None]] = {}
+    batch: tuple[GroupId, ...] = ()
+    for seq, record in records:
+        match record:
+            case RequestFinished(_, request):
+                told.add(request)
+            case Filter(group, reason):
+                ends[group] = (f"filtered: {reason}", None)
+            case Fail(group, reason):
+                ends[group] = (f"failed: {reason}", None)
+            case Commit(group):
+                ends[group] = ("committed", None)
+            case Train(_, groups):
+                batch = groups
+            case Trained(step):
+                ends |= dict.fromkeys(batch, ("committed", None) if seq in voided else ("trained", step))
+            case _:
+                pass
+    for request, *said in samples.states():
+        if request not in told:
+            samples.forget(request)
+        elif (end := ends.get(request.group)) is not None and end != tuple(said):
+            samples.mark([request.group], *end)
+    samples.commit()
+
+
+def _restore(plan: Plan, state: State, resumed: Resumed, teller: Teller, samples: SampleStore) -> None:
+    """Hand the answers of unscored groups to the teller. Raises InputError if some are not there."""
+    size = plan.limits.group_size
+    expected = {member.group: [*range(size)] for batch in resumed.redone for member in batch}
+    for group in state.groups.values():
+        expected[group.id] = [k for k in range(size) if RequestId(*group.id, k) not in group.unfinished]
+    for name, siblings in expected.items():
+        answers = samples.finished(name)
+        if [answer.sibling for answer in answers] != siblings:
+            raise InputError(
+                f"{plan.out / SAMPLES} lacks answers of group {name} that the journal knows of; a loss of "
+                "power does that without journal.fsync = true, and such a run cannot go on"
+            )
+        if name in state.groups:
+            teller.restore(name, state.groups[name].scored, answers, size)

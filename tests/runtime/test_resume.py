@@ -1,0 +1,200 @@
+"""A run whose processes all die at once goes on: nothing is lost, doubled or too old in all its lives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.runtime.running import Ended, Run, dora, journal, metrics, summary, wait_until_gone
+
+from dora.errors import InputError
+from dora.runtime.run import resume
+
+STEPS, BATCH_SIZE = 6, 2
+CHANGES: dict[str, object] = {"run__steps": STEPS, "trainer__save_freq": 2, "trainer__keep_last": 1}
+
+
+class Life:
+    """A run of the tiny task that can be killed as a whole, and gone on with."""
+
+    def __init__(self, task: Path, out: Path) -> None:
+        self.task, self.out = task, out
+        self.runs: list[Run] = []
+
+    def begin(self, **changes: object) -> Run:
+        self.runs.append(Run(self.task, self.out, **{**CHANGES, **changes}))  # type: ignore[arg-type]
+        return self.runs[-1]
+
+    def go_on(self, **changes: object) -> Run:
+        self.runs.append(Run(None, self.out, **changes))  # type: ignore[arg-type]
+        return self.runs[-1]
+
+    def kill_after(self, run: Run, num_lines: int) -> None:
+        """Kill driver and workers in the same instant, once so many more facts and orders are recorded."""
+        begun = len(journal(self.out))
+        run.wait_until(lambda: len(journal(self.out)) >= begun + num_lines, f"{num_lines} more lines")
+        workers = run.workers()
+        os.killpg(run.pid, signal.SIGKILL)
+        run.end()
+        assert wait_until_gone(workers, 2.0) == []
+
+    def samples(self) -> dict[tuple[str, int], tuple[object, ...]]:
+        """(group, sibling) -> tokens, reward and end."""
+        with sqlite3.connect(self.out / "samples.sqlite") as db:
+            rows = db.execute(
+                "select group_id, sibling, token_ids, reward, version, state, trained_step from samples"
+            )
+            return {(group, sibling): tuple(rest) for group, sibling, *rest in rows}
+
+
+@pytest.fixture
+def life(task: Path, tmp_path: Path) -> Iterator[Life]:
+    made = Life(task, tmp_path / "run")
+    yield made
+    for run in made.runs:
+        run.kill_all()
+
+
+def check_union(out: Path, ended: Ended) -> None:
+    """All guarantees over all lives, and the end reached."""
+    assert (ended.code, ended.err) == (0, ""), ended
+    audit, replay = dora("audit", out), dora("replay", out)
+    assert (audit.code, replay.code) == (0, 0), audit.out + replay.out
+    num = STEPS * BATCH_SIZE
+    assert f"{num} groups admitted = {num} trained + 0 filtered + 0 failed + 0 pending" in audit.out
+    s = summary(out)
+    assert (s["steps"], s["trained_groups"], s["pending_groups"]) == (STEPS, num, 0)
+    assert s["trained_samples"] == 2 * num == sum(s["staleness_histogram"].values())
+    assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
+    assert [line["step"] for line in metrics(out)] == list(range(STEPS))
+    assert (out / "checkpoints" / f"step-{STEPS}" / "model.safetensors").is_file()
+
+
+def test_a_run_that_was_killed_three_times_comes_to_its_end(life: Life) -> None:
+    """With half a line in its journal once, and half a checkpoint another time."""
+    life.kill_after(life.begin(), 40)
+    scored = {key: row for key, row in life.samples().items() if row[1] is not None}
+    path = life.out / "journal.jsonl"
+    *whole, last = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole) + last[:9])
+
+    run = life.go_on(trainer__keep_last=3)
+    run.wait_until((life.out / "checkpoints" / "step-4").is_dir, "two checkpoints")
+    life.kill_after(run, 1)
+    checkpoints = life.out / "checkpoints"
+    (checkpoints / "step-4" / "optimizer.pt").write_bytes(b"half")
+    (checkpoints / "step-5.draft").mkdir()
+
+    run = life.go_on()
+    life.kill_after(run, 20)
+    assert f"resumed at {checkpoints / 'step-2'}: 2 steps are trained" in run.end().out
+    check_union(life.out, life.go_on().end())
+    after = life.samples()
+    assert {key: after[key][:3] for key in scored} == {key: row[:3] for key, row in scored.items()}
+    assert {row[3] for row in after.values()} == {"trained"}
+    assert sorted(found.name for found in checkpoints.iterdir()) == ["step-6"]
+    check_redone(life.out)
+
+
+def check_redone(out: Path) -> None:
+    """Steps that were redone are counted, and gave the same weights."""
+    lines = journal(out)
+    redone = [len(line["redone"]) for line in lines if line["kind"] == "resumed"]
+    assert (len(redone), sum(redone)) == (summary(out)["lives"] - 1, summary(out)["redone_steps"])
+    assert max(redone) > 0
+    digests: dict[int, set[str]] = {}
+    for line in lines:
+        if line["kind"] == "published":
+            digests.setdefault(line["version"], set()).add(line["digest"])
+    assert [len(found) for found in digests.values()] == [1] * (STEPS + 1)
+
+
+def test_requests_that_begin_again_get_the_tokens_they_would_have_got(life: Life, task: Path) -> None:
+    """With one version nothing else can change them."""
+    one = {"run__steps": 1, "trainer__batch_size": 6, "orchestrator__max_staleness": 0}
+    life.kill_after(life.begin(**one), 24)
+    assert life.go_on().end().code == 0
+    calm = Life(task, life.out.with_name("calm"))
+    assert calm.begin(**one).end().code == 0
+    assert {k: row[0] for k, row in life.samples().items()} == {
+        k: row[0] for k, row in calm.samples().items()
+    }
+
+
+def test_a_run_stopped_by_ctrl_c_goes_on_where_it_was(life: Life) -> None:
+    run = life.begin(trainer__save_freq=0)
+    run.wait_for_steps(2)
+    os.kill(run.pid, signal.SIGINT)
+    assert run.end().code == 130
+    stopped = summary(life.out)
+    ended = life.go_on(engine__num_engines=1).end()
+    assert f"{stopped['steps']} steps are trained, 0 more were" in ended.out
+    check_union(life.out, ended)
+    assert summary(life.out)["redone_steps"] == 0
+
+
+def test_a_run_that_died_in_its_last_moments_is_finished(life: Life) -> None:
+    """After the last fact, before the last checkpoint."""
+    assert life.begin(trainer__save_freq=0).end().code == 0
+    shutil.rmtree(life.out / "checkpoints")
+    (life.out / "summary.json").unlink()
+    check_union(life.out, life.go_on().end())
+    again = dora("train", "--resume", life.out)
+    assert again.code == 2
+    assert f"has finished all its {STEPS} steps" in again.err
+
+
+def test_a_run_that_died_before_it_began_begins(life: Life) -> None:
+    run = life.begin()
+    run.wait_until((life.out / "journal.jsonl").is_file, "the journal")
+    os.killpg(run.pid, signal.SIGKILL)
+    run.end()
+    check_union(life.out, life.go_on().end())
+    assert summary(life.out)["lives"] == 1
+
+
+def refusal(folder: Path, *overrides: str) -> str:
+    """Why a run may not go on; nothing is started."""
+    with pytest.raises(InputError) as refused:
+        resume(folder, overrides, Console())
+    return str(refused.value)
+
+
+def test_what_cannot_go_on_is_refused_in_words(life: Life, tmp_path: Path) -> None:
+    run = life.begin(run__steps=1000, trainer__save_freq=0)
+    run.wait_for_steps(1)
+    assert "this run is running; stop it first" in refusal(life.out)
+    life.kill_after(run, 1)
+    assert "is not the folder of a run" in refusal(tmp_path)
+    assert "trainer.lr was 0.01 and cannot become 0.5" in refusal(life.out, "trainer.lr=0.5")
+    assert "run.steps was 1000 and cannot become 9" in refusal(life.out, "run.steps=9")
+    with tampered(life.out / "config.toml", "lr = 0.01", "lr = 0.02"):
+        assert "is not what the run began with" in refusal(life.out)
+    with tampered(life.task.parent / "prompts.jsonl", '"1', '"2'):
+        assert "is not what it was when the run began" in refusal(life.out)
+    with tampered(life.task.parent / "prompts.jsonl", '{"prompt": "10:"}\n', ""):
+        assert "the dataset had 7 prompts and now has 6" in refusal(life.out)
+    with tampered(life.out / "journal.jsonl", '"kind": "admit"', '"kind": "commit"'):
+        assert "neither a fact nor an order" in refusal(life.out)
+    with tampered(life.out / "journal.jsonl", '"deadline": 2', '"deadline": 3'):
+        assert "does not order what is recorded from line" in refusal(life.out)
+    with sqlite3.connect(life.out / "samples.sqlite") as db:
+        db.execute("delete from samples where trained_step = 0 and sibling = 1")
+    assert "lacks answers of group" in refusal(life.out)
+
+
+@contextlib.contextmanager
+def tampered(path: Path, old: str, new: str) -> Iterator[None]:
+    """A file with other words in it, for a while."""
+    before = path.read_text()
+    assert old in before
+    path.write_text(before.replace(old, new))
+    yield
+    path.write_text(before)
