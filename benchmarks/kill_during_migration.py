@@ -40,7 +40,7 @@ steps = 20
 [model]
 path = "{model}"
 [data]
-source = "gcd"
+path = "gcd"
 max_prompt_length = 8
 [sampling]
 group_size = 4

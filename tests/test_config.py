@@ -18,7 +18,7 @@ steps = 10
 [model]
 path = "model"
 [data]
-source = "prompts.jsonl"
+path = "prompts.jsonl"
 [sampling]
 max_response_length = 64
 [reward]
@@ -52,17 +52,29 @@ def test_a_minimal_file_gets_every_default(file: Path) -> None:
 def test_paths_are_relative_to_the_file(file: Path) -> None:
     config = read(file)
     assert config.model.path == str(file.parent.resolve() / "model")
-    assert config.data.source == str(file.parent.resolve() / "prompts.jsonl")
+    assert config.data.path == str(file.parent.resolve() / "prompts.jsonl")
     assert config.reward.function == str(file.parent.resolve() / "reward.py") + ":reward"
 
 
+def test_paths_of_overrides_are_relative_to_where_one_stands(
+    file: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "own.jsonl").write_text('{"prompt": "b"}\n')
+    monkeypatch.chdir(elsewhere)
+    config = read(file, ["data.path=own.jsonl"])
+    assert config.data.path == str(elsewhere.resolve() / "own.jsonl")
+    assert config.model.path == str(file.parent.resolve() / "model")
+    assert f"this path is relative to {elsewhere}" in refusal(file, "data.path=prompts.jsonl")
+
+
 def test_built_in_names_and_modules_are_not_paths(file: Path) -> None:
-    config = read(file, ["data.source=gcd", "eval.source=gcd", "reward.function=dora.rewards.gcd:reward"])
-    assert (config.data.source, config.eval.source) == ("gcd", "gcd")
+    config = read(file, ["data.path=gcd", "eval.path=gcd", "reward.function=dora.rewards.gcd:reward"])
+    assert (config.data.path, config.eval.path) == ("gcd", "gcd")
     assert config.reward.function == "dora.rewards.gcd:reward"
 
 
-@pytest.mark.parametrize("name", ["model.path", "data.source", "eval.source"])
+@pytest.mark.parametrize("name", ["model.path", "data.path", "eval.path"])
 def test_a_path_that_does_not_exist_is_refused(file: Path, name: str) -> None:
     message = refusal(file, f"{name}=nowhere")
     assert f"{name} = 'nowhere'" in message
@@ -85,7 +97,7 @@ def test_an_override_that_is_none_is_refused(file: Path, override: str) -> None:
 def test_a_misspelt_key_is_answered_with_the_nearest_and_all_valid_ones(file: Path) -> None:
     message = refusal(file, "sampling.groupsize=4")
     assert "sampling.groupsize: unknown key; did you mean group_size?" in message
-    assert "valid: group_size, temperature, max_response_length" in message
+    assert "valid: group_size, temperature, top_k, top_p, min_p, max_response_length, stop" in message
 
 
 def test_a_key_of_another_section_is_answered_with_that_section(file: Path) -> None:
@@ -104,6 +116,13 @@ def test_an_unknown_section_is_answered_with_the_nearest(file: Path) -> None:
         ("trainer.lr=nan", "trainer.lr = nan: input should be a finite number"),
         ("run.steps=true", "run.steps = True: input should be a valid integer"),
         ("engine.pace=fast", "engine.pace = 'fast'"),
+        ("sampling.top_p=0", "sampling.top_p = 0: input should be greater than 0"),
+        ("sampling.min_p=1.5", "sampling.min_p = 1.5: input should be less than or equal to 1"),
+        ("sampling.top_k=-1", "sampling.top_k = -1: input should be greater than or equal to 0"),
+        ("sampling.stop=END", "sampling.stop = 'END': input should be a valid list; change it in the file"),
+        ('sampling.stop=["END", 3]', "sampling.stop = 3: input should be a valid string"),
+        ('sampling.stop=[""]', "sampling.stop = '': string should have at least 1 character"),
+        ("sampling.stop_token_ids=[1, -1]", "sampling.stop_token_ids = -1: input should be greater than"),
         ("algorithm.loss_agg_mode=mean", "input should be 'token-mean'"),
         ("orchestrator.update_policy=[]", "orchestrator.update_policy = []"),
         ("reward.function=reward.py", "must read file.py:function"),
@@ -140,8 +159,35 @@ def test_a_missing_or_broken_file_is_refused(tmp_path: Path) -> None:
     assert "is not valid TOML" in refusal(tmp_path / "broken.toml")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (
+            ["data.system_prompt=Be brief."],
+            "data.system_prompt has no effect without data.chat_template = true",
+        ),
+        (["data.path=gcd", "data.split=train"], "data.split has no effect with data.path = gcd"),
+        (["data.path=gcd", "data.prompt_key=q"], "data.prompt_key has no effect with data.path = gcd"),
+        (["eval.path=gcd", "eval.split=test"], "eval.split has no effect with eval.path = gcd"),
+        (["eval.split=test"], "eval.split is set and eval.path is not"),
+    ],
+)
+def test_a_setting_of_data_without_effect_is_refused(file: Path, overrides: list[str], why: str) -> None:
+    assert why in refusal(file, *overrides)
+
+
+def test_replaying_routes_in_exact_mode_is_refused(file: Path) -> None:
+    why = "trainer.routing_replay has no effect with engine.exact = true: equal bits are routed alike"
+    assert why in refusal(file, "engine.exact=true", "trainer.routing_replay=true")
+
+
 def test_a_group_of_one_teaches_nothing_and_is_refused(file: Path) -> None:
     assert "reward - mean(rewards of the group) = 0" in refusal(file, "sampling.group_size=1")
+
+
+@pytest.mark.parametrize("override", ["sampling.top_k=1", "sampling.min_p=1.0"])
+def test_filters_that_leave_one_token_are_refused(file: Path, override: str) -> None:
+    assert "leaves one token to draw, so all siblings of a group would be equal" in refusal(file, override)
 
 
 def test_a_sample_must_fit_its_micro_batch(file: Path) -> None:
@@ -238,7 +284,13 @@ def test_derived_values_follow_their_formulas(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["trainer.lr=1e-5", "orchestrator.placement=static", "orchestrator.update_policy=drain"]
+    "override",
+    [
+        "trainer.lr=1e-5",
+        "orchestrator.placement=static",
+        "orchestrator.update_policy=drain",
+        r'sampling.stop=["\n\n", "é\"]"]',
+    ],
 )
 def test_the_resolved_configuration_reads_back_equal_from_anywhere(
     file: Path, tmp_path: Path, override: str

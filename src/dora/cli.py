@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from dora.errors import InputError, RunError
 
 if TYPE_CHECKING:
-    from dora.config import Config
+    from rich.console import Console
 
 app = typer.Typer(
     help="Asynchronous reinforcement learning of language models.",
@@ -30,7 +31,6 @@ app.add_typer(simulate, name="simulate")
 engines = typer.Typer(help="See, add and remove the engines of a run that goes.", no_args_is_help=True)
 app.add_typer(engines, name="engines")
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file that describes the run.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 Timeout = Annotated[float, typer.Option(min=0.0, help="How long to wait for the answer (s).")]
 Overrides = Annotated[
@@ -41,37 +41,53 @@ Overrides = Annotated[
 
 @app.command()
 def train(
-    config: ConfigFile,
-    out: Annotated[Path, typer.Option(help="Folder the run writes to; it must not hold a run yet.")],
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file that describes the run.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder the run writes to; it must not hold a run yet.", show_default="runs/NAME-TIME"
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps; short for --set run.steps=N.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed; short for --set run.seed=N.")] = None,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped or killed.")
+    ] = None,
 ) -> None:
     """Train a policy."""
     from dora import settings
+    from dora.runtime import run
 
     short = {"run.steps": steps, "run.seed": seed}
     changes = [*(overrides or []), *(f"{key}={value}" for key, value in short.items() if value is not None)]
+    if (resume is None) == (config is None) or (resume and (out or dry_run)):
+        raise typer.BadParameter("give a CONFIG file, or --resume RUN with no more than --set")
+    if resume is not None:
+        raise typer.Exit(_train(resume, lambda console: run.resume(resume, changes, console)))
+    assert config is not None
     resolved = settings.read(config, changes)
+    folder = out or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if dry_run:
         from dora.runtime.dry_run import check
 
-        typer.echo(check(resolved, out))
+        typer.echo(check(resolved, folder))
     else:
-        raise typer.Exit(_train(resolved, out))
+        raise typer.Exit(_train(folder, lambda console: run.train(resolved, folder, console)))
 
 
-def _train(config: Config, out: Path) -> int:
+def _train(out: Path, live: Callable[[Console], dict[str, Any]]) -> int:
     """Run, audit what the run left behind, and print the table. 130 after Ctrl-C, as shells have it."""
     from rich.console import Console
 
     from dora.observe import audit, summary
-    from dora.runtime import run
 
     console = Console()
     try:
-        stopped = run.train(config, out, console)["stopped"]
+        stopped = live(console)["stopped"]
     except InputError:
         raise  # the folder may hold somebody else's run
     except Exception:
@@ -186,25 +202,85 @@ def _ask(run: Path, command: Literal["list", "add", "drain"], engine: int | None
 @app.command()
 def generate(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face folder of the model.")],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on from.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on from, or a message.")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="PROMPT is a user's message, for the model's chat template.")
+    ] = False,
+    num: Annotated[int, typer.Option("--num", "-n", min=1, help="How many answers.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Longest answer (tokens).")] = 256,
     temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens of this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from this many tokens; 0 is all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Least probability, relative to the likeliest.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")] = None,
+    top_k: Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0 is all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Of these, from the fewest so probable together.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Of these, from those so probable, relative to the likeliest.")
+    ] = 0.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Text that ends an answer; repeatable.")
+    ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option(metavar="ID", help="Token that ends an answer; repeatable.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal answers.")] = 0,
-    num: Annotated[int, typer.Option(min=1, help="How many answers.")] = 1,
+    kernels: Annotated[
+        str, typer.Option(help="How to compute: auto, numba, eager; see `dora doctor`.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of weights and KV: float32 or bfloat16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as a line of JSON.")] = False,
 ) -> None:
     """Answer a prompt with a model, without any training."""
     from dora import generate
 
+    drawing = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "max_tokens": max_tokens, "stop_strings": tuple(stop or ()), "stop_ids": tuple(stop_token_id or ()),
+    }  # fmt: skip
+    computing = generate.Computing(kernels, device, dtype)
     answers = generate.main(
-        model, prompt, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-        stop_strings=stop or (), seed=seed, num_answers=num, as_json=as_json,
-    )  # fmt: skip
+        model, prompt, drawing, computing, seed=seed, num_answers=num, is_chat=chat, as_json=as_json
+    )
     typer.echo(answers)
+
+
+@app.command("init-model")
+def init_model(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder for the model.")],
+    family: Annotated[str, typer.Option(help="qwen3, qwen2, llama or qwen3_moe.")] = "qwen3",
+    hidden_size: Annotated[int, typer.Option(min=1)] = 64,
+    intermediate_size: Annotated[int, typer.Option(min=1)] = 192,
+    num_hidden_layers: Annotated[int, typer.Option(min=1)] = 2,
+    num_attention_heads: Annotated[int, typer.Option(min=1)] = 4,
+    num_key_value_heads: Annotated[int, typer.Option(min=1)] = 2,
+    head_dim: Annotated[int, typer.Option(min=2)] = 32,
+    max_position_embeddings: Annotated[int, typer.Option(min=1, help="Longest context (tokens).")] = 2048,
+    num_experts: Annotated[int, typer.Option(min=1, help="Of qwen3_moe, as the next two.")] = 8,
+    num_experts_per_tok: Annotated[int, typer.Option(min=1)] = 2,
+    moe_intermediate_size: Annotated[int, typer.Option(min=1)] = 64,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FILE_OR_DIR", help="Copy this tokenizer, with its chat template.")
+    ] = None,
+    tokenizer_from: Annotated[
+        Path | None, typer.Option(metavar="DATA", help="Train a byte-level BPE on the texts of this dataset.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="Most tokens of a trained tokenizer.")] = 1024,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights.")] = 0,
+) -> None:
+    """Make a small random model that `dora train` and transformers can load."""
+    from dora import init_model
+
+    shape = {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": max_position_embeddings,
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_experts_per_tok,
+        "moe_intermediate_size": moe_intermediate_size,
+    }
+    typer.echo(init_model.main(folder, family, tokenizer, tokenizer_from, vocab_size, seed, **shape))
 
 
 @app.command()

@@ -1,7 +1,8 @@
 """A run, completely described: its sections, what follows from them, and the rules that need several keys.
 
 A run is described by one TOML file, one table per section, and by overrides `section.key=value`.
-Unknown keys are refused; paths are relative to the file. Derived values are properties of
+Unknown keys are refused; paths are relative to the file (those of overrides to the
+working directory). Derived values are properties of
 `Config`, each with its formula. `dora.settings` reads the file, `dora.sections` has the keys.
 """
 
@@ -17,10 +18,12 @@ from dora.errors import ConfigError
 from dora.sections import (
     FIXED_STALENESS,
     Algorithm,
+    Correction,
     Data,
     Engine,
     Eval,
     Journal,
+    Metrics,
     Model,
     Orchestrator,
     Reward,
@@ -30,6 +33,7 @@ from dora.sections import (
     Section,
     Trainer,
 )
+from dora.trainer import recipe
 
 
 class Config(Section):
@@ -42,10 +46,12 @@ class Config(Section):
     engine: Engine = Engine()
     reward: Reward
     algorithm: Algorithm = Algorithm()
+    correction: Correction = Correction()
     trainer: Trainer
     orchestrator: Orchestrator = Orchestrator()
     eval: Eval = Eval()
     journal: Journal = Journal()
+    metrics: Metrics = Metrics()
     runtime: Runtime = Runtime()
 
     @property
@@ -73,15 +79,36 @@ class Config(Section):
         """Longest sequence in tokens: max_prompt_length + max_response_length."""
         return self.data.max_prompt_length + self.sampling.max_response_length
 
+    @property
+    def streams(self) -> bool:
+        """Whether gradients are summed while a batch fills up: trainer.streaming, else where possible."""
+        wanted = self.trainer.streaming
+        return self.why_no_streaming is None if wanted is None else wanted
+
+    @property
+    def why_no_streaming(self) -> str | None:
+        """What gradients have to wait for until the batch is complete; None: nothing."""
+        estimator = self.algorithm.adv_estimator
+        if recipe.NEEDS[estimator] == "batch":
+            return f"algorithm.adv_estimator = {estimator}: its advantages need the whole batch"
+        if self.trainer.deterministic:
+            return "trainer.deterministic = true: the first group of the order may finish last"
+        if self.orchestrator.placement == "colocated" or self.trainer.elastic:
+            return "a colocated or elastic trainer: it rests until the batch is complete"
+        return None
+
     @model_validator(mode="after")
     def check_identities(self) -> Config:
         """Hold the rules that need several keys. Raises ConfigError with the equation."""
-        if self.sampling.group_size < 2:
-            raise ConfigError(
-                "sampling.group_size = 1: with adv_estimator = grpo an advantage is reward - mean(rewards of "
-                "the group) = 0 in a group of one, so nothing would be learnt; use group_size >= 2"
-            )
+        self._check_groups()
+        for key in ("top_k", "min_p"):
+            if getattr(self.sampling, key) == 1:
+                raise ConfigError(
+                    f"sampling.{key} = 1 leaves one token to draw, so all siblings of a group would be equal "
+                    f"and nothing would be learnt; {'raise' if key == 'top_k' else 'lower'} it"
+                )
         self._check_orchestrator()
+        self._check_algorithm()
         if self.trainer.micro_batch_tokens < self.context:
             raise ConfigError(
                 f"trainer.micro_batch_tokens = {self.trainer.micro_batch_tokens}: one sample can have "
@@ -91,6 +118,43 @@ class Config(Section):
             )
         self._check_effect()
         return self
+
+    def _check_groups(self) -> None:
+        """Raises ConfigError for groups in which there is nothing to learn."""
+        estimator = self.algorithm.adv_estimator
+        if self.sampling.group_size == 1 and estimator != "reinforce_plus_plus":
+            raise ConfigError(
+                f"sampling.group_size = 1: with adv_estimator = {estimator} an advantage is "
+                "reward - mean(rewards of the group) = 0 in a group of one, so nothing would be learnt; use "
+                "group_size >= 2, or adv_estimator = reinforce_plus_plus"
+            )
+        if self.sampling.group_size == 1 and self.algorithm.filter_groups:
+            raise ConfigError(
+                "algorithm.filter_groups = true: in a group of one all rewards are equal, so every group "
+                "would be left out; remove it or use sampling.group_size >= 2"
+            )
+
+    def _check_algorithm(self) -> None:
+        """Raises ConfigError for an objective that is unsafe, or cannot be had."""
+        algorithm, longest = self.algorithm, self.sampling.max_response_length
+        correction = recipe.Correction(**self.correction.model_dump())
+        recipe.check_recipe(
+            algorithm.policy_loss, algorithm.loss_agg_mode, correction, self.orchestrator.max_staleness
+        )
+        if algorithm.overlong_buffer_tokens > longest:
+            raise ConfigError(
+                f"algorithm.overlong_buffer_tokens = {algorithm.overlong_buffer_tokens}: it is the end of "
+                f"sampling.max_response_length = {longest}; lower it"
+            )
+        needed = 2 * self.context
+        if recipe.TRAITS[algorithm.policy_loss].unit == "pair" and self.trainer.micro_batch_tokens < needed:
+            raise ConfigError(
+                f"trainer.micro_batch_tokens = {self.trainer.micro_batch_tokens}: with policy_loss = "
+                f"{algorithm.policy_loss} it must hold a pair of answers, 2 * {self.context} = {needed} "
+                "tokens; raise it"
+            )
+        if self.trainer.streaming and self.why_no_streaming is not None:
+            raise ConfigError(f"trainer.streaming = true with {self.why_no_streaming}; remove one of the two")
 
     def _check_orchestrator(self) -> None:
         """Raises ConfigError for what the update policy or the bound does not allow."""
@@ -144,17 +208,59 @@ class Config(Section):
             moving = ("level_running", "rebalance_interval_s", "kv_watermark")
             found["orchestrator"] |= dict.fromkeys(moving, why)
             found["runtime"]["move_timeout_s"] = why
-        if self.data.source == "gcd":
-            found["data"]["prompt_key"] = "with data.source = gcd"
+        found["algorithm"], found["correction"] = self._without_effect_on_loss()
+        if not {"wandb", "trackio"} & {*self.metrics.report_to}:
+            found["metrics"]["project"] = "unless metrics.report_to names wandb or trackio"
+        if self.data.path == "gcd":
+            found["data"] |= dict.fromkeys(("prompt_key", "split"), "with data.path = gcd")
+        if self.eval.path == "gcd":
+            found["eval"]["split"] = "with eval.path = gcd"
+        if self.engine.exact:
+            found["trainer"]["routing_replay"] = "with engine.exact = true: equal bits are routed alike"
+        if not self.data.chat_template:
+            found["data"]["system_prompt"] = "without data.chat_template = true"
         return found
+
+    def _without_effect_on_loss(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The same of the sections algorithm and correction."""
+        algorithm, correction = self.algorithm, self.correction
+        objective: dict[str, str] = {}
+        if algorithm.policy_loss not in ("dual_clip", "triplet_clip"):
+            objective["clip_ratio_c"] = "without policy_loss = dual_clip or triplet_clip"
+        if algorithm.policy_loss == "online_dpo":
+            why = (
+                "with policy_loss = online_dpo: it compares two answers, with the initial policy between them"
+            )
+            unused = ("adv_estimator", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef", "entropy_coeff")
+            objective |= dict.fromkeys(unused, why)
+        else:
+            objective["dpo_beta"] = "without policy_loss = online_dpo"
+        if algorithm.policy_loss == "reinforce":
+            why = "with policy_loss = reinforce: it clips nothing"
+            objective |= dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), why)
+        if not algorithm.kl_loss_coef:
+            objective["kl_loss_type"] = "with kl_loss_coef = 0"
+        if not algorithm.overlong_buffer_tokens:
+            objective["overlong_penalty"] = "with overlong_buffer_tokens = 0"
+        corrected: dict[str, str] = {}
+        for kind, name, keys in (
+            ("token", "tis", ("tis_cap",)),
+            ("token", "icepop", ("icepop_low", "icepop_high")),
+            ("sequence", "mis", ("mis_low", "mis_high")),
+        ):
+            if getattr(correction, kind) != name:
+                corrected |= dict.fromkeys(keys, f"without correction.{kind} = {name}")
+        if self.orchestrator.max_staleness == 0:
+            corrected["age_decay"] = "with max_staleness = 0: all samples are fresh"
+        return objective, corrected
 
     def _check_effect(self) -> None:
         """Raises ConfigError for keys that were set and change nothing."""
-        named = self.eval.model_fields_set - {"source"}
-        if self.eval.source is None and self.eval.num_prompts and named:
+        named = self.eval.model_fields_set - {"path"}
+        if self.eval.path is None and self.eval.num_prompts and named:
             raise ConfigError(
-                f"eval.{min(named)} is set and eval.source is not, so nothing is evaluated; "
-                "set eval.source, or eval.num_prompts = 0"
+                f"eval.{min(named)} is set and eval.path is not, so nothing is evaluated; "
+                "set eval.path, or eval.num_prompts = 0"
             )
         for section, whys in self._without_effect().items():
             for key in sorted(getattr(self, section).model_fields_set & whys.keys()):
@@ -173,7 +279,7 @@ class Config(Section):
         """The complete configuration as TOML, without keys that are unset or have no effect."""
         tables = []
         exclude: dict[str, Any] = {section: {*keys} for section, keys in self._without_effect().items()}
-        if not self.eval.source:
+        if not self.eval.path:
             exclude["eval"] = True
         for section, values in self.model_dump(exclude_none=True, exclude=exclude).items():
             tables.append("\n".join([f"[{section}]", *(assignment(k, v) for k, v in values.items())]))
@@ -184,6 +290,6 @@ class Config(Section):
         return hashlib.blake2b(self.to_toml().encode(), digest_size=16).hexdigest()
 
 
-def assignment(key: str, value: str | bool | int | float) -> str:
-    """One line of TOML; JSON writes these four types as TOML does."""
+def assignment(key: str, value: str | bool | int | float | list[str] | list[int]) -> str:
+    """One line of TOML; JSON writes these types as TOML does."""
     return f"{key} = {json.dumps(value, ensure_ascii=False)}"

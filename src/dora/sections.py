@@ -44,8 +44,21 @@ class Model(Section):
 class Data(Section):
     """The prompts."""
 
-    source: str = Field(description='.jsonl or .parquet file of prompts, or the built-in "gcd"')
-    prompt_key: str = Field(default="prompt", min_length=1, description="column that holds the prompt (text)")
+    path: str = Field(
+        description='.jsonl or .parquet file, folder that the library datasets reads, or the built-in "gcd"'
+    )
+    split: str | None = Field(
+        default=None, min_length=1, description='split of a folder (name, as "train"); unset: its only one'
+    )
+    prompt_key: str = Field(
+        default="prompt", min_length=1, description="column of the prompt (text or messages)"
+    )
+    chat_template: bool = Field(
+        default=False, description="put prompts into the tokenizer's chat template (true or false)"
+    )
+    system_prompt: str | None = Field(
+        default=None, min_length=1, description="system message of every conversation that has none (text)"
+    )
     max_prompt_length: Count = Field(default=256, description="longest prompt allowed (tokens)")
     shuffle: bool = Field(
         default=True, description="a new order every epoch, the same for the same seed (true or false)"
@@ -53,11 +66,26 @@ class Data(Section):
 
 
 class Sampling(Section):
-    """How answers are drawn."""
+    """How answers are drawn. Log-probs that are trained with are those before top_k, top_p and min_p."""
 
     group_size: Count = Field(default=8, description="siblings sampled from one prompt (count)")
     temperature: float = Field(default=1.0, gt=0, description="divides the logits before sampling (no unit)")
+    top_k: int = Field(
+        default=0, ge=0, lt=2**31, description="draw from so many likeliest tokens (count); 0: from all"
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="of these, from the fewest so probable together (0 to 1)"
+    )
+    min_p: Share = Field(
+        default=0.0, description="of these, from those so probable, relative to the likeliest (0 to 1)"
+    )
     max_response_length: Count = Field(description="longest answer; generation stops there (tokens)")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[], description='texts that end an answer and stay in it (list of texts, as ["\\n\\n"])'
+    )
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
+        default=[], description="tokens that end an answer, beside the model's own (list of token ids)"
+    )
 
 
 class Engine(Section):
@@ -71,6 +99,10 @@ class Engine(Section):
     kernels: Literal["auto", "numba", "eager"] = Field(
         default="auto",
         description="how engines compute; numba: compiled, eager: plain torch, auto: compiled where possible",
+    )
+    exact: bool = Field(
+        default=False,
+        description="trainer and engines compute log-probs that are equal to the last bit (true or false)",
     )
     tail_interval: Count = Field(
         default=1,
@@ -101,23 +133,81 @@ class Reward(Section):
 class Algorithm(Section):
     """The objective."""
 
-    adv_estimator: Literal["grpo"] = Field(
-        default="grpo", description="grpo: (reward - mean of its group) / deviation"
+    adv_estimator: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = Field(
+        default="grpo",
+        description="what rewards are compared with: grpo the group's mean, in deviations; dr_grpo the "
+        "group's mean; rloo the siblings'; reinforce_plus_plus the batch's, in deviations; ..._baseline both",
+    )
+    policy_loss: Literal[
+        "ppo_clip", "dual_clip", "triplet_clip", "gspo", "cispo", "reinforce", "online_dpo"
+    ] = Field(
+        default="ppo_clip",
+        description="what a token's probability ratio and advantage make (name); gspo: one ratio per answer; "
+        "online_dpo: the best and the worst answer of each group as a pair",
+    )
+    dpo_beta: float = Field(
+        default=0.1, gt=0, description="how strongly online_dpo holds on to the initial policy (per nat)"
     )
     filter_groups: bool = Field(
         default=False, description="leave out groups whose rewards are all equal (true or false)"
     )
+    overlong_buffer_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="answers that reach into the last so many of max_response_length lose reward (tokens); "
+        "0: none",
+    )
+    overlong_penalty: float = Field(
+        default=1.0, gt=0, description="reward that an answer of max_response_length loses (reward)"
+    )
     clip_ratio_low: float = Field(
-        default=0.2, ge=0, lt=1, description="probability ratio is clipped at 1 - this (no unit)"
+        default=0.2, ge=0, le=1, description="probability ratio is clipped at 1 - this (no unit)"
     )
     clip_ratio_high: float = Field(
         default=0.2, ge=0, description="probability ratio is clipped at 1 + this (no unit)"
     )
+    clip_ratio_c: float = Field(
+        default=3.0, gt=1, description="cap of a bad token's ratio; of dual_clip and triplet_clip (no unit)"
+    )
     kl_loss_coef: float = Field(
         default=0.0, ge=0, description="weight of the KL to the initial policy (no unit)"
     )
+    kl_loss_type: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
+        default="k3", description="how that KL is estimated; with +: the gradient is k2's"
+    )
+    entropy_coeff: float = Field(
+        default=0.0, ge=0, description="weight of the entropy, which is rewarded (no unit)"
+    )
     loss_agg_mode: LossAggMode = Field(
         default="token-mean", description="how token losses become one number, in verl's words"
+    )
+
+
+class Correction(Section):
+    """What is done about samples of another policy than the one in training."""
+
+    proximal: Literal["behaviour", "recomputed", "interpolated"] = Field(
+        default="behaviour",
+        description="what ratios are taken against: the policy that sampled, the trainer's before the step, "
+        "or between the two by staleness",
+    )
+    token: Literal["none", "tis", "icepop"] = Field(
+        default="none",
+        description="weight of a token, by r = proximal / behaviour; tis: r up to tis_cap; icepop: r, or 0 "
+        "out of range",
+    )
+    sequence: Literal["none", "mis"] = Field(
+        default="none", description="mis: an answer whose mean r (geometric) is out of range is left out"
+    )
+    tis_cap: float = Field(default=2.0, ge=1, description="largest weight of tis (no unit)")
+    icepop_low: Share = Field(default=0.5, description="range of icepop, from (no unit)")
+    icepop_high: float = Field(default=5.0, ge=1, description="range of icepop, to (no unit)")
+    mis_low: Share = Field(default=0.9, description="range of mis, from (no unit)")
+    mis_high: float = Field(default=1.1, ge=1, description="range of mis, to (no unit)")
+    age_decay: float = Field(
+        default=1.0, gt=0, le=1, description="an answer weighs age_decay ** staleness (no unit); 1: all alike"
     )
 
 
@@ -138,6 +228,24 @@ class Trainer(Section):
     )
     micro_batch_tokens: Count = Field(
         default=4096, description="tokens of one forward and backward, padding included (tokens)"
+    )
+    streaming: bool | None = Field(
+        default=None,
+        description="sum gradients while a batch fills up (true or false); unset: wherever possible",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="sum gradients in the order of the groups' names, whoever finished first (true or false)",
+    )
+    save_freq: int = Field(
+        default=50,
+        ge=0,
+        description="steps between two checkpoints, beside the one at the end (count); 0: none",
+    )
+    keep_last: Count = Field(default=2, description="newest checkpoints that are kept (count)")
+    routing_replay: bool = Field(
+        default=False,
+        description="send tokens to the experts the engine chose; for mixtures of experts (true or false)",
     )
     elastic: bool = Field(
         default=False, description="lend the trainer as one more engine while it rests (true or false)"
@@ -201,11 +309,14 @@ class Eval(Section):
     """Held-out prompts, answered before and after training."""
 
     num_prompts: int = Field(
-        default=256, ge=0, description="prompts, the first ones of source (count); 0: no evaluation"
+        default=256, ge=0, description="prompts, the first ones of path (count); 0: no evaluation"
     )
-    source: str | None = Field(
+    path: str | None = Field(
         default=None,
-        description='.jsonl or .parquet file, or "gcd" (its held-out pairs); unset: no evaluation',
+        description='file or folder as data.path, or "gcd" (its held-out pairs); unset: no evaluation',
+    )
+    split: str | None = Field(
+        default=None, min_length=1, description='split of a folder (name, as "test"); unset: its only one'
     )
     seed: int = Field(default=0, ge=0, description="seed of evaluation sampling (integer)")
 
@@ -215,6 +326,17 @@ class Journal(Section):
 
     fsync: bool = Field(
         default=False, description="survive power loss, not only dead processes; slower (true or false)"
+    )
+
+
+class Metrics(Section):
+    """Who else is told the metrics of each step; metrics.jsonl always has them."""
+
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default=[], description='trackers (list, as ["tensorboard"]); each is an extra of the package'
+    )
+    project: str = Field(
+        default="dora", min_length=1, description="where wandb and trackio file the run (name)"
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,14 +20,14 @@ from dora.config import Config, assignment
 from dora.errors import ConfigError
 from dora.sections import Section
 
-BUILT_IN_SOURCES = ("gcd",)
+BUILT_IN_DATA = ("gcd",)
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration in a TOML file after overrides `section.key=value`.
 
-    A value is read as TOML, and as a plain string where it is none. Paths, also those of
-    overrides, are relative to the file and made absolute. Raises ConfigError.
+    A value is read as TOML, and as a plain string where it is none. Paths are made absolute: those
+    of the file are relative to it, those of overrides to the working directory. Raises ConfigError.
     """
     tables = _parse(path)
     changes = [_split(override) for override in overrides]
@@ -41,7 +41,8 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     except ValidationError as error:
         problems = [_explain(details) for details in error.errors()]
         raise ConfigError("\n".join([f"{path} with its overrides:", *problems])) from error
-    return _with_absolute_paths(config, path.resolve().parent)
+    folder, typed = path.resolve().parent, {f"{section}.{key}" for section, key, _ in changes}
+    return _with_absolute_paths(config, lambda name: Path.cwd() if name in typed else folder)
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def _forget_what_the_old_policy_brought(
 def _explain(details: ErrorDetails) -> str:
     """One line for one finding of pydantic: key, value, rule, remedy."""
     where = [str(part) for part in details["loc"]]
-    name, kind = ".".join(where), details["type"]
+    name, kind = ".".join(where[:2]), details["type"]  # the third part is a place in a list
     if kind == "extra_forbidden":
         return f"  {name}: unknown {'section' if len(where) == 1 else 'key'}; {_suggest(where)}"
     meaning = {f"{section}.{key}": field.description for section, key, field in keys()}.get(name)
@@ -89,7 +90,8 @@ def _explain(details: ErrorDetails) -> str:
         return f"  [{name}]: section missing; it needs {', '.join(_required(name))}"
     if kind == "missing":
         return (
-            f"  {name}: not set, and it has no default; add `{where[-1]} = ...` to [{where[0]}] ({meaning})"
+            f"  {name}: not set, and it has no default; add `{where[-1]} = ...` to [{where[0]}], or "
+            f"--set {name}=... ({meaning})"
         )
     rule = details["msg"][:1].lower() + details["msg"][1:]
     if meaning is None:
@@ -115,33 +117,42 @@ def _required(name: str) -> list[str]:
     return [key for section, key, field in keys() if section == name and field.is_required()]
 
 
-def _with_absolute_paths(config: Config, folder: Path) -> Config:
-    """Make paths independent of where the run's copy of the configuration lies. They must exist."""
+def _with_absolute_paths(config: Config, folder_of: Callable[[str], Path]) -> Config:
+    """Make paths independent of where the run's copy of the configuration lies. They must exist.
+
+    `folder_of` tells what the path of a key is relative to.
+    """
+    changes: dict[str, dict[str, str]] = {"reward": {"function": _function(config, folder_of)}}
+    for section in ("model", "data", "eval"):
+        value, name = getattr(config, section).path, f"{section}.path"
+        built_in = () if section == "model" else BUILT_IN_DATA
+        if value not in (None, *built_in):
+            changes[section] = {"path": _existing(folder_of(name), value, name, built_in)}
+    return config.model_copy(
+        update={section: getattr(config, section).model_copy(update=new) for section, new in changes.items()}
+    )
+
+
+def _function(config: Config, folder_of: Callable[[str], Path]) -> str:
+    name = "reward.function"
     file, colon, function = config.reward.function.rpartition(":")
     if not (file and colon and function):
         raise ConfigError(
-            f"reward.function = {config.reward.function!r}: must read file.py:function or module:function"
+            f"{name} = {config.reward.function!r}: must read file.py:function or module:function"
         )
-    if file.endswith(".py"):
-        file = _existing(folder, file, "reward.function")
-    data, evaluation = config.data, config.eval
-    if data.source not in BUILT_IN_SOURCES:
-        data = data.model_copy(update={"source": _existing(folder, data.source, "data.source")})
-    if evaluation.source not in (None, *BUILT_IN_SOURCES):
-        evaluation = evaluation.model_copy(
-            update={"source": _existing(folder, evaluation.source, "eval.source")}
-        )
-    model = config.model.model_copy(update={"path": _existing(folder, config.model.path, "model.path")})
-    reward = config.reward.model_copy(update={"function": f"{file}:{function}"})
-    return config.model_copy(update={"model": model, "data": data, "eval": evaluation, "reward": reward})
+    return (
+        f"{_existing(folder_of(name), file, name)}:{function}"
+        if file.endswith(".py")
+        else f"{file}:{function}"
+    )
 
 
-def _existing(folder: Path, value: str, name: str) -> str:
+def _existing(folder: Path, value: str, name: str, built_in: Sequence[str] = ()) -> str:
     path = (folder / Path(value).expanduser()).resolve()
     if not path.exists():
-        built_in = f", or use the built-in {', '.join(BUILT_IN_SOURCES)}" if name.endswith("source") else ""
+        or_built_in = f", or use the built-in {', '.join(built_in)}" if built_in else ""
         raise ConfigError(
-            f"{name} = {value!r}: {path} does not exist (paths are relative to {folder}){built_in}"
+            f"{name} = {value!r}: {path} does not exist (this path is relative to {folder}){or_built_in}"
         )
     return str(path)
 

@@ -49,12 +49,18 @@ def settings(changes: dict[str, object]) -> list[str]:
 class Run:
     """A training run in its own process."""
 
-    def __init__(self, config: Path, out: Path, output: int = subprocess.PIPE, **changes: object) -> None:
-        """`section__key=value` changes a setting; `output` is where stdout goes."""
+    def __init__(
+        self, config: Path | None, out: Path, output: int = subprocess.PIPE, **changes: object
+    ) -> None:
+        """`section__key=value` changes a setting; `output` is where stdout goes.
+
+        Without a configuration the run that is in `out` goes on.
+        """
         sets = settings({key.replace("__", "."): value for key, value in changes.items()})
+        what = ["--resume", str(out)] if config is None else [str(config), "--out", str(out)]
         self.out = out
         self._process = subprocess.Popen(
-            [*COMMAND, "train", str(config), "--out", str(out), *sets],
+            [*COMMAND, "train", *what, *sets],
             stdout=output,
             stderr=subprocess.PIPE,
             text=True,

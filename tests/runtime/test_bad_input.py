@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ def call(*arguments: str | Path) -> int:
 
 
 BAD: dict[str, tuple[dict[str, object], str]] = {
-    "a missing data file": ({"data.source": "nowhere.jsonl"}, "data.source = 'nowhere.jsonl'"),
-    "a data file of another kind": ({"data.source": "task.py"}, "must be one of .jsonl, .parquet"),
+    "a missing data file": ({"data.path": "nowhere.jsonl"}, "data.path = 'nowhere.jsonl'"),
+    "a data file of another kind": ({"data.path": "task.py"}, "must be one of .jsonl, .parquet"),
     "a missing column": ({"data.prompt_key": "question"}, "no column 'question'"),
     "a prompt longer than the limit": ({"data.max_prompt_length": 2}, "the prompt has 3 tokens"),
     "a missing model": ({"model.path": "nowhere"}, "model.path = 'nowhere'"),
@@ -40,7 +41,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
         "orchestrator.max_staleness = 1",
     ),
     "more held-out prompts than there are": (
-        {"eval.num_prompts": 8, "eval.source": "prompts.jsonl"},
+        {"eval.num_prompts": 8, "eval.path": "prompts.jsonl"},
         "eval.num_prompts = 8",
     ),
     "an evaluation of nothing": ({"eval.num_prompts": 3}, "eval.num_prompts is set"),
@@ -58,7 +59,9 @@ def test_bad_input_is_refused(
     task: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(task.parent)
     dry = ["--dry-run"] if mode == "for a dry run" else []
     out = tmp_path / "run"
     assert call("train", task, "--out", out, *dry, *settings(changes)) == 2
@@ -73,9 +76,9 @@ def test_bad_input_is_refused(
     [
         ("", "prompts.jsonl has no rows"),
         ("\n", "prompts.jsonl, line 1: is empty"),
-        ("[]\n", "row 0: is a list"),
+        ("[]\n", "line 1: is a list"),
         ('{"prompt": 7}\n', "prompt = 7 is a int"),
-        ('{"prompt": ""}\n', "row 0: the prompt has 0 tokens"),
+        ('{"prompt": ""}\n', "line 1: the prompt has 0 tokens"),
         ('{"prompt": "?"}\n', "cannot tokenize '?'"),
     ],
 )
@@ -157,6 +160,15 @@ def test_a_dry_run_says_what_a_run_would_be_and_writes_nothing(
     assert "MB: 2 engines x (3 x weights" in said
     assert "0 for an empty answer" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_a_folder_gets_one_named_after_its_config_and_the_time(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("in the way")
+    assert call("train", task) == 2
+    assert re.search(r"--out runs/task-\d{8}-\d{6} cannot be written", capsys.readouterr().err)
 
 
 def test_a_dry_run_calls_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

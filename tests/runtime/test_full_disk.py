@@ -26,3 +26,22 @@ def test_a_full_disk_ends_the_run_in_words(start_run: StartRun) -> None:
     assert run.weight_folders() == []
     assert dora("audit", run.out).code == 0
     assert dora("replay", run.out).code == 0
+
+
+@LINUX_ONLY
+def test_a_disk_without_room_for_a_checkpoint_does_not_end_the_run(start_run: StartRun) -> None:
+    run = start_run(run__steps=9, trainer__save_freq=1)
+    run.wait_until((run.out / "checkpoints" / "step-1").is_dir, "the first checkpoint")
+    optimizer_bytes = (run.out / "checkpoints" / "step-1" / "optimizer.pt").stat().st_size
+    trainer = run.workers()[-2]
+    limit = optimizer_bytes // 2 + 1000  # more than the weights, which it has to publish
+    resource.prlimit(trainer.pid, resource.RLIMIT_FSIZE, (limit, limit))
+    ended = run.end()
+    assert ended.code == 1, ended
+    assert "could not be written: " in ended.out
+    assert "; the ones before it stay" in ended.out
+    assert "make room and resume the run" in ended.err
+    assert list((run.out / "checkpoints").glob("*.draft")) == []
+    resumed = dora("train", "--resume", run.out)
+    assert (resumed.code, resumed.err) == (0, "")
+    assert (run.out / "checkpoints" / "step-9" / "optimizer.pt").stat().st_size == optimizer_bytes

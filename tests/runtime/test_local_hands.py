@@ -99,7 +99,8 @@ def test_an_engine_that_cannot_load_is_lost_after_the_third_time(hands: LocalHan
 
 
 def test_evaluation_leaves_no_fact_of_a_slow_engine_behind(tmp_path: Path) -> None:
-    config = settings.read(write_task(tmp_path), ["eval.source=prompts.jsonl", "eval.num_prompts=1"])
+    held_out = [f"eval.path={tmp_path / 'prompts.jsonl'}", "eval.num_prompts=1"]
+    config = settings.read(write_task(tmp_path), held_out)
     hands = LocalHands(Plan.make(config, tmp_path), notice=print)
     try:
         hands.wait_until_ready()

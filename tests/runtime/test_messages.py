@@ -63,6 +63,6 @@ def test_orders_about_weights_are_a_few_bytes() -> None:
         messages.TrainStep(7, (GroupId(0, 1), GroupId(0, 2))),
         messages.StepDone(7, {"actor/pg_loss": 0.1}),
         messages.GiveUp((RequestId(0, 1, 2),)),
-        messages.Save(Path("checkpoints")),
+        messages.Save(Path("checkpoints"), "{}", Path("held-0"), 2, False),
     )
     assert max(len(pickle.dumps(order)) for order in orders) < 300

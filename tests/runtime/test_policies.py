@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,8 +61,9 @@ def check_turns(run: Run, colocated: set[int]) -> int:
     return num_pauses
 
 
-def test_colocated_engines_and_the_trainer_take_turns(start_run: StartRun) -> None:
-    run = start_run(orchestrator__placement="colocated", eval__source="prompts.jsonl", eval__num_prompts=2)
+def test_colocated_engines_and_the_trainer_take_turns(start_run: StartRun, task: Path) -> None:
+    held_out = {"eval__path": task.parent / "prompts.jsonl", "eval__num_prompts": 2}
+    run = start_run(orchestrator__placement="colocated", **held_out)
     assert ended_well(run)["trained_groups"] == 8
     assert check_turns(run, {0, 1}) >= 2
 

@@ -70,7 +70,7 @@ def test_a_run_whose_groups_all_fail_stops_with_the_first_traceback(
 def test_a_reward_function_that_is_not_there_is_bad_input_and_leaves_nothing(
     start_run: StartRun, tmp_path: Path
 ) -> None:
-    run = start_run(write_task(tmp_path), reward__function="task.py:rewrad")
+    run = start_run(write_task(tmp_path), reward__function=f"{tmp_path}/task.py:rewrad")
     ended = run.end()
     assert ended.code == 2, ended
     assert "has no function 'rewrad'; it has reward" in ended.err
@@ -133,7 +133,8 @@ def test_a_group_that_failed_is_not_judged_on_at_the_cost_of_the_next(
 
 def test_evaluation_stops_too_when_its_answers_cannot_be_scored(start_run: StartRun, tmp_path: Path) -> None:
     reward = "def reward(prompt, completion):\n    raise ValueError('no such answer')\n"
-    run = start_run(write_task(tmp_path, reward=reward), eval__source="prompts.jsonl", eval__num_prompts=7)
+    held_out = {"eval__path": tmp_path / "prompts.jsonl", "eval__num_prompts": 7}
+    run = start_run(write_task(tmp_path, reward=reward), **held_out)
     ended = run.end()
     assert ended.code == 1, ended
     assert "2 of 7 evaluation prompts could not be scored" in ended.err

@@ -44,6 +44,9 @@ KEYS = [
     "migrations",
     "migrated_kv_bytes",
     "engine_losses",
+    "lives",
+    "redone_steps",
+    "redone_tokens",
     "c1",
     "c2",
     "c3",
@@ -55,7 +58,7 @@ def run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with evaluation that came to its end."""
     out = tmp_path_factory.mktemp("whole") / "run"
     changes: dict[str, Any] = {"run__steps": STEPS, "engine__pace": "20ms", "eval__num_prompts": 3}
-    run = Run(task, out, eval__source="prompts.jsonl", **changes)
+    run = Run(task, out, eval__path=task.parent / "prompts.jsonl", **changes)
     ended = run.end()
     assert (ended.code, ended.err) == (0, ""), ended
     assert "C1 kept, C2 kept, C3 kept" in ended.out
@@ -158,7 +161,7 @@ def test_the_example_of_an_own_task_trains(start_run: StartRun, task: Path) -> N
     example = Path(__file__).parents[2] / "examples" / "own_task" / "sevens.toml"
     small = {"sampling__group_size": 4, "trainer__batch_size": 2, "sampling__max_response_length": 12}
     start = {"model__path": task.parent / "start", "engine__kernels": "eager"}
-    run = start_run(example, run__steps=2, eval__source="prompts.jsonl", **small, **start)
+    run = start_run(example, run__steps=2, **small, **start)
     ended = run.end()
     assert ended.code == 0, ended
     assert summary(run.out)["trained_groups"] == 4

@@ -31,7 +31,7 @@ steps = 4
 [model]
 path = "start"
 [data]
-source = "prompts.jsonl"
+path = "prompts.jsonl"
 max_prompt_length = 8
 [sampling]
 group_size = 2

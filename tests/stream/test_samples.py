@@ -65,6 +65,17 @@ def test_a_group_comes_back_as_it_was_put_in_sibling_order(store: SampleStore, t
     assert [sample.logprobs for sample in samples] == [list(map(float, line)) for line in expected]
 
 
+def test_routes_come_back_a_row_for_each_token_but_the_last(store: SampleStore, tmp_path: Path) -> None:
+    routes = np.arange(4 * 2 * 3, dtype=np.int16).reshape(4, 2, 3)
+    store.put(trajectory(0))
+    store.put(trajectory(1)._replace(routes=routes))
+    store.score(GROUP, (1.0, 0.5), (0.7, -0.7))
+    store.commit()
+    samples = SampleReader(tmp_path / "samples.sqlite").group(GROUP)
+    assert samples[0].routes is None
+    np.testing.assert_array_equal(samples[1].routes, routes.reshape(4, 6))
+
+
 def test_another_process_reads_what_is_committed_and_nothing_else(store: SampleStore, tmp_path: Path) -> None:
     def read_elsewhere() -> list[Any]:
         command = [sys.executable, "-c", READ, str(tmp_path / "samples.sqlite")]
@@ -112,3 +123,26 @@ def test_rewards_that_do_not_fit_their_advantages_are_refused(store: SampleStore
     put_scored(store)
     with pytest.raises(ValueError, match="shorter"):
         store.score(GROUP, (1.0, 0.0), (0.5,))
+
+
+def test_a_run_that_goes_on_finds_what_is_finished(store: SampleStore) -> None:
+    put_scored(store)
+    other = GroupId(2, 8)
+    store.put(trajectory(1, other))
+    assert [(a.sibling, a.token_ids, a.reward) for a in store.finished(GROUP)] == [
+        (0, [2**31 - 1], 1.0),
+        (1, [2**31 - 1, 0], 0.5),
+    ]
+    assert [(a.sibling, a.reward) for a in store.finished(other)] == [(1, None)]
+    assert store.finished(GroupId(0, 0)) == []
+    assert store.prompts(10) == [(GROUP, [5, 6, 7])]
+    assert store.prompts(0) == []
+
+
+def test_states_are_those_of_every_sample_until_it_is_forgotten(store: SampleStore) -> None:
+    put_scored(store)
+    store.mark([GROUP], "trained", 4)
+    assert store.states() == [(RequestId(*GROUP, k), "trained", 4) for k in (0, 1)]
+    store.forget(RequestId(*GROUP, 0))
+    assert store.states() == [(RequestId(*GROUP, 1), "trained", 4)]
+    store.put(trajectory(0))

@@ -6,7 +6,13 @@ import torch
 from dora.errors import ModelError
 from dora.model.config import ModelConfig
 from dora.model.weights import initial_weights
-from dora.trainer.checkpoint import load_checkpoint, save_checkpoint
+from dora.trainer.checkpoint import (
+    forget_after,
+    keep_newest,
+    load_checkpoint,
+    save_checkpoint,
+    whole_checkpoints,
+)
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
 TINY = ModelConfig(
@@ -46,3 +52,64 @@ def test_a_plain_model_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "model" / "optimizer.pt").unlink()
     with pytest.raises(ModelError, match=r"no optimizer\.pt"):
         load_checkpoint(tmp_path / "model")
+
+
+def save_steps(folder: Path, *steps: int) -> list[Path]:
+    """Checkpoints of the untrained model, one for each step."""
+    trainer = Trainer(TINY, initial_weights(TINY, seed=0), SETTINGS)
+    older = folder / "0.f32"
+    older.write_bytes(b"older weights")
+    beside: dict[str, str | Path] = {"core.json": "{}", "versions/0.f32": older}
+    for step in steps:
+        path = folder / f"step-{step}"
+        state = trainer.state_dict()
+        save_checkpoint(path, TINY, trainer.flat, state, step, folder, beside=beside, fsync=True)
+    return [folder / f"step-{step}" for step in steps]
+
+
+def test_a_checkpoint_keeps_what_is_put_beside_it(tmp_path: Path) -> None:
+    (path,) = save_steps(tmp_path, 1)
+    assert (path / "core.json").read_text() == "{}"
+    assert (path / "versions" / "0.f32").read_bytes() == b"older weights"
+
+
+def test_whole_checkpoints_are_found_newest_first(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, 10, 9)
+    (tmp_path / "step-11.draft").mkdir()
+    (tmp_path / "step-x").mkdir()
+    assert list(whole_checkpoints(tmp_path).items()) == [(n, tmp_path / f"step-{n}") for n in (10, 9, 2)]
+    assert whole_checkpoints(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "versions/0.f32", "checkpoint.json"])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_checkpoint_with_a_damaged_file_is_none(tmp_path: Path, name: str, is_gone: bool) -> None:
+    _, path = save_steps(tmp_path, 1, 2)
+    (path / name).unlink() if is_gone else (path / name).write_bytes(b"half")
+    assert [*whole_checkpoints(tmp_path)] == [1]
+
+
+def test_a_checkpoint_whose_weights_have_changed_is_refused(tmp_path: Path) -> None:
+    (path,) = save_steps(tmp_path, 1)
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert [*whole_checkpoints(tmp_path)] == [1]
+    with pytest.raises(ModelError, match="its weights are not those that were saved; remove it"):
+        load_checkpoint(path)
+
+
+def test_the_newest_checkpoints_are_kept_and_left_overs_removed(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, 10, 9, 11)
+    (tmp_path / "step-12.draft").mkdir()
+    (tmp_path / "step-8.old").mkdir()
+    keep_newest(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-10", "step-11"]
+
+
+def test_checkpoints_of_later_steps_are_forgotten_also_broken_ones(tmp_path: Path) -> None:
+    *_, broken = save_steps(tmp_path, 1, 2, 3)
+    (broken / "optimizer.pt").unlink()
+    forget_after(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-1"]

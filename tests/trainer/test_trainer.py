@@ -104,9 +104,25 @@ def test_on_policy_log_probs_agree_with_the_behaviour() -> None:
     assert metrics["actor/pg_clipfrac"] == 0.0
 
 
-def test_stale_samples_do_not_count_as_mismatch() -> None:
+def test_stale_samples_are_compared_under_the_weights_that_drew_them() -> None:
+    versions = {-1: initial()}
+    trainer = Trainer(TINY, initial() * 1.5, SETTINGS, sources=versions.get)
+    metrics = trainer.step([replace(s, staleness=1) for s in samples()])
+    assert metrics["mismatch/logprob_abs_diff_max"] < 1e-5
+    assert abs(metrics["mismatch/kl"]) < 1e-6
+    assert abs(metrics["actor/ppo_kl"]) > 1e-3
+
+
+def test_stale_samples_of_versions_that_are_gone_do_not_count_as_mismatch() -> None:
     metrics = Trainer(TINY, initial(), SETTINGS).step([replace(s, staleness=1) for s in samples()])
     assert "mismatch/logprob_abs_diff_max" not in metrics
+
+
+def test_the_mismatch_of_a_batch_without_gradient_is_known_too() -> None:
+    trainer = Trainer(TINY, initial(), SETTINGS, sources=lambda version: initial())
+    metrics = trainer.step([replace(s, advantage=0.0) for s in samples()])
+    assert metrics["mismatch/num_tokens"] >= 1
+    assert metrics["mismatch/logprob_abs_diff_max"] < 1e-5
 
 
 def test_temperature_divides_the_logits() -> None:

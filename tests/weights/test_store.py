@@ -84,3 +84,13 @@ def test_folders_of_dead_processes_are_removed_and_those_of_living_ones_kept(sto
     WeightStore(make_store_folder(num_bytes=1)).close()
     assert not left_behind.exists()
     assert store.folder.is_dir()
+
+
+def test_a_version_that_is_held_outlives_its_drop(store: WeightStore) -> None:
+    digests = {version: store.publish(version, weights(version)) for version in (0, 1)}
+    held = store.hold([0], "held-0")
+    store.drop(0)
+    assert [path.name for path in held.iterdir()] == ["0.f32"]
+    assert store.versions() == [1]
+    assert store.adopt(0, held / "0.f32") == digests[0]
+    assert torch.equal(store.fetch(0), weights(0))

@@ -98,6 +98,21 @@ def ask(run: Path, asked: Ask, timeout_s: float) -> Answer:
     raise RunError(f"{run}: no answer within {timeout_s:g} s; {why}")
 
 
+def is_running(run: Path) -> bool:
+    """Whether a process drives the run in a folder."""
+    try:
+        _check_running(run)
+    except InputError:
+        return False
+    return True
+
+
+def forget_dead(run: Path) -> None:
+    """Remove what the driver of a run that was killed left behind; nobody else's."""
+    if not is_running(run):
+        shutil.rmtree(run / "control", ignore_errors=True)
+
+
 def _check_running(run: Path) -> None:
     """Raises InputError if no process drives the run in a folder."""
     path = run / "control" / PROCESS

@@ -34,11 +34,10 @@ class Hands(Protocol):
         """The next fact, or None once `now` has reached `until`."""
 
 
-def drive(core: Orchestrator, hands: Hands, record: Record) -> None:
-    """Run until the core is done. Errors of the stations pass through."""
+def drive(core: Orchestrator, hands: Hands, record: Record, event: Event | None = None) -> None:
+    """Run until the core is done; `event` is what a run that goes on begins with. Errors pass through."""
     now = hands.now
-    event: Event | None = None
-    orders = core.start(now)
+    orders = core.start(now) if event is None else core.handle(event, now)
     while True:
         record(now, event, orders)
         for order in orders:

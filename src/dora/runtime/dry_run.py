@@ -12,11 +12,11 @@ from dora.config import Config
 from dora.core.events import GroupScored, GroupUnscorable
 from dora.core.records import GroupId
 from dora.errors import RewardError
+from dora.runtime.folder import check_out
 from dora.runtime.messages import Judge
 from dora.runtime.plan import Plan
 from dora.runtime.process import Told, take
 from dora.runtime.rewarding import Rewarder
-from dora.runtime.run import check_out
 
 _MB = 1e6
 _COPIES_IN_TRAINER = 4  # weights, gradient, and AdamW's two moments
@@ -45,6 +45,9 @@ def _derived(plan: Plan) -> dict[str, str]:
         "batch": f"{limits.batch_size} groups x {limits.group_size} = {config.samples_per_step} samples",
         "policy": f"{rules.update_policy}, max_staleness {limits.max_staleness}"
         + _live_versions(limits.batches_per_version),
+        "gradients": "summed while a batch fills up"
+        if config.streams
+        else f"wait for the whole batch: {config.why_no_streaming or 'trainer.streaming = false'}",
         "placement": rules.placement + (", and the trainer lends itself" if config.trainer.elastic else ""),
         "window": f"(max_staleness + 1) x batch_size - slack = {config.window} groups admitted and untrained",
         "rows": f"engines x max_rows = {engines} x {rows} = {config.total_rows} requests at once",

@@ -23,7 +23,9 @@ from dora.core.events import (
     RequestFinished,
 )
 from dora.core.records import GroupId, RequestId
+from dora.data.dataset import Prompt
 from dora.errors import RunError
+from dora.runtime.lengths import percentile
 from dora.runtime.local import LocalHands
 from dora.runtime.plan import EVALUATION, GREEDY, SAMPLED
 
@@ -38,7 +40,7 @@ class Evaluation:
     num_prompts: int
     rewards: dict[GroupId, tuple[float, ...]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)  # of sampled answers, tokens
-    examples: list[tuple[str, str, GroupId]] = field(default_factory=list)  # prompt, sampled answer
+    examples: list[tuple[Prompt, str, GroupId]] = field(default_factory=list)  # prompt, sampled answer
 
     @property
     def greedy(self) -> float:
@@ -50,8 +52,7 @@ class Evaluation:
 
     def length_percentile(self, share: float) -> int:
         """Length (tokens) of sampled answers that `share` of them do not exceed."""
-        ordered = sorted(self.lengths)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return int(percentile(self.lengths, share))
 
 
 def evaluate(hands: LocalHands, version: int, held: Mapping[int, Iterable[int]]) -> Evaluation | None:

@@ -25,12 +25,24 @@ class Journal:
     """Writes `journal.jsonl`; every line reaches the operating system before it is acted on."""
 
     def __init__(
-        self, path: Path, limits: Limits, config_digest: str, num_prompts: int, *, fsync: bool = False
+        self,
+        path: Path,
+        limits: Limits,
+        config_digest: str,
+        num_prompts: int,
+        *,
+        seq: int | None = None,
+        fsync: bool = False,
     ) -> None:
-        """`num_prompts` are the rows of the dataset; `fsync` makes lines survive a loss of power."""
-        self._file = path.open("x", encoding="utf-8")
+        """`num_prompts` are the rows of the dataset; `fsync` makes lines survive a loss of power.
+
+        With `seq` the journal is there already, and the next line gets this number.
+        """
+        self._file = path.open("x" if seq is None else "a", encoding="utf-8")
         self._fsync = fsync
-        self._seq = 0
+        self.seq = seq or 0  # of the next line
+        if seq is not None:
+            return
         header = {
             "schema": SCHEMA,
             "config_digest": config_digest,
@@ -48,8 +60,8 @@ class Journal:
             return
         lines = []
         for record in records:
-            lines.append(json.dumps({"seq": self._seq, "t_s": now, **to_json(record)}))
-            self._seq += 1
+            lines.append(json.dumps({"seq": self.seq, "t_s": now, **to_json(record)}))
+            self.seq += 1
         self._file.write("\n".join(lines) + "\n")
         self._flush()
 

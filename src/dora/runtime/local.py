@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import singledispatchmethod
 from pathlib import Path
 from queue import SimpleQueue
@@ -36,11 +36,12 @@ from dora.core.actions import (
     Score,
     Train,
 )
-from dora.core.events import Event, Migrated, PromptsFetched, Published, StepFailed
+from dora.core.events import Event, GroupScored, Migrated, PromptsFetched, Published, StepFailed
 from dora.core.records import GroupId
-from dora.errors import RunError
+from dora.errors import InputError, RunError
 from dora.runtime import messages as m
 from dora.runtime.fleet import Fleet
+from dora.runtime.past import SAMPLES, Past
 from dora.runtime.plan import Plan
 from dora.runtime.process import Told, Worker, take
 from dora.runtime.rewarding import Rewarder
@@ -57,46 +58,59 @@ class LocalHands:
     """All stations of a run as processes of this machine; `close` ends them."""
 
     def __init__(
-        self, plan: Plan, notice: Callable[[str], None], check_stop: Callable[[], None] = lambda: None
+        self,
+        plan: Plan,
+        notice: Callable[[str], None],
+        check_stop: Callable[[], None] = lambda: None,
+        past: Past | None = None,
     ) -> None:
         """Start the processes; `notice` gets sentences for the person watching.
 
-        `check_stop` is called while nothing is half done, and may raise to end the run.
+        `check_stop` is called while nothing is half done, and may raise to end the run. With a `past`
+        they go on from there.
         """
-        self._began_s = time.monotonic()
+        self._started_s = self._checked_s = time.monotonic()
+        self._began_s = self._started_s  # later, once a run that goes on has started
         self.plan, self.notice, self._check_stop = plan, notice, check_stop
-        samples = plan.out / "samples.sqlite"
-        self.samples = SampleStore(samples, fsync=plan.config.journal.fsync)
+        samples = plan.out / SAMPLES
+        self.samples = past.samples if past else SampleStore(samples, fsync=plan.config.journal.fsync)
         self.weights = WeightStore(make_store_folder(plan.stored_bytes))
         self.facts: deque[Event] = deque()
-        self.teller = Teller(plan, self.samples)
-        self._cursor = plan.cursor()
-        self._saved: Path | None = None
-        self._checked_s = time.monotonic()
+        self.teller = past.teller if past else Teller(plan, self.samples)
+        kept = past.restore_versions(self.weights) if past else {}
+        self._cursor = plan.cursor(past.core.snapshot().next_index if past else 0)
+        self._past, self._saved, self._save_failure = past, plan.out, ""
+        self._num_saves = self._num_saving = 0
         self._told: Told = SimpleQueue()  # by all workers
         self.fleet = Fleet(plan, self.weights.folder, self._told, self.facts, self.teller, notice)
         self.refusals: dict[int, str] = {}  # engine -> why it may not leave, until somebody has read it
         self._step_failures: Counter[int] = Counter()
-        trainer_spec = plan.trainer_spec(self.weights.folder, samples)
+        self.fleet.digests.update(kept)
+        checkpoint = past.checkpoint if past else None
+        trainer_spec = plan.trainer_spec(self.weights.folder, samples, checkpoint)
         self.trainer = Worker("trainer", run_trainer, trainer_spec, self._told)
-        self._is_trainer_ready = False
+        self._is_trainer_ready = self._is_training = False
         reward, runtime = plan.config.reward, plan.config.runtime
         self.rewarder = Rewarder(plan.rewarder_spec(), reward.timeout_s, runtime.start_timeout_s, self._told)
 
     @property
     def now(self) -> float:
-        """Seconds since the processes were started."""
+        """Seconds since the processes were started; all lives of a run make one clock."""
         return time.monotonic() - self._began_s
 
     def wait_until_ready(self) -> None:
         """Return when every process has started. Raises RunError naming those that have not."""
         timeout_s = self.plan.config.runtime.start_timeout_s
         while late := self._late():
-            if self.now > timeout_s:
+            if time.monotonic() > self._started_s + timeout_s:
                 raise RunError(
                     f"{', '.join(late)} did not start within runtime.start_timeout_s = {timeout_s:g} s"
                 )
             self._listen(POLL_S)
+        if (why := self.plan.config.why_no_streaming) is not None:
+            self.notice(f"gradients wait for the whole batch, with {why}")
+        if self._past is not None:
+            self._began_s = time.monotonic() - self._past.now_s
 
     @property
     def engines(self) -> list[int]:
@@ -125,17 +139,43 @@ class LocalHands:
             self._listen(POLL_S if until is None else max(0.0, min(POLL_S, until - self.now)))
         return self.facts.popleft()
 
-    def save(self) -> Path:
-        """Have the trainer write a checkpoint of where it is; its folder. Raises RunError if it fails."""
-        self._saved = None
-        self.trainer.send(m.Save(self.plan.out / "checkpoints"))
+    def save(self, core: str, versions: Sequence[int]) -> None:
+        """Have the trainer write a checkpoint, once it has done what it was told before.
+
+        `core` is what the orchestrator knows now; older `versions` are those that may still be needed.
+        """
+        held = self.weights.hold(versions, f"held-{self._num_saves}")
+        self._num_saves += 1
+        self._num_saving += 1
+        config = self.plan.config
+        self.trainer.send(
+            m.Save(
+                folder=self.plan.out / "checkpoints",
+                core=core,
+                versions=held,
+                keep_last=config.trainer.keep_last,
+                fsync=config.journal.fsync,
+            )
+        )
+
+    def wait_until_saved(self) -> Path:
+        """The folder of the last checkpoint, once it is there. Raises RunError if it could not be written."""
+        self._wait_for_trainer(lambda: not self._num_saving, "save")
+        if self._save_failure:
+            raise RunError(f"{self._save_failure}; make room and resume the run")
+        return self._saved
+
+    def wait_until_trained(self) -> None:
+        """Until the trainer has ended the step it is in, if any. Raises RunError if it does not."""
+        self._wait_for_trainer(lambda: not self._is_training, "end its step")
+
+    def _wait_for_trainer(self, is_done: Callable[[], bool], what: str) -> None:
         timeout_s = self.plan.config.runtime.trainer_timeout_s
         deadline_s = time.monotonic() + timeout_s
-        while self._saved is None:
+        while not is_done():
             if time.monotonic() > deadline_s or not self.trainer.process.is_alive():
-                raise RunError(f"the trainer died or did not save within {timeout_s:g} s")
+                raise RunError(f"the trainer died or did not {what} within {timeout_s:g} s")
             self._listen(POLL_S)
-        return self._saved
 
     def close(self) -> None:
         """End every process and remove the versions from memory."""
@@ -198,6 +238,10 @@ class LocalHands:
 
     @perform.register
     def _(self, order: Score) -> None:
+        if (rewards := self.teller.rewards.get(order.group)) is not None:  # judged before everything died
+            self.teller.responses(order.group)
+            self.facts.append(GroupScored(order.group, rewards))
+            return
         source = self.plan.source_of(order.group)
         responses = self.teller.responses(order.group)
         prompt, fields = source.prompt(order.group.row), source.fields(order.group.row)
@@ -214,12 +258,16 @@ class LocalHands:
 
     @perform.register
     def _(self, order: Commit) -> None:
+        if self.plan.config.streams:
+            self.samples.commit()  # so that the trainer can read it
+            self.trainer.send(m.Accumulate(order.step, order.group))
         self.samples.mark([order.group], "committed")
 
     @perform.register
     def _(self, order: Train) -> None:
         self.samples.commit()
         self.teller.batch = order.groups
+        self._is_training = True
         self.trainer.send(m.TrainStep(order.step, order.groups))
 
     @perform.register
@@ -264,15 +312,41 @@ class LocalHands:
             raise RunError(f"{sentence}\n{self.trainer.crash}".rstrip())
         if isinstance(message, m.Ready):
             self._is_trainer_ready = True
-        elif isinstance(message, m.Saved):
-            self._saved = message.folder
+        elif isinstance(message, m.Saved | m.SaveRefused):
+            self._hear_saved(message)
         elif isinstance(message, m.WeightsPublished):
+            self._check_published(message)
             self.fleet.digests[message.version] = message.digest
             self.facts.append(Published(message.version, message.digest))
         elif isinstance(message, m.StepRefused):
+            self._is_training = False
             self._repeat(message)
         else:
+            self._is_training = False
             self.facts.append(self.teller.trained(message))
+
+    def _hear_saved(self, message: m.Saved | m.SaveRefused) -> None:
+        self._num_saving -= 1
+        self._save_failure = ""
+        if isinstance(message, m.Saved):
+            self._saved = message.folder
+        else:
+            self._save_failure = (
+                f"the checkpoint of step {message.step} could not be written: {message.reason}"
+            )
+            self.notice(f"{self._save_failure}; the ones before it stay")
+
+    def _check_published(self, message: m.WeightsPublished) -> None:
+        """Raises InputError if the version that a run goes on from is not the one that was published."""
+        past = self._past
+        if past is None or past.resumed.from_step != message.version or past.digest is None:
+            return
+        if message.digest != past.digest:
+            origin = past.checkpoint or f"model.path = {self.plan.config.model.path!r}"
+            raise InputError(
+                f"{origin} does not hold version {message.version} as it was published before; "
+                "put the old files back"
+            )
 
     def _repeat(self, message: m.StepRefused) -> None:
         """A step that failed changed nothing, so it is tried again, a few times."""

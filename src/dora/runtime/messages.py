@@ -1,7 +1,7 @@
 """What travels through the pipes between the driver and its worker processes.
 
 Identities and token ids; weights and KV never do, they lie in files. The words of a move are the
-engine's own: see `dora.engine.moves`.
+engine's own: see `dora.handover.moves`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dora.core.records import GroupId, RequestId
-from dora.engine.moves import Kept as Kept
-from dora.engine.moves import NotReceived as NotReceived
-from dora.engine.moves import Receive as Receive
-from dora.engine.moves import Received as Received
-from dora.engine.moves import Reserved as Reserved
-from dora.engine.moves import Send as Send
-from dora.engine.moves import Sent as Sent
 from dora.engine.sequence import Completion, Request
-from dora.rewards.base import Outcome
+from dora.handover.moves import Kept as Kept
+from dora.handover.moves import NotReceived as NotReceived
+from dora.handover.moves import Receive as Receive
+from dora.handover.moves import Received as Received
+from dora.handover.moves import Reserved as Reserved
+from dora.handover.moves import Send as Send
+from dora.handover.moves import Sent as Sent
+from dora.rewards.base import Outcome, Prompt
+from dora.trainer.scoring import Scoring
 
 if TYPE_CHECKING:
     from dora.trainer.trainer import TrainerSettings  # brings torch, which a rewarder does not need
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A rollout engine; lengths in tokens. Its KV blocks lie in the file `pool`, which it makes."""
+    """A rollout engine; lengths in tokens. Its KV blocks lie in the file `pool`, which it makes.
+
+    One that `reads_text` knows stop strings, one that `returns_routes` tells the experts of each token.
+    """
 
     model: Path
     weights: Path
@@ -41,16 +45,28 @@ class EngineSpec:
     pace_s: float
     tail_interval: int
     max_staleness: int
+    exact: bool = False
+    reads_text: bool = False
+    returns_routes: bool = False
 
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """The trainer."""
+    """The trainer. It begins at `model`, or goes on from `checkpoint`.
+
+    One that `streams` works on committed groups before their batch is complete. In exact mode it computes
+    log-probs as an engine of `exact` does.
+    """
 
     model: Path
     weights: Path
     samples: Path
     settings: TrainerSettings
+    scoring: Scoring
+    streams: bool
+    max_staleness: int = 0
+    exact: EngineSpec | None = None
+    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +130,14 @@ class Leave:
 
 
 @dataclass(frozen=True)
+class Accumulate:
+    """A group has been committed to a step; a trainer that streams may begin with it."""
+
+    step: int
+    group: GroupId
+
+
+@dataclass(frozen=True)
 class TrainStep:
     step: int
     groups: tuple[GroupId, ...]
@@ -126,15 +150,23 @@ class PublishWeights:
 
 @dataclass(frozen=True)
 class Save:
-    """Write the checkpoint `folder`/step-N, where N is the trainer's own count of steps."""
+    """Write the checkpoint `folder`/step-N, where N is the trainer's own count of steps.
+
+    `core` is what the orchestrator knew then, as JSON; `versions` is a folder with the older versions
+    that may still be needed, which is removed. `keep_last` checkpoints are left.
+    """
 
     folder: Path
+    core: str
+    versions: Path
+    keep_last: int
+    fsync: bool
 
 
 @dataclass(frozen=True)
 class Judge:
     group: GroupId
-    prompt: str
+    prompt: Prompt
     fields: dict[str, object]
     responses: list[list[int]]
 
@@ -222,6 +254,14 @@ class WeightsPublished:
 @dataclass(frozen=True)
 class Saved:
     folder: Path
+
+
+@dataclass(frozen=True)
+class SaveRefused:
+    """A checkpoint could not be written; the ones before are as they were."""
+
+    step: int
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,19 @@ Times are integrated between facts from the orchestrator's own state; nothing he
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from dora.core.actions import Action, Admit, Fail, Filter, Train
-from dora.core.events import EngineLost, Event, RequestFinished, Trained
+from dora.core.events import EngineLost, Event, RequestFinished, Resumed, Trained
 from dora.core.orchestrator import Orchestrator
 from dora.core.records import GroupId, Limits
 from dora.core.state import State
+from dora.runtime.lengths import Lengths
 from dora.runtime.stalls import Stalls
 from dora.runtime.telling import Teller
 from dora.runtime.travels import Travels
@@ -42,22 +45,33 @@ class StepRecord:
     step: int
     t_s: float
     staleness: Counter[int]
-    rewards: list[float]
+    rewards: list[tuple[float, ...]]  # of each group
     num_tokens: int
-    stall_s: float  # since the step before
+    wall_s: float  # since the step before, or the start
+    stall_s: float  # of that
     metrics: dict[str, float]
+
+    @property
+    def reward(self) -> float:
+        """Mean over all samples."""
+        return statistics.fmean(chain.from_iterable(self.rewards))
 
     def to_json(self) -> dict[str, float]:
         """One line of metrics.jsonl."""
         count = self.staleness.total()
+        num_equal = sum(len({*rewards}) == 1 for rewards in self.rewards)
         return {
             "step": self.step,
             "t_s": round(self.t_s, 3),
-            "reward/mean": sum(self.rewards) / len(self.rewards),
+            "reward/mean": self.reward,
+            "reward/std": statistics.pstdev(chain.from_iterable(self.rewards)),
+            "reward/frac_zero_std": num_equal / len(self.rewards),
             "staleness/mean": sum(s * n for s, n in self.staleness.items()) / count,
             "staleness/max": max(self.staleness),
-            "response_length/mean": self.num_tokens / len(self.rewards),
+            **{f"staleness/num_{s}": n for s, n in sorted(self.staleness.items())},
             "tokens": self.num_tokens,
+            "perf/throughput": round(self.num_tokens / max(1e-9, self.wall_s), 1),
+            "timing_s/step": round(self.wall_s, 4),
             "timing_s/stall": round(self.stall_s, 4),
             **self.metrics,
         }
@@ -71,6 +85,7 @@ class Meter:
     teller: Teller
     travels: Travels
     stalls: Stalls = field(default_factory=Stalls)
+    lengths: Lengths = field(default_factory=Lengths)
     began_s: float = 0.0
     now_s: float = 0.0
     first_admission_s: float | None = None
@@ -83,6 +98,9 @@ class Meter:
     rollout_s: float = 0.0  # time with any version alive
     live_versions_max: int = 0
     engine_losses: int = 0
+    lives: int = 1  # one more each time the run was resumed
+    redone_steps: int = 0  # trained before, after a checkpoint that the run went on from
+    redone_tokens: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
     trained_tokens: int = 0
     steps: list[StepRecord] = field(default_factory=list)
@@ -101,11 +119,16 @@ class Meter:
         """Take in one fact and its orders, after the state has changed; a finished step is returned."""
         self._integrate(now)
         record = None
+        self.lengths.hear(event, orders)
         match event:
             case RequestFinished():
                 self.busy_row_s, self.row_s = dict(self.teller.busy_row_s), dict(self._row_s)
             case EngineLost():
                 self.engine_losses += 1
+            case Resumed():  # new engines, whose numbers and clocks begin again
+                self.lives += 1
+                self._row_s, self.row_s, self._told_before = {}, {}, (0.0, 0.0)
+                self.busy_row_s, self.busy_row_s_before = {}, {}
             case Trained(step):
                 record = self._end_step(step, now, state)
             case _:
@@ -175,10 +198,13 @@ class Meter:
         staleness: Counter[int] = Counter()
         for group in self._batch:
             staleness[step - self._versions.pop(group)] += size
-        rewards = [r for group in self._batch for r in self.teller.rewards.pop(group)]
+        rewards = [self.teller.rewards.pop(group) for group in self._batch]
         num_tokens = sum(self.teller.num_tokens.pop(group) for group in self._batch)
-        metrics = self.teller.step_metrics.pop(0)[1] | {"rollout/busy_ratio": self._busy_since_last_step()}
-        record = StepRecord(step, now, staleness, rewards, num_tokens, state.stall_s - self._stall_s, metrics)
+        metrics = self.lengths.train(self._batch) | self.teller.step_metrics.pop(0)[1]
+        metrics["rollout/busy_ratio"] = self._busy_since_last_step()
+        wall_s = now - (self.steps[-1].t_s if self.steps else self.began_s)
+        stall_s = state.stall_s - self._stall_s
+        record = StepRecord(step, now, staleness, rewards, num_tokens, wall_s, stall_s, metrics)
         self._stall_s = state.stall_s
         self.staleness += staleness
         self.trained_tokens += num_tokens

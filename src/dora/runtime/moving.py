@@ -14,8 +14,8 @@ from pathlib import Path
 from dora.core.actions import Migrate
 from dora.core.events import Event, Migrated, MigrationFailed, RequestFailed, RequestFinished
 from dora.core.records import RequestId
-from dora.engine.handover import Handover
 from dora.engine.sequence import Request
+from dora.handover.files import Handover
 from dora.runtime import messages as m
 
 Word = m.Reserved | m.Received | m.NotReceived | m.Sent | m.Kept

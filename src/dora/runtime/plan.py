@@ -14,15 +14,19 @@ from pathlib import Path
 from dora.config import Config
 from dora.core.records import GroupId, Limits, RequestId
 from dora.data import gcd
+from dora.data.chat import ChatTemplate, PromptEncoder
 from dora.data.dataset import Cursor, Dataset
 from dora.data.tokenizer import Tokenizer
 from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
 from dora.engine.rows import MAX_STOP_IDS
 from dora.engine.sequence import Request, Sampling
-from dora.errors import DataError, ModelError
+from dora.errors import ConfigError, ModelError
 from dora.model.config import ModelConfig
 from dora.model.folder import check_folder, load_config
+from dora.runtime import trackers
 from dora.runtime.messages import EngineSpec, RewarderSpec, TrainerSpec
+from dora.trainer.recipe import Correction
+from dora.trainer.scoring import Scoring
 from dora.trainer.trainer import TrainerSettings
 
 EVALUATION = -1  # the epoch of evaluation requests, which are not groups and reach no journal
@@ -38,6 +42,7 @@ class Plan:
     model: ModelConfig
     num_parameters: int
     tokenizer: Tokenizer
+    prompts: PromptEncoder
     dataset: Dataset
     held_out: Dataset | None
 
@@ -46,23 +51,16 @@ class Plan:
         """Load and check what the configuration names. Raises InputError."""
         folder = Path(config.model.path)
         model = load_config(folder)
-        config.check_context(model.max_position_embeddings)
         tokenizer = Tokenizer(folder)
-        if tokenizer.vocab_size > model.vocab_size:
-            raise ModelError(
-                f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is "
-                f"{model.vocab_size}; use the tokenizer the model was made with"
-            )
-        if len(tokenizer.stop_ids) > MAX_STOP_IDS:
-            raise ModelError(
-                f"{folder}: {len(tokenizer.stop_ids)} end tokens; engines know at most {MAX_STOP_IDS}; "
-                "shorten eos_token_id in generation_config.json"
-            )
+        _check_tokenizer(folder, tokenizer, model)
+        _check_fit(config, tokenizer, model)
+        trackers.check(config.metrics.report_to)
         numel = check_folder(folder)
-        plan = cls(config, out, model, numel, tokenizer, _dataset(config), _held_out(config))
+        prompts = PromptEncoder(tokenizer, _template(config))
+        plan = cls(config, out, model, numel, tokenizer, prompts, _dataset(config), _held_out(config))
         for dataset in filter(None, (plan.dataset, plan.held_out)):
             dataset.check_prompt_lengths(
-                lambda text: len(tokenizer.encode(text)), config.data.max_prompt_length
+                lambda prompt: len(prompts.encode(prompt)), config.data.max_prompt_length
             )
         return plan
 
@@ -86,6 +84,18 @@ class Plan:
             rush=rules.rush,
             rebalance_interval_s=rules.rebalance_interval_s,
             kv_watermark=rules.kv_watermark,
+        )
+
+    @property
+    def scoring(self) -> Scoring:
+        """How rewards become advantages."""
+        algorithm = self.config.algorithm
+        return Scoring(
+            algorithm.adv_estimator,
+            self.config.sampling.max_response_length,
+            algorithm.overlong_buffer_tokens,
+            algorithm.overlong_penalty,
+            is_paired=algorithm.policy_loss == "online_dpo",
         )
 
     @property
@@ -114,9 +124,9 @@ class Plan:
         """What the run keeps in memory that its processes share."""
         return self.weights_bytes + self.num_engines * self.pool_bytes
 
-    def cursor(self) -> Cursor:
-        """A walk over the dataset from its beginning."""
-        return Cursor(len(self.dataset), self.config.run.seed, self.config.data.shuffle)
+    def cursor(self, index: int = 0) -> Cursor:
+        """A walk over the dataset, from its beginning or from a later group on."""
+        return Cursor(len(self.dataset), self.config.run.seed, self.config.data.shuffle, index)
 
     def source_of(self, group: GroupId) -> Dataset:
         """The dataset a group's row is in."""
@@ -141,7 +151,7 @@ class Plan:
 
     def prompt_ids(self, group: GroupId) -> list[int]:
         """Token ids of a group's prompt."""
-        return self.tokenizer.encode(self.source_of(group).prompt(group.row))
+        return self.prompts.encode(self.source_of(group).prompt(group.row))
 
     def _seed(self, request: RequestId) -> int:
         """64 bits that depend on the run's seed and on the request alone; evaluation has its own seed."""
@@ -153,10 +163,15 @@ class Plan:
     def sampling_of(self, request: RequestId) -> Sampling:
         """How a request's tokens are drawn, and when its answer ends."""
         is_greedy = request.epoch == EVALUATION and request.sibling == GREEDY
+        settings = self.config.sampling
         return Sampling(
-            temperature=0.0 if is_greedy else self.config.sampling.temperature,
-            max_tokens=self.config.sampling.max_response_length,
-            stop_ids=self.tokenizer.stop_ids,
+            temperature=0.0 if is_greedy else settings.temperature,
+            max_tokens=settings.max_response_length,
+            stop_ids=(*self.tokenizer.stop_ids, *settings.stop_token_ids),
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            stop_strings=tuple(settings.stop),
         )
 
     def engine_spec(self, weights: Path, engine: int) -> EngineSpec:
@@ -173,9 +188,12 @@ class Plan:
             pace_s=config.engine.pace_s,
             tail_interval=config.engine.tail_interval,
             max_staleness=config.orchestrator.max_staleness,
+            reads_text=bool(config.sampling.stop),
+            returns_routes=config.trainer.routing_replay,
+            exact=config.engine.exact,
         )
 
-    def trainer_spec(self, weights: Path, samples: Path) -> TrainerSpec:
+    def trainer_spec(self, weights: Path, samples: Path, checkpoint: Path | None = None) -> TrainerSpec:
         config = self.config
         settings = TrainerSettings(
             lr=config.trainer.lr,
@@ -186,36 +204,87 @@ class Plan:
             max_grad_norm=config.trainer.max_grad_norm,
             clip_ratio_low=config.algorithm.clip_ratio_low,
             clip_ratio_high=config.algorithm.clip_ratio_high,
+            clip_ratio_c=config.algorithm.clip_ratio_c,
+            dpo_beta=config.algorithm.dpo_beta,
+            policy_loss=config.algorithm.policy_loss,
+            correction=Correction(**config.correction.model_dump()),
             kl_loss_coef=config.algorithm.kl_loss_coef,
+            kl_loss_type=config.algorithm.kl_loss_type,
+            entropy_coeff=config.algorithm.entropy_coeff,
             loss_agg_mode=config.algorithm.loss_agg_mode,
             loss_scale_factor=config.sampling.max_response_length,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             temperature=config.sampling.temperature,
         )
-        return TrainerSpec(Path(config.model.path), weights, samples, settings)
+        return TrainerSpec(
+            model=Path(config.model.path),
+            weights=weights,
+            samples=samples,
+            settings=settings,
+            scoring=self.scoring,
+            streams=config.streams,
+            max_staleness=config.orchestrator.max_staleness,
+            exact=self.engine_spec(weights, engine=0) if config.engine.exact else None,
+            checkpoint=checkpoint,
+        )
 
     def rewarder_spec(self) -> RewarderSpec:
         return RewarderSpec(self.config.reward.function, Path(self.config.model.path))
 
 
+def _check_tokenizer(folder: Path, tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """Raises ModelError where tokenizer and model do not fit."""
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ModelError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is "
+            f"{model.vocab_size}; use the tokenizer the model was made with"
+        )
+    if len(tokenizer.stop_ids) > MAX_STOP_IDS:
+        raise ModelError(
+            f"{folder}: {len(tokenizer.stop_ids)} end tokens; engines know at most {MAX_STOP_IDS}; "
+            "shorten eos_token_id in generation_config.json"
+        )
+
+
+def _check_fit(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """Raises ConfigError for settings that this model cannot follow."""
+    config.check_context(model.max_position_embeddings)
+    stop_ids, num_own = config.sampling.stop_token_ids, len(tokenizer.stop_ids)
+    unknown = [i for i in stop_ids if i >= model.vocab_size]
+    if unknown:
+        raise ConfigError(
+            f"sampling.stop_token_ids = {stop_ids}: {unknown[0]} is no token, the model's vocab_size is "
+            f"{model.vocab_size}; remove it"
+        )
+    if num_own + len(stop_ids) > MAX_STOP_IDS:
+        raise ConfigError(
+            f"sampling.stop_token_ids = {stop_ids}: with the model's {num_own} end tokens they are "
+            f"{num_own + len(stop_ids)}; engines know at most {MAX_STOP_IDS}; name fewer"
+        )
+    if config.trainer.routing_replay and not model.mixture_layers:
+        raise ConfigError(
+            f"trainer.routing_replay = true: no layer of this {model.model_type} model is a mixture of "
+            "experts, so there are no routes to replay; remove it"
+        )
+
+
+def _template(config: Config) -> ChatTemplate | None:
+    if not config.data.chat_template:
+        return None
+    return ChatTemplate(Path(config.model.path), config.data.system_prompt)
+
+
 def _dataset(config: Config) -> Dataset:
-    if config.data.source == "gcd":
+    if config.data.path == "gcd":
         return Dataset(gcd.training_rows(), "prompt", "the built-in task gcd")
-    return Dataset.from_file(Path(config.data.source), config.data.prompt_key)
+    return Dataset.from_path(Path(config.data.path), config.data.prompt_key, config.data.split)
 
 
 def _held_out(config: Config) -> Dataset | None:
-    """The evaluation prompts: the first `eval.num_prompts` rows of eval.source."""
-    num_prompts = config.eval.num_prompts
-    if num_prompts == 0 or config.eval.source is None:
+    """The evaluation prompts: the first `eval.num_prompts` rows of eval.path."""
+    path, num_prompts = config.eval.path, config.eval.num_prompts
+    if num_prompts == 0 or path is None:
         return None
-    if config.eval.source == "gcd":
-        rows = gcd.held_out_rows()
-        key, origin = "prompt", "the held-out part of gcd"
-    else:
-        source = Dataset.from_file(Path(config.eval.source), config.data.prompt_key)
-        rows = [source.row(index) for index in range(len(source))]
-        key, origin = config.data.prompt_key, source.origin
-    if num_prompts > len(rows):
-        raise DataError(f"eval.num_prompts = {num_prompts}, but {origin} has {len(rows)} rows; lower it")
-    return Dataset(rows[:num_prompts], key, origin)
+    if path == "gcd":
+        return Dataset(gcd.held_out_rows(), "prompt", "the held-out part of gcd").head(num_prompts)
+    return Dataset.from_path(Path(path), config.data.prompt_key, config.eval.split).head(num_prompts)

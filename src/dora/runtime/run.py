@@ -16,27 +16,32 @@ import psutil
 from rich.console import Console
 
 from dora.config import Config
-from dora.core import invariants
+from dora.core import invariants, snapshot
 from dora.core.actions import Action, Commit, Fail, Filter, Publish
 from dora.core.events import Event, Published, Trained
 from dora.errors import InputError, RunError
-from dora.runtime.control import Control
+from dora.observe.journal import RecordedRun
+from dora.runtime import folder, resuming
+from dora.runtime.control import Control, forget_dead
 from dora.runtime.desk import Desk
 from dora.runtime.drive import drive
 from dora.runtime.evaluate import Evaluation, evaluate
 from dora.runtime.garbage import collect_young, no_pauses
 from dora.runtime.journal import Journal
+from dora.runtime.lengths import DRIFT_LIMIT
 from dora.runtime.local import LocalHands
 from dora.runtime.meter import Meter, TimedOrchestrator
+from dora.runtime.past import SAMPLES, Past, read_past
 from dora.runtime.plan import Plan
 from dora.runtime.stopping import Stopped, Stopper
-from dora.runtime.summary import summarize
+from dora.runtime.summary import evaluation_numbers, summarize
+from dora.runtime.trackers import Trackers
 from dora.runtime.travels import Travels
 from dora.runtime.view import View
+from dora.stream.samples import SampleStore
 
 MIN_FILTERED, FILTERED_WINDOWS = 200, 20  # groups filtered in a row, before a run without signal is stopped
 MIN_ENDED = 20  # groups; the failed share is taken of at least so many
-RUN_FILES = ("config.toml", "journal.jsonl", "metrics.jsonl", "samples.sqlite", "summary.json")
 
 
 def train(config: Config, out: Path, console: Console, plan_type: type[Plan] = Plan) -> dict[str, Any]:
@@ -48,53 +53,58 @@ def train(config: Config, out: Path, console: Console, plan_type: type[Plan] = P
     was recorded until then stays in `out`, with a summary.
     """
     plan = plan_type.make(config, out)
-    _claim(plan)
+    folder.claim(out, plan.config)
+    try:
+        return _run(plan, console)
+    except InputError:
+        folder.unclaim(out)
+        raise
+
+
+def resume(
+    run: Path, overrides: Sequence[str], console: Console, plan_type: type[Plan] = Plan
+) -> dict[str, Any]:
+    """Go on with a run that was stopped, or whose processes died; as `train`.
+
+    Raises InputError, with what is recorded as it was, if it cannot go on.
+    """
+    config = resuming.resumed_config(run, overrides)
+    plan = plan_type.make(config, run)
+    journal = resuming.recorded(run, len(plan.dataset))
+    forget_dead(run)
+    if journal is None:  # it died before it had begun
+        folder.unclaim(run)
+        folder.claim(run, config)
+    return _run(plan, console, journal)
+
+
+def _run(plan: Plan, console: Console, journal: RecordedRun | None = None) -> dict[str, Any]:
+    """With the journal of a former life, go on from where it ended."""
+    out, fsync = plan.out, plan.config.journal.fsync
     try:
         with contextlib.closing(Control(out)) as control, Stopper() as stopper:
-            return _Session(plan, console, stopper, control).run()
-    except InputError:
-        _unclaim(out)
-        raise
+            if journal is None:
+                return _Session(plan, console, stopper, control, None).run()
+            with contextlib.closing(SampleStore(out / SAMPLES, fsync=fsync)) as samples:
+                past = read_past(plan, journal, samples)
+                resuming.put_in_order(out, past.resumed.from_step)
+                return _Session(plan, console, stopper, control, past).run()
     except (OSError, sqlite3.Error) as error:
         raise RunError(
             f"the run cannot go on: {error}; make room, or use another --out; what is in {out} stays readable"
         ) from error
 
 
-def check_out(out: Path) -> None:
-    """Raises InputError if the folder holds a run already, or cannot be a folder."""
-    if any((out / name).exists() for name in RUN_FILES):
-        raise InputError(f"--out {out} already holds a run; choose another folder or remove it")
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file; name a folder")
-
-
-def _claim(plan: Plan) -> None:
-    """Make the run folder and write the resolved configuration into it."""
-    check_out(out := plan.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.toml").write_text(plan.config.to_toml())
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be written: {error}") from error
-
-
-def _unclaim(out: Path) -> None:
-    """Input turned out to be bad before anything was generated: the folder can be used again."""
-    for name in RUN_FILES:
-        (out / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        out.rmdir()
-
-
 class _Session:
     """One run from its first process to its summary."""
 
-    def __init__(self, plan: Plan, console: Console, stopper: Stopper, control: Control) -> None:
+    def __init__(
+        self, plan: Plan, console: Console, stopper: Stopper, control: Control, past: Past | None
+    ) -> None:
         config = plan.config
-        self._plan, self._stopper = plan, stopper
+        self._plan, self._stopper, self._past = plan, stopper, past
         self._view = View(console, config.run.steps)
-        self._core = TimedOrchestrator(plan.limits)
+        self._core = past.core if past else TimedOrchestrator(plan.limits)
         self._before: Evaluation | None = None
         self._after: Evaluation | None = None
         self._cpu_s = 0.0
@@ -106,14 +116,20 @@ class _Session:
             plan.limits,
             config.digest(),
             len(plan.dataset),
+            seq=past.seq if past else None,
             fsync=config.journal.fsync,
         )
-        self._metrics = (plan.out / "metrics.jsonl").open("x")
-        self._is_training = False
-        self._hands = LocalHands(plan, self._view.notice, self._look_up)
+        self._metrics = (plan.out / "metrics.jsonl").open("a" if past else "x")
+        metrics = config.metrics
+        self._trackers = Trackers(
+            metrics.report_to, plan.out, metrics.project, config.model_dump(), self._view.notice
+        )
+        self._has_begun = self._is_training = False
+        self._unsaved: str | None = None  # what the orchestrator knew when a checkpoint became due
+        self._hands = LocalHands(plan, self._view.notice, self._look_up, past)
         self._desk = Desk(control, self._hands, self._core.snapshot)
         travels = Travels(lambda group: len(plan.prompt_ids(group)))
-        self._meter = Meter(plan.limits, self._hands.teller, travels)
+        self._meter = past.meter if past else Meter(plan.limits, self._hands.teller, travels)
 
     def run(self) -> dict[str, Any]:
         stopped = ""
@@ -137,15 +153,19 @@ class _Session:
         self._view.notice(
             f"{len(hands.engines)} engines ({hands.fleet.kernels}), 1 trainer, 1 rewarder are ready"
         )
-        self._before = self._evaluate_start()
+        if self._past is None:
+            self._evaluate_start()
+            self._meter.start(hands.now)
+        else:
+            self._go_on(self._past)
+        first = self._past.resumed if self._past else None
         hands.facts.clear()  # what evaluation left behind is no business of the orchestrator
         hands.join_all()
         cpu_before_s = _cpu_s()
-        self._meter.start(hands.now)
-        self._is_training = True
+        self._has_begun = self._is_training = True
         try:
             with self._view, no_pauses():
-                drive(self._core, hands, self._record)
+                drive(self._core, hands, self._record, first)
                 self._view.close(self._meter, self._core.snapshot())
         finally:
             self._is_training = False
@@ -154,53 +174,101 @@ class _Session:
             e.id: {*e.held, *([] if e.loading is None else [e.loading])}
             for e in self._core.snapshot().engines.values()
         }
-        self._save()
+        self._warn_of_drift()
+        self._save(self._snapshot())
+        self._wait_until_saved()
         self._after = self._evaluate(config.run.steps, held)
         self._show(self._after, "after")
 
+    def _warn_of_drift(self) -> None:
+        """What was trained should be as long as what was generated."""
+        drift = self._meter.lengths.drift()
+        if drift is not None and abs(drift) > DRIFT_LIMIT:
+            self._view.notice(
+                f"answers trained are on average {abs(drift):.0%} {'longer' if drift > 0 else 'shorter'} "
+                "than answers generated, for groups of equal rewards were left out; see summary.json"
+            )
+
     def _look_up(self) -> None:
         """Whenever nothing is half done: has somebody asked for something? Raises Stopped."""
+        if self._unsaved is not None:
+            self._save(self._unsaved)
+            self._unsaved = None
         self._stopper.check()
         if self._is_training:
             self._desk.look()
 
-    def _save(self) -> None:
-        folder = self._hands.save()
+    def _go_on(self, past: Past) -> None:
+        """Record what the last life had no time to, and say where this one begins."""
+        self._journal.record(past.now_s, None, past.unrecorded)
+        num_redone = len(past.resumed.redone)
+        self._view.notice(
+            f"resumed at {past.checkpoint or 'the start'}: {past.resumed.from_step} steps are trained, "
+            f"{num_redone} more were and are redone"
+        )
+
+    def _snapshot(self) -> str:
+        """What the orchestrator knows now, and how much of the journal that is."""
+        state = snapshot.to_json(self._core.snapshot())
+        return json.dumps({"seq": self._journal.seq, "state": state})
+
+    def _save(self, core: str) -> None:
+        """Have a checkpoint written, with the versions that unfinished requests may still need."""
+        state = self._core.snapshot()
+        num_trained = state.num_trained // state.limits.batch_size
+        self._hands.save(core, [version for version in sorted(state.store) if version < num_trained])
+
+    def _wait_until_saved(self) -> None:
+        saved = self._hands.wait_until_saved()
         self._is_saved = True
-        self._view.notice(f"saved {folder}")
+        self._view.notice(f"saved {saved}")
 
     def _rescue(self) -> None:
-        """Keep what was trained, if the trainer still can."""
+        """Keep what was trained, if the trainer still can; the record must know the step it is in."""
         self._stopper.disarm()
-        if not self._meter.steps or self._is_saved:
+        if not (self._has_begun and self._meter.steps) or self._is_saved:
             return
+        hands, core = self._hands, self._core
         with contextlib.suppress(RunError):
-            self._save()
-            # The trainer finished the step it was in before it saved: the record must know that step.
-            for fact in self._hands.facts:
-                if isinstance(fact, Trained):
-                    now = self._hands.now
-                    self._record(now, fact, self._core.handle(fact, now))
+            hands.wait_until_trained()
+            for fact in [fact for fact in hands.facts if isinstance(fact, Trained)]:
+                now = hands.now
+                self._note(now, fact, core.handle(fact, now))
+            self._save(self._snapshot())
+            self._wait_until_saved()
 
     def _evaluate(self, version: int, held: Mapping[int, Iterable[int]]) -> Evaluation | None:
         if self._plan.held_out is not None:
             self._view.notice(f"evaluating version {version} on {len(self._plan.held_out)} held-out prompts")
         return evaluate(self._hands, version, held)
 
-    def _evaluate_start(self) -> Evaluation | None:
+    def _evaluate_start(self) -> None:
         """Evaluate the initial policy; the orchestrator publishes it again for itself."""
         hands = self._hands
         if self._plan.held_out is None:
-            return None
+            return
         hands.perform(Publish(0))
         while not isinstance(hands.next_fact(None), Published):
             pass
-        evaluation = self._evaluate(0, {})
-        self._show(evaluation, "before")
-        return evaluation
+        self._before = self._evaluate(0, {})
+        self._show(self._before, "before")
+        (self._plan.out / folder.EVAL_BEFORE).write_text(
+            json.dumps(evaluation_numbers("before", self._before))
+        )
 
     def _record(self, now: float, event: Event | None, orders: Sequence[Action]) -> None:
         """Every fact and its orders pass here before the orders are carried out."""
+        self._note(now, event, orders)
+        if isinstance(event, Trained) and self._is_save_due(event.step + 1):
+            self._unsaved = self._snapshot()
+        self._check_failures(orders)
+
+    def _is_save_due(self, step: int) -> bool:
+        """The last step is saved when the run is over."""
+        save_freq, steps = self._plan.config.trainer.save_freq, self._plan.config.run.steps
+        return save_freq > 0 and step % save_freq == 0 and step < steps
+
+    def _note(self, now: float, event: Event | None, orders: Sequence[Action]) -> None:
         self._journal.record(now, event, orders)
         state = self._core.snapshot()
         step = self._meter.hear(now, event, orders, state)
@@ -210,10 +278,11 @@ class _Session:
             if not step.metrics["actor/num_tokens"] and not self._is_warned:
                 self._is_warned = True
                 self._view.notice(f"step {step.step} had no gradient: the rewards of each group were equal")
-            self._metrics.write(json.dumps(step.to_json()) + "\n")
+            line = step.to_json()
+            self._metrics.write(json.dumps(line) + "\n")
             self._metrics.flush()
+            self._trackers.log(line, step.step)
         self._view.update(self._meter, state)
-        self._check_failures(orders)
 
     def _check_invariants(self) -> None:
         """Recount the orchestrator's state once a step; a difference is a mistake of DORA's own."""
@@ -259,23 +328,19 @@ class _Session:
     def _finish(self, stopped: str) -> dict[str, Any]:
         """End the processes and write the summary; also on the way out of an error."""
         with contextlib.ExitStack() as closing:  # on a full disk each of them may raise
-            for close in (self._metrics.close, self._journal.close, self._hands.close):
+            ends = (self._metrics.close, self._trackers.close, self._journal.close, self._hands.close)
+            for close in ends:
                 closing.callback(close)
         state = self._core.snapshot()
         summary = summarize(self._meter, state, self._before, self._after)
+        if self._past is not None and (path := self._plan.out / folder.EVAL_BEFORE).is_file():
+            summary |= json.loads(path.read_text())
         wall_s = max(1e-9, self._meter.now_s - self._meter.began_s)
         summary["orchestration_share"] = round(self._core.busy_s / wall_s, 5)
         summary["cpu_s"] = round(self._cpu_s, 1)
         summary["stopped"] = stopped
-        write_summary(self._plan.out, summary)
+        folder.write_summary(self._plan.out, summary)
         return summary
-
-
-def write_summary(out: Path, summary: dict[str, Any]) -> None:
-    """Write `summary.json` in one piece."""
-    draft = out / "summary.json.draft"
-    draft.write_text(json.dumps(summary, indent=2) + "\n")
-    draft.replace(out / "summary.json")
 
 
 def _cpu_s() -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dora.core.state import State
 from dora.runtime.evaluate import Evaluation
-from dora.runtime.meter import Meter
+from dora.runtime.meter import Meter, StepRecord
 from dora.runtime.travels import Travels
 
 
@@ -29,9 +29,9 @@ def summarize(
         "filtered_groups": state.num_filtered,
         "failed_groups": state.num_failed,
         "pending_groups": state.num_admitted - state.num_trained - state.num_filtered - state.num_failed,
-        **_evaluations("before", before),
-        **_evaluations("after", after),
-        "reward_last": _mean(meter.steps[-1].rewards) if meter.steps else None,
+        **evaluation_numbers("before", before),
+        **evaluation_numbers("after", after),
+        "reward_last": meter.steps[-1].reward if meter.steps else None,
         "trained_tokens": meter.trained_tokens,
         "regenerated_tokens": state.num_regenerated_tokens,
         "aborted_tokens": state.num_aborted_tokens,
@@ -46,12 +46,21 @@ def summarize(
         "engine_busy_ratio": round(meter.busy_ratio(), 4),
         "engine_busy_ratios": {str(e): round(ratio, 4) for e, ratio in meter.busy_ratios().items()},
         "trainer_idle_ratio": round(meter.trainer_idle_s / wall_s, 4),
+        "mismatch_max": max((m for m in map(_mismatch, meter.steps) if m is not None), default=None),
         "stall_s": round(state.stall_s, 3),
         "exposed_rollout_s": round(meter.exposed_rollout_s, 3),
         "stalls": [stall.to_json() for stall in meter.stalls.longest()],
+        **meter.lengths.to_json(),
         **_moves(meter.travels),
         "engine_losses": meter.engine_losses,
+        "lives": meter.lives,
+        "redone_steps": meter.redone_steps,
+        "redone_tokens": meter.redone_tokens,
     }
+
+
+def _mismatch(step: StepRecord) -> float | None:
+    return step.metrics.get("mismatch/logprob_abs_diff_max")
 
 
 def _moves(travels: Travels) -> dict[str, Any]:
@@ -66,7 +75,8 @@ def _moves(travels: Travels) -> dict[str, Any]:
     }
 
 
-def _evaluations(when: str, evaluation: Evaluation | None) -> dict[str, Any]:
+def evaluation_numbers(when: str, evaluation: Evaluation | None) -> dict[str, Any]:
+    """What the summary says of the evaluation `when`, "before" or "after" training."""
     if evaluation is None:
         return {f"eval_{when}": None, f"eval_greedy_{when}": None}
     return {
@@ -75,7 +85,3 @@ def _evaluations(when: str, evaluation: Evaluation | None) -> dict[str, Any]:
         f"eval_length_p50_{when}": evaluation.length_percentile(0.5),
         f"eval_length_p99_{when}": evaluation.length_percentile(0.99),
     }
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

@@ -5,7 +5,7 @@ The payload of each is put into the sample store first, so that no fact names wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dora.core.events import (
@@ -23,8 +23,7 @@ from dora.core.records import GroupId, RequestId
 from dora.engine.sequence import Completion
 from dora.runtime import messages as m
 from dora.runtime.plan import EVALUATION, Plan
-from dora.stream.samples import SampleStore, Trajectory
-from dora.trainer.advantage import group_advantages
+from dora.stream.samples import FinishedSample, SampleStore, Trajectory
 
 
 class Teller:
@@ -54,6 +53,14 @@ class Teller:
         """Tokens of an unfinished answer, as last told by any engine."""
         return max((progress.get(request, 0) for progress in self.progress.values()), default=0)
 
+    def restore(self, group: GroupId, is_judged: bool, answers: Sequence[FinishedSample], size: int) -> None:
+        """Take up a group of a run that goes on; what the rewarder is to be handed waits here again."""
+        if not is_judged:
+            self._responses[group] = {answer.sibling: answer.token_ids for answer in answers}
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
+        if len(rewards) == size:  # also one that was judged and not told of any more
+            self.rewards[group] = tuple(rewards)
+
     def end(self, group: GroupId, state: str) -> None:
         """The group ends untrained; siblings that still arrive get the same state."""
         self._ended[group] = state
@@ -82,7 +89,9 @@ class Teller:
     def scored(self, fact: GroupScored | GroupUnscorable) -> Event:
         """Store rewards and advantages before the fact is told."""
         if isinstance(fact, GroupScored) and fact.group.epoch != EVALUATION:
-            self._samples.score(fact.group, fact.rewards, group_advantages(fact.rewards))
+            lengths = [len(answer) for answer in self._samples.responses(fact.group)]
+            advantages = self._plan.scoring.of_group(fact.rewards, lengths)
+            self._samples.score(fact.group, fact.rewards, advantages)
             self.rewards[fact.group] = fact.rewards
         return fact
 
@@ -112,7 +121,8 @@ class Teller:
             completion.chunks[0].digest,
             self._plan.prompt_ids(request.group),
             completion.token_ids,
-            completion.logprobs,
+            completion.unfiltered_logprobs,  # the trainer's are not filtered either
+            completion.routes,
         )
         self._samples.put(trajectory)
         if request.group in self._ended:

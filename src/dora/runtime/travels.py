@@ -19,8 +19,10 @@ from dora.core.events import (
     RequestFailed,
     RequestFinished,
     RequestsAborted,
+    Resumed,
 )
 from dora.core.records import GroupId, RequestId
+from dora.runtime.lengths import percentile
 
 
 @dataclass
@@ -52,6 +54,9 @@ class Travels:
             case RequestsAborted(_, requests):
                 for request in requests:
                     self._forget(request)
+            case Resumed():
+                for kept in (self._owners, self._lengths, self._reasons):
+                    kept.clear()
             case EngineLost(engine):
                 for request in [r for r, owner in self._owners.items() if owner == engine]:
                     self._forget(request)
@@ -65,8 +70,7 @@ class Travels:
 
     def stop_percentile(self, share: float) -> float | None:
         """Seconds without a token that `share` of the moved requests do not exceed; None without any."""
-        ordered = sorted(self.stops_s)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+        return percentile(self.stops_s, share) if self.stops_s else None
 
     def _moved(self, fact: Migrated) -> None:
         self.migrations[self._reasons.pop(fact.request, "unknown")] += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from itertools import chain
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -116,13 +117,13 @@ def _staleness(meter: Meter) -> str:
 
 def _reward(meter: Meter) -> float:
     """Mean reward per step, smoothed."""
-    smooth = sum(meter.steps[0].rewards) / len(meter.steps[0].rewards)
+    smooth = meter.steps[0].reward
     for record in meter.steps[1:]:
-        smooth += SMOOTHING * (sum(record.rewards) / len(record.rewards) - smooth)
+        smooth += SMOOTHING * (record.reward - smooth)
     return smooth
 
 
 def _accuracy(meter: Meter) -> float:
     """Share of the last step's samples with a reward of at least 1."""
-    rewards = meter.steps[-1].rewards
+    rewards = [*chain.from_iterable(meter.steps[-1].rewards)]
     return sum(reward >= 1.0 for reward in rewards) / len(rewards)

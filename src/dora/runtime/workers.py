@@ -5,11 +5,14 @@ Each is a loop over its inbox; heavy imports happen here and not in the driver.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora.runtime.messages import (
+    Accumulate,
     Beat,
     CancelMove,
     Completed,
@@ -33,6 +36,7 @@ from dora.runtime.messages import (
     RushRows,
     Save,
     Saved,
+    SaveRefused,
     Send,
     StepDone,
     StepRefused,
@@ -45,8 +49,9 @@ from dora.runtime.messages import (
 from dora.runtime.process import BEAT_S, Inbox, Outbox
 
 if TYPE_CHECKING:
-    from dora.engine.engine import Engine
-    from dora.weights.store import WeightStore
+    from dora.handover.engine import MovingEngine
+    from dora.trainer.trainer import Trainer
+    from dora.weights.store import Recent, WeightStore
 
 IDLE_WAIT_S = 0.25
 MOVE_WAIT_S = 0.001  # of an engine with nothing to decode, but a move under way
@@ -56,14 +61,15 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
     """Step while there is work; between steps, do what the driver says and take moves further."""
     import torch
 
-    from dora.engine.engine import Engine
+    from dora.data.tokenizer import Tokenizer
     from dora.engine.interleaving import Interleaving
+    from dora.handover.engine import MovingEngine
     from dora.model.folder import load_config
     from dora.weights.store import WeightStore
 
     torch.set_num_threads(1)
     store = WeightStore(spec.weights)
-    engine = Engine(
+    engine = MovingEngine(
         load_config(spec.model),
         max_rows=spec.max_rows,
         max_context=spec.max_context,
@@ -72,6 +78,9 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
         pace_s=spec.pace_s,
         interleaving=Interleaving(spec.tail_interval, urgent_age=spec.max_staleness),
         pool=spec.pool,
+        detokenize=Tokenizer(spec.model).decode if spec.reads_text else None,
+        returns_routes=spec.returns_routes,
+        exact=spec.exact,
     )
     outbox.send(Ready(engine.kernels, spec.pool))
     beats = _beats(engine)
@@ -93,7 +102,7 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
             outbox.send(beat)
 
 
-def _obey(engine: Engine, store: WeightStore, message: Any) -> object | None:
+def _obey(engine: MovingEngine, store: WeightStore, message: Any) -> object | None:
     """Do what an engine is told; what there is to say at once."""
     from dora.engine.sequence import EngineError
 
@@ -129,7 +138,7 @@ def _obey(engine: Engine, store: WeightStore, message: Any) -> object | None:
     return None
 
 
-def _beats(engine: Engine) -> Iterator[Beat | None]:
+def _beats(engine: MovingEngine) -> Iterator[Beat | None]:
     """A beat whenever one is due, else None."""
     next_s, num_decoded, busy_row_s = 0.0, 0, 0.0
     while True:
@@ -144,49 +153,87 @@ def _beats(engine: Engine) -> Iterator[Beat | None]:
 
 
 def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
-    """Train and publish on order."""
+    """Train and publish on order; while there is none, work on what the next step has already."""
     import torch
 
-    from dora.model.folder import load_folder
+    from dora.runtime.gathering import Gathering
     from dora.stream.samples import SampleReader
-    from dora.trainer.checkpoint import save_checkpoint
-    from dora.trainer.trainer import Sample, Trainer
-    from dora.weights.store import WeightStore
+    from dora.weights.store import Recent, WeightStore
 
     torch.set_num_threads(1)
     outbox.beat()
-    config, flat = load_folder(spec.model)
-    trainer = Trainer(config, flat, spec.settings)
-    samples, store = SampleReader(spec.samples), WeightStore(spec.weights)
+    store = WeightStore(spec.weights)
+    recent = Recent(store, spec.max_staleness + 1)
+    trainer = _make_trainer(spec, recent)
+    gathering = Gathering(trainer, SampleReader(spec.samples).group, spec.scoring, spec.streams)
     outbox.send(Ready())
     while True:
-        for message in inbox.take(None):
+        for message in inbox.take(0.0 if gathering.can_work else None):
             match message:
+                case Accumulate(step, group):
+                    gathering.commit(step, group)
                 case TrainStep(step, groups):
-                    batch = [
-                        Sample(s.prompt_ids, s.token_ids, s.logprobs, s.advantage, step - s.version)
-                        for group in sorted(groups)  # the sum must not depend on who finished first
-                        for s in samples.group(group)
-                    ]
                     try:
-                        metrics = trainer.step(batch)
+                        metrics = gathering.train(step, groups)
                     except Exception as error:  # out of memory, or no finite gradient
                         outbox.send(StepRefused(step, f"{type(error).__name__}: {error}"))
                     else:
                         outbox.send(StepDone(step, metrics))
                 case PublishWeights(version):
                     outbox.send(WeightsPublished(version, store.publish(version, trainer.flat)))
-                case Save(folder):
-                    step, state = trainer.num_steps_done, trainer.state_dict()
-                    path = folder / f"step-{step}"
-                    save_checkpoint(path, config, trainer.flat, state, step, spec.model)
-                    outbox.send(Saved(path))
+                    recent.add(version)
+                    gathering.begin(version)
+                case Save():
+                    outbox.send(_save(trainer, spec.model, message))
+        if gathering.can_work:  # at most one micro-batch: an order must not wait for longer
+            gathering.work()
+
+
+def _make_trainer(spec: TrainerSpec, recent: Recent) -> Trainer:
+    """At the beginning, or where a checkpoint says; the KL term pulls to the beginning in both cases."""
+    from dora.model.folder import load_folder
+    from dora.trainer.checkpoint import load_checkpoint
+    from dora.trainer.trainer import Trainer
+
+    config, start = load_folder(spec.model)
+    score = None
+    if spec.exact is not None:
+        from dora.engine.exact import Scorer
+
+        score = Scorer(config, spec.exact.max_context, spec.settings.temperature, spec.exact.kernels)
+    if spec.checkpoint is None:
+        return Trainer(config, start, spec.settings, None, score, recent)
+    _, flat, state, _ = load_checkpoint(spec.checkpoint)
+    trainer = Trainer(config, flat, spec.settings, start, score, recent)
+    trainer.load_state_dict(state)
+    return trainer
+
+
+def _save(trainer: Trainer, model: Path, order: Save) -> Saved | SaveRefused:
+    """Write a checkpoint; a disk without room is no reason to end."""
+    from dora.model.folder import load_config
+    from dora.trainer.checkpoint import VERSIONS, keep_newest, save_checkpoint
+
+    step = trainer.num_steps_done
+    path = order.folder / f"step-{step}"
+    beside: dict[str, str | Path] = {"core.json": order.core}
+    beside |= {f"{VERSIONS}/{file.name}": file for file in order.versions.iterdir()}
+    state, config = trainer.state_dict(), load_config(model)
+    try:
+        save_checkpoint(path, config, trainer.flat, state, step, model, beside=beside, fsync=order.fsync)
+        keep_newest(order.folder, order.keep_last)
+    except Exception as error:  # OSError, or what safetensors and torch make of one
+        shutil.rmtree(path.with_name(path.name + ".draft"), ignore_errors=True)
+        return SaveRefused(step, f"{type(error).__name__}: {error}")
+    finally:
+        shutil.rmtree(order.versions, ignore_errors=True)
+    return Saved(path)
 
 
 def run_rewarder(outbox: Outbox, inbox: Inbox, spec: RewarderSpec) -> None:
-    """Judge one sibling after the other, and tell each at once, so that a hang can be placed."""
+    """Judge one group after the other, and tell each reward at once, so that a hang can be placed."""
     from dora.data.tokenizer import Tokenizer
-    from dora.rewards.base import load_reward, score
+    from dora.rewards.base import Answer, judge, load_reward
 
     function, tokenizer = load_reward(spec.function), Tokenizer(spec.model)
     outbox.send(Ready())
@@ -194,8 +241,8 @@ def run_rewarder(outbox: Outbox, inbox: Inbox, spec: RewarderSpec) -> None:
         for message in inbox.take(None):
             match message:
                 case Judge(group, prompt, fields, responses):
-                    for sibling, token_ids in enumerate(responses):
-                        outcome = score(function, prompt, tokenizer.decode(token_ids), fields)
+                    answers = [Answer(tokenizer.decode(token_ids), token_ids) for token_ids in responses]
+                    for sibling, outcome in enumerate(judge(function, prompt, answers, fields)):
                         outbox.send(Judged(group, sibling, outcome))
                         if outcome.reward is None:
                             break  # the group has failed; the driver is at the next one

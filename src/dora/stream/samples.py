@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dora.core.records import GroupId, RequestId
 
@@ -20,14 +21,14 @@ create table if not exists samples (
     group_id text not null, sibling integer not null,
     version integer not null, weight_digest text not null,
     prompt_ids blob not null, token_ids blob not null, logprobs blob not null,
-    reward real, advantage real,
+    routes blob, reward real, advantage real,
     state text not null, trained_step integer,
     primary key (group_id, sibling)) without rowid
 """
 
 
 class Trajectory(NamedTuple):
-    """A finished request: its tokens and the log-probs they were sampled with."""
+    """A finished request: its tokens, their log-probs, and the experts they were sent to if that is known."""
 
     request: RequestId
     version: int
@@ -35,16 +36,27 @@ class Trajectory(NamedTuple):
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
     logprobs: Sequence[float]
+    routes: NDArray[np.int16] | None = None  # [tokens - 1, ...], tokens of prompt and response
 
 
 class StoredSample(NamedTuple):
-    """A scored trajectory as the trainer reads it."""
+    """A scored trajectory as the trainer reads it; `advantage` is None where it needs the whole batch."""
 
     version: int
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
-    advantage: float
+    reward: float
+    advantage: float | None
+    routes: NDArray[np.int16] | None  # [tokens - 1, mixture layers * k]
+
+
+class FinishedSample(NamedTuple):
+    """What a run that goes on needs of an answer; `reward` is None before it is judged."""
+
+    sibling: int
+    token_ids: list[int]
+    reward: float | None
 
 
 class SampleStore:
@@ -62,7 +74,7 @@ class SampleStore:
         """Add a finished trajectory. Raises sqlite3.IntegrityError if its row exists."""
         t = trajectory
         self._write(
-            "insert into samples values (?, ?, ?, ?, ?, ?, ?, null, null, 'finished', null)",
+            "insert into samples values (?, ?, ?, ?, ?, ?, ?, ?, null, null, 'finished', null)",
             (
                 str(t.request.group),
                 t.request.sibling,
@@ -71,10 +83,11 @@ class SampleStore:
                 np.asarray(t.prompt_ids, dtype="<i4").tobytes(),
                 np.asarray(t.token_ids, dtype="<i4").tobytes(),
                 np.asarray(t.logprobs, dtype="<f4").tobytes(),
+                None if t.routes is None else t.routes.astype("<i2").tobytes(),
             ),
         )
 
-    def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float]) -> None:
+    def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float | None]) -> None:
         """Fill the reward and advantage columns of a group, sibling by sibling."""
         for sibling, (reward, advantage) in enumerate(zip(rewards, advantages, strict=True)):
             self._write(
@@ -96,7 +109,33 @@ class SampleStore:
         rows = self._db.execute(
             "select token_ids from samples where group_id = ? order by sibling", (str(group),)
         )
-        return [np.frombuffer(blob, dtype="<i4").tolist() for (blob,) in rows]
+        return [_ids(blob) for (blob,) in rows]
+
+    def finished(self, group: GroupId) -> list[FinishedSample]:
+        """The finished siblings of a group, in order."""
+        rows = self._db.execute(
+            "select sibling, token_ids, reward from samples where group_id = ? order by sibling",
+            (str(group),),
+        )
+        return [FinishedSample(sibling, _ids(response), reward) for sibling, response, reward in rows]
+
+    def prompts(self, limit: int) -> list[tuple[GroupId, list[int]]]:
+        """Token ids of the prompts of so many groups."""
+        rows = self._db.execute(
+            "select group_id, prompt_ids from samples where sibling = 0 limit ?", (limit,)
+        )
+        return [(_group(name), _ids(prompt)) for name, prompt in rows]
+
+    def states(self) -> list[tuple[RequestId, str, int | None]]:
+        """State and trained step of every sample."""
+        rows = self._db.execute("select group_id, sibling, state, trained_step from samples").fetchall()
+        return [(RequestId(*_group(name), sibling), state, step) for name, sibling, state, step in rows]
+
+    def forget(self, request: RequestId) -> None:
+        """Remove a sample that nobody was told of."""
+        self._write(
+            "delete from samples where group_id = ? and sibling = ?", (str(request.group), request.sibling)
+        )
 
     def commit(self) -> None:
         """Make what was written visible to readers and safe from the death of this process."""
@@ -124,17 +163,35 @@ class SampleReader:
     def group(self, group: GroupId) -> list[StoredSample]:
         """The samples of a scored group, in sibling order."""
         rows = self._db.execute(
-            "select version, prompt_ids, token_ids, logprobs, advantage from samples "
+            "select version, prompt_ids, token_ids, logprobs, reward, advantage, routes from samples "
             "where group_id = ? order by sibling",
             (str(group),),
         )
-        return [
-            StoredSample(
-                version,
-                np.frombuffer(prompt, dtype="<i4").tolist(),
-                np.frombuffer(tokens, dtype="<i4").tolist(),
-                np.frombuffer(logprobs, dtype="<f4").tolist(),
-                advantage,
-            )
-            for version, prompt, tokens, logprobs, advantage in rows
-        ]
+        return [_stored(*row) for row in rows]
+
+
+def _stored(
+    version: int,
+    prompt: bytes,
+    response: bytes,
+    logprobs: bytes,
+    reward: float,
+    advantage: float | None,
+    routes: bytes | None,
+) -> StoredSample:
+    prompt_ids, token_ids = _ids(prompt), _ids(response)
+    by_token = None
+    if routes is not None:
+        by_token = np.frombuffer(routes, dtype="<i2").reshape(len(prompt_ids) + len(token_ids) - 1, -1)
+    kept = np.frombuffer(logprobs, dtype="<f4").tolist()
+    return StoredSample(version, prompt_ids, token_ids, kept, reward, advantage, by_token)
+
+
+def _group(name: str) -> GroupId:
+    epoch, row = name.split("/")
+    return GroupId(int(epoch), int(row))
+
+
+def _ids(blob: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(blob, dtype="<i4").tolist()
+    return ids

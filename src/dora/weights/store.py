@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -45,6 +46,26 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
+class Recent:
+    """The newest `num` versions published here: what is mapped stays when the store drops it."""
+
+    def __init__(self, store: WeightStore, num: int) -> None:
+        self._store, self._num = store, num
+        self._mapped: dict[int, Tensor] = {}
+
+    def add(self, version: int) -> None:
+        """A version has been published."""
+        self._mapped[version] = self._store.fetch(version)
+        self._mapped = {v: flat for v, flat in self._mapped.items() if v > version - self._num}
+
+    def __call__(self, version: int) -> Tensor | None:
+        """A version, here or in the store, or None."""
+        try:
+            return self._mapped[version] if version in self._mapped else self._store.fetch(version)
+        except FileNotFoundError:
+            return None
+
+
 class WeightStore:
     """Versions as files of raw fp32 in `folder`."""
 
@@ -66,6 +87,21 @@ class WeightStore:
         """
         path = self._path(version)
         return torch.from_file(str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.float32)
+
+    def hold(self, versions: Iterable[int], name: str) -> Path:
+        """A folder `name` with links to the files of versions, which outlive `drop`; remove it after use."""
+        folder = self.folder / name
+        folder.mkdir()
+        for version in versions:
+            os.link(self._path(version), folder / f"{version}.f32")
+        return folder
+
+    def adopt(self, version: int, path: Path) -> str:
+        """Take in a version that was published before, from a file; returns the digest of its bytes."""
+        draft = self._path(version).with_suffix(".draft")
+        shutil.copyfile(path, draft)
+        os.replace(draft, self._path(version))
+        return weight_digest(self.fetch(version))
 
     def drop(self, version: int) -> None:
         """Forget a version; engines that have it mapped keep their mapping."""

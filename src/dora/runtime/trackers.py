@@ -1,0 +1,108 @@
+"""Metrics of each step for the trackers people look at: TensorBoard, Weights & Biases, trackio.
+
+`metrics.jsonl` is always written and never depends on them. A tracker that fails is left out from
+then on, with a notice: no run ends because of a curve.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from dora.errors import InputError
+
+LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+
+
+class Tracker(Protocol):
+    """Takes the metrics of one step after the other."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    """Event files in the run's folder."""
+
+    def __init__(self, library: Any, out: Path, project: str, config: Mapping[str, Any]) -> None:
+        self._writer = library.SummaryWriter(str(out / "tensorboard"))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Service:
+    """wandb, or trackio, which takes the same calls; own variables say where to, as WANDB_MODE=offline."""
+
+    def __init__(self, library: Any, out: Path, project: str, config: Mapping[str, Any]) -> None:
+        place = {"dir": str(out)} if library.__name__ == "wandb" else {}
+        self._run = library.init(project=project, name=out.name, config=dict(config), **place)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackers:
+    """All trackers of a run, as one."""
+
+    def __init__(
+        self, names: Sequence[str], out: Path, project: str, config: Mapping[str, Any],
+        notice: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """Raises InputError where a tracker cannot be started."""
+        self._notice = notice
+        self._trackers: dict[str, Tracker] = {}
+        for name in names:
+            kind = _TensorBoard if name == "tensorboard" else _Service
+            try:
+                self._trackers[name] = kind(_library(name), out, project, config)
+            except InputError:
+                raise
+            except Exception as error:  # whatever a service may raise
+                raise InputError(
+                    f"metrics.report_to: {name} cannot be started: {type(error).__name__}: {error}; "
+                    "see its own settings, or remove it"
+                ) from error
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Hand one step to all of them."""
+        for name, tracker in [*self._trackers.items()]:
+            self._try(name, lambda tracker=tracker: tracker.log(metrics, step))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """No step comes any more."""
+        for name, tracker in [*self._trackers.items()]:
+            self._try(name, tracker.close)
+
+    def _try(self, name: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a service may raise
+            self._trackers.pop(name, None)
+            self._notice(f"{name} is left out from now on: {type(error).__name__}: {error}")
+
+
+def check(names: Sequence[str]) -> None:
+    """Raises InputError naming the extra to install where a tracker's library is missing."""
+    for name in names:
+        _library(name)
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(LIBRARIES[name])
+    except ImportError as error:
+        raise InputError(
+            f"metrics.report_to: {name} needs {LIBRARIES[name]}; "
+            f'install it with pip install "dora-rl[{name}]"'
+        ) from error

@@ -1,0 +1,69 @@
+"""What one training step is told about itself: sums over micro-batches, and the means they end as.
+
+The names are verl's where verl has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dora.trainer.corrections import Corrected, OffPolicyness
+from dora.trainer.mismatch import Mismatch
+from dora.trainer.routes import imbalance
+
+
+@dataclass
+class Tally:
+    """Sums over the micro-batches of one step."""
+
+    num_tokens: int = 0
+    pg_loss: float = 0.0
+    kl_loss: float | None = None
+    clipped: float = 0.0
+    truncated: float = 0.0
+    masked: float = 0.0
+    entropy: float = 0.0
+    ppo_kl: float = 0.0
+    mismatch: Mismatch = field(default_factory=Mismatch)
+    off_policy: OffPolicyness = field(default_factory=OffPolicyness)
+    expert_load: Tensor | int = 0  # tokens [mixture layers, experts]
+
+    def add(
+        self,
+        logprobs: Tensor,
+        behaviour: Tensor,
+        clipped: Tensor,
+        entropies: Tensor,
+        fresh: Tensor,
+        corrected: Corrected,
+    ) -> None:
+        """Count one micro-batch; all [N]."""
+        log_ratio = logprobs.detach() - behaviour
+        self.num_tokens += len(log_ratio)
+        self.clipped += float(clipped.sum())
+        self.truncated += float(corrected.is_truncated.sum())
+        self.masked += float(corrected.is_masked.sum())
+        self.entropy += float(entropies.detach().sum())
+        self.ppo_kl -= float(log_ratio.sum())
+        self.off_policy.add(logprobs, behaviour)
+        self.mismatch.add(logprobs.detach()[fresh], behaviour[fresh])
+
+    def metrics(self, total: int) -> dict[str, float]:
+        """Losses over the batch's `total`, else means over the tokens counted; without any there is none."""
+        metrics = {"actor/pg_loss": self.pg_loss / total, "actor/num_tokens": float(self.num_tokens)}
+        if self.num_tokens:
+            metrics |= {
+                "actor/pg_clipfrac": self.clipped / self.num_tokens,
+                "actor/entropy": self.entropy / self.num_tokens,
+                "actor/ppo_kl": self.ppo_kl / self.num_tokens,
+                "off_policy/frac_truncated": self.truncated / self.num_tokens,
+                "off_policy/frac_masked": self.masked / self.num_tokens,
+            }
+        metrics |= self.off_policy.metrics()
+        if isinstance(self.expert_load, Tensor):
+            metrics["moe/load_imbalance"] = float(imbalance(self.expert_load).mean())
+        if self.kl_loss is not None:
+            metrics["actor/kl_loss"] = self.kl_loss / total
+        return metrics | self.mismatch.metrics()

@@ -1,0 +1,110 @@
+"""Algorithms beside the default one, from the configuration through whole runs."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from tests.runtime.conftest import StartRun
+from tests.runtime.running import Run, dora, metrics, summary
+
+from dora.runtime.plan import Plan
+from dora.settings import read
+
+
+def test_the_objective_reaches_the_trainer(task: Path) -> None:
+    config = read(
+        task,
+        [
+            "algorithm.policy_loss=dual_clip",
+            "algorithm.clip_ratio_c=4.0",
+            "algorithm.entropy_coeff=0.01",
+            "algorithm.kl_loss_coef=0.1",
+            "algorithm.kl_loss_type=k3+",
+            "algorithm.overlong_buffer_tokens=8",
+            "correction.proximal=interpolated",
+            "correction.token=tis",
+            "correction.tis_cap=3.0",
+        ],
+    )
+    spec = Plan.make(config, task.parent / "out").trainer_spec(task.parent, task.parent)
+    settings, scoring = spec.settings, spec.scoring
+    assert (settings.policy_loss, settings.bounds.clip_ratio_c) == ("dual_clip", 4.0)
+    assert (settings.entropy_coeff, settings.kl_loss_coef, settings.kl_loss_type) == (0.01, 0.1, "k3+")
+    assert (settings.correction.proximal, settings.correction.tis_cap) == ("interpolated", 3.0)
+    assert (scoring.max_tokens, scoring.overlong_buffer_tokens, spec.streams) == (24, 8, True)
+
+
+def ended_well(run: Run) -> None:
+    """All steps are taken, and audit and replay agree."""
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert summary(run.out)["trained_groups"] == 2 * len(metrics(run.out))
+    audit, replay = dora("audit", run.out), dora("replay", run.out)
+    assert (audit.code, replay.code) == (0, 0), audit.out + replay.out
+
+
+def test_a_trainer_begins_with_groups_before_their_batch_is_complete(start_run: StartRun) -> None:
+    """An answer is long to come, so most of the others are worked on meanwhile."""
+    run = start_run(run__steps=6, trainer__micro_batch_tokens=40, trainer__batch_size=4, engine__pace="20ms")
+    ended = run.end()
+    assert ended.code == 0, ended
+    steps = metrics(run.out)
+    assert all(0 <= step["actor/num_tokens_early"] <= step["actor/num_tokens"] for step in steps)
+    assert sum(step["actor/num_tokens_early"] for step in steps) > 0
+    audit, replay = dora("audit", run.out), dora("replay", run.out)
+    assert (audit.code, replay.code) == (0, 0), audit.out + replay.out
+
+
+def test_advantages_of_the_whole_batch_are_made_once_it_is_complete(start_run: StartRun) -> None:
+    run = start_run(
+        algorithm__adv_estimator="reinforce_plus_plus_baseline",
+        algorithm__policy_loss="cispo",
+        algorithm__clip_ratio_low=1.0,
+    )
+    ended_well(run)
+    assert all(step["actor/num_tokens_early"] == 0 for step in metrics(run.out))
+    assert all(step["actor/grad_norm"] > 0 for step in metrics(run.out))
+    with sqlite3.connect(run.out / "samples.sqlite") as db:
+        assert db.execute("select count(*) from samples where advantage is not null").fetchone() == (0,)
+
+
+def test_every_part_of_an_objective_goes_through_a_whole_run(start_run: StartRun) -> None:
+    run = start_run(
+        algorithm__adv_estimator="rloo",
+        algorithm__policy_loss="gspo",
+        algorithm__loss_agg_mode="seq-mean-token-mean",
+        algorithm__entropy_coeff=0.01,
+        algorithm__kl_loss_coef=0.1,
+        algorithm__kl_loss_type="k3+",
+        algorithm__overlong_buffer_tokens=8,
+        correction__proximal="recomputed",
+        correction__token="tis",
+        correction__sequence="mis",
+        correction__mis_high=1.2,
+        correction__age_decay=0.9,
+        trainer__deterministic="true",
+    )
+    ended_well(run)
+    for step in metrics(run.out):
+        assert step["actor/kl_loss"] >= 0
+        assert 0 < step["off_policy/ess"] <= 1
+        assert 0 <= step["off_policy/frac_masked"] <= 1
+
+
+def test_online_dpo_goes_through_a_whole_run(start_run: StartRun) -> None:
+    run = start_run(
+        algorithm__policy_loss="online_dpo",
+        algorithm__loss_agg_mode="seq-mean-token-sum",
+        sampling__group_size=3,
+        engine__max_rows=6,
+    )
+    ended_well(run)
+    with sqlite3.connect(run.out / "samples.sqlite") as db:
+        assert {row for (row,) in db.execute("select advantage from samples")} == {1.0, 0.0, -1.0}
+
+
+def test_a_dry_run_says_what_gradients_wait_for(task: Path) -> None:
+    assert "gradients             summed while a batch fills up" in dora("train", task, "--dry-run").out
+    waits = dora("train", task, "--dry-run", "--set", "trainer.deterministic=true").out
+    assert "gradients             wait for the whole batch: trainer.deterministic = true" in waits

@@ -1,0 +1,183 @@
+"""A trainer begins with a step when it may, mixes no two, and does in the end what was missed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.runtime.tiny import MODEL
+
+from dora.core.records import GroupId
+from dora.errors import RunError
+from dora.model.weights import initial_weights
+from dora.runtime.gathering import Gathering
+from dora.stream.samples import StoredSample
+from dora.trainer.advantage import batch_advantages
+from dora.trainer.scoring import Scoring
+from dora.trainer.trainer import Sample, Trainer, TrainerSettings
+
+SETTINGS = TrainerSettings(lr=1e-2, num_steps=9, warmup_steps=0, micro_batch_tokens=12)
+GROUPS = tuple(GroupId(0, row) for row in range(8))
+FIRST, SECOND = GROUPS[:4][::-1], GROUPS[4:]  # the batches of two steps, in the order of commitment
+REWARDS = (1.0, 0.25)
+
+
+def stored(group: GroupId) -> list[StoredSample]:
+    """Two answers of 3 and 5 tokens."""
+    row = group.row
+    return [
+        StoredSample(0, [1, 2], [row + 3] * num, [-3.5] * num, reward, advantage, None)
+        for num, reward, advantage in zip((3, 5), REWARDS, (1.0 + row, -1.0), strict=True)
+    ]
+
+
+class Reader:
+    """Reads groups; those of `broken` cannot be read once."""
+
+    def __init__(self) -> None:
+        self.broken: set[GroupId] = set()
+        self.read: list[GroupId] = []
+
+    def __call__(self, group: GroupId) -> list[StoredSample]:
+        if group in self.broken:
+            self.broken.remove(group)
+            raise OSError("no such luck")
+        self.read.append(group)
+        return stored(group)
+
+
+class Stage:
+    """A trainer, its gathering and what it reads."""
+
+    def __init__(self, scoring: Scoring | None = None, streams: bool = True) -> None:
+        self.reader = Reader()
+        self.trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS)
+        self.gathering = Gathering(self.trainer, self.reader, scoring or Scoring(), streams)
+
+    def commit(self, step: int, groups: Sequence[GroupId]) -> None:
+        for group in groups:
+            self.gathering.commit(step, group)
+
+    def work(self) -> None:
+        while self.gathering.can_work:
+            self.gathering.work()
+
+    def two_steps(self) -> torch.Tensor:
+        """Trained without anything early."""
+        for step, groups in enumerate((FIRST, SECOND)):
+            self.gathering.begin(step)
+            self.gathering.train(step, groups)
+        return self.trainer.flat
+
+
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    return Stage().two_steps()
+
+
+def test_what_is_committed_is_worked_on_at_once(expected: torch.Tensor) -> None:
+    stage = Stage()
+    for step, groups in enumerate((FIRST, SECOND)):
+        stage.gathering.begin(step)
+        stage.commit(step, groups[:3])
+        stage.work()
+        assert stage.reader.read == [*FIRST, *SECOND][: 4 * step + 3]
+        stage.commit(step, groups[3:])
+        metrics = stage.gathering.train(step, groups)
+        assert 0 < metrics["actor/num_tokens_early"] < metrics["actor/num_tokens"] == 4 * 8
+    assert torch.equal(stage.trainer.flat, expected)
+
+
+def test_a_later_step_waits_for_the_version_it_begins_with(expected: torch.Tensor) -> None:
+    stage = Stage()
+    stage.commit(0, FIRST)
+    assert not stage.gathering.can_work
+    stage.gathering.begin(0)
+    stage.commit(1, SECOND)
+    stage.work()
+    assert stage.reader.read == [*FIRST]
+    stage.gathering.train(0, FIRST)
+    assert not stage.gathering.can_work  # its version is trained, but somebody waits for it
+    stage.gathering.begin(1)
+    stage.work()
+    assert stage.reader.read == [*FIRST, *SECOND]
+    assert stage.gathering.train(1, SECOND)["actor/num_tokens_early"] > 0
+    assert torch.equal(stage.trainer.flat, expected)
+
+
+def test_what_was_never_heard_of_is_worked_on_in_the_end(expected: torch.Tensor) -> None:
+    """After a run went on in another life, the commitments of the former are not told again."""
+    stage = Stage()
+    stage.gathering.begin(0)
+    stage.commit(0, FIRST[2:])
+    stage.work()
+    assert stage.gathering.train(0, FIRST)["actor/num_tokens_early"] == 0  # the order would be another
+    stage.gathering.begin(1)
+    stage.gathering.train(1, SECOND)
+    assert torch.equal(stage.trainer.flat, expected)
+
+
+def test_what_fails_early_is_done_with_the_whole_batch(expected: torch.Tensor) -> None:
+    stage = Stage()
+    stage.gathering.begin(0)
+    stage.commit(0, FIRST)
+    stage.reader.broken = {FIRST[2]}
+    stage.work()
+    assert not stage.gathering.can_work
+    assert stage.trainer.num_accumulated == 0
+    stage.gathering.train(0, FIRST)
+    stage.gathering.begin(1)
+    stage.gathering.train(1, SECOND)
+    assert torch.equal(stage.trainer.flat, expected)
+
+
+def test_a_step_that_failed_is_taken_again_from_its_beginning(expected: torch.Tensor) -> None:
+    stage = Stage()
+    stage.gathering.begin(0)
+    stage.commit(0, FIRST)
+    stage.gathering.work()
+    stage.reader.broken = {FIRST[3]}
+    with pytest.raises(OSError, match="no such luck"):
+        stage.gathering.train(0, FIRST)
+    stage.gathering.train(0, FIRST)
+    stage.gathering.begin(1)
+    stage.gathering.train(1, SECOND)
+    assert torch.equal(stage.trainer.flat, expected)
+
+
+def test_a_gradient_that_is_not_finite_leaves_nothing_behind(expected: torch.Tensor) -> None:
+    stage = Stage()
+    stage.gathering.begin(0)
+    stage.trainer.put([replace(s, advantage=float("nan")) for s in samples(FIRST)])
+    with pytest.raises(RunError, match="grad_norm"):
+        stage.gathering.train(0, FIRST)
+    assert torch.equal(stage.two_steps(), expected)
+
+
+def samples(groups: Sequence[GroupId]) -> list[Sample]:
+    return [
+        Sample(s.prompt_ids, s.token_ids, s.logprobs, s.advantage or 0.0) for g in groups for s in stored(g)
+    ]
+
+
+def test_without_streaming_the_order_of_commitment_does_not_matter() -> None:
+    one, other = Stage(streams=False), Stage(streams=False)
+    one.commit(0, FIRST)
+    one.gathering.begin(0)
+    assert not one.gathering.can_work
+    one.gathering.train(0, FIRST)
+    other.gathering.train(0, FIRST[::-1])
+    assert torch.equal(one.trainer.flat, other.trainer.flat)
+
+
+def test_advantages_of_a_batch_come_from_its_stored_rewards() -> None:
+    stage = Stage(Scoring("reinforce_plus_plus"), streams=False)
+    stage.gathering.train(0, FIRST)
+    made = batch_advantages("reinforce_plus_plus", [REWARDS] * 4, [(3, 5)] * 4)
+    flat = [advantage for group in made for advantage in group]
+    reference = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS)
+    batch = samples(sorted(FIRST))
+    reference.step([replace(s, advantage=a) for s, a in zip(batch, flat, strict=True)])
+    assert torch.equal(stage.trainer.flat, reference.flat)
