@@ -22,6 +22,7 @@ TEXT = [
 MAX_FILE_LINES = 400
 MAX_CORE_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
+MAX_ENGINE_LINES = 3000  # of engine and model together, without blank lines, comments and docstrings
 DOCSTRING_LINES = range(2, 9)
 SHAPELESS_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 LEFT_BEHIND = re.compile("|".join(("TO" + "DO", "FIX" + "ME")))
@@ -58,6 +59,22 @@ def test_functions_are_short() -> None:
             assert function.end_lineno is not None
             num_lines = function.end_lineno - function.lineno + 1
             assert num_lines <= MAX_FUNCTION_LINES, f"{name_of(path)}: {function.name}"
+
+
+def num_code_lines(path: Path) -> int:
+    text, tree = path.read_text(encoding="utf-8"), parse(path)
+    told: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            told.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+    return sum(bool(line) and not line.startswith("#") and number not in told for number, line in lines)
+
+
+def test_the_engine_can_be_read_in_an_afternoon() -> None:
+    rooms = (ROOT / "src" / "dora" / "engine", ROOT / "src" / "dora" / "model")
+    num_lines = sum(num_code_lines(path) for room in rooms for path in room.rglob("*.py"))
+    assert num_lines <= MAX_ENGINE_LINES
 
 
 def test_a_module_says_what_it_is_in_two_to_eight_lines() -> None:
