@@ -57,7 +57,8 @@ def decoding(config: ModelConfig, dtype: str, batch: int, exact: bool) -> Task:
     made, longest = engine(config, dtype, batch, exact), CONTEXT - NUM_STEPS - 2
     lengths = [1 + (2 * i + 1) * longest // (2 * batch) for i in range(batch)]
     made.submit([request(i, length, NUM_STEPS + 2) for i, length in enumerate(lengths)])
-    made.step()
+    while made.num_waiting:
+        made.step()
     return lambda: [made.step() for _ in range(NUM_STEPS)]
 
 

@@ -149,7 +149,7 @@ def main() -> None:
         for technique in (TECHNIQUES if len(split) > 1 else ("shared",))
     ]
     times: dict[Setting, list[float]] = {setting: [] for setting in settings}
-    for _ in range(3 if options.quick else 15):
+    for _ in range(3 if options.quick else 7):
         for model, split, technique in settings:
             engines = engines_of(technique, MODELS[model], split)
             times[model, split, technique].append(us_per_token(engines))
