@@ -35,4 +35,6 @@ def main(folder: Path, prompts: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(f"usage: python {sys.argv[0]} MODEL PROMPT [PROMPT ...]")
     main(Path(sys.argv[1]), sys.argv[2:])

@@ -43,8 +43,8 @@ def _kernels() -> str:
     """What `kernels = "auto"` gives an engine, and why."""
     try:
         import_module("dora.engine.kernels.fused")
-    except ImportError as error:
-        return f'eager, because numba cannot be imported: {error}; repair it with "pip install numba"'
+    except (ImportError, RuntimeError) as error:
+        return f'eager, because numba cannot be used: {error}; repair it with "pip install numba"'
     return "numba"
 
 

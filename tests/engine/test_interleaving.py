@@ -77,3 +77,23 @@ def test_rushed_requests_do_not_wait() -> None:
 def test_versions_of_like_size_do_not_wait_for_each_other() -> None:
     assert not EVERY_FOURTH.resting(1, {0: 10, 1: 11, 2: 12}, newest=2)
     assert EVERY_FOURTH.resting(1, {0: 1, 1: 11, 2: 12}, newest=2) == {0}
+
+
+def test_rows_that_wake_up_have_room_for_their_next_token() -> None:
+    """Versions shrink below a quarter at any time, by answers that end and by aborts."""
+    asked = [
+        request(number, group_size=1, version=number % 3, max_tokens=5 + number * 7 % 50, prompt_length=14)
+        for number in range(36)
+    ]
+    answers = []
+    for interleaving in (NEVER, EVERY_FOURTH):
+        made = engine(interleaving)
+        made.submit(asked)
+        found: dict[RequestId, list[int]] = {}
+        while not made.idle:
+            found |= {answer.id: answer.token_ids for answer in made.step()}
+            if interleaving is EVERY_FOURTH and made.num_steps % 5 == 0:
+                made.rush([])  # puts the rows in order once more
+            made.check()
+        answers.append(found)
+    assert answers[0] == answers[1]

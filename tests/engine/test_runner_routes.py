@@ -69,3 +69,17 @@ def test_routes_are_returned_only_when_asked_for(name: str) -> None:
     made = Engine(CONFIGS[name], max_rows=2, max_context=64, version_slots=1)
     made.load(0, drawn_weights(CONFIGS[name]))
     assert run(made, ASKED[:1])[ASKED[0].id].routes is None
+
+
+def test_a_mixture_in_bf16_routes_and_computes_almost_as_one_in_fp32() -> None:
+    flat = FLAT.bfloat16().float()
+    made = Engine(CONFIG, dtype="bfloat16", **SETTINGS)
+    made.load(0, flat)
+    for request_id, answer in run(made, ASKED).items():
+        (prompt_ids,) = [asked.prompt_ids for asked in ASKED if asked.id == request_id]
+        assert answer.routes is not None
+        tokens = torch.tensor([*prompt_ids, *answer.token_ids])
+        logits = our_logits(CONFIG, flat, tokens[None, :-1], Replay(CONFIG, torch.from_numpy(answer.routes)))
+        logprobs = logits[0].log_softmax(-1)[len(prompt_ids) - 1 :]
+        drawn = logprobs.gather(1, tokens[len(prompt_ids) :, None])[:, 0]
+        np.testing.assert_allclose(drawn.numpy(), answer.raw_logprobs, atol=0.1)

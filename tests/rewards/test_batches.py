@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dora.rewards.base import Answer, Outcome, judge, takes_batches
 
 GROUP = [Answer("four", (4, 0)), Answer("five", (5, 0)), Answer("", ())]
 
 
-def rewards_of(function: Callable[..., Any], prompt: Any = "2+2", **row: Any) -> list[float | None]:
+def rewards_of(function: Callable[..., Any], /, prompt: Any = "2+2", **row: Any) -> list[float | None]:
     return [outcome.reward for outcome in judge(function, prompt, GROUP, row)]
 
 
@@ -77,6 +78,19 @@ def test_a_value_that_is_no_number_fails_by_name() -> None:
     assert [outcome.reason for outcome in outcomes] == ["", "reward returned NoneType", ""]
 
 
+def test_whatever_holds_one_number_is_a_reward() -> None:
+    values = [np.bool_(True), torch.tensor(0.5), np.float32(2)]
+    assert rewards_of(lambda completions, **kwargs: values) == [1.0, 0.5, 2.0]
+    outcomes = [*judge(lambda completions, **kwargs: [1, 10**400, np.zeros(0)], "2+2", GROUP, {})]
+    assert [outcome.reason for outcome in outcomes] == ["", "reward returned inf", "reward returned ndarray"]
+
+
+def test_a_column_may_have_any_name() -> None:
+    row = {"function": "def f()", "args": 1, "self": 2}
+    assert rewards_of(lambda completions, function, **kwargs: [1.0] * 3, **row) == [1.0] * 3
+    assert rewards_of(lambda prompt, completion, *, function, **others: 2.0, **row) == [2.0] * 3
+
+
 def test_a_function_that_raises_fails_with_its_traceback() -> None:
     def reward_func(completions: list[str], **kwargs: Any) -> list[float]:
         return [1 / len(text) for text in completions]
@@ -93,5 +107,7 @@ def test_the_kind_of_a_function_is_seen_in_its_parameters() -> None:
 
     assert rewards_of(Judge()) == [2.0] * 3
     assert rewards_of(lambda prompt, completion, **row: len(completion)) == [4.0, 4.0, 0.0]
+    assert takes_batches(lambda prompts, **kwargs: [])
+    assert takes_batches(lambda **kwargs: [])
     assert not takes_batches(print)
     assert not takes_batches(dict)

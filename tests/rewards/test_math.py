@@ -82,6 +82,11 @@ def test_an_answer_column_may_hold_the_number_alone() -> None:
     assert gsm8k("", "#### 0.5", answer="1/2") == 1.0
 
 
+def test_an_answer_column_may_hold_numbers() -> None:
+    assert gsm8k("", "#### 72", answer=72) == 1.0
+    assert gsm8k("", "#### 72", answer=71) == 0.0
+
+
 def test_an_answer_column_without_a_number_is_a_mistake_of_the_data() -> None:
     with pytest.raises(ValueError, match="the column answer = 'many' holds no number"):
         gsm8k("", "#### 72", answer="many")

@@ -10,6 +10,7 @@ from dora.trainer.checkpoint import (
     forget_after,
     keep_newest,
     load_checkpoint,
+    restore,
     save_checkpoint,
     whole_checkpoints,
 )
@@ -113,3 +114,14 @@ def test_checkpoints_of_later_steps_are_forgotten_also_broken_ones(tmp_path: Pat
     (broken / "optimizer.pt").unlink()
     forget_after(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-1"]
+
+
+def test_a_checkpoint_that_was_being_replaced_gets_its_name_back(tmp_path: Path) -> None:
+    (path,) = save_steps(tmp_path, 2)
+    path.rename(path.with_name("step-2.old"))
+    assert whole_checkpoints(tmp_path) == {}
+    restore(tmp_path)
+    assert whole_checkpoints(tmp_path) == {2: path}
+    save_steps(tmp_path, 4)[0].rename(tmp_path / "step-2.old")
+    restore(tmp_path)
+    assert whole_checkpoints(tmp_path) == {2: path}

@@ -30,6 +30,9 @@ class Tokenizer:
             raise ModelError(
                 f"{path} is not a tokenizer: {error}; save the model's tokenizer again"
             ) from error
+        # Files saved after a supervised training often say to cut or pad; prompts are used as they are.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self.stop_ids = _stop_ids(folder, self._tokenizer)
         self.eos_id = self.stop_ids[0]

@@ -97,7 +97,9 @@ def _inverse(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     part = (sums <= reach[:, None]).sum(1).clamp_(max=sums.shape[1] - 1)[:, None]
     before = F.pad(sums, (1, 0)).gather(1, part)
     own = parts.gather(1, part[:, :, None].expand(-1, 1, _PART))[:, 0]
-    inside = (before + own.cumsum(1, dtype=torch.float64) <= reach[:, None]).sum(1).clamp_(max=_PART - 1)
+    inside = (before + own.cumsum(1, dtype=torch.float64) <= reach[:, None]).sum(1)
+    last = _PART - 1 - (own > 0).flip(1).byte().argmax(1)  # rounding may lead past it, to an excluded token
+    inside = torch.minimum(inside, last)
     return (part[:, 0] * _PART + inside).clamp_(max=weights.shape[1] - 1), totals
 
 

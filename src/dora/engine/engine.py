@@ -104,6 +104,7 @@ class Engine:
         self._free_slots = list(range(version_slots - 1, -1, -1))
         self._slot_stamps = np.full(version_slots, -1, np.int64)
         self._order: list[Seated] = []  # rows that decode
+        self._resting = frozenset[int]()  # versions that sit this step out
         self._is_paused = False
         self.busy_row_s = 0.0  # rows that decoded times wall time, summed over steps
         self.num_steps = 0  # decode steps so far
@@ -248,9 +249,8 @@ class Engine:
         if self._is_paused:
             return []
         started_s = time.perf_counter()
+        self._choose_resting()
         self._prefill(self._schedule())
-        if self._interleaving.interval > 1:
-            self._arrange()
         num_rows = len(self._rows.active)
         if not num_rows:
             return []
@@ -320,7 +320,7 @@ class Engine:
 
     def _arrange(self) -> None:
         """The set of rows that decode may have changed: put them in order again."""
-        order = self._scheduler.rows_by_version(self._resting())
+        order = self._scheduler.rows_by_version(self._resting)
         if order == self._order:
             return
         self._order = order
@@ -330,10 +330,13 @@ class Engine:
         self._stamps = self._slot_stamps[slots]
         self._runner.arrange(self._rows.active, slots)
 
-    def _resting(self) -> frozenset[int]:
-        """Versions that sit the next decode step out."""
-        num_rows = Counter(s.request.version for s in self._scheduler.running.values())
-        return self._interleaving.resting(self.num_steps, num_rows, max(self._held, default=0))
+    def _choose_resting(self) -> None:
+        """Versions that sit this step out; rows that wake up are asked for room with all others."""
+        if self._interleaving.interval > 1:
+            num_rows = Counter(s.request.version for s in self._scheduler.running.values())
+            newest = max(self._held, default=0)
+            self._resting = self._interleaving.resting(self.num_steps, num_rows, newest)
+            self._arrange()
 
     def _reason_to_refuse(self, request: Request) -> str:
         """Why a request cannot run here, or an empty string."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dora.engine.blocks import num_blocks_for
-from dora.engine.kernels import Product
+from dora.engine.kernels import Product, choose_kernels
 from dora.engine.runner import Prompt, Runner
 from dora.engine.sampler import logprobs_of
 from dora.engine.sequence import EngineError
@@ -32,6 +32,7 @@ _HEIGHT = 16  # rows of a product that all others are compared with
 _HEIGHTS = (1, 2, 4, 8, _HEIGHT, 32)
 _STEP_TOKENS = 64  # of prompts
 SPARE_ROWS = _STEP_TOKENS + max(_HEIGHTS)  # of a workspace: for prompts, and what the last product adds
+_LONG_CONTEXT = 1200  # tokens, in the test of attention
 _MOST_TOKENS = 2**14  # of a vocabulary in the test
 
 Int64s = NDArray[np.int64]
@@ -177,7 +178,11 @@ def self_test(config: ModelConfig, kernels: str, dtype: str = "float32", device:
             f"exact = true runs on a CPU, not with device = {device!r}, kernels = {kernels!r}; "
             "set exact = false"
         )
-    layers, vocab = min(2, config.num_hidden_layers), min(_MOST_TOKENS, config.vocab_size)
+    first_mixture = next(iter(config.mixture_layers), 0)
+    layers, vocab = (
+        min(max(2, first_mixture + 1), config.num_hidden_layers),
+        min(_MOST_TOKENS, config.vocab_size),
+    )
     small = replace(config, num_hidden_layers=layers, vocab_size=vocab)
     context = min(96, config.max_position_embeddings)
     work = Workspace(small, 3 + SPARE_ROWS, context, 2, 3 * num_blocks_for(context), dtype=dtype)
@@ -188,7 +193,10 @@ def self_test(config: ModelConfig, kernels: str, dtype: str = "float32", device:
             f"exact = true: a row's product with a matrix depends on the rows beside it {setting}; "
             "use one thread (torch.set_num_threads) or set exact = false"
         )
-    if not _is_decode_exact(work, ExactRunner(work, kernels, heights)):
+    if not (
+        _is_attention_exact(config, kernels, dtype)
+        and _is_decode_exact(work, ExactRunner(work, kernels, heights))
+    ):
         raise EngineError(
             f"exact = true: a token's logits depend on the tokens computed beside it {setting}; "
             "set other kernels or exact = false"
@@ -228,6 +236,25 @@ def _paired(shape: Sequence[int], sign: int, source: torch.Generator) -> Tensor:
     half = torch.randn(num_rows, width // 2, generator=source)
     order = torch.randperm(width // 2, generator=torch.Generator().manual_seed(width))
     return F.pad(torch.cat([half, sign * half[:, order]], dim=1), (0, width % 2))
+
+
+def _is_attention_exact(config: ModelConfig, kernels: str, dtype: str) -> bool:
+    """Whether rows of short contexts attend alike alone and beside one of a long context."""
+    context = min(_LONG_CONTEXT, config.max_position_embeddings)
+    shape, num_blocks = replace(config, num_hidden_layers=1, vocab_size=1), num_blocks_for(context)
+    work = Workspace(shape, 2, context, 1, 2 * num_blocks, dtype=dtype)
+    own, source = choose_kernels(kernels, work), torch.Generator().manual_seed(0)
+    for noise in (work.weights, work.kv, work.qkv):
+        noise.normal_(generator=source)
+    work.tables.copy_(torch.arange(2 * num_blocks).view(2, -1))
+
+    def attended(*positions: int) -> Tensor:
+        rows = np.arange(len(positions))
+        own.attend(Batch(rows, np.zeros_like(rows)), np.array(positions), 0)
+        return work.attended[0].clone()
+
+    places = (context // 20, context // 3, context - 2)
+    return all(torch.equal(attended(at), attended(at, context - 1)) for at in places)
 
 
 def _is_decode_exact(work: Workspace, runner: ExactRunner) -> bool:

@@ -233,9 +233,10 @@ class Runner:
     def _mixture(self, layer: int, recorder: Recorder) -> None:
         """hidden -> delta: each row through experts of its own slot."""
         router = f"model.layers.{layer}.mlp.gate.weight"
-        probs = torch.cat([F.linear(s.hidden, s.own.views[router]) for s in self._segments]).softmax(-1)
+        scores = [F.linear(s.hidden, s.own.views[router]) for s in self._segments]
+        probs = torch.cat(scores).float().softmax(-1)
         ids = recorder(layer, probs)
-        weights = shares(self._work.config, probs, ids)
+        weights = shares(self._work.config, probs, ids).to(self._work.dtype)
         for s in self._segments:
             part = slice(s.start, s.stop)
             s.delta.copy_(s.own.experts[layer].mix(s.hidden, ids[part], weights[part]))

@@ -117,4 +117,5 @@ def _mixture(weights: Weights, config: ModelConfig, layer: int, h: Tensor, route
     mlp = f"model.layers.{layer}.mlp."
     probs = _linear(weights, mlp + "gate", h).float().softmax(-1)
     ids = route(layer, probs)
-    return mix(h, ids, shares(config, probs, ids), lambda i, part: _mlp(weights, f"{mlp}experts.{i}.", part))
+    weights_of = shares(config, probs, ids).to(h.dtype)
+    return mix(h, ids, weights_of, lambda i, part: _mlp(weights, f"{mlp}experts.{i}.", part))

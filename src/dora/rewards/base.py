@@ -100,11 +100,16 @@ def judge(
 
 
 def takes_batches(function: RewardFunction) -> bool:
-    """Whether it judges all answers of a group in one call, as TRL's do: it has a parameter `completions`."""
+    """Whether it judges all answers of a group in one call, as TRL's do.
+
+    It has a parameter `completions` or `prompts`, or takes everything by name.
+    """
     try:
-        return "completions" in inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without signature
         return False
+    takes_all = [p.kind for p in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]
+    return takes_all or not {"completions", "prompts"}.isdisjoint(parameters)
 
 
 def score(function: RewardFunction, prompt: Prompt, completion: str, row: Mapping[str, Any]) -> Outcome:
@@ -142,8 +147,8 @@ def score_batch(
     return [Outcome(None, reason, f"{reason}; it must return one for each")]
 
 
-def _call(function: RewardFunction, *args: Any, **kwargs: Any) -> Any:
-    """What it returns, awaited if need be; an Outcome if it raises."""
+def _call(function: RewardFunction, /, *args: Any, **kwargs: Any) -> Any:
+    """What it returns, awaited if need be; an Outcome if it raises. Any column may be among `kwargs`."""
     try:
         value = function(*args, **kwargs)
         return asyncio.run(_wait_for(value)) if inspect.isawaitable(value) else value
@@ -156,10 +161,14 @@ async def _wait_for(value: Awaitable[Any]) -> Any:
 
 
 def _check(value: object) -> Outcome:
-    """Accepts every finite real number, numpy's and bool included."""
-    if not isinstance(value, numbers.Real):
+    """Accepts every finite real number, bool, numpy's and tensors of one number included."""
+    real = value.item() if hasattr(value, "item") and getattr(value, "size", 1) != 0 else value
+    if not isinstance(real, numbers.Real):
         return _failure(value, "a finite float")
-    number = float(value)
+    try:
+        number = float(real)
+    except OverflowError:  # of an int
+        number = math.inf
     if not math.isfinite(number):
         return Outcome(
             None,

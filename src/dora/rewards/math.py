@@ -16,14 +16,14 @@ _NUMBER = re.compile(r"-?(?:\d+|\d{1,3}(?:,\d{3})+)?(?:\.\d+)?", re.ASCII)
 _RATIO = re.compile(r"-?\d+/\d+", re.ASCII)
 
 
-def gsm8k(prompt: Any, completion: str, *, answer: str, **row: object) -> float:
+def gsm8k(prompt: Any, completion: str, *, answer: object, **row: object) -> float:
     r"""1.0 if the number after the last "####", or in the last \boxed{}, is that of `answer`.
 
     Where the completion has both, the later one counts. Numbers are compared exactly: 0.5 is 1/2,
     and 72.0 is 72. Thousands commas, a dollar sign and a percent sign do not count.
     Raises ValueError if `answer` has no number.
     """
-    wanted = number(final_answer(answer) or answer)
+    wanted = number(final_answer(str(answer)) or str(answer))
     if wanted is None:
         raise ValueError(f"the column answer = {answer!r} holds no number, neither after {_MARK} nor alone")
     given = final_answer(completion)

@@ -21,13 +21,13 @@ except ImportError as error:
 TIMEOUT_S = 2  # of each of the three calls: together less than the default of reward.timeout_s
 
 
-def reward(prompt: Any, completion: str, *, answer: str, **row: object) -> float:
+def reward(prompt: Any, completion: str, *, answer: object, **row: object) -> float:
     """1.0 if the completion's final answer equals that of `answer`, else 0.0.
 
     The final answer is what `final_answer` finds; a completion without one is searched whole, and
     what the library finds last in it counts. Raises ValueError if `answer` cannot be read.
     """
-    wanted = _read(final_answer(answer) or answer)
+    wanted = _read(final_answer(str(answer)) or str(answer))
     if not wanted:
         raise ValueError(f"the column answer = {answer!r} holds nothing that math-verify can read")
     given = _read(final_answer(completion) or completion)

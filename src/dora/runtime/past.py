@@ -98,6 +98,7 @@ class _Told:
         self._num_told = 0  # lines
         self._journal, self._voided, self._checkpoint = plan.out / FILE_NAME, voided, checkpoint
         self._members: dict[int, tuple[Member, ...]] = {}  # step -> its batch, as last trained
+        self._metrics = _mismatches(plan.out)
         self._saved: dict[str, Any] = json.loads((checkpoint / CORE).read_text()) if checkpoint else {}
 
     def tell(self, fact: Line | None, orders: Sequence[Line]) -> None:
@@ -146,7 +147,7 @@ class _Told:
                 meter.redone_steps += 1
                 meter.redone_tokens += sum(teller.num_tokens[m.group] for m in self._members[step])
             case Trained(step):
-                teller.step_metrics.append((step, {}))
+                teller.step_metrics.append((step, self._metrics.get(step, {})))
             case _:
                 pass
         meter.hear(line.t_s, None if is_void else event, orders, self.core.snapshot())
@@ -164,10 +165,18 @@ class _Told:
             raise InputError(f"{self._checkpoint} is not a checkpoint of this run's record; remove it")
 
 
+def _mismatches(out: Path) -> dict[int, dict[str, float]]:
+    """What metrics.jsonl says of the mismatch of each step, as last trained."""
+    path = out / "metrics.jsonl"
+    whole = path.read_text().split("\n")[:-1] if path.is_file() else []
+    lines = (json.loads(line) for line in whole)
+    return {line["step"]: {k: v for k, v in line.items() if k.startswith("mismatch/")} for line in lines}
+
+
 def _newest_checkpoint(out: Path, num_lines: int) -> tuple[int, Path | None]:
     """Step and folder of the newest whole checkpoint that the journal knows of; else the start."""
     for step, folder in whole_checkpoints(out / "checkpoints").items():
-        if json.loads((folder / CORE).read_text())["seq"] <= num_lines:
+        if (folder / CORE).is_file() and json.loads((folder / CORE).read_text())["seq"] <= num_lines:
             return step, folder
     return 0, None
 

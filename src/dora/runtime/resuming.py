@@ -17,7 +17,7 @@ from dora.errors import InputError
 from dora.observe.journal import FILE_NAME, RecordedRun, read_journal
 from dora.runtime.control import is_running
 from dora.settings import keys, read
-from dora.trainer.checkpoint import forget_after, whole_checkpoints
+from dora.trainer.checkpoint import forget_after, restore, whole_checkpoints
 
 # Neither the guarantees nor what is computed depend on these.
 MAY_CHANGE = ("runtime", "journal", "metrics")
@@ -69,6 +69,7 @@ def recorded(run: Path, num_prompts: int) -> RecordedRun | None:
             f"--resume {run}: the dataset had {journal.num_prompts} prompts and now has {num_prompts}; "
             "put the old one back"
         )
+    restore(run / "checkpoints")
     is_saved = journal.limits.num_steps in whole_checkpoints(run / "checkpoints")
     if isinstance(journal.lines[-1].record, Stop) and is_saved and (run / "summary.json").is_file():
         raise InputError(f"--resume {run}: this run has finished all its {journal.limits.num_steps} steps")

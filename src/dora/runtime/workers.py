@@ -217,9 +217,9 @@ def _save(trainer: Trainer, model: Path, order: Save) -> Saved | SaveRefused:
     step = trainer.num_steps_done
     path = order.folder / f"step-{step}"
     beside: dict[str, str | Path] = {"core.json": order.core}
-    beside |= {f"{VERSIONS}/{file.name}": file for file in order.versions.iterdir()}
-    state, config = trainer.state_dict(), load_config(model)
     try:
+        state, config = trainer.state_dict(), load_config(model)
+        beside |= {f"{VERSIONS}/{file.name}": file for file in order.versions.iterdir()}
         save_checkpoint(path, config, trainer.flat, state, step, model, beside=beside, fsync=order.fsync)
         keep_newest(order.folder, order.keep_last)
     except Exception as error:  # OSError, or what safetensors and torch make of one

@@ -94,6 +94,13 @@ def whole_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
+def restore(folder: Path) -> None:
+    """Give a checkpoint its name back that was to be replaced when everything died."""
+    for old in folder.glob("step-*.old"):
+        if not (own := old.with_suffix("")).exists():
+            os.rename(old, own)
+
+
 def keep_newest(folder: Path, num: int) -> None:
     """Remove all but the newest `num` checkpoints, and what was never finished."""
     steps = _named(folder)

@@ -6,7 +6,9 @@ is pickled. A version appears under its name only once it is complete.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -24,16 +26,25 @@ _PREFIX = "dora-weights-"
 def make_store_folder(num_bytes: int) -> Path:
     """A new folder for versions of `num_bytes` in all, in memory if they fit there.
 
-    Folders that dead processes left behind are removed.
+    Folders that dead processes left behind are removed, if they were numbered where this one is.
     """
-    disk = Path(tempfile.gettempdir())
-    for old in (*_MEMORY.glob(f"{_PREFIX}*"), *disk.glob(f"{_PREFIX}*")):
+    disk, place = Path(tempfile.gettempdir()), _place()
+    for old in (*_MEMORY.glob(f"{_PREFIX}*-{place}-*"), *disk.glob(f"{_PREFIX}*-{place}-*")):
         owner = old.name.removeprefix(_PREFIX).split("-")[0]
         if owner.isdigit() and not _is_alive(int(owner)):
             shutil.rmtree(old, ignore_errors=True)
     fits = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > num_bytes
     parent = _MEMORY if fits else disk
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-{place}-", dir=parent))
+
+
+def _place() -> str:
+    """Where process ids are unique: this machine, and this container if it is one; 8 hex digits."""
+    try:
+        numbering = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        numbering = ""
+    return hashlib.blake2b(f"{platform.node()} {numbering}".encode(), digest_size=4).hexdigest()
 
 
 def _is_alive(pid: int) -> bool:

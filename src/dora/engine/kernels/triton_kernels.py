@@ -171,7 +171,6 @@ class TritonKernels:
 
     name = "triton"
     product = staticmethod(product)
-    product = staticmethod(product)
 
     def __init__(self, workspace: Workspace, num_splits: int | None = None) -> None:
         work, config = self._work, self._config = workspace, workspace.config
