@@ -16,6 +16,7 @@ from dora.config import Config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
+RESULTS = ROOT / "benchmarks" / "results"
 CONFIGS = sorted(ROOT.glob("examples/**/*.toml"))
 
 
@@ -106,3 +107,23 @@ def test_the_reward_in_the_readme_is_a_reward() -> None:
     assert callable(reward)
     assert reward("6 x 7 = ", " 42 ", answer="42") == 1.0
     assert reward("6 x 7 = ", "41", answer="42") == 0.0
+
+
+def test_the_figures_of_the_engine_in_the_readme_are_those_of_the_committed_benchmarks() -> None:
+    def ratios(name: str) -> dict[str, float]:
+        content: dict[str, dict[str, float]] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+        return content["ratios"]
+
+    e, v, x = ratios("engine"), ratios("versions"), ratios("exact")
+    decoding = x["exact_over_normal_decode_0.5M_float32_batch_32"]
+    training = x["exact_over_normal_trainer_forward_and_backward_0.5M_float32_batch_8"]
+    expected = [
+        f"| {e['vs_bare']:.1f}, {e['vs_bare_10M']:.1f} times |",
+        f"| {e['vs_generate']:.1f}, {e['vs_continuous_batching']:.1f}, {e['vs_vllm_cpu']:.1f} times |",
+        f"| {e['roofline_share_10M']:.2f} of them reached |",
+        f"| {v['one_over_24_8_rows_0.5M']:.2f}, {v['one_over_24_8_rows_10M']:.2f} times |",
+        f"| {decoding:.2f}, {training:.2f} times |",
+        f"{e['vs_bare_equal_lengths']:.1f} times the engine's time",
+    ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [line for line in expected if line not in readme] == []
