@@ -165,4 +165,4 @@ def test_the_doctor_says_why_engines_run_eagerly(
     monkeypatch.setitem(sys.modules, "dora.engine.kernels.fused", None)
     with pytest.raises(SystemExit):
         main(["doctor"])
-    assert "eager, because numba cannot be imported: import of" in capsys.readouterr().out
+    assert "eager, because numba cannot be used: import of" in capsys.readouterr().out

@@ -33,7 +33,6 @@ def test_steps_after_the_checkpoint_are_redone_with_their_batches() -> None:
     run.given.clear()
     assert run.die(from_step=3)[0] == Publish(3)
     assert run.state.num_trained == 3 * 2
-    assert run.state.num_placed >= 5 * 2  # those that are redone have come to their end once already
     run.settle()
     again = {order.step: order.groups for order in run.orders(Train)}
     assert again.items() >= {step: groups for step, groups in batches.items() if step >= 3}.items()

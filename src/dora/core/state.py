@@ -213,11 +213,6 @@ class State:
         """Whether steps that were trained before are to be trained again."""
         return self.newest is None or self.newest < self.redo_until
 
-    @property
-    def num_placed(self) -> int:
-        """Groups trained or in a complete batch: a run that goes on has batches to train again."""
-        return self.num_trained + sum(map(len, self.batches.values()))
-
     def is_pinned(self, version: int) -> bool:
         """A version is pinned while it has unfinished requests, and only then."""
         return self.unfinished[version] > 0

@@ -299,7 +299,8 @@ class _Session:
                 self._filtered_in_row += 1
             elif isinstance(order, Commit):
                 self._filtered_in_row = 0
-        ended = state.num_placed + state.num_filtered + state.num_failed
+        in_batches = sum(map(len, state.batches.values()))  # a run that goes on trains some of them again
+        ended = state.num_trained + in_batches + state.num_filtered + state.num_failed
         share = config.reward.max_failed_share
         if state.num_failed > share * max(ended, MIN_ENDED):
             detail = self._hands.rewarder.first_failure or self._first_failure
