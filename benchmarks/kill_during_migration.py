@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from report import parse_options, publish
+from report import make_parser, options_of, publish
 
 from dora import settings
 from dora.core.actions import Action, Migrate
@@ -158,19 +158,12 @@ def findings(folder: Path) -> list[str]:
     return [str(found) for found in (*audit.check(folder).findings, difference) if found is not None]
 
 
-def read_num_kills() -> int:
-    """Take `--kills N` from the command line, and leave the options that all benchmarks have."""
-    if "--kills" not in sys.argv:
-        return 8 if "--quick" in sys.argv else 100
-    at = sys.argv.index("--kills")
-    _, number = sys.argv[at : at + 2]
-    del sys.argv[at : at + 2]
-    return int(number)
-
-
 def main() -> None:
-    num_kills = read_num_kills()
-    options = parse_options(__doc__ or "")
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--kills", type=int, metavar="N", help="how many; 100, and 8 with --quick")
+    given = parser.parse_args()
+    options = options_of(given)
+    num_kills = given.kills or (8 if options.quick else 100)
     aims = list(itertools.islice(itertools.cycle(AIMS), num_kills))
     kills: list[Aim] = []
     told: Counter[str] = Counter()

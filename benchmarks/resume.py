@@ -26,7 +26,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from report import Row, parse_options, publish
+from report import Row, make_parser, options_of, publish
 
 from dora.observe import audit, replay
 from dora.observe.journal import read_journal
@@ -176,19 +176,12 @@ class Trial:
             self.findings.append(f"{counts}")
 
 
-def read_num_kills() -> int:
-    """Take `--kills N` from the command line, and leave the options that all benchmarks have."""
-    if "--kills" not in sys.argv:
-        return 3 if "--quick" in sys.argv else 50
-    at = sys.argv.index("--kills")
-    _, number = sys.argv[at : at + 2]
-    del sys.argv[at : at + 2]
-    return int(number)
-
-
 def main() -> None:
-    num_left, kills_per_run = read_num_kills(), 10
-    options = parse_options(__doc__ or "")
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--kills", type=int, metavar="N", help="how many; 50, and 3 with --quick")
+    given = parser.parse_args()
+    options, kills_per_run = options_of(given), 10
+    num_left = given.kills or (3 if options.quick else 50)
     rows: list[Row] = []
     total: Counter[str] = Counter()
     recoveries_s: list[float] = []

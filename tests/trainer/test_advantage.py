@@ -2,16 +2,13 @@ import math
 
 import pytest
 
-from dora.errors import ConfigError
 from dora.trainer.advantage import (
     batch_advantages,
     best_and_worst,
     centred,
-    gae,
     group_advantages,
     leave_one_out,
     overlong_penalty,
-    token_rewards,
     whitened,
 )
 from dora.trainer.recipe import NEEDS, AdvEstimator
@@ -70,28 +67,6 @@ def test_estimators_that_need_a_group_give_half_a_batch_the_same_values(estimato
     halves = [batch_advantages(estimator, rewards[i : i + 1], num_tokens[i : i + 1])[0] for i in range(2)]
     assert NEEDS[estimator] == "group"
     assert whole == halves
-
-
-def test_gae_is_no_estimator_of_rewards_alone() -> None:
-    with pytest.raises(ConfigError, match=r"adv_estimator = gae.*call gae"):
-        batch_advantages("gae", [[1.0]], [[1]])
-
-
-def test_gae_adds_up_discounted_errors_and_stops_at_the_end_of_a_response() -> None:
-    # gamma 0.5, lambda 0.5. Second response: delta = 2 - 1 = 1.
-    # First: delta_1 = 1 - 0.5 = 0.5; delta_0 = 0 + 0.5 * 0.5 - 1 = -0.75, A_0 = -0.75 + 0.25 * 0.5.
-    advantages, returns = gae([0.0, 1.0, 2.0], [1.0, 0.5, 1.0], [False, True, True], gamma=0.5, lam=0.5)
-    assert advantages == pytest.approx([-0.625, 0.5, 1.0])
-    assert returns == pytest.approx([0.375, 1.0, 2.0])
-
-
-def test_gae_without_discount_and_critic_is_the_reward_to_go() -> None:
-    advantages, returns = gae([1.0, 2.0, 4.0], [0.0] * 3, [False, False, True], gamma=1.0, lam=1.0)
-    assert advantages == returns == [7.0, 6.0, 4.0]
-
-
-def test_kl_in_the_reward_costs_every_token_and_the_reward_comes_last() -> None:
-    assert token_rewards(1.0, [0.5, -0.25], kl_coef=0.5) == [-0.25, 1.125]
 
 
 def test_a_response_is_charged_for_the_part_of_the_buffer_it_uses() -> None:

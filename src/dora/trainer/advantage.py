@@ -1,7 +1,7 @@
 """Advantages from rewards, by verl's names of `adv_estimator`, and the shaping that precedes them.
 
-All are plain floats: an advantage is one number per response, except for `gae`, where it is one
-per token. `recipe.NEEDS` says which estimators look at a group and which at the whole batch.
+All are plain floats, one per response. `recipe.NEEDS` says which estimators look at a group and
+which at the whole batch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from dora.errors import ConfigError
 from dora.trainer.recipe import AdvEstimator
 
 Rewards = Sequence[float]
@@ -96,46 +95,11 @@ def batch_advantages(
     baseline variant first subtracts the group's mean; the others stop at the group, so that a part
     of a batch gives the same values. `num_tokens` are response lengths, used for whitening only.
     """
-    if estimator not in _OF_A_GROUP:
-        raise ConfigError(
-            f"adv_estimator = {estimator}: it needs a critic's value of every token; call gae instead"
-        )
     scores = [_OF_A_GROUP[estimator](group) for group in rewards]
     if estimator not in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         return scores
     flat = iter(whitened([x for group in scores for x in group], [n for group in num_tokens for n in group]))
     return [[next(flat) for _ in group] for group in scores]
-
-
-def gae(
-    rewards: Sequence[float], values: Sequence[float], dones: Sequence[bool], gamma: float, lam: float
-) -> tuple[list[float], list[float]]:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16): advantages and returns.
-
-    All sequences are [N], tokens of several responses one after another; `dones` marks the last
-    token of each, beyond which the value is 0. `rewards` are per token (`token_rewards`), `values`
-    the critic's before each token. delta = r + gamma V' - V; A = delta + gamma lam A'; return = A + V.
-    PPO whitens these advantages over the batch: `whitened(advantages, [1] * N)`.
-    """
-    advantages = [0.0] * len(values)
-    next_value = next_advantage = 0.0
-    for i in range(len(values) - 1, -1, -1):
-        if dones[i]:
-            next_value = next_advantage = 0.0
-        delta = rewards[i] + gamma * next_value - values[i]
-        advantages[i] = next_advantage = delta + gamma * lam * next_advantage
-        next_value = values[i]
-    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
-
-
-def token_rewards(reward: float, divergences: Sequence[float], kl_coef: float) -> list[float]:
-    """Rewards of one response's tokens: -kl_coef * divergence each, and `reward` on the last.
-
-    KL inside the reward (arXiv 2203.02155, eq. 2); `divergences` are k1 estimates without gradient.
-    """
-    rewards = [-kl_coef * divergence for divergence in divergences]
-    rewards[-1] += reward
-    return rewards
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> float:

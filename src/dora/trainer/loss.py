@@ -145,16 +145,6 @@ def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -
     return -ratio * advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """A critic's loss of every token, and whether clipping decided it; all [N].
-
-    max of (V - R)**2 / 2 with V free and V clipped to old_V +- clip, as in verl.
-    """
-    free = (values - returns).square()
-    clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
-    return 0.5 * torch.maximum(free, clipped), clipped > free
-
-
 def k3_divergence(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Estimate of KL(policy || reference) at every token [N], never negative.
 
@@ -169,7 +159,7 @@ def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEst
 
     With d = log policy - log reference: k1 = d; k2 = d**2 / 2; k3 = exp(-d) - 1 + d, held below
     MAX_K3 as verl's low_var_kl. As a term of the loss, k1's gradient averages to 0 (it belongs into
-    the reward, see `advantage.token_rewards`), k2's is that of the true divergence, and k3's is
+    the reward), k2's is that of the true divergence, and k3's is
     biased. k1+ and k3+ have the value of k1 and k3 and the gradient of k2 (verl's names).
     """
     gap = logprobs - reference_logprobs

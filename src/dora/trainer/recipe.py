@@ -14,9 +14,7 @@ from typing import Literal
 
 from dora.errors import ConfigError
 
-AdvEstimator = Literal[
-    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
-]
+AdvEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 PolicyLoss = Literal["ppo_clip", "dual_clip", "triplet_clip", "gspo", "cispo", "reinforce", "online_dpo"]
 
 # What must be known before the first advantage is: a group's rewards, or those of the whole batch.
@@ -29,7 +27,6 @@ NEEDS: Mapping[AdvEstimator, Literal["group", "batch"]] = MappingProxyType(
         "rloo": "group",
         "reinforce_plus_plus": "batch",
         "reinforce_plus_plus_baseline": "batch",
-        "gae": "batch",
     }
 )
 
