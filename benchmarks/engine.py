@@ -38,8 +38,8 @@ MODELS = {"0.5M": DEMO, "2M": TWO_MILLION, "10M": TEN_MILLION}
 BATCHES, CONTEXTS = (1, 8, 32, 128), (64, 256, 1024, 4096)
 MAIN = (32, 256)  # batch and context of the ratios
 NUM_TOKENS = 33  # per row and run: one from the prompt, and 32 steps
-MOST_TOKENS, FEWER_TOKENS = {"engine": 2**17, "bare": 2**17}, 2**15  # batch times context; of others
-MANY_TOKENS = 2**13
+MANY_TOKENS, FEWER_TOKENS = 2**13, 2**15  # batch times context; others than these up to the latter
+MOST_TOKENS = {"engine": 2**17, "bare": 2**17, "engine, eager": MANY_TOKENS}
 NAMES = {
     "bare": "bare",
     "generate": "generate",
