@@ -3,7 +3,8 @@
 DoraError
 ├── InputError    what was given is wrong: exit code 2, before anything runs
 │   └── ConfigError, DataError, ModelError, RewardError: which part of it
-└── RunError      a run that cannot go on: exit code 1
+├── RunError      a run that cannot go on: exit code 1
+└── StreamError   a request to the sample stream that cannot be; it is answered, and changes nothing
 """
 
 from __future__ import annotations
@@ -35,3 +36,7 @@ class RewardError(InputError):
 
 class RunError(DoraError):
     """A run that cannot go on; what was written so far stays readable."""
+
+
+class StreamError(DoraError):
+    """A request to the sample stream that cannot be; the stream is as it was."""

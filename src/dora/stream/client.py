@@ -1,0 +1,177 @@
+"""A stream in another process, as its producers and consumers see it.
+
+On the storage's own host blocks are written and read where they lie; from other hosts they travel with
+the messages. A client is for one thread: every process and every thread makes its own.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import zmq
+
+from dora.core.records import GroupId
+from dora.errors import RunError, StreamError
+from dora.stream import wire
+from dora.stream.batch import Batch, Part, Waited
+from dora.stream.fields import Given, Packing
+from dora.stream.ledger import FOREVER
+from dora.stream.lines import NewRow, Want
+from dora.stream.segments import Arena, Place, Reader
+
+
+class StreamClient:
+    """Puts and gets rows; what is refused raises StreamError, and RunError says that nobody answers."""
+
+    def __init__(self, endpoint: str, timeout_s: float = 30.0) -> None:
+        """`timeout_s`: how long an answer may take, beyond what was to be waited for. Raises RunError."""
+        self._endpoint, self._timeout_s = endpoint, timeout_s
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(endpoint)
+        self._num_asked = 0
+        self._arena: Arena | None = None
+        self._reader: Reader | None = None
+        owner = secrets.token_hex(8)
+        hello, _ = self._ask("hello", {"owner": owner, "pid": os.getpid()})
+        self.fields = {name: wire.field_from_json(name, *rest) for name, *rest in hello["fields"]}
+        folders = [Path(folder) for folder in hello["folders"]]
+        if folders and wire.shares_memory(hello["folders"][0], hello["token"], hello["host"]):
+            self._arena, self._reader = Arena(folders[0], owner), Reader(*folders)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether blocks are read where they lie."""
+        return self._reader is not None
+
+    def declare(
+        self,
+        name: str,
+        fields: Sequence[str],
+        group_size: int = 0,
+        by_version: bool = False,
+        lease_s: float = FOREVER,
+    ) -> None:
+        """A consumer, as `Ledger.declare`. Without `lease_s` it holds rows until it commits or dies."""
+        rules = {"group_size": group_size, "by_version": by_version}
+        end = {"lease_s": None if lease_s == FOREVER else lease_s}
+        self._ask("declare", {"name": name, "fields": [*fields], **rules, **end})
+
+    def put(self, rows: Sequence[NewRow], columns: Given, wait_s: float = 60.0) -> range | Waited:
+        """New rows with their first columns; their indices.
+
+        While the stream is full it waits; after `wait_s` it says who is slow, and the rows are not there.
+        """
+        packing = Packing(self.fields, columns, len(rows))
+        numbers = np.array([(*row.id, row.version, row.num_tokens) for row in rows], np.int64)
+        answer = self._write("put", packing, numbers, wait_s)
+        if isinstance(answer, Waited):
+            return answer
+        return range(answer["first"], answer["first"] + len(rows))
+
+    def fill(self, indices: Sequence[int], columns: Given) -> None:
+        """Further columns of rows that are there; a full stream takes them too."""
+        packing = Packing(self.fields, columns, len(indices))
+        self._write("fill", packing, np.asarray(indices, np.int64))
+
+    def get(self, consumer: str, want: Want | None = None, wait_s: float = 60.0) -> Batch | Waited:
+        """Rows on lease, or after `wait_s` whom they wait for."""
+        asked = {"consumer": consumer, "want": want or Want(), "inline": self._reader is None}
+        header, buffers = self._ask("get", asked, wait_s=wait_s)
+        if "waited" in header:
+            return Waited(*header["waited"])
+        rows, pairs, *blocks = buffers
+        left, parts = wire.integers(pairs, np.int32, 2), []
+        for names, num_rows, place, num_pairs in header["parts"]:
+            block = blocks.pop(0) if self._reader is None else self._reader.view(Place(*place))
+            parts.append(Part(names, num_rows, block, left[:num_pairs]))
+            left = left[num_pairs:]
+        return Batch(header["lease"], wire.integers(rows, np.int64, 6), self.fields, parts)
+
+    def commit(self, batch: Batch) -> None:
+        """The rows are consumed; their columns must not be looked at any more."""
+        self._ask("commit", {"lease": batch.lease})
+
+    def give_back(self, batch: Batch) -> None:
+        """Somebody else may have the rows."""
+        self._ask("give_back", {"lease": batch.lease})
+
+    def renew(self, batch: Batch) -> None:
+        """The lease lasts as long again, from now on."""
+        self._ask("renew", {"lease": batch.lease})
+
+    def clear(self, groups: Iterable[GroupId]) -> None:
+        """Forget groups that nobody needs any more."""
+        self._ask("clear", {"groups": [*groups]})
+
+    def status(self) -> dict[str, Any]:
+        """Rows and bytes there, rows ready by consumer, and who is furthest behind."""
+        header, _ = self._ask("status", {})
+        return {name: header[name] for name in ("num_rows", "num_bytes", "num_ready", "slowest")}
+
+    def close(self) -> None:
+        """Give back what is on lease. Rows that were put stay."""
+        if not self._socket.closed:
+            self._send("bye", {}, ())
+            self._socket.close(linger=1000)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, verb: str, packing: Packing, numbers: Any, wait_s: float = 0.0) -> Any:
+        """Have a block written, and say so; the header of the answer, or Waited."""
+        asked: dict[str, Any] = {"names": packing.names, "place": None}
+        if self._arena is None:
+            block = bytearray(packing.num_bytes)
+            packing.write(block)
+            header, _ = self._ask(verb, asked, (numbers, block), wait_s)
+            return Waited(*header["waited"]) if "waited" in header else header
+        place, view = self._arena.reserve(packing.num_bytes)
+        is_taken = False
+        try:
+            packing.write(view)
+            header, _ = self._ask(verb, asked | {"place": place}, (numbers,), wait_s)
+            is_taken = "waited" not in header
+        finally:
+            if not is_taken:
+                self._arena.release(place.segment)
+        return header if is_taken else Waited(*header["waited"])
+
+    def _ask(
+        self, verb: str, asked: dict[str, Any], buffers: Sequence[Any] = (), wait_s: float = 0.0
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        number = self._send(verb, asked | {"wait_s": wait_s}, buffers)
+        until_s = time.monotonic() + wait_s + self._timeout_s
+        while self._socket.poll(max(0, int(1e3 * (until_s - time.monotonic())))):
+            frames = self._socket.recv_multipart()
+            header = wire.header_of(frames)
+            for segment, num_blocks in header.get("released", {}).items():
+                if self._arena is not None:
+                    self._arena.release(segment, num_blocks)
+            if header["n"] != number:
+                continue  # of a request that was given up
+            if "error" in header:
+                raise StreamError(header["error"])
+            return header, frames[1:]
+        raise RunError(
+            f"the stream at {self._endpoint} has not answered {verb!r} for {self._timeout_s:g} s: "
+            "is its process alive?"
+        )
+
+    def _send(self, verb: str, asked: dict[str, Any], buffers: Sequence[Any]) -> int:
+        self._num_asked += 1
+        header = {"n": self._num_asked, "do": verb} | asked
+        self._socket.send_multipart(wire.frames_of(header, buffers))
+        return self._num_asked

@@ -1,0 +1,361 @@
+"""A stream for other processes: over a socket of this host, and for other hosts over TCP.
+
+One thread, one round after the other: hear what was asked, do it, make it durable, answer. A put that
+finds no room and a get that finds too little are held until there is, or until their deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from dora.errors import StreamError
+from dora.stream import wire
+from dora.stream.fields import Field, Packing, unpack
+from dora.stream.keeper import rows_of
+from dora.stream.ledger import Lease
+from dora.stream.segments import is_segment
+from dora.stream.stream import Stream, numbers_of_lease
+
+MAX_PER_ROUND = 64  # messages, so that nobody's answer waits for everybody's requests
+MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError)
+Buffers = Sequence[bytes]
+
+
+@dataclass(eq=False)
+class Client:
+    """A peer, by the address its socket has here."""
+
+    socket: zmq.Socket[bytes]
+    address: bytes
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    owner: str = ""  # of segments
+    pidfd: int = -1
+
+
+@dataclass(eq=False)
+class Held:
+    """A request that waits: `attempt` answers it, if it can be answered by now."""
+
+    client: Client
+    number: int
+    attempt: Callable[[], wire.Answer | None]
+    why: Callable[[], str]
+    wait_s: float
+    until_s: float
+
+
+class Server:
+    """Serves a stream until it is stopped."""
+
+    def __init__(self, stream: Stream, endpoints: Sequence[str]) -> None:
+        """Listens from now on; `run` answers. Raises zmq.ZMQError if an endpoint is taken."""
+        self._stream = stream
+        self._context = zmq.Context.instance()
+        self._poller = zmq.Poller()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self.endpoints = [self._listen(endpoint) for endpoint in endpoints]
+        self._wake_name = f"inproc://stream-{secrets.token_hex(8)}"
+        self._wake = self._context.socket(zmq.PULL)
+        self._wake.bind(self._wake_name)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._clients: dict[tuple[int, bytes], Client] = {}
+        self._by_pidfd: dict[int, Client] = {}
+        self._puts: deque[Held] = deque()
+        self._gets: dict[str, deque[Held]] = {}
+        self._answers: list[tuple[Client, int, wire.Answer]] = []
+        self._token = secrets.token_hex(16)
+        if stream.folder is not None:
+            (stream.folder / wire.TOKEN).write_text(self._token)
+        self._is_stopped = False
+
+    def start(self) -> threading.Thread:
+        """`run` in a thread of this process."""
+        thread = threading.Thread(target=self.run, name="stream", daemon=True)
+        thread.start()
+        return thread
+
+    def stop(self) -> None:
+        """End `run`, from any thread."""
+        with contextlib.closing(self._context.socket(zmq.PUSH)) as socket:
+            socket.connect(self._wake_name)
+            socket.send(b"")
+
+    def run(self) -> None:
+        """Round after round."""
+        try:
+            while not self._is_stopped:
+                self._hear()
+                self._stream.ledger.expire(time.monotonic())
+                self._serve_held()
+                self._stream.settle()
+                self._send()
+        finally:
+            for socket in (*self._sockets, self._wake):
+                socket.close(linger=0)
+            for pidfd in self._by_pidfd:
+                os.close(pidfd)
+            self._stream.close()
+
+    def _listen(self, endpoint: str) -> str:
+        socket = self._context.socket(zmq.ROUTER)
+        if not wire.is_local(endpoint):
+            socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        socket.bind(endpoint)
+        self._sockets.append(socket)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _timeout_ms(self) -> float | None:
+        """Until the next lease or the next wait ends."""
+        ends = [held.until_s for queue in (self._puts, *self._gets.values()) for held in queue]
+        if (next_end_s := self._stream.ledger.next_end_s) is not None:
+            ends.append(next_end_s)
+        return max(0.0, min(ends) - time.monotonic()) * 1e3 + 1.0 if ends else None
+
+    def _hear(self) -> None:
+        for socket, _ in self._poller.poll(self._timeout_ms()):
+            if isinstance(socket, int):
+                self._leave(self._by_pidfd[socket])
+            elif socket is self._wake:
+                self._is_stopped = True
+            else:
+                self._receive(socket)
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(MAX_PER_ROUND):
+            try:
+                address, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            key = id(socket), address
+            if key not in self._clients:
+                self._clients[key] = Client(socket, address)
+            self._obey(self._clients[key], frames)
+
+    def _obey(self, client: Client, frames: Buffers) -> None:
+        """Do what is asked. A request that makes no sense changes nothing."""
+        number = -1
+        try:
+            header = wire.header_of(frames)
+            number = int(header["n"])
+            verb = _VERBS.get(header["do"])
+            if verb is None:
+                raise StreamError(f"the stream knows no {header['do']!r}; it knows {', '.join(_VERBS)}")
+            answer = verb(self, client, header, frames[1:])
+        except StreamError as error:
+            answer = {"error": str(error)}, ()
+        except MALFORMED as error:
+            answer = {"error": f"a malformed request: {type(error).__name__}: {error}"}, ()
+        if answer is not None:
+            self._answers.append((client, number, answer))
+
+    def _send(self) -> None:
+        """All answers, with what the owners of segments may use again."""
+        for client, number, (header, buffers) in self._answers:
+            header |= {"n": number}
+            if client.owner and (released := self._stream.released(client.owner)):
+                header["released"] = released
+            with contextlib.suppress(zmq.ZMQError):  # it is gone
+                client.socket.send_multipart([client.address, *wire.frames_of(header, buffers)], copy=False)
+        self._answers.clear()
+
+    def _serve_held(self) -> None:
+        """Puts in order, for a large one must not wait for ever; gets of a consumer whoever can be served."""
+        is_held_up = False
+        for held in [*self._puts]:
+            is_held_up = not self._try(self._puts, held, is_held_up)
+        for queue in self._gets.values():
+            for held in [*queue]:
+                self._try(queue, held)
+
+    def _try(self, queue: deque[Held], held: Held, is_held_up: bool = False) -> bool:
+        """Answer a held request, if it can be or must be; whether it is answered."""
+        try:
+            answer = None if is_held_up else held.attempt()
+        except StreamError as error:
+            answer = {"error": str(error)}, ()
+        if answer is None:
+            if time.monotonic() < held.until_s:
+                return False
+            answer = {"waited": [held.wait_s, held.why()]}, ()
+        queue.remove(held)
+        self._answers.append((held.client, held.number, answer))
+        return True
+
+    def _hold(
+        self,
+        queue: deque[Held],
+        client: Client,
+        header: dict[str, Any],
+        attempt: Callable[[], wire.Answer | None],
+        why: Callable[[], str],
+    ) -> None:
+        wait_s = float(header["wait_s"])
+        until_s = time.monotonic() + wait_s
+        queue.append(Held(client, int(header["n"]), attempt, why, wait_s, until_s))
+
+    def _leave(self, client: Client) -> None:
+        """A client is gone: what it held is given back, what it waited for is forgotten."""
+        self._stream.ledger.leave(client.name)
+        if client.owner:
+            self._stream.let_go(client.owner)
+        if client.pidfd >= 0:
+            self._poller.unregister(client.pidfd)
+            del self._by_pidfd[client.pidfd]
+            os.close(client.pidfd)
+        for queue in (self._puts, *self._gets.values()):
+            for held in [held for held in queue if held.client is client]:
+                queue.remove(held)
+        self._clients.pop((id(client.socket), client.address), None)
+
+    def _do_hello(self, client: Client, header: dict[str, Any], _: Buffers) -> wire.Answer:
+        """Who it is. The death of a process of this host is seen at once; others only let leases expire."""
+        stream, pid = self._stream, int(header["pid"])
+        if not is_segment(f"{header['owner']}-0"):
+            raise StreamError("owner must be 16 hexadecimal digits")
+        client.owner = header["owner"]
+        endpoint = client.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if wire.is_local(endpoint) and pid != os.getpid() and hasattr(os, "pidfd_open") and client.pidfd < 0:
+            with contextlib.suppress(OSError):
+                client.pidfd = os.pidfd_open(pid)
+                self._by_pidfd[client.pidfd] = client
+                self._poller.register(client.pidfd, zmq.POLLIN)
+        return {
+            "fields": [wire.field_to_json(f) for f in stream.fields.values()],
+            "folders": [str(path.resolve()) for path in stream.folders],
+            "token": self._token,
+            "host": platform.node(),
+        }, ()
+
+    def _do_bye(self, client: Client, _: dict[str, Any], __: Buffers) -> wire.Answer:
+        self._leave(client)
+        return {}, ()
+
+    def _do_declare(self, _: Client, header: dict[str, Any], __: Buffers) -> wire.Answer:
+        lease_s = header["lease_s"]
+        rules = {} if lease_s is None else {"lease_s": float(lease_s)}
+        group_size, by_version = int(header["group_size"]), bool(header["by_version"])
+        self._stream.declare(
+            str(header["name"]), header["fields"], group_size=group_size, by_version=by_version, **rules
+        )
+        return {}, ()
+
+    def _do_put(self, client: Client, header: dict[str, Any], buffers: Buffers) -> None:
+        stream, rows = self._stream, rows_of(wire.integers(buffers[0], np.int64, 5))
+        if not rows:
+            raise StreamError("no row was given")
+        if (given := header["place"]) is not None:
+            place, names = self._place(client, given), [*header["names"]]
+            put = lambda: stream.admit(rows, names, place)  # noqa: E731
+        else:
+            columns = unpack(stream.fields, self._names(header), len(rows), buffers[1])
+            put = lambda: stream.put(rows, columns)  # noqa: E731
+
+        def attempt() -> wire.Answer | None:
+            indices = put()
+            return None if indices is None else ({"first": indices.start}, ())
+
+        def why() -> str:
+            return f"the stream is full: {stream.ledger.slowest()}"
+
+        self._hold(self._puts, client, header, attempt, why)
+
+    def _do_fill(self, client: Client, header: dict[str, Any], buffers: Buffers) -> wire.Answer:
+        indices = wire.integers(buffers[0], np.int64, 1)[:, 0].tolist()
+        if header["place"] is not None:
+            self._stream.extend(indices, [*header["names"]], self._place(client, header["place"]))
+        else:
+            names = self._names(header)
+            self._stream.fill(indices, unpack(self._stream.fields, names, len(indices), buffers[1]))
+        return {}, ()
+
+    def _do_get(self, client: Client, header: dict[str, Any], _: Buffers) -> None:
+        stream, name, want = self._stream, header["consumer"], wire.want_from_json(header["want"])
+        is_inline = bool(header["inline"])
+        stream.ledger.consumer(name)
+
+        def attempt() -> wire.Answer | None:
+            lease = stream.lease(name, client.name, want, time.monotonic())
+            return None if lease is None else self._handed(lease, is_inline)
+
+        self._hold(
+            self._gets.setdefault(name, deque()), client, header, attempt,
+            lambda: stream.ledger.waits_for(name, want),
+        )
+
+    def _do_commit(self, client: Client, header: dict[str, Any], _: Buffers) -> wire.Answer:
+        self._stream.commit(int(header["lease"]), client.name, time.monotonic())
+        return {}, ()
+
+    def _do_give_back(self, client: Client, header: dict[str, Any], _: Buffers) -> wire.Answer:
+        self._stream.ledger.give_back(int(header["lease"]), client.name, time.monotonic())
+        return {}, ()
+
+    def _do_renew(self, client: Client, header: dict[str, Any], _: Buffers) -> wire.Answer:
+        self._stream.ledger.renew(int(header["lease"]), client.name, time.monotonic())
+        return {}, ()
+
+    def _do_clear(self, _: Client, header: dict[str, Any], __: Buffers) -> wire.Answer:
+        self._stream.clear(wire.groups_from_json(header["groups"]))
+        return {}, ()
+
+    def _do_status(self, _: Client, __: dict[str, Any], ___: Buffers) -> wire.Answer:
+        ledger = self._stream.ledger
+        ready = {name: consumer.line.num_rows for name, consumer in ledger.consumers.items()}
+        return {
+            "num_rows": len(ledger.rows),
+            "num_bytes": ledger.num_bytes,
+            "num_ready": ready,
+            "slowest": ledger.slowest(),
+        }, ()
+
+    def _names(self, header: dict[str, Any]) -> list[str]:
+        names = [*header["names"]]
+        self._stream.ledger.mask(names)
+        return names
+
+    def _place(self, client: Client, given: Sequence[Any]) -> Any:
+        """Where a client says it has written a block. Raises StreamError if it may not have."""
+        place = wire.place_from_json(given)
+        if not is_segment(place.segment) or not client.owner or not place.segment.startswith(f"{client.owner}-"):
+            raise StreamError(f"{place.segment!r} is no segment of this client: say hello, and write to your own")
+        if place.offset < 0 or place.num_bytes < 0:
+            raise StreamError(f"{place} lies outside of its segment")
+        return place
+
+    def _handed(self, lease: Lease, is_inline: bool) -> wire.Answer:
+        """A lease as an answer: where its blocks are, or for other hosts the blocks themselves."""
+        parts, pairs, blocks = [], [], []
+        for block, found in lease.blocks.items():
+            names, place, num_rows = block.names, block.place, block.num_rows
+            positions = np.array(found, np.int32).reshape(-1, 2)
+            if is_inline:
+                fields: dict[str, Field] = self._stream.fields
+                columns = unpack(fields, names, num_rows, self._stream.view(block))
+                packing = Packing(fields, {n: c.part(positions[:, 1]) for n, c in columns.items()}, len(found))
+                blocks.append(bytearray(packing.num_bytes))
+                packing.write(blocks[-1])
+                positions[:, 1] = np.arange(len(found))
+                place, num_rows = None, len(found)
+            parts.append([names, num_rows, place, len(found)])
+            pairs.append(positions)
+        header = {"lease": lease.number, "parts": parts}
+        return header, [numbers_of_lease(lease), np.concatenate(pairs), *blocks]
+
+
+_VERBS: dict[str, Callable[[Server, Client, dict[str, Any], Buffers], wire.Answer | None]] = {
+    name.removeprefix("_do_"): verb for name, verb in vars(Server).items() if name.startswith("_do_")
+}
