@@ -40,7 +40,11 @@ class StreamClient:
         self._arena: Arena | None = None
         self._reader: Reader | None = None
         owner = secrets.token_hex(8)
-        hello, _ = self._ask("hello", {"owner": owner, "pid": os.getpid()})
+        try:
+            hello, _ = self._ask("hello", {"owner": owner, "pid": os.getpid()})
+        except RunError:
+            self._socket.close()
+            raise
         self.fields = {name: wire.field_from_json(name, *rest) for name, *rest in hello["fields"]}
         folders = [Path(folder) for folder in hello["folders"]]
         if folders and wire.shares_memory(hello["folders"][0], hello["token"], hello["host"]):

@@ -1,0 +1,251 @@
+"""A stream in another process: waiting, refusing, dying and coming back, with processes that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from tests.stream.peers import TASK, Peer
+from tests.stream.rows import FIELDS, columns, group, numbers, rewards, row
+
+from dora.errors import RunError, StreamError
+from dora.stream import wire
+from dora.stream.batch import Batch, Waited
+from dora.stream.client import StreamClient
+from dora.stream.lines import Want
+from dora.stream.server import Server
+from dora.stream.stream import Stream
+
+ALL = Want(num_rows=99)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With a short name, for that of a socket may have 107 letters."""
+    made = Path(tempfile.mkdtemp(prefix="dora-"))
+    yield made
+    shutil.rmtree(made)
+
+
+class Served:
+    """A stream of at most 8 rows behind a server in a thread, and its clients."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = Server(Stream(FIELDS, folder, max_rows=8), [wire.endpoint_of(folder), "tcp://127.0.0.1:*"])
+        self.thread = self.server.start()
+        self.clients: list[StreamClient] = []
+
+    def client(self, is_near: bool = True) -> StreamClient:
+        self.clients.append(StreamClient(self.server.endpoints[0 if is_near else 1], timeout_s=20.0))
+        return self.clients[-1]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.server.stop()
+        self.thread.join()
+
+
+@pytest.fixture
+def served(folder: Path) -> Iterator[Served]:
+    made = Served(folder)
+    yield made
+    made.close()
+
+
+def put(client: StreamClient, *which: int, wait_s: float = 10.0) -> range | Waited:
+    return client.put([row(n) for n in which], columns(which), wait_s)
+
+
+def get(client: StreamClient, name: str = TASK, want: Want = ALL, wait_s: float = 10.0) -> Batch:
+    batch = client.get(name, want, wait_s)
+    assert isinstance(batch, Batch)
+    return batch
+
+
+@pytest.fixture(params=["near", "far"])
+def client(served: Served, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StreamClient:
+    """Both on this machine, though the far one does not know it."""
+    if request.param == "far":
+        monkeypatch.setattr(wire, "shares_memory", lambda *_: False)
+    made = served.client(request.param == "near")
+    assert made.shares_memory == (request.param == "near")
+    made.declare(TASK, ["ids", "logprobs"])
+    made.declare("actor", ["ids", "reward"], group_size=2)
+    return made
+
+
+def test_rows_go_from_a_producer_to_each_consumer(client: StreamClient) -> None:
+    assert put(client, 0, 1, 3) == range(3)
+    client.fill([2, 0, 1], rewards([3, 0, 1]))
+    batch, chosen = get(client), get(client, "actor", Want(groups=(group(0),)))
+    assert (numbers(batch), numbers(chosen)) == ([0, 1, 3], [0, 1])
+    assert chosen.column("reward").values.tolist() == [0.0, 1.0]
+    assert batch.column("logprobs").values.tolist() == [1.0, 3.0, 4.0, 5.0]
+    for done in (batch, chosen):
+        client.commit(done)
+    assert client.status()["num_rows"] == 1
+    client.clear([group(1)])
+    assert client.status()["num_bytes"] == 0
+
+
+def test_a_get_waits_for_rows_and_names_what_it_waits_for(served: Served, client: StreamClient) -> None:
+    late = client.get("actor", Want(groups=(group(0),)), wait_s=0.05)
+    assert isinstance(late, Waited)
+    assert late.why == "group 0/0: 0 of 2 rows are here, 0 on lease or consumed"
+    found: list[list[int]] = []
+    waiting = threading.Thread(target=lambda: found.append(numbers(get(client))))
+    waiting.start()
+    put(served.client(), 3)
+    waiting.join()
+    assert found == [[3]]
+
+
+def test_a_full_stream_makes_a_producer_wait_and_says_who_is_slow(served: Served, client: StreamClient) -> None:
+    assert put(client, *range(8)) == range(8)
+    client.fill([*range(8)], rewards([*range(8)]))
+    full = put(client, 8, wait_s=0.05)
+    assert isinstance(full, Waited)
+    assert full.why.startswith("the stream is full: 'reward' is 8 rows behind: 8 are ready for it")
+    found: list[range | Waited] = []
+    waiting = threading.Thread(target=lambda: found.append(put(client, 8)))
+    waiting.start()
+    other = served.client()
+    for name in (TASK, "actor"):
+        other.commit(get(other, name))
+    waiting.join()
+    assert found == [range(8, 9)]
+    assert numbers(get(other)) == [8]
+
+
+def test_what_is_refused_is_refused_with_a_remedy_and_changes_nothing(client: StreamClient) -> None:
+    put(client, 0, 1)
+    batch = get(client)
+    client.commit(batch)
+    before = client.status()
+    bad: list[tuple[Any, str]] = [
+        (lambda: put(client, 0), "row 0/0/0 is here already: put a row once"),
+        (lambda: client.put([row(4)], {"ids": [np.zeros(1)]}), "'ids' is float64 and was declared <i4"),
+        (lambda: client.put([row(4)], {"value": [np.zeros(1)]}), "field 'value' is not declared"),
+        (lambda: client.put([], {"ids": []}), "no row was given"),
+        (lambda: put(client, *range(10, 19)), "9 rows at once, but max_rows = 8"),
+        (lambda: client.fill([0], columns([0])), "row 0 has ids, logprobs already"),
+        (lambda: client.fill([77], rewards([7])), "row 77 is not here"),
+        (lambda: client.commit(batch), "lease 1 is over"),
+        (lambda: client.get("critic"), "consumer 'critic' is not declared"),
+        (lambda: client.get(TASK, Want(groups=(group(0),))), "needs a group_size"),
+        (lambda: client.get(TASK, Want(num_rows=0)), "ask for a whole number above 0"),
+        (lambda: client.get(TASK, Want(at_least=3)), "at_least = 3 is more than num_rows = 1"),
+        (lambda: client.declare(TASK, ["reward"]), "declared already, and otherwise"),
+    ]
+    for request, fragment in bad:
+        with pytest.raises(StreamError, match=fragment):
+            request()
+    assert client.status() == before
+
+
+def test_messages_that_make_no_sense_are_answered_and_harm_nobody(served: Served, client: StreamClient) -> None:
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(served.server.endpoints[1])
+    put_it = {"do": "put", "n": 1, "names": ["ids"], "wait_s": 1}
+    eight = np.zeros(5, np.int64).tobytes()
+    bad: list[list[bytes]] = [
+        [b""],
+        [b"\x80\x04pickle"],
+        [b"[]"],
+        [b'{"do": "put"}'],
+        [json.dumps({"do": ["put"], "n": 1}).encode()],
+        [json.dumps({"do": "explode", "n": 1}).encode()],
+        [json.dumps(put_it | {"place": None}).encode(), b"123"],
+        [json.dumps(put_it | {"place": None}).encode(), eight],
+        [json.dumps(put_it | {"place": None}).encode(), eight, b"short"],
+        [json.dumps(put_it | {"place": ["../../etc/passwd", 0, 9]}).encode(), eight],
+        [json.dumps(put_it | {"place": [f"{0:016x}-1", 0, 9]}).encode(), eight],
+        [json.dumps({"do": "commit", "n": 1, "lease": "x"}).encode()],
+        [json.dumps({"do": "hello", "n": 1, "owner": "../..", "pid": 1}).encode()],
+        [json.dumps({"do": "get", "n": 1, "consumer": [], "want": 3}).encode()],
+    ]
+    for frames in bad:
+        socket.send_multipart(frames)
+        assert "error" in wire.header_of(socket.recv_multipart()), frames
+    socket.close()
+    put(client, 3)
+    assert numbers(get(client)) == [3]
+
+
+def test_an_expired_lease_goes_to_another_client(served: Served) -> None:
+    slow, quick = served.client(), served.client()
+    slow.declare("critic", ["ids"], lease_s=0.05)
+    put(slow, 3)
+    batch = get(slow, "critic")
+    again = get(quick, "critic")
+    assert numbers(again) == [3]
+    with pytest.raises(StreamError, match="lease 1 is over"):
+        slow.commit(batch)
+
+
+def test_a_client_that_says_goodbye_gives_back_what_it_held(served: Served) -> None:
+    leaving, staying = served.client(), served.client()
+    staying.declare(TASK, ["ids"])
+    put(leaving, 3)
+    assert numbers(get(leaving)) == [3]
+    leaving.close()
+    assert numbers(get(staying)) == [3]
+
+
+def test_nobody_answers_for_a_stream_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(RunError, match="has not answered 'hello' for 0.05 s: is its process alive"):
+        StreamClient(wire.endpoint_of(folder), timeout_s=0.05)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the death of a process is seen on Linux only")
+def test_killed_consumers_lose_nothing_and_repeat_nothing(folder: Path) -> None:
+    """Every row is committed once, though each consumer is killed at another point of its work."""
+    server = Peer("serve", folder)
+    assert server.hear() == "ready"
+    producer = StreamClient(wire.endpoint_of(folder))
+    producer.declare(TASK, ["ids", "logprobs"])
+    put(producer, *range(12))
+    committed: list[int] = []
+    for num_commits in (0, 1, 2):
+        consumer = Peer("consume", folder)
+        for _ in range(num_commits):
+            got = consumer.hear().split()[1:]
+            consumer.tell()
+            assert consumer.hear() == "committed"
+            committed += map(int, got)
+        assert consumer.hear().startswith("got") or len(committed) == 12
+        consumer.kill()  # with a batch on lease
+    last = get(producer, want=Want(99, at_least=12 - len(committed)))
+    assert sorted([*committed, *numbers(last)]) == [*range(12)]
+    producer.commit(last)
+    assert producer.status()["num_rows"] == 0
+    producer.close()
+    server.kill()
+
+
+def test_a_killed_storage_comes_back_with_all_that_was_answered(folder: Path) -> None:
+    server = Peer("serve", folder)
+    assert server.hear() == "ready"
+    producer = StreamClient(wire.endpoint_of(folder))
+    producer.declare(TASK, ["ids", "logprobs"])
+    put(producer, *range(6))
+    producer.commit(get(producer, want=Want(2)))
+    assert numbers(get(producer, want=Want(2))) == [2, 3]  # on lease, when the storage dies
+    server.kill()
+    server = Peer("serve", folder)
+    assert server.hear() == "ready"
+    consumer = StreamClient(wire.endpoint_of(folder))
+    assert numbers(get(consumer)) == [2, 3, 4, 5]
+    for client in (producer, consumer):
+        client.close()
+    server.kill()
