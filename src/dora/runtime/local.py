@@ -47,6 +47,7 @@ from dora.runtime.process import Told, Worker, take
 from dora.runtime.rewarding import Rewarder
 from dora.runtime.telling import Teller
 from dora.runtime.workers import run_trainer
+from dora.stream.feed import Feed
 from dora.stream.samples import SampleStore
 from dora.weights.store import WeightStore, make_store_folder
 
@@ -72,9 +73,11 @@ class LocalHands:
         self._started_s = self._checked_s = time.monotonic()
         self._began_s = self._started_s  # later, once a run that goes on has started
         self.plan, self.notice, self._check_stop = plan, notice, check_stop
-        samples = plan.out / SAMPLES
-        self.samples = past.samples if past else SampleStore(samples, fsync=plan.config.journal.fsync)
+        fsync = plan.config.journal.fsync
+        self.samples = past.samples if past else SampleStore(plan.out / SAMPLES, fsync=fsync)
         self.weights = WeightStore(make_store_folder(plan.stored_bytes))
+        self._feed = Feed(self.weights.folder / "stream", plan.limits.group_size)
+        self.samples.follow(self._feed)
         self.facts: deque[Event] = deque()
         self.teller = past.teller if past else Teller(plan, self.samples)
         kept = past.restore_versions(self.weights) if past else {}
@@ -87,7 +90,7 @@ class LocalHands:
         self._step_failures: Counter[int] = Counter()
         self.fleet.digests.update(kept)
         checkpoint = past.checkpoint if past else None
-        trainer_spec = plan.trainer_spec(self.weights.folder, samples, checkpoint)
+        trainer_spec = plan.trainer_spec(self.weights.folder, self._feed.folder, checkpoint)
         self.trainer = Worker("trainer", run_trainer, trainer_spec, self._told)
         self._is_trainer_ready = self._is_training = False
         reward, runtime = plan.config.reward, plan.config.runtime
@@ -182,6 +185,8 @@ class LocalHands:
         self.fleet.kill()
         for worker in (self.trainer, self.rewarder.worker):
             worker.kill()
+        self.samples.follow(None)
+        self._feed.close()
         self.weights.close()
         self.samples.close()  # last, for a full disk raises here
 

@@ -60,7 +60,7 @@ class TrainerSpec:
 
     model: Path
     weights: Path
-    samples: Path
+    stream: Path
     settings: TrainerSettings
     scoring: Scoring
     streams: bool

@@ -193,7 +193,7 @@ class Plan:
             exact=config.engine.exact,
         )
 
-    def trainer_spec(self, weights: Path, samples: Path, checkpoint: Path | None = None) -> TrainerSpec:
+    def trainer_spec(self, weights: Path, stream: Path, checkpoint: Path | None = None) -> TrainerSpec:
         config = self.config
         settings = TrainerSettings(
             lr=config.trainer.lr,
@@ -219,7 +219,7 @@ class Plan:
         return TrainerSpec(
             model=Path(config.model.path),
             weights=weights,
-            samples=samples,
+            stream=stream,
             settings=settings,
             scoring=self.scoring,
             streams=config.streams,

@@ -157,7 +157,7 @@ def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
     import torch
 
     from dora.runtime.gathering import Gathering
-    from dora.stream.samples import SampleReader
+    from dora.stream.feed import GroupReader
     from dora.weights.store import Recent, WeightStore
 
     torch.set_num_threads(1)
@@ -165,7 +165,8 @@ def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
     store = WeightStore(spec.weights)
     recent = Recent(store, spec.max_staleness + 1)
     trainer = _make_trainer(spec, recent)
-    gathering = Gathering(trainer, SampleReader(spec.samples).group, spec.scoring, spec.streams)
+    reader = GroupReader(spec.stream)
+    gathering = Gathering(trainer, reader.group, spec.scoring, spec.streams)
     outbox.send(Ready())
     while True:
         for message in inbox.take(0.0 if gathering.can_work else None):
@@ -178,6 +179,7 @@ def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
                     except Exception as error:  # out of memory, or no finite gradient
                         outbox.send(StepRefused(step, f"{type(error).__name__}: {error}"))
                     else:
+                        reader.commit(groups)
                         outbox.send(StepDone(step, metrics))
                 case PublishWeights(version):
                     outbox.send(WeightsPublished(version, store.publish(version, trainer.flat)))

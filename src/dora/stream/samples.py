@@ -1,15 +1,15 @@
 """The sample store: one row per sibling, in `samples.sqlite` of the run folder.
 
-The driver is its only writer; the trainer reads whole groups from its own process. A payload
-is committed before the fact that names it is told, so a dead process loses no finished answer.
+The driver is its only writer. A payload is committed before the fact that names it is told, so a dead
+process loses no finished answer; who follows the store hears of it at that moment, the stream above all.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,18 @@ class FinishedSample(NamedTuple):
     reward: float | None
 
 
+class Follower(Protocol):
+    """Who is told of what the store has, once it is durable."""
+
+    def put(self, trajectory: Trajectory) -> None: ...
+    def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float | None]) -> None: ...
+    def end(self, groups: Iterable[GroupId]) -> None: ...
+    def flush(self) -> None: ...
+
+
+ENDS = ("trained", "filtered", "failed")  # what the state of a sample begins with that nobody needs any more
+
+
 class SampleStore:
     """Rows are (group_id, sibling); `state` is finished, scored, committed, trained, or the end's name."""
 
@@ -69,6 +81,22 @@ class SampleStore:
         self._db.execute(f"pragma synchronous = {'full' if fsync else 'off'}")
         self._db.execute(_SCHEMA)
         self._in_transaction = False
+        self._follower: Follower | None = None
+
+    def follow(self, follower: Follower | None) -> None:
+        """Tell somebody of all that has not ended, and of what comes; None: nobody any more."""
+        self._follower = follower
+        if follower is None:
+            return
+        judged: dict[GroupId, list[tuple[float, float | None]]] = {}
+        for trajectory, reward, advantage in self._unended():
+            follower.put(trajectory)
+            if reward is not None:
+                judged.setdefault(trajectory.request.group, []).append((reward, advantage))
+        for group, siblings in judged.items():
+            rewards, advantages = zip(*siblings, strict=True)
+            follower.score(group, rewards, advantages)
+        follower.flush()
 
     def put(self, trajectory: Trajectory) -> None:
         """Add a finished trajectory. Raises sqlite3.IntegrityError if its row exists."""
@@ -86,6 +114,8 @@ class SampleStore:
                 None if t.routes is None else t.routes.astype("<i2").tobytes(),
             ),
         )
+        if self._follower is not None:
+            self._follower.put(t)
 
     def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float | None]) -> None:
         """Fill the reward and advantage columns of a group, sibling by sibling."""
@@ -95,14 +125,19 @@ class SampleStore:
                 "where group_id = ? and sibling = ?",
                 (reward, advantage, str(group), sibling),
             )
+        if self._follower is not None:
+            self._follower.score(group, rewards, advantages)
 
     def mark(self, groups: Iterable[GroupId], state: str, trained_step: int | None = None) -> None:
         """Set the state of whole groups."""
+        groups = [*groups]
         for group in groups:
             self._write(
                 "update samples set state = ?, trained_step = ? where group_id = ?",
                 (state, trained_step, str(group)),
             )
+        if self._follower is not None and state.startswith(ENDS):
+            self._follower.end(groups)
 
     def responses(self, group: GroupId) -> list[list[int]]:
         """Token ids of a group's responses, in sibling order."""
@@ -142,10 +177,36 @@ class SampleStore:
         if self._in_transaction:
             self._db.execute("commit")
             self._in_transaction = False
+            if self._follower is not None:
+                self._follower.flush()
 
     def close(self) -> None:
+        self._follower = None
         self.commit()
         self._db.close()
+
+    def _unended(self) -> Iterator[tuple[Trajectory, float | None, float | None]]:
+        """Answers whose group has not ended, with reward and advantage where they are known."""
+        rows = self._db.execute(
+            "select group_id, sibling, version, weight_digest, prompt_ids, token_ids, logprobs, routes, reward, "
+            "advantage from samples where state in ('finished', 'scored', 'committed') order by group_id, sibling"
+        )
+        for name, sibling, version, digest, prompt, response, logprobs, routes, reward, advantage in rows:
+            stored = _stored(version, prompt, response, logprobs, reward, advantage, routes)
+            request = RequestId(*_group(name), sibling)
+            yield (
+                Trajectory(
+                    request,
+                    version,
+                    digest,
+                    stored.prompt_ids,
+                    stored.token_ids,
+                    stored.logprobs,
+                    stored.routes,
+                ),
+                reward,
+                advantage,
+            )
 
     def _write(self, sql: str, values: tuple[object, ...]) -> None:
         if not self._in_transaction:
