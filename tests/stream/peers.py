@@ -1,7 +1,7 @@
 """Processes that serve or consume a stream, and can be killed.
 
-    python peers.py serve FOLDER       a recorded stream, until it is killed
-    python peers.py consume FOLDER     says which rows it got, waits for a line, commits, says so; again
+python peers.py serve FOLDER       a recorded stream, until it is killed
+python peers.py consume FOLDER     says which rows it got, waits for a line, commits, says so; again
 """
 
 from __future__ import annotations

@@ -12,7 +12,11 @@ from dora.stream.batch import Batch
 from dora.stream.fields import Field
 from dora.stream.lines import NewRow
 
-IDS, LOGPROBS, REWARD = Field("ids", "<i4", (None,)), Field("logprobs", "<f4", (None,)), Field("reward", "<f8")
+IDS, LOGPROBS, REWARD = (
+    Field("ids", "<i4", (None,)),
+    Field("logprobs", "<f4", (None,)),
+    Field("reward", "<f8"),
+)
 ROUTES = Field("routes", "<i2", (None, 3))
 FIELDS = (IDS, LOGPROBS, REWARD, ROUTES)
 GROUP_SIZE = 2

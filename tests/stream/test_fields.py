@@ -86,7 +86,10 @@ def test_a_column_that_does_not_fit_is_refused(given: dict[str, Any], fragment: 
 
 
 def test_a_field_has_numbers_of_a_known_size() -> None:
-    for dtype, shape, fragment in (("O", (), "dtype 'O' has no fixed size"), ("<i4", (3, None), "None in front")):
+    for dtype, shape, fragment in (
+        ("O", (), "dtype 'O' has no fixed size"),
+        ("<i4", (3, None), "None in front"),
+    ):
         with pytest.raises(StreamError, match=fragment):
             Field("odd", dtype, shape)
 
@@ -99,7 +102,7 @@ def test_a_block_that_is_cut_or_lies_is_refused() -> None:
         unpack(KNOWN, ["ids"], 2, block[:64])
     for offsets in ([0, 9, 4], [1, 9, 18], [0, 9, 2**60]):
         block[:24] = np.array(offsets, np.int64).tobytes()
-        with pytest.raises(StreamError, match="shorter than its columns|do not ascend"):
+        with pytest.raises(StreamError, match=r"shorter than its columns|do not ascend"):
             unpack(KNOWN, ["ids"], 2, block)
 
 

@@ -19,7 +19,9 @@ SIZES = st.lists(st.integers(0, 5000), max_size=40)
 def mixed_groups(draw: st.DrawFn) -> tuple[list[GroupId], int]:
     """Whole groups, their rows in any order, as they finish."""
     size = draw(st.integers(1, 4))
-    names = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), min_size=1, max_size=8, unique=True))
+    names = draw(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), min_size=1, max_size=8, unique=True)
+    )
     return draw(st.permutations([GroupId(*name) for name in names for _ in range(size)])), size
 
 

@@ -40,7 +40,9 @@ class Served:
     """A stream of at most 8 rows behind a server in a thread, and its clients."""
 
     def __init__(self, folder: Path) -> None:
-        self.server = Server(Stream(FIELDS, folder, max_rows=8), [wire.endpoint_of(folder), "tcp://127.0.0.1:*"])
+        self.server = Server(
+            Stream(FIELDS, folder, max_rows=8), [wire.endpoint_of(folder), "tcp://127.0.0.1:*"]
+        )
         self.thread = self.server.start()
         self.clients: list[StreamClient] = []
 
@@ -110,7 +112,9 @@ def test_a_get_waits_for_rows_and_names_what_it_waits_for(served: Served, client
     assert found == [[3]]
 
 
-def test_a_full_stream_makes_a_producer_wait_and_says_who_is_slow(served: Served, client: StreamClient) -> None:
+def test_a_full_stream_makes_a_producer_wait_and_says_who_is_slow(
+    served: Served, client: StreamClient
+) -> None:
     assert put(client, *range(8)) == range(8)
     client.fill([*range(8)], rewards([*range(8)]))
     full = put(client, 8, wait_s=0.05)
@@ -153,8 +157,10 @@ def test_what_is_refused_is_refused_with_a_remedy_and_changes_nothing(client: St
     assert client.status() == before
 
 
-def test_messages_that_make_no_sense_are_answered_and_harm_nobody(served: Served, client: StreamClient) -> None:
-    socket = zmq.Context.instance().socket(zmq.DEALER)
+def test_messages_that_make_no_sense_are_answered_and_harm_nobody(
+    served: Served, client: StreamClient
+) -> None:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(served.server.endpoints[1])
     put_it = {"do": "put", "n": 1, "names": ["ids"], "wait_s": 1}
     eight = np.zeros(5, np.int64).tobytes()
@@ -203,7 +209,7 @@ def test_a_client_that_says_goodbye_gives_back_what_it_held(served: Served) -> N
 
 
 def test_nobody_answers_for_a_stream_that_is_not_there(folder: Path) -> None:
-    with pytest.raises(RunError, match="has not answered 'hello' for 0.05 s: is its process alive"):
+    with pytest.raises(RunError, match=r"has not answered 'hello' for 0.05 s: is its process alive"):
         StreamClient(wire.endpoint_of(folder), timeout_s=0.05)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def test_a_consumer_is_handed_the_columns_it_needs_and_no_others(stream: Stream)
 
 def test_what_is_refused_leaves_the_stream_as_it_was(stream: Stream) -> None:
     put(stream, [0, 1])
-    bad = (
+    bad: tuple[Callable[[], Any], ...] = (
         lambda: stream.put([row(1)], columns([1])),
         lambda: stream.put([row(2)], {"ids": [np.zeros(2)]}),
         lambda: stream.fill([0], columns([0])),
@@ -105,7 +106,7 @@ def test_a_full_stream_takes_columns_of_its_rows_but_no_new_rows() -> None:
 def test_segments_are_used_again_and_not_more_than_needed(tmp_path: Path) -> None:
     stream = Stream(FIELDS, tmp_path)
     stream.declare("reward", ["ids"])
-    one = {"ids": [np.zeros(1 << 20, np.int32)], "logprobs": [np.zeros(0, np.float32)]}
+    one: dict[str, Any] = {"ids": [np.zeros(1 << 20, np.int32)], "logprobs": [np.zeros(0, np.float32)]}
     for number in range(20):
         stream.put([row(number)], one)
         stream.settle()

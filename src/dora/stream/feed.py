@@ -141,7 +141,7 @@ def _samples(batch: Batch) -> list[StoredSample]:
     columns = {field.name: batch.rows(field.name) for field in FIELDS}
     samples = []
     for row, version in enumerate(batch.versions):
-        prompt, tokens, logprobs, routes, digest, reward, advantage = (columns[f.name][row] for f in FIELDS)
+        prompt, tokens, logprobs, routes, _, reward, advantage = (columns[f.name][row] for f in FIELDS)
         by_token = routes.reshape(len(prompt) + len(tokens) - 1, -1).copy() if len(routes) else None
         samples.append(
             StoredSample(

@@ -33,7 +33,9 @@ class Field:
         if None in self.shape[1:]:
             raise StreamError(f"field {self.name!r}: shape {self.shape} may have None in front only")
         if np.dtype(self.dtype).hasobject:
-            raise StreamError(f"field {self.name!r}: dtype {self.dtype!r} has no fixed size; use numbers or 'u1'")
+            raise StreamError(
+                f"field {self.name!r}: dtype {self.dtype!r} has no fixed size; use numbers or 'u1'"
+            )
 
     @property
     def is_jagged(self) -> bool:
@@ -116,20 +118,26 @@ class Packing:
         if len(column) != num_rows:
             raise StreamError(f"field {field.name!r} has {len(column)} values for {num_rows} rows")
         if isinstance(column, Column):
-            checked, column = (column.values, column.offsets) if field.is_jagged else (column.values, None)
-            _check(field, checked if field.is_jagged else checked[:1].reshape(checked.shape[1:]))
-            if column is not None:
-                self._append(column, column.nbytes)
-            self._append(checked, checked.nbytes)
+            self._add_column(field, column)
         elif field.is_jagged:
-            for row in column:
+            rows = [*column]
+            for row in rows:
                 _check(field, row)
-            self._append(_offsets(column), 8 * (num_rows + 1))
-            self._append(column, sum(row.nbytes for row in column))
+            self._append(_offsets(rows), 8 * (num_rows + 1))
+            self._append(rows, sum(row.nbytes for row in rows))
         else:
             values = column if isinstance(column, np.ndarray) else _stacked(field, column)
             _check(field, values[0] if values.ndim > 1 else values[:1].reshape(()))
             self._append(values, values.nbytes)
+
+    def _add_column(self, field: Field, column: Column) -> None:
+        if field.is_jagged:
+            _check(field, column.values)
+            assert column.offsets is not None, f"{field.name} has no offsets"
+            self._append(column.offsets, column.offsets.nbytes)
+        else:
+            _check(field, column[0])
+        self._append(column.values, column.values.nbytes)
 
     def _append(self, values: Array | Sequence[Array], num_bytes: int) -> None:
         self._parts.append((values, self.num_bytes, num_bytes))
@@ -152,7 +160,9 @@ def _check(field: Field, value: Any) -> None:
         raise StreamError(f"field {field.name!r} has shape {value.shape} and was declared {field.shape}")
 
 
-def unpack(fields: Mapping[str, Field], names: Sequence[str], num_rows: int, block: Buffer) -> dict[str, Column]:
+def unpack(
+    fields: Mapping[str, Field], names: Sequence[str], num_rows: int, block: Buffer
+) -> dict[str, Column]:
     """The columns of a block, as views of it that cannot be written to. Raises StreamError if it is cut."""
     columns, at = {}, 0
 

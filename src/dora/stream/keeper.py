@@ -68,7 +68,9 @@ class Keeper:
             self._db.close()
             raise StreamError(f"{path} keeps a stream of other fields; take another file")
         self._db.executemany("insert or ignore into stream_fields values (?, ?, ?)", sorted(declared))
-        self._number: int = self._db.execute("select coalesce(max(number), 0) from stream_blocks").fetchone()[0]
+        self._number: int = self._db.execute("select coalesce(max(number), 0) from stream_blocks").fetchone()[
+            0
+        ]
         self._numbers: dict[Block, int] = {}
         self._num_done = 0
         self._is_open = False
@@ -103,7 +105,8 @@ class Keeper:
         self._write("insert into stream_done values (null, ?, ?, ?)", (consumer, max(indices), blob))
         self._num_done += 1
         if self._num_done % _NUM_BEFORE_PRUNING == 0:  # what no block can name again, but never the newest
-            oldest = "(select coalesce(min(first_row), (select max(last_row) from stream_done)) from stream_blocks)"
+            newest = "(select max(last_row) from stream_done)"
+            oldest = f"(select coalesce(min(first_row), {newest}) from stream_blocks)"
             self._write(f"delete from stream_done where last_row < {oldest}", ())
 
     def commit(self) -> None:

@@ -34,12 +34,16 @@ def balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     if num_parts < 1:
         raise StreamError(f"num_parts = {num_parts} must be at least 1")
     ties = count()  # equal ones in order of appearance, so that everybody finds the same
-    ways = [(-size, next(ties), [(size, [item]), *[(0, [])] * (num_parts - 1)]) for item, size in enumerate(sizes)]
+    ways = [
+        (-size, next(ties), [(size, [item]), *[(0, [])] * (num_parts - 1)]) for item, size in enumerate(sizes)
+    ]
     heapq.heapify(ways)
     while len(ways) > 1:
         _, _, first = heapq.heappop(ways)
         _, _, second = heapq.heappop(ways)
-        merged = [(a + b, [*own, *other]) for (a, own), (b, other) in zip(first, reversed(second), strict=True)]
+        merged = [
+            (a + b, [*own, *other]) for (a, own), (b, other) in zip(first, reversed(second), strict=True)
+        ]
         merged.sort(key=lambda part: (-part[0], part[1]))
         heapq.heappush(ways, (merged[-1][0] - merged[0][0], next(ties), merged))
     return [sorted(items) for _, items in ways[0][2]] if ways else [[] for _ in range(num_parts)]

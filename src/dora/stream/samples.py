@@ -188,8 +188,9 @@ class SampleStore:
     def _unended(self) -> Iterator[tuple[Trajectory, float | None, float | None]]:
         """Answers whose group has not ended, with reward and advantage where they are known."""
         rows = self._db.execute(
-            "select group_id, sibling, version, weight_digest, prompt_ids, token_ids, logprobs, routes, reward, "
-            "advantage from samples where state in ('finished', 'scored', 'committed') order by group_id, sibling"
+            "select group_id, sibling, version, weight_digest, prompt_ids, token_ids, logprobs, routes, "
+            "reward, advantage from samples where state in ('finished', 'scored', 'committed') "
+            "order by group_id, sibling"
         )
         for name, sibling, version, digest, prompt, response, logprobs, routes, reward, advantage in rows:
             stored = _stored(version, prompt, response, logprobs, reward, advantage, routes)

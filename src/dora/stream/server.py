@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ class Server:
     def __init__(self, stream: Stream, endpoints: Sequence[str]) -> None:
         """Listens from now on; `run` answers. Raises zmq.ZMQError if an endpoint is taken."""
         self._stream = stream
-        self._context = zmq.Context.instance()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._poller = zmq.Poller()
         self._sockets: list[zmq.Socket[bytes]] = []
         self.endpoints = [self._listen(endpoint) for endpoint in endpoints]
@@ -116,14 +116,14 @@ class Server:
         socket.bind(endpoint)
         self._sockets.append(socket)
         self._poller.register(socket, zmq.POLLIN)
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
-    def _timeout_ms(self) -> float | None:
+    def _timeout_ms(self) -> int | None:
         """Until the next lease or the next wait ends."""
         ends = [held.until_s for queue in (self._puts, *self._gets.values()) for held in queue]
         if (next_end_s := self._stream.ledger.next_end_s) is not None:
             ends.append(next_end_s)
-        return max(0.0, min(ends) - time.monotonic()) * 1e3 + 1.0 if ends else None
+        return int(1e3 * max(0.0, min(ends) - time.monotonic())) + 1 if ends else None
 
     def _hear(self) -> None:
         for socket, _ in self._poller.poll(self._timeout_ms()):
@@ -259,10 +259,10 @@ class Server:
             raise StreamError("no row was given")
         if (given := header["place"]) is not None:
             place, names = self._place(client, given), [*header["names"]]
-            put = lambda: stream.admit(rows, names, place)  # noqa: E731
+            put = partial(stream.admit, rows, names, place)
         else:
             columns = unpack(stream.fields, self._names(header), len(rows), buffers[1])
-            put = lambda: stream.put(rows, columns)  # noqa: E731
+            put = partial(stream.put, rows, columns)
 
         def attempt() -> wire.Answer | None:
             indices = put()
@@ -292,7 +292,10 @@ class Server:
             return None if lease is None else self._handed(lease, is_inline)
 
         self._hold(
-            self._gets.setdefault(name, deque()), client, header, attempt,
+            self._gets.setdefault(name, deque()),
+            client,
+            header,
+            attempt,
             lambda: stream.ledger.waits_for(name, want),
         )
 
@@ -330,8 +333,14 @@ class Server:
     def _place(self, client: Client, given: Sequence[Any]) -> Any:
         """Where a client says it has written a block. Raises StreamError if it may not have."""
         place = wire.place_from_json(given)
-        if not is_segment(place.segment) or not client.owner or not place.segment.startswith(f"{client.owner}-"):
-            raise StreamError(f"{place.segment!r} is no segment of this client: say hello, and write to your own")
+        if (
+            not is_segment(place.segment)
+            or not client.owner
+            or not place.segment.startswith(f"{client.owner}-")
+        ):
+            raise StreamError(
+                f"{place.segment!r} is no segment of this client: say hello, and write to your own"
+            )
         if place.offset < 0 or place.num_bytes < 0:
             raise StreamError(f"{place} lies outside of its segment")
         return place
@@ -345,7 +354,9 @@ class Server:
             if is_inline:
                 fields: dict[str, Field] = self._stream.fields
                 columns = unpack(fields, names, num_rows, self._stream.view(block))
-                packing = Packing(fields, {n: c.part(positions[:, 1]) for n, c in columns.items()}, len(found))
+                packing = Packing(
+                    fields, {n: c.part(positions[:, 1]) for n, c in columns.items()}, len(found)
+                )
                 blocks.append(bytearray(packing.num_bytes))
                 packing.write(blocks[-1])
                 positions[:, 1] = np.arange(len(found))

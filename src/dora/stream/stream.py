@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +239,9 @@ class Stream:
         """What a former life left: rows, consumers, what they consumed; its owners are gone."""
         for block, indices, rows in keeper.blocks():
             assert isinstance(block.place, Place)
-            self._count(block, block.place, self.folder is not None and (self.folder / block.place.segment).exists())
+            self._count(
+                block, block.place, self.folder is not None and (self.folder / block.place.segment).exists()
+            )
             self._gone.add(owner_of(block.place.segment))
             self.ledger.restore(indices, rows, block)
         for name, rules in keeper.consumers():
