@@ -162,9 +162,12 @@ def test_messages_that_make_no_sense_are_answered_and_harm_nobody(
 ) -> None:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(served.server.endpoints[1])
+    hello = {"do": "hello", "n": 1, "owner": "f" * 16, "pid": os.getpid()}
+    get_it = {"do": "get", "n": 1, "consumer": TASK, "want": [1, None, 1, []], "inline": True, "wait_s": 1}
     put_it = {"do": "put", "n": 1, "names": ["ids"], "wait_s": 1}
     eight = np.zeros(5, np.int64).tobytes()
     bad: list[list[bytes]] = [
+        [json.dumps(get_it).encode()],  # of nobody
         [b""],
         [b"\x80\x04pickle"],
         [b"[]"],
@@ -180,9 +183,12 @@ def test_messages_that_make_no_sense_are_answered_and_harm_nobody(
         [json.dumps({"do": "hello", "n": 1, "owner": "../..", "pid": 1}).encode()],
         [json.dumps({"do": "get", "n": 1, "consumer": [], "want": 3}).encode()],
     ]
-    for frames in bad:
-        socket.send_multipart(frames)
-        assert "error" in wire.header_of(socket.recv_multipart()), frames
+    for is_known in (False, True):
+        for frames in bad[is_known:]:
+            socket.send_multipart(frames)
+            assert "error" in wire.header_of(socket.recv_multipart()), frames
+        socket.send_multipart([json.dumps(hello).encode()])
+        assert "error" not in wire.header_of(socket.recv_multipart())
     socket.close()
     put(client, 3)
     assert numbers(get(client)) == [3]

@@ -140,10 +140,7 @@ class Server:
                 address, *frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            key = id(socket), address
-            if key not in self._clients:
-                self._clients[key] = Client(socket, address)
-            self._obey(self._clients[key], frames)
+            self._obey(self._clients.get((id(socket), address)) or Client(socket, address), frames)
 
     def _obey(self, client: Client, frames: Buffers) -> None:
         """Do what is asked. A request that makes no sense changes nothing."""
@@ -154,6 +151,8 @@ class Server:
             verb = _VERBS.get(header["do"])
             if verb is None:
                 raise StreamError(f"the stream knows no {header['do']!r}; it knows {', '.join(_VERBS)}")
+            if not client.owner and header["do"] != "hello":  # it may be the last word of somebody who died
+                raise StreamError("the stream does not know this client, or took it for dead: connect anew")
             answer = verb(self, client, header, frames[1:])
         except StreamError as error:
             answer = {"error": str(error)}, ()
@@ -210,8 +209,7 @@ class Server:
     def _leave(self, client: Client) -> None:
         """A client is gone: what it held is given back, what it waited for is forgotten."""
         self._stream.ledger.leave(client.name)
-        if client.owner:
-            self._stream.let_go(client.owner)
+        self._stream.let_go(client.owner)
         if client.pidfd >= 0:
             self._poller.unregister(client.pidfd)
             del self._by_pidfd[client.pidfd]
@@ -227,6 +225,7 @@ class Server:
         if not is_segment(f"{header['owner']}-0"):
             raise StreamError("owner must be 16 hexadecimal digits")
         client.owner = header["owner"]
+        self._clients[id(client.socket), client.address] = client
         endpoint = client.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if wire.is_local(endpoint) and pid != os.getpid() and hasattr(os, "pidfd_open") and client.pidfd < 0:
             with contextlib.suppress(OSError):

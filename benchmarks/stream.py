@@ -1,0 +1,275 @@
+"""The sample stream against TransferQueue and a plain queue: rows from a producer to consumers elsewhere.
+
+Producer, storage and consumers are three processes; the stream records every put and every commit, and
+hands rows out on lease. `memcpy_share` compares what consumers get per second at 100 MB with one copy in
+one process. Costs at 10^3 to 10^6 resident rows are CPU time of the storage alone.
+
+    python benchmarks/stream.py [--quick] [--json FILE] [--transferqueue-python PYTHON]
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import queue
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from stream_traffic import Array, Consumer, Load, Producer, Timed, peer, values
+
+from dora.core.records import RequestId
+from dora.stream import wire
+from dora.stream.batch import Batch
+from dora.stream.client import StreamClient
+from dora.stream.fields import Field
+from dora.stream.lines import NewRow, Want
+from dora.stream.server import Server
+from dora.stream.stream import Stream
+
+FIELDS = [Field("ids", "<i4", (None,)), Field("logprobs", "<f4", (None,))]
+TASK = "actor"
+NUM_CONSUMERS = (1, 4, 16)
+NUM_TOKENS = 512
+LARGE = Load(8, 16, 781_250)  # 100 MB a batch
+_MEMORY = Path("/dev/shm")
+Row = dict[str, str | int | float]
+
+
+def rows(first: int, num_rows: int, num_tokens: int) -> list[NewRow]:
+    return [NewRow(RequestId(0, first + k, 0), 0, num_tokens) for k in range(num_rows)]
+
+
+class StreamProducer:
+    """Puts through a client."""
+
+    def __init__(self, client: StreamClient) -> None:
+        self._client = client
+        self._next = 0
+        self._columns: dict[tuple[int, int], dict[str, Sequence[Array]]] = {}
+
+    def put(self, first: int, num_rows: int, num_values: int) -> None:
+        shape = num_rows, num_values
+        if shape not in self._columns:
+            self._columns[shape] = dict(zip(("ids", "logprobs"), map(list, values(*shape)), strict=True))
+        found = self._client.put(rows(self._next, num_rows, num_values), self._columns[shape])
+        assert isinstance(found, range), found
+        self._next += num_rows
+
+
+class StreamConsumer:
+    """Gets on lease, commits."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._client = StreamClient(endpoint)
+        self._batch: Batch | None = None
+
+    def get(self, num_rows: int, until_s: float) -> list[Array] | None:
+        found = self._client.get(
+            TASK, Want(num_rows, at_least=num_rows), max(0.0, until_s - time.monotonic())
+        )
+        if not isinstance(found, Batch):
+            return None
+        self._batch = found
+        return [*found.rows("ids"), *found.rows("logprobs")]
+
+    def done(self) -> None:
+        assert self._batch is not None
+        self._client.commit(self._batch)
+
+
+class QueueProducer:
+    """Puts a batch as a list of rows."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+
+    def put(self, first: int, num_rows: int, num_values: int) -> None:
+        for pair in zip(*values(num_rows, num_values), strict=True):
+            self._pipe.put(pair)
+
+
+class QueueConsumer:
+    """Gets row by row, as there is no other way."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+        self._rows: list[Array] = []
+
+    def get(self, num_rows: int, until_s: float) -> list[Array] | None:
+        while len(self._rows) < 2 * num_rows:
+            try:
+                self._rows += self._pipe.get(timeout=max(0.0, until_s - time.monotonic()))
+            except queue.Empty:
+                return None
+        found, self._rows = self._rows, []
+        return found
+
+    def done(self) -> None:
+        """A queue does not ask."""
+
+
+def serve(folder: Path, record: Path) -> None:
+    """The storage."""
+    gc.freeze()
+    Server(Stream(FIELDS, folder, record=record), [wire.endpoint_of(folder)]).run()
+
+
+def measure(
+    producer: Producer, make: Callable[[Any], Consumer], address: Any, loads: Sequence[Load], num_ones: int
+) -> tuple[Timed, dict[tuple[Load, int], float]]:
+    """Times of one row, and seconds of each load with so many consumers."""
+    one, many = None, {}
+    for num in NUM_CONSUMERS:
+        with peer(make, address, num) as consumers:
+            if one is None:
+                consumers.one_by_one(producer, 0, 20, NUM_TOKENS)
+                one = consumers.one_by_one(producer, 0, num_ones, NUM_TOKENS)
+            for load in loads:
+                consumers.all_at_once(producer, 0, load._replace(num_batches=1), load.num_rows // num)
+                many[load, num] = consumers.all_at_once(producer, 0, load, load.num_rows // num)
+    assert one is not None
+    return one, many
+
+
+def measure_stream(loads: Sequence[Load], num_ones: int) -> tuple[Timed, dict[tuple[Load, int], float]]:
+    folder = Path(tempfile.mkdtemp(prefix="dora-", dir=_MEMORY if _MEMORY.is_dir() else None))
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as disk:
+        storage = context.Process(target=serve, args=(folder, Path(disk) / "samples.sqlite"), daemon=True)
+        storage.start()
+        client = StreamClient(wire.endpoint_of(folder), timeout_s=60.0)
+        client.declare(TASK, ["ids", "logprobs"], lease_s=60.0)
+        try:
+            return measure(StreamProducer(client), StreamConsumer, wire.endpoint_of(folder), loads, num_ones)
+        finally:
+            storage.kill()
+            storage.join()
+            shutil.rmtree(folder)
+
+
+def measure_queue(loads: Sequence[Load], num_ones: int) -> tuple[Timed, dict[tuple[Load, int], float]]:
+    pipe: Any = multiprocessing.get_context("spawn").Queue()
+    return measure(QueueProducer(pipe), QueueConsumer, pipe, loads, num_ones)
+
+
+def measure_transferqueue(
+    python: Path, loads: Sequence[Load], num_ones: int
+) -> tuple[Timed, dict[tuple[Load, int], float]]:
+    script = Path(__file__).with_name("transferqueue_child.py")
+    order = {"num_consumers": NUM_CONSUMERS, "num_ones": num_ones, "loads": loads}
+    done = subprocess.run(
+        [python, script], input=json.dumps(order) + "\n", stdout=subprocess.PIPE, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    print(f"TransferQueue {found['version']}", file=sys.stderr)
+    return Timed(*found["one"]), {(Load(*sizes), num): s for sizes, num, s in found["many"]}
+
+
+def memcpy_gb_per_s() -> float:
+    """One copy of 100 MB within one process, its pages there already."""
+    source = np.zeros(100_000_000, np.uint8)
+    target = np.ones_like(source)
+    times = []
+    for _ in range(9):
+        began_s = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - began_s)
+    return 0.1 / statistics.median(times)
+
+
+def resident_costs(sizes: Sequence[int]) -> list[Row]:
+    """CPU time of a put, a get and a commit of 256 rows, beside rows that stay; per row."""
+    found: list[Row] = []
+    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as name:
+        stream = Stream([*FIELDS, Field("reward", "<f8")], Path(name), record=Path(name) / "samples.sqlite")
+        stream.declare(TASK, ["ids"])
+        stream.declare("never", ["reward"])
+        ids, logprobs = map(list, values(256, 8))
+        num_put = 0
+
+        def cycle() -> float:
+            nonlocal num_put
+            began_s = time.process_time()
+            stream.put(rows(num_put, 256, 8), {"ids": ids, "logprobs": logprobs})
+            stream.settle()
+            lease = stream.lease(TASK, "me", Want(256), 0.0)
+            assert lease is not None
+            stream.batch(lease)
+            stream.commit(lease.number, "me", 0.0)
+            stream.settle()
+            num_put += 256
+            return (time.process_time() - began_s) / 256
+
+        gc.disable()  # as a collection now and then would fall to one size
+        for size in sizes:
+            while num_put < size:
+                cycle()
+            per_row_s = statistics.median(cycle() for _ in range(40))
+            found.append({"resident_rows": size, "cycle_us_per_row": per_row_s * 1e6})
+        gc.enable()
+        stream.close()
+    return found
+
+
+def main() -> None:
+    from report import make_parser, options_of, publish  # brings torch, which the other processes do without
+
+    parser = make_parser(__doc__ or "")
+    parser.add_argument(
+        "--transferqueue-python", type=Path, metavar="PYTHON", help="one that has TransferQueue"
+    )
+    given = parser.parse_args()
+    options = options_of(given)
+    num_ones = 100 if options.quick else 500
+    loads = (
+        Load(8 if options.quick else 40, 256, NUM_TOKENS),
+        LARGE._replace(num_batches=3 if options.quick else 8),
+    )
+    systems = {"stream": measure_stream(loads, num_ones), "queue": measure_queue(loads, num_ones)}
+    if given.transferqueue_python is None:
+        print("TransferQueue is skipped: there is no --transferqueue-python")
+    else:
+        peers = measure_transferqueue(given.transferqueue_python, loads, num_ones)
+        systems["transferqueue"] = peers
+    memcpy = memcpy_gb_per_s()
+    table: list[Row] = [
+        {"system": name, "put_us": one.put_s * 1e6, "get_us": one.get_s * 1e6, "put_get_us": sum(one) * 1e6}
+        for name, (one, _) in systems.items()
+    ]
+    table += [
+        {
+            "system": name,
+            "batch_rows": load.num_rows,
+            "consumers": num,
+            "rows_per_s": load.num_batches * load.num_rows / s,
+            "gb_per_s": load.num_bytes / s / 1e9,
+        }
+        for name, (_, many) in systems.items()
+        for (load, num), s in many.items()
+    ]
+    table.append({"memcpy_gb_per_s": memcpy})
+    costs = resident_costs((1_000, 10_000, 100_000) if options.quick else (1_000, 10_000, 100_000, 1_000_000))
+    one, many = systems["stream"]
+    ratios = {
+        "memcpy_share": loads[1].num_bytes / many[loads[1], 1] / 1e9 / memcpy,
+        "cost_at_most_resident_rows": float(costs[-1]["cycle_us_per_row"])
+        / float(costs[0]["cycle_us_per_row"]),
+    }
+    for name, (other, others) in systems.items():
+        if name != "stream":
+            ratios[f"latency_vs_{name}"] = sum(other) / sum(one)
+            ratios[f"throughput_vs_{name}"] = others[loads[0], 1] / many[loads[0], 1]
+    publish(options, [*table, *costs], ratios)
+
+
+if __name__ == "__main__":
+    main()
