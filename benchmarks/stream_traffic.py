@@ -128,10 +128,9 @@ def _consume(
                 threads = [threading.Thread(target=_drain, args=(c, num_each, counter)) for c in consumers]
                 for thread in threads:
                     thread.start()
-                counter.done.wait()
-                connection.send(counter.ended_s)
-                for thread in threads:
+                for thread in threads:  # all of them, else one would get rows of the next load
                     thread.join()
+                connection.send(counter.ended_s)
 
 
 def _timed_get(consumer: Consumer) -> float:
