@@ -69,6 +69,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "datasets": ("dora.data.files",),
     "math_verify": ("dora.rewards.math_verify",),
     "typer": ("dora.cli",),
+    "zmq": ("dora.stream.server", "dora.stream.client"),
     "pydantic": ("dora.config", "dora.sections", "dora.settings"),
 }
 NOT_IN_CORE = {

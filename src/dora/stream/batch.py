@@ -1,4 +1,7 @@
-"""What a consumer is handed: rows, and views of their columns where the blocks lie."""
+"""What a consumer is handed: rows, and views of their columns where the blocks lie.
+
+The views last as long as the lease; who wants to keep what they show makes a copy.
+"""
 
 from __future__ import annotations
 

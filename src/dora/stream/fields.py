@@ -120,9 +120,15 @@ class Packing:
         if isinstance(column, Column):
             self._add_column(field, column)
         elif field.is_jagged:
-            rows = [*column]
+            rows, dtype, inner = [*column], np.dtype(field.dtype), field.inner
             for row in rows:
-                _check(field, row)
+                if (
+                    type(row) is not np.ndarray
+                    or row.dtype != dtype
+                    or not row.ndim
+                    or row.shape[1:] != inner
+                ):
+                    _check(field, row)
             self._append(_offsets(rows), 8 * (num_rows + 1))
             self._append(rows, sum(row.nbytes for row in rows))
         else:

@@ -62,10 +62,17 @@ class FinishedSample(NamedTuple):
 class Follower(Protocol):
     """Who is told of what the store has, once it is durable."""
 
-    def put(self, trajectory: Trajectory) -> None: ...
-    def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float | None]) -> None: ...
-    def end(self, groups: Iterable[GroupId]) -> None: ...
-    def flush(self) -> None: ...
+    def put(self, trajectory: Trajectory) -> None:
+        """An answer is stored."""
+
+    def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float | None]) -> None:
+        """A group is judged."""
+
+    def end(self, groups: Iterable[GroupId]) -> None:
+        """Nobody needs these groups any more."""
+
+    def flush(self) -> None:
+        """All of it is durable."""
 
 
 ENDS = ("trained", "filtered", "failed")  # what the state of a sample begins with that nobody needs any more
