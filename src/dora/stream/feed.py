@@ -124,6 +124,10 @@ class GroupReader:
             if (batch := self._leased.pop(group, None)) is not None:
                 self._client.commit(batch)
 
+    def close(self) -> None:
+        """Give back what is on lease."""
+        self._client.close()
+
 
 def _columns(answers: Sequence[Trajectory]) -> dict[str, Any]:
     none = np.zeros(0, np.int16)

@@ -30,6 +30,7 @@ from dora.stream.segments import is_segment
 from dora.stream.stream import Stream, numbers_of_lease
 
 MAX_PER_ROUND = 64  # messages, so that nobody's answer waits for everybody's requests
+REFUSED = (StreamError, OSError)  # a request that cannot be, or no room in the storage's file system
 MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError)
 Buffers = Sequence[bytes]
 
@@ -154,7 +155,7 @@ class Server:
             if not client.owner and header["do"] != "hello":  # it may be the last word of somebody who died
                 raise StreamError("the stream does not know this client, or took it for dead: connect anew")
             answer = verb(self, client, header, frames[1:])
-        except StreamError as error:
+        except REFUSED as error:
             answer = {"error": str(error)}, ()
         except MALFORMED as error:
             answer = {"error": f"a malformed request: {type(error).__name__}: {error}"}, ()
@@ -184,7 +185,7 @@ class Server:
         """Answer a held request, if it can be or must be; whether it is answered."""
         try:
             answer = None if is_held_up else held.attempt()
-        except StreamError as error:
+        except REFUSED as error:
             answer = {"error": str(error)}, ()
         if answer is None:
             if time.monotonic() < held.until_s:

@@ -1,0 +1,129 @@
+"""What a run stores reaches its trainer as it was, once it is durable, and again after a death."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora.core.records import GroupId, RequestId
+from dora.errors import RunError
+from dora.stream import feed
+from dora.stream.feed import Feed, GroupReader
+from dora.stream.samples import SampleStore, StoredSample, Trajectory
+
+GROUPS = [GroupId(1, row) for row in range(4)]
+ROUTES = np.arange(4 * 6, dtype=np.int16).reshape(4, 6)
+
+
+class Life:
+    """A store, its feed and a trainer's reader, until everything dies."""
+
+    def __init__(self, folder: Path, number: int = 0) -> None:
+        self.store = SampleStore(folder / "samples.sqlite")
+        self.feed = Feed(folder / f"stream-{number}", group_size=2)
+        self.store.follow(self.feed)
+        self.reader = GroupReader(self.feed.folder)
+
+    def put(self, group: GroupId, siblings: Sequence[int] = (1, 0)) -> None:
+        for sibling in siblings:  # they finish in any order
+            tokens = [9] * (2 + sibling)
+            routes = ROUTES if sibling == 0 else None
+            request = RequestId(*group, sibling)
+            self.store.put(Trajectory(request, 5, "digest", [1, 2, 3], tokens, [-0.5] * len(tokens), routes))
+
+    def score(self, group: GroupId, advantages: Sequence[float | None] = (0.5, -0.5)) -> None:
+        self.store.score(group, (1.0, 0.25), advantages)
+
+    def end(self) -> None:
+        self.reader.close()
+        self.feed.close()
+        self.store.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With a short name, for that of a socket may have 107 letters."""
+    made = Path(tempfile.mkdtemp(prefix="dora-"))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def life(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
+    monkeypatch.setattr(feed, "WAIT_S", 0.05)
+    made = Life(folder)
+    yield made
+    made.end()
+
+
+def numbers(samples: Sequence[StoredSample]) -> list[tuple[int, float, float | None]]:
+    return [(len(s.token_ids), s.reward, s.advantage) for s in samples]
+
+
+def test_a_group_reaches_the_trainer_as_it_was_stored(life: Life) -> None:
+    life.put(GROUPS[0])
+    life.score(GROUPS[0], (0.5, None))
+    life.store.commit()
+    first, second = life.reader.group(GROUPS[0])
+    assert (first.version, first.prompt_ids, first.token_ids) == (5, [1, 2, 3], [9, 9])
+    assert first.logprobs == [-0.5, -0.5]
+    assert first.routes is not None
+    np.testing.assert_array_equal(first.routes, ROUTES)
+    assert second.routes is None
+    assert numbers([first, second]) == [(2, 1.0, 0.5), (3, 0.25, None)]
+    assert numbers(life.reader.group(GROUPS[0])) == numbers([first, second])  # a step that is tried again
+
+
+def test_nothing_is_handed_out_before_it_is_durable_and_judged(life: Life) -> None:
+    life.put(GROUPS[0])
+    for fragment in ("0 of 2 rows are here", "2 of 2 rows are here, without reward, advantage"):
+        with pytest.raises(RunError, match=f"has not handed it out for 0.05 s: group 1/0: {fragment}"):
+            life.reader.group(GROUPS[0])
+        life.store.commit()
+    life.score(GROUPS[0])
+    life.store.commit()
+    assert len(life.reader.group(GROUPS[0])) == 2
+
+
+def test_what_has_ended_takes_no_room(life: Life) -> None:
+    for group in GROUPS:
+        life.put(group)
+        life.score(group)
+    life.store.commit()
+    life.reader.group(GROUPS[0])
+    life.reader.commit([GROUPS[0]])
+    life.store.mark([GROUPS[0]], "trained", 3)
+    life.store.mark([GROUPS[1]], "filtered: zero_variance")
+    life.store.mark([GROUPS[2]], "committed")
+    life.store.mark([GROUPS[3]], "failed: it hangs")
+    life.store.commit()
+    life.put(gone := GroupId(1, 9), [0])
+    life.store.mark([gone], "failed: late")
+    life.store.commit()
+    assert len(life.reader.group(GROUPS[2])) == 2
+    for group in (GROUPS[0], GROUPS[1], GROUPS[3], gone):
+        with pytest.raises(RunError, match="0 of 2 rows are here"):
+            life.reader.group(group)
+
+
+def test_a_run_that_goes_on_sends_again_what_was_not_trained(folder: Path) -> None:
+    before = Life(folder)
+    for group in GROUPS[:3]:
+        before.put(group)
+        before.score(group)
+    before.put(GROUPS[3], [1])
+    before.store.mark([GROUPS[0]], "trained", 3)
+    before.store.mark([GROUPS[1]], "committed")
+    before.end()
+    after = Life(folder, 1)
+    after.put(GROUPS[3], [0])
+    after.score(GROUPS[3])
+    after.store.commit()
+    for group in GROUPS[1:]:
+        assert numbers(after.reader.group(group)) == [(2, 1.0, 0.5), (3, 0.25, -0.5)]
+    after.end()
