@@ -98,20 +98,19 @@ class QueueProducer:
 
 
 class QueueConsumer:
-    """Gets row by row, as there is no other way."""
+    """Gets row by row, as there is no other way, and what is there at most."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
-        self._rows: list[Array] = []
 
     def get(self, num_rows: int, until_s: float) -> list[Array] | None:
-        while len(self._rows) < 2 * num_rows:
-            try:
-                self._rows += self._pipe.get(timeout=max(0.0, until_s - time.monotonic()))
-            except queue.Empty:
-                return None
-        found, self._rows = self._rows, []
-        return found
+        found: list[Array] = []
+        try:
+            while len(found) < 2 * num_rows:
+                found += self._pipe.get(timeout=0.0 if found else max(0.0, until_s - time.monotonic()))
+        except queue.Empty:
+            pass
+        return found or None
 
     def done(self) -> None:
         """A queue does not ask."""

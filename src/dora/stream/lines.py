@@ -132,7 +132,8 @@ class Line:
         self.num_rows -= len(parcel)
         for row in parcel:
             row.ready &= ~self._bit
-        self._whole.pop(parcel[0].id.group, None)
+        if self._group_size:
+            del self._whole[parcel[0].id.group]
 
 
 class Consumer:
