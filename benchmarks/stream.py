@@ -40,6 +40,7 @@ TASK = "actor"
 NUM_CONSUMERS = (1, 4, 16)
 NUM_TOKENS = 512
 LARGE = Load(8, 16, 781_250)  # 100 MB a batch
+MAX_BYTES = 250_000_000  # in the stream: two of these, so that a producer waits instead of filling the memory
 _MEMORY = Path("/dev/shm")
 Row = dict[str, str | int | float]
 
@@ -119,7 +120,7 @@ class QueueConsumer:
 def serve(folder: Path, record: Path) -> None:
     """The storage."""
     gc.freeze()
-    Server(Stream(FIELDS, folder, record=record), [wire.endpoint_of(folder)]).run()
+    Server(Stream(FIELDS, folder, record=record, max_bytes=MAX_BYTES), [wire.endpoint_of(folder)]).run()
 
 
 def measure(
@@ -133,7 +134,7 @@ def measure(
                 consumers.one_by_one(producer, 0, 20, NUM_TOKENS)
                 one = consumers.one_by_one(producer, 0, num_ones, NUM_TOKENS)
             for load in loads:
-                consumers.all_at_once(producer, 0, load._replace(num_batches=1), load.num_rows // num)
+                consumers.all_at_once(producer, 0, load._replace(num_batches=2), load.num_rows // num)
                 many[load, num] = consumers.all_at_once(producer, 0, load, load.num_rows // num)
     assert one is not None
     return one, many

@@ -90,7 +90,7 @@ def main() -> None:
                 found["one"] = consumers.one_by_one(putter, 5, order["num_ones"], 512)
                 first = 5 + order["num_ones"]
             for load in (Load(*sizes) for sizes in order["loads"]):
-                consumers.all_at_once(putter, first, load._replace(num_batches=1), load.num_rows // num)
+                consumers.all_at_once(putter, first, load._replace(num_batches=2), load.num_rows // num)
                 s = consumers.all_at_once(putter, first, load, load.num_rows // num)
                 found["many"].append([load, num, s])
     print(json.dumps(found), file=answers, flush=True)

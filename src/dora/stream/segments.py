@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SEGMENT_BYTES = 8 << 20
-NUM_EMPTY = 2  # segments kept for the next blocks; their pages are there already
+KEPT_BYTES = 256 << 20  # of empty segments, for the next blocks: their pages are there already
 NUM_MAPPED = 64  # segments that a reader keeps mapped
 ALIGNMENT = 64  # bytes, of blocks
 _NAME = re.compile(r"[0-9a-f]{16}-\d{1,9}")
@@ -121,7 +121,7 @@ class Arena:
 
     def _trim(self, segment: str) -> None:
         """Keep a segment that has become empty for later, unless there are enough."""
-        if not self._num_live[segment] and len(self._unused()) > NUM_EMPTY:
+        if not self._num_live[segment] and sum(len(self._maps[s]) for s in self._unused()) > KEPT_BYTES:
             (self._folder / segment).unlink(missing_ok=True)
             del self._maps[segment], self._num_live[segment]
 
