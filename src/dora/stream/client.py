@@ -158,8 +158,7 @@ class StreamClient:
     ) -> tuple[dict[str, Any], list[bytes]]:
         number = self._send(verb, asked | {"wait_s": wait_s}, buffers)
         until_s = time.monotonic() + wait_s + self._timeout_s
-        while self._socket.poll(max(0, int(1e3 * (until_s - time.monotonic())))):
-            frames = self._socket.recv_multipart()
+        while (frames := self._receive(until_s)) is not None:
             header = wire.header_of(frames)
             for segment, num_blocks in header.get("released", {}).items():
                 if self._arena is not None:
@@ -173,6 +172,13 @@ class StreamClient:
             f"the stream at {self._endpoint} has not answered {verb!r} for {self._timeout_s:g} s: "
             "is its process alive?"
         )
+
+    def _receive(self, until_s: float) -> list[bytes] | None:
+        self._socket.setsockopt(zmq.RCVTIMEO, max(0, int(1e3 * (until_s - time.monotonic()))))
+        try:
+            return self._socket.recv_multipart()
+        except zmq.Again:
+            return None
 
     def _send(self, verb: str, asked: dict[str, Any], buffers: Sequence[Any]) -> int:
         self._num_asked += 1

@@ -137,10 +137,9 @@ class Server:
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(MAX_PER_ROUND):
-            try:
-                address, *frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                 return
+            address, *frames = socket.recv_multipart()
             self._obey(self._clients.get((id(socket), address)) or Client(socket, address), frames)
 
     def _obey(self, client: Client, frames: Buffers) -> None:
@@ -169,7 +168,7 @@ class Server:
             if client.owner and (released := self._stream.released(client.owner)):
                 header["released"] = released
             with contextlib.suppress(zmq.ZMQError):  # it is gone
-                client.socket.send_multipart([client.address, *wire.frames_of(header, buffers)], copy=False)
+                client.socket.send_multipart([client.address, *wire.frames_of(header, buffers)])
         self._answers.clear()
 
     def _serve_held(self) -> None:
