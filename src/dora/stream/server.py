@@ -137,7 +137,7 @@ class Server:
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(MAX_PER_ROUND):
-            if not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if not socket.poll(0):
                 return
             address, *frames = socket.recv_multipart()
             self._obey(self._clients.get((id(socket), address)) or Client(socket, address), frames)
