@@ -19,8 +19,9 @@ STATIONS = ("data", "engine", "rewards", "envs", "stream", "trainer", "weights")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "dora": (),
     "dora.errors": (),
-    "dora.sections": (),
-    "dora.config": ("dora.sections", "dora.errors", "dora.trainer.recipe"),
+    "dora.sections": ("dora.errors",),
+    "dora.learning": ("dora.sections",),
+    "dora.config": ("dora.sections", "dora.learning", "dora.errors", "dora.trainer.recipe"),
     "dora.settings": ("dora.config", "dora.sections", "dora.errors"),
     "dora.core": (),
     "dora.model": ("dora.errors",),
@@ -69,7 +70,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "datasets": ("dora.data.files",),
     "math_verify": ("dora.rewards.math_verify",),
     "typer": ("dora.cli",),
-    "pydantic": ("dora.config", "dora.sections", "dora.settings"),
+    "pydantic": ("dora.config", "dora.sections", "dora.learning", "dora.settings"),
 }
 NOT_IN_CORE = {
     "time",
