@@ -1,6 +1,6 @@
 """Learning curves of the demo by how stale its samples may be, with and without correction.
 
-Three seeds each. `none` is the demo's clipped loss around the sampling policy; `tis` clips around the
+Three seeds each, half as many steps as the demo has. `none` is the demo's clipped loss around the sampling policy; `tis` clips around the
 trainer's own policy before the step and weights each token by how far that is from the sampling one,
 up to 2. `at_25` to `at_100` are mean rewards of the answers trained in the tenth of the run that ends at
 that many percent. With max_staleness = 0 nothing is stale, so there is nothing to correct.
@@ -25,6 +25,7 @@ CORRECTIONS = {"none": (), "tis": ("correction.proximal=recomputed", "correction
 SETTINGS = [(s, c) for s, c in product((0, 1, 2, 4), CORRECTIONS) if s or c == "none"]
 QUICK = [(2, "none"), (2, "tis")]
 QUARTERS = (25, 50, 75, 100)
+NUM_STEPS, NUM_PROMPTS = 200, 256
 
 
 def run(max_staleness: int, correction: str, seed: int, quick: bool) -> Row:
@@ -34,8 +35,8 @@ def run(max_staleness: int, correction: str, seed: int, quick: bool) -> Row:
         command = [sys.executable, "-m", "dora", "train", str(CONFIG), "--out", str(out), "--seed", str(seed)]
         changes = (f"orchestrator.max_staleness={max_staleness}", *CORRECTIONS[correction])
         command += [part for change in changes for part in ("--set", change)]
-        if quick:
-            command += ["--steps", "30", "--set", "eval.num_prompts=32"]
+        num_steps, num_prompts = (30, 32) if quick else (NUM_STEPS, NUM_PROMPTS)
+        command += ["--steps", str(num_steps), "--set", f"eval.num_prompts={num_prompts}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
         lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
