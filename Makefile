@@ -25,7 +25,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/dora simulate swarm --seeds 200
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

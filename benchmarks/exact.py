@@ -22,7 +22,8 @@ from dora.engine.exact import Scorer, self_test
 from dora.engine.sequence import Request, Sampling
 from dora.model.config import ModelConfig
 from dora.model.weights import Layout, initial_weights
-from dora.trainer.policy import Policy, Values, pad
+from dora.trainer.packing import pack
+from dora.trainer.policy import Policy, Values
 
 SIZES = {"0.5M": DEMO, "2M": TWO_MILLION}
 DTYPES = ("float32", "bfloat16")
@@ -81,7 +82,7 @@ def training(config: ModelConfig, dtype: str, batch: int, exact: bool, with_grad
     prompts, answers = (
         [draw.choices(range(32), k=length) for _ in range(batch)] for length in (PROMPT_TOKENS, ANSWER_TOKENS)
     )
-    padded = pad(prompts, answers, torch.device("cpu"))
+    padded = pack(prompts, answers, torch.device("cpu"))
 
     def run() -> None:
         with torch.set_grad_enabled(with_gradient):

@@ -32,3 +32,4 @@ THIRTY_MILLION = replace(
     num_key_value_heads=4,
     head_dim=64,
 )
+SIXTY_MILLION = replace(THIRTY_MILLION, vocab_size=32_768, intermediate_size=1536, num_hidden_layers=14)

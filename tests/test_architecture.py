@@ -19,8 +19,9 @@ STATIONS = ("data", "engine", "rewards", "envs", "stream", "trainer", "weights")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "dora": (),
     "dora.errors": (),
-    "dora.sections": (),
-    "dora.config": ("dora.sections", "dora.errors", "dora.trainer.recipe"),
+    "dora.sections": ("dora.errors",),
+    "dora.learning": ("dora.sections",),
+    "dora.config": ("dora.sections", "dora.learning", "dora.errors", "dora.trainer.recipe"),
     "dora.settings": ("dora.config", "dora.sections", "dora.errors"),
     "dora.core": (),
     "dora.model": ("dora.errors",),
@@ -70,7 +71,7 @@ KEPT_IN: dict[str, tuple[str, ...]] = {
     "math_verify": ("dora.rewards.math_verify",),
     "typer": ("dora.cli",),
     "zmq": ("dora.stream.server", "dora.stream.client"),
-    "pydantic": ("dora.config", "dora.sections", "dora.settings"),
+    "pydantic": ("dora.config", "dora.sections", "dora.learning", "dora.settings"),
 }
 NOT_IN_CORE = {
     "time",

@@ -170,6 +170,8 @@ def test_a_missing_or_broken_file_is_refused(tmp_path: Path) -> None:
         (["data.path=gcd", "data.prompt_key=q"], "data.prompt_key has no effect with data.path = gcd"),
         (["eval.path=gcd", "eval.split=test"], "eval.split has no effect with eval.path = gcd"),
         (["eval.split=test"], "eval.split is set and eval.path is not"),
+        (["eval.path=gcd", "eval.every=1000000"], "eval.every has no effect with run.steps = "),
+        (["eval.path=gcd", "eval.greedy=false", "eval.num_samples=0"], "no prompt would be answered"),
     ],
 )
 def test_a_setting_of_data_without_effect_is_refused(file: Path, overrides: list[str], why: str) -> None:
@@ -198,6 +200,13 @@ def test_a_sample_must_fit_its_micro_batch(file: Path) -> None:
 def test_more_version_slots_than_live_versions_are_refused(file: Path) -> None:
     assert read(file, ["engine.version_slots=1"]).version_slots == 1
     assert "max_staleness + 1 = 2 + 1" in refusal(file, "engine.version_slots=4")
+
+
+def test_a_version_that_is_evaluated_has_a_slot_of_its_own(file: Path) -> None:
+    beside = ["eval.path=gcd", "eval.every=2"]
+    assert read(file, beside).version_slots == read(file).version_slots + 1 == 4
+    assert read(file, [*beside, "engine.version_slots=4"]).version_slots == 4
+    assert read(file, ["eval.path=gcd"]).version_slots == 3
 
 
 def test_a_context_longer_than_the_model_is_refused(file: Path) -> None:
@@ -250,6 +259,10 @@ def test_each_policy_has_its_own_default_staleness(file: Path, policy: str, stal
             "level_running has no effect with",
         ),
         (["placement=static", "kv_watermark=0.5"], "kv_watermark has no effect"),
+        (["staleness=adaptive", "max_staleness=0"], "max_staleness = 0 leaves nothing to adapt"),
+        (["staleness=adaptive", "update_policy=one_step"], "one_step leaves nothing to adapt"),
+        (["max_kl=0.1"], "max_kl has no effect without orchestrator.staleness = adaptive"),
+        (["staleness=adaptive", "min_ess=1"], "orchestrator.min_ess = 1: input should be less than 1"),
         (["placement=anywhere"], "input should be 'dynamic', 'static' or 'colocated'"),
     ],
 )
@@ -264,6 +277,18 @@ def test_a_drained_version_may_serve_as_many_batches_as_the_bound_allows(file: P
     config = read(file, [f"orchestrator.{override}" for override in drain])
     assert config.orchestrator.batches_per_version == 4
     assert config.window == (3 + 1) * 4 - 12
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["engine.exact=true"], "trainer.num_ranks = 65 with engine.exact = true: its log-probs need"),
+        (["algorithm.adv_estimator=gae"], "with algorithm.adv_estimator = gae: the critic is not shared"),
+        ([], "trainer.num_ranks = 65: a step has batch_size * group_size = 32 samples; lower it"),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused(file: Path, overrides: list[str], why: str) -> None:
+    assert why in refusal(file, "trainer.num_ranks=65", *overrides)
 
 
 def test_an_elastic_trainer_is_one_engine_more_and_not_for_colocated_runs(file: Path) -> None:

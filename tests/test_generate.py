@@ -155,8 +155,10 @@ def test_the_example_answers_every_prompt(capsys: pytest.CaptureFixture[str]) ->
 def test_the_doctor_names_kernels_threads_versions_and_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "doctor")
     assert code == 0
-    names = {line.split("  ")[0] for line in out.splitlines()}
-    assert names >= {"dora", "python", "torch", "numpy", "numba", "kernels", "torch threads", "GPU"}
+    names = {line[:15].strip() for line in out.splitlines()}
+    assert names >= {"dora", "python", "torch", "numpy", "numba", "engines, cuda", "trainer", "torch threads"}
+    assert "engines, cpu   numba kernels in float32, eager ones in bfloat16" in out
+    assert "trainer        torch in float32 and bfloat16, on cpu" in out
 
 
 def test_the_doctor_says_why_engines_run_eagerly(
@@ -165,4 +167,5 @@ def test_the_doctor_says_why_engines_run_eagerly(
     monkeypatch.setitem(sys.modules, "dora.engine.kernels.fused", None)
     with pytest.raises(SystemExit):
         main(["doctor"])
-    assert "eager, because numba cannot be used: import of" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "eager kernels in float32 and bfloat16, because numba cannot be used: import of" in said

@@ -60,16 +60,21 @@ def train(
 ) -> None:
     """Train a policy."""
     from dora import settings
-    from dora.runtime import run
+    from dora.runtime.process import warm_up
 
     short = {"run.steps": steps, "run.seed": seed}
     changes = [*(overrides or []), *(f"{key}={value}" for key, value in short.items() if value is not None)]
     if (resume is None) == (config is None) or (resume and (out or dry_run)):
         raise typer.BadParameter("give a CONFIG file, or --resume RUN with no more than --set")
+    resolved = None if config is None else settings.read(config, changes)
+    if not dry_run:
+        warm_up()  # while this process does its own imports
+    from dora.runtime import run
+
     if resume is not None:
         raise typer.Exit(_train(resume, lambda console: run.resume(resume, changes, console)))
     assert config is not None
-    resolved = settings.read(config, changes)
+    assert resolved is not None
     folder = out or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if dry_run:
         from dora.runtime.dry_run import check

@@ -2,8 +2,8 @@
 
 A run is described by one TOML file, one table per section, and by overrides `section.key=value`.
 Unknown keys are refused; paths are relative to the file (those of overrides to the
-working directory). Derived values are properties of
-`Config`, each with its formula. `dora.settings` reads the file, `dora.sections` has the keys.
+working directory). Derived values are properties of `Config`, each with its formula.
+`dora.settings` reads the file; `dora.sections` and `dora.learning` have the keys.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 from pydantic import model_validator
 
 from dora.errors import ConfigError
+from dora.learning import Algorithm, Correction, Critic, Trainer
 from dora.sections import (
     FIXED_STALENESS,
-    Algorithm,
-    Correction,
     Data,
     Engine,
     Eval,
@@ -31,7 +30,6 @@ from dora.sections import (
     Runtime,
     Sampling,
     Section,
-    Trainer,
 )
 from dora.trainer import recipe
 
@@ -47,6 +45,7 @@ class Config(Section):
     reward: Reward
     algorithm: Algorithm = Algorithm()
     correction: Correction = Correction()
+    critic: Critic = Critic()
     trainer: Trainer
     orchestrator: Orchestrator = Orchestrator()
     eval: Eval = Eval()
@@ -71,8 +70,18 @@ class Config(Section):
 
     @property
     def version_slots(self) -> int:
-        """Versions one engine can hold: engine.version_slots, else max_staleness + 1."""
-        return self.engine.version_slots or self.orchestrator.max_staleness + 1
+        """Versions one engine can hold: engine.version_slots, else as many as are alive."""
+        return self.engine.version_slots or self.live_versions
+
+    @property
+    def live_versions(self) -> int:
+        """Most versions alive at once: max_staleness + 1, and with eval.every one that is evaluated."""
+        return self.orchestrator.max_staleness + 1 + bool(self.eval.path and self.eval.every)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether requests stay where they are: placement = static, or engines on GPUs."""
+        return self.orchestrator.placement == "static" or self.engine.device != "cpu"
 
     @property
     def context(self) -> int:
@@ -91,6 +100,8 @@ class Config(Section):
         estimator = self.algorithm.adv_estimator
         if recipe.NEEDS[estimator] == "batch":
             return f"algorithm.adv_estimator = {estimator}: its advantages need the whole batch"
+        if self.trainer.batch_tokens:
+            return "trainer.batch_tokens: how a batch is divided depends on all its lengths"
         if self.trainer.deterministic:
             return "trainer.deterministic = true: the first group of the order may finish last"
         if self.orchestrator.placement == "colocated" or self.trainer.elastic:
@@ -108,6 +119,8 @@ class Config(Section):
                     f"and nothing would be learnt; {'raise' if key == 'top_k' else 'lower'} it"
                 )
         self._check_orchestrator()
+        self._check_devices()
+        self._check_ranks()
         self._check_algorithm()
         if self.trainer.micro_batch_tokens < self.context:
             raise ConfigError(
@@ -122,17 +135,65 @@ class Config(Section):
     def _check_groups(self) -> None:
         """Raises ConfigError for groups in which there is nothing to learn."""
         estimator = self.algorithm.adv_estimator
-        if self.sampling.group_size == 1 and estimator != "reinforce_plus_plus":
+        if self.sampling.group_size == 1 and estimator not in ("reinforce_plus_plus", "gae"):
             raise ConfigError(
                 f"sampling.group_size = 1: with adv_estimator = {estimator} an advantage is "
                 "reward - mean(rewards of the group) = 0 in a group of one, so nothing would be learnt; use "
-                "group_size >= 2, or adv_estimator = reinforce_plus_plus"
+                "group_size >= 2, or adv_estimator = reinforce_plus_plus or gae"
             )
         if self.sampling.group_size == 1 and self.algorithm.filter_groups:
             raise ConfigError(
                 "algorithm.filter_groups = true: in a group of one all rewards are equal, so every group "
                 "would be left out; remove it or use sampling.group_size >= 2"
             )
+        if self.algorithm.filter_groups and estimator == "gae":
+            raise ConfigError(
+                "algorithm.filter_groups = true with adv_estimator = gae: equal rewards teach as much as "
+                "others, being compared with a critic's values and not with each other; remove it"
+            )
+
+    def _check_devices(self) -> None:
+        """Raises ConfigError for what cannot be computed, or not shared, on the devices named."""
+        engine, trainer, placement = self.engine, self.trainer, self.orchestrator.placement
+        where = f"engine.device = {engine.device!r}"
+        if engine.exact and {engine.device, trainer.device} != {"cpu"}:
+            raise ConfigError(
+                f"engine.exact = true with {where}, trainer.device = {trainer.device!r}: equal bits are for "
+                "the CPU; remove engine.exact, or set both devices to cpu"
+            )
+        if engine.device != "cpu" and engine.kernels != "auto":
+            raise ConfigError(f"engine.kernels = {engine.kernels} with {where}: they are for CPUs; remove it")
+        if engine.kernels == "numba" and engine.dtype != "float32":
+            raise ConfigError(
+                f"engine.kernels = numba with engine.dtype = {engine.dtype}: they compute in float32 only; "
+                "remove one of the two"
+            )
+        if engine.device != "cpu" and placement == "dynamic":
+            raise ConfigError(
+                f"orchestrator.placement = dynamic with {where}: requests move between engines on the CPU "
+                "only; set orchestrator.placement = static, or colocated for one device with the trainer"
+            )
+        shares_it = "placement = colocated" if placement == "colocated" else "trainer.elastic = true"
+        kinds = {device.partition(":")[0] for device in (engine.device, trainer.device)}
+        is_apart = len(kinds) > 1 or (placement == "colocated" and engine.device != trainer.device)
+        if is_apart and (placement == "colocated" or trainer.elastic):
+            raise ConfigError(
+                f"{where}, trainer.device = {trainer.device!r}: with {shares_it} an engine computes on the "
+                "trainer's device; set them alike"
+            )
+
+    def _check_ranks(self) -> None:
+        """Raises ConfigError for what several processes of one trainer cannot do."""
+        where, most = f"trainer.num_ranks = {self.trainer.num_ranks}", self.samples_per_step
+        alone = {
+            "engine.exact = true: its log-probs need the whole weights": self.engine.exact,
+            "trainer.lora_rank: adapters are not shared": self.trainer.lora_rank > 0,
+            "algorithm.adv_estimator = gae: the critic is not shared": self.algorithm.adv_estimator == "gae",
+        }
+        for why in (why for why, is_set in alone.items() if is_set and self.trainer.num_ranks > 1):
+            raise ConfigError(f"{where} with {why}; remove one of the two")
+        if self.trainer.num_ranks > most:
+            raise ConfigError(f"{where}: a step has batch_size * group_size = {most} samples; lower it")
 
     def _check_algorithm(self) -> None:
         """Raises ConfigError for an objective that is unsafe, or cannot be had."""
@@ -153,8 +214,28 @@ class Config(Section):
                 f"{algorithm.policy_loss} it must hold a pair of answers, 2 * {self.context} = {needed} "
                 "tokens; raise it"
             )
+        self._check_token_budget()
         if self.trainer.streaming and self.why_no_streaming is not None:
             raise ConfigError(f"trainer.streaming = true with {self.why_no_streaming}; remove one of the two")
+
+    def _check_token_budget(self) -> None:
+        """Raises ConfigError for a trainer.batch_tokens that no batch can be divided by."""
+        budget, mode = self.trainer.batch_tokens, self.algorithm.loss_agg_mode
+        if budget is None:
+            return
+        if mode != "token-mean":
+            raise ConfigError(
+                f"trainer.batch_tokens = {budget} with algorithm.loss_agg_mode = {mode}: updates of as many "
+                "tokens, each of equal weight, are what token-mean means; use it or remove batch_tokens"
+            )
+        longest = self.sampling.max_response_length
+        most = self.samples_per_step * longest
+        if not longest <= budget <= most:
+            raise ConfigError(
+                f"trainer.batch_tokens = {budget}: an update has one answer of up to "
+                f"sampling.max_response_length = {longest} tokens at least, and all "
+                f"{self.samples_per_step} of a batch, {most} tokens, at most; choose a number between the two"
+            )
 
     def _check_orchestrator(self) -> None:
         """Raises ConfigError for what the update policy or the bound does not allow."""
@@ -177,15 +258,21 @@ class Config(Section):
                 f"orchestrator.slack = {o.slack}: it must leave one whole batch, so it is at most "
                 f"max_staleness * batch_size = {staleness} * {self.trainer.batch_size} = {most}; lower it"
             )
+        if o.staleness == "adaptive" and (fixed is not None or staleness == 0):
+            found = "max_staleness = 0" if fixed is None else f"update_policy = {policy}"
+            raise ConfigError(
+                f"orchestrator.staleness = adaptive: {found} leaves nothing to adapt; remove staleness, or "
+                "use update_policy = dora with max_staleness >= 1"
+            )
         if o.load_interval > staleness + 1:
             raise ConfigError(
                 f"orchestrator.load_interval = {o.load_interval}: a version can be used for at most "
                 f"max_staleness + 1 = {staleness} + 1 steps; lower it or raise max_staleness"
             )
-        if slots is not None and slots > staleness + 1:
+        if slots is not None and slots > self.live_versions:
             raise ConfigError(
                 f"engine.version_slots = {slots}: at most max_staleness + 1 = {staleness} + 1 versions are "
-                "alive at once, more slots have no effect; lower version_slots or remove it"
+                "alive at once, with eval.every one more; more slots have no effect, lower or remove it"
             )
         if self.trainer.elastic and o.placement == "colocated":
             raise ConfigError(
@@ -201,22 +288,33 @@ class Config(Section):
             found["orchestrator"]["batches_per_version"] = "without update_policy = drain"
         if policy != "dora":
             found["orchestrator"]["load_interval"] = f"with update_policy = {policy}: one version is live"
+        if self.orchestrator.staleness == "fixed":
+            by = ("min_ess", "max_kl", "staleness_window")
+            found["orchestrator"] |= dict.fromkeys(by, "without orchestrator.staleness = adaptive")
         if self.orchestrator.max_staleness < 2:
             found["engine"]["tail_interval"] = "with max_staleness < 2: every old version is at its deadline"
-        if self.orchestrator.placement == "static":
-            why = "with orchestrator.placement = static, for nothing is moved"
+        if self.is_static:
+            setting = "orchestrator.placement = static"
+            if self.orchestrator.placement != "static":
+                setting = f"engine.device = {self.engine.device!r}"
+            why = f"with {setting}, for nothing is moved"
             moving = ("level_running", "rebalance_interval_s", "kv_watermark")
             found["orchestrator"] |= dict.fromkeys(moving, why)
             found["runtime"]["move_timeout_s"] = why
         found["algorithm"], found["correction"] = self._without_effect_on_loss()
+        found["critic"] = self._without_effect_on_critic()
         if not {"wandb", "trackio"} & {*self.metrics.report_to}:
             found["metrics"]["project"] = "unless metrics.report_to names wandb or trackio"
         if self.data.path == "gcd":
             found["data"] |= dict.fromkeys(("prompt_key", "split"), "with data.path = gcd")
+        if self.eval.every >= self.run.steps:
+            found["eval"]["every"] = f"with run.steps = {self.run.steps}: no version between is due"
         if self.eval.path == "gcd":
             found["eval"]["split"] = "with eval.path = gcd"
         if self.engine.exact:
             found["trainer"]["routing_replay"] = "with engine.exact = true: equal bits are routed alike"
+        if not self.trainer.lora_rank:
+            found["trainer"] |= dict.fromkeys(("lora_alpha", "lora_targets"), "without trainer.lora_rank")
         if not self.data.chat_template:
             found["data"]["system_prompt"] = "without data.chat_template = true"
         return found
@@ -238,6 +336,8 @@ class Config(Section):
         if algorithm.policy_loss == "reinforce":
             why = "with policy_loss = reinforce: it clips nothing"
             objective |= dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), why)
+        if algorithm.adv_estimator != "gae":
+            objective |= dict.fromkeys(("gamma", "lam"), "without adv_estimator = gae")
         if not algorithm.kl_loss_coef:
             objective["kl_loss_type"] = "with kl_loss_coef = 0"
         if not algorithm.overlong_buffer_tokens:
@@ -254,14 +354,17 @@ class Config(Section):
             corrected["age_decay"] = "with max_staleness = 0: all samples are fresh"
         return objective, corrected
 
+    def _without_effect_on_critic(self) -> dict[str, str]:
+        """The same of the section critic."""
+        if self.algorithm.adv_estimator != "gae":
+            return dict.fromkeys(type(self.critic).model_fields, "without algorithm.adv_estimator = gae")
+        if self.critic.ppo_epochs == 1 and self.trainer.batch_tokens is None:
+            why = "with critic.ppo_epochs = 1: in the only update of a step no value has moved yet"
+            return {"cliprange_value": why}
+        return {}
+
     def _check_effect(self) -> None:
         """Raises ConfigError for keys that were set and change nothing."""
-        named = self.eval.model_fields_set - {"path"}
-        if self.eval.path is None and self.eval.num_prompts and named:
-            raise ConfigError(
-                f"eval.{min(named)} is set and eval.path is not, so nothing is evaluated; "
-                "set eval.path, or eval.num_prompts = 0"
-            )
         for section, whys in self._without_effect().items():
             for key in sorted(getattr(self, section).model_fields_set & whys.keys()):
                 raise ConfigError(f"{section}.{key} has no effect {whys[key]}; remove it")
@@ -282,7 +385,8 @@ class Config(Section):
         if not self.eval.path:
             exclude["eval"] = True
         for section, values in self.model_dump(exclude_none=True, exclude=exclude).items():
-            tables.append("\n".join([f"[{section}]", *(assignment(k, v) for k, v in values.items())]))
+            if values:
+                tables.append("\n".join([f"[{section}]", *(assignment(k, v) for k, v in values.items())]))
         return "\n\n".join(tables) + "\n"
 
     def digest(self) -> str:

@@ -1,6 +1,6 @@
 """The settings of each part of a run: name, meaning, unit, default and what one value alone may be.
 
-Rules that need several keys are `dora.config`'s.
+Those of what is learnt are in `dora.learning`; rules that need several keys are `dora.config`'s.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dora.errors import ConfigError
+
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(us|ms|s)$")]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 
 DEFAULT_STALENESS = {"dora": 2, "sync": 0, "one_step": 1, "drain": 1}
 FIXED_STALENESS = {"sync": 0, "one_step": 1}
@@ -96,6 +98,14 @@ class Engine(Section):
     version_slots: Count | None = Field(
         default=None, description="versions one engine can hold (count); unset: max_staleness + 1"
     )
+    device: Device = Field(
+        default="cpu",
+        description='where engines compute; "cpu", "cuda": one GPU each, beside the trainer\'s, "cuda:N": '
+        "all there (name)",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of weights and KV in engines, and of published versions (name)"
+    )
     kernels: Literal["auto", "numba", "eager"] = Field(
         default="auto",
         description="how engines compute; numba: compiled, eager: plain torch, auto: compiled where possible",
@@ -130,128 +140,6 @@ class Reward(Section):
     )
 
 
-class Algorithm(Section):
-    """The objective."""
-
-    adv_estimator: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-    ] = Field(
-        default="grpo",
-        description="what rewards are compared with: grpo the group's mean, in deviations; dr_grpo the "
-        "group's mean; rloo the siblings'; reinforce_plus_plus the batch's, in deviations; ..._baseline both",
-    )
-    policy_loss: Literal[
-        "ppo_clip", "dual_clip", "triplet_clip", "gspo", "cispo", "reinforce", "online_dpo"
-    ] = Field(
-        default="ppo_clip",
-        description="what a token's probability ratio and advantage make (name); gspo: one ratio per answer; "
-        "online_dpo: the best and the worst answer of each group as a pair",
-    )
-    dpo_beta: float = Field(
-        default=0.1, gt=0, description="how strongly online_dpo holds on to the initial policy (per nat)"
-    )
-    filter_groups: bool = Field(
-        default=False, description="leave out groups whose rewards are all equal (true or false)"
-    )
-    overlong_buffer_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="answers that reach into the last so many of max_response_length lose reward (tokens); "
-        "0: none",
-    )
-    overlong_penalty: float = Field(
-        default=1.0, gt=0, description="reward that an answer of max_response_length loses (reward)"
-    )
-    clip_ratio_low: float = Field(
-        default=0.2, ge=0, le=1, description="probability ratio is clipped at 1 - this (no unit)"
-    )
-    clip_ratio_high: float = Field(
-        default=0.2, ge=0, description="probability ratio is clipped at 1 + this (no unit)"
-    )
-    clip_ratio_c: float = Field(
-        default=3.0, gt=1, description="cap of a bad token's ratio; of dual_clip and triplet_clip (no unit)"
-    )
-    kl_loss_coef: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the initial policy (no unit)"
-    )
-    kl_loss_type: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
-        default="k3", description="how that KL is estimated; with +: the gradient is k2's"
-    )
-    entropy_coeff: float = Field(
-        default=0.0, ge=0, description="weight of the entropy, which is rewarded (no unit)"
-    )
-    loss_agg_mode: LossAggMode = Field(
-        default="token-mean", description="how token losses become one number, in verl's words"
-    )
-
-
-class Correction(Section):
-    """What is done about samples of another policy than the one in training."""
-
-    proximal: Literal["behaviour", "recomputed", "interpolated"] = Field(
-        default="behaviour",
-        description="what ratios are taken against: the policy that sampled, the trainer's before the step, "
-        "or between the two by staleness",
-    )
-    token: Literal["none", "tis", "icepop"] = Field(
-        default="none",
-        description="weight of a token, by r = proximal / behaviour; tis: r up to tis_cap; icepop: r, or 0 "
-        "out of range",
-    )
-    sequence: Literal["none", "mis"] = Field(
-        default="none", description="mis: an answer whose mean r (geometric) is out of range is left out"
-    )
-    tis_cap: float = Field(default=2.0, ge=1, description="largest weight of tis (no unit)")
-    icepop_low: Share = Field(default=0.5, description="range of icepop, from (no unit)")
-    icepop_high: float = Field(default=5.0, ge=1, description="range of icepop, to (no unit)")
-    mis_low: Share = Field(default=0.9, description="range of mis, from (no unit)")
-    mis_high: float = Field(default=1.1, ge=1, description="range of mis, to (no unit)")
-    age_decay: float = Field(
-        default=1.0, gt=0, le=1, description="an answer weighs age_decay ** staleness (no unit); 1: all alike"
-    )
-
-
-class Trainer(Section):
-    """The optimizer and its batch."""
-
-    batch_size: Count = Field(description="groups per training step (count)")
-    lr: float = Field(gt=0, description="peak learning rate of AdamW (per step)")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up (count)")
-    lr_decay: Literal["linear", "constant"] = Field(
-        default="linear", description="learning rate after warm-up: linear reaches 0 at the end"
-    )
-    weight_decay: float = Field(
-        default=0.0, ge=0, description="AdamW's decoupled weight decay (per step and lr)"
-    )
-    max_grad_norm: float = Field(
-        default=1.0, gt=0, description="gradients are scaled down to this norm (no unit)"
-    )
-    micro_batch_tokens: Count = Field(
-        default=4096, description="tokens of one forward and backward, padding included (tokens)"
-    )
-    streaming: bool | None = Field(
-        default=None,
-        description="sum gradients while a batch fills up (true or false); unset: wherever possible",
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="sum gradients in the order of the groups' names, whoever finished first (true or false)",
-    )
-    save_freq: int = Field(
-        default=50,
-        ge=0,
-        description="steps between two checkpoints, beside the one at the end (count); 0: none",
-    )
-    keep_last: Count = Field(default=2, description="newest checkpoints that are kept (count)")
-    routing_replay: bool = Field(
-        default=False,
-        description="send tokens to the experts the engine chose; for mixtures of experts (true or false)",
-    )
-    elastic: bool = Field(
-        default=False, description="lend the trainer as one more engine while it rests (true or false)"
-    )
-
-
 class Orchestrator(Section):
     """Who may run ahead, and how far; who runs where."""
 
@@ -264,6 +152,29 @@ class Orchestrator(Section):
         default=DEFAULT_STALENESS["dora"],
         ge=0,
         description="oldest sample trained (versions); unset: dora 2, drain 1; sync is 0, one_step is 1",
+    )
+    staleness: Literal["fixed", "adaptive"] = Field(
+        default="fixed",
+        description="bound for groups admitted now; fixed: max_staleness; adaptive: 0 to max_staleness, by "
+        "the ESS and the KL of the batches trained",
+    )
+    min_ess: float = Field(
+        default=0.9,
+        gt=0,
+        lt=1,
+        description="mean effective sample size of batches below which the bound is lowered (share of "
+        "tokens); with adaptive only",
+    )
+    max_kl: float = Field(
+        default=0.01,
+        gt=0,
+        description="mean KL from the policies that sampled, above which the bound is lowered (nats per "
+        "token); with adaptive only",
+    )
+    staleness_window: Count = Field(
+        default=8,
+        description="batches that are judged together (count); the bound rises by 1 after as many with less "
+        "than half of both losses; with adaptive only",
     )
     batches_per_version: Count = Field(
         default=1, description="batches that a live version generates (count); with drain only"
@@ -306,8 +217,17 @@ class Orchestrator(Section):
 
 
 class Eval(Section):
-    """Held-out prompts, answered before and after training."""
+    """Held-out prompts, answered before and after training, and beside it."""
 
+    every: int = Field(
+        default=0,
+        ge=0,
+        description="evaluate every so many-th version beside the training (steps); 0: only before and after",
+    )
+    greedy: bool = Field(default=True, description="answer each prompt greedily, once (true or false)")
+    num_samples: int = Field(
+        default=1, ge=0, description="answers to each prompt that are sampled as in training (count)"
+    )
     num_prompts: int = Field(
         default=256, ge=0, description="prompts, the first ones of path (count); 0: no evaluation"
     )
@@ -319,6 +239,22 @@ class Eval(Section):
         default=None, min_length=1, description='split of a folder (name, as "test"); unset: its only one'
     )
     seed: int = Field(default=0, ge=0, description="seed of evaluation sampling (integer)")
+
+    @model_validator(mode="after")
+    def check_effect(self) -> Eval:
+        """Raises ConfigError where no prompt would be answered, or none is there to be."""
+        named = self.model_fields_set - {"path"}
+        if self.path is None and self.num_prompts and named:
+            raise ConfigError(
+                f"eval.{min(named)} is set and eval.path is not, so nothing is evaluated; "
+                "set eval.path, or eval.num_prompts = 0"
+            )
+        if not self.greedy and not self.num_samples:
+            raise ConfigError(
+                "eval.greedy = false with eval.num_samples = 0: no prompt would be answered; set one of the "
+                "two, or eval.num_prompts = 0 for no evaluation"
+            )
+        return self
 
 
 class Journal(Section):
@@ -337,6 +273,12 @@ class Metrics(Section):
     )
     project: str = Field(
         default="dora", min_length=1, description="where wandb and trackio file the run (name)"
+    )
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="most that the device of a trainer's process can do, for perf/mfu/actor (TFLOP/s); "
+        "unset: known of common GPUs, of no CPU",
     )
 
 

@@ -123,9 +123,9 @@ def _with_absolute_paths(config: Config, folder_of: Callable[[str], Path]) -> Co
     `folder_of` tells what the path of a key is relative to.
     """
     changes: dict[str, dict[str, str]] = {"reward": {"function": _function(config, folder_of)}}
-    for section in ("model", "data", "eval"):
+    for section in ("model", "data", "critic", "eval"):
         value, name = getattr(config, section).path, f"{section}.path"
-        built_in = () if section == "model" else BUILT_IN_DATA
+        built_in = BUILT_IN_DATA if section in ("data", "eval") else ()
         if value not in (None, *built_in):
             changes[section] = {"path": _existing(folder_of(name), value, name, built_in)}
     return config.model_copy(

@@ -64,7 +64,7 @@ def ledger_of(state: State) -> Ledger:
         ledger.seats.copies.update(engine.held)
     for group in state.groups.values():
         siblings = {RequestId(*group.id, k) for k in range(state.limits.group_size)}
-        ledger.version_of[group.id] = group.version
+        ledger.version_of[group.id], ledger.deadline_of[group.id] = group.version, group.deadline
         ledger.unfinished[group.id] = len(group.unfinished)
         ledger.finished |= dict.fromkeys(siblings - group.unfinished, group.version)
         ledger.pins[group.version] += len(group.unfinished)

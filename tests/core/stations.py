@@ -237,7 +237,9 @@ class Stations:
             case Dismiss(engine):
                 return [EngineLeft(engine)]
             case Score(group):
-                return [GroupScored(group, tuple(map(float, range(self._limits.group_size))))]
+                rule = self._limits.evaluation
+                size = rule.num_answers if group.is_held_out and rule else self._limits.group_size
+                return [GroupScored(group, tuple(map(float, range(size))))]
             case Train(step):
                 return [Trained(step)]
             case Publish(version):

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.stations import limits
 
-from dora.core.bound import bound_holds
+from dora.core.bound import bound_holds, num_admissible
+from dora.core.records import GroupId
+from dora.core.state import State
 
 MAX_DEADLINE = 12
 
@@ -30,6 +32,30 @@ def test_checking_the_deadlines_that_occur_is_checking_every_d(
     )
     bounds = limits(batch_size=batch_size)
     assert bound_holds(Counter(opened), next_step, num_committed, bounds) == holds_for_every_d
+
+
+@given(
+    opened=st.dictionaries(st.integers(2, 9), st.integers(1, 4), max_size=5),
+    version=st.integers(2, 4),
+    lowered=st.integers(0, 3),
+    num_committed=st.integers(0, 1),
+)
+def test_as_many_are_admitted_as_the_bound_holds_with_whatever_is_due_before_or_after(
+    opened: dict[int, int], version: int, lowered: int, num_committed: int
+) -> None:
+    """With a lowered bound, what is admitted may be due before groups of older versions."""
+    bounds = limits(num_steps=10, max_staleness=3, batch_size=2)
+    committed = [GroupId(0, k) for k in range(num_committed)]
+    state = State(bounds, next_step=version, committed=committed, open=Counter(opened))
+    state.aging.lowered = lowered
+    deadline = min(version + 3 - lowered, 9)
+
+    def holds(num: int) -> bool:
+        return bound_holds(Counter(opened) + Counter({deadline: num}), version, num_committed, bounds)
+
+    expected = next(num for num in range(100) if not holds(num + 1))
+    if holds(0):
+        assert num_admissible(state, version) == expected
 
 
 def test_an_open_group_past_its_deadline_breaks_the_bound() -> None:

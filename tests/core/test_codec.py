@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.core import codec
-from dora.core.events import EngineLost, GroupScored
+from dora.core.events import EngineLost, GroupScored, Trained
 from dora.core.records import GroupId, ProtocolError
 
 FLOATS = st.floats(allow_nan=False)
@@ -18,7 +18,11 @@ FLOATS = st.floats(allow_nan=False)
 
 def records(cls: type) -> st.SearchStrategy[Any]:
     """Any instance of a fact's or an order's class."""
-    floats = {float: FLOATS, tuple[float, ...]: st.lists(FLOATS).map(tuple)}
+    floats = {
+        float: FLOATS,
+        float | None: st.none() | FLOATS,
+        tuple[float, ...]: st.lists(FLOATS).map(tuple),
+    }
     hints = get_type_hints(cls)
     return st.builds(cls, **{name: floats.get(hint, st.from_type(hint)) for name, hint in hints.items()})
 
@@ -45,6 +49,12 @@ def test_a_kind_names_either_a_fact_or_an_order() -> None:
 def test_a_whole_number_may_stand_for_a_float() -> None:
     raw = {"kind": "group_scored", "group": [0, 1], "rewards": [1, 0.5]}
     assert codec.fact_from_json(raw) == GroupScored(GroupId(0, 1), (1.0, 0.5))
+
+
+def test_a_field_that_older_versions_did_not_write_has_its_default() -> None:
+    assert codec.fact_from_json({"kind": "trained", "step": 3}) == Trained(3)
+    written = codec.to_json(Trained(3, 0.5, 0.25))
+    assert written == {"kind": "trained", "step": 3, "ess": 0.5, "kl": 0.25}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TypeVar
 
 from hypothesis import HealthCheck, settings
@@ -32,7 +33,7 @@ from dora.core.events import (
     Woken,
 )
 from dora.core.orchestrator import Orchestrator
-from dora.core.records import Limits
+from dora.core.records import AgingRule, Limits
 
 Fact = TypeVar("Fact", bound=Event)
 
@@ -53,6 +54,10 @@ any_limits = st.builds(
     level_running=st.booleans(),
     rush=st.booleans(),
     rebalance_interval_s=st.sampled_from([0.1, 1.0]),
+).flatmap(
+    lambda limits: st.sampled_from(
+        [limits, replace(limits, aging=AgingRule(0.5, 0.1, 1)) if limits.max_staleness else limits]
+    )
 )
 
 
@@ -156,6 +161,13 @@ class RandomFacts(RuleBasedStateMachine):
     def a_load_fails(self, data: st.DataObject) -> None:
         if fact := self.draw(data, Loaded):
             self.stations.tell(LoadFailed(fact.engine, fact.version, "no memory"))
+
+    @precondition(has_answers)
+    @rule(data=st.data(), ess=st.sampled_from([0.4, 0.7, 0.9]), kl=st.sampled_from([0.0, 0.07, 0.2]))
+    def a_step_says_how_far_the_policy_has_gone(self, data: st.DataObject, ess: float, kl: float) -> None:
+        if fact := self.draw(data, Trained):
+            self.stations.pending.remove(fact)
+            self.stations.tell(replace(fact, ess=ess, kl=kl))
 
     @precondition(has_answers)
     @rule(data=st.data())

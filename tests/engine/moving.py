@@ -18,8 +18,10 @@ LEASE_S = 10.0
 class Stage:
     """Engines by name with their pools in `folder`, and all that they have answered and finished."""
 
-    def __init__(self, folder: Path, kernels: str = "eager", exact: bool = False) -> None:
-        self.folder, self.kernels, self.exact = folder, kernels, exact
+    def __init__(
+        self, folder: Path, kernels: str = "eager", exact: bool = False, dtype: str = "float32"
+    ) -> None:
+        self.folder, self.kernels, self.exact, self.dtype = folder, kernels, exact, dtype
         self.now_s = 100.0
         self.engines: dict[str, MovingEngine] = {}
         self.answers: list[tuple[str, Answer]] = []
@@ -44,6 +46,7 @@ class Stage:
             num_blocks=num_blocks,
             kernels=self.kernels,
             exact=self.exact,
+            dtype=self.dtype,
             pool=self.pool(name),
             clock=lambda: self.now_s,
         )

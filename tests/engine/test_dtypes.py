@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from tests.engine import tiny
+from tests.engine.moving import Stage
 
 from dora.engine.engine import Engine
 from dora.engine.sequence import EngineError
 from dora.handover.engine import MovingEngine
+from dora.handover.moves import Kept, NotReceived
 from dora.model.weights import weight_digest
 
 
@@ -65,10 +67,35 @@ def test_what_is_not_to_be_had_is_refused(tmp_path: Path) -> None:
         engine(device="tpu")
     with pytest.raises(EngineError, match="compute in fp32 only"):
         engine(kernels="numba")
-    with pytest.raises(EngineError, match="KV from which requests can move is fp32 on the CPU"):
+    with pytest.raises(EngineError, match="KV from which requests can move is that of the CPU's kernels"):
         MovingEngine(
-            tiny.TINY, max_rows=1, max_context=9, version_slots=1, dtype="bfloat16", pool=tmp_path / "pool"
+            tiny.TINY, max_rows=1, max_context=9, version_slots=1, kernels="triton", pool=tmp_path / "pool"
         )
+
+
+def test_a_bf16_request_that_moves_has_the_answer_of_one_that_stays(tmp_path: Path) -> None:
+    stage, asked = Stage(tmp_path, dtype="bfloat16"), tiny.request(0, max_tokens=40)
+    source = stage.engine("a")
+    stage.engine("b")
+    source.submit([asked])
+    stage.step("a", 24)
+    received = stage.move(asked, "a", "b")
+    assert received.num_bytes == 2 * tiny.TINY.kv_bytes_per_token * 16 // 2
+    made = engine(kernels="eager")
+    made.load(0, tiny.weights())
+    assert stage.run()[asked.id].token_ids == tiny.run(made, [asked])[asked.id].token_ids
+
+
+def test_kv_of_another_dtype_is_not_taken_over(tmp_path: Path) -> None:
+    stage, asked = Stage(tmp_path, dtype="bfloat16"), tiny.request(0, max_tokens=40)
+    stage.engine("a").submit([asked])
+    stage.dtype = "float32"
+    stage.engine("b")
+    stage.step("a", 4)
+    move = stage.begin(asked, "a", "b")
+    stage.run()
+    assert isinstance(stage.word_of("b", move), NotReceived)
+    assert isinstance(stage.word_of("a", move), Kept)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

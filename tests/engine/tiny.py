@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dora.core.records import GroupId, RequestId
 from dora.engine.engine import Engine
 from dora.engine.sequence import Completion, Request, Sampling
 from dora.model.config import ModelConfig
-from dora.model.decoder import causal_attend, forward, logits, rope_tables
+from dora.model.decoder import forward, head, rope_tables
 from dora.model.weights import Layout, initial_weights
+from dora.trainer.attention import attend_in_blocks
 
 TINY = ModelConfig(
     vocab_size=29,
@@ -80,8 +82,8 @@ def tokens(answers: dict[RequestId, Completion]) -> dict[RequestId, list[int]]:
 def full_logits(flat: Tensor, token_ids: list[int]) -> Tensor:
     """Logits [length, vocab] of one training forward over a whole sequence."""
     cos, sin = rope_tables(TINY, len(token_ids))
-    views, attend = Layout(TINY).views(flat), causal_attend(1, len(token_ids))
-    return logits(views, forward(views, TINY, torch.tensor(token_ids), cos, sin, attend))
+    views, attend = Layout(TINY).views(flat), attend_in_blocks([torch.arange(len(token_ids))[None]])
+    return F.linear(forward(views, TINY, torch.tensor(token_ids), cos, sin, attend), head(views))
 
 
 def greedy_answer(flat: Tensor, prompt_ids: tuple[int, ...], num_tokens: int) -> list[int]:

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dora.model.config import ModelConfig
-from dora.model.decoder import causal_attend, forward, logits, rope_tables
+from dora.model.decoder import forward, head, rope_tables
 from dora.model.rope import RopeScaling
 from dora.model.routing import Route
 from dora.model.weights import Layout, initial_weights
+from dora.trainer.attention import attend_in_blocks
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 31,
@@ -95,8 +97,9 @@ def our_logits(config: ModelConfig, flat: Tensor, tokens: Tensor, route: Route |
     batch, length = tokens.shape
     weights = Layout(config).views(flat)
     cos, sin = (table.repeat(batch, 1) for table in rope_tables(config, length))
-    hidden = forward(weights, config, tokens.flatten(), cos, sin, causal_attend(batch, length), route)
-    return logits(weights, hidden).view(batch, length, -1)
+    attend = attend_in_blocks([torch.arange(batch * length).view(batch, length)])
+    hidden = forward(weights, config, tokens.flatten(), cos, sin, attend, route)
+    return F.linear(hidden, head(weights)).view(batch, length, -1)
 
 
 def greedy_answer(config: ModelConfig, flat: Tensor, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:

@@ -174,6 +174,17 @@ def train_too_late(records: list[Record]) -> None:
     first[0], last[0] = last[0], first[0]
 
 
+def promise_more_than_the_bound(records: list[Record]) -> None:
+    of(records, "admit")["deadline"] += 1
+
+
+def promise_less_than_was_kept(records: list[Record]) -> None:
+    """The bound was lower when the group was admitted, and it is trained as late as ever."""
+    group = batch(records, 1)[0]
+    admit = next(r for r in records if r["kind"] == "admit" and r["group"] == group)
+    admit["deadline"] = 0
+
+
 CHANGES: list[tuple[Change, str, str]] = [
     (mix_versions, "C1", "was sampled from"),
     (finish_on_another_version, "C1", "its group has"),
@@ -202,6 +213,8 @@ CHANGES: list[tuple[Change, str, str]] = [
     (lose_a_reward, "C2", "is in a batch with 1 of 2 rewards"),
     (forget_a_step, "C2", "the run stopped after 7 of 8 steps"),
     (train_without_order, "C2", "the step ordered and due was"),
+    (promise_more_than_the_bound, "C3", "got the deadline"),
+    (promise_less_than_was_kept, "C3", "after its deadline 0"),
     (train_too_late, "C3", "staleness 7, bound 2"),
     (train_too_late, "C3", "staleness -"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -32,6 +33,20 @@ def test_what_was_written_is_read(good_run: Path) -> None:
     assert [line.seq for line in journal.lines] == list(range(len(journal.lines)))
     assert sum(isinstance(line.record, EngineJoined) for line in journal.lines) >= 3
     assert not journal.is_torn
+
+
+def test_a_journal_of_an_older_version_is_read_audited_and_replayed(good_run: Path, tmp_path: Path) -> None:
+    """It knew neither how far the policy had gone in a step, nor of limits that are off."""
+    header, *lines = [json.loads(line) for line in (good_run / "journal.jsonl").read_text().splitlines()]
+    assert header["limits"].pop("aging") is None
+    for line in [line for line in lines if line["kind"] == "trained"]:
+        del line["ess"], line["kl"]
+    text = "".join(json.dumps(line) + "\n" for line in (header, *lines))
+    run = rewritten(good_run, tmp_path / "run", text.encode())
+    assert read_journal(run).limits == read_journal(good_run).limits
+    assert len(read_journal(run).lines) == len(lines)
+    assert audit.main(run) == 0
+    assert replay.main(run) == 0
 
 
 @pytest.mark.parametrize("num_bytes_lost", [1, 2, 30])

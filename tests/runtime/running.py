@@ -72,9 +72,10 @@ class Run:
 
     def workers(self) -> list[psutil.Process]:
         """The worker processes in the order they are started: engines, trainer, rewarder."""
-        children = psutil.Process(self.pid).children()
-        spawned = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-        return sorted(spawned, key=lambda child: (child.create_time(), child.pid))
+        below = psutil.Process(self.pid).children(recursive=True)
+        servers = {child.pid for child in below if "forkserver" in " ".join(child.cmdline())}
+        workers = [child for child in below if child.ppid() in servers]
+        return sorted(workers, key=lambda child: (child.create_time(), child.pid))
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Poll until the condition holds; a run that ends meanwhile is an error with its stderr."""

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from tests.runtime.conftest import StartRun
 from tests.runtime.running import Run, dora, metrics, summary
+from tests.runtime.test_resume import STEPS, Life, check_redone, life
+from tests.runtime.tiny import MODEL
 
+from dora.errors import ConfigError
+from dora.model.folder import save_folder
+from dora.model.weights import initial_weights
 from dora.runtime.plan import Plan
 from dora.settings import read
+
+__all__ = ["life"]
 
 
 def test_the_objective_reaches_the_trainer(task: Path) -> None:
@@ -33,6 +43,32 @@ def test_the_objective_reaches_the_trainer(task: Path) -> None:
     assert (settings.entropy_coeff, settings.kl_loss_coef, settings.kl_loss_type) == (0.01, 0.1, "k3+")
     assert (settings.correction.proximal, settings.correction.tis_cap) == ("interpolated", 3.0)
     assert (scoring.max_tokens, scoring.overlong_buffer_tokens, spec.streams) == (24, 8, True)
+    assert spec.critic is None
+
+
+def test_the_critic_reaches_the_trainer(task: Path) -> None:
+    start = f"critic.path={task.parent / 'start'}"
+    config = read(task, ["algorithm.adv_estimator=gae", "algorithm.gamma=0.99", start, "critic.lr=0.5"])
+    spec = Plan.make(config, task.parent / "out").trainer_spec(task.parent, task.parent)
+    assert spec.critic is not None
+    assert spec.critic.model == (task.parent / "start").resolve()
+    assert (spec.critic.settings.gamma, spec.critic.settings.lr, spec.streams) == (0.99, 0.5, False)
+
+
+def test_a_dry_run_counts_the_critic_and_what_a_step_is_undone_from(task: Path) -> None:
+    changes = "--set", "algorithm.adv_estimator=gae", "--set", "trainer.batch_tokens=24"
+    told = dora("train", task, "--dry-run", *changes).out
+    assert "updates of about 24 tokens" in told
+    assert re.search(r"critic +[\d,]+ parameters", told)
+    assert "to take back a step that fails between two updates" in told
+
+
+def test_a_critic_that_cannot_read_what_the_policy_writes_is_refused(task: Path) -> None:
+    other = replace(MODEL, vocab_size=MODEL.vocab_size + 1)
+    save_folder(task.parent / "other", other, initial_weights(other, seed=0))
+    changes = ["algorithm.adv_estimator=gae", f"critic.path={task.parent / 'other'}"]
+    with pytest.raises(ConfigError, match=r"critic\.path = .*take a model of the policy's family"):
+        Plan.make(read(task, changes), task.parent / "out")
 
 
 def ended_well(run: Run) -> None:
@@ -102,6 +138,32 @@ def test_online_dpo_goes_through_a_whole_run(start_run: StartRun) -> None:
     ended_well(run)
     with sqlite3.connect(run.out / "samples.sqlite") as db:
         assert {row for (row,) in db.execute("select advantage from samples")} == {1.0, 0.0, -1.0}
+
+
+def test_a_critic_goes_on_with_its_policy_after_the_death_of_both(life: Life) -> None:
+    """Steps of several updates of both, groups of one; what is redone gives the same bits."""
+    objective: dict[str, object] = {
+        "algorithm__adv_estimator": "gae",
+        "algorithm__lam": 0.95,
+        "critic__lr": 1e-2,
+        "critic__ppo_epochs": 2,
+        "sampling__group_size": 1,
+        "trainer__batch_tokens": 24,
+    }
+    run = life.begin(**objective)
+    run.wait_until((life.out / "checkpoints" / "step-2").is_dir, "a checkpoint")
+    run.wait_for_steps(3)
+    life.kill_after(run, 0)
+    ended = life.go_on().end()
+    assert ended.code == 0, ended
+    check_redone(life.out)
+    audit, replay = dora("audit", life.out), dora("replay", life.out)
+    assert (audit.code, replay.code) == (0, 0), audit.out + replay.out
+    steps = metrics(life.out)
+    assert all(step["critic/grad_norm"] > 0 for step in steps)
+    assert sum(step["actor/num_updates"] for step in steps) > len(steps) == STEPS
+    with sqlite3.connect(life.out / "samples.sqlite") as db:
+        assert db.execute("select count(*) from samples where advantage is not null").fetchone() == (0,)
 
 
 def test_a_dry_run_says_what_gradients_wait_for(task: Path) -> None:

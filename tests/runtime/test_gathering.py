@@ -15,6 +15,7 @@ from dora.model.weights import initial_weights
 from dora.runtime.gathering import Gathering
 from dora.stream.samples import StoredSample
 from dora.trainer.advantage import batch_advantages
+from dora.trainer.critic import Critic, CriticSettings, initial_critic
 from dora.trainer.scoring import Scoring
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
@@ -28,7 +29,7 @@ def stored(group: GroupId) -> list[StoredSample]:
     """Two answers of 3 and 5 tokens."""
     row = group.row
     return [
-        StoredSample(0, [1, 2], [row + 3] * num, [-3.5] * num, reward, advantage, None)
+        StoredSample(0, [1, 2], [row + 3] * num, [-3.5] * num, reward, advantage, None, "digest")
         for num, reward, advantage in zip((3, 5), REWARDS, (1.0 + row, -1.0), strict=True)
     ]
 
@@ -51,10 +52,13 @@ class Reader:
 class Stage:
     """A trainer, its gathering and what it reads."""
 
-    def __init__(self, scoring: Scoring | None = None, streams: bool = True) -> None:
+    def __init__(
+        self, scoring: Scoring | None = None, streams: bool = True, critic: Critic | None = None
+    ) -> None:
         self.reader = Reader()
-        self.trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS)
-        self.gathering = Gathering(self.trainer, self.reader, scoring or Scoring(), streams)
+        self.trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS, critic=critic)
+        self.digests = {0: "digest"}
+        self.gathering = Gathering(self.trainer, self.reader, self.digests.get, scoring or Scoring(), streams)
 
     def commit(self, step: int, groups: Sequence[GroupId]) -> None:
         for group in groups:
@@ -172,6 +176,20 @@ def test_without_streaming_the_order_of_commitment_does_not_matter() -> None:
     assert torch.equal(one.trainer.flat, other.trainer.flat)
 
 
+def test_what_other_bytes_of_its_version_have_drawn_is_trained_and_not_compared(
+    expected: torch.Tensor,
+) -> None:
+    """A step that was redone rounded differently, and old samples of that version are left."""
+    assert Stage().gathering.train(0, FIRST)["mismatch/num_tokens"] == 4 * 8
+    stage = Stage()
+    stage.digests[0] = "another"
+    metrics = stage.gathering.train(0, FIRST)
+    assert metrics["actor/num_tokens"] == 4 * 8
+    assert not [name for name in metrics if name.startswith("mismatch/")]
+    stage.gathering.train(1, SECOND)
+    assert torch.equal(stage.trainer.flat, expected)
+
+
 def test_advantages_of_a_batch_come_from_its_stored_rewards() -> None:
     stage = Stage(Scoring("reinforce_plus_plus"), streams=False)
     stage.gathering.train(0, FIRST)
@@ -181,3 +199,32 @@ def test_advantages_of_a_batch_come_from_its_stored_rewards() -> None:
     batch = samples(sorted(FIRST))
     reference.step([replace(s, advantage=a) for s, a in zip(batch, flat, strict=True)])
     assert torch.equal(stage.trainer.flat, reference.flat)
+
+
+def critic() -> Critic:
+    flat = initial_critic(MODEL, initial_weights(MODEL, seed=0))
+    return Critic(MODEL, flat, CriticSettings(lr=1e-2, num_steps=9))
+
+
+def test_a_critic_judges_the_stored_rewards_less_what_long_answers_lose() -> None:
+    """Answers of 3 and 5 tokens, the last two tokens of which cost up to 1; then both learn."""
+    scoring = Scoring("gae", max_tokens=6, overlong_buffer_tokens=2)
+    stage, reference = Stage(scoring, streams=False, critic=critic()), critic()
+    metrics = stage.gathering.train(0, FIRST)
+    judged = reference.judge(samples(sorted(FIRST)), [1.0, 0.25 - 0.5] * 4)
+    trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS, critic=reference)
+    trainer.step(judged)
+    assert torch.equal(stage.trainer.flat, trainer.flat)
+    assert stage.trainer.critic is not None
+    assert torch.equal(stage.trainer.critic.flat, reference.flat)
+    assert metrics["critic/returns/mean"] == pytest.approx((3 * 1.0 - 5 * 0.25) / 8)
+
+
+def test_a_step_with_a_critic_that_failed_is_taken_again_from_its_beginning() -> None:
+    stage, calm = (Stage(Scoring("gae"), streams=False, critic=critic()) for _ in range(2))
+    stage.reader.broken = {FIRST[3]}
+    with pytest.raises(OSError, match="no such luck"):
+        stage.gathering.train(0, FIRST)
+    for one in (stage, calm):
+        one.gathering.train(0, FIRST)
+    assert torch.equal(stage.trainer.flat, calm.trainer.flat)

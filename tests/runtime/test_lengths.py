@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from dora.core.actions import Fail, Filter
@@ -10,10 +12,25 @@ from dora.core.records import Chunk, GroupId, RequestId
 from dora.runtime.lengths import Lengths, percentile
 
 
-def finish(lengths: Lengths, row: int, *num_tokens: int, reason: str = "stop") -> GroupId:
+def always(group: GroupId) -> bool:
+    return True
+
+
+def never(group: GroupId) -> bool:
+    return False
+
+
+def finish(
+    lengths: Lengths,
+    row: int,
+    *num_tokens: int,
+    reason: str = "stop",
+    is_alive: Callable[[GroupId], bool] = always,
+) -> GroupId:
     for sibling, num in enumerate(num_tokens):
         request = RequestId(0, row, sibling)
-        lengths.hear(RequestFinished(0, request, 0, num, (Chunk(0, "", num),), reason), [])
+        fact = RequestFinished(0, request, 0, num, (Chunk(0, "", num),), reason)
+        lengths.hear(fact, [], is_alive)
     return GroupId(0, row)
 
 
@@ -30,7 +47,7 @@ def test_a_step_tells_mean_extremes_and_the_share_that_was_cut() -> None:
 
 def test_leaving_out_short_groups_is_a_drift_to_longer_ones() -> None:
     lengths = Lengths()
-    lengths.hear(None, [Filter(finish(lengths, 0, 10, 10), "zero_variance")])
+    lengths.hear(None, [Filter(finish(lengths, 0, 10, 10), "zero_variance")], never)
     lengths.train([finish(lengths, 1, 40, 40)])
     assert lengths.drift() == pytest.approx(40 / 25 - 1)
     summary = lengths.to_json()
@@ -47,7 +64,7 @@ def test_a_run_that_trains_all_it_generates_has_no_drift() -> None:
 
 def test_a_run_that_trained_nothing_has_no_drift_to_tell() -> None:
     lengths = Lengths()
-    lengths.hear(None, [Fail(finish(lengths, 0, 10), "refused"), Fail(GroupId(0, 1), "lost")])
+    lengths.hear(None, [Fail(finish(lengths, 0, 10), "refused"), Fail(GroupId(0, 1), "lost")], never)
     assert lengths.drift() is None
     assert lengths.to_json()["response_length_trained"] is None
 
@@ -57,8 +74,16 @@ def test_a_run_that_trained_nothing_has_no_drift_to_tell() -> None:
 )
 def test_filtered_answers_are_counted_by_powers_of_two(length: int, bucket: str) -> None:
     lengths = Lengths()
-    lengths.hear(None, [Filter(finish(lengths, 0, length), "zero_variance")])
+    lengths.hear(None, [Filter(finish(lengths, 0, length), "zero_variance")], never)
     assert lengths.to_json()["filtered_samples_by_length"] == {bucket: 1}
+
+
+def test_an_answer_of_a_group_that_has_failed_counts_as_generated_and_is_not_kept() -> None:
+    lengths = Lengths()
+    finish(lengths, 0, 3, is_alive=never)
+    assert lengths.generated.total() == 1
+    with pytest.raises(KeyError):
+        lengths.train([GroupId(0, 0)])
 
 
 def test_a_percentile_is_one_of_the_values() -> None:

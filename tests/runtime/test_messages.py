@@ -16,6 +16,7 @@ import pytest
 
 from dora.core.records import GroupId, RequestId
 from dora.runtime import messages
+from dora.trainer.critic import CriticSettings
 from dora.trainer.trainer import TrainerSettings
 
 MESSAGES = [
@@ -23,9 +24,10 @@ MESSAGES = [
     for _, kind in inspect.getmembers(messages, dataclasses.is_dataclass)
     if kind.__module__ == messages.__name__
 ]
-NAMES = vars(messages) | {
-    "TrainerSettings": TrainerSettings
-}  # which messages.py imports for its checker only
+NAMES = vars(messages) | {  # which messages.py imports for its checker only
+    "CriticSettings": CriticSettings,
+    "TrainerSettings": TrainerSettings,
+}
 # object: a column of the dataset; int16: the experts that tokens were sent to
 LEAVES = {int, float, str, bool, type(None), Path, object, np.int16}
 

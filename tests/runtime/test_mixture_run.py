@@ -13,9 +13,13 @@ from tests.runtime.tiny import MODEL, write_task
 
 from dora.core.records import GroupId
 from dora.data.tokenizer import Tokenizer
+from dora.errors import ConfigError
 from dora.model.folder import save_folder
 from dora.model.weights import initial_weights
+from dora.runtime.plan import Plan
+from dora.settings import read
 from dora.stream.samples import SampleReader
+from dora.trainer.lora import Lora
 
 MIXTURE = replace(
     MODEL,
@@ -65,6 +69,14 @@ def test_filters_stop_texts_and_routes_go_through_a_whole_run(
         assert not any(stop in text[:-1] for stop in ("7", "xy"))
         assert not {3, 4, *tokenizer.stop_ids}.intersection(sample.token_ids[:-1])
     assert any(tokenizer.decode(sample.token_ids).endswith("7") for sample in samples)
+
+
+def test_experts_of_a_mixture_have_no_adapters(mixture_task: Path) -> None:
+    with pytest.raises(ConfigError, match="gate_proj, up_proj: experts of a mixture have no"):
+        Plan.make(read(mixture_task, ["trainer.lora_rank=2"]), mixture_task.parent / "run")
+    attention = ["trainer.lora_rank=2", "trainer.lora_targets=['q_proj']"]
+    plan = Plan.make(read(mixture_task, attention), mixture_task.parent / "run")
+    assert plan.lora == Lora(2, 32.0, ("q_proj",))
 
 
 @pytest.mark.parametrize(

@@ -117,10 +117,13 @@ def check_redone(out: Path) -> None:
 
 
 def test_requests_that_begin_again_get_the_tokens_they_would_have_got(life: Life, task: Path) -> None:
-    """With one version nothing else can change them."""
+    """With one version nothing else can change them. The trainer is told of what was committed."""
     one = {"run__steps": 1, "trainer__batch_size": 6, "orchestrator__max_staleness": 0}
-    life.kill_after(life.begin(**one), 24)
+    run = life.begin(**one, trainer__micro_batch_tokens=32, engine__max_rows=2)
+    run.wait_until(lambda: "commit" in [line["kind"] for line in journal(life.out)], "a group in the batch")
+    life.kill_after(run, 0)
     assert life.go_on().end().code == 0
+    assert metrics(life.out)[0]["actor/num_tokens_early"] > 0
     calm = Life(task, life.out.with_name("calm"))
     assert calm.begin(**one).end().code == 0
     assert {k: row[0] for k, row in life.samples().items()} == {
@@ -172,6 +175,9 @@ def test_what_cannot_go_on_is_refused_in_words(life: Life, tmp_path: Path) -> No
     run.wait_for_steps(1)
     assert "this run is running; stop it first" in refusal(life.out)
     life.kill_after(run, 1)
+    with (life.out / "journal.jsonl").open("a") as file:
+        file.write('{"half a line')
+    before = [(life.out / name).read_bytes() for name in ("journal.jsonl", "metrics.jsonl")], life.samples()
     assert "is not the folder of a run" in refusal(tmp_path)
     assert "trainer.lr was 0.01 and cannot become 0.5" in refusal(life.out, "trainer.lr=0.5")
     assert "run.steps was 1000 and cannot become 9" in refusal(life.out, "run.steps=9")
@@ -185,6 +191,10 @@ def test_what_cannot_go_on_is_refused_in_words(life: Life, tmp_path: Path) -> No
         assert "neither a fact nor an order" in refusal(life.out)
     with tampered(life.out / "journal.jsonl", '"deadline": 2', '"deadline": 3'):
         assert "does not order what is recorded from line" in refusal(life.out)
+    (life.out / "tensorboard").write_text("no folder")
+    assert "tensorboard cannot be started" in refusal(life.out, 'metrics.report_to=["tensorboard"]')
+    after = [(life.out / name).read_bytes() for name in ("journal.jsonl", "metrics.jsonl")], life.samples()
+    assert after == before
     with sqlite3.connect(life.out / "samples.sqlite") as db:
         db.execute("delete from samples where trained_step = 0 and sibling = 1")
     assert "lacks answers of group" in refusal(life.out)

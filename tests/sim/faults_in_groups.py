@@ -55,7 +55,10 @@ def the_bound_forgets_what_is_committed(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_deadline_is_one_step_late(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Limits, "deadline", lambda self, v: min(v + self.max_staleness + 1, self.num_steps - 1))
+    def deadline(self: Limits, version: int, lowered: int = 0) -> int:
+        return min(version + self.max_staleness - lowered + 1, self.num_steps - 1)
+
+    patch.setattr(Limits, "deadline", deadline)
 
 
 def commits_ignore_the_bound(patch: pytest.MonkeyPatch) -> None:

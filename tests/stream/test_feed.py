@@ -71,7 +71,7 @@ def test_a_group_reaches_the_trainer_as_it_was_stored(life: Life) -> None:
     life.store.commit()
     first, second = life.reader.group(GROUPS[0])
     assert (first.version, first.prompt_ids, first.token_ids) == (5, [1, 2, 3], [9, 9])
-    assert first.logprobs == [-0.5, -0.5]
+    assert (first.logprobs, first.weight_digest) == ([-0.5, -0.5], "digest")
     assert first.routes is not None
     np.testing.assert_array_equal(first.routes, ROUTES)
     assert second.routes is None

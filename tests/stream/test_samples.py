@@ -146,3 +146,15 @@ def test_states_are_those_of_every_sample_until_it_is_forgotten(store: SampleSto
     store.forget(RequestId(*GROUP, 0))
     assert store.states() == [(RequestId(*GROUP, 1), "trained", 4)]
     store.put(trajectory(0))
+
+
+def test_a_store_of_a_run_from_before_there_were_routes_takes_them(tmp_path: Path) -> None:
+    path = tmp_path / "samples.sqlite"
+    SampleStore(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("alter table samples drop column routes")
+    for _ in range(2):
+        store = SampleStore(path)
+        store.put(trajectory(len(store.responses(GROUP))))
+        store.close()
+    assert [sample.routes for sample in SampleReader(path).group(GROUP)] == [None, None]

@@ -6,6 +6,7 @@ from dora.trainer.advantage import (
     batch_advantages,
     best_and_worst,
     centred,
+    gae,
     group_advantages,
     leave_one_out,
     overlong_penalty,
@@ -67,6 +68,23 @@ def test_estimators_that_need_a_group_give_half_a_batch_the_same_values(estimato
     halves = [batch_advantages(estimator, rewards[i : i + 1], num_tokens[i : i + 1])[0] for i in range(2)]
     assert NEEDS[estimator] == "group"
     assert whole == halves
+
+
+def test_gae_adds_up_discounted_errors_to_the_end_of_a_response() -> None:
+    # delta_1 = 1 - 0.5 = 0.5; delta_0 = 0.5 * 0.5 - 1 = -0.75, A_0 = -0.75 + 0.5 * 0.5 * 0.5.
+    advantages, returns = gae(1.0, [1.0, 0.5], gamma=0.5, lam=0.5)
+    assert advantages == pytest.approx([-0.625, 0.5])
+    assert returns == pytest.approx([0.375, 1.0])
+
+
+def test_gae_with_lambda_one_compares_the_reward_with_every_value() -> None:
+    advantages, returns = gae(4.0, [1.0, 2.0, 3.0], gamma=1.0, lam=1.0)
+    assert (advantages, returns) == ([3.0, 2.0, 1.0], [4.0, 4.0, 4.0])
+
+
+def test_gae_with_lambda_zero_compares_each_value_with_the_next() -> None:
+    advantages, returns = gae(4.0, [1.0, 2.0, 3.0], gamma=1.0, lam=0.0)
+    assert (advantages, returns) == ([1.0, 1.0, 1.0], [2.0, 3.0, 4.0])
 
 
 def test_a_response_is_charged_for_the_part_of_the_buffer_it_uses() -> None:

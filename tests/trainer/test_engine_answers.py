@@ -16,7 +16,8 @@ from dora.engine.engine import Engine
 from dora.engine.sequence import Completion, Request
 from dora.model.config import ModelConfig
 from dora.model.weights import Layout
-from dora.trainer.policy import Policy, pad
+from dora.trainer.packing import pack
+from dora.trainer.policy import Policy
 from dora.trainer.routes import imbalance, replay
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
@@ -71,7 +72,7 @@ def test_a_trainer_that_would_route_otherwise_replays_the_engines_routes() -> No
     policy = Policy(MIXTURE, Layout(MIXTURE).views(trainers))
     gaps: dict[bool, float] = {}
     for is_replayed in (False, True):
-        batch = pad([r.prompt_ids for r in requests], [found[r.id].token_ids for r in requests], CPU)
+        batch = pack([r.prompt_ids for r in requests], [found[r.id].token_ids for r in requests], CPU)
         routes = [found[r.id].routes if is_replayed else None for r in requests]
         logprobs, _ = policy.logprobs(batch, replay(MIXTURE, batch, routes))
         drawn = torch.tensor([x for r in requests for x in found[r.id].logprobs])
@@ -83,7 +84,7 @@ def test_a_trainer_that_would_route_otherwise_replays_the_engines_routes() -> No
 def test_a_router_learns_from_routes_it_did_not_choose() -> None:
     flat = drawn_weights(MIXTURE)
     views = {name: view.requires_grad_() for name, view in Layout(MIXTURE).views(flat).items()}
-    batch = pad([[1, 2, 3]], [[4, 5]], CPU)
+    batch = pack([[1, 2, 3]], [[4, 5]], CPU)
     routes = torch.tensor([[4, 3]]).repeat(4, 2).short().numpy()  # 2 mixture layers, 2 experts each
     logprobs, _ = Policy(MIXTURE, views).logprobs(batch, replay(MIXTURE, batch, [routes]))
     torch.autograd.backward(logprobs.sum())

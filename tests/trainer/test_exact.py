@@ -10,8 +10,8 @@ from tests.model.families import CONFIGS, drawn_weights
 
 from dora.engine.exact import Scorer
 from dora.model.weights import Layout
-from dora.trainer.packing import micro_batches
-from dora.trainer.policy import Policy, pad
+from dora.trainer.packing import micro_batches, pack
+from dora.trainer.policy import Policy
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
 QWEN = CONFIGS["qwen3"]
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("token_budget", [60, 300])
-def test_padded_micro_batches_have_the_log_probs_that_engines_reported(name: str, token_budget: int) -> None:
+def test_packed_micro_batches_have_the_log_probs_that_engines_reported(name: str, token_budget: int) -> None:
     config, mode = CONFIGS[name], ("auto", "float32")
     requests = [one for one in asked() if one.version == 0]
     answers = run(exact_engine(config, mode), requests)
@@ -32,7 +32,7 @@ def test_padded_micro_batches_have_the_log_probs_that_engines_reported(name: str
     lengths = [len(one.prompt_ids) + len(answers[one.id].token_ids) for one in requests]
     for members in micro_batches(lengths, token_budget):
         chosen = [requests[i] for i in members]
-        batch = pad([one.prompt_ids for one in chosen], [answers[one.id].token_ids for one in chosen], CPU)
+        batch = pack([one.prompt_ids for one in chosen], [answers[one.id].token_ids for one in chosen], CPU)
         found, _ = policy.logprobs(batch)
         assert found.tolist() == [x for one in chosen for x in answers[one.id].logprobs]
 

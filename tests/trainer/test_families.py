@@ -5,7 +5,8 @@ import torch
 from tests.model.families import CONFIGS, drawn_weights
 
 from dora.model.weights import Layout
-from dora.trainer.policy import Policy, pad
+from dora.trainer.packing import pack
+from dora.trainer.policy import Policy
 from dora.trainer.sft import imitate
 
 EXAMPLES = [([1, 2, 3], [4, 5, 6, 7]), ([2, 1], [4, 5]), ([9], [8, 7, 6])]
@@ -24,7 +25,7 @@ def test_every_step_on_a_fixed_batch_lowers_its_loss(name: str) -> None:
 def test_every_parameter_that_was_used_has_a_gradient(name: str) -> None:
     config = CONFIGS[name]
     weights = {k: view.requires_grad_() for k, view in Layout(config).views(drawn_weights(config)).items()}
-    batch = pad([prompt for prompt, _ in EXAMPLES], [answer for _, answer in EXAMPLES], torch.device("cpu"))
+    batch = pack([prompt for prompt, _ in EXAMPLES], [answer for _, answer in EXAMPLES], torch.device("cpu"))
     torch.autograd.backward(Policy(config, weights).logprobs(batch)[0].sum())
     unused = [
         k for k, x in weights.items() if (x.grad is None or not x.grad.any()) and "k_proj.bias" not in k

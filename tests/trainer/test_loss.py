@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from dora.errors import ConfigError
+from dora.trainer.head import token_logprobs
 from dora.trainer.loss import (
     KLEstimator,
     batch_total,
     cispo_loss,
     clipped_loss,
     dual_clipped_loss,
-    entropies,
     gspo_loss,
     k3_divergence,
     kl_divergence,
@@ -19,6 +19,7 @@ from dora.trainer.loss import (
     sequence_means,
     token_shares,
     token_weights,
+    value_loss,
 )
 
 
@@ -113,6 +114,15 @@ def test_on_policy_all_losses_have_the_gradient_of_reinforce() -> None:
     assert [gradient(losses, leaf) for losses in found] == [[-1.0, -1.0, 2.0]] * 5
 
 
+def test_a_critic_cannot_gain_by_leaving_its_clip_range() -> None:
+    # Toward its return 2, V = 1 counts as the clipped 0.5; away from it, V = -1 counts as itself.
+    values = torch.tensor([1.0, -1.0, 0.25], requires_grad=True)
+    losses, clipped = value_loss(values, torch.zeros(3), torch.full((3,), 2.0), clip=0.5)
+    assert losses.tolist() == pytest.approx([0.5 * 1.5**2, 0.5 * 3.0**2, 0.5 * 1.75**2])
+    assert gradient(losses, values) == pytest.approx([0.0, -3.0, -1.75])
+    assert clipped.tolist() == [True, False, False]
+
+
 def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
     divergence = k3_divergence(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.5]))
     assert divergence.tolist() == pytest.approx([0.0, math.exp(-0.5) - 1.0 + 0.5])
@@ -145,15 +155,16 @@ def test_one_token_far_from_the_reference_does_not_rule_the_divergence() -> None
 
 
 def test_entropy_is_largest_where_all_tokens_are_alike_and_counts_no_impossible_token() -> None:
-    logits = torch.tensor([[0.0, 0.0, -math.inf], [0.0, -math.inf, -math.inf]], requires_grad=True)
-    found = entropies(logits.log_softmax(-1))
+    logits = torch.tensor([[0.0, 0.0, -1e30], [0.0, -1e30, -1e30]])
+    _, found = token_logprobs(logits, torch.eye(3), torch.zeros(2, dtype=torch.int64), 1.0, 9)
     assert found.tolist() == pytest.approx([math.log(2), 0.0])
 
 
 def test_the_entropy_bonus_pushes_a_peaked_distribution_flat() -> None:
     # dH / dlogit_i = -p_i (log p_i + H); here p = 0.8, 0.2 and H = 0.500402.
     logits = torch.tensor([[math.log(0.8), math.log(0.2)]], dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(entropies(logits.log_softmax(-1)).sum(), logits)
+    _, found = token_logprobs(logits, torch.eye(2).double(), torch.tensor([0]), 1.0, 9)
+    (slope,) = torch.autograd.grad(found.sum(), logits)
     assert slope[0].tolist() == pytest.approx([-0.221807, 0.221807], abs=1e-6)
 
 

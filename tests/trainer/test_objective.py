@@ -101,3 +101,14 @@ def test_online_dpo_asks_for_a_reference() -> None:
     tokens = Tokens(torch.zeros(2), torch.zeros(2), torch.ones(2), [1, 1])
     with pytest.raises(ConfigError, match="reference policy"):
         OBJECTIVES["online_dpo"](tokens, LossSettings())
+
+
+def test_triplet_clip_divides_by_answers_and_the_longest_answer_allowed() -> None:
+    """LongCat's: a good token's ratio up to 1.3, a bad one's from 0.8 to 3, all over B * T_max = 2 * 10."""
+    logprobs = torch.tensor([2.0, 5.0, 0.5, 1.1]).log()
+    advantages = torch.tensor([1.0, -1.0, -1.0, -1.0])
+    tokens = Tokens(logprobs, torch.zeros(4), advantages, [1, 3])
+    losses, _ = OBJECTIVES["triplet_clip"](tokens, LossSettings(0.2, 0.3, 3.0))
+    weights = torch.tensor(token_weights([1, 3], "seq-mean-token-sum-norm", scale=10))
+    loss = (losses * weights.repeat_interleave(torch.tensor([1, 3]))).sum()
+    assert loss.item() == pytest.approx((-1.3 + 3.0 + 0.8 + 1.1) / 20)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dora.model.weights import weight_digest
-from dora.weights.store import WeightStore, make_store_folder
+from dora.weights.store import Recent, WeightStore, make_store_folder
 
 MAKE = "from dora.weights.store import make_store_folder; print(make_store_folder(num_bytes=1))"
 
@@ -94,3 +94,15 @@ def test_a_version_that_is_held_outlives_its_drop(store: WeightStore) -> None:
     assert store.versions() == [1]
     assert store.adopt(0, held / "0.f32") == digests[0]
     assert torch.equal(store.fetch(0), weights(0))
+
+
+def test_the_digest_of_a_recent_version_is_that_of_its_newest_bytes(store: WeightStore) -> None:
+    """Versions of a former life are only in the store, and one that is published again may have changed."""
+    recent = Recent(store, num=2)
+    store.publish(0, weights(0))
+    assert recent.digest(0) == weight_digest(weights(0))
+    for version, shift in ((0, 7), (1, 0), (2, 0)):
+        recent.add(version, store.publish(version, weights(version + shift)))
+        assert recent.digest(version) == weight_digest(weights(version + shift))
+    store.drop(0)
+    assert recent.digest(0) is None

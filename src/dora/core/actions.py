@@ -162,6 +162,28 @@ class Retire:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginEvaluation:
+    """Log: from now on `version` answers the held-out prompts, beside the training."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SkipEvaluation:
+    """Log: `version` was due for an evaluation, and that of version `under_way` is not over."""
+
+    version: int
+    under_way: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndEvaluation:
+    """Log: every held-out prompt that `version` answered is judged, or has failed."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReportStall:
     """Log: step `step` waits for `group`, which has reached its deadline, since `since_s`."""
 
@@ -196,6 +218,9 @@ Action = (
     | Drop
     | Load
     | Retire
+    | BeginEvaluation
+    | SkipEvaluation
+    | EndEvaluation
     | ReportStall
     | Stop
 )

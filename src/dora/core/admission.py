@@ -9,7 +9,7 @@ so that places are left for stragglers to be passed.
 from __future__ import annotations
 
 from dora.core.actions import Action, Admit, Fetch
-from dora.core.bound import num_admissible
+from dora.core.bound import deadline_at, num_admissible
 from dora.core.records import RequestId
 from dora.core.state import Group, Request, State
 
@@ -57,13 +57,13 @@ def _is_kept(state: State, version: int) -> bool:
 def _may_fill(state: State, version: int) -> bool:
     """Rows of an engine that keeps an old version may be filled with it, unless it is about to expire."""
     limits = state.limits
-    is_later = limits.deadline(version) > state.next_step
+    is_later = deadline_at(state, version) > state.next_step
     return is_later and not limits.is_static and limits.batches_per_version is None
 
 
 def _admit(state: State, version: int) -> Action:
     index, group_id = state.prompts.popleft()
-    deadline = state.limits.deadline(version)
+    deadline = deadline_at(state, version)
     siblings = [RequestId(*group_id, k) for k in range(state.limits.group_size)]
     state.groups[group_id] = Group(group_id, index, version, deadline, set(siblings))
     for request in siblings:

@@ -32,7 +32,9 @@ def train(state: State) -> list[Action]:
     """Start the next step once its batch is complete and its version published; stop after the last."""
     if state.training is not None or state.publishing is not None or state.newest is None:
         return []
-    if state.newest == state.limits.num_steps:
+    if state.is_trained:
+        if state.evaluation is not None:
+            return []  # the run waits for it
         already, state.stopped = state.stopped, True
         return [] if already else [Stop()]
     batch = state.batches.get(state.newest)

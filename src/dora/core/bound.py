@@ -25,12 +25,17 @@ def bound_holds(opened: Counter[int], next_step: int, num_committed: int, limits
     return True
 
 
+def deadline_at(state: State, version: int) -> int:
+    """Last step that may train what is admitted at `version` now: min(v + effective S, T - 1)."""
+    return state.limits.deadline(version, state.aging.lowered)
+
+
 def num_admissible(state: State, version: int) -> int:
     """Groups that may be admitted at `version` now, were there rows and prompts enough."""
     limits = state.limits
     if state.next_step >= limits.num_steps:
         return 0
-    deadline, num_open = limits.deadline(version), 0
+    deadline, num_open = deadline_at(state, version), 0
     room = _quota(state, version)
     for other in sorted({deadline, *state.open}):
         num_open += state.open.get(other, 0)
@@ -38,7 +43,8 @@ def num_admissible(state: State, version: int) -> int:
             num_places = limits.batch_size * (other - state.next_step + 1) - len(state.committed)
             room = min(room, num_places - num_open)
     if limits.slack:  # never below one batch, or that batch could not be completed
-        most = max(limits.batch_size, (limits.max_staleness + 1) * limits.batch_size - limits.slack)
+        staleness = limits.max_staleness - state.aging.lowered
+        most = max(limits.batch_size, (staleness + 1) * limits.batch_size - limits.slack)
         room = min(room, most - num_open - len(state.committed))
     return max(0, room)
 
@@ -55,4 +61,5 @@ def _quota(state: State, version: int) -> int:
     if version == state.current:
         return most - state.num_admitted_current
     is_next = state.current is None or version > state.current
-    return most if is_next and not state.unfinished else 0
+    num_evaluating = 0 if state.evaluation is None else state.evaluation.num_running
+    return most if is_next and state.unfinished.total() == num_evaluating else 0

@@ -1,7 +1,8 @@
 """How facts and orders are written as JSON objects, and read back.
 
 `{"kind": "request_finished", ...}`: the kind is the class name in snake case, the other keys
-are its fields. Reading is strict, so a journal that was tampered with is refused.
+are its fields. Reading is strict, so a journal that was tampered with is refused; only a field with a
+default may be missing, for older versions did not write it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -58,6 +59,12 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+@cache
+def _optional(cls: type) -> frozenset[str]:
+    """Fields with a default."""
+    return frozenset(f.name for f in fields(cls) if f.default is not MISSING)
+
+
 def read(hint: Any, raw: Any) -> Any:
     """Turn parsed JSON back into the type that `hint` names."""
     origin = typing.get_origin(hint)
@@ -69,9 +76,9 @@ def read(hint: Any, raw: Any) -> Any:
         return None if raw is None else read(typing.get_args(hint)[0], raw)
     if is_dataclass(hint):
         try:
-            return typing.cast(Any, hint)(
-                **{k: read(h, raw[k]) for k, h in _hints(typing.cast(type, hint)).items()}
-            )
+            hints, optional = _hints(typing.cast(type, hint)), _optional(typing.cast(type, hint))
+            given = {k: h for k, h in hints.items() if k in raw or k not in optional}
+            return typing.cast(Any, hint)(**{k: read(h, raw[k]) for k, h in given.items()})
         except KeyError as error:
             raise ProtocolError(f"{kind_of(typing.cast(type, hint))} lacks {error}: {dict(raw)}") from error
     if isinstance(hint, type) and issubclass(hint, tuple):

@@ -51,8 +51,8 @@ def rush(state: State) -> list[Action]:
 
 def _urgent(state: State, engine: Engine) -> tuple[RequestId, ...]:
     """Its requests that the trainer waits for; none if it has no others to hold back."""
-    late = state.next_step
-    requests = tuple(sorted(r for r in engine.requests if state.groups[r.group].deadline <= late))
+    groups = [(request, state.groups.get(request.group)) for request in engine.requests]
+    requests = tuple(sorted(r for r, group in groups if group and group.deadline <= state.next_step))
     return requests if len(requests) < len(engine.requests) else ()
 
 

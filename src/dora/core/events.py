@@ -149,9 +149,15 @@ class GroupUnscorable:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Training step `step` has consumed its batch."""
+    """Training step `step` has consumed its batch.
+
+    `ess` (share of the tokens) and `kl` (nats per token) say how far the policy in training was from those
+    that sampled the batch; None where nothing was measured.
+    """
 
     step: int
+    ess: float | None = None
+    kl: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

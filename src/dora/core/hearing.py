@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from functools import singledispatch
 
-from dora.core import fleet, resuming
+from dora.core import evaluating, fleet, resuming
 from dora.core.actions import Abort, Action, Fail, Filter, Publish, Score, Train
 from dora.core.engines import Engine
 from dora.core.events import (
@@ -43,6 +43,17 @@ def _awaited(state: State, event: GroupScored | GroupUnscorable) -> Group:
     return group
 
 
+def _judged(state: State, event: GroupScored | GroupUnscorable) -> list[Action]:
+    """A held-out prompt has its rewards, or will have none."""
+    is_awaited = evaluating.is_awaited(state, event.group)
+    require(is_awaited, event, "the prompt was given to the rewarder", state.evaluation)
+    rule = state.limits.evaluation
+    num_rewards = len(event.rewards) if isinstance(event, GroupScored) else None
+    num_due = None if num_rewards is None or rule is None else rule.num_answers
+    require(num_rewards == num_due, event, "one reward per answer", num_due)
+    return evaluating.end_judging(state, event.group)
+
+
 def _was_aborting(state: State, engine: Engine, request: RequestId) -> bool:
     """Free the row of a request whose abort was ordered, however it ended in the end."""
     version = engine.aborting.pop(request, None)
@@ -58,6 +69,14 @@ def _leave(state: State, engine: Engine, request: RequestId) -> Group:
     state.unseat(request, engine)
     state.touch(engine)
     return _forget(state, request)
+
+
+def _end_held_out(
+    state: State, engine: Engine, request: RequestId, *, is_failed: bool = False
+) -> list[Action]:
+    state.unseat(request, engine)
+    state.touch(engine)
+    return evaluating.end_request(state, request, is_failed=is_failed)
 
 
 def _forget(state: State, request: RequestId) -> Group:
@@ -142,6 +161,8 @@ def _(event: RequestFinished, state: State) -> list[Action]:
     sources = {(c.version, c.digest) for c in event.chunks}
     published = {(event.version, state.store[event.version])}
     require(sources == published, event, "every token comes from the published bytes (C1)", published)
+    if event.request.is_held_out:
+        return _end_held_out(state, engine, event.request)
     group = _leave(state, engine, event.request)
     group.finished_tokens += event.num_tokens
     group.longest_tokens = max(group.longest_tokens, event.num_tokens)
@@ -157,6 +178,8 @@ def _(event: RequestFailed, state: State) -> list[Action]:
     require(
         event.request in engine.requests, event, "an engine fails only what it was given", engine.requests
     )
+    if event.request.is_held_out:
+        return _end_held_out(state, engine, event.request, is_failed=True)
     return _fail(state, _leave(state, engine, event.request), event.reason)
 
 
@@ -172,6 +195,8 @@ def _(event: RequestsAborted, state: State) -> list[Action]:
 
 @_hear.register
 def _(event: GroupScored, state: State) -> list[Action]:
+    if event.group.is_held_out:
+        return _judged(state, event)
     group = _awaited(state, event)
     require(len(event.rewards) == state.limits.group_size, event, "one reward per sibling", group.id)
     if state.limits.filter_groups and len(set(event.rewards)) == 1:
@@ -186,6 +211,8 @@ def _(event: GroupScored, state: State) -> list[Action]:
 
 @_hear.register
 def _(event: GroupUnscorable, state: State) -> list[Action]:
+    if event.group.is_held_out:
+        return _judged(state, event)
     return _fail(state, _awaited(state, event), event.reason)
 
 
@@ -193,8 +220,9 @@ def _(event: GroupUnscorable, state: State) -> list[Action]:
 def _(event: Trained, state: State) -> list[Action]:
     require(event.step == state.training, event, "the step was ordered", state.training)
     state.training = None
-    for group in state.batches.pop(event.step):
-        del state.groups[group]
+    groups = [state.groups.pop(group) for group in state.batches.pop(event.step)]
+    oldest = event.step - min(group.version for group in groups)
+    state.aging.hear(state.limits, event.step, oldest, event.ess, event.kl)
     state.num_trained += state.limits.batch_size
     state.publishing = event.step + 1
     return [Publish(state.publishing)]
@@ -214,7 +242,7 @@ def _(event: Published, state: State) -> list[Action]:
     state.store[event.version] = event.digest
     state.touched.update(dict.fromkeys(state.engines))
     state.is_rebalance_due = True
-    return []
+    return evaluating.open_evaluation(state, event.version)
 
 
 @_hear.register

@@ -18,6 +18,7 @@ def check(state: State) -> list[str]:
         *_owners(state),
         *_moves(state),
         *_versions(state),
+        *_evaluation(state),
         *_counts(state),
         *_indexes(state),
     ]
@@ -27,6 +28,10 @@ def _bound(state: State) -> list[str]:
     broken = []
     if not bound_holds(state.open, state.next_step, len(state.committed), state.limits):
         broken.append(f"C3: no place left for some of {dict(state.open)} from step {state.next_step} on")
+    if late := [g.id for g in state.groups.values() if g.deadline > state.limits.deadline(g.version)]:
+        broken.append(f"C3: {late} may be trained when they are older than max_staleness")
+    if not 0 <= state.aging.lowered <= state.limits.max_staleness:
+        broken.append(f"C3: max_staleness is lowered by {state.aging.lowered}")
     if len(state.committed) >= state.limits.batch_size:
         broken.append(f"batch {state.next_step} is complete and still open")
     return broken
@@ -103,6 +108,22 @@ def _versions(state: State) -> list[str]:
     return broken
 
 
+def _evaluation(state: State) -> list[str]:
+    """The held-out requests are those that were begun, and their version is there."""
+    running = Counter(request.group for request in state.requests if request.is_held_out)
+    if state.evaluation is None:
+        return ["held-out requests run without an evaluation"] if running else []
+    broken, run, rule = [], state.evaluation, state.limits.evaluation
+    if rule is None or run.num_left < 0 or run.num_running != running.total():
+        broken.append(f"{run.num_running} held-out requests are said to run, {running.total()} do")
+    if any(group.epoch != -1 - run.version for group in running):
+        broken.append(f"held-out requests of another version than {run.version} run")
+    is_due = not state.is_redoing or (state.newest is not None and run.version <= state.newest)
+    if is_due and run.version not in state.store:
+        broken.append(f"version {run.version} is evaluated and not in the store")
+    return broken
+
+
 def _counts(state: State) -> list[str]:
     """Every admitted group is in exactly one place, and the counts say so."""
     broken = []
@@ -133,6 +154,8 @@ def _indexes(state: State) -> list[str]:
         kept = {v: {*engines} for v, engines in getattr(state, name).items()}
         if kept != {v: {*engines} for v, engines in getattr(fresh, name).items()}:
             broken.append(f"{name} is {kept}, should be {getattr(fresh, name)}")
+    if state.num_rows != fresh.num_rows:
+        broken.append(f"num_rows is {state.num_rows}, should be {fresh.num_rows}")
     for name in ("fresh_rows", "colocated", "leaving"):
         if dict(getattr(state, name)) != dict(getattr(fresh, name)):
             broken.append(f"{name} is {getattr(state, name)}, should be {getattr(fresh, name)}")

@@ -13,10 +13,12 @@ from dora.core.state import State
 
 def remaining_tokens(state: State, request_id: RequestId) -> float:
     """Expected tokens still to come of an unfinished request; at least 1."""
-    request, group = state.requests[request_id], state.groups[request_id.group]
-    num_finished = state.limits.group_size - len(group.unfinished)
-    mean = group.finished_tokens / num_finished if num_finished else state.costs.answer_tokens
-    for expected in (mean, float(group.longest_tokens)):
+    request, group = state.requests[request_id], state.groups.get(request_id.group)
+    mean, longest = state.costs.answer_tokens, 0
+    if group is not None:  # else a held-out one, of which only the run's mean is known
+        num_finished, longest = state.limits.group_size - len(group.unfinished), group.longest_tokens
+        mean = group.finished_tokens / num_finished if num_finished else mean
+    for expected in (mean, float(longest)):
         if expected > request.num_tokens:
             return max(1.0, expected - request.num_tokens)
     return max(1.0, float(request.num_tokens))

@@ -6,7 +6,17 @@ so a recorded run replayed through a fresh orchestrator gives the same orders.
 
 from __future__ import annotations
 
-from dora.core import admission, batching, deadlines, hearing, migration, placement, sharing, versions
+from dora.core import (
+    admission,
+    batching,
+    deadlines,
+    evaluating,
+    hearing,
+    migration,
+    placement,
+    sharing,
+    versions,
+)
 from dora.core.actions import Action, Publish
 from dora.core.events import Event, Resumed
 from dora.core.records import Limits, ProtocolError
@@ -65,7 +75,9 @@ class Orchestrator:
             state.is_rebalance_due = is_cut_short
             orders += migration.migrate(state)
         orders += admission.admit(state)
+        evaluating.begin(state)
         orders += placement.place(state)
+        orders += versions.lend(state, is_due)
         orders += admission.fetch(state)
         orders += versions.retire(state)
         orders += versions.dismiss(state)

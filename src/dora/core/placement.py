@@ -45,7 +45,7 @@ def repartition(state: State) -> bool:
 
     Returns whether it stopped at `max_moves`, so that it is to go on at the next event.
     """
-    if state.limits.is_static or state.newest is None:
+    if state.limits.is_static or state.newest is None or state.is_trained:
         return False
     flips = _Flips(state)
     engines = sorted(state.engines.values(), key=lambda e: (e.kv_tokens.total(), e.id))
@@ -95,7 +95,7 @@ def _share_out(state: State, engines: list[Engine], flips: _Flips) -> None:
     for engine in engines:
         have[state.posts[engine.id].top] += units[engine.id]
     requests = _requests(state)
-    order = sorted(requests)
+    order = sorted(requests, key=lambda v: (state.is_only_evaluated(v), v))
     target = shares(requests, sum(units.values()), order)
     for version in order:
         is_newest = version == state.newest
@@ -124,6 +124,8 @@ def _requests(state: State) -> dict[int, int]:
     """R[w]: unfinished requests by version, with what the bound still admits at the newest."""
     assert state.newest is not None
     requests = {v: num for v, num in state.unfinished.items() if v in state.store}
+    for version in [v for v in requests if state.is_only_evaluated(v) and v not in state.holders]:
+        del requests[version]  # it is lent an engine
     num_rows = sum(e.rows for e in state.engines.values() if not e.is_leaving)
     supplement = num_admissible(state, state.newest) * state.limits.group_size
     free_rows = max(0, num_rows - sum(requests.values()))

@@ -19,6 +19,11 @@ class GroupId(NamedTuple):
     epoch: int
     row: int
 
+    @property
+    def is_held_out(self) -> bool:
+        """A prompt of an evaluation is no group: its epoch is -1 - the version that answers it."""
+        return self.epoch < 0
+
     def __str__(self) -> str:
         return f"{self.epoch}/{self.row}"
 
@@ -33,6 +38,11 @@ class RequestId(NamedTuple):
     @property
     def group(self) -> GroupId:
         return GroupId(self.epoch, self.row)
+
+    @property
+    def is_held_out(self) -> bool:
+        """One answer of an evaluation."""
+        return self.epoch < 0
 
     def __str__(self) -> str:
         return f"{self.epoch}/{self.row}/{self.sibling}"
@@ -55,6 +65,40 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class AgingRule:
+    """What a batch must still say for its age to be allowed; `Aging` has the rule that reads it."""
+
+    min_ess: float  # effective sample size, as a share of the tokens
+    max_kl: float  # KL(policy that sampled || policy in training), nats per token
+    window: int  # batches that are judged together
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_ess < 1 or not self.max_kl > 0 or self.window < 1:
+            raise ValueError(f"{self}: min_ess is between 0 and 1, max_kl above 0, window at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRule:
+    """Every so many-th version answers the held-out prompts, while the run goes on."""
+
+    every: int
+    num_prompts: int
+    num_answers: int  # to each prompt
+
+    def __post_init__(self) -> None:
+        if min(self.every, self.num_prompts, self.num_answers) < 1:
+            raise ValueError(f"{self}: each must be at least 1")
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_prompts * self.num_answers
+
+    def request(self, version: int, index: int) -> RequestId:
+        """The answers to a prompt stand in a row, so that they share its KV."""
+        return RequestId(-1 - version, *divmod(index, self.num_answers))
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What a run promises and how large it is."""
 
@@ -73,6 +117,8 @@ class Limits:
     rebalance_interval_s: float = 1.0
     max_moves: int = 5_000  # requests that one decision may set moving for other versions
     kv_watermark: float = 0.9  # share of an engine's KV in use above which requests move away
+    evaluation: EvaluationRule | None = None  # None: not during training
+    aging: AgingRule | None = None  # how S is lowered while old samples say little; None: never
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_size", "group_size", "max_moves"):
@@ -84,9 +130,11 @@ class Limits:
             raise ValueError("load_interval is at least 1, slack at least 0, rebalance_interval_s above 0")
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness = {self.max_staleness} must be at least 0")
+        if self.aging is not None and self.max_staleness == 0:
+            raise ValueError("max_staleness = 0 leaves nothing for aging to lower")
         if self.filter_groups and self.group_size == 1:
             raise ValueError("filter_groups with group_size = 1 would filter every group")
 
-    def deadline(self, version: int) -> int:
-        """Last step that may train a group admitted at `version`: min(v + S, T - 1)."""
-        return min(version + self.max_staleness, self.num_steps - 1)
+    def deadline(self, version: int, lowered: int = 0) -> int:
+        """Last step that may train a group admitted at `version`, with S lowered: min(v + S, T - 1)."""
+        return min(version + self.max_staleness - lowered, self.num_steps - 1)

@@ -20,7 +20,8 @@ def resumed(event: Resumed, state: State) -> list[Action]:
     require(num_redone >= 0, event, "a checkpoint has no more steps than were trained", num_trained)
     require(len(event.redone) == num_redone, event, "each step after the checkpoint is redone", num_trained)
     kept = dict(event.kept)
-    lost = [v for v in state.unfinished if v < event.from_step and v not in kept]
+    needed = {*state.unfinished, *([state.evaluation.version] if state.evaluation else [])}
+    lost = [v for v in sorted(needed) if v < event.from_step and v not in kept]
     require(not lost, event, "every pinned version before the checkpoint is kept", lost)
     wrong = [v for v, digest in kept.items() if state.store.get(v) != digest or v >= event.from_step]
     require(not wrong, event, "only versions before the checkpoint are kept, and they do not change", wrong)
@@ -32,6 +33,7 @@ def resumed(event: Resumed, state: State) -> list[Action]:
     state.is_rebalance_due = True
     unjudged = [g for g in state.groups.values() if not (g.unfinished or g.scored)]
     scores = [Score(group.id) for group in sorted(unjudged, key=lambda g: g.index)]
+    scores += [Score(group) for group in sorted(state.evaluation.judging)] if state.evaluation else []
     return [Publish(event.from_step), *scores]
 
 

@@ -12,8 +12,10 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dora.core.aging import Aging
 from dora.core.costs import Costs
 from dora.core.engines import NOWHERE, Engine, Post, post_of
+from dora.core.held_out import Evaluation
 from dora.core.ranking import Ranking
 from dora.core.records import GroupId, Limits, RequestId
 
@@ -63,9 +65,7 @@ class State:
     # rollout
     groups: dict[GroupId, Group] = field(default_factory=dict)  # admitted, not yet at their end
     requests: dict[RequestId, Request] = field(default_factory=dict)  # unfinished
-    waiting: dict[int, OrderedDict[RequestId, None]] = field(
-        default_factory=dict
-    )  # version -> without engine
+    waiting: dict[int, OrderedDict[RequestId, None]] = field(default_factory=dict)  # version -> no engine yet
     engines: dict[int, Engine] = field(default_factory=dict)
     colocated: dict[int, None] = field(default_factory=dict)  # engines on the trainer's device
     leaving: dict[int, None] = field(default_factory=dict)  # engines that were asked to leave
@@ -78,6 +78,7 @@ class State:
     unfinished: Counter[int] = field(default_factory=Counter)  # version -> unfinished requests (pins it)
     current: int | None = None  # version of the last admission
     num_admitted_current: int = 0  # groups at it, without those filtered or failed
+    aging: Aging = field(default_factory=Aging)  # how far S is lowered for what is admitted now
     # batches
     ready: list[tuple[int, int, GroupId]] = field(default_factory=list)  # scored: (deadline, index, id)
     next_step: int = 0  # n, the next step whose batch is incomplete
@@ -91,6 +92,8 @@ class State:
     asked_for: tuple[int, int] | None = None  # (newest held, newest) when shares were last asked to follow
     store: dict[int, str] = field(default_factory=dict)  # published and not retired -> digest
     redo_until: int = 0  # nothing is admitted before this version is published (again)
+    evaluation: Evaluation | None = None  # under way
+    evaluated: int = 0  # newest version that was due for one
     # waiting of the trainer
     stall_group: GroupId | None = None
     stall_since_s: float = 0.0
@@ -108,19 +111,16 @@ class State:
     # indexes, all counted from the above
     touched: dict[int, None] = field(default_factory=dict, repr=False)  # engines that may load or drop now
     changed: dict[int, None] = field(default_factory=dict, repr=False)  # engines changed by the last fact
-    holders: dict[int, dict[int, None]] = field(
-        default_factory=dict, repr=False
-    )  # version -> staying engines
+    holders: dict[int, dict[int, None]] = field(default_factory=dict, repr=False)  # version -> who stays
     idle: dict[int, dict[int, None]] = field(default_factory=dict, repr=False)  # of them, not decoding it
-    coming: dict[int, dict[int, None]] = field(
-        default_factory=dict, repr=False
-    )  # version -> engines that load or want it
+    coming: dict[int, dict[int, None]] = field(default_factory=dict, repr=False)  # ... who loads or wants it
     takers: dict[int, Ranking] = field(default_factory=dict, repr=False)  # version -> engines with free rows
     fresh_rows: Counter[int] = field(
         default_factory=Counter, repr=False
     )  # version -> free where it is the top
     unscored: dict[int, dict[GroupId, None]] = field(default_factory=dict, repr=False)  # deadline -> groups
     posts: dict[int, Post] = field(default_factory=dict, repr=False)
+    num_rows: int = field(default=0, repr=False)  # of all engines
 
     def seat(self, request: RequestId, engine: Engine, version: int) -> None:
         """The request runs on the engine from now on."""
@@ -144,6 +144,7 @@ class State:
 
     def add(self, engine: Engine) -> None:
         self.engines[engine.id] = engine
+        self.num_rows += engine.rows
         if engine.is_colocated:
             self.colocated[engine.id] = None
         self.touch(engine)
@@ -160,6 +161,7 @@ class State:
 
     def remove(self, engine: Engine) -> None:
         del self.engines[engine.id]
+        self.num_rows -= engine.rows
         self.colocated.pop(engine.id, None)
         self.leaving.pop(engine.id, None)
         self.touched.pop(engine.id, None)
@@ -212,6 +214,16 @@ class State:
     def is_redoing(self) -> bool:
         """Whether steps that were trained before are to be trained again."""
         return self.newest is None or self.newest < self.redo_until
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the last step is trained: at most an evaluation is still under way."""
+        return self.newest == self.limits.num_steps
+
+    def is_only_evaluated(self, version: int) -> bool:
+        """Whether all unfinished requests of `version` are held-out ones."""
+        run = self.evaluation
+        return run is not None and run.version == version and self.unfinished[version] == run.num_running
 
     def is_pinned(self, version: int) -> bool:
         """A version is pinned while it has unfinished requests, and only then."""

@@ -8,7 +8,7 @@ engine may take only every n-th version (`load_interval`), unless the bound asks
 from __future__ import annotations
 
 from dora.core.actions import Action, Dismiss, Drop, Load, Retire
-from dora.core.bound import num_admissible
+from dora.core.bound import deadline_at, num_admissible
 from dora.core.engines import Engine
 from dora.core.state import State
 
@@ -17,7 +17,7 @@ def listen(state: State) -> None:
     """Whether the newest is needed, for what engines hold may not, or should not, be admitted at."""
     held = max((v for v in state.holders if v in state.store), default=None)
     was_asked = state.is_newest_asked
-    is_late = held is not None and state.limits.deadline(held) <= state.next_step
+    is_late = held is not None and deadline_at(state, held) <= state.next_step
     state.is_newest_asked = held is None or is_late or num_admissible(state, held) == 0
     asked = (-1 if held is None else held, -1 if state.newest is None else state.newest)
     is_lazy = state.limits.load_interval > 1 or state.limits.batches_per_version is not None
@@ -34,12 +34,43 @@ def load(state: State, is_due: bool = True) -> list[Action]:
     """
     _reconsider(state)
     for version in _orphans(state):
-        _adopt(state, version, may_clear=True)
+        if not state.is_only_evaluated(version):
+            _adopt(state, version, may_clear=True)
     for version in _stranded(state):
         _adopt(state, version, may_clear=False)
     may_clear = state.is_newest_asked or state.limits.is_static
     if state.newest is not None and (is_due or may_clear) and _must_have(state, state.newest):
         _adopt(state, state.newest, may_clear=may_clear)
+    return _load_touched(state)
+
+
+def lend(state: State, is_due: bool) -> list[Action]:
+    """An engine for held-out requests whose version none has: one with room, or any if they are overdue.
+
+    Not while the newest, which comes first, is about to be used.
+    """
+    lacking = [v for v in _orphans(state) if state.is_only_evaluated(v)]
+    if not lacking or _is_newest_next(state):
+        return []
+    has_room = any(state.engines[engine].is_empty for engine in state.changed)
+    if not (is_due or has_room or state.is_trained):
+        return []
+    for version in lacking:
+        _adopt(state, version, may_clear=_is_overdue(state, version))
+    return _load_touched(state)
+
+
+def _is_newest_next(state: State) -> bool:
+    """Whether the newest is on its way to its first engine, or groups are about to be admitted at it."""
+    newest = state.newest
+    if newest is None or state.is_trained:
+        return False
+    is_coming = newest in state.coming and newest not in state.holders
+    return is_coming or (state.fresh_rows[newest] > 0 and num_admissible(state, newest) > 0)
+
+
+def _load_touched(state: State) -> list[Action]:
+    """Orders to engines that have changed, and may load now."""
     orders: list[Action] = []
     touched = sorted(state.touched)
     state.touched.clear()
@@ -53,9 +84,10 @@ def load(state: State, is_due: bool = True) -> list[Action]:
 def retire(state: State) -> list[Action]:
     """Let go of stored versions that are neither pinned, nor coming, nor open to admission."""
     newest_held = max(state.holders, default=None)
+    evaluated = state.evaluation.version if state.evaluation else None
     orders: list[Action] = []
     for version in sorted(state.store):
-        is_kept = version in (state.newest, newest_held) or version in state.coming
+        is_kept = version in (state.newest, newest_held, evaluated) or version in state.coming
         if not is_kept and not state.is_pinned(version):
             del state.store[version]
             orders.append(Retire(version))
@@ -79,6 +111,12 @@ def _orphans(state: State) -> list[int]:
     return sorted(v for v in lacking if v in state.store)  # others are redone first
 
 
+def _is_overdue(state: State, version: int) -> bool:
+    """Whether an engine must make room for an evaluation: it should be over when the next one is due."""
+    rule = state.limits.evaluation
+    return state.is_trained or (rule is not None and (state.newest or 0) >= version + rule.every)
+
+
 def _stranded(state: State) -> list[int]:
     """Versions that only engines on their way out decode."""
     found = {v for e in state.leaving for v in state.engines[e].requests.values()}
@@ -88,7 +126,7 @@ def _stranded(state: State) -> list[int]:
 def _must_have(state: State, newest: int) -> bool:
     """Whether some engine must give way to the newest version, for none has room for it."""
     limits = state.limits
-    if newest in state.holders or newest in state.coming:
+    if newest in state.holders or newest in state.coming or state.is_trained:
         return False
     is_eager = limits.batches_per_version is None and limits.load_interval == 1
     return is_eager or state.is_newest_asked
@@ -97,7 +135,7 @@ def _must_have(state: State, newest: int) -> bool:
 def _due(state: State, engine: Engine) -> int | None:
     """The version an engine should take next; None where it has what it should."""
     newest, limits = state.newest, state.limits
-    if newest is None or newest in engine.held:
+    if newest is None or newest in engine.held or state.is_trained:
         return None
     if state.is_newest_asked:
         return newest
@@ -179,4 +217,6 @@ def _may_drop(state: State, engine: Engine, version: int) -> bool:
     if engine.running[version] > 0 or version in state.waiting:
         return False
     is_last_copy = len(state.holders.get(version, ())) == 1
-    return not (is_last_copy and state.is_pinned(version))
+    run = state.evaluation
+    is_kept = run is not None and run.version == version != engine.clearing and run.num_left > 0
+    return not (is_last_copy and (is_kept or state.is_pinned(version)))

@@ -23,7 +23,7 @@ from dora.model.weights import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ALIGNMENT = 16  # elements: a cache line of fp32
-Memory = Callable[[tuple[int, ...]], Tensor]  # of a shape: zeros, fp32
+Memory = Callable[[tuple[int, ...]], Tensor]  # of a shape: zeros, of the engine's dtype
 MAX_PADDING = 31  # rows that a version's part of a padded batch has at most beside its own
 
 
@@ -61,8 +61,8 @@ class Workspace:
     inputs       [4, step rows], int64: tokens, positions, rows and slots of a padded step
 
     A step has max_rows rows. If it is padded it has a few more: they belong to a row of `tables` beyond
-    max_rows, whose one block beyond `num_blocks` takes the KV of padding. `kv_memory` makes kv, in fp32 on
-    the CPU, where others can read it.
+    max_rows, whose one block beyond `num_blocks` takes the KV of padding. `kv_memory` makes kv, on the CPU,
+    where others can read it.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Workspace:
         self.config, self.device = config, _device(device)
         if dtype not in DTYPES:
             raise EngineError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}")
-        if kv_memory is not None and (device, dtype, is_padded) != ("cpu", "float32", False):
+        if kv_memory is not None and (device, is_padded) != ("cpu", False):
             raise EngineError(
-                f"KV from which requests can move is fp32 on the CPU, not {dtype} on {device}; "
+                f"KV from which requests can move is that of the CPU's kernels, not of {device}; "
                 "set orchestrator.placement = static"
             )
         self.dtype = DTYPES[dtype]

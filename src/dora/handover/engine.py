@@ -5,37 +5,51 @@ It is an Engine that owns a Mover, and tells it what happens to the requests und
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dora.core.records import RequestId
 from dora.engine.engine import Engine
 from dora.engine.plan import Plan
 from dora.engine.sampler import Int64s
 from dora.engine.sequence import Completion
+from dora.engine.workspace import DTYPES
 from dora.handover.files import FORMAT, KVFormat
 from dora.handover.mover import Mover
 from dora.handover.moves import Answer, Kept, NotReceived, Receive, Reserved, Send
-from dora.handover.pool import make_pool
+from dora.handover.pool import as_blocks, make_pool
 from dora.model.config import ModelConfig
 
 
 class MovingEngine(Engine):
-    """An Engine, on the CPU and in fp32, that hands requests over and takes them; see there for `settings`.
+    """An Engine, on the CPU, that hands requests over and takes them; see there for `settings`.
 
     Its KV lies in the file `pool`, where other engines can read it. Leases of moves end by `clock`,
     which all engines share.
     """
 
     def __init__(
-        self, config: ModelConfig, *, pool: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
+        self,
+        config: ModelConfig,
+        *,
+        pool: Path,
+        clock: Callable[[], float] = time.monotonic,
+        dtype: str = "float32",
+        **settings: Any,
     ) -> None:
-        super().__init__(config, kv_memory=lambda shape: torch.from_numpy(make_pool(pool, shape)), **settings)
-        kv = self._workspace.kv.numpy()
+        def memory(shape: tuple[int, ...]) -> Tensor:
+            kind = DTYPES[dtype]
+            return torch.from_numpy(make_pool(pool, math.prod(shape) * kind.itemsize)).view(kind).view(shape)
+
+        super().__init__(config, kv_memory=memory, dtype=dtype, **settings)
+        self._dtype, own = dtype, self._workspace.kv
+        kv = as_blocks(own.flatten().view(torch.uint8).numpy(), len(own))
         self._mover = Mover(self._scheduler, self._rows, kv, self._form, self._seats.seat, clock)
 
     @property
@@ -97,4 +111,4 @@ class MovingEngine(Engine):
     def _form(self, version: int) -> KVFormat:
         """What KV of a version held looks like here."""
         shape = tuple(self._workspace.kv.shape[1:])
-        return KVFormat(FORMAT, self._model_digest, self._held[version].digest, "float32", shape)
+        return KVFormat(FORMAT, self._model_digest, self._held[version].digest, self._dtype, shape)

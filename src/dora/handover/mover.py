@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dora.core.records import RequestId
 from dora.engine.rows import Rows
 from dora.engine.scheduler import Scheduler
 from dora.engine.sequence import Sequence
 from dora.handover.files import KVFormat, TransferError
 from dora.handover.moves import Answer, Kept, NotReceived, Receive, Received, Reserved, Send, Sent
-from dora.handover.pool import Blocks, as_blocks, block_bytes, open_pool
+from dora.handover.pool import Blocks, block_bytes, open_pool
 from dora.handover.transfer import Incoming, Outgoing
 
 _LEASE_OVER = "its lease is over"
@@ -35,14 +32,14 @@ class Mover:
         self,
         scheduler: Scheduler,
         rows: Rows,
-        kv: NDArray[np.float32],
+        kv: Blocks,
         form: Callable[[int], KVFormat],
         seat: Callable[[Sequence], None],
         clock: Callable[[], float],
     ) -> None:
         self._scheduler, self._rows, self._form, self._seat = scheduler, rows, form, seat
         self._clock = clock
-        self._kv = as_blocks(kv)
+        self._kv = kv
         self._peers: dict[Path, Blocks] = {}
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}

@@ -5,7 +5,6 @@ Neighbouring blocks are copied and added up in one go, for most of a request's a
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -20,12 +19,11 @@ from dora.engine.sequence import EngineError
 Blocks = NDArray[np.uint64]  # [blocks, words of a block]
 
 
-def make_pool(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """A new file of fp32 zeros, mapped. Raises EngineError where there is no space for it.
+def make_pool(path: Path, num_bytes: int) -> NDArray[np.uint8]:
+    """A new file of zeros, mapped: its bytes. Raises EngineError where there is no space for it.
 
     All of it is claimed at once, for a memory file system that is full kills whoever writes to it.
     """
-    num_bytes = math.prod(shape) * 4
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         os.truncate(descriptor, num_bytes)
@@ -40,12 +38,12 @@ def make_pool(path: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
         ) from error
     finally:
         os.close(descriptor)
-    return np.frombuffer(mapped, np.float32).reshape(shape)
+    return np.frombuffer(mapped, np.uint8)
 
 
-def as_blocks(kv: NDArray[np.float32]) -> Blocks:
-    """The words of a pool [block, ...], so that blocks can be copied and added up."""
-    return kv.reshape(len(kv), -1).view(np.uint64)
+def as_blocks(pool: NDArray[np.uint8], num_blocks: int) -> Blocks:
+    """The words of so many blocks, so that they can be copied and added up."""
+    return pool.reshape(num_blocks, -1).view(np.uint64)
 
 
 def block_bytes(pool: Blocks) -> int:

@@ -1,12 +1,13 @@
 """The forward pass of a decoder of any family, over packed tokens.
 
 It keeps no state: weights come as named views, and attention is a callback, so that the
-trainer can attend inside a padded batch and the engine can attend to its KV cache.
+trainer can attend inside packed sequences and the engine can attend to its KV cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from dora.model.rope import frequencies
 from dora.model.routing import Recorder, Route, mix, shares
 
 Weights = Mapping[str, Tensor]
+Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 class Attend(Protocol):
@@ -50,45 +52,35 @@ def forward(
     sin: Tensor,
     attend: Attend,
     route: Route | None = None,
+    run: Run = lambda layer, x: layer(x),
 ) -> Tensor:
     """Final hidden states [N, hidden] of packed tokens [N] with their rope rows [N, D].
 
-    `route` chooses the experts of a mixture's tokens; without it these are the likeliest.
+    `route` chooses the experts of a mixture's tokens; without it these are the likeliest. `run` computes
+    each layer of its input [N, hidden]: it may do so twice, to keep less in between.
     """
-    eps, mixtures, route = config.rms_norm_eps, config.mixture_layers, route or Recorder(config)
-    x = F.embedding(tokens, weights["model.embed_tokens.weight"])
-    for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}."
-        h = _norm(weights, layer + "input_layernorm", x, eps)
-        q, k, v = _queries_keys_values(weights, config, layer + "self_attn.", h)
+    route, eps = route or Recorder(config), config.rms_norm_eps
+
+    def layer(i: int, x: Tensor) -> Tensor:
+        name = f"model.layers.{i}."
+        h = _norm(weights, name + "input_layernorm", x, eps)
+        q, k, v = _queries_keys_values(weights, config, name + "self_attn.", h)
         mixed = attend(i, rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2)
-        x = x + _linear(weights, layer + "self_attn.o_proj", mixed)
-        h = _norm(weights, layer + "post_attention_layernorm", x, eps)
-        if i in mixtures:
-            x = x + _mixture(weights, config, i, h, route)
-        else:
-            x = x + _mlp(weights, layer + "mlp.", h)
+        x = x + _linear(weights, name + "self_attn.o_proj", mixed)
+        h = _norm(weights, name + "post_attention_layernorm", x, eps)
+        if i in config.mixture_layers:
+            return x + _mixture(weights, config, i, h, route)
+        return x + _mlp(weights, name + "mlp.", h)
+
+    x = F.embedding(tokens, weights["model.embed_tokens.weight"]).to(weights["model.norm.weight"].dtype)
+    for i in range(config.num_hidden_layers):
+        x = run(partial(layer, i), x)
     return _norm(weights, "model.norm", x, eps)
 
 
-def logits(weights: Weights, hidden: Tensor) -> Tensor:
-    """Vocabulary logits [N, vocab]; the head is the embedding where the two are tied."""
-    head = weights.get("lm_head.weight")
-    return F.linear(hidden, weights["model.embed_tokens.weight"] if head is None else head)
-
-
-def causal_attend(batch: int, length: int) -> Attend:
-    """Attention inside right-padded sequences: packed tokens are [batch * length].
-
-    With padding on the right, causality alone keeps real tokens from seeing padding.
-    """
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return out.transpose(1, 2).flatten(0, 1)
-
-    return attend
+def head(weights: Weights) -> Tensor:
+    """[vocab, hidden]: what makes logits of hidden states; the embedding, where the two are tied."""
+    return weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
 
 
 def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:

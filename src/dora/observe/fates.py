@@ -30,6 +30,7 @@ class Fates:
         self._fetched: list[GroupId] = []
         self._known: set[GroupId] = set()  # the fetched, for looking up
         self._admitted: dict[GroupId, int] = {}  # -> version
+        self._deadlines: dict[GroupId, int] = {}
         self._finished: set[RequestId] = set()
         self._rewards: dict[GroupId, tuple[float, ...]] = {}
         self._batches: list[tuple[GroupId, ...]] = []  # ordered, one per step
@@ -137,7 +138,12 @@ class Fates:
             group == fetched, f"group {group} was admitted at index {index}, fetched there was {fetched}"
         )
         self._check(group not in self._admitted, f"group {group} was admitted twice")
-        self._admitted[group] = order.version
+        self._admitted[group], self._deadlines[group] = order.version, order.deadline
+        last = order.version + self._limits.max_staleness
+        if order.deadline > last:
+            self.findings_late.append(
+                f"group {group} of version {order.version} got the deadline {order.deadline}, after {last}"
+            )
 
     def _end(self, group: GroupId, how: str) -> None:
         self._check(group in self._admitted, f"group {group} is {how} without being admitted")
@@ -176,6 +182,10 @@ class Fates:
             self.findings_late.append(
                 f"group {group} of version {version} is in the batch of step {step}: "
                 f"staleness {staleness}, bound {bound}"
+            )
+        elif step > (deadline := self._deadlines[group]):
+            self.findings_late.append(
+                f"group {group} is in the batch of step {step}, after its deadline {deadline}"
             )
 
     def _check_whole(self, group: GroupId) -> None:

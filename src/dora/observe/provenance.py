@@ -7,7 +7,7 @@ nothing else. A request has one owner at any time.
 
 from __future__ import annotations
 
-from dora.core.actions import Action, Admit, Drop, Generate, Migrate
+from dora.core.actions import Action, Admit, BeginEvaluation, Drop, Generate, Migrate
 from dora.core.events import (
     EngineJoined,
     EngineLeft,
@@ -38,6 +38,7 @@ class Provenance:
         self._redone: set[int] = set()  # published before a resume, and due again
         self._resumed_from = -1
         self._admitted: dict[GroupId, int] = {}
+        self._evaluated: set[int] = set()  # versions that held-out prompts are answered by
         self._held: dict[int, set[int]] = {}
         self._given: dict[RequestId, int] = {}  # -> the engine that generates it
         self._moving: dict[RequestId, tuple[int, int]] = {}  # -> from and to which engine
@@ -46,6 +47,8 @@ class Provenance:
         match record:
             case Admit(group, _, version, _):
                 self._admitted[group] = version
+            case BeginEvaluation(version):
+                self._evaluated.add(version)
             case Generate(engine, _, requests):
                 for request in requests:
                     self._give(request, engine)
@@ -109,6 +112,13 @@ class Provenance:
             published = self._published.get(version)
             self._check(digest == published, f"version {version} is kept as {digest}, was {published}")
 
+    def _version_of(self, group: GroupId) -> int | None:
+        """The version a group was admitted at, or whose evaluation a held-out prompt is part of."""
+        if not group.is_held_out:
+            return self._admitted.get(group)
+        evaluated = -1 - group.epoch
+        return evaluated if evaluated in self._evaluated else None
+
     def _check(self, condition: bool, sentence: str) -> None:
         if not condition:
             self.findings.append(sentence)
@@ -120,7 +130,7 @@ class Provenance:
 
     def _migrated(self, fact: Migrated) -> None:
         """The owner changes; the version stays, so the new one must hold it."""
-        name, version = f"request {fact.request}", self._admitted.get(fact.request.group)
+        name, version = f"request {fact.request}", self._version_of(fact.request.group)
         self._end_move(fact.request, fact.source, fact.destination)
         owner = self._given.get(fact.request)
         self._check(
@@ -157,7 +167,7 @@ class Provenance:
     def _finished(self, fact: RequestFinished) -> None:
         self.num_trajectories += 1
         self.versions.add(fact.version)
-        name, admitted = f"request {fact.request}", self._admitted.get(fact.request.group)
+        name, admitted = f"request {fact.request}", self._version_of(fact.request.group)
         self._check(
             fact.version == admitted, f"{name} finished on version {fact.version}, its group has {admitted}"
         )

@@ -57,13 +57,15 @@ def table(run: Path) -> Table:
 
 
 def _held_out(s: dict[str, Any]) -> list[tuple[str, str]]:
-    """No rows for a run that evaluated nothing."""
-    if s["eval_before"] is None:
-        return []
-    return [
-        ("held out, sampled", f"{_number(s['eval_before'])} -> {_number(s['eval_after'])}"),
-        ("held out, greedy", f"{_number(s['eval_greedy_before'])} -> {_number(s['eval_greedy_after'])}"),
+    """No rows for what was not evaluated."""
+    keys = {"sampled": "eval", "greedy": "eval_greedy"}
+    rows = [
+        (f"held out, {name}", f"{_number(s[f'{key}_before'])} -> {_number(s[f'{key}_after'])}")
+        for name, key in keys.items()
+        if s[f"{key}_before"] is not None
     ]
+    between = [str(e["version"]) for e in s["evaluations"] if 0 < e["version"] < s["steps"]]
+    return [*rows, ("evaluated beside", f"versions {', '.join(between)}")] if between else rows
 
 
 def _mismatch(largest: float | None) -> str:

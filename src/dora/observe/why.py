@@ -6,12 +6,14 @@ why it was ordered stand beside it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from dora.core.actions import (
     Abort,
     Action,
     Admit,
+    BeginEvaluation,
     Commit,
     Fail,
     Filter,
@@ -26,6 +28,7 @@ from dora.core.events import (
     EngineLost,
     Event,
     GroupScored,
+    GroupUnscorable,
     Migrated,
     MigrationFailed,
     Paused,
@@ -77,6 +80,8 @@ def _requests(journal: RecordedRun, run: Path, name: str) -> list[RequestId]:
             f"request {name!r} must read epoch/row/sibling, as in 0/12/3, or epoch/row for a whole group"
         )
     group, size = GroupId(*numbers[:2]), journal.limits.group_size
+    if group.is_held_out:
+        return _held_out(journal, run, numbers)
     admitted = [line.record.group for line in journal.lines if isinstance(line.record, Admit)]
     if group not in admitted:
         known = f", the last one was {admitted[-1]}" if admitted else ""
@@ -86,6 +91,20 @@ def _requests(journal: RecordedRun, run: Path, name: str) -> list[RequestId]:
     if not 0 <= numbers[2] < size:
         raise InputError(f"request {name} does not exist: the siblings of a group are 0 to {size - 1}")
     return [RequestId(*group, numbers[2])]
+
+
+def _held_out(journal: RecordedRun, run: Path, numbers: Sequence[int]) -> list[RequestId]:
+    """Answers to a held-out prompt, which are named -1 - version/row/sibling."""
+    rule, version = journal.limits.evaluation, -1 - numbers[0]
+    evaluated = [line.record.version for line in journal.lines if isinstance(line.record, BeginEvaluation)]
+    siblings = range(rule.num_answers) if rule and numbers[1] in range(rule.num_prompts) else range(0)
+    named = numbers[2:] or siblings
+    if version not in evaluated or not named or not {*named} <= {*siblings}:
+        name = "/".join(map(str, numbers))
+        raise InputError(
+            f"no evaluation of version {version} in {run} has a held-out prompt or answer {name}"
+        )
+    return [RequestId(-1 - version, numbers[1], sibling) for sibling in named]
 
 
 class _Life:
@@ -135,6 +154,7 @@ class _Life:
                 return f"finished on engine {engine}: {num_tokens} tokens, {reason}"
             case RequestFailed(engine, failed, reason) if failed == request:
                 self._engine = None
+                self.standing = "" if request.is_held_out else self.standing
                 return f"refused by engine {engine}: {reason}"
             case Abort(engine, requests) if request in requests:
                 return f"to be given up on engine {engine}, for its group has failed"
@@ -156,6 +176,13 @@ class _Life:
                     f"admitted at version {version}, position {index} of the data, to be trained by step "
                     f"{deadline}; step {step} was being filled"
                 )
+            case BeginEvaluation(version) if self._group.is_held_out and version == -1 - self._group.epoch:
+                self.standing = "pending: it waits for a row"
+                return f"admitted at version {version}, whose evaluation begins: it is never trained"
+            case GroupScored(group, rewards) if group == self._group and group.is_held_out:
+                return self._end(group, f"scored: reward {rewards[self._request.sibling]:g}")
+            case GroupUnscorable(group, reason) if group == self._group and group.is_held_out:
+                return self._end(group, f"could not be scored: {reason}")
             case GroupScored(group, rewards) if group == self._group:
                 self.standing = "pending: its group is in no batch"
                 return f"scored: reward {rewards[self._request.sibling]:g}"

@@ -11,51 +11,65 @@ from queue import SimpleQueue
 from dora.config import Config
 from dora.core.events import GroupScored, GroupUnscorable
 from dora.core.records import GroupId
-from dora.errors import RewardError
+from dora.errors import ConfigError, RewardError
+from dora.runtime import devices
 from dora.runtime.folder import check_out
+from dora.runtime.memory import memory, size
 from dora.runtime.messages import Judge
 from dora.runtime.plan import Plan
 from dora.runtime.process import Told, take
 from dora.runtime.rewarding import Rewarder
 
-_MB = 1e6
-_COPIES_IN_TRAINER = 4  # weights, gradient, and AdamW's two moments
-
 
 def check(config: Config, out: Path) -> str:
     """Load what the configuration names and call the reward once; returns what a run would be.
 
-    Raises InputError for whatever would stop the run at its start. Writes nothing.
+    Raises InputError for whatever would stop the run at its start, but for GPUs that are not here: their
+    absence is told, for a run is often thought out on a machine without any. Writes nothing.
     """
     check_out(out)
     plan = Plan.make(config, out)
     judged = _call_reward(plan)
-    return "\n".join(f"{name:<22}{value}" for name, value in {**_derived(plan), "reward": judged}.items())
+    findings = {**_derived(plan), **_places(plan), "reward": judged}
+    return "\n".join(f"{name:<22}{value}" for name, value in findings.items())
 
 
 def _derived(plan: Plan) -> dict[str, str]:
     config, limits = plan.config, plan.limits
     engines, rows, slots = plan.num_engines, config.engine.max_rows, config.version_slots
-    weights, kv = 4 * plan.num_parameters, plan.pool_bytes
-    memory = engines * slots * weights + _COPIES_IN_TRAINER * weights + plan.stored_bytes
     rules = config.orchestrator
     return {
-        "model": f"{plan.num_parameters:,} parameters, {weights / _MB:.1f} MB",
+        "model": f"{plan.num_parameters:,} parameters, {size(plan.version_bytes)} a version in "
+        f"{config.engine.dtype}",
         "prompts": f"{len(plan.dataset):,} for training, {len(plan.held_out or ())} held out",
-        "batch": f"{limits.batch_size} groups x {limits.group_size} = {config.samples_per_step} samples",
-        "policy": f"{rules.update_policy}, max_staleness {limits.max_staleness}"
+        "batch": f"{limits.batch_size} groups x {limits.group_size} = {config.samples_per_step} samples, "
+        + (f"updates of about {budget} tokens" if (budget := config.trainer.batch_tokens) else "one update"),
+        "critic": f"{num:,} parameters" if (num := plan.num_critic_parameters) else "none",
+        "policy": f"{rules.update_policy}, max_staleness {limits.max_staleness} ({rules.staleness})"
         + _live_versions(limits.batches_per_version),
         "gradients": "summed while a batch fills up"
         if config.streams
         else f"wait for the whole batch: {config.why_no_streaming or 'trainer.streaming = false'}",
+        "ranks": f"num_ranks = {num_ranks}: 1 / {num_ranks} of policy, gradient and moments on each"
+        if (num_ranks := config.trainer.num_ranks) > 1
+        else "one trainer process",
         "placement": rules.placement + (", and the trainer lends itself" if config.trainer.elastic else ""),
         "window": f"(max_staleness + 1) x batch_size - slack = {config.window} groups admitted and untrained",
         "rows": f"engines x max_rows = {engines} x {rows} = {config.total_rows} requests at once",
         "version slots": f"{slots} per engine",
         "context": f"{config.data.max_prompt_length} + {config.sampling.max_response_length} tokens",
-        "memory": f"{memory / _MB:.0f} MB: {engines} engines x ({slots} x weights + {kv / _MB:.0f} MB of "
-        f"KV), {_COPIES_IN_TRAINER} x weights in the trainer, {plan.weights_bytes / _MB:.0f} MB in the store",
     }
+
+
+def _places(plan: Plan) -> dict[str, str]:
+    """Where what is computed, and what lies there; activations come on top."""
+    findings = {f"memory on {device}": words for device, words in memory(plan).items()}
+    findings["of it shared"] = f"{size(plan.stored_bytes)}, for versions and the KV of engines on the CPU"
+    try:
+        devices.check(plan.config)
+    except ConfigError as error:
+        findings["to be put right"] = f"a run would be refused here: {error}"
+    return findings
 
 
 def _live_versions(batches_per_version: int | None) -> str:

@@ -1,14 +1,13 @@
 """Answer the held-out prompts on the engines, with one version, while nothing else runs.
 
-Each prompt is answered twice: greedily, and sampled as in training. The engines hold nothing
+That is before and after training; evaluations beside it are the orchestrator's. The engines hold nothing
 when it is over, so that the orchestrator starts from what it knows.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from dora.core.actions import Drop, Generate, Load, Resume, Rush, Score
 from dora.core.events import (
@@ -23,36 +22,11 @@ from dora.core.events import (
     RequestFinished,
 )
 from dora.core.records import GroupId, RequestId
-from dora.data.dataset import Prompt
 from dora.errors import RunError
-from dora.runtime.lengths import percentile
+from dora.runtime.held_out import Evaluation
 from dora.runtime.local import LocalHands
-from dora.runtime.plan import EVALUATION, GREEDY, SAMPLED
 
 NUM_EXAMPLES = 2
-
-
-@dataclass
-class Evaluation:
-    """Mean rewards on the held-out prompts; one that cannot be scored counts as 0."""
-
-    version: int
-    num_prompts: int
-    rewards: dict[GroupId, tuple[float, ...]] = field(default_factory=dict)
-    lengths: list[int] = field(default_factory=list)  # of sampled answers, tokens
-    examples: list[tuple[Prompt, str, GroupId]] = field(default_factory=list)  # prompt, sampled answer
-
-    @property
-    def greedy(self) -> float:
-        return sum(r[GREEDY] for r in self.rewards.values()) / self.num_prompts
-
-    @property
-    def sampled(self) -> float:
-        return sum(r[SAMPLED] for r in self.rewards.values()) / self.num_prompts
-
-    def length_percentile(self, share: float) -> int:
-        """Length (tokens) of sampled answers that `share` of them do not exceed."""
-        return int(percentile(self.lengths, share))
 
 
 def evaluate(hands: LocalHands, version: int, held: Mapping[int, Iterable[int]]) -> Evaluation | None:
@@ -79,20 +53,19 @@ class _Round:
     """One evaluation under way."""
 
     def __init__(self, hands: LocalHands, version: int, engines: Iterable[int]) -> None:
-        assert hands.plan.held_out is not None
-        num_prompts = len(hands.plan.held_out)
+        rule = hands.plan.evaluation
+        assert rule is not None
         self._hands, self._engines = hands, {*engines}
-        self._result = Evaluation(version, num_prompts)
-        self._waiting = deque(
-            RequestId(EVALUATION, i, k) for i in range(num_prompts) for k in (GREEDY, SAMPLED)
-        )
+        is_greedy = hands.plan.config.eval.greedy
+        self._result = Evaluation(version, rule.num_prompts, rule.num_answers, is_greedy)
+        self._waiting = deque(rule.request(version, index) for index in range(rule.num_requests))
         self._running: dict[int, set[RequestId]] = {}
-        self._finished: dict[GroupId, int] = {}
+        self._finished: Counter[GroupId] = Counter()
         self._num_failed = 0
 
     def run(self) -> Evaluation:
         """To the last reward, and until every engine has answered its load: no fact is left behind."""
-        while len(self._result.rewards) < self._result.num_prompts or self._engines > self._running.keys():
+        while self._num_judged < self._result.num_prompts or self._engines > self._running.keys():
             self._dispatch()
             event = self._hands.next_fact(None)
             assert event is not None
@@ -117,20 +90,28 @@ class _Round:
             case EngineLost(engine) | EngineLeft(engine):
                 self._engines.discard(engine)
                 self._waiting.extendleft(self._running.pop(engine, ()))
-            case RequestFinished(engine, request, _, num_tokens) if request.epoch == EVALUATION:
+            case RequestFinished(engine, request) if self._is_mine(request.group):
                 self._running[engine].discard(request)
-                self._finish(request, num_tokens)
-            case GroupScored(group, rewards):
-                self._result.rewards[group] = rewards
-            case GroupUnscorable(group):
-                self._result.rewards[group] = (0.0, 0.0)
-                self._fail(group)
+                self._result.hear(event)
+                self._finish(request.group)
+            case GroupScored(group) if self._is_mine(group):
+                self._result.hear(event)
+            case GroupUnscorable(group) if self._is_mine(group):
+                self._fail()
             case RequestFailed(_, request, reason):
                 raise RunError(f"evaluation request {request} was refused: {reason}")
             case _:
                 pass  # what the training run left behind
 
-    def _fail(self, group: GroupId) -> None:
+    @property
+    def _num_judged(self) -> int:
+        return len(self._result.rewards) + self._num_failed
+
+    def _is_mine(self, group: GroupId) -> bool:
+        """Others are what the training run left behind."""
+        return group.epoch == -1 - self._result.version
+
+    def _fail(self) -> None:
         """An answer without a reward counts as 0, but not too many of them."""
         self._num_failed += 1
         share = self._hands.plan.config.reward.max_failed_share
@@ -141,15 +122,12 @@ class _Round:
                 f"{self._hands.rewarder.first_failure.rstrip()}"
             )
 
-    def _finish(self, request: RequestId, num_tokens: int) -> None:
-        group = request.group
-        if request.sibling == SAMPLED:
-            self._result.lengths.append(num_tokens)
-        self._finished[group] = self._finished.get(group, 0) + 1
-        if self._finished[group] < 2:
+    def _finish(self, group: GroupId) -> None:
+        self._finished[group] += 1
+        if self._finished[group] < self._result.num_answers:
             return
         if group.row < NUM_EXAMPLES:
             plan = self._hands.plan
-            answer = plan.tokenizer.decode(self._hands.teller.peek(group)[SAMPLED])
-            self._result.examples.append((plan.source_of(group).prompt(group.row), answer, group))
+            answer = plan.tokenizer.decode(self._hands.teller.peek(group)[self._result.shown_sibling])
+            self._result.shown[group] = (str(plan.source_of(group).prompt(group.row)), answer)
         self._hands.perform(Score(group))

@@ -105,9 +105,10 @@ class Fleet:
             case m.Gone():
                 self._end(engine, self.workers[engine].how_it_ended)
             case m.Ready(note, pool):
-                assert pool is not None
                 self.ready.add(engine)
-                self.kernels, self._pools[engine] = note, pool
+                self.kernels = note
+                if pool is not None:
+                    self._pools[engine] = pool
                 if self._is_open:
                     self._join(engine)
                     self._notice(f"engine {engine} has joined")

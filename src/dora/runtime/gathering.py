@@ -23,11 +23,16 @@ class Gathering:
         self,
         trainer: Trainer,
         read: Callable[[GroupId], Sequence[StoredSample]],
+        digest: Callable[[int], str | None],
         scoring: Scoring,
         streams: bool,
     ) -> None:
-        """`read` gives the samples of a scored group. Without `streams` every batch is taken whole."""
+        """`read` gives the samples of a scored group, `digest` that of a version's weights if it is here.
+
+        Without `streams` every batch is taken whole.
+        """
         self._trainer, self._read, self._scoring, self._streams = trainer, read, scoring, streams
+        self._digest = digest
         self._step: int | None = None  # may be worked on; None: the version it begins with is not out
         self._committed: dict[int, list[GroupId]] = defaultdict(list)  # by step, in order
         self._put: list[GroupId] = []  # of `_step`
@@ -88,25 +93,33 @@ class Gathering:
         self._put = []
 
     def _put_group(self, step: int, group: GroupId) -> None:
-        self._trainer.put([_sample(step, s, s.advantage) for s in self._read(group)])
+        self._trainer.put([self._sample(step, s, s.advantage) for s in self._read(group)])
         self._put.append(group)
 
     def _put_whole(self, step: int, groups: Sequence[GroupId]) -> None:
-        """All at once, so that samples of like lengths share a micro-batch."""
+        """All at once, so that micro-batches are of like sizes."""
         batch = [self._read(group) for group in groups]
+        rewards = [[s.reward for s in group] for group in batch]
+        num_tokens = [[len(s.token_ids) for s in group] for group in batch]
+        critic, shaped = self._trainer.critic, self._scoring.shaped(rewards, num_tokens)
         advantages: Sequence[Sequence[float | None]] = [[s.advantage for s in group] for group in batch]
-        if self._scoring.needs_batch:
-            rewards = [[s.reward for s in group] for group in batch]
-            num_tokens = [[len(s.token_ids) for s in group] for group in batch]
+        if critic is not None:
+            advantages = shaped  # until they have been judged
+        elif self._scoring.needs_batch:
             advantages = self._scoring.of_batch(rewards, num_tokens)
         pairs = [
             (s, a)
             for group, own in zip(batch, advantages, strict=True)
             for s, a in zip(group, own, strict=True)
         ]
-        self._trainer.put([_sample(step, stored, advantage) for stored, advantage in pairs])
+        samples = [self._sample(step, stored, advantage) for stored, advantage in pairs]
+        if critic is not None:
+            samples = critic.judge(samples, [reward for group in shaped for reward in group])
+        self._trainer.put(samples, is_whole=True)
 
-
-def _sample(step: int, s: StoredSample, advantage: float | None) -> Sample:
-    assert advantage is not None
-    return Sample(s.prompt_ids, s.token_ids, s.logprobs, advantage, step - s.version, s.routes)
+    def _sample(self, step: int, s: StoredSample, advantage: float | None) -> Sample:
+        assert advantage is not None
+        is_comparable = self._digest(s.version) == s.weight_digest
+        return Sample(
+            s.prompt_ids, s.token_ids, s.logprobs, advantage, step - s.version, s.routes, is_comparable
+        )

@@ -7,7 +7,7 @@ other lengths than it generates drifts without saying so; here it says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dora.core.actions import Action, Fail, Filter
@@ -32,10 +32,13 @@ class Lengths:
         self.filtered = Counter[int]()
         self._groups: dict[GroupId, list[RequestFinished]] = {}
 
-    def hear(self, event: Event | None, orders: Sequence[Action]) -> None:
-        """Take in one fact and the orders it caused."""
-        if isinstance(event, RequestFinished):
-            self._groups.setdefault(event.request.group, []).append(event)
+    def hear(
+        self, event: Event | None, orders: Sequence[Action], is_alive: Callable[[GroupId], bool]
+    ) -> None:
+        """Take in one fact and the orders it caused; of a group that has failed some answers come later."""
+        if isinstance(event, RequestFinished) and not event.request.is_held_out:
+            if is_alive(event.request.group):
+                self._groups.setdefault(event.request.group, []).append(event)
             self.generated[event.num_tokens] += 1
         for order in orders:
             if isinstance(order, Filter):

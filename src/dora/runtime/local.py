@@ -43,10 +43,10 @@ from dora.runtime import messages as m
 from dora.runtime.fleet import Fleet
 from dora.runtime.past import SAMPLES, Past
 from dora.runtime.plan import Plan
-from dora.runtime.process import Told, Worker, take
+from dora.runtime.process import Told, Worker, take, warm_up
+from dora.runtime.ranks import start_ranks
 from dora.runtime.rewarding import Rewarder
 from dora.runtime.telling import Teller
-from dora.runtime.workers import run_trainer
 from dora.stream.feed import Feed
 from dora.stream.samples import SampleStore
 from dora.weights.store import WeightStore, make_store_folder
@@ -70,12 +70,13 @@ class LocalHands:
         `check_stop` is called while nothing is half done, and may raise to end the run. With a `past`
         they go on from there.
         """
+        warm_up()
         self._started_s = self._checked_s = time.monotonic()
         self._began_s = self._started_s  # later, once a run that goes on has started
         self.plan, self.notice, self._check_stop = plan, notice, check_stop
         fsync = plan.config.journal.fsync
         self.samples = past.samples if past else SampleStore(plan.out / SAMPLES, fsync=fsync)
-        self.weights = WeightStore(make_store_folder(plan.stored_bytes))
+        self.weights = WeightStore(make_store_folder(plan.stored_bytes), plan.config.engine.dtype)
         self._feed = Feed(self.weights.folder / "stream", plan.limits.group_size)
         self.samples.follow(self._feed)
         self.facts: deque[Event] = deque()
@@ -90,9 +91,10 @@ class LocalHands:
         self._step_failures: Counter[int] = Counter()
         self.fleet.digests.update(kept)
         checkpoint = past.checkpoint if past else None
-        trainer_spec = plan.trainer_spec(self.weights.folder, self._feed.folder, checkpoint)
-        self.trainer = Worker("trainer", run_trainer, trainer_spec, self._told)
-        self._is_trainer_ready = self._is_training = False
+        self._ranks = start_ranks(plan, self.weights.folder, self._feed.folder, checkpoint, self._told)
+        self.trainer = self._ranks[0]
+        self._ranks_ready: set[str] = set()
+        self._is_training = False
         reward, runtime = plan.config.reward, plan.config.runtime
         self.rewarder = Rewarder(plan.rewarder_spec(), reward.timeout_s, runtime.start_timeout_s, self._told)
 
@@ -142,6 +144,13 @@ class LocalHands:
             self._listen(POLL_S if until is None else max(0.0, min(POLL_S, until - self.now)))
         return self.facts.popleft()
 
+    def accumulate(self, step: int, groups: Sequence[GroupId]) -> None:
+        """Have the trainer begin with scored groups of a step's batch, where it may."""
+        if self.plan.config.streams:
+            self.samples.commit()  # so that the trainer can read them
+            for group in groups:
+                self.trainer.send(m.Accumulate(step, group))
+
     def save(self, core: str, versions: Sequence[int]) -> None:
         """Have the trainer write a checkpoint, once it has done what it was told before.
 
@@ -183,7 +192,7 @@ class LocalHands:
     def close(self) -> None:
         """End every process and remove the versions from memory."""
         self.fleet.kill()
-        for worker in (self.trainer, self.rewarder.worker):
+        for worker in (*self._ranks, self.rewarder.worker):
             worker.kill()
         self.samples.follow(None)
         self._feed.close()
@@ -263,9 +272,7 @@ class LocalHands:
 
     @perform.register
     def _(self, order: Commit) -> None:
-        if self.plan.config.streams:
-            self.samples.commit()  # so that the trainer can read it
-            self.trainer.send(m.Accumulate(order.step, order.group))
+        self.accumulate(order.step, [order.group])
         self.samples.mark([order.group], "committed")
 
     @perform.register
@@ -290,7 +297,7 @@ class LocalHands:
 
     def _late(self) -> list[str]:
         late = [w.name for i, w in self.fleet.workers.items() if i not in self.fleet.ready]
-        late += [] if self._is_trainer_ready else ["the trainer"]
+        late += [f"the {rank.name}" for rank in self._ranks if rank.name not in self._ranks_ready]
         return late + ([] if self.rewarder.is_ready else ["the rewarder"])
 
     def _listen(self, timeout_s: float) -> None:
@@ -306,17 +313,17 @@ class LocalHands:
         """What is said by a worker that was replaced or given up is not heard any more."""
         if worker is self.rewarder.worker:
             self.facts.extend(map(self.teller.scored, self.rewarder.heard(message)))
-        elif worker is self.trainer:
-            self._hear_trainer(message)
+        elif worker in self._ranks:
+            self._hear_trainer(worker, message)
         elif (engine := self.fleet.number_of(worker)) is not None:
             self.fleet.hear(engine, message)
 
-    def _hear_trainer(self, message: Any) -> None:
+    def _hear_trainer(self, rank: Worker, message: Any) -> None:
         if isinstance(message, m.Gone):
-            sentence = f"{self.trainer.how_it_ended}; the run cannot go on without it"
-            raise RunError(f"{sentence}\n{self.trainer.crash}".rstrip())
+            sentence = f"{rank.how_it_ended}; the run cannot go on without it"
+            raise RunError(f"{sentence}\n{rank.crash}".rstrip())
         if isinstance(message, m.Ready):
-            self._is_trainer_ready = True
+            self._ranks_ready.add(rank.name)
         elif isinstance(message, m.Saved | m.SaveRefused):
             self._hear_saved(message)
         elif isinstance(message, m.WeightsPublished):
@@ -368,8 +375,11 @@ class LocalHands:
         asleep_s = max(0.0, now_s - self._checked_s - 1.0)
         self._checked_s = now_s
         self.fleet.check_silence(asleep_s)
-        self.trainer.last_heard_s += asleep_s
         timeout_s = self.plan.config.runtime.trainer_timeout_s
-        if self._is_trainer_ready and self.trainer.is_silent(timeout_s):
-            limit = f"runtime.trainer_timeout_s = {timeout_s:g}"
-            raise RunError(f"the trainer was silent for more than {limit}; the run cannot go on without it")
+        limit = f"runtime.trainer_timeout_s = {timeout_s:g}"
+        for rank in self._ranks:
+            rank.last_heard_s += asleep_s
+            if rank.name in self._ranks_ready and rank.is_silent(timeout_s):
+                raise RunError(
+                    f"the {rank.name} was silent for more than {limit}; the run cannot go on without it"
+                )

@@ -22,15 +22,17 @@ from dora.handover.moves import Sent as Sent
 from dora.rewards.base import Outcome, Prompt
 from dora.trainer.scoring import Scoring
 
-if TYPE_CHECKING:
-    from dora.trainer.trainer import TrainerSettings  # brings torch, which a rewarder does not need
+if TYPE_CHECKING:  # they bring torch, which a rewarder does not need
+    from dora.trainer.critic import CriticSettings
+    from dora.trainer.trainer import TrainerSettings
 
 # specifications: everything a worker needs to start
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A rollout engine; lengths in tokens. Its KV blocks lie in the file `pool`, which it makes.
+    """A rollout engine; lengths in tokens. Its KV blocks lie in the file `pool`, which it makes; on a GPU
+    they lie there, and there is none.
 
     One that `reads_text` knows stop strings, one that `returns_routes` tells the experts of each token.
     """
@@ -48,6 +50,16 @@ class EngineSpec:
     exact: bool = False
     reads_text: bool = False
     returns_routes: bool = False
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class CriticSpec:
+    """A critic, which begins as the decoder in the folder `model`."""
+
+    model: Path
+    settings: CriticSettings
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,8 @@ class TrainerSpec:
     """The trainer. It begins at `model`, or goes on from `checkpoint`.
 
     One that `streams` works on committed groups before their batch is complete. In exact mode it computes
-    log-probs as an engine of `exact` does.
+    log-probs as an engine of `exact` does. Of `num_ranks` processes rank 0 is the one that is spoken to; none
+    waits longer than `rank_timeout_s` for another.
     """
 
     model: Path
@@ -67,6 +80,13 @@ class TrainerSpec:
     max_staleness: int = 0
     exact: EngineSpec | None = None
     checkpoint: Path | None = None
+    device: str = "cpu"
+    published_dtype: str = "float32"
+    peak_tflops: float | None = None
+    rank: int = 0
+    num_ranks: int = 1
+    rank_timeout_s: float = 600.0
+    critic: CriticSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +196,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker has started; `note` says what it runs on, `pool` is the file of an engine's KV blocks."""
+    """The worker has started; `note` says what it runs on, `pool` is the file of an engine's KV, if any."""
 
     note: str = ""
     pool: Path | None = None

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from dora.core.actions import Action, Admit, Fail, Filter, Train
 from dora.core.events import EngineLost, Event, RequestFinished, Resumed, Trained
@@ -18,6 +19,7 @@ from dora.core.orchestrator import Orchestrator
 from dora.core.records import GroupId, Limits
 from dora.core.state import State
 from dora.runtime.lengths import Lengths
+from dora.runtime.phases import Phases
 from dora.runtime.stalls import Stalls
 from dora.runtime.telling import Teller
 from dora.runtime.travels import Travels
@@ -38,6 +40,25 @@ class TimedOrchestrator(Orchestrator):
             self.busy_s += time.perf_counter() - began_s
 
 
+class Rewards(NamedTuple):
+    """What is kept of the rewards of one step's samples."""
+
+    mean: float
+    std: float
+    frac_zero_std: float  # of the groups, those whose rewards are all equal
+    frac_solved: float  # of the samples, those with a reward of at least 1
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[float]]) -> Rewards:
+        """`groups`: the siblings' rewards of each."""
+        every = [*chain.from_iterable(groups)]
+        num_equal, num_solved = sum(len({*own}) == 1 for own in groups), sum(reward >= 1 for reward in every)
+        shares = num_equal / len(groups), num_solved / len(every)
+        return cls(statistics.fmean(every), statistics.pstdev(every), *shares, min(every), max(every))
+
+
 @dataclass
 class StepRecord:
     """What one training step consumed."""
@@ -45,29 +66,28 @@ class StepRecord:
     step: int
     t_s: float
     staleness: Counter[int]
-    rewards: list[tuple[float, ...]]  # of each group
+    rewards: Rewards
     num_tokens: int
     wall_s: float  # since the step before, or the start
     stall_s: float  # of that
+    effective: int  # staleness that aging allows for groups admitted from here on
     metrics: dict[str, float]
-
-    @property
-    def reward(self) -> float:
-        """Mean over all samples."""
-        return statistics.fmean(chain.from_iterable(self.rewards))
 
     def to_json(self) -> dict[str, float]:
         """One line of metrics.jsonl."""
         count = self.staleness.total()
-        num_equal = sum(len({*rewards}) == 1 for rewards in self.rewards)
         return {
             "step": self.step,
             "t_s": round(self.t_s, 3),
-            "reward/mean": self.reward,
-            "reward/std": statistics.pstdev(chain.from_iterable(self.rewards)),
-            "reward/frac_zero_std": num_equal / len(self.rewards),
+            "reward/mean": self.rewards.mean,
+            "reward/std": self.rewards.std,
+            "reward/min": self.rewards.least,
+            "reward/max": self.rewards.most,
+            "reward/frac_zero_std": self.rewards.frac_zero_std,
             "staleness/mean": sum(s * n for s, n in self.staleness.items()) / count,
+            "staleness/min": min(self.staleness),
             "staleness/max": max(self.staleness),
+            "staleness/effective": self.effective,
             **{f"staleness/num_{s}": n for s, n in sorted(self.staleness.items())},
             "tokens": self.num_tokens,
             "perf/throughput": round(self.num_tokens / max(1e-9, self.wall_s), 1),
@@ -85,6 +105,7 @@ class Meter:
     teller: Teller
     travels: Travels
     stalls: Stalls = field(default_factory=Stalls)
+    phases: Phases = field(default_factory=Phases)
     lengths: Lengths = field(default_factory=Lengths)
     began_s: float = 0.0
     now_s: float = 0.0
@@ -118,8 +139,9 @@ class Meter:
     ) -> StepRecord | None:
         """Take in one fact and its orders, after the state has changed; a finished step is returned."""
         self._integrate(now)
+        self.phases.pass_to(now)
         record = None
-        self.lengths.hear(event, orders)
+        self.lengths.hear(event, orders, lambda group: group in state.groups)
         match event:
             case RequestFinished():
                 self.busy_row_s, self.row_s = dict(self.teller.busy_row_s), dict(self._row_s)
@@ -143,6 +165,7 @@ class Meter:
                 self._versions.pop(order.group)
         self.travels.hear(event, orders)
         self.stalls.look(state)
+        self.phases.look(now, event, orders, state)
         self._rows = {engine.id: engine.rows for engine in state.engines.values()}
         self._num_live = sum(1 for count in state.unfinished.values() if count)
         self.live_versions_max = max(self.live_versions_max, self._num_live)
@@ -152,6 +175,7 @@ class Meter:
     def start(self, now: float) -> None:
         """The training run begins; what the engines did before is not counted."""
         self.began_s = self.now_s = now
+        self.phases.begin(now)
         self.busy_row_s = self.busy_row_s_before = dict(self.teller.busy_row_s)
         self._told_before = (sum(self.busy_row_s.values()), 0.0)
 
@@ -198,13 +222,14 @@ class Meter:
         staleness: Counter[int] = Counter()
         for group in self._batch:
             staleness[step - self._versions.pop(group)] += size
-        rewards = [self.teller.rewards.pop(group) for group in self._batch]
+        rewards = Rewards.of([self.teller.rewards.pop(group) for group in self._batch])
         num_tokens = sum(self.teller.num_tokens.pop(group) for group in self._batch)
         metrics = self.lengths.train(self._batch) | self.teller.step_metrics.pop(0)[1]
-        metrics["rollout/busy_ratio"] = self._busy_since_last_step()
+        metrics |= self.phases.end_step(state) | {"rollout/busy_ratio": self._busy_since_last_step()}
         wall_s = now - (self.steps[-1].t_s if self.steps else self.began_s)
         stall_s = state.stall_s - self._stall_s
-        record = StepRecord(step, now, staleness, rewards, num_tokens, wall_s, stall_s, metrics)
+        effective = self.limits.max_staleness - state.aging.lowered
+        record = StepRecord(step, now, staleness, rewards, num_tokens, wall_s, stall_s, effective, metrics)
         self._stall_s = state.stall_s
         self.staleness += staleness
         self.trained_tokens += num_tokens

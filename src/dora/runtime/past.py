@@ -18,8 +18,10 @@ from dora.core.events import Event, GroupScored, Published, RequestFinished, Res
 from dora.core.records import GroupId, Member, ProtocolError, RequestId
 from dora.core.state import State
 from dora.errors import InputError
+from dora.model.weights import weight_digest
 from dora.observe.journal import FILE_NAME, Line, RecordedRun
 from dora.observe.replay import turns
+from dora.runtime.held_out import VERSION, Evaluations
 from dora.runtime.meter import Meter, TimedOrchestrator
 from dora.runtime.plan import Plan
 from dora.runtime.telling import Teller
@@ -34,11 +36,20 @@ CORE = "core.json"  # of a checkpoint: what the orchestrator knew, and how much 
 
 
 @dataclass(frozen=True)
+class Unsettled:
+    """Samples of which no fact tells, and groups whose end the sample store does not know."""
+
+    nameless: set[RequestId]
+    ends: dict[GroupId, tuple[str, int | None]]
+
+
+@dataclass(frozen=True)
 class Past:
     """A run at its death, and the fact with which it goes on."""
 
     core: TimedOrchestrator
     meter: Meter
+    evaluations: Evaluations
     teller: Teller
     samples: SampleStore
     resumed: Resumed
@@ -47,20 +58,29 @@ class Past:
     seq: int  # lines in the journal
     now_s: float  # of the last one
     unrecorded: list[Action]  # orders of the last fact that were not written any more
+    unsettled: Unsettled
+
+    def settle(self) -> None:
+        """Have the sample store say what the journal says: it may be a moment ahead or behind."""
+        for request in self.unsettled.nameless:
+            self.samples.forget(request)
+        for group, end in self.unsettled.ends.items():
+            self.samples.mark([group], *end)
+        self.samples.commit()
 
     def restore_versions(self, store: WeightStore) -> dict[int, str]:
-        """Put the older versions that are still needed into the store; their digests. Raises InputError."""
-        for version, digest in self.resumed.kept:
+        """Put the older versions that are still needed into the store; their digests."""
+        for version, _ in self.resumed.kept:
             assert self.checkpoint is not None
-            path = self.checkpoint / VERSIONS / f"{version}.f32"
-            if store.adopt(version, path) != digest:
-                store.close()
-                raise InputError(f"{path} is damaged: remove {self.checkpoint} to go on from the one before")
+            store.adopt(version, self.checkpoint / VERSIONS / store.name_of(version))
         return dict(self.resumed.kept)
 
 
 def read_past(plan: Plan, journal: RecordedRun, samples: SampleStore) -> Past:
-    """Raises InputError where the files do not fit each other, the configuration or this version."""
+    """What a former life left; it is only read.
+
+    Raises InputError where the files do not fit each other, the configuration or this version.
+    """
     lines = journal.lines
     _check_prompts(plan, samples)
     step, checkpoint = _newest_checkpoint(plan.out, len(lines))
@@ -69,13 +89,15 @@ def read_past(plan: Plan, journal: RecordedRun, samples: SampleStore) -> Past:
     for fact, orders in turns(lines):
         told.tell(fact, orders)
     records = [*((seq, record) for seq, _, record in lines), *((-1, order) for order in told.unrecorded)]
-    _settle(samples, records, voided)
+    unsettled = _unsettled(samples, records, voided)
     resumed = told.resumed(step, checkpoint)
-    _restore(plan, told.core.snapshot(), resumed, told.teller, samples)
+    _check_versions(plan, resumed, checkpoint)
+    _restore(plan, told.core.snapshot(), resumed, told.teller, samples, unsettled)
     digests = [r.digest for _, _, r in lines if isinstance(r, Published) and r.version == step]
     return Past(
         core=told.core,
         meter=told.meter,
+        evaluations=told.evaluations,
         teller=told.teller,
         samples=samples,
         resumed=resumed,
@@ -84,6 +106,7 @@ def read_past(plan: Plan, journal: RecordedRun, samples: SampleStore) -> Past:
         seq=len(lines),
         now_s=lines[-1].t_s,
         unrecorded=told.unrecorded,
+        unsettled=unsettled,
     )
 
 
@@ -94,6 +117,7 @@ class _Told:
         self.core = TimedOrchestrator(plan.limits)
         self.teller = Teller(plan, samples)
         self.meter = Meter(plan.limits, self.teller, Travels(lambda group: len(plan.prompt_ids(group))))
+        self.evaluations = Evaluations(plan.config.eval.greedy)
         self.unrecorded: list[Action] = []
         self._num_told = 0  # lines
         self._journal, self._voided, self._checkpoint = plan.out / FILE_NAME, voided, checkpoint
@@ -127,7 +151,7 @@ class _Told:
     def resumed(self, step: int, checkpoint: Path | None) -> Resumed:
         """The fact with which the run goes on from a checkpoint."""
         state = self.core.snapshot()
-        files = {int(p.stem): p for p in (checkpoint / VERSIONS).glob("*.f32")} if checkpoint else {}
+        files = {int(p.stem): p for p in (checkpoint / VERSIONS).glob("[0-9]*")} if checkpoint else {}
         kept = tuple((v, digest) for v, digest in sorted(state.store.items()) if v < step and v in files)
         num_trained = state.num_trained // state.limits.batch_size
         return Resumed(step, kept, tuple(self._members[k] for k in range(step, num_trained)))
@@ -139,9 +163,9 @@ class _Told:
         match event:
             case None:
                 meter.start(line.t_s)
-            case RequestFinished(_, request, _, num_tokens):
+            case RequestFinished(_, request, _, num_tokens) if request.group in self.core.snapshot().groups:
                 teller.num_tokens[request.group] = teller.num_tokens.get(request.group, 0) + num_tokens
-            case GroupScored(group, rewards):
+            case GroupScored(group, rewards) if not group.is_held_out:
                 teller.rewards[group] = rewards
             case Trained(step) if is_void:
                 meter.redone_steps += 1
@@ -151,6 +175,10 @@ class _Told:
             case _:
                 pass
         meter.hear(line.t_s, None if is_void else event, orders, self.core.snapshot())
+        self.evaluations.hear(event, orders, self.core.snapshot().limits.evaluation)
+        for order in orders:
+            if isinstance(order, Filter | Fail):
+                teller.forget(order.group)
 
     def _differ(self, seq: int) -> None:
         raise InputError(
@@ -169,7 +197,7 @@ def _mismatches(out: Path) -> dict[int, dict[str, float]]:
     """What metrics.jsonl says of the mismatch of each step, as last trained."""
     path = out / "metrics.jsonl"
     whole = path.read_text().split("\n")[:-1] if path.is_file() else []
-    lines = (json.loads(line) for line in whole)
+    lines = [line for line in map(json.loads, whole) if VERSION not in line]  # those of steps
     return {line["step"]: {k: v for k, v in line.items() if k.startswith("mismatch/")} for line in lines}
 
 
@@ -196,14 +224,29 @@ def _check_prompts(plan: Plan, samples: SampleStore) -> None:
     """Raises InputError where a dataset row is not what it was."""
     for group, prompt_ids in samples.prompts(NUM_COMPARED):
         if prompt_ids != plan.prompt_ids(group):
+            key = "eval" if group.is_held_out else "data"
+            path = getattr(plan.config, key).path
             raise InputError(
-                f"data.path = {plan.config.data.path!r}: row {group.row} is not what it was when the run "
-                "began; put the old prompts back"
+                f"{key}.path = {path!r}: row {group.row} is not what it was when the run began; put the old "
+                "prompts back"
             )
 
 
-def _settle(samples: SampleStore, records: Sequence[tuple[int, Event | Action]], voided: set[int]) -> None:
-    """Have the store say of each sample what the journal says: it may be a moment ahead or behind."""
+def _check_versions(plan: Plan, resumed: Resumed, checkpoint: Path | None) -> None:
+    """Raises InputError where a version that was kept is not what it was."""
+    if checkpoint is None:
+        return
+    kept = WeightStore(checkpoint / VERSIONS, plan.config.engine.dtype)
+    for version, digest in resumed.kept:
+        if weight_digest(kept.fetch(version)) != digest:
+            path = kept.folder / kept.name_of(version)
+            raise InputError(f"{path} is damaged: remove {checkpoint} to go on from the one before")
+
+
+def _unsettled(
+    samples: SampleStore, records: Sequence[tuple[int, Event | Action]], voided: set[int]
+) -> Unsettled:
+    """Compare the store with the journal."""
     told: set[RequestId] = set()
     ends: dict[GroupId, tuple[str, int | None]] = {}
     batch: tuple[GroupId, ...] = ()
@@ -223,22 +266,29 @@ def _settle(samples: SampleStore, records: Sequence[tuple[int, Event | Action]],
                 ends |= dict.fromkeys(batch, ("committed", None) if seq in voided else ("trained", step))
             case _:
                 pass
-    for request, *said in samples.states():
-        if request not in told:
-            samples.forget(request)
-        elif (end := ends.get(request.group)) is not None and end != tuple(said):
-            samples.mark([request.group], *end)
-    samples.commit()
+    states = samples.states()
+    return Unsettled(
+        nameless={request for request, *_ in states if request not in told},
+        ends={
+            request.group: ends[request.group]
+            for request, *said in states
+            if request in told and ends.get(request.group, tuple(said)) != tuple(said)
+        },
+    )
 
 
-def _restore(plan: Plan, state: State, resumed: Resumed, teller: Teller, samples: SampleStore) -> None:
+def _restore(
+    plan: Plan, state: State, resumed: Resumed, teller: Teller, samples: SampleStore, unsettled: Unsettled
+) -> None:
     """Hand the answers of unscored groups to the teller. Raises InputError if some are not there."""
     size = plan.limits.group_size
     expected = {member.group: [*range(size)] for batch in resumed.redone for member in batch}
     for group in state.groups.values():
         expected[group.id] = [k for k in range(size) if RequestId(*group.id, k) not in group.unfinished]
+    expected |= _held_out_answers(state)
     for name, siblings in expected.items():
-        answers = samples.finished(name)
+        found = samples.finished(name)
+        answers = [a for a in found if RequestId(*name, a.sibling) not in unsettled.nameless]
         if [answer.sibling for answer in answers] != siblings:
             raise InputError(
                 f"{plan.out / SAMPLES} lacks answers of group {name} that the journal knows of; a loss of "
@@ -246,3 +296,17 @@ def _restore(plan: Plan, state: State, resumed: Resumed, teller: Teller, samples
             )
         if name in state.groups:
             teller.restore(name, state.groups[name].scored, answers, size)
+        elif name.is_held_out and state.limits.evaluation is not None:
+            teller.restore(name, False, answers, state.limits.evaluation.num_answers)
+
+
+def _held_out_answers(state: State) -> dict[GroupId, list[int]]:
+    """Finished answers to the prompts of an evaluation that the rewarder still is to see."""
+    found: dict[GroupId, list[int]] = {}
+    rule, run = state.limits.evaluation, state.evaluation
+    if rule is not None and run is not None:
+        for request in (rule.request(run.version, index) for index in range(run.num_begun)):
+            is_due = request.group in run.judging or request.group in run.unfinished.keys() - run.failed
+            if is_due and request not in state.requests:
+                found.setdefault(request.group, []).append(request.sibling)
+    return found

@@ -12,25 +12,28 @@ from hashlib import blake2b
 from pathlib import Path
 
 from dora.config import Config
-from dora.core.records import GroupId, Limits, RequestId
-from dora.data import gcd
-from dora.data.chat import ChatTemplate, PromptEncoder
+from dora.core.records import AgingRule, EvaluationRule, GroupId, Limits, RequestId
+from dora.data.chat import PromptEncoder
 from dora.data.dataset import Cursor, Dataset
 from dora.data.tokenizer import Tokenizer
 from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
 from dora.engine.rows import MAX_STOP_IDS
 from dora.engine.sequence import Request, Sampling
+from dora.engine.workspace import DTYPES
 from dora.errors import ConfigError, ModelError
 from dora.model.config import ModelConfig
 from dora.model.folder import check_folder, load_config
 from dora.runtime import trackers
-from dora.runtime.messages import EngineSpec, RewarderSpec, TrainerSpec
+from dora.runtime.devices import Devices, is_gpu
+from dora.runtime.messages import CriticSpec, EngineSpec, RewarderSpec, TrainerSpec
+from dora.runtime.prompts import held_out_prompts, template_of, training_prompts
+from dora.trainer.critic import CriticSettings
+from dora.trainer.lora import Lora
 from dora.trainer.recipe import Correction
 from dora.trainer.scoring import Scoring
 from dora.trainer.trainer import TrainerSettings
 
-EVALUATION = -1  # the epoch of evaluation requests, which are not groups and reach no journal
-GREEDY, SAMPLED = 0, 1  # their siblings
+GREEDY = 0  # the sibling of a held-out prompt that is answered so, if one is
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,11 @@ class Plan:
         _check_fit(config, tokenizer, model)
         trackers.check(config.metrics.report_to)
         numel = check_folder(folder)
-        prompts = PromptEncoder(tokenizer, _template(config))
-        plan = cls(config, out, model, numel, tokenizer, prompts, _dataset(config), _held_out(config))
+        if config.critic.path is not None:
+            _check_critic(config, model)
+        prompts = PromptEncoder(tokenizer, template_of(config))
+        training, held_out = training_prompts(config), held_out_prompts(config)
+        plan = cls(config, out, model, numel, tokenizer, prompts, training, held_out)
         for dataset in filter(None, (plan.dataset, plan.held_out)):
             dataset.check_prompt_lengths(
                 lambda prompt: len(prompts.encode(prompt)), config.data.max_prompt_length
@@ -79,12 +85,29 @@ class Plan:
             batches_per_version=batches_per_version[rules.update_policy],
             slack=rules.slack,
             load_interval=rules.load_interval,
-            is_static=rules.placement == "static",
+            is_static=config.is_static,
             level_running=rules.level_running,
             rush=rules.rush,
             rebalance_interval_s=rules.rebalance_interval_s,
             kv_watermark=rules.kv_watermark,
+            evaluation=self.evaluation if config.eval.every else None,
+            aging=AgingRule(rules.min_ess, rules.max_kl, rules.staleness_window)
+            if rules.staleness == "adaptive"
+            else None,
         )
+
+    @property
+    def evaluation(self) -> EvaluationRule | None:
+        """How many answers to how many held-out prompts; None: no evaluation."""
+        if self.held_out is None:
+            return None
+        settings = self.config.eval
+        num_answers = settings.num_samples + settings.greedy
+        return EvaluationRule(settings.every or self.config.run.steps, len(self.held_out), num_answers)
+
+    def is_recorded(self, group: GroupId) -> bool:
+        """Whether the journal tells of it: not of evaluations before and after training."""
+        return not group.is_held_out or 0 < -1 - group.epoch < self.config.run.steps
 
     @property
     def scoring(self) -> Scoring:
@@ -99,6 +122,19 @@ class Plan:
         )
 
     @property
+    def lora(self) -> Lora | None:
+        """The adapters that are trained, if it is them."""
+        trainer = self.config.trainer
+        if not trainer.lora_rank:
+            return None
+        return Lora(trainer.lora_rank, trainer.lora_alpha, tuple(trainer.lora_targets))
+
+    @cached_property
+    def devices(self) -> Devices:
+        """Which process computes where."""
+        return Devices.of(self.config)
+
+    @property
     def num_engines(self) -> int:
         """Engine processes at the start; the last one is the trainer's, if it is elastic."""
         return self.config.engine.num_engines + self.config.trainer.elastic
@@ -111,13 +147,30 @@ class Plan:
     @property
     def weights_bytes(self) -> int:
         """Most bytes the weight store holds: every pinned version, the newest and one being written."""
-        return 4 * self.num_parameters * (self.config.orchestrator.max_staleness + 3)
+        return self.version_bytes * (self.config.live_versions + 2)
+
+    @property
+    def version_bytes(self) -> int:
+        """A version as it is published, and as engines hold it."""
+        return self.num_parameters * self._itemsize
+
+    @property
+    def _itemsize(self) -> int:
+        """Bytes of a number in engines."""
+        return DTYPES[self.config.engine.dtype].itemsize
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV of one engine: blocks for all its rows at full context, and one more per row."""
+        blocks, model = self.config.engine.max_rows * (num_blocks_for(self.config.context) + 1), self.model
+        keys_and_values = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
+        per_token = model.kv_bytes_per_token - keys_and_values * (4 - self._itemsize)
+        return blocks * BLOCK_SIZE * per_token
 
     @property
     def pool_bytes(self) -> int:
-        """The KV of one engine: blocks for all its rows at full context, and one more per row."""
-        blocks = self.config.engine.max_rows * (num_blocks_for(self.config.context) + 1)
-        return blocks * BLOCK_SIZE * self.model.kv_bytes_per_token
+        """What of that lies in memory that processes share."""
+        return 0 if is_gpu(self.config.engine.device) else self.kv_bytes
 
     @property
     def stored_bytes(self) -> int:
@@ -130,7 +183,7 @@ class Plan:
 
     def source_of(self, group: GroupId) -> Dataset:
         """The dataset a group's row is in."""
-        if group.epoch != EVALUATION:
+        if not group.is_held_out:
             return self.dataset
         assert self.held_out is not None
         return self.held_out
@@ -154,15 +207,19 @@ class Plan:
         return self.prompts.encode(self.source_of(group).prompt(group.row))
 
     def _seed(self, request: RequestId) -> int:
-        """64 bits that depend on the run's seed and on the request alone; evaluation has its own seed."""
-        is_evaluation = request.epoch == EVALUATION
-        seed = self.config.eval.seed if is_evaluation else self.config.run.seed
-        digest = blake2b(f"{seed}/{request}".encode(), digest_size=8).digest()
+        """64 bits that depend on the run's seed and on the request alone.
+
+        Evaluation has its own seed, and all versions the same draws, so that they can be compared.
+        """
+        seed, name = self.config.run.seed, request
+        if request.is_held_out:
+            seed, name = self.config.eval.seed, request._replace(epoch=-1)
+        digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
     def sampling_of(self, request: RequestId) -> Sampling:
         """How a request's tokens are drawn, and when its answer ends."""
-        is_greedy = request.epoch == EVALUATION and request.sibling == GREEDY
+        is_greedy = request.is_held_out and self.config.eval.greedy and request.sibling == GREEDY
         settings = self.config.sampling
         return Sampling(
             temperature=0.0 if is_greedy else settings.temperature,
@@ -191,10 +248,12 @@ class Plan:
             reads_text=bool(config.sampling.stop),
             returns_routes=config.trainer.routing_replay,
             exact=config.engine.exact,
+            device=self.devices.of_engine(engine, is_colocated=self.is_colocated(engine)),
+            dtype=config.engine.dtype,
         )
 
     def trainer_spec(self, weights: Path, stream: Path, checkpoint: Path | None = None) -> TrainerSpec:
-        config = self.config
+        config, runtime = self.config, self.config.runtime
         settings = TrainerSettings(
             lr=config.trainer.lr,
             num_steps=config.run.steps,
@@ -213,8 +272,13 @@ class Plan:
             entropy_coeff=config.algorithm.entropy_coeff,
             loss_agg_mode=config.algorithm.loss_agg_mode,
             loss_scale_factor=config.sampling.max_response_length,
+            batch_tokens=config.trainer.batch_tokens,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
+            logits_chunk_tokens=config.trainer.logits_chunk_tokens,
+            dtype=config.trainer.dtype,
+            activation_checkpointing=config.trainer.activation_checkpointing,
             temperature=config.sampling.temperature,
+            lora=self.lora,
         )
         return TrainerSpec(
             model=Path(config.model.path),
@@ -226,7 +290,42 @@ class Plan:
             max_staleness=config.orchestrator.max_staleness,
             exact=self.engine_spec(weights, engine=0) if config.engine.exact else None,
             checkpoint=checkpoint,
+            device=self.devices.of_trainer(),
+            published_dtype=config.engine.dtype,
+            peak_tflops=config.metrics.peak_tflops,
+            num_ranks=config.trainer.num_ranks,
+            rank_timeout_s=max(runtime.start_timeout_s, 10 * runtime.trainer_timeout_s),
+            critic=self._critic_spec if config.algorithm.adv_estimator == "gae" else None,
         )
+
+    @cached_property
+    def num_critic_parameters(self) -> int:
+        """Of a critic's decoder; 0 without one."""
+        if self.config.algorithm.adv_estimator != "gae":
+            return 0
+        path = self.config.critic.path
+        return self.num_parameters if path is None else check_folder(Path(path))
+
+    @property
+    def _critic_spec(self) -> CriticSpec:
+        critic, algorithm, trainer = self.config.critic, self.config.algorithm, self.config.trainer
+        settings = CriticSettings(
+            lr=critic.lr,
+            num_steps=self.config.run.steps,
+            warmup_steps=critic.warmup_steps,
+            lr_decay=trainer.lr_decay,
+            weight_decay=trainer.weight_decay,
+            max_grad_norm=critic.max_grad_norm,
+            ppo_epochs=critic.ppo_epochs,
+            cliprange_value=critic.cliprange_value,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            batch_tokens=trainer.batch_tokens,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            dtype=trainer.dtype,
+            activation_checkpointing=trainer.activation_checkpointing,
+        )
+        return CriticSpec(Path(self.config.critic.path or self.config.model.path), settings)
 
     def rewarder_spec(self) -> RewarderSpec:
         return RewarderSpec(self.config.reward.function, Path(self.config.model.path))
@@ -246,6 +345,19 @@ def _check_tokenizer(folder: Path, tokenizer: Tokenizer, model: ModelConfig) -> 
         )
 
 
+def _check_critic(config: Config, policy: ModelConfig) -> None:
+    """Raises InputError for a critic that cannot read what the policy writes."""
+    folder = Path(config.critic.path or "")
+    critic = load_config(folder)
+    check_folder(folder)
+    if critic.vocab_size != policy.vocab_size or critic.max_position_embeddings < config.context:
+        raise ConfigError(
+            f"critic.path = {config.critic.path!r}: it has a vocab_size of {critic.vocab_size} and "
+            f"{critic.max_position_embeddings} positions, and needs {policy.vocab_size} and "
+            f"{config.context}; take a model of the policy's family, or remove critic.path"
+        )
+
+
 def _check_fit(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> None:
     """Raises ConfigError for settings that this model cannot follow."""
     config.check_context(model.max_position_embeddings)
@@ -261,30 +373,14 @@ def _check_fit(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> None
             f"sampling.stop_token_ids = {stop_ids}: with the model's {num_own} end tokens they are "
             f"{num_own + len(stop_ids)}; engines know at most {MAX_STOP_IDS}; name fewer"
         )
+    in_mixtures = {"gate_proj", "up_proj", "down_proj"} & {*config.trainer.lora_targets}
+    if config.trainer.lora_rank and model.mixture_layers and in_mixtures:
+        raise ConfigError(
+            f"trainer.lora_targets names {', '.join(sorted(in_mixtures))}: experts of a mixture have no "
+            "adapters; name those of attention only"
+        )
     if config.trainer.routing_replay and not model.mixture_layers:
         raise ConfigError(
             f"trainer.routing_replay = true: no layer of this {model.model_type} model is a mixture of "
             "experts, so there are no routes to replay; remove it"
         )
-
-
-def _template(config: Config) -> ChatTemplate | None:
-    if not config.data.chat_template:
-        return None
-    return ChatTemplate(Path(config.model.path), config.data.system_prompt)
-
-
-def _dataset(config: Config) -> Dataset:
-    if config.data.path == "gcd":
-        return Dataset(gcd.training_rows(), "prompt", "the built-in task gcd")
-    return Dataset.from_path(Path(config.data.path), config.data.prompt_key, config.data.split)
-
-
-def _held_out(config: Config) -> Dataset | None:
-    """The evaluation prompts: the first `eval.num_prompts` rows of eval.path."""
-    path, num_prompts = config.eval.path, config.eval.num_prompts
-    if num_prompts == 0 or path is None:
-        return None
-    if path == "gcd":
-        return Dataset(gcd.held_out_rows(), "prompt", "the held-out part of gcd").head(num_prompts)
-    return Dataset.from_path(Path(path), config.data.prompt_key, config.eval.split).head(num_prompts)

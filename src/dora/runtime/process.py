@@ -1,5 +1,8 @@
 """A worker process as the driver sees it: a pipe, a sign of life, and a way to end it.
 
+Workers are forked from a process that has imported what they need and has done nothing else: they start
+at once, and share the memory of what is imported.
+
 Sending never blocks the driver: a thread per worker writes to the pipe, so a worker that hangs
 holds up nobody else. What passes a pipe is a list of messages, for a wake-up costs more than a
 message.
@@ -12,11 +15,12 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,6 +37,10 @@ WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+if sys.platform == "linux":
+    CONTEXT = multiprocessing.get_context("forkserver")
+else:  # libraries of a Mac do not survive a fork
+    CONTEXT = multiprocessing.get_context("spawn")
 
 BEAT_S = 1.0
 
@@ -102,19 +110,26 @@ def _work(connection: Connection, body: Body, spec: object) -> None:
         outbox.send(Crashed(traceback.format_exc()))
 
 
+def warm_up() -> None:
+    """Have the imports of workers begin; also without it they start, each with its own imports."""
+    if sys.platform == "linux":
+        CONTEXT.set_forkserver_preload(["dora.runtime.imports"])
+        with _environment(WORKER_ENVIRONMENT), _deaf_to_ctrl_c():
+            forkserver.ensure_running()
+
+
 class Worker:
-    """One spawned process. Two threads serve its pipe, so that one that hangs holds up nobody."""
+    """One process of its own. Two threads serve its pipe, so that one that hangs holds up nobody."""
 
     def __init__(self, name: str, body: Body, spec: object, told: Told) -> None:
         """Start `body(outbox, inbox, spec)` in a new process; both must be picklable.
 
         What it says is put into `told` beside the worker; `Gone` comes last.
         """
-        context = multiprocessing.get_context("spawn")
         self.name = name
-        self._connection, theirs = context.Pipe()
+        self._connection, theirs = CONTEXT.Pipe()
         with _environment(WORKER_ENVIRONMENT), _deaf_to_ctrl_c():
-            self.process = context.Process(target=_work, args=(theirs, body, spec), name=name, daemon=True)
+            self.process = CONTEXT.Process(target=_work, args=(theirs, body, spec), name=name, daemon=True)
             self.process.start()
         theirs.close()
         self.last_heard_s = time.monotonic()

@@ -6,6 +6,7 @@ Nothing is changed before all of it has been found to fit.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from dora.core.actions import Stop
 from dora.errors import InputError
 from dora.observe.journal import FILE_NAME, RecordedRun, read_journal
 from dora.runtime.control import is_running
+from dora.runtime.held_out import VERSION
 from dora.settings import keys, read
 from dora.trainer.checkpoint import forget_after, restore, whole_checkpoints
 
@@ -29,6 +31,7 @@ MAY_CHANGE_KEYS = (
     "reward.max_failed_share",
     "trainer.save_freq",
     "trainer.keep_last",
+    "trainer.num_ranks",
 )
 
 
@@ -51,12 +54,18 @@ def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
     return after
 
 
-def recorded(run: Path, num_prompts: int) -> RecordedRun | None:
-    """What the run recorded; None if it died before it began. Raises InputError if nothing is left to do."""
+def has_begun(run: Path) -> bool:
+    """Whether anything was recorded before it died."""
     path = run / FILE_NAME
-    head, *lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
-    if len(lines) < 2:  # of the header's own line, nothing follows, or half a line
-        return None
+    with path.open("rb") if path.is_file() else io.BytesIO() as file:
+        file.readline()  # the header
+        return file.readline().endswith(b"\n")
+
+
+def recorded(run: Path, num_prompts: int) -> RecordedRun:
+    """What a run that had begun recorded. Raises InputError if it cannot go on, or has nothing left to do."""
+    with (run / FILE_NAME).open("rb") as file:
+        head = file.readline()
     written = (run / "config.toml").read_bytes()
     if json.loads(head).get("config_digest") != hashlib.blake2b(written, digest_size=16).hexdigest():
         raise InputError(
@@ -83,7 +92,8 @@ def put_in_order(run: Path, from_step: int) -> None:
     os.truncate(path, written.rfind(b"\n") + 1)
     metrics = run / "metrics.jsonl"
     whole = metrics.read_text().split("\n")[:-1] if metrics.is_file() else []
-    kept = [line for line in whole if json.loads(line)["step"] < from_step]
+    told = {line: json.loads(line) for line in whole}
+    kept = [line for line in whole if VERSION in told[line] or told[line]["step"] < from_step]
     draft = metrics.with_suffix(".draft")
     draft.write_text("".join(line + "\n" for line in kept))
     os.replace(draft, metrics)

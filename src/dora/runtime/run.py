@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,16 @@ from rich.console import Console
 
 from dora.config import Config
 from dora.core import invariants, snapshot
-from dora.core.actions import Action, Commit, Fail, Filter, Publish
+from dora.core.actions import Action, Commit, Fail, Filter, Publish, SkipEvaluation
 from dora.core.events import Event, Published, Trained
 from dora.errors import InputError, RunError
-from dora.observe.journal import RecordedRun
-from dora.runtime import folder, resuming
+from dora.runtime import devices, folder, resuming
 from dora.runtime.control import Control, forget_dead
 from dora.runtime.desk import Desk
 from dora.runtime.drive import drive
-from dora.runtime.evaluate import Evaluation, evaluate
+from dora.runtime.evaluate import evaluate
 from dora.runtime.garbage import collect_young, no_pauses
+from dora.runtime.held_out import Evaluation, Evaluations
 from dora.runtime.journal import Journal
 from dora.runtime.lengths import DRIFT_LIMIT
 from dora.runtime.local import LocalHands
@@ -52,6 +52,7 @@ def train(config: Config, out: Path, console: Console, plan_type: type[Plan] = P
     Raises InputError before anything is started, and RunError where the run cannot go on: what
     was recorded until then stays in `out`, with a summary.
     """
+    devices.check(config)
     plan = plan_type.make(config, out)
     folder.claim(out, plan.config)
     try:
@@ -69,29 +70,37 @@ def resume(
     Raises InputError, with what is recorded as it was, if it cannot go on.
     """
     config = resuming.resumed_config(run, overrides)
+    devices.check(config)
     plan = plan_type.make(config, run)
-    journal = resuming.recorded(run, len(plan.dataset))
     forget_dead(run)
-    if journal is None:  # it died before it had begun
-        folder.unclaim(run)
-        folder.claim(run, config)
-    return _run(plan, console, journal)
+    if resuming.has_begun(run):
+        with _past(plan) as past:
+            return _run(plan, console, past)
+    folder.unclaim(run)
+    folder.claim(run, config)
+    return _run(plan, console)
 
 
-def _run(plan: Plan, console: Console, journal: RecordedRun | None = None) -> dict[str, Any]:
-    """With the journal of a former life, go on from where it ended."""
-    out, fsync = plan.out, plan.config.journal.fsync
+@contextlib.contextmanager
+def _past(plan: Plan) -> Iterator[Past]:
+    """What a former life left. Its journal is as long as that life was, and is not kept."""
+    journal = resuming.recorded(plan.out, len(plan.dataset))
+    store = SampleStore(plan.out / SAMPLES, fsync=plan.config.journal.fsync)
+    with contextlib.closing(store) as samples:
+        past = read_past(plan, journal, samples)
+        del journal
+        yield past
+
+
+def _run(plan: Plan, console: Console, past: Past | None = None) -> dict[str, Any]:
+    """With a `past`, go on from where it ended."""
     try:
-        with contextlib.closing(Control(out)) as control, Stopper() as stopper:
-            if journal is None:
-                return _Session(plan, console, stopper, control, None).run()
-            with contextlib.closing(SampleStore(out / SAMPLES, fsync=fsync)) as samples:
-                past = read_past(plan, journal, samples)
-                resuming.put_in_order(out, past.resumed.from_step)
-                return _Session(plan, console, stopper, control, past).run()
+        with contextlib.closing(Control(plan.out)) as control, Stopper() as stopper:
+            return _Session(plan, console, stopper, control, past).run()
     except (OSError, sqlite3.Error) as error:
         raise RunError(
-            f"the run cannot go on: {error}; make room, or use another --out; what is in {out} stays readable"
+            f"the run cannot go on: {error}; make room, or use another --out; what is in {plan.out} stays "
+            "readable"
         ) from error
 
 
@@ -111,6 +120,14 @@ class _Session:
         self._first_failure = ""
         self._filtered_in_row = 0
         self._is_saved = self._is_warned = False
+        metrics = config.metrics
+        from_step = past.resumed.from_step if past else None
+        self._trackers = Trackers(
+            metrics.report_to, plan.out, metrics.project, config.model_dump(), self._view.notice, from_step
+        )
+        if past is not None:  # all of it fits, so from here on the folder changes
+            past.settle()
+            resuming.put_in_order(plan.out, past.resumed.from_step)
         self._journal = Journal(
             plan.out / "journal.jsonl",
             plan.limits,
@@ -120,16 +137,13 @@ class _Session:
             fsync=config.journal.fsync,
         )
         self._metrics = (plan.out / "metrics.jsonl").open("a" if past else "x")
-        metrics = config.metrics
-        self._trackers = Trackers(
-            metrics.report_to, plan.out, metrics.project, config.model_dump(), self._view.notice
-        )
         self._has_begun = self._is_training = False
         self._unsaved: str | None = None  # what the orchestrator knew when a checkpoint became due
         self._hands = LocalHands(plan, self._view.notice, self._look_up, past)
         self._desk = Desk(control, self._hands, self._core.snapshot)
         travels = Travels(lambda group: len(plan.prompt_ids(group)))
         self._meter = past.meter if past else Meter(plan.limits, self._hands.teller, travels)
+        self._evaluations = past.evaluations if past else Evaluations(config.eval.greedy)
 
     def run(self) -> dict[str, Any]:
         stopped = ""
@@ -201,6 +215,9 @@ class _Session:
     def _go_on(self, past: Past) -> None:
         """Record what the last life had no time to, and say where this one begins."""
         self._journal.record(past.now_s, None, past.unrecorded)
+        state = self._core.snapshot()
+        for step, groups in (*state.batches.items(), (state.next_step, state.committed)):
+            self._hands.accumulate(step, groups)  # the trainer of the last life was told
         num_redone = len(past.resumed.redone)
         self._view.notice(
             f"resumed at {past.checkpoint or 'the start'}: {past.resumed.from_step} steps are trained, "
@@ -240,7 +257,10 @@ class _Session:
     def _evaluate(self, version: int, held: Mapping[int, Iterable[int]]) -> Evaluation | None:
         if self._plan.held_out is not None:
             self._view.notice(f"evaluating version {version} on {len(self._plan.held_out)} held-out prompts")
-        return evaluate(self._hands, version, held)
+        evaluation = evaluate(self._hands, version, held)
+        if evaluation is not None and self._plan.config.eval.every:  # the ends of the curve
+            self._write_evaluation(evaluation)
+        return evaluation
 
     def _evaluate_start(self) -> None:
         """Evaluate the initial policy; the orchestrator publishes it again for itself."""
@@ -252,9 +272,10 @@ class _Session:
             pass
         self._before = self._evaluate(0, {})
         self._show(self._before, "before")
-        (self._plan.out / folder.EVAL_BEFORE).write_text(
-            json.dumps(evaluation_numbers("before", self._before))
-        )
+        if self._before is not None:
+            first = evaluation_numbers("before", self._before)
+            first["evaluations"] = [self._before.to_json()]
+            (self._plan.out / folder.EVAL_BEFORE).write_text(json.dumps(first))
 
     def _record(self, now: float, event: Event | None, orders: Sequence[Action]) -> None:
         """Every fact and its orders pass here before the orders are carried out."""
@@ -278,11 +299,33 @@ class _Session:
             if not step.metrics["actor/num_tokens"] and not self._is_warned:
                 self._is_warned = True
                 self._view.notice(f"step {step.step} had no gradient: the rewards of each group were equal")
-            line = step.to_json()
-            self._metrics.write(json.dumps(line) + "\n")
-            self._metrics.flush()
-            self._trackers.log(line, step.step)
+            self._write(step.to_json())
+        self._note_evaluation(event, orders)
         self._view.update(self._meter, state)
+
+    def _note_evaluation(self, event: Event | None, orders: Sequence[Action]) -> None:
+        """What an evaluation beside the training has found, or why there was none."""
+        rule, view = self._plan.limits.evaluation, self._view
+        over = self._evaluations.hear(event, orders, rule)
+        if over is not None:
+            num_steps = len(self._meter.steps)
+            view.notice(f"after {num_steps} steps, version {over.version} is evaluated: {over.describe()}")
+            self._write_evaluation(over)
+        for order in orders:
+            if isinstance(order, SkipEvaluation):
+                under_way = order.under_way
+                view.notice(f"version {order.version} is not evaluated: version {under_way} still is")
+
+    def _write_evaluation(self, evaluation: Evaluation) -> None:
+        """Told with the last step that is trained, for trackers take steps in order."""
+        step, now_s = max(0, len(self._meter.steps) - 1), round(self._meter.now_s, 3)
+        self._write({"step": step, "t_s": now_s, **evaluation.metrics()})
+
+    def _write(self, line: dict[str, float]) -> None:
+        """One line of metrics.jsonl, which trackers get, too."""
+        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.flush()
+        self._trackers.log(line, int(line["step"]))
 
     def _check_invariants(self) -> None:
         """Recount the orchestrator's state once a step; a difference is a mistake of DORA's own."""
@@ -320,11 +363,10 @@ class _Session:
         notice = self._view.notice
         notice(
             f"{when} training (version {evaluation.version}, {evaluation.num_prompts} held-out prompts): "
-            f"sampled {evaluation.sampled:.3f}, greedy {evaluation.greedy:.3f}, "
-            f"length p50 {evaluation.length_percentile(0.5)}, p99 {evaluation.length_percentile(0.99)}"
+            f"{evaluation.describe()}"
         )
-        for prompt, answer, group in evaluation.examples:
-            notice(f"  {prompt} {answer}   reward {evaluation.rewards[group][1]:g}")
+        for prompt, answer, reward in evaluation.examples():
+            notice(f"  {prompt} {answer}   reward {reward:g}")
 
     def _finish(self, stopped: str) -> dict[str, Any]:
         """End the processes and write the summary; also on the way out of an error."""
@@ -333,9 +375,11 @@ class _Session:
             for close in ends:
                 closing.callback(close)
         state = self._core.snapshot()
-        summary = summarize(self._meter, state, self._before, self._after)
+        summary = summarize(self._meter, state, self._before, self._evaluations.ended, self._after)
         if self._past is not None and (path := self._plan.out / folder.EVAL_BEFORE).is_file():
-            summary |= json.loads(path.read_text())
+            first = json.loads(path.read_text())
+            summary["evaluations"] = first.pop("evaluations", []) + summary["evaluations"]
+            summary |= first
         wall_s = max(1e-9, self._meter.now_s - self._meter.began_s)
         summary["orchestration_share"] = round(self._core.busy_s / wall_s, 5)
         summary["cpu_s"] = round(self._cpu_s, 1)

@@ -5,20 +5,26 @@ Complete also for a run that was stopped or failed; null where nothing was measu
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from dora.core.state import State
-from dora.runtime.evaluate import Evaluation
+from dora.runtime.held_out import Evaluation
 from dora.runtime.meter import Meter, StepRecord
 from dora.runtime.travels import Travels
 
 
 def summarize(
-    meter: Meter, state: State, before: Evaluation | None, after: Evaluation | None
+    meter: Meter,
+    state: State,
+    before: Evaluation | None,
+    during: Iterable[Evaluation],
+    after: Evaluation | None,
 ) -> dict[str, Any]:
     """Everything but the audit's verdicts c1, c2, c3, which are added from the run's files.
 
-    Times in seconds.
+    Times in seconds; the evaluations are those before, during and after training.
     """
     wall_s = max(1e-9, meter.now_s - meter.began_s)
     trained = meter.staleness.total()
@@ -31,7 +37,8 @@ def summarize(
         "pending_groups": state.num_admitted - state.num_trained - state.num_filtered - state.num_failed,
         **evaluation_numbers("before", before),
         **evaluation_numbers("after", after),
-        "reward_last": meter.steps[-1].reward if meter.steps else None,
+        "evaluations": [e.to_json() for e in (before, *during, after) if e is not None],
+        "reward_last": meter.steps[-1].rewards.mean if meter.steps else None,
         "trained_tokens": meter.trained_tokens,
         "regenerated_tokens": state.num_regenerated_tokens,
         "aborted_tokens": state.num_aborted_tokens,
@@ -43,6 +50,8 @@ def summarize(
         "staleness_histogram": {str(s): n for s, n in sorted(meter.staleness.items())},
         "staleness_mean": sum(s * n for s, n in meter.staleness.items()) / max(1, trained),
         "staleness_max": max(meter.staleness, default=0),
+        "staleness_effective_mean": _mean(step.effective for step in meter.steps),
+        "staleness_effective_last": meter.steps[-1].effective if meter.steps else None,
         "engine_busy_ratio": round(meter.busy_ratio(), 4),
         "engine_busy_ratios": {str(e): round(ratio, 4) for e, ratio in meter.busy_ratios().items()},
         "trainer_idle_ratio": round(meter.trainer_idle_s / wall_s, 4),
@@ -57,6 +66,11 @@ def summarize(
         "redone_steps": meter.redone_steps,
         "redone_tokens": meter.redone_tokens,
     }
+
+
+def _mean(values: Iterable[int]) -> float | None:
+    found = [*values]
+    return statistics.fmean(found) if found else None
 
 
 def _mismatch(step: StepRecord) -> float | None:

@@ -22,8 +22,10 @@ from dora.core.events import (
 from dora.core.records import GroupId, RequestId
 from dora.engine.sequence import Completion
 from dora.runtime import messages as m
-from dora.runtime.plan import EVALUATION, Plan
+from dora.runtime.plan import Plan
 from dora.stream.samples import FinishedSample, SampleStore, Trajectory
+
+MAX_ENDED = 1000  # groups remembered after their end: what was given up arrives at once or never
 
 
 class Teller:
@@ -64,9 +66,15 @@ class Teller:
     def end(self, group: GroupId, state: str) -> None:
         """The group ends untrained; siblings that still arrive get the same state."""
         self._ended[group] = state
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        self.forget(group)
+        self._samples.mark([group], state)
+
+    def forget(self, group: GroupId) -> None:
+        """Nothing of the group is waited for any more."""
         for kept in (self._responses, self.num_tokens, self.rewards):
             kept.pop(group, None)
-        self._samples.mark([group], state)
 
     def told(self, engine: int, message: Any) -> Iterator[Event]:
         """Facts from an engine's message."""
@@ -87,28 +95,41 @@ class Teller:
                 self.progress[engine] = progress
 
     def scored(self, fact: GroupScored | GroupUnscorable) -> Event:
-        """Store rewards and advantages before the fact is told."""
-        if isinstance(fact, GroupScored) and fact.group.epoch != EVALUATION:
+        """Store rewards and advantages before the fact is told; what is held out needs no advantages."""
+        if fact.group.is_held_out:
+            if self._plan.is_recorded(fact.group):
+                self._store_judged(fact)
+        elif isinstance(fact, GroupScored):
             lengths = [len(answer) for answer in self._samples.responses(fact.group)]
             advantages = self._plan.scoring.of_group(fact.rewards, lengths)
             self._samples.score(fact.group, fact.rewards, advantages)
             self.rewards[fact.group] = fact.rewards
         return fact
 
+    def _store_judged(self, fact: GroupScored | GroupUnscorable) -> None:
+        """A held-out prompt is at its end."""
+        if isinstance(fact, GroupScored):
+            self._samples.score(fact.group, fact.rewards, [None] * len(fact.rewards))
+        failed = f"failed: {fact.reason}" if isinstance(fact, GroupUnscorable) else ""
+        self._samples.mark([fact.group], failed or "evaluated")
+
     def trained(self, message: m.StepDone) -> Event:
         """The step's batch is consumed."""
         self._samples.mark(self.batch, "trained", message.step)
         self.step_metrics.append((message.step, message.metrics))
-        return Trained(message.step)
+        told = message.metrics
+        return Trained(message.step, told.get("off_policy/ess"), told.get("off_policy/kl_k3"))
 
     def _finished(self, engine: int, completion: Completion) -> Event:
         request, group = completion.id, completion.id.group
         num_tokens = len(completion.token_ids)
-        if group not in self._ended:
+        has_ended = group in self._ended
+        if not has_ended:
             self._responses.setdefault(group, {})[request.sibling] = completion.token_ids
-        if group.epoch != EVALUATION:
+        if self._plan.is_recorded(group):
             self._store(completion)
-            self.num_tokens[group] = self.num_tokens.get(group, 0) + num_tokens
+            if not (has_ended or group.is_held_out):
+                self.num_tokens[group] = self.num_tokens.get(group, 0) + num_tokens
         return RequestFinished(
             engine, request, completion.version, num_tokens, completion.chunks, completion.finish_reason
         )

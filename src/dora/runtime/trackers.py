@@ -1,12 +1,13 @@
 """Metrics of each step for the trackers people look at: TensorBoard, Weights & Biases, trackio.
 
 `metrics.jsonl` is always written and never depends on them. A tracker that fails is left out from
-then on, with a notice: no run ends because of a curve.
+then on, with a notice: no run ends because of a curve. A run that goes on goes on in its curves.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 from dora.errors import InputError
 
 LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+KNOWN_AS = "trackers.json"  # in the run's folder: what the services call the run
+_NAMED_BY = {"wandb": "id", "trackio": "name"}
 
 
 class Tracker(Protocol):
@@ -25,10 +28,14 @@ class Tracker(Protocol):
 
 
 class _TensorBoard:
-    """Event files in the run's folder."""
+    """Event files in the run's folder. What is there of steps that are redone is hidden."""
 
-    def __init__(self, library: Any, out: Path, project: str, config: Mapping[str, Any]) -> None:
-        self._writer = library.SummaryWriter(str(out / "tensorboard"))
+    def __init__(
+        self, library: Any, out: Path, project: str, config: Mapping[str, Any], from_step: int | None
+    ) -> None:
+        suffix = "" if from_step is None else f".from-{from_step}"  # a name of its own within a second, too
+        folder = str(out / "tensorboard")
+        self._writer = library.SummaryWriter(folder, purge_step=from_step, filename_suffix=suffix)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -39,11 +46,23 @@ class _TensorBoard:
 
 
 class _Service:
-    """wandb, or trackio, which takes the same calls; own variables say where to, as WANDB_MODE=offline."""
+    """wandb, or trackio, which takes the same calls; own variables say where to, as WANDB_MODE=offline.
 
-    def __init__(self, library: Any, out: Path, project: str, config: Mapping[str, Any]) -> None:
-        place = {"dir": str(out)} if library.__name__ == "wandb" else {}
-        self._run = library.init(project=project, name=out.name, config=dict(config), **place)
+    A run that goes on does so under its old name; of steps that are redone wandb keeps what it had.
+    """
+
+    def __init__(
+        self, library: Any, out: Path, project: str, config: Mapping[str, Any], from_step: int | None
+    ) -> None:
+        own, path = library.__name__, out / KNOWN_AS
+        known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
+        settings: dict[str, Any] = {"project": project, "name": out.name, "config": dict(config)}
+        if own == "wandb":
+            settings["dir"] = str(out)
+        if from_step is not None and own in known:
+            settings |= {_NAMED_BY[own]: known[own], "resume": "allow"}
+        self._run = library.init(**settings)
+        path.write_text(json.dumps({**known, own: getattr(self._run, _NAMED_BY[own])}))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
@@ -57,15 +76,15 @@ class Trackers:
 
     def __init__(
         self, names: Sequence[str], out: Path, project: str, config: Mapping[str, Any],
-        notice: Callable[[str], None],
+        notice: Callable[[str], None], from_step: int | None = None,
     ) -> None:  # fmt: skip
-        """Raises InputError where a tracker cannot be started."""
+        """A run that goes on does so `from_step`. Raises InputError where a tracker cannot be started."""
         self._notice = notice
         self._trackers: dict[str, Tracker] = {}
         for name in names:
             kind = _TensorBoard if name == "tensorboard" else _Service
             try:
-                self._trackers[name] = kind(_library(name), out, project, config)
+                self._trackers[name] = kind(_library(name), out, project, config, from_step)
             except InputError:
                 raise
             except Exception as error:  # whatever a service may raise

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from itertools import chain
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -112,18 +111,18 @@ def _versions(state: State) -> str:
 
 def _staleness(meter: Meter) -> str:
     last = meter.steps[-1].staleness
-    return f"{sum(s * n for s, n in last.items()) / last.total():.2f} (max {max(last)})"
+    shown = f"{sum(s * n for s, n in last.items()) / last.total():.2f} (max {max(last)})"
+    return shown if meter.limits.aging is None else f"{shown}, allowed {meter.steps[-1].effective}"
 
 
 def _reward(meter: Meter) -> float:
     """Mean reward per step, smoothed."""
-    smooth = meter.steps[0].reward
+    smooth = meter.steps[0].rewards.mean
     for record in meter.steps[1:]:
-        smooth += SMOOTHING * (record.reward - smooth)
+        smooth += SMOOTHING * (record.rewards.mean - smooth)
     return smooth
 
 
 def _accuracy(meter: Meter) -> float:
     """Share of the last step's samples with a reward of at least 1."""
-    rewards = [*chain.from_iterable(meter.steps[-1].rewards)]
-    return sum(reward >= 1.0 for reward in rewards) / len(rewards)
+    return meter.steps[-1].rewards.frac_solved

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from dora.runtime.messages import (
     Beat,
     CancelMove,
     Completed,
+    CriticSpec,
     DropWeights,
     EngineSpec,
     GivenUp,
@@ -49,7 +51,11 @@ from dora.runtime.messages import (
 from dora.runtime.process import BEAT_S, Inbox, Outbox
 
 if TYPE_CHECKING:
-    from dora.handover.engine import MovingEngine
+    from torch import Tensor
+
+    from dora.engine.engine import Engine
+    from dora.model.config import ModelConfig
+    from dora.trainer.critic import Critic
     from dora.trainer.trainer import Trainer
     from dora.weights.store import Recent, WeightStore
 
@@ -61,39 +67,25 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
     """Step while there is work; between steps, do what the driver says and take moves further."""
     import torch
 
-    from dora.data.tokenizer import Tokenizer
-    from dora.engine.interleaving import Interleaving
     from dora.handover.engine import MovingEngine
-    from dora.model.folder import load_config
     from dora.weights.store import WeightStore
 
     torch.set_num_threads(1)
-    store = WeightStore(spec.weights)
-    engine = MovingEngine(
-        load_config(spec.model),
-        max_rows=spec.max_rows,
-        max_context=spec.max_context,
-        version_slots=spec.version_slots,
-        kernels=spec.kernels,
-        pace_s=spec.pace_s,
-        interleaving=Interleaving(spec.tail_interval, urgent_age=spec.max_staleness),
-        pool=spec.pool,
-        detokenize=Tokenizer(spec.model).decode if spec.reads_text else None,
-        returns_routes=spec.returns_routes,
-        exact=spec.exact,
-    )
-    outbox.send(Ready(engine.kernels, spec.pool))
+    store = WeightStore(spec.weights, spec.dtype)
+    engine = _make_engine(spec)
+    mover = engine if isinstance(engine, MovingEngine) else None
+    outbox.send(Ready(engine.kernels, spec.pool if mover else None))
     beats = _beats(engine)
     while True:
-        wait_s = 0.0 if engine.can_step else MOVE_WAIT_S if engine.num_moves else IDLE_WAIT_S
+        wait_s = 0.0 if engine.can_step else MOVE_WAIT_S if mover and mover.num_moves else IDLE_WAIT_S
         replies: list[object] = []
         for message in inbox.take(wait_s):
             if isinstance(message, Leave):
                 return
             if (reply := _obey(engine, store, message)) is not None:
                 replies.append(reply)
-        if engine.num_moves:
-            replies += engine.poll_moves()
+        if mover and mover.num_moves:
+            replies += mover.poll_moves()
         if replies:
             outbox.send(*replies)
         if engine.can_step and (completions := engine.step()):
@@ -102,7 +94,34 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
             outbox.send(beat)
 
 
-def _obey(engine: MovingEngine, store: WeightStore, message: Any) -> object | None:
+def _make_engine(spec: EngineSpec) -> Engine:
+    """On a GPU KV is not where other engines can read it, and requests stay where they are."""
+    from dora.data.tokenizer import Tokenizer
+    from dora.engine.engine import Engine
+    from dora.engine.interleaving import Interleaving
+    from dora.handover.engine import MovingEngine
+    from dora.model.folder import load_config
+    from dora.runtime.devices import use_device
+
+    kind: Callable[..., Engine] = partial(MovingEngine, pool=spec.pool)
+    if (device := use_device(spec.device)) != "cpu":
+        kind = partial(Engine, device=device)
+    return kind(
+        load_config(spec.model),
+        max_rows=spec.max_rows,
+        max_context=spec.max_context,
+        version_slots=spec.version_slots,
+        kernels=spec.kernels,
+        pace_s=spec.pace_s,
+        interleaving=Interleaving(spec.tail_interval, urgent_age=spec.max_staleness),
+        detokenize=Tokenizer(spec.model).decode if spec.reads_text else None,
+        returns_routes=spec.returns_routes,
+        exact=spec.exact,
+        dtype=spec.dtype,
+    )
+
+
+def _obey(engine: Engine, store: WeightStore, message: Any) -> object | None:
     """Do what an engine is told; what there is to say at once."""
     from dora.engine.sequence import EngineError
 
@@ -122,12 +141,8 @@ def _obey(engine: MovingEngine, store: WeightStore, message: Any) -> object | No
                 return Refused(error.refused)
         case GiveUp(requests):
             return GivenUp(engine.abort(requests))
-        case Receive():
-            return engine.receive(message)
-        case Send():
-            return engine.send(message)
-        case CancelMove(move):
-            engine.cancel_move(move)
+        case Receive() | Send() | CancelMove():
+            return _obey_move(engine, message)
         case RushRows(ids):
             engine.rush(ids)
         case PauseRows():
@@ -138,7 +153,22 @@ def _obey(engine: MovingEngine, store: WeightStore, message: Any) -> object | No
     return None
 
 
-def _beats(engine: MovingEngine) -> Iterator[Beat | None]:
+def _obey_move(engine: Engine, message: Receive | Send | CancelMove) -> object | None:
+    """The same for the words of a move; engines that cannot move requests hear none."""
+    from dora.handover.engine import MovingEngine
+
+    assert isinstance(engine, MovingEngine), f"{message} to an engine whose requests stay"
+    match message:
+        case Receive():
+            return engine.receive(message)
+        case Send():
+            return engine.send(message)
+        case CancelMove(move):
+            engine.cancel_move(move)
+    return None
+
+
+def _beats(engine: Engine) -> Iterator[Beat | None]:
     """A beat whenever one is due, else None."""
     next_s, num_decoded, busy_row_s = 0.0, 0, 0.0
     while True:
@@ -158,15 +188,17 @@ def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
 
     from dora.runtime.gathering import Gathering
     from dora.stream.feed import GroupReader
+    from dora.trainer.speed import Speed
     from dora.weights.store import Recent, WeightStore
 
     torch.set_num_threads(1)
     outbox.beat()
-    store = WeightStore(spec.weights)
+    store = WeightStore(spec.weights, spec.published_dtype)
     recent = Recent(store, spec.max_staleness + 1)
     trainer = _make_trainer(spec, recent)
     reader = GroupReader(spec.stream)
-    gathering = Gathering(trainer, reader.group, spec.scoring, spec.streams)
+    gathering = Gathering(trainer, reader.group, recent.digest, spec.scoring, spec.streams)
+    speed = Speed(torch.device(spec.device), spec.settings.dtype, spec.peak_tflops, spec.num_ranks)
     outbox.send(Ready())
     while True:
         for message in inbox.take(0.0 if gathering.can_work else None):
@@ -175,39 +207,76 @@ def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
                     gathering.commit(step, group)
                 case TrainStep(step, groups):
                     try:
-                        metrics = gathering.train(step, groups)
+                        with speed.measured():
+                            metrics = gathering.train(step, groups)
                     except Exception as error:  # out of memory, or no finite gradient
                         outbox.send(StepRefused(step, f"{type(error).__name__}: {error}"))
                     else:
                         reader.commit(groups)
-                        outbox.send(StepDone(step, metrics))
+                        outbox.send(StepDone(step, metrics | speed.end_step(metrics["actor/tflop"])))
                 case PublishWeights(version):
-                    outbox.send(WeightsPublished(version, store.publish(version, trainer.flat)))
-                    recent.add(version)
+                    digest = store.publish(version, trainer.flat)
+                    outbox.send(WeightsPublished(version, digest))
+                    recent.add(version, digest)
                     gathering.begin(version)
                 case Save():
                     outbox.send(_save(trainer, spec.model, message))
         if gathering.can_work:  # at most one micro-batch: an order must not wait for longer
-            gathering.work()
+            with speed.measured():
+                gathering.work()
 
 
 def _make_trainer(spec: TrainerSpec, recent: Recent) -> Trainer:
     """At the beginning, or where a checkpoint says; the KL term pulls to the beginning in both cases."""
     from dora.model.folder import load_folder
+    from dora.runtime.devices import use_device
     from dora.trainer.checkpoint import load_checkpoint
     from dora.trainer.trainer import Trainer
 
+    device = use_device(spec.device)
     config, start = load_folder(spec.model)
-    score = None
+    if spec.num_ranks > 1:
+        return _make_sharded(spec, config, start, recent)
+    start, score = start.to(device), None
     if spec.exact is not None:
         from dora.engine.exact import Scorer
 
-        score = Scorer(config, spec.exact.max_context, spec.settings.temperature, spec.exact.kernels)
+        exact, temperature = spec.exact, spec.settings.temperature
+        score = Scorer(config, exact.max_context, temperature, exact.kernels, exact.dtype)
+    critic = None if spec.critic is None else _make_critic(spec.critic, device)
     if spec.checkpoint is None:
-        return Trainer(config, start, spec.settings, None, score, recent)
+        return Trainer(config, start, spec.settings, None, score, recent, critic=critic)
     _, flat, state, _ = load_checkpoint(spec.checkpoint)
-    trainer = Trainer(config, flat, spec.settings, start, score, recent)
+    if spec.settings.lora is not None:  # adapters are to the weights that the run began with
+        flat = start.clone()
+    trainer = Trainer(config, flat.to(device), spec.settings, start, score, recent, critic=critic)
     trainer.load_state_dict(state)
+    return trainer
+
+
+def _make_critic(spec: CriticSpec, device: str) -> Critic:
+    """At its beginning; a trainer that goes on from a checkpoint takes the critic with it."""
+    from dora.model.folder import load_folder
+    from dora.trainer.critic import Critic, initial_critic
+
+    config, start = load_folder(spec.model)
+    return Critic(config, initial_critic(config, start).to(device), spec.settings)
+
+
+def _make_sharded(spec: TrainerSpec, config: ModelConfig, start: Tensor, recent: Recent) -> Trainer:
+    """The same as rank 0 of several: whole weights stay on the CPU, shards are on every rank's device."""
+    from dora.runtime.ranks import join
+    from dora.trainer.checkpoint import load_checkpoint
+    from dora.trainer.ranks import Ranks
+    from dora.trainer.trainer import Trainer
+
+    flat, state = start, None
+    if spec.checkpoint is not None:
+        _, flat, state, _ = load_checkpoint(spec.checkpoint)
+    learner = Ranks(join(spec), config, flat, spec.settings, start)
+    trainer = Trainer(config, flat, spec.settings, None, None, recent, learner)
+    if state is not None:
+        trainer.load_state_dict(state)
     return trainer
 
 
@@ -215,12 +284,15 @@ def _save(trainer: Trainer, model: Path, order: Save) -> Saved | SaveRefused:
     """Write a checkpoint; a disk without room is no reason to end."""
     from dora.model.folder import load_config
     from dora.trainer.checkpoint import VERSIONS, keep_newest, save_checkpoint
+    from dora.trainer.lora import adapter_files
 
     step = trainer.num_steps_done
     path = order.folder / f"step-{step}"
-    beside: dict[str, str | Path] = {"core.json": order.core}
+    beside: dict[str, str | bytes | Path] = {"core.json": order.core}
     try:
         state, config = trainer.state_dict(), load_config(model)
+        if (lora := trainer.settings.lora) is not None:
+            beside |= adapter_files(config, lora, state["optimizer"]["adapters"], str(model))
         beside |= {f"{VERSIONS}/{file.name}": file for file in order.versions.iterdir()}
         save_checkpoint(path, config, trainer.flat, state, step, model, beside=beside, fsync=order.fsync)
         keep_newest(order.folder, order.keep_last)

@@ -15,9 +15,11 @@ from dora.core.actions import (
     Abort,
     Action,
     Admit,
+    BeginEvaluation,
     Commit,
     Dismiss,
     Drop,
+    EndEvaluation,
     Fail,
     Filter,
     Generate,
@@ -30,6 +32,7 @@ from dora.core.actions import (
     Retire,
     Rush,
     Score,
+    SkipEvaluation,
     Stop,
     Train,
 )
@@ -40,6 +43,7 @@ from dora.core.events import (
     EngineLost,
     Event,
     GroupScored,
+    GroupUnscorable,
     Loaded,
     LoadFailed,
     Migrated,
@@ -55,7 +59,9 @@ from dora.core.events import (
     Trained,
 )
 from dora.core.records import GroupId, Limits, RequestId
+from dora.sim.ages import Ages
 from dora.sim.engines import Violation
+from dora.sim.held_out import HeldOut
 from dora.sim.seats import Seats, require
 
 __all__ = ["Ledger", "Violation"]
@@ -67,7 +73,10 @@ class Ledger:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.seats = Seats()
+        self.ages = Ages(limits)
+        self.held_out = HeldOut(limits)
         self.version_of: dict[GroupId, int] = {}
+        self.deadline_of: dict[GroupId, int] = {}
         self.end_of: dict[GroupId, str] = {}
         self.finished: dict[RequestId, int] = {}
         self.unfinished: dict[GroupId, int] = {}  # siblings without their last token
@@ -88,6 +97,7 @@ class Ledger:
     def hear(self, event: Event) -> None:
         """Take note of a fact, before the core hears it."""
         self.seats.begin(event)
+        self.held_out.begin_fact()
         if (note := _FACTS.get(type(event))) is not None:
             note(self, event)
 
@@ -108,19 +118,32 @@ class Ledger:
 
     # facts
 
+    def _joined(self, fact: EngineJoined) -> None:
+        self.seats.join(fact)
+        self.held_out.joined(sum(engine.num_rows for engine in self.seats.engines.values()))
+
     def _finish(self, fact: RequestFinished) -> None:
         request, version = fact.request, fact.version
         given_up = request in self.seats.aborting
         self.seats.free(fact.engine, request)
         if any(chunk.version != version for chunk in fact.chunks):
             raise Violation(f"C1: {request} mixes versions: {fact.chunks}")
-        if not given_up:
+        if request.is_held_out:
+            self._end_held_out(request, version, is_failed=False)
+        elif not given_up:
             self.finished[request] = version
             self.unfinished[request.group] -= 1
             self.pins[version] -= 1
 
     def _fail_request(self, fact: RequestFailed) -> None:
         self.seats.free(fact.engine, fact.request)
+        if fact.request.is_held_out:
+            self._end_held_out(fact.request, -1 - fact.request.epoch, is_failed=True)
+
+    def _end_held_out(self, request: RequestId, version: int, *, is_failed: bool) -> None:
+        require(version == self.held_out.version, f"C1: {request} was generated on version {version}")
+        self.held_out.end(request, is_failed=is_failed)
+        self.pins[version] -= 1
 
     def _aborted(self, fact: RequestsAborted) -> None:
         for request in fact.requests:
@@ -128,9 +151,22 @@ class Ledger:
             self.seats.free(fact.engine, request)
 
     def _score_group(self, fact: GroupScored) -> None:
-        self.scored.add(fact.group)
+        if fact.group.is_held_out:
+            self.held_out.judge(fact.group)
+        else:
+            self.scored.add(fact.group)
+
+    def _unscorable(self, fact: GroupUnscorable) -> None:
+        if fact.group.is_held_out:
+            self.held_out.judge(fact.group)
+
+    def _published(self, fact: Published) -> None:
+        self.store.add(fact.version)
+        self.held_out.published(fact.version)
 
     def _trained(self, fact: Trained) -> None:
+        if self.training is not None:
+            self.ages.hear(fact, fact.step - min(self.version_of[group] for group in self.training.groups))
         self.training = None
         self.num_trained_steps += 1
 
@@ -158,7 +194,10 @@ class Ledger:
         self.version_of[group], self.next_index = version, order.index + 1
         self.unfinished[group] = limits.group_size
         self.pins[version] += limits.group_size
-        self.open[self.deadline(version)] += 1
+        deadline = self.deadline(version)
+        require(order.deadline == deadline, f"C3: {group} gets deadline {order.deadline}, not {deadline}")
+        self.deadline_of[group] = deadline
+        self.open[deadline] += 1
         self.live[version] += 1
         self._check_bound(f"admitting {group} at version {version}")
         self._check_slack(group)
@@ -169,7 +208,7 @@ class Ledger:
     def _check_slack(self, group: GroupId) -> None:
         """So many groups fewer than the bound allows, but always enough for one batch."""
         limits = self.limits
-        most = max(limits.batch_size, (limits.max_staleness + 1) * limits.batch_size - limits.slack)
+        most = max(limits.batch_size, (self.ages.staleness + 1) * limits.batch_size - limits.slack)
         num_open = self.open.total() + self.num_committed
         require(not limits.slack or num_open <= most, f"admitting {group} uses up the slack: {num_open} open")
 
@@ -182,7 +221,8 @@ class Ledger:
             require(not is_near, f"version {version} is admitted at, and is about to expire")
 
     def _check_single_version(self, version: int, num_batches: int) -> None:
-        others = [v for v, count in self.pins.items() if count and v != version]
+        evaluated = {self.held_out.version: len(self.held_out.running)}
+        others = [v for v, count in self.pins.items() if count > evaluated.get(v, 0) and v != version]
         require(not others, f"version {version} is admitted beside {others}, and only one may live")
         most = (num_batches if version else self.limits.max_staleness + 1) * self.limits.batch_size
         require(self.live[version] <= most, f"version {version} has more than {most} groups")
@@ -191,12 +231,23 @@ class Ledger:
         versions = []
         for request in order.requests:
             group = request.group
+            if request.is_held_out:
+                versions.append(self._generate_held_out(request))
+                continue
             if request in self.finished or group in self.end_of:
                 raise Violation(f"{request} is generated after its end")
             versions.append(self.version_of[group])
         self.seats.generate(order, versions)
 
+    def _generate_held_out(self, request: RequestId) -> int:
+        is_new = request not in self.held_out.running
+        version = self.held_out.generate(request, is_over=self.next_step == self.limits.num_steps)
+        self.pins[version] += is_new
+        return version
+
     def _score(self, order: Score) -> None:
+        if order.group.is_held_out:
+            return self.held_out.score(order.group)
         require(not self.unfinished[order.group], f"C2: {order.group} is scored before it is whole")
 
     def _end_untrained(self, order: Filter | Fail) -> None:
@@ -222,7 +273,7 @@ class Ledger:
                 f"C2: {group} ends {how}; before, it was {self.end_of.get(group, 'not admitted')}"
             )
         self.end_of[group] = how
-        self.open[self.deadline(self.version_of[group])] -= 1
+        self.open[self.deadline_of[group]] -= 1
 
     def _train(self, order: Train) -> None:
         step, groups = order.step, order.groups
@@ -238,6 +289,7 @@ class Ledger:
             require(versions == {self.version_of[group]}, f"C1: {group} has versions {versions}")
             staleness = step - self.version_of[group]
             require(0 <= staleness <= self.limits.max_staleness, f"C3: {group} has staleness {staleness}")
+            require(step <= self.deadline_of[group], f"C3: {group} is trained after its deadline")
             self.max_seen_staleness = max(self.max_seen_staleness, staleness)
 
     def _publish(self, order: Publish) -> None:
@@ -252,11 +304,12 @@ class Ledger:
 
     def _load(self, order: Load) -> None:
         require(order.version in self.store, f"version {order.version} is loaded but not stored")
-        self.seats.load(order)
+        self.seats.load(order, order.version == self.held_out.version)
 
     def _retire(self, order: Retire) -> None:
         version = order.version
         require(not self.pins[version], f"version {version} is retired under {self.pins[version]} requests")
+        require(version != self.held_out.version, f"version {version} is retired under its evaluation")
         loading = [e.id for e in self.seats.engines.values() if e.loading == version]
         require(not loading, f"version {version} is retired while engines {loading} load it")
         self.store.discard(version)
@@ -271,10 +324,11 @@ class Ledger:
 
     def _stop(self, order: Stop) -> None:
         require(self.limits.num_steps in self.store, "the run stops before its last version is published")
+        require(self.held_out.version is None, "the run stops under an evaluation")
 
     def deadline(self, version: int) -> int:
-        """Last step that may train what is admitted at `version`."""
-        return min(version + self.limits.max_staleness, self.limits.num_steps - 1)
+        """Last step that may train what is admitted at `version` now."""
+        return min(version + self.ages.staleness, self.limits.num_steps - 1)
 
     def _check_bound(self, doing: str) -> None:
         """C3 beforehand: every open group still has a place by its deadline."""
@@ -288,7 +342,7 @@ class Ledger:
 
 Note = Callable[[Ledger, Any], None]
 _FACTS: dict[type, Note] = {
-    EngineJoined: lambda ledger, fact: ledger.seats.join(fact),
+    EngineJoined: Ledger._joined,
     EngineLost: lambda ledger, fact: ledger.seats.lose(fact),
     EngineLeft: lambda ledger, fact: ledger.seats.leave(fact),
     DrainAsked: lambda ledger, fact: ledger.seats.ask_drain(fact.engine, True),
@@ -300,10 +354,11 @@ _FACTS: dict[type, Note] = {
     Migrated: lambda ledger, fact: ledger.seats.move(fact),
     MigrationFailed: lambda ledger, fact: ledger.seats.stay(fact),
     GroupScored: Ledger._score_group,
+    GroupUnscorable: Ledger._unscorable,
     Trained: Ledger._trained,
     StepFailed: Ledger._step_failed,
     Resumed: Ledger._resumed,
-    Published: lambda ledger, fact: ledger.store.add(fact.version),
+    Published: Ledger._published,
     Loaded: lambda ledger, fact: ledger.seats.loaded(fact),
     LoadFailed: lambda ledger, fact: ledger.seats.load_failed(fact),
 }
@@ -326,5 +381,8 @@ _ORDERS: dict[type, Note] = {
     Drop: Ledger._drop,
     Load: Ledger._load,
     Retire: Ledger._retire,
+    BeginEvaluation: lambda ledger, order: ledger.held_out.begin(order),
+    SkipEvaluation: lambda ledger, order: ledger.held_out.skip(order),
+    EndEvaluation: lambda ledger, order: ledger.held_out.finish(order),
     Stop: Ledger._stop,
 }

@@ -11,7 +11,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dora.core.actions import Action, Admit, Commit, Generate, Load, Migrate, RefuseDrain, Rush, Train
+from dora.core.actions import (
+    Action,
+    Admit,
+    BeginEvaluation,
+    Commit,
+    Generate,
+    Load,
+    Migrate,
+    RefuseDrain,
+    Rush,
+    SkipEvaluation,
+    Train,
+)
+from dora.core.aging import Aging
 from dora.core.bound import num_admissible
 from dora.core.events import (
     DrainAsked,
@@ -23,12 +36,18 @@ from dora.core.events import (
     Progressed,
     RequestFinished,
     Resumed,
+    Trained,
 )
 from dora.core.state import State
 from dora.sim.checker import Ledger
 
+GOES_ON = "goes on after everything died"
 MARKS = (
+    "admit: aging allows fresh samples only",
+    "admit: aging allows more again",
     "admit: at an old version that engines keep",
+    "admit: due before groups of an older version",
+    "admit: held back by aging",
     "admit: held back by the bound",
     "admit: held back by the one live version",
     "admit: held back by slack",
@@ -36,6 +55,15 @@ MARKS = (
     "drain: asked of an engine with requests",
     "drain: refused, for it has become the only engine",
     "drain: refused, for it is the only engine that stays",
+    "evaluation: an answer again, after a loss",
+    "evaluation: at a version that is not the newest",
+    "evaluation: begun",
+    "evaluation: goes on after everything died",
+    "evaluation: goes on after the last step",
+    "evaluation: lent an engine",
+    "evaluation: of a version that waits to be redone",
+    "evaluation: skipped, for one is under way",
+    "evaluation: while a step is trained",
     "generate: a failed group's row is still in use",
     "generate: again, after a loss",
     "generate: siblings on two engines",
@@ -66,6 +94,8 @@ MARKS = (
     "resume: with batches that were complete",
     "rush: begun",
     "rush: lifted",
+    "step: measured before",
+    "train: older than aging allows by now",
     "train: repeated",
     "train: the bound is used up",
 )
@@ -79,6 +109,7 @@ class Marks:
         self._ledger, self._seats = ledger, ledger.seats
         self._moved: set[object] = set()
         self._lost: set[object] = set()
+        self._staleness = ledger.limits.max_staleness  # at the last admission
         self._newest_of: dict[int, int] = {}  # engine -> newest version it was told to load
         self._of_fact: dict[type, Callable[[Any], None]] = {
             DrainAsked: self._drain_asked,
@@ -89,9 +120,12 @@ class Marks:
             Progressed: self._progressed,
             RequestFinished: self._finished,
             Resumed: self._resumed,
+            Trained: self._trained,
         }
         self._of_order: dict[type, Callable[[Any], None]] = {
             Admit: self._admit,
+            BeginEvaluation: lambda order: self._mark("evaluation: begun"),
+            SkipEvaluation: lambda order: self._mark("evaluation: skipped, for one is under way"),
             Commit: self._commit,
             Generate: self._generate,
             Load: self._load,
@@ -137,7 +171,10 @@ class Marks:
             state.limits = limits
             if is_cause:
                 return self._mark(f"admit: held back by {name}")
-        self._mark("admit: held back by the bound")
+        aging, state.aging = state.aging, Aging()
+        is_cause = num_admissible(state, version) > 0
+        state.aging = aging
+        self._mark("admit: held back by aging" if is_cause else "admit: held back by the bound")
 
     def _mark(self, name: str) -> None:
         self.seen[name] += 1
@@ -178,9 +215,16 @@ class Marks:
         if fact.request in self._seats.aborting:
             self._mark("request: finished before it could be given up")
 
+    def _trained(self, fact: Trained) -> None:
+        if fact.step < self._ledger.ages.next_step:
+            self._mark("step: measured before")
+
     def _resumed(self, fact: Resumed) -> None:
         ledger = self._ledger
         self._newest_of.clear()
+        if ledger.held_out.version is not None:
+            is_void = ledger.held_out.version > fact.from_step
+            self._mark(f"evaluation: {'of a version that waits to be redone' if is_void else GOES_ON}")
         if any(count and version > fact.from_step for version, count in ledger.pins.items()):
             self._mark("resume: requests wait for a version to be redone")
         if ledger.next_step > ledger.num_trained_steps:
@@ -189,12 +233,20 @@ class Marks:
     # orders
 
     def _admit(self, order: Admit) -> None:
-        if order.version < max(self._ledger.store):
+        ledger, staleness = self._ledger, self._ledger.ages.staleness
+        if order.version < max(ledger.store):
             self._mark("admit: at an old version that engines keep")
+        elif any(count and deadline > order.deadline for deadline, count in ledger.open.items()):
+            self._mark("admit: due before groups of an older version")
+        if staleness == 0 < ledger.limits.max_staleness:
+            self._mark("admit: aging allows fresh samples only")
+        if staleness > self._staleness:
+            self._mark("admit: aging allows more again")
+        self._staleness = staleness
 
     def _commit(self, order: Commit) -> None:
         ledger = self._ledger
-        deadline = ledger.deadline(ledger.version_of[order.group])
+        deadline = ledger.deadline_of[order.group]
         if any(count and earlier < deadline for earlier, count in ledger.open.items()):
             self._mark("commit: a straggler is passed")
 
@@ -208,13 +260,29 @@ class Marks:
         if not self._lost.isdisjoint(order.requests):
             self._mark("generate: again, after a loss")
         first = order.requests[0]
+        if first.is_held_out:
+            return self._generate_held_out(order)
         if first.sibling and first not in self._lost:
             self._mark("generate: siblings on two engines")
+
+    def _generate_held_out(self, order: Generate) -> None:
+        ledger = self._ledger
+        if not self._lost.isdisjoint(order.requests):
+            self._mark("evaluation: an answer again, after a loss")
+        if order.version < max(ledger.store):
+            self._mark("evaluation: at a version that is not the newest")
+        if ledger.training is not None:
+            self._mark("evaluation: while a step is trained")
+        if ledger.num_trained_steps == ledger.limits.num_steps:
+            self._mark("evaluation: goes on after the last step")
 
     def _load(self, order: Load) -> None:
         ledger, version = self._ledger, order.version
         if ledger.pins[version] and not self._seats.copies[version]:
             self._mark("load: a pinned version that no engine had")
+        is_lent = version == ledger.held_out.version and version < max(ledger.store)
+        if is_lent and not self._seats.copies[version]:
+            self._mark("evaluation: lent an engine")
         newest = self._newest_of.get(order.engine, version)
         if version > newest + 1:
             self._mark("load: skipped a version")
@@ -224,5 +292,8 @@ class Marks:
         ledger = self._ledger
         if ledger.failed_step is not None:
             self._mark("train: repeated")
-        if any(order.step - ledger.version_of[g] == ledger.limits.max_staleness for g in order.groups):
+        oldest = order.step - min(ledger.version_of[group] for group in order.groups)
+        if oldest == ledger.limits.max_staleness:
             self._mark("train: the bound is used up")
+        if oldest > ledger.ages.staleness:
+            self._mark("train: older than aging allows by now")

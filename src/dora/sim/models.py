@@ -6,10 +6,10 @@ Sizes, policies, speeds, lengths and delays; `faults` draws what goes wrong.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
-from dora.core.records import Limits
+from dora.core.records import AgingRule, EvaluationRule, Limits
 from dora.sim.faults import Faults, draw_faults
 
 FAMILIES = ("log_normal", "pareto", "bimodal", "zipf", "constant")
@@ -62,7 +62,8 @@ def draw_config(seed: int) -> WorldConfig:
     max_length = rng.choice((4, 64, 64, 512))
     usual_s = 10 ** rng.uniform(-3, -1.5)  # per token
     unit_s = usual_s * max_length / 16
-    limits = _draw_limits(rng, num_engines, unit_s)
+    limits = _draw_aging(Random(f"aging {seed}"), _draw_limits(rng, num_engines, unit_s))
+    limits = _draw_evaluation(Random(f"evaluation {seed}"), limits)
     max_rows = 12 if num_engines < 16 else 3
     slots = (1, 1, 1, 2, 2, 3, limits.max_staleness + 1, limits.max_staleness + 4)
     spread = rng.choice((0.0, 0.3, 1.0))
@@ -120,6 +121,22 @@ def _draw_limits(rng: Random, num_engines: int, unit_s: float) -> Limits:
         kv_watermark=rng.choice((0.3, 0.9, 1.0)),
         max_moves=rng.choice((1, 3, 10_000)),
     )
+
+
+def _draw_aging(rng: Random, limits: Limits) -> Limits:
+    """In some worlds the bound is lowered while samples say little."""
+    if limits.max_staleness == 0 or rng.random() < 0.6:
+        return limits
+    rule = AgingRule(rng.choice((0.5, 0.9)), rng.choice((0.001, 0.1)), rng.choice((1, 1, 2, 3)))
+    return replace(limits, aging=rule)
+
+
+def _draw_evaluation(rng: Random, limits: Limits) -> Limits:
+    """In some worlds held-out prompts are answered while they go on."""
+    if rng.random() < 0.6:
+        return limits
+    rule = EvaluationRule(rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 5, 12)), rng.choice((1, 2, 4)))
+    return replace(limits, evaluation=rule)
 
 
 class Lengths:

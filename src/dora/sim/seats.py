@@ -218,12 +218,13 @@ class Seats:
         engine.dropped[version] = self.num_news - engine.num_own
         self.copies[version] -= 1
 
-    def load(self, order: Load) -> None:
+    def load(self, order: Load, is_evaluated: bool) -> None:
+        """An evaluation may be lent an engine again and again, for each time it gets on."""
         engine = self._known(order.engine)
         require(engine.loading is None, f"engine {engine.id} is ordered two loads at a time")
         require(order.version not in engine.held, f"engine {engine.id} loads what it holds")
         require(len(engine.held) < engine.num_slots, f"engine {engine.id} uses more than its slots")
-        is_news = engine.dropped.get(order.version) != self.num_news - engine.num_own
+        is_news = is_evaluated or engine.dropped.get(order.version) != self.num_news - engine.num_own
         require(is_news, f"engine {engine.id} drops and loads version {order.version} for nothing")
         engine.loading = order.version
 

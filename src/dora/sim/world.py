@@ -26,6 +26,7 @@ from dora.core.events import (
     Trained,
 )
 from dora.core.records import GroupId
+from dora.sim.ages import Drift
 from dora.sim.engines import SimEngine, Stage, Truth
 from dora.sim.faults import Luck
 from dora.sim.models import WorldConfig
@@ -47,6 +48,7 @@ class World:
         self.now = 0.0
         self.rng = Random(f"world {seed}")
         self.luck = Luck(config.faults, self.rng)
+        self.drift = Drift(config.limits.aging, Random(f"drift {seed}"))
         self.truth = Truth()
         self.moves = Moves(self)
         self.rollout = Rollout(self)
@@ -127,7 +129,10 @@ class World:
         if self.luck.fails(self.config.share_failed):
             return self._tell(delay_s, GroupUnscorable(order.group, "simulated reward failure"))
         is_flat = self.rng.random() < self.config.share_flat
-        size = self.config.limits.group_size
+        limits = self.config.limits
+        size = limits.group_size
+        if order.group.is_held_out and limits.evaluation is not None:
+            size = limits.evaluation.num_answers
         rewards = tuple(1.0 if is_flat else float(k % 2) for k in range(size))
         self._tell(delay_s, GroupScored(order.group, rewards))
 
@@ -141,7 +146,7 @@ class World:
         self.truth.is_training = False
         if self.luck.fails(self.config.faults.share_steps_failed):
             return StepFailed(step, "simulated step failure")
-        return Trained(step)
+        return Trained(step, *self.drift.measure())
 
     def _publish(self, order: Publish) -> None:
         self._tell(0.001, Published(order.version, digest_of(order.version)))

@@ -145,7 +145,7 @@ def _samples(batch: Batch) -> list[StoredSample]:
     columns = {field.name: batch.rows(field.name) for field in FIELDS}
     samples = []
     for row, version in enumerate(batch.versions):
-        prompt, tokens, logprobs, routes, _, reward, advantage = (columns[f.name][row] for f in FIELDS)
+        prompt, tokens, logprobs, routes, digest, reward, advantage = (columns[f.name][row] for f in FIELDS)
         by_token = routes.reshape(len(prompt) + len(tokens) - 1, -1).copy() if len(routes) else None
         samples.append(
             StoredSample(
@@ -156,6 +156,7 @@ def _samples(batch: Batch) -> list[StoredSample]:
                 reward=float(reward),
                 advantage=None if math.isnan(advantage) else float(advantage),
                 routes=by_token,
+                weight_digest=digest.tobytes().decode(),
             )
         )
     return samples

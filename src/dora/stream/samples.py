@@ -49,6 +49,7 @@ class StoredSample(NamedTuple):
     reward: float
     advantage: float | None
     routes: NDArray[np.int16] | None  # [tokens - 1, mixture layers * k]
+    weight_digest: str
 
 
 class FinishedSample(NamedTuple):
@@ -87,6 +88,9 @@ class SampleStore:
         self._db.execute("pragma journal_mode = wal")
         self._db.execute(f"pragma synchronous = {'full' if fsync else 'off'}")
         self._db.execute(_SCHEMA)
+        names = [name for _, name, *_ in self._db.execute("pragma table_info(samples)")]
+        if "routes" not in names:  # a run that began before there were mixtures of experts
+            self._db.execute("alter table samples add column routes blob")
         self._in_transaction = False
         self._follower: Follower | None = None
 
@@ -109,7 +113,8 @@ class SampleStore:
         """Add a finished trajectory. Raises sqlite3.IntegrityError if its row exists."""
         t = trajectory
         self._write(
-            "insert into samples values (?, ?, ?, ?, ?, ?, ?, ?, null, null, 'finished', null)",
+            "insert into samples (group_id, sibling, version, weight_digest, prompt_ids, token_ids, "
+            "logprobs, routes, state) values (?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
             (
                 str(t.request.group),
                 t.request.sibling,
@@ -200,7 +205,7 @@ class SampleStore:
             "order by group_id, sibling"
         )
         for name, sibling, version, digest, prompt, response, logprobs, routes, reward, advantage in rows:
-            stored = _stored(version, prompt, response, logprobs, reward, advantage, routes)
+            stored = _stored(version, prompt, response, logprobs, reward, advantage, routes, digest)
             request = RequestId(*_group(name), sibling)
             yield (
                 Trajectory(
@@ -232,8 +237,8 @@ class SampleReader:
     def group(self, group: GroupId) -> list[StoredSample]:
         """The samples of a scored group, in sibling order."""
         rows = self._db.execute(
-            "select version, prompt_ids, token_ids, logprobs, reward, advantage, routes from samples "
-            "where group_id = ? order by sibling",
+            "select version, prompt_ids, token_ids, logprobs, reward, advantage, routes, weight_digest "
+            "from samples where group_id = ? order by sibling",
             (str(group),),
         )
         return [_stored(*row) for row in rows]
@@ -247,13 +252,14 @@ def _stored(
     reward: float,
     advantage: float | None,
     routes: bytes | None,
+    weight_digest: str,
 ) -> StoredSample:
     prompt_ids, token_ids = _ids(prompt), _ids(response)
     by_token = None
     if routes is not None:
         by_token = np.frombuffer(routes, dtype="<i2").reshape(len(prompt_ids) + len(token_ids) - 1, -1)
     kept = np.frombuffer(logprobs, dtype="<f4").tolist()
-    return StoredSample(version, prompt_ids, token_ids, kept, reward, advantage, by_token)
+    return StoredSample(version, prompt_ids, token_ids, kept, reward, advantage, by_token, weight_digest)
 
 
 def _group(name: str) -> GroupId:

@@ -1,7 +1,7 @@
 """Advantages from rewards, by verl's names of `adv_estimator`, and the shaping that precedes them.
 
-All are plain floats, one per response. `recipe.NEEDS` says which estimators look at a group and
-which at the whole batch.
+All are plain floats: one per response, except for `gae`, where it is one per token. `recipe.NEEDS`
+says which estimators look at a group and which at the whole batch.
 """
 
 from __future__ import annotations
@@ -100,6 +100,21 @@ def batch_advantages(
         return scores
     flat = iter(whitened([x for group in scores for x in group], [n for group in num_tokens for n in group]))
     return [[next(flat) for _ in group] for group in scores]
+
+
+def gae(reward: float, values: Sequence[float], gamma: float, lam: float) -> tuple[list[float], list[float]]:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) of one response: advantages and returns.
+
+    `values` are the critic's before each token; beyond the last one the value is 0, and `reward` comes
+    with it. delta = r + gamma V' - V; A = delta + gamma lam A'; return = A + V.
+    """
+    advantages = [0.0] * len(values)
+    advantage = next_value = 0.0
+    for i in range(len(values) - 1, -1, -1):
+        delta = reward + gamma * next_value - values[i]
+        advantages[i] = advantage = delta + gamma * lam * advantage
+        next_value, reward = values[i], 0.0
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> float:

@@ -42,13 +42,13 @@ def save_checkpoint(
     step: int,
     source: Path,
     *,
-    beside: Mapping[str, str | Path] | None = None,
+    beside: Mapping[str, str | bytes | Path] | None = None,
     fsync: bool = False,
 ) -> None:
     """Write `folder` so that it exists only once it is complete; an older one is replaced.
 
     `state` is `Trainer.state_dict()`; the tokenizer's files come from the model folder `source`.
-    `beside` are further files: a text, or the file to copy. `fsync`: survive a loss of power.
+    `beside` are further files: a text, bytes, or the file to copy. `fsync`: survive a loss of power.
     """
     draft, old = folder.with_name(folder.name + ".draft"), folder.with_name(folder.name + ".old")
     for left_over in (draft, old):
@@ -61,6 +61,8 @@ def save_checkpoint(
         (draft / name).parent.mkdir(exist_ok=True)
         if isinstance(content, Path):
             shutil.copyfile(content, draft / name)
+        elif isinstance(content, bytes):
+            (draft / name).write_bytes(content)
         else:
             (draft / name).write_text(content)
     torch.save({"step": step, "trainer": state}, draft / "optimizer.pt")

@@ -99,6 +99,13 @@ class OffPolicyness:
         self.ratio_squared += float(ratio.square().sum())
         self.log_ratio += float(log_ratio.sum())
 
+    def join(self, other: OffPolicyness) -> None:
+        """Take in what was counted elsewhere."""
+        self.num_tokens += other.num_tokens
+        self.ratio += other.ratio
+        self.ratio_squared += other.ratio_squared
+        self.log_ratio += other.log_ratio
+
     @property
     def ess(self) -> float:
         """Effective sample size as a share of the tokens: (sum r)**2 / (N * sum r**2), in (0, 1].

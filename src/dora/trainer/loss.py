@@ -145,6 +145,16 @@ def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -
     return -ratio * advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
 
 
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """A critic's loss of every token, and whether clipping decided it; all [N].
+
+    max of (V - R)**2 / 2 with V free and V clipped to old_V +- clip, as in verl.
+    """
+    free = (values - returns).square()
+    clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
+    return 0.5 * torch.maximum(free, clipped), clipped > free
+
+
 def k3_divergence(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Estimate of KL(policy || reference) at every token [N], never negative.
 
@@ -172,12 +182,3 @@ def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEst
         bounded = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         value = k3_divergence(bounded, torch.zeros_like(gap)).clamp(max=MAX_K3)
     return value.detach() + k2 - k2.detach() if estimator.endswith("+") else value
-
-
-def entropies(distributions: Tensor) -> Tensor:
-    """Entropy of the next token at every position [N], in nats, from log-probs [N, vocabulary].
-
-    It carries a gradient; `losses - entropy_coef * entropies` is the entropy bonus (arXiv
-    1602.01783, section 4). A token of probability 0 adds nothing.
-    """
-    return -(distributions.exp() * distributions.clamp(min=torch.finfo(distributions.dtype).min)).sum(-1)

@@ -34,6 +34,13 @@ class Mismatch:
             self.largest = max(self.largest, float(gap.max()))
             self.divergence += float((ratio.expm1() - ratio).sum())
 
+    def join(self, other: Mismatch) -> None:
+        """Take in what was compared elsewhere."""
+        self.num_tokens += other.num_tokens
+        self.total += other.total
+        self.largest = max(self.largest, other.largest)
+        self.divergence += other.divergence
+
     def metrics(self) -> dict[str, float]:
         """Mean, maximum and KL(engine || trainer) by the k3 estimate, per token; nothing without any."""
         if not self.num_tokens:

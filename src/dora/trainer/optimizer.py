@@ -1,63 +1,153 @@
-"""AdamW over one flat buffer, and the learning-rate schedule.
+"""AdamW over one flat buffer, or over one rank's shards of it; and the learning-rate schedule.
 
-Parameters are leaves that view the flat weights, and their gradients view a flat gradient:
+In one buffer, parameters are leaves that view the flat weights, and their gradients view a flat gradient:
 autograd sees named matrices, while the norm, the update and a publication are one operation each.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from dora.errors import RunError
-from dora.model.config import ModelConfig
 from dora.model.weights import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_PIECE = 2**16  # elements
 
 
 class FlatAdamW:
     """AdamW (arXiv 1711.05101) on `flat` ([numel], fp32), changed in place."""
 
-    def __init__(
-        self, config: ModelConfig, flat: Tensor, weight_decay: float, betas: tuple[float, float]
-    ) -> None:
-        layout = Layout(config)
+    def __init__(self, layout: Layout, flat: Tensor, weight_decay: float, betas: tuple[float, float]) -> None:
         self.flat = flat
         self.gradient = torch.zeros_like(flat)
         self.weights = {name: view.detach().requires_grad_() for name, view in layout.views(flat).items()}
         for name, view in layout.views(self.gradient).items():
             self.weights[name].grad = view
-        self._whole = flat.detach().requires_grad_()
-        self._whole.grad = self.gradient
-        self._adamw = torch.optim.AdamW([self._whole], betas=betas, weight_decay=weight_decay, fused=True)
+        self._weight_decay, self._betas = weight_decay, betas
+        self._state = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
+        self._state["step"] = torch.zeros((), device=flat.device)
 
     def step(self, lr: float, max_grad_norm: float) -> float:
         """Clip the accumulated gradient, update, clear it; returns its norm before clipping.
 
         Raises RunError, with the weights unchanged, where the norm is not finite.
         """
-        norm = float(self.gradient.norm())
-        if not math.isfinite(norm):
+        norm = math.sqrt(float(_sum_of_squares(self.gradient)))
+        try:
+            if (scale := _scale(norm, max_grad_norm)) != 1.0:
+                self.gradient.mul_(scale)
+        except RunError:
             self.gradient.zero_()
-            raise RunError(
-                f"grad_norm = {norm}: it must be finite; lower the learning rate or look for a broken sample"
-            )
-        if norm > max_grad_norm:
-            self.gradient.mul_(max_grad_norm / norm)
-        self._adamw.param_groups[0]["lr"] = lr
-        self._adamw.step()
+            raise
+        self._update(lr)
         self.gradient.zero_()
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and settings; plain tensors and numbers."""
-        return self._adamw.state_dict()
+        """Moments, as torch.optim.AdamW has them; none before the first step."""
+        return {"state": {0: dict(self._state)} if self._state["step"] else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
-        self._adamw.load_state_dict(state)
+        found = state["state"].get(0)
+        for name, value in self._state.items():
+            value.copy_(found[name]) if found else value.zero_()
+
+    @torch.no_grad()
+    def _update(self, lr: float) -> None:
+        """By the function: the class does no more, but it imports torch's compiler, which takes a second."""
+        of_weights, of_squares, step = (self._state[name] for name in ("exp_avg", "exp_avg_sq", "step"))
+        beta1, beta2 = self._betas
+        adamw(
+            [self.flat],
+            [self.gradient],
+            [of_weights],
+            [of_squares],
+            [],
+            [step],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=self._weight_decay,
+            eps=1e-8,
+            maximize=False,
+        )
+
+
+class ShardedAdamW:
+    """AdamW on this rank's shards, changed in place; gradients and moments are sharded as they are.
+
+    Gradients are where autograd puts them: sums over the ranks, times what the batch amounts to.
+    """
+
+    def __init__(self, shards: Sequence[DTensor], weight_decay: float, betas: tuple[float, float]) -> None:
+        self.shards = shards
+        for shard in shards:
+            shard.grad = torch.zeros_like(shard)
+        self._adamw = torch.optim.AdamW(shards, betas=betas, weight_decay=weight_decay, fused=True)
+
+    def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
+        """As that of one buffer, with the gradient divided by `divisor`; the same on all ranks."""
+        gradients = [shard.grad.to_local() for shard in self.shards]  # type: ignore[union-attr]
+        squares = torch.stack([_sum_of_squares(gradient) for gradient in gradients]).sum()
+        dist.all_reduce(squares)
+        norm = math.sqrt(float(squares)) / divisor
+        try:
+            torch._foreach_mul_(gradients, _scale(norm, max_grad_norm) / divisor)
+            self._adamw.param_groups[0]["lr"] = lr
+            self._adamw.step()
+        finally:
+            self.forget()
+        return norm
+
+    def forget(self) -> None:
+        """Begin the gradient anew."""
+        for shard in self.shards:
+            assert shard.grad is not None
+            shard.grad.zero_()
+
+    @property
+    def num_updates(self) -> int:
+        """How often the weights were updated; until then there are no moments."""
+        return max((int(state["step"]) for state in self._adamw.state.values()), default=0)
+
+    def moments(self, name: str) -> list[DTensor]:
+        """The shards of one moment, "exp_avg" or "exp_avg_sq"."""
+        return [self._adamw.state[shard][name] for shard in self.shards]
+
+    def resume(self, num_updates: int, moments: Mapping[str, Sequence[DTensor]]) -> None:
+        """Go on with these moments, which are shards as the weights are; there are none before an update."""
+        self._adamw.state.clear()
+        for i, shard in enumerate(self.shards if moments else ()):
+            step = torch.tensor(float(num_updates), device=shard.device)
+            self._adamw.state[shard] = {"step": step, **{name: own[i] for name, own in moments.items()}}
+
+
+def _sum_of_squares(flat: Tensor) -> Tensor:
+    """Of [numel] numbers, in fp64: a CPU sums one by one, and in fp32 that lacks 0.5 % of 60 million."""
+    norms: tuple[Tensor, ...] = torch._foreach_norm(flat.split(_PIECE))
+    return torch.stack(norms).double().square().sum()
+
+
+def _scale(norm: float, max_norm: float) -> float:
+    """What a gradient of this norm is multiplied with. Raises RunError where the norm is not finite."""
+    if not math.isfinite(norm):
+        raise RunError(
+            f"grad_norm = {norm}: it must be finite; lower the learning rate or look for a broken sample"
+        )
+    return max_norm / norm if norm > max_norm else 1.0
 
 
 def learning_rate(peak: float, step: int, warmup_steps: int, num_steps: int, decay: str) -> float:

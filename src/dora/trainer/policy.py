@@ -1,63 +1,24 @@
 """Log-probs that a policy gives to responses.
 
-Sequences are padded on the right, so causality alone hides the padding.
+Sequences come packed, one forward pass for all of them; logits exist in chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dora.model import decoder
 from dora.model.config import ModelConfig
 from dora.model.routing import Route
-from dora.trainer.loss import entropies
+from dora.trainer.attention import attend_in_blocks
+from dora.trainer.head import token_logprobs
+from dora.trainer.packing import Packed
 
-
-@dataclass(frozen=True)
-class Padded:
-    """Sequences (prompt + response) padded on the right; B sequences of up to L tokens.
-
-    `inputs` [B * L] are all tokens but each sequence's last. `rows` [N] are the positions in it
-    that predict a response token, `targets` [N] those tokens, sequence after sequence.
-    """
-
-    inputs: Tensor
-    rows: Tensor
-    targets: Tensor
-    num_sequences: int
-    length: int
-    prompts: Sequence[Sequence[int]]
-    responses: Sequence[Sequence[int]]
-
-
-def pad(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], device: torch.device) -> Padded:
-    """Lay sequences out for one forward pass. Prompts must not be empty."""
-    sequences = [[*prompt, *response][:-1] for prompt, response in zip(prompts, responses, strict=True)]
-    length = max(map(len, sequences))
-    inputs = torch.tensor([tokens + [0] * (length - len(tokens)) for tokens in sequences], device=device)
-    rows = [
-        i * length + position
-        for i, (prompt, tokens) in enumerate(zip(prompts, sequences, strict=True))
-        for position in range(len(prompt) - 1, len(tokens))
-    ]
-    targets = [token for response in responses for token in response]
-    return Padded(
-        inputs.flatten(),
-        torch.tensor(rows, device=device),
-        torch.tensor(targets, device=device),
-        len(sequences),
-        length,
-        prompts,
-        responses,
-    )
-
-
-Values = Callable[[Padded], Tensor]
+Values = Callable[[Packed], Tensor]
 
 
 class Policy:
@@ -73,14 +34,22 @@ class Policy:
         weights: Mapping[str, Tensor],
         temperature: float = 1.0,
         values: Values | None = None,
+        *,
+        logits_chunk_tokens: int = 256,
+        keeps_activations: bool = True,
     ) -> None:
+        """`logits_chunk_tokens` rows of logits exist at a time. Unless it `keeps_activations`, a layer
+        keeps its input alone and runs once more on the way back.
+        """
         self._values = values
+        self._chunk_tokens = logits_chunk_tokens
+        self._run = _keep if keeps_activations else _recompute
         self.config = config
         self.weights = weights
         self.temperature = temperature
-        device = weights["model.norm.weight"].device
+        self.device = weights["model.norm.weight"].device
         cos, sin = decoder.rope_tables(config, config.max_position_embeddings)
-        self._cos, self._sin = cos.to(device), sin.to(device)
+        self._cos, self._sin = cos.to(self.device), sin.to(self.device)
 
     def under(self, weights: Mapping[str, Tensor], values: Values | None) -> Policy:
         """The same with other weights."""
@@ -88,22 +57,30 @@ class Policy:
         other.weights, other._values = weights, values
         return other
 
-    def logprobs(
-        self, batch: Padded, route: Route | None = None, keeps_entropy_graph: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: Packed, route: Route | None = None) -> tuple[Tensor, Tensor]:
         """Log-probs of the response tokens [N] and the distribution's entropies [N], in nats.
 
         `route` chooses the experts of mixtures. Only positions that predict a response token go through
-        the head. Entropies carry a gradient only if that is asked for.
+        the head.
         """
-        cos, sin = (table[: batch.length].repeat(batch.num_sequences, 1) for table in (self._cos, self._sin))
-        attend = decoder.causal_attend(batch.num_sequences, batch.length)
-        hidden = decoder.forward(self.weights, self.config, batch.inputs, cos, sin, attend, route)
-        logits = decoder.logits(self.weights, hidden.index_select(0, batch.rows)) / self.temperature
-        distribution = logits.log_softmax(-1)
-        with torch.set_grad_enabled(keeps_entropy_graph and torch.is_grad_enabled()):
-            spread = entropies(distribution)
-        logprobs = distribution.gather(-1, batch.targets[:, None]).squeeze(-1)
+        rows = self.hidden(batch, route).index_select(0, batch.rows)
+        head = decoder.head(self.weights)
+        logprobs, spread = token_logprobs(rows, head, batch.targets, self.temperature, self._chunk_tokens)
         if self._values is not None:
             logprobs = self._values(batch) + (logprobs - logprobs.detach())  # that is 0, with a gradient
         return logprobs, spread
+
+    def hidden(self, batch: Packed, route: Route | None = None) -> Tensor:
+        """Final hidden states [M, hidden]."""
+        cos, sin = (table.index_select(0, batch.positions) for table in (self._cos, self._sin))
+        attend = attend_in_blocks(batch.blocks, batch.found)
+        return decoder.forward(self.weights, self.config, batch.inputs, cos, sin, attend, route, self._run)
+
+
+def _keep(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return layer(x)
+
+
+def _recompute(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    found: Tensor = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+    return found

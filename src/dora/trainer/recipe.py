@@ -14,12 +14,14 @@ from typing import Literal
 
 from dora.errors import ConfigError
 
-AdvEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+AdvEstimator = Literal[
+    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
+]
 PolicyLoss = Literal["ppo_clip", "dual_clip", "triplet_clip", "gspo", "cispo", "reinforce", "online_dpo"]
 
-# What must be known before the first advantage is: a group's rewards, or those of the whole batch.
-# A trainer that accumulates gradients while the batch fills up has to wait for the latter: a mean
-# and a deviation cannot be divided out of a clipped loss afterwards.
+# What must be known before the first advantage is: a group's rewards, or those of the whole batch (of gae
+# also the critic's values). A trainer that accumulates gradients while the batch fills up has to wait for
+# the latter: a mean and a deviation cannot be divided out of a clipped loss afterwards.
 NEEDS: Mapping[AdvEstimator, Literal["group", "batch"]] = MappingProxyType(
     {
         "grpo": "group",
@@ -27,6 +29,7 @@ NEEDS: Mapping[AdvEstimator, Literal["group", "batch"]] = MappingProxyType(
         "rloo": "group",
         "reinforce_plus_plus": "batch",
         "reinforce_plus_plus_baseline": "batch",
+        "gae": "batch",
     }
 )
 

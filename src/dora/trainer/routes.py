@@ -15,21 +15,21 @@ from torch import Tensor
 
 from dora.model.config import ModelConfig
 from dora.model.routing import Replay, Route
-from dora.trainer.policy import Padded
+from dora.trainer.packing import Packed
 
 
-def replay(config: ModelConfig, batch: Padded, routes: Sequence[NDArray[np.int16] | None]) -> Replay:
+def replay(config: ModelConfig, batch: Packed, routes: Sequence[NDArray[np.int16] | None]) -> Replay:
     """Send tokens where their sequence's `routes` [tokens - 1, mixture layers * k] say.
 
-    The router still weighs the experts that it is told, and so learns. Padding, and sequences without
-    routes, are left to it.
+    The router still weighs the experts that it is told, and so learns. Sequences without routes are left
+    to it.
     """
     shape = (len(config.mixture_layers), config.num_experts_per_tok)
-    told = torch.full((batch.num_sequences, batch.length, *shape), -1)
-    for sequence, own in zip(told, routes, strict=True):
+    told = np.full((len(batch.inputs), *shape), -1)
+    for rows, own in zip(batch.members, routes, strict=True):
         if own is not None:
-            sequence[: len(own)] = torch.from_numpy(own.astype(np.int64).reshape(-1, *shape))
-    return Replay(config, told.flatten(0, 1).to(batch.inputs.device))
+            told[rows[: len(own)]] = own.reshape(-1, *shape)
+    return Replay(config, torch.from_numpy(told).to(batch.inputs.device))
 
 
 class Counted:
@@ -46,7 +46,8 @@ class Counted:
     def __call__(self, layer: int, probs: Tensor) -> Tensor:
         ids = self._route(layer, probs)
         chosen = ids[self._rows].flatten()
-        self.num_tokens[self._layers.index(layer)] += chosen.bincount(minlength=probs.shape[1])
+        # A layer may run twice, to keep less in between: it counts once.
+        self.num_tokens[self._layers.index(layer)] = chosen.bincount(minlength=probs.shape[1])
         return ids
 
 

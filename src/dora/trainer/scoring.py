@@ -43,10 +43,16 @@ class Scoring:
         self, rewards: Sequence[Sequence[float]], num_tokens: Sequence[Sequence[int]]
     ) -> list[list[float]]:
         """Advantages of a batch, group by group; `num_tokens` are the answers' lengths."""
-        shaped = [list(map(self._shaped, *group)) for group in zip(rewards, num_tokens, strict=True)]
+        shaped = self.shaped(rewards, num_tokens)
         if self.is_paired:
             return [best_and_worst(group) for group in shaped]
         return batch_advantages(self.adv_estimator, shaped, num_tokens)
+
+    def shaped(
+        self, rewards: Sequence[Sequence[float]], num_tokens: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """The rewards of a batch without what long answers lose; what a critic learns to foretell."""
+        return [list(map(self._shaped, *group)) for group in zip(rewards, num_tokens, strict=True)]
 
     def _shaped(self, reward: float, num_tokens: int) -> float:
         if not self.overlong_buffer_tokens:

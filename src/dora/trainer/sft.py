@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dora.model.config import ModelConfig
+from dora.model.weights import Layout
 from dora.trainer.optimizer import FlatAdamW, learning_rate
-from dora.trainer.packing import micro_batches
-from dora.trainer.policy import Policy, pad
+from dora.trainer.packing import balanced_micro_batches, pack
+from dora.trainer.policy import Policy
 
 Example = tuple[Sequence[int], Sequence[int]]
 
@@ -33,15 +34,15 @@ def imitate(
     An example is (prompt ids, response ids); only response tokens count. The rate decays linearly
     to 0, so what is left after the last step is a finished model, not a snapshot of a noisy one.
     """
-    optimizer = FlatAdamW(config, flat, weight_decay=0.0, betas=(0.9, 0.99))
+    optimizer = FlatAdamW(Layout(config), flat, weight_decay=0.0, betas=(0.9, 0.99))
     policy = Policy(config, optimizer.weights)
     for step, batch in enumerate(islice(batches, num_steps)):
         num_tokens = sum(len(response) for _, response in batch)
         lengths = [len(prompt) + len(response) for prompt, response in batch]
         total = 0.0
-        for members in micro_batches(lengths, micro_batch_tokens):
-            padded = pad([batch[i][0] for i in members], [batch[i][1] for i in members], flat.device)
-            loss = -policy.logprobs(padded)[0].sum() / num_tokens
+        for members in balanced_micro_batches([x for x, _ in batch], lengths, micro_batch_tokens):
+            packed = pack([batch[i][0] for i in members], [batch[i][1] for i in members], flat.device)
+            loss = -policy.logprobs(packed)[0].sum() / num_tokens
             torch.autograd.backward(loss)
             total += loss.item()
         optimizer.step(learning_rate(lr, step, warmup_steps, num_steps, "linear"), max_grad_norm=1.0)

@@ -7,85 +7,31 @@ publishing it is the caller's business.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.model.config import ModelConfig
-from dora.model.weights import Layout
-from dora.trainer.corrections import correct
-from dora.trainer.loss import KLEstimator, LossAggMode, batch_total, kl_divergence, token_shares
+from dora.trainer.critic import Critic
+from dora.trainer.learner import Alone, Learner, Score
+from dora.trainer.loss import batch_total, token_shares
 from dora.trainer.mismatch import spot_check
-from dora.trainer.objective import OBJECTIVES, LossSettings, Tokens
-from dora.trainer.optimizer import FlatAdamW, learning_rate
-from dora.trainer.packing import micro_batches
-from dora.trainer.policy import Policy, Values, pad
-from dora.trainer.recipe import TRAITS, Correction, PolicyLoss
-from dora.trainer.routes import Counted, replay
+from dora.trainer.optimizer import learning_rate
+from dora.trainer.packing import balanced_micro_batches, micro_batches, pack
+from dora.trainer.policy import Policy
+from dora.trainer.recipe import TRAITS
+from dora.trainer.routes import replay
+from dora.trainer.settings import Sample, TrainerSettings
 from dora.trainer.tally import Tally
+from dora.trainer.updates import Undoable, undone_if_failed, updates
 
+__all__ = ["Sample", "Trainer", "TrainerSettings"]
 
-@dataclass(frozen=True)
-class TrainerSettings:
-    """How to train. `num_steps` is the length of the run, where a linear decay ends.
-
-    `loss_scale_factor` (tokens) is the divisor of loss_agg_mode seq-mean-token-sum-norm.
-    `micro_batch_tokens` counts padding; `temperature` is the one the samples were drawn at.
-    """
-
-    lr: float
-    num_steps: int
-    warmup_steps: int = 10
-    lr_decay: Literal["linear", "constant"] = "linear"
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    max_grad_norm: float = 1.0
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float = 3.0
-    dpo_beta: float = 0.1
-    policy_loss: PolicyLoss = "ppo_clip"
-    correction: Correction = field(default_factory=Correction)
-    kl_loss_coef: float = 0.0
-    kl_loss_type: KLEstimator = "k3"
-    entropy_coeff: float = 0.0
-    loss_agg_mode: LossAggMode = "token-mean"
-    loss_scale_factor: int | None = None
-    micro_batch_tokens: int = 1024
-    temperature: float = 1.0
-
-    @property
-    def bounds(self) -> LossSettings:
-        """What a policy loss reads."""
-        return LossSettings(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, self.dpo_beta)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One scored response. `logprobs` are those of the version that sampled it, per token.
-
-    They are at the sampling temperature, before any token was excluded, for so are the trainer's: drawing
-    with filters (top_k, top_p, min_p) chooses what is learnt from, and the ratio is of like with like.
-    `staleness` (versions) says with which weights its log-probs can be found again; corrections may
-    use it. `routes`
-    [tokens - 1, mixture layers * k] are the experts to send its tokens to; without, the likeliest.
-    """
-
-    prompt_ids: Sequence[int]
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    advantage: float
-    staleness: int = 0
-    routes: NDArray[np.int16] | None = None
-
-
-Score = Callable[[Tensor, Sequence[Sequence[int]], Sequence[Sequence[int]]], Tensor]
 Sources = Callable[[int], Tensor | None]
 
 
@@ -100,25 +46,32 @@ class Trainer:
         reference: Tensor | None = None,
         score: Score | None = None,
         sources: Sources = lambda version: None,
+        learner: Learner | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """`reference` are the flat weights that the KL term and pairs compare with; by default as given.
 
         In exact mode, `score` tells log-probs [N] of answers as engines compute them: from flat weights,
         prompts and answers. `sources` has the flat weights of older versions, as far as they are known.
+        A `learner` that is given has the weights already. A `critic` learns in every step from the batch
+        that it judged last.
         """
         token_shares([1], settings.loss_agg_mode, settings.loss_scale_factor)
-        self.flat = flat
         self.settings = settings
+        self.critic = critic
         self.num_steps_done = 0
-        self._optimizer = FlatAdamW(config, flat, settings.weight_decay, settings.betas)
-        self._score, self._sources = score, sources
-        self._policy = Policy(config, self._optimizer.weights, settings.temperature, self._values(flat))
-        self._reference: Policy | None = None
+        self._sources = sources
+        self._learner = learner or Alone(config, flat, settings, reference, score)
         self._is_paired = TRAITS[settings.policy_loss].unit == "pair"
-        if settings.kl_loss_coef or self._is_paired:
-            frozen = flat.clone() if reference is None else reference
-            self._reference = Policy(config, Layout(config).views(frozen), settings.temperature)
+        # A sample of advantage 0 has an exactly zero gradient unless there is a term beside the policy
+        # loss. It needs no forward pass, but its tokens stay in the denominators.
+        self._skips = not settings.compares and settings.entropy_coeff == 0.0
         self._begin()
+
+    @property
+    def flat(self) -> Tensor:
+        """The weights as they are now, [numel], fp32."""
+        return self._learner.flat
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Consume one batch, update `flat`, return metrics under the names verl uses.
@@ -129,38 +82,39 @@ class Trainer:
         again.
         """
         self.forget()
-        self.put(samples)
+        self.put(samples, is_whole=True)
         return self.finish()
 
-    def put(self, samples: Sequence[Sample]) -> None:
+    def put(self, samples: Sequence[Sample], is_whole: bool = False) -> None:
         """Take up whole groups of the next step's batch; what they fill becomes micro-batches.
 
-        A batch may be put piece by piece: the same pieces in the same order give the same bits,
-        whenever they come. A loss of pairs takes those with an advantage, two of each group or none.
+        A batch may be put piece by piece: the same pieces in the same order give the same bits, whenever
+        they come. Micro-batches of one that `is_whole` are balanced. A loss of pairs takes samples with an
+        advantage, two of each group or none.
         """
         self._samples += [s for s in samples if s.token_ids]
         if self._is_paired:
-            told = [s for s in samples if s.advantage]
+            told = [s for s in samples if s.has_advantage]
             pairs = zip(told[::2], told[1::2], strict=True)
-            units = [sorted(p, key=lambda s: -s.advantage) for p in pairs if all(s.token_ids for s in p)]
+            whole = [pair for pair in pairs if all(s.token_ids for s in pair)]
+            units = [sorted(pair, key=lambda s: sum(s.advantages), reverse=True) for pair in whole]
             samples = [s for unit in units for s in unit]
         else:
-            # A sample of advantage 0 has an exactly zero gradient unless there is a term beside the policy
-            # loss. It needs no forward pass, but its tokens stay in the denominators.
-            has_term = self._reference is not None or self.settings.entropy_coeff != 0.0
-            units = [[s] for s in samples if s.token_ids and (s.advantage or has_term)]
+            units = [[s] for s in samples if s.token_ids and self._has_gradient(s)]
         self._num_tokens += [len(s.token_ids) for s in samples]
         self._waiting += units
-        self._pack(num_left=1)
+        if self.settings.batch_tokens is None:
+            self._pack(num_left=0 if is_whole else 1, balances=is_whole)
 
     @property
     def can_work(self) -> bool:
-        """Whether a full micro-batch is there."""
-        return bool(self._ready)
+        """Whether a full micro-batch is there for every rank."""
+        return len(self._ready) >= self._learner.num_ranks
 
     def work(self) -> None:
-        """Add the share of one full micro-batch to the gradient, up to the batch's total."""
-        self._accumulate(self._ready.popleft())
+        """Add the share of a micro-batch for every rank to the gradient, up to the batch's total."""
+        num = min(self._learner.num_ranks, len(self._ready))
+        self._learner.add([self._ready.popleft() for _ in range(num)], self._tally)
 
     @property
     def num_accumulated(self) -> int:
@@ -169,25 +123,19 @@ class Trainer:
 
     def finish(self) -> dict[str, float]:
         """Work on what is left, and step; as `step`. The batch is complete."""
-        settings = self.settings
-        self._pack(num_left=0)
-        while self._ready:
-            self.work()
-        self._check()
-        total = max(1, batch_total(self._num_tokens, settings.loss_agg_mode))
-        self._optimizer.gradient.div_(total)
-        lr = learning_rate(
-            settings.lr, self.num_steps_done, settings.warmup_steps, settings.num_steps, settings.lr_decay
-        )
-        grad_norm = self._optimizer.step(lr, settings.max_grad_norm)
+        at_risk: list[Undoable] = [] if self.settings.batch_tokens is None else [self._learner]
+        learnt: dict[str, float] = {}
+        with undone_if_failed(*at_risk, *([self.critic] if self.critic else [])):
+            if self.critic is not None:
+                learnt = self.critic.learn(self.num_steps_done)
+            metrics = self._update()
         self.num_steps_done += 1
-        metrics = self._tally.metrics(total)
         self._begin()
-        return metrics | {"actor/grad_norm": grad_norm, "actor/lr": lr}
+        return metrics | learnt
 
     def forget(self) -> None:
         """Begin the step's batch anew: what was put and accumulated is gone."""
-        self._optimizer.gradient.zero_()
+        self._learner.forget()
         self._begin()
 
     def _begin(self) -> None:
@@ -197,79 +145,99 @@ class Trainer:
         self._ready: deque[list[Sample]] = deque()
         self._tally = Tally()
 
-    def _pack(self, num_left: int) -> None:
+    def _pack(self, num_left: int, balances: bool = False) -> None:
         """Make micro-batches of what waits, but for the last `num_left`, which may not be full yet."""
-        waiting = self._waiting
-        lengths = [len(unit) * max(len(s.prompt_ids) + len(s.token_ids) for s in unit) for unit in waiting]
-        packs = micro_batches(lengths, self.settings.micro_batch_tokens)
+        waiting, budget = self._waiting, self.settings.micro_batch_tokens
+        lengths = [sum(len(s.prompt_ids) + len(s.token_ids) for s in unit) for unit in waiting]
+        if balances:
+            prompts, num_ranks = [unit[0].prompt_ids for unit in waiting], self._learner.num_ranks
+            packs = balanced_micro_batches(prompts, lengths, budget, num_ranks)
+        else:
+            packs = micro_batches(lengths, budget)
         num_ready = max(0, len(packs) - num_left)
         self._ready.extend([s for i in pack for s in waiting[i]] for pack in packs[:num_ready])
         self._waiting = [waiting[i] for pack in packs[num_ready:] for i in pack]
 
-    def _accumulate(self, samples: list[Sample]) -> None:
-        """Add one micro-batch's share of the batch gradient, times the batch's total."""
-        settings, device = self.settings, self.flat.device
-        batch = pad([s.prompt_ids for s in samples], [s.token_ids for s in samples], device)
-        lengths = [len(s.token_ids) for s in samples]
+    def _update(self) -> dict[str, float]:
+        """All updates of the step, at one learning rate."""
+        settings, tally = self.settings, self._tally
+        lr = learning_rate(
+            settings.lr, self.num_steps_done, settings.warmup_steps, settings.num_steps, settings.lr_decay
+        )
+        parts = self._parts()
+        total = max(1, batch_total(self._num_tokens, settings.loss_agg_mode))
+        norms = []
+        for number, waiting in enumerate(parts, start=1):
+            self._waiting = waiting
+            self._pack(num_left=0, balances=settings.batch_tokens is not None)
+            while self._ready:
+                self.work()
+            if number == len(parts):
+                self._check()
+            norms.append(self._learner.step(settings.batch_tokens or total, lr, settings.max_grad_norm))
+            tally.num_updates += 1
+        return tally.metrics(total) | {"actor/grad_norm": math.fsum(norms) / len(norms), "actor/lr": lr}
 
-        def of_tokens(values: Sequence[float]) -> Tensor:
-            """A value of each response, given to every token of it: [N]."""
-            return torch.tensor(values, device=device).repeat_interleave(torch.tensor(lengths, device=device))
+    def _parts(self) -> list[list[list[Sample]]]:
+        """What waits for each update of the step."""
+        if self.settings.batch_tokens is None:
+            return [self._waiting]
+        samples = self._samples
+        first, *later = [
+            [samples[i] for i in part if self._has_gradient(samples[i])]
+            for part in updates([len(s.token_ids) for s in samples], self.settings.batch_tokens)
+        ]
+        if self.settings.correction.proximal == "recomputed":
+            later = [self._with_proximal(part) for part in later]
+        return [[[s] for s in part] for part in (first, *later)]
 
-        staleness = of_tokens([s.staleness for s in samples])
-        weight = of_tokens(token_shares(lengths, settings.loss_agg_mode, settings.loss_scale_factor))
-        behaviour = torch.tensor([x for s in samples for x in s.logprobs], device=device)
-        config, route, tally = self._policy.config, None, self._tally
-        if config.mixture_layers:
-            route = Counted(config, replay(config, batch, [s.routes for s in samples]), batch.rows)
-        logprobs, entropies = self._policy.logprobs(batch, route, settings.entropy_coeff != 0.0)
+    def _with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with the log-probs that the policy gives them now."""
+        policy, made = self._learner.under(self.flat), [*samples]
+        prompts = [s.prompt_ids for s in samples]
+        lengths = [len(s.prompt_ids) + len(s.token_ids) for s in samples]
+        for members in balanced_micro_batches(prompts, lengths, self.settings.micro_batch_tokens):
+            own = [samples[i] for i in members]
+            found = _logprobs(policy, own).split([len(s.token_ids) for s in own])
+            for i, logprobs in zip(members, found, strict=True):
+                made[i] = replace(made[i], proximal=logprobs.tolist())
+        return made
 
-        corrected = correct(settings.correction, logprobs, behaviour, lengths, staleness)
-        advantages, reference = of_tokens([s.advantage for s in samples]), None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference, _ = self._reference.logprobs(batch)
-        tokens = Tokens(logprobs, corrected.old_logprobs, advantages, lengths, reference)
-        losses, clipped = OBJECTIVES[settings.policy_loss](tokens, settings.bounds)
-        losses = losses * corrected.weights
-        tally.pg_loss += float((losses.detach() * weight).sum())
-        if reference is not None and settings.kl_loss_coef:
-            divergence = kl_divergence(logprobs, reference, settings.kl_loss_type)
-            tally.kl_loss = (tally.kl_loss or 0.0) + float((divergence.detach() * weight).sum())
-            losses = losses + settings.kl_loss_coef * divergence
-        if settings.entropy_coeff:
-            losses = losses - settings.entropy_coeff * entropies
-        torch.autograd.backward((losses * weight).sum())
-
-        tally.add(logprobs, behaviour, clipped, entropies, staleness == 0, corrected)
-        if route is not None:
-            tally.expert_load = tally.expert_load + route.num_tokens
+    def _has_gradient(self, sample: Sample) -> bool:
+        return sample.has_advantage or not self._skips
 
     def _check(self) -> None:
         """Compare the engine's log-probs of a few samples, stale ones if any, that have not been compared."""
-        mismatch, config, device = self._tally.mismatch, self._policy.config, self.flat.device
-        left = [s for s in self._samples if s.staleness or not mismatch.num_tokens]
+        mismatch = self._tally.mismatch
+        left = [s for s in self._samples if s.is_comparable and (s.staleness or not mismatch.num_tokens)]
         for i in spot_check([len(s.token_ids) for s in left], self._tally.num_tokens, self.num_steps_done):
             sample, flat = left[i], self._sources(self.num_steps_done - left[i].staleness)
             if flat is None:
                 continue
-            batch = pad([sample.prompt_ids], [sample.token_ids], device)
-            route = replay(config, batch, [sample.routes]) if config.mixture_layers else None
-            policy = self._policy.under(Layout(config).views(flat.to(device)), self._values(flat))
-            with torch.no_grad():
-                logprobs, _ = policy.logprobs(batch, route)
-            mismatch.add(logprobs, torch.tensor(sample.logprobs, device=device))
-
-    def _values(self, flat: Tensor) -> Values | None:
-        """In exact mode, the log-probs of batches with these weights."""
-        score = self._score
-        return None if score is None else lambda batch: score(flat, batch.prompts, batch.responses)
+            logprobs = _logprobs(self._learner.under(flat), [sample])
+            mismatch.add(logprobs, logprobs.new_tensor(sample.logprobs))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights that a resumed run needs."""
-        return {"num_steps_done": self.num_steps_done, "optimizer": self._optimizer.state_dict()}
+        state = {"num_steps_done": self.num_steps_done, "optimizer": self._learner.state_dict()}
+        if self.critic is not None:
+            state["critic"] = {"flat": self.critic.flat, "optimizer": self.critic.state_dict()}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
         self.num_steps_done = state["num_steps_done"]
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._learner.load_state_dict(state["optimizer"])
+        if self.critic is not None:
+            self.critic.flat.copy_(state["critic"]["flat"])
+            self.critic.load_state_dict(state["critic"]["optimizer"])
+
+
+def _logprobs(policy: Policy, samples: Sequence[Sample]) -> Tensor:
+    """Those of the response tokens [N], without a gradient."""
+    batch = pack([s.prompt_ids for s in samples], [s.token_ids for s in samples], policy.device)
+    route = None
+    if policy.config.mixture_layers:
+        route = replay(policy.config, batch, [s.routes for s in samples])
+    with torch.no_grad():
+        return policy.logprobs(batch, route)[0]

@@ -1,7 +1,8 @@
 """The weight store: one file per version, in memory where the system has a memory file system.
 
 Publishing is one copy into a file, fetching maps it, so all engines share one copy and nothing
-is pickled. A version appears under its name only once it is complete.
+is pickled. A version appears under its name only once it is complete. What is published is of the
+engines' dtype: its digest is that of the bytes they hold once they have loaded it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dora.model.weights import weight_digest
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "dora-weights-"
+_DTYPES = {"float32": (torch.float32, ".f32"), "bfloat16": (torch.bfloat16, ".bf16")}
 
 
 def make_store_folder(num_bytes: int) -> Path:
@@ -58,53 +60,75 @@ def _is_alive(pid: int) -> bool:
 
 
 class Recent:
-    """The newest `num` versions published here: what is mapped stays when the store drops it."""
+    """The newest `num` versions published here: what is mapped stays when the store drops it.
+
+    A run that goes on may publish a version again, with other bytes: their digest tells which they are.
+    """
 
     def __init__(self, store: WeightStore, num: int) -> None:
         self._store, self._num = store, num
         self._mapped: dict[int, Tensor] = {}
+        self._digests: dict[int, str] = {}
 
-    def add(self, version: int) -> None:
-        """A version has been published."""
-        self._mapped[version] = self._store.fetch(version)
+    def add(self, version: int, digest: str) -> None:
+        """A version has been published, with bytes of this digest."""
+        self._mapped[version], self._digests[version] = self._store.fetch(version), digest
         self._mapped = {v: flat for v, flat in self._mapped.items() if v > version - self._num}
+        self._digests = {v: digest for v, digest in self._digests.items() if v > version - self._num}
+
+    def digest(self, version: int) -> str | None:
+        """Of a version's bytes, here or in the store; or None."""
+        if version not in self._digests:
+            try:
+                self._digests[version] = weight_digest(self._store.fetch(version))
+            except FileNotFoundError:
+                return None
+        return self._digests[version]
 
     def __call__(self, version: int) -> Tensor | None:
-        """A version, here or in the store, or None."""
+        """A version as it was published, here or in the store, in fp32; or None."""
         try:
-            return self._mapped[version] if version in self._mapped else self._store.fetch(version)
+            found = self._mapped[version] if version in self._mapped else self._store.fetch(version)
         except FileNotFoundError:
             return None
+        return found.float()
 
 
 class WeightStore:
-    """Versions as files of raw fp32 in `folder`."""
+    """Versions as files of raw numbers in `folder`, all of one `dtype`: "float32" or "bfloat16"."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
         self.folder = folder
+        self._dtype, self._suffix = _DTYPES[dtype]
+        self._staged: Tensor | None = None  # pinned, for what comes from a GPU
 
     def publish(self, version: int, flat: Tensor) -> str:
-        """Copy `flat` ([numel], fp32, on CPU) in; returns the digest of the stored bytes."""
+        """Copy `flat` ([numel], fp32, on any device) in, rounded; returns the digest of the stored bytes."""
         path = self._path(version)
         draft = path.with_suffix(".draft")
-        draft.write_bytes(flat.detach().contiguous().numpy().data)
+        draft.write_bytes(self._on_host(flat.detach().to(self._dtype)).view(torch.uint8).numpy().data)
         os.replace(draft, path)
         return weight_digest(self.fetch(version))
 
     def fetch(self, version: int) -> Tensor:
-        """The version as a tensor ([numel], fp32) mapped from its file; read only by convention.
+        """The version as a tensor ([numel], of the store's dtype) mapped from its file, to be read only.
 
         Raises FileNotFoundError if the version was never published or has been dropped.
         """
-        path = self._path(version)
-        return torch.from_file(str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.float32)
+        path, dtype = self._path(version), self._dtype
+        numel = path.stat().st_size // dtype.itemsize
+        return torch.from_file(str(path), shared=False, size=numel, dtype=dtype)
+
+    def name_of(self, version: int) -> str:
+        """The name of a version's file, which says its dtype."""
+        return f"{version}{self._suffix}"
 
     def hold(self, versions: Iterable[int], name: str) -> Path:
         """A folder `name` with links to the files of versions, which outlive `drop`; remove it after use."""
         folder = self.folder / name
         folder.mkdir()
         for version in versions:
-            os.link(self._path(version), folder / f"{version}.f32")
+            os.link(self._path(version), folder / self.name_of(version))
         return folder
 
     def adopt(self, version: int, path: Path) -> str:
@@ -120,11 +144,19 @@ class WeightStore:
 
     def versions(self) -> list[int]:
         """The versions stored, oldest first."""
-        return sorted(int(path.stem) for path in self.folder.glob("*.f32"))
+        return sorted(int(path.stem) for path in self.folder.glob(f"*{self._suffix}"))
 
     def close(self) -> None:
         """Remove the folder and everything in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _on_host(self, flat: Tensor) -> Tensor:
+        """Through pinned memory, which a GPU copies to several times as fast."""
+        if not flat.is_cuda:
+            return flat.contiguous()
+        if self._staged is None:
+            self._staged = torch.empty_like(flat, device="cpu", pin_memory=True)
+        return self._staged.copy_(flat)
+
     def _path(self, version: int) -> Path:
-        return self.folder / f"{version}.f32"
+        return self.folder / self.name_of(version)

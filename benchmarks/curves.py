@@ -1,0 +1,77 @@
+"""Learning curves of the demo by how stale its samples may be, with and without correction.
+
+Three seeds each, half as many steps as the demo has. `none` is the demo's clipped loss around the sampling policy; `tis` clips around the
+trainer's own policy before the step and weights each token by how far that is from the sampling one,
+up to 2. `at_25` to `at_100` are mean rewards of the answers trained in the tenth of the run that ends at
+that many percent. With max_staleness = 0 nothing is stale, so there is nothing to correct.
+--quick runs one seed of two settings for 30 steps, which shows no learning.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+from demo import CONFIG, SEEDS
+from report import Row, parse_options, publish
+
+CORRECTIONS = {"none": (), "tis": ("correction.proximal=recomputed", "correction.token=tis")}
+SETTINGS = [(s, c) for s, c in product((0, 1, 2, 4), CORRECTIONS) if s or c == "none"]
+QUICK = [(2, "none"), (2, "tis")]
+QUARTERS = (25, 50, 75, 100)
+NUM_STEPS, NUM_PROMPTS = 200, 256
+
+
+def run(max_staleness: int, correction: str, seed: int, quick: bool) -> Row:
+    """One run of the demo: its curve, and what it comes to."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        command = [sys.executable, "-m", "dora", "train", str(CONFIG), "--out", str(out), "--seed", str(seed)]
+        changes = (f"orchestrator.max_staleness={max_staleness}", *CORRECTIONS[correction])
+        command += [part for change in changes for part in ("--set", change)]
+        num_steps, num_prompts = (30, 32) if quick else (NUM_STEPS, NUM_PROMPTS)
+        command += ["--steps", str(num_steps), "--set", f"eval.num_prompts={num_prompts}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert summary["c1"]
+    assert summary["c2"]
+    assert summary["c3"]
+    rewards = [json.loads(line)["reward/mean"] for line in lines]
+    ends = {percent: len(rewards) * percent // 100 for percent in QUARTERS}
+    width = max(1, len(rewards) // 10)
+    return {
+        "max_staleness": max_staleness,
+        "correction": correction,
+        "seed": seed,
+        "staleness_mean": summary["staleness_mean"],
+        **{f"at_{percent}": fmean(rewards[end - width : end]) for percent, end in ends.items()},
+        "sampled_before": summary["eval_before"],
+        "sampled_after": summary["eval_after"],
+        "greedy_after": summary["eval_greedy_after"],
+        "length_p99": summary["eval_length_p99_after"],
+    }
+
+
+def main() -> None:
+    options = parse_options(__doc__ or "")
+    seeds, settings = (SEEDS[:1], QUICK) if options.quick else (SEEDS, SETTINGS)
+    rows = [run(*setting, seed, options.quick) for seed in seeds for setting in settings]
+
+    def median(max_staleness: int, correction: str) -> float:
+        own = [r for r in rows if (r["max_staleness"], r["correction"]) == (max_staleness, correction)]
+        return statistics.median(float(row["sampled_after"]) for row in own)
+
+    base = median(*settings[0])
+    ratios = {f"accuracy_s{s}_{c}_over_s{settings[0][0]}": median(s, c) / base for s, c in settings[1:]}
+    publish(options, rows, ratios)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""One training step on one CPU thread: DORA's trainer against a padded loop and TRL's, on the same samples.
+
+Lengths have a heavy tail: the 99th percentile is 5.4 times the median, as in the demo's task. The padded
+loop is transformers and AdamW with so many sequences per micro-batch; TRL's GRPOTrainer is handed the
+samples where it would generate them; DORA has micro-batches of as many tokens as that many sequences have
+in the mean. Trainers are processes that take their steps in turn; figures are medians. Ratios compare CPU
+time; `flop_share` is that of the machine's limit of matrix products which goes into tokens, each computed
+once.
+
+    python benchmarks/trainer.py [--quick] [--json FILE] [--trl-python PYTHON]
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from limits import Limits, measure_limits
+from models import DEMO, SIXTY_MILLION, TEN_MILLION
+from report import Row, make_parser, options_of, publish
+
+from dora.model.config import ModelConfig
+from dora.model.folder import save_folder
+from dora.model.weights import Layout, initial_weights
+
+MODELS = {"0.5M": DEMO, "10M": TEN_MILLION, "60M": SIXTY_MILLION}
+NUM_GROUPS = {"0.5M": 16, "10M": 8, "60M": 4}
+NUM_GROUPS_QUICK = {"0.5M": 4, "10M": 1}
+GROUP_SIZE = 8  # and sequences of a micro-batch
+MEDIAN, SIGMA, LONGEST = 60, 0.72, 512  # tokens of answers: a lognormal distribution's
+PROMPTS = 8, 24  # tokens, from and to
+TINY = replace(DEMO, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "dora": ("dora", {}),
+    "dora, checkpointing": ("dora", {"activation_checkpointing": True}),
+    "dora, bfloat16": ("dora", {"dtype": "bfloat16"}),
+    "padded loop": ("plain", {}),
+    "trl": ("trl", {}),
+}
+QUICK_VARIANTS = {"0.5M": {"dora", "padded loop", "trl"}, "10M": {"dora", "padded loop"}}
+
+Sample = tuple[list[int], list[int], float]
+
+
+class Cost(NamedTuple):
+    """Of one step; medians."""
+
+    step_s: float
+    step_cpu_s: float
+    grad_norm: float
+    peak_bytes: float
+
+
+class Child:
+    """A trainer in its own process."""
+
+    def __init__(self, python: Path, kind: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        script = str(Path(__file__).with_name("trainer_child.py"))
+        self._process = subprocess.Popen(
+            [python, script, kind, str(folder), json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # progress bars
+            text=True,
+        )
+        assert self._answer()["ready"]
+
+    def step(self, samples: list[Sample]) -> Cost:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(samples) + "\n")
+        self._process.stdin.flush()
+        return Cost(**self._answer())
+
+    def stop(self) -> None:
+        """End the process, which may be waiting or busy."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(
+                f"a trainer ended with code {self._process.wait()}; run trainer_child.py itself"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class Task(NamedTuple):
+    """A batch for a model."""
+
+    model: str
+    samples: list[Sample]
+
+    @property
+    def config(self) -> ModelConfig:
+        return MODELS[self.model]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(prompt) + len(response) for prompt, response, _ in self.samples]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of a micro-batch; the longest sequence fits."""
+        tokens = max(*self.lengths, GROUP_SIZE * sum(self.lengths) // len(self.lengths))
+        return {"sequences": GROUP_SIZE, "tokens": tokens}
+
+    def flop_share(self, cost: Cost, limits: Limits) -> float:
+        """6 FLOP per parameter and token: prompts once a group, the head for answers alone; no attention."""
+        head = self.config.vocab_size * self.config.hidden_size
+        answers = sum(len(response) for _, response, _ in self.samples)
+        prompts = (sum(self.lengths) - answers) / GROUP_SIZE
+        flops = 6 * (Layout(self.config).numel - head) * (answers + prompts) + 6 * head * answers
+        return flops / cost.step_cpu_s / limits.flops
+
+
+def main() -> None:
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--trl-python", type=Path, metavar="PYTHON", help="one that can import trl")
+    given = parser.parse_args()
+    options, limits = options_of(given), measure_limits()
+    rows: list[Row] = [{"limit": "fp32 products, GFLOP/s", "one thread": limits.flops / 1e9}]
+    ratios: dict[str, float] = {}
+    for task in map(drawn, ("0.5M", "10M") if options.quick else MODELS, repeat(options.quick)):
+        found = measure(task, options.quick, given.trl_python)
+        rows += [row_of(task, trainer, cost, limits) for trainer, cost in found.items()]
+        ratios |= ratios_of(task, found, limits)
+    if given.trl_python is None:
+        rows.append({"trainer": "trl", "skipped": "all", "reason": "there is no --trl-python"})
+    publish(options, rows, ratios)
+
+
+def drawn(model: str, quick: bool) -> Task:
+    """Groups of siblings, each with an advantage; a quarter of them or less in a hurry."""
+    source, vocab_size = random.Random(0), MODELS[model].vocab_size
+
+    def ids(num: int) -> list[int]:
+        return [source.randrange(vocab_size) for _ in range(num)]
+
+    made = []
+    for _ in range(NUM_GROUPS_QUICK[model] if quick else NUM_GROUPS[model]):
+        prompt = ids(source.randint(*PROMPTS))
+        for _ in range(GROUP_SIZE):
+            length = min(LONGEST, max(4, round(MEDIAN * source.lognormvariate(0.0, SIGMA))))
+            made.append((prompt, ids(length), source.choice([-1.0, -0.5, 0.5, 1.0])))
+    return Task(model, made)
+
+
+def measure(task: Task, quick: bool, trl_python: Path | None) -> dict[str, Cost]:
+    """Medians of steps taken in turn, the first of which does not count."""
+    num_steps = 3 if quick or task.model == "60M" else 6
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for place, config in ((folder, task.config), (folder / "tiny", TINY)):
+            save_folder(place, config, initial_weights(config, seed=0))
+        children: dict[str, Child] = {}
+        for trainer, (kind, settings) in VARIANTS.items():
+            python = trl_python if kind == "trl" else Path(sys.executable)
+            if python is None or (quick and trainer not in QUICK_VARIANTS[task.model]):
+                continue
+            children[trainer] = Child(python, kind, folder, {**task.sizes, **settings})
+            stack.callback(children[trainer].stop)
+        costs: dict[str, list[Cost]] = {trainer: [] for trainer in children}
+        for _ in range(num_steps):
+            for trainer, child in children.items():
+                costs[trainer].append(child.step(task.samples))
+    return {
+        trainer: Cost(*(statistics.median(column) for column in zip(*own[1:], strict=True)))
+        for trainer, own in costs.items()
+    }
+
+
+def row_of(task: Task, trainer: str, cost: Cost, limits: Limits) -> Row:
+    num_tokens = sum(task.lengths)
+    return {
+        "model": task.model,
+        "trainer": trainer,
+        "tokens": num_tokens,
+        "step_s": cost.step_s,
+        "step_cpu_s": cost.step_cpu_s,
+        "tokens_per_cpu_s": round(num_tokens / cost.step_cpu_s),
+        "flop_share": task.flop_share(cost, limits),
+        "peak_MB": cost.peak_bytes / 1e6,
+        "grad_norm": cost.grad_norm,
+    }
+
+
+def ratios_of(task: Task, found: Mapping[str, Cost], limits: Limits) -> dict[str, float]:
+    """The 0.5M model has no suffix."""
+    suffix = "" if task.model == "0.5M" else f"_{task.model}"
+    own, padded = found["dora"], found["padded loop"]
+    ratios = {
+        f"vs_padded_loop{suffix}": padded.step_cpu_s / own.step_cpu_s,
+        f"peak_memory_over_padded{suffix}": own.peak_bytes / padded.peak_bytes,
+        f"flop_share{suffix}": task.flop_share(own, limits),
+    }
+    if "trl" in found:
+        ratios[f"vs_trl{suffix}"] = found["trl"].step_cpu_s / own.step_cpu_s
+    return ratios
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""What workers need, imported in the process that they are forked from, and nowhere else.
+
+That process outlives the driver by as long as it takes to end, and whoever reads the driver's output
+waits for both.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+import dora.data.tokenizer
+import dora.handover.engine
+import dora.runtime.gathering
+import dora.trainer.checkpoint  # noqa: F401
+
+atexit.register(os._exit, 0)  # at once; to take apart what is imported takes longer than a second

@@ -1,0 +1,96 @@
+"""Engines in bf16 beside a trainer in fp32, of adapters at that: one run that is killed and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.runtime.running import Run, journal, metrics, summary, wait_until_gone
+
+from dora.model.folder import load_folder
+from dora.model.weights import Layout, weight_digest
+from dora.trainer.checkpoint import VERSIONS
+
+METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
+CHANGES: dict[str, object] = {
+    "run__steps": 6,
+    "engine__dtype": "bfloat16",
+    "engine__exact": "true",
+    "algorithm__kl_loss_coef": 0.01,
+    "metrics__peak_tflops": 0.05,
+    "trainer__lora_rank": 2,
+    "trainer__save_freq": 1,
+    "trainer__keep_last": 6,
+}
+
+
+@pytest.fixture(scope="module")
+def out(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the run, at its end."""
+    folder = tmp_path_factory.mktemp("bfloat16") / "run"
+    runs = [Run(task, folder, **CHANGES)]  # type: ignore[arg-type]
+    try:
+        runs[0].wait_for_steps(3)
+        workers = runs[0].workers()
+        os.killpg(runs[0].pid, signal.SIGKILL)
+        runs[0].end()
+        assert wait_until_gone(workers, 2.0) == []
+        runs.append(Run(None, folder))
+        ended = runs[1].end()
+        assert ended.code == 0, ended
+        yield folder
+    finally:
+        for run in runs:
+            run.kill_all()
+
+
+def test_it_keeps_all_that_is_promised_over_both_lives(out: Path) -> None:
+    s = summary(out)
+    assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
+    assert (s["trained_groups"], s["lives"]) == (12, 2)
+
+
+def test_log_probs_of_engines_are_those_of_the_rounded_weights_to_the_last_bit(out: Path) -> None:
+    found = [step.get("mismatch/logprob_abs_diff_max") for step in metrics(out)]
+    assert set(found) <= {0.0, None}  # a resume need not know the weights of samples that are finished
+    assert found[0] == 0.0
+
+
+def test_what_is_published_are_the_trainers_weights_rounded(out: Path) -> None:
+    digests = {line["version"]: line["digest"] for line in journal(out) if line["kind"] == "published"}
+    loaded = {line["version"]: line["digest"] for line in journal(out) if line["kind"] == "loaded"}
+    assert loaded.items() <= digests.items()
+    _, flat = load_folder(out / "checkpoints" / "step-6")
+    assert digests[6] == weight_digest(flat.bfloat16())
+    kept = [path for path in out.glob(f"checkpoints/*/{VERSIONS}/*")]
+    assert {path.suffix for path in kept} == {".bf16"}
+    assert {path.stat().st_size for path in kept} == {2 * flat.numel()}
+
+
+def test_the_adapters_are_beside_the_weights_they_make(task: Path, out: Path) -> None:
+    _, base = load_folder(task.parent / "start")
+    config, flat = load_folder(out / "checkpoints" / "step-6")
+    layout, found = Layout(config), out / "checkpoints" / "step-6" / "adapter"
+    factors = load_file(found / "adapter_model.safetensors")
+    scale = json.loads((found / "adapter_config.json").read_text())["lora_alpha"] / 2
+    before, after = layout.views(base), layout.views(flat)
+    for name in ("model.layers.0.self_attn.k_proj", "model.layers.0.mlp.up_proj"):
+        b, a = (factors[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "BA")
+        torch.testing.assert_close(after[f"{name}.weight"], before[f"{name}.weight"] + scale * b @ a)
+    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+
+
+def test_every_metric_of_a_step_is_documented_and_every_documented_one_is_there(out: Path) -> None:
+    rows = [line.split("|") for line in METRICS.read_text("utf-8").splitlines() if line.startswith("| `")]
+    names = {name: row[4].strip() for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
+    found = {re.sub(r"staleness/num_\d+", "staleness/num_S", name) for step in metrics(out) for name in step}
+    assert found - names.keys() == set()
+    always = {name for name, when in names.items() if not when and not name.startswith("val/")}
+    assert always - found == set()

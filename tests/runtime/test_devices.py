@@ -1,0 +1,141 @@
+"""Which process computes where, and what is refused, told by the number of GPUs alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime.tiny import write_task
+
+from dora import settings
+from dora.config import Config
+from dora.errors import ConfigError
+from dora.runtime.devices import Devices, check
+from dora.runtime.memory import memory
+from dora.runtime.plan import Plan
+
+GPUS = {"engine.kernels": "auto", "engine.device": "cuda", "trainer.device": "cuda"}
+STATIC = {**GPUS, "orchestrator.placement": "static"}
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    return write_task(tmp_path)
+
+
+def read(task: Path, changes: dict[str, Any]) -> Config:
+    return settings.read(task, [f"{key}={value}" for key, value in changes.items()])
+
+
+def places(config: Config, num_gpus: int) -> tuple[list[str], str]:
+    """Where the engines are, and where the trainer is."""
+    made = Devices.of(config, num_gpus)
+    is_shared = config.orchestrator.placement == "colocated"
+    engines = range(config.engine.num_engines)
+    return [made.of_engine(engine, is_colocated=is_shared) for engine in engines], made.of_trainer()
+
+
+def test_without_a_word_everything_is_on_the_cpu(task: Path) -> None:
+    assert places(read(task, {}), 8) == (["cpu", "cpu"], "cpu")
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "engines", "trainer"),
+    [
+        (8, ["cuda:0", "cuda:1", "cuda:2"], "cuda:7"),
+        (3, ["cuda:0", "cuda:1", "cuda:0"], "cuda:2"),
+        (0, ["cuda:0", "cuda:1", "cuda:2"], "cuda:3"),  # as on a machine that has what it takes
+    ],
+)
+def test_engines_go_round_the_gpus_that_the_trainer_leaves(
+    task: Path, num_gpus: int, engines: list[str], trainer: str
+) -> None:
+    assert places(read(task, {**STATIC, "engine.num_engines": 3}), num_gpus) == (engines, trainer)
+
+
+def test_a_gpu_that_is_named_is_taken(task: Path) -> None:
+    named = {**STATIC, "trainer.device": "cuda:0"}
+    assert places(read(task, named), 3) == (["cuda:1", "cuda:2"], "cuda:0")
+    assert places(read(task, {**named, "engine.device": "cuda:2"}), 3) == (["cuda:2", "cuda:2"], "cuda:0")
+
+
+def test_each_rank_of_the_trainer_has_a_gpu_of_its_own(task: Path) -> None:
+    ranks = {**STATIC, "trainer.num_ranks": 2}
+    made = Devices.of(read(task, ranks), 4)
+    assert [made.of_trainer(rank) for rank in range(2)] == ["cuda:2", "cuda:3"]
+    assert places(read(task, ranks), 4)[0] == ["cuda:0", "cuda:1"]
+    named = Devices.of(read(task, {**ranks, "trainer.device": "cuda:0"}), 4)
+    assert [named.of_trainer(rank) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert named.of_engine(0, is_colocated=False) == "cuda:2"
+
+
+def test_who_shares_the_trainers_device_is_there(task: Path) -> None:
+    assert places(read(task, {**GPUS, "orchestrator.placement": "colocated"}), 1) == (
+        ["cuda:0", "cuda:0"],
+        "cuda:0",
+    )
+    lent = Plan.make(read(task, {**STATIC, "trainer.elastic": "true"}), task.parent / "run")
+    assert lent.engine_spec(task.parent, 0).device == "cuda:0"
+    assert lent.engine_spec(task.parent, 2).device == lent.trainer_spec(task.parent, task).device == "cuda:2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_gpus", "words"),
+    [
+        (STATIC, 0, r"engine.device = 'cuda': that needs a GPU, and torch .*; set engine.device = cpu"),
+        ({"trainer.device": "cuda"}, 0, "trainer.device = 'cuda': that needs a GPU"),
+        ({**STATIC, "engine.device": "cuda:2"}, 2, "torch sees 2 GPUs here, cuda:0 to cuda:1; name one"),
+        (STATIC, 1, "the trainer takes all of the 1 GPUs here, .*; set orchestrator.placement = colocated"),
+        ({"trainer.device": "cuda", "trainer.num_ranks": 2}, 1, "trainer.num_ranks = 2 with .*; lower it"),
+        ({"trainer.device": "cuda:1", "trainer.num_ranks": 2}, 2, "each rank takes a GPU of its own"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(
+    task: Path, changes: dict[str, Any], num_gpus: int, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(read(task, changes), num_gpus)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (GPUS, "placement = dynamic with engine.device = 'cuda': .* set orchestrator.placement = static"),
+        ({**STATIC, "engine.exact": "true"}, "engine.exact = true with .*: equal bits are for the CPU"),
+        ({**STATIC, "engine.kernels": "numba"}, "engine.kernels = numba with engine.device = 'cuda'"),
+        ({"engine.kernels": "numba", "engine.dtype": "bfloat16"}, "they compute in float32 only"),
+        ({"orchestrator.placement": "colocated", "trainer.device": "cuda"}, "with placement = colocated an"),
+        ({"trainer.elastic": "true", "trainer.device": "cuda"}, "with trainer.elastic = true an engine"),
+        ({**STATIC, "engine.device": "gpu"}, "engine.device = 'gpu': string should match"),
+        (
+            {**GPUS, "orchestrator.placement": "colocated", "orchestrator.level_running": "true"},
+            "orchestrator.level_running has no effect with engine.device = 'cuda'",
+        ),
+    ],
+)
+def test_what_devices_cannot_do_is_refused(task: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read(task, changes)
+
+
+def test_engines_on_gpus_keep_their_requests(task: Path) -> None:
+    colocated = read(task, {**GPUS, "orchestrator.placement": "colocated"})
+    assert Plan.make(colocated, task.parent / "run").limits.is_static
+    assert not Plan.make(read(task, {}), task.parent / "run").limits.is_static
+
+
+def test_the_memory_of_each_device_is_told_in_the_dtype_of_the_engines(task: Path) -> None:
+    def of(**changes: str) -> dict[str, str]:
+        given = {key.replace("__", "."): value for key, value in changes.items()}
+        return memory(Plan.make(read(task, given), task.parent / "run"))
+
+    assert [*of()] == ["cpu"]
+    assert "3 x 0.0106 MB of weights + 0.0123 MB of KV" in of()["cpu"]
+    halved = of(engine__dtype="bfloat16")["cpu"]
+    assert "3 x 0.00528 MB of weights + 0.00614 MB of KV" in halved
+    assert "0.0422 MB in the trainer" in halved  # fp32 as before: 16 bytes for each of 2,640 parameters
+    if not torch.cuda.is_available():
+        gpus = of(**{key.replace(".", "__"): value for key, value in STATIC.items()})
+        assert [*gpus] == ["cpu", "cuda:0-1", "cuda:2"]

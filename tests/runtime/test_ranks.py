@@ -1,0 +1,39 @@
+"""A whole run whose trainer is two processes, until one of them dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tests.runtime.conftest import StartRun
+from tests.runtime.running import Run, dora, metrics, wait_until_gone
+
+from dora.trainer.checkpoint import load_checkpoint
+
+RANK_1 = 3  # among the workers, after two engines and rank 0
+ON_POLICY = {"orchestrator__max_staleness": 0, "trainer__deterministic": "true", "trainer__batch_size": 4}
+
+
+def test_a_run_that_lost_a_rank_says_so_and_ends_with_one_where_one_would_have(
+    start_run: StartRun, task: Path, tmp_path: Path
+) -> None:
+    """On-policy and in a fixed order, so that two ranks and one see the same samples."""
+    alone = Run(task, tmp_path / "alone", run__steps=8, **ON_POLICY)  # type: ignore[arg-type]
+    run = start_run(run__steps=8, trainer__num_ranks=2, trainer__save_freq=2, **ON_POLICY)
+    run.wait_for_steps(3)
+    workers = run.workers()
+    workers[RANK_1].kill()
+    ended = run.end()
+    assert ended.code == 1
+    assert "trainer's rank 1 was killed by SIGKILL; the run cannot go on without it" in ended.err
+    assert not wait_until_gone(workers, timeout_s=5.0)
+
+    resumed = Run(None, run.out, trainer__num_ranks=1).end()
+    assert resumed.code == 0, resumed
+    assert dora("audit", run.out).code == 0
+    assert alone.end().code == 0, alone.end()
+    found, expected = (load_checkpoint(one.out / "checkpoints" / "step-8")[1] for one in (run, alone))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for step, other in zip(metrics(run.out), metrics(alone.out), strict=True):
+        assert step["actor/num_tokens"] == other["actor/num_tokens"]
+        assert step["mismatch/logprob_abs_diff_max"] < 1e-5

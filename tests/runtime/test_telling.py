@@ -1,0 +1,70 @@
+"""What workers say becomes facts; what is of no use any more is not kept."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora import settings
+from dora.core.events import RequestFinished
+from dora.core.records import Chunk, GroupId, RequestId
+from dora.engine.sequence import Completion
+from dora.runtime.messages import Completed
+from dora.runtime.plan import Plan
+from dora.runtime.telling import MAX_ENDED, Teller
+from dora.stream.samples import SampleStore
+
+GROUP = GroupId(0, 3)
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Iterator[SampleStore]:
+    made = SampleStore(tmp_path / "samples.sqlite")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def teller(task: Path, tmp_path: Path, samples: SampleStore) -> Teller:
+    return Teller(Plan.make(settings.read(task), tmp_path), samples)
+
+
+def finish(teller: Teller, sibling: int) -> None:
+    request, logprobs = RequestId(*GROUP, sibling), [-1.0, -2.0]
+    chunks = (Chunk(0, "digest", 2),)
+    done = Completion(request, 0, [5, 6], logprobs, logprobs, logprobs, chunks, "stop")
+    facts = teller.told(0, Completed([done], 0.5))
+    assert [*facts] == [RequestFinished(0, request, 0, 2, chunks, "stop")]
+
+
+def test_an_answer_of_a_group_that_has_failed_is_stored_as_such_and_not_kept(
+    teller: Teller, samples: SampleStore, tmp_path: Path
+) -> None:
+    finish(teller, 0)
+    assert teller.num_tokens == {GROUP: 2}
+    teller.end(GROUP, "failed: refused")
+    finish(teller, 1)
+    assert teller.num_tokens == {}
+    with pytest.raises(KeyError):
+        teller.peek(GROUP)
+    samples.commit()
+    with sqlite3.connect(tmp_path / "samples.sqlite") as db:
+        assert db.execute("select state from samples").fetchall() == [("failed: refused",)] * 2
+
+
+def test_only_the_newest_ended_groups_are_remembered(teller: Teller) -> None:
+    for row in range(MAX_ENDED):
+        teller.end(GroupId(1, row), "filtered: zero_variance")
+    finish(teller, 0)
+    assert teller.num_tokens == {GROUP: 2}
+    teller.end(GROUP, "failed: refused")
+    for row in range(MAX_ENDED - 1):
+        teller.end(GroupId(2, row), "filtered: zero_variance")
+    finish(teller, 1)
+    assert teller.num_tokens == {}
+    teller.end(GroupId(3, 0), "filtered: zero_variance")
+    finish(teller, 2)
+    assert teller.num_tokens == {GROUP: 2}
