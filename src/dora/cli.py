@@ -126,11 +126,22 @@ def show_config(
 
 
 @app.command()
-def audit(run: RunFolder) -> None:
+def audit(
+    run: RunFolder,
+    deep: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Compute log-probs of N samples again, from stored versions."),
+    ] = None,
+) -> None:
     """Check the three guarantees from a run's files alone; exit 1 on a violation."""
     from dora.observe import audit
 
-    raise typer.Exit(audit.main(run))
+    code = audit.main(run)
+    if deep is not None:
+        from dora.runtime import deep_audit
+
+        code = max(code, deep_audit.main(run, deep))
+    raise typer.Exit(code)
 
 
 @app.command()

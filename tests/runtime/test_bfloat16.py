@@ -16,6 +16,7 @@ from tests.runtime.running import Run, journal, metrics, summary, wait_until_gon
 
 from dora.model.folder import load_folder
 from dora.model.weights import Layout, weight_digest
+from dora.runtime.deep_audit import check
 from dora.trainer.checkpoint import VERSIONS
 
 METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -61,6 +62,13 @@ def test_log_probs_of_engines_are_those_of_the_rounded_weights_to_the_last_bit(o
     found = [step.get("mismatch/logprob_abs_diff_max") for step in metrics(out)]
     assert set(found) <= {0.0, None}  # a resume need not know the weights of samples that are finished
     assert found[0] == 0.0
+
+
+def test_of_stored_versions_they_are_found_again_to_the_last_bit(out: Path) -> None:
+    audit = check(out, 24)
+    assert audit.findings == []
+    assert len(audit.compared) >= 2
+    assert {float(compared.gaps.max()) for compared in audit.compared} == {0.0}
 
 
 def test_what_is_published_are_the_trainers_weights_rounded(out: Path) -> None:

@@ -127,8 +127,9 @@ def test_the_checkpoint_loads_here_and_in_transformers(run: Run, task: Path) -> 
 
 
 def test_audit_and_replay_agree_with_the_run(run: Run) -> None:
-    audit, replay = dora("audit", run.out), dora("replay", run.out)
+    audit, replay = dora("audit", run.out, "--deep", "4"), dora("replay", run.out)
     assert (audit.code, replay.code) == (0, 0)
+    assert "log-probs ok  4 samples computed again" in audit.out
     assert f"{STEPS * BATCH_SIZE} groups admitted = {STEPS * BATCH_SIZE} trained" in audit.out
     assert "replay agrees" in replay.out
 

@@ -1,11 +1,14 @@
 """The reading side of `samples.sqlite`: what the audit needs to know of each sample.
 
-Tokens stay on disk; only their number is read.
+Tokens stay on disk, and only their number is read, but for the few answers that are asked for.
 """
 
 from __future__ import annotations
 
 import sqlite3
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,28 +32,58 @@ class SampleRow(NamedTuple):
     trained_step: int | None
 
 
+class Answer(NamedTuple):
+    """What one sibling was asked, answered, and how likely that was."""
+
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    routes: Sequence[int]  # [tokens - 1, mixture layers, k], flattened; empty if they were not recorded
+
+
 def read_samples(run: Path) -> dict[tuple[str, int], SampleRow]:
     """(group, sibling) -> row of the store in the folder of a run. Raises InputError."""
-    path = run / FILE_NAME
-    if not path.is_file():
-        raise InputError(f"{path} does not exist: give the folder of a run")
-    # A store that was closed has no write-ahead log and may lie in a folder that is read-only.
-    mode = "mode=ro" if path.with_name(FILE_NAME + "-wal").exists() else "immutable=1"
     query = (
         "select group_id, sibling, version, weight_digest, length(token_ids), length(logprobs), "
         "reward, state, trained_step from samples"
     )
-    try:
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True)
-        try:
-            rows = connection.execute(query).fetchall()
-        finally:
-            connection.close()
-    except sqlite3.Error as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+    with _opened(run) as store:
+        rows = store.execute(query).fetchall()
     return {
         (group, sibling): SampleRow(
             group, sibling, version, digest, ids / TOKEN_BYTES, logprobs / TOKEN_BYTES, *rest
         )
         for group, sibling, version, digest, ids, logprobs, *rest in rows
     }
+
+
+def read_answers(run: Path, rows: Iterable[SampleRow]) -> list[Answer | None]:
+    """The answers of rows of the same store; None for one that was cut. Raises InputError."""
+    query = (
+        "select prompt_ids, token_ids, logprobs, coalesce(routes, x'') from samples "
+        "where group_id = ? and sibling = ?"
+    )
+    with _opened(run) as store:
+        return [_answer(*store.execute(query, (row.group, row.sibling)).fetchone()) for row in rows]
+
+
+def _answer(prompt: bytes, response: bytes, logprobs: bytes, routes: bytes) -> Answer | None:
+    try:
+        return Answer(array("i", prompt), array("i", response), array("f", logprobs), array("h", routes))
+    except (TypeError, ValueError):
+        return None
+
+
+@contextmanager
+def _opened(run: Path) -> Iterator[sqlite3.Connection]:
+    """Raises InputError where the store is not there or cannot be read."""
+    path = run / FILE_NAME
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: give the folder of a run")
+    # A store that was closed has no write-ahead log and may lie in a folder that is read-only.
+    mode = "mode=ro" if path.with_name(FILE_NAME + "-wal").exists() else "immutable=1"
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True)) as store:
+            yield store
+    except sqlite3.Error as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
