@@ -1,9 +1,9 @@
 """Learning curves of the demo by how stale its samples may be, with and without correction.
 
 Three seeds each, half as many steps as the demo has. `none` is the demo's clipped loss around the sampling
-policy; `tis` clips around the trainer's own policy before the step and weights each token by how far that
-is from the sampling one, up to 2. `at_25` to `at_100` are mean rewards of the answers trained in the tenth
-of the run that ends at that many percent. With max_staleness = 0 nothing is stale and nothing to correct.
+policy; `tis` does not clip: it weights each token by how far the trainer's policy before the step is from
+the sampling one, up to 2. `at_25` to `at_100` are mean rewards of the answers trained in the tenth of the
+run that ends at that many percent. With max_staleness = 0 nothing is stale and nothing to correct.
 --quick runs one seed of two settings for 30 steps, which shows no learning.
 """
 

@@ -272,6 +272,11 @@ def test_what_the_orchestrator_cannot_follow_is_refused(
     assert complaint in refusal(file, *(f"orchestrator.{override}" for override in overrides))
 
 
+def test_tails_are_not_put_off_where_the_bound_adapts(file: Path) -> None:
+    message = refusal(file, "orchestrator.staleness=adaptive", "engine.tail_interval=2")
+    assert "tail_interval has no effect with max_staleness < 2 or staleness = adaptive" in message
+
+
 def test_a_drained_version_may_serve_as_many_batches_as_the_bound_allows(file: Path) -> None:
     drain = ["update_policy=drain", "max_staleness=3", "batches_per_version=4", "slack=12"]
     config = read(file, [f"orchestrator.{override}" for override in drain])

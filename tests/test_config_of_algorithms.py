@@ -14,6 +14,8 @@ from dora.settings import read
 __all__ = ["file"]
 
 GAE = "algorithm.adv_estimator=gae"
+RECOMPUTED = "correction.proximal=recomputed", "correction.token=tis"
+INTERPOLATED = "correction.proximal=interpolated", "correction.token=tis"
 PAIRS = "algorithm.policy_loss=online_dpo", "algorithm.loss_agg_mode=seq-mean-token-sum"
 
 
@@ -70,6 +72,16 @@ def test_what_cannot_be_trained_is_refused(file: Path, overrides: list[str], why
             ["algorithm.policy_loss=reinforce", "correction.token=icepop", "algorithm.clip_ratio_low=0.1"],
             "with policy_loss = reinforce: it clips nothing",
         ),
+        ([*RECOMPUTED, "algorithm.clip_ratio_low=0.1"], "with correction.proximal = recomputed: in the only"),
+        ([*RECOMPUTED, "algorithm.clip_ratio_high=0.3"], "with correction.proximal = recomputed: in the"),
+        (
+            [*RECOMPUTED, "algorithm.policy_loss=dual_clip", "algorithm.clip_ratio_c=4.0"],
+            "with correction.proximal = recomputed: in the only update of a step the ratio to it is 1",
+        ),
+        (
+            [*INTERPOLATED, "orchestrator.max_staleness=0", "algorithm.clip_ratio_low=0.1"],
+            "with correction.proximal = interpolated and max_staleness = 0: the ratio to it is 1",
+        ),
         (["algorithm.dpo_beta=0.2"], "without policy_loss = online_dpo"),
         ([*PAIRS, "algorithm.kl_loss_coef=0.2"], "with policy_loss = online_dpo: it compares two answers"),
         (["algorithm.kl_loss_type=k2"], "with kl_loss_coef = 0"),
@@ -89,6 +101,14 @@ def test_a_setting_of_the_objective_without_effect_is_refused(
     file: Path, overrides: list[str], why: str
 ) -> None:
     assert f"{overrides[-1].split('=')[0]} has no effect {why}" in refusal(file, *overrides)
+
+
+def test_a_clip_range_around_the_proximal_policy_is_kept_where_it_may_act(file: Path) -> None:
+    wider = "algorithm.clip_ratio_high=0.3"
+    several = read(file, [*RECOMPUTED, wider, "trainer.batch_tokens=500"])
+    assert several.algorithm.clip_ratio_high == read(file, [*INTERPOLATED, wider]).algorithm.clip_ratio_high
+    assert "clip_ratio_high = 0.3" in several.to_toml()
+    assert "clip_ratio" not in read(file, RECOMPUTED).to_toml()
 
 
 def test_pairs_may_be_as_stale_as_they_are(file: Path) -> None:

@@ -291,8 +291,9 @@ class Config(Section):
         if self.orchestrator.staleness == "fixed":
             by = ("min_ess", "max_kl", "staleness_window")
             found["orchestrator"] |= dict.fromkeys(by, "without orchestrator.staleness = adaptive")
-        if self.orchestrator.max_staleness < 2:
-            found["engine"]["tail_interval"] = "with max_staleness < 2: every old version is at its deadline"
+        if self.orchestrator.max_staleness < 2 or self.orchestrator.staleness == "adaptive":
+            why = "with max_staleness < 2 or staleness = adaptive: any old version may be at its deadline"
+            found["engine"]["tail_interval"] = why
         if self.is_static:
             setting = "orchestrator.placement = static"
             if self.orchestrator.placement != "static":
@@ -333,9 +334,9 @@ class Config(Section):
             objective |= dict.fromkeys(unused, why)
         else:
             objective["dpo_beta"] = "without policy_loss = online_dpo"
-        if algorithm.policy_loss == "reinforce":
-            why = "with policy_loss = reinforce: it clips nothing"
-            objective |= dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), why)
+        rules = algorithm.policy_loss, correction.proximal, self.orchestrator.max_staleness
+        if (never := recipe.why_never_clipped(*rules, self.trainer.batch_tokens)) is not None:
+            objective |= dict.fromkeys(("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), never)
         if algorithm.adv_estimator != "gae":
             objective |= dict.fromkeys(("gamma", "lam"), "without adv_estimator = gae")
         if not algorithm.kl_loss_coef:

@@ -96,7 +96,8 @@ class Engine(Section):
     num_engines: Count = Field(default=2, description="rollout processes (count)")
     max_rows: Count = Field(default=32, description="requests one engine decodes at once (count)")
     version_slots: Count | None = Field(
-        default=None, description="versions one engine can hold (count); unset: max_staleness + 1"
+        default=None,
+        description="versions one engine can hold (count); unset: max_staleness + 1, and 1 with eval.every",
     )
     device: Device = Field(
         default="cpu",
@@ -117,7 +118,7 @@ class Engine(Section):
     tail_interval: Count = Field(
         default=1,
         description="old versions with at most a quarter of an engine's rows decode only in every so many-th "
-        "step, unless they are max_staleness versions old (steps); 1: in all",
+        "step, unless they are max_staleness versions old (steps); 1: in all; not with adaptive staleness",
     )
     pace: Duration = Field(
         default="0ms", description="pad each decode step to this time, like an accelerator's (duration)"

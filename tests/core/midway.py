@@ -7,8 +7,9 @@ from typing import Any
 
 from dora.core.engines import Engine
 from dora.core.events import EngineJoined
+from dora.core.group import Group
 from dora.core.records import GroupId, Limits, RequestId
-from dora.core.state import Group, Request, State
+from dora.core.state import Request, State
 from dora.sim.checker import Ledger
 
 
@@ -94,9 +95,9 @@ def _admit(state: State, version: int, rows: Iterable[int], siblings: Iterable[i
 
 
 def _open(state: State, group: GroupId, version: int) -> None:
-    deadline = state.limits.deadline(version)
+    deadline = state.limits.deadline(version, state.aging.lowered)
     state.groups[group] = Group(group, group.row, version, deadline, set())
-    state.unscored.setdefault(deadline, {})[group] = None
+    state.unscored.setdefault(state.groups[group].term, {})[group] = None
     state.open[deadline] += 1
     state.num_admitted += 1
     state.next_index = max(state.next_index, group.row + 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.core.midway import engine, midway, running
 from tests.core.stations import Stations, limits
 
+from dora.core import evaluating, versions
 from dora.core.actions import (
     BeginEvaluation,
     EndEvaluation,
@@ -24,7 +26,9 @@ from dora.core.events import (
     RequestFinished,
     Trained,
 )
+from dora.core.held_out import Evaluation
 from dora.core.records import EvaluationRule, GroupId, ProtocolError, RequestId
+from dora.core.state import State
 
 
 def is_held_out(fact: Event) -> bool:
@@ -164,6 +168,45 @@ def test_the_only_slot_is_lent_again_while_a_step_is_trained() -> None:
     assert len(begun(run)) == 8
     run.settle(but=lambda fact: isinstance(fact, Trained))
     assert run.orders(EndEvaluation) == [EndEvaluation(5)]
+
+
+def test_no_engine_takes_the_live_version_back_because_it_is_evaluated() -> None:
+    """Version 2 has all its groups, and its held-out answers are with the rewarder."""
+    rule = EvaluationRule(2, 1, 1)
+    state = midway(limits(num_steps=9, max_staleness=1, batches_per_version=1, evaluation=rule), newest=4)
+    state.current, state.num_admitted_current = 2, 2
+    state.evaluation = Evaluation(2, 1, num_begun=1, judging={GroupId(-3, 0)})
+    engine(state, 0, rows=2, held={3})
+    engine(state, 1, rows=2, held={2})
+    state.touch(state.engines[0])
+    state.is_newest_asked, state.asked_for = False, (3, 4)
+    assert versions.load(state, is_due=False) == []
+    assert state.engines[0].held == {3}
+
+
+def overdue() -> State:
+    """Version 0 is evaluated and nobody has it, though the next evaluation is due."""
+    state = midway(limits(num_steps=9, max_staleness=2, evaluation=EvaluationRule(1, 1, 1)), newest=1)
+    state.evaluation = Evaluation(0, 1)
+    engine(state, 0, rows=2, held={1})
+    running(state, 0, 1, 1, 2)
+    evaluating.begin(state)
+    return state
+
+
+def test_no_engine_is_cleared_for_held_out_answers_because_another_has_nothing_to_do_yet() -> None:
+    state = overdue()
+    engine(state, 1, rows=2, held=(), loading=1)
+    assert versions.lend(state, is_due=False) == []
+    assert state.engines[0].wanted is None
+    versions.lend(state, is_due=True)
+    assert state.engines[0].wanted == 0
+
+
+def test_held_out_answers_get_an_engine_that_has_nothing_to_do() -> None:
+    state = overdue()
+    engine(state, 1, rows=2, held=())
+    assert versions.lend(state, is_due=False) == [Load(1, 0)]
 
 
 def test_answers_begin_again_on_their_version_when_their_engine_is_lost() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from tests.core.midway import engine, midway, running, waiting
 from tests.core.stations import Stations, finished, is_work, limits
 
-from dora.core.actions import Abort, Fail, Generate
-from dora.core.events import EngineLost, Progressed, RequestsAborted
+from dora.core.actions import Abort, Fail, Generate, Load
+from dora.core.deadlines import nearest_first
+from dora.core.events import EngineLost, Progressed, RequestsAborted, Woken
 from dora.core.placement import place
-from dora.core.records import GroupId, RequestId
+from dora.core.records import AgingRule, GroupId, RequestId
+from dora.core.state import State
 
 
 def request(row: int, sibling: int) -> RequestId:
@@ -30,6 +32,39 @@ def test_older_versions_are_placed_first() -> None:
     waiting(state, 4, 4)
     waiting(state, 3, 3)
     assert place(state) == [Generate(0, 3, (request(3, 0),))]
+
+
+def aged() -> State:
+    """Version 3 was admitted at while the bound was wide, version 4 after it had been lowered."""
+    bounds = limits(num_steps=20, max_staleness=4, aging=AgingRule(0.5, 0.1, 1))
+    state = midway(bounds, newest=4)
+    waiting(state, 3, 3)
+    state.aging.lowered = 4
+    waiting(state, 4, 4)
+    return state
+
+
+def test_with_an_adaptive_bound_the_nearest_deadline_is_placed_first() -> None:
+    state = aged()
+    assert [group.deadline for group in state.groups.values()] == [7, 4]
+    engine(state, 0, rows=1, slots=2, held={3, 4})
+    assert place(state) == [Generate(0, 4, (request(4, 0),))]
+
+
+def test_with_an_adaptive_bound_the_nearest_deadline_is_loaded_first() -> None:
+    state = aged()
+    state.store[5], state.newest = "v5", 5
+    engine(state, 0, rows=4, held=())
+    run = Stations(state.limits, state=state)
+    run.tell(Woken())
+    assert run.orders(Load) == [Load(0, 4)]
+
+
+def test_what_has_no_deadline_is_last_with_an_adaptive_bound() -> None:
+    assert nearest_first(aged(), [5, 2, 3, 4]) == [4, 3, 2, 5]
+    state = aged()
+    state.limits = limits()
+    assert nearest_first(state, [5, 2, 3, 4]) == [2, 3, 4, 5]
 
 
 def test_a_request_waits_for_an_engine_that_holds_its_version() -> None:

@@ -88,6 +88,7 @@ def test_a_snapshot_keeps_everything() -> None:
         assert getattr(again, name) == getattr(state, name), name
         assert type(getattr(again, name)) is type(getattr(state, name)), name
     assert {*again.leaving} == {*state.leaving}
+    assert not again.changed, "nothing has happened yet"
     assert {*again.colocated} == {*state.colocated}
     assert invariants.check(again) == []
 

@@ -41,6 +41,9 @@ class Task:
     group_size: int
     max_tokens: int
     lr: float
+    warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float
     micro_batch_tokens: int
 
 
@@ -60,7 +63,7 @@ def train(task: Task) -> Result:
     cursor, gradient = Cursor(len(dataset), seed=0), torch.zeros_like(flat)
     whole = flat.detach().requires_grad_()  # the same memory: one step of AdamW is one operation
     whole.grad = gradient
-    adamw = torch.optim.AdamW([whole], weight_decay=0.0, fused=True)
+    adamw = torch.optim.AdamW([whole], weight_decay=task.weight_decay, fused=True)
     policy = Policy(config, {n: v.requires_grad_() for n, v in Layout(config).views(flat.detach()).items()})
     for name, view in Layout(config).views(gradient).items():
         policy.weights[name].grad = view
@@ -84,9 +87,8 @@ def train(task: Task) -> Result:
             weights = [a for answer, a in zip(answers, advantages, strict=True) for _ in answer]
             torch.autograd.backward(-(torch.tensor(weights) * logprobs).sum())
         gradient /= sum(len(answer) for _, answer, _ in samples)
-        norm = float(gradient.norm())
-        gradient *= min(1.0, 1.0 / norm)
-        adamw.param_groups[0]["lr"] = task.lr * (task.steps - step) / task.steps
+        gradient *= min(1.0, task.max_grad_norm / _norm(gradient))
+        adamw.param_groups[0]["lr"] = _learning_rate(task, step)
         adamw.step()
         gradient.zero_()
     return told
@@ -113,6 +115,19 @@ def _advantages(rewards: Sequence[float]) -> list[float]:
     mean = math.fsum(rewards) / len(rewards)
     deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
     return [(r - mean) / (deviation + 1e-6) for r in rewards]
+
+
+def _norm(gradient: Tensor) -> float:
+    """In fp64, where it sums over more than a piece; the trainer has the same pieces."""
+    norms = torch.stack([piece.norm() for piece in gradient.split(2**16)])
+    return math.sqrt(norms.double().square().sum())
+
+
+def _learning_rate(task: Task, step: int) -> float:
+    """Up to the peak in equal steps, then down to 0 at the end."""
+    if step < task.warmup_steps:
+        return task.lr * (step + 1) / (task.warmup_steps + 1)
+    return task.lr * ((task.steps - step) / (task.steps - task.warmup_steps))
 
 
 def _micro_batches(samples: Sequence[Sample], num_tokens: int) -> list[list[Sample]]:

@@ -12,6 +12,7 @@ from tests.runtime.tiny import write_task
 from dora import settings
 from dora.config import Config
 from dora.errors import ConfigError
+from dora.runtime import devices
 from dora.runtime.devices import Devices, check
 from dora.runtime.memory import memory
 from dora.runtime.plan import Plan
@@ -87,7 +88,12 @@ def test_who_shares_the_trainers_device_is_there(task: Path) -> None:
         (STATIC, 0, r"engine.device = 'cuda': that needs a GPU, and torch .*; set engine.device = cpu"),
         ({"trainer.device": "cuda"}, 0, "trainer.device = 'cuda': that needs a GPU"),
         ({**STATIC, "engine.device": "cuda:2"}, 2, "torch sees 2 GPUs here, cuda:0 to cuda:1; name one"),
-        (STATIC, 1, "the trainer takes all of the 1 GPUs here, .*; set orchestrator.placement = colocated"),
+        (STATIC, 1, "on cuda:0 while the trainer does; set both to 'cuda' and .*placement = colocated"),
+        ({**STATIC, "trainer.device": "cuda:0"}, 1, "the 1 GPUs here, engines would compute on cuda:0"),
+        ({**STATIC, "engine.device": "cuda:0"}, 1, "engines would compute on cuda:0"),
+        ({**STATIC, "engine.device": "cuda:1"}, 2, "or name a GPU for each of the two"),
+        ({**STATIC, "engine.device": "cuda:1", "trainer.num_ranks": 2}, 3, "would compute on cuda:1"),
+        ({**STATIC, "trainer.elastic": "true"}, 1, "would compute on cuda:0 while the trainer does"),
         ({"trainer.device": "cuda", "trainer.num_ranks": 2}, 1, "trainer.num_ranks = 2 with .*; lower it"),
         ({"trainer.device": "cuda:1", "trainer.num_ranks": 2}, 2, "each rank takes a GPU of its own"),
     ],
@@ -97,6 +103,23 @@ def test_a_device_that_is_not_there_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         check(read(task, changes), num_gpus)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_gpus"),
+    [
+        (STATIC, 2),
+        ({**STATIC, "trainer.elastic": "true"}, 2),
+        ({**GPUS, "orchestrator.placement": "colocated"}, 1),
+        ({**STATIC, "engine.device": "cuda:0", "trainer.device": "cuda:0"}, 1),
+        ({**STATIC, "engine.device": "cuda:0"}, 2),
+    ],
+)
+def test_a_gpu_is_shared_where_that_is_said(
+    task: Path, changes: dict[str, Any], num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "find_spec", lambda name: name)  # as if Triton were installed
+    check(read(task, changes), num_gpus)
 
 
 @pytest.mark.parametrize(

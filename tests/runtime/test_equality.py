@@ -47,6 +47,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
         group_size=4,
         max_tokens=10,
         lr=1e-2,
+        warmup_steps=2,
+        weight_decay=0.1,
+        max_grad_norm=0.5,  # clips about every other step
         micro_batch_tokens=80,
     )
 
@@ -72,6 +75,9 @@ def start(task: Task, tmp_path: Path) -> Iterator[Start]:
             "algorithm__filter_groups": "true",
             "trainer__batch_size": task.batch_size,
             "trainer__lr": task.lr,
+            "trainer__warmup_steps": task.warmup_steps,
+            "trainer__weight_decay": task.weight_decay,
+            "trainer__max_grad_norm": task.max_grad_norm,
             "trainer__micro_batch_tokens": task.micro_batch_tokens,
             "trainer__deterministic": "true",
             "trainer__save_freq": 3,
@@ -117,8 +123,17 @@ def test_the_bits_stay_when_an_engine_dies_and_then_everything(start: Start, exp
     assert differences(run.out, expected) == []
 
 
-@pytest.mark.parametrize("change", [{"lr": 1e-2 * (1 + 1e-6)}, {"micro_batch_tokens": 60}])
-def test_another_learning_rate_or_order_of_sums_has_other_bits(
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lr": 1e-2 * (1 + 1e-6)},
+        {"warmup_steps": 0},
+        {"weight_decay": 0.1 * (1 + 1e-3)},
+        {"max_grad_norm": 0.5 * (1 + 1e-6)},
+        {"micro_batch_tokens": 60},
+    ],
+)
+def test_another_learning_rate_or_decay_or_clipping_or_order_of_sums_has_other_bits(
     task: Task, expected: Result, change: dict[str, Any]
 ) -> None:
     assert not torch.equal(train(replace(task, **change)).flat, expected.flat)

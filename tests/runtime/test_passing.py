@@ -8,8 +8,10 @@ import pytest
 
 from dora.core.actions import BeginEvaluation, EndEvaluation
 from dora.core.events import GroupScored, RequestFinished
-from dora.core.records import Chunk, EvaluationRule, GroupId, RequestId
-from dora.runtime.held_out import Evaluation, Evaluations
+from dora.core.held_out import Evaluation as UnderWay
+from dora.core.records import Chunk, EvaluationRule, GroupId, Limits, RequestId
+from dora.core.state import State
+from dora.runtime.held_out import Evaluation, Evaluations, describe_awaited
 from dora.runtime.passing import ks_of, pass_at_k, wilson_interval
 
 
@@ -82,3 +84,13 @@ def test_evaluations_beside_the_training_are_read_off_facts_and_orders() -> None
     assert over is not None
     assert told.ended == [over]
     assert (over.version, over.sampled, over.lengths) == (4, 1.0, [7])
+
+
+def test_a_run_says_which_evaluation_it_waits_for_once_all_steps_are_trained() -> None:
+    state = State(Limits(8, 2, 1, 0, evaluation=EvaluationRule(3, 12, 1)), newest=7)
+    state.evaluation = UnderWay(6, 12, num_begun=12, num_judged=5)
+    assert describe_awaited(state) == ""
+    state.newest = 8
+    assert describe_awaited(state).endswith("7 of 12 prompts of the evaluation of version 6 are left")
+    state.evaluation = None
+    assert describe_awaited(state) == ""

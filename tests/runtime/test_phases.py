@@ -5,8 +5,9 @@ from __future__ import annotations
 from dora.core.actions import Action, Fail, Score
 from dora.core.engines import Engine
 from dora.core.events import Event, GroupScored, RequestFinished
+from dora.core.group import Group
 from dora.core.records import GroupId, Limits, RequestId
-from dora.core.state import Group, Request, State
+from dora.core.state import Request, State
 from dora.runtime.phases import Phases
 
 LIMITS = Limits(num_steps=4, batch_size=2, group_size=2, max_staleness=1)
@@ -53,6 +54,8 @@ def test_groups_are_judged_from_their_last_answer_on_and_their_spread_is_told() 
         (2.0, finish(OTHER, 0), ()),
         (4.0, finish(GROUP, 1), (Score(GROUP),)),
         (4.5, finish(OTHER, 1), (Score(OTHER),)),
+        (4.6, finish(GroupId(-3, 1), 0), (Score(GroupId(-3, 1)),)),  # held out
+        (4.7, GroupScored(GroupId(-3, 1), (1.0,)), ()),
         (5.0, GroupScored(GROUP, (0.0, 1.0)), ()),
         (6.0, GroupScored(OTHER, (0.0, 1.0)), ()),
     ]

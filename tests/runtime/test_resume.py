@@ -13,8 +13,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.runtime.running import Ended, Run, dora, journal, metrics, summary, wait_until_gone
+from tests.runtime.tiny import MODEL, PROMPTS
 
+from dora.core.snapshot import SCHEMA
 from dora.errors import InputError
+from dora.model.folder import save_folder
+from dora.model.weights import initial_weights
+from dora.runtime.resuming import recorded
 from dora.runtime.run import resume
 
 STEPS, BATCH_SIZE = 6, 2
@@ -92,6 +97,13 @@ def test_a_run_that_was_killed_three_times_comes_to_its_end(life: Life) -> None:
     (checkpoints / "step-4" / "optimizer.pt").write_bytes(b"half")
     (checkpoints / "step-5.draft").mkdir()
 
+    core = checkpoints / "step-2" / "core.json"
+    with tampered(core, '"next_index": ', '"next_index":1'):
+        assert "step-2 is not a checkpoint of this run's record" in refusal(life.out)
+    by_an_older_version = f'"schema": {SCHEMA}', f'"schema": {SCHEMA - 1}'
+    core.write_text(core.read_text().replace(*by_an_older_version))
+    with other_weights(life.task.parent / "start"):  # a reference, or adapters, would be to them
+        assert "start' does not hold the weights that the run began with" in refusal(life.out)
     run = life.go_on()
     life.kill_after(run, 20)
     assert f"resumed at {checkpoints / 'step-2'}: 2 steps are trained" in run.end().out
@@ -152,6 +164,8 @@ def test_a_run_that_died_in_its_last_moments_is_finished(life: Life) -> None:
     again = dora("train", "--resume", life.out)
     assert again.code == 2
     assert f"has finished all its {STEPS} steps" in again.err
+    with tampered(life.out / "summary.json", '"stopped": ""', '"stopped": "Ctrl-C"'):
+        assert recorded(life.out, len(PROMPTS)).lines, "the evaluation after training is due"
 
 
 def test_a_run_that_died_before_it_began_begins(life: Life) -> None:
@@ -198,6 +212,18 @@ def test_what_cannot_go_on_is_refused_in_words(life: Life, tmp_path: Path) -> No
     with sqlite3.connect(life.out / "samples.sqlite") as db:
         db.execute("delete from samples where trained_step = 0 and sibling = 1")
     assert "lacks answers of group" in refusal(life.out)
+
+
+@contextlib.contextmanager
+def other_weights(folder: Path) -> Iterator[None]:
+    """A model of the same shapes in a folder, for a while."""
+    path = folder / "model.safetensors"
+    before = path.read_bytes()
+    save_folder(folder, MODEL, initial_weights(MODEL, seed=99))
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
 
 
 @contextlib.contextmanager

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from dora import settings
-from dora.core.events import RequestFinished
+from dora.core.events import RequestFailed, RequestFinished
 from dora.core.records import Chunk, GroupId, RequestId
 from dora.engine.sequence import Completion
-from dora.runtime.messages import Completed
+from dora.runtime.messages import Completed, Refused
 from dora.runtime.plan import Plan
 from dora.runtime.telling import MAX_ENDED, Teller
 from dora.stream.samples import SampleStore
@@ -32,8 +32,8 @@ def teller(task: Path, tmp_path: Path, samples: SampleStore) -> Teller:
     return Teller(Plan.make(settings.read(task), tmp_path), samples)
 
 
-def finish(teller: Teller, sibling: int) -> None:
-    request, logprobs = RequestId(*GROUP, sibling), [-1.0, -2.0]
+def finish(teller: Teller, sibling: int, group: GroupId = GROUP) -> None:
+    request, logprobs = RequestId(*group, sibling), [-1.0, -2.0]
     chunks = (Chunk(0, "digest", 2),)
     done = Completion(request, 0, [5, 6], logprobs, logprobs, logprobs, chunks, "stop")
     facts = teller.told(0, Completed([done], 0.5))
@@ -53,6 +53,24 @@ def test_an_answer_of_a_group_that_has_failed_is_stored_as_such_and_not_kept(
     samples.commit()
     with sqlite3.connect(tmp_path / "samples.sqlite") as db:
         assert db.execute("select state from samples").fetchall() == [("failed: refused",)] * 2
+
+
+def test_a_held_out_prompt_with_an_answer_that_failed_keeps_no_others(
+    task: Path, tmp_path: Path, samples: SampleStore
+) -> None:
+    held_out = [f"eval.path={task.parent / 'prompts.jsonl'}", "eval.every=2", "eval.num_prompts=3"]
+    plan = Plan.make(settings.read(task, held_out), tmp_path)
+    teller, group = Teller(plan, samples), GroupId(-3, 1)
+    finish(teller, 0, group)
+    failed = RequestId(*group, 1)
+    assert [*teller.told(0, Refused({failed: "too long"}))] == [RequestFailed(0, failed, "too long")]
+    later = Teller(plan, samples)
+    later.recall_end(group, "failed: too long")
+    for sibling, life in ((2, teller), (3, later)):
+        finish(life, sibling, group)
+        with pytest.raises(KeyError):
+            life.peek(group)
+    assert {state for _, state, _ in samples.states()} == {"failed: too long"}
 
 
 def test_only_the_newest_ended_groups_are_remembered(teller: Teller) -> None:

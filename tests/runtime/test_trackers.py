@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from dora.errors import InputError
-from dora.runtime.trackers import Trackers, check
+from dora.runtime.trackers import FLUSH_S, Trackers, check
 
 
 def scalars(folder: Path) -> Iterator[tuple[int, str, float]]:
@@ -50,6 +51,16 @@ def test_tensorboard_hides_what_is_redone_by_a_run_that_goes_on(tmp_path: Path) 
         (0, 0.5),
         (1, 0.3),
     ]
+
+
+def test_tensorboard_is_on_the_disk_before_the_run_ends(tmp_path: Path) -> None:
+    trackers = Trackers(["tensorboard"], tmp_path, "dora", {}, pytest.fail)
+    trackers.log({"a": 1.0, "b": 2.0}, 0)
+    deadline_s = time.monotonic() + 10 * FLUSH_S
+    while [*scalars(tmp_path / "tensorboard")] != [(0, "a", 1.0), (0, "b", 2.0)]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    trackers.close()
 
 
 class Service:

@@ -18,8 +18,9 @@ from dora.core.events import (
     Migrated,
     MigrationFailed,
 )
+from dora.core.group import Group
 from dora.core.records import RequestId
-from dora.core.state import Group, State
+from dora.core.state import State
 
 
 def versions_are_dropped_under_running_requests(patch: pytest.MonkeyPatch) -> None:

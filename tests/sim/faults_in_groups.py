@@ -14,8 +14,9 @@ from dora.core import admission, batching, bound, deadlines, hearing, invariants
 from dora.core.actions import Action, Admit, Filter, Publish, Score, Train
 from dora.core.bound import bound_holds, num_admissible
 from dora.core.events import Event, Published, RequestFinished, StepFailed
+from dora.core.group import Group
 from dora.core.records import Limits
-from dora.core.state import Group, State
+from dora.core.state import State
 
 Bound = Callable[[Counter[int], int, int, Limits], bool]
 EVERYWHERE = (bound, batching, invariants)

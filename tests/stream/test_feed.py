@@ -111,6 +111,15 @@ def test_what_has_ended_takes_no_room(life: Life) -> None:
             life.reader.group(group)
 
 
+def test_answers_to_held_out_prompts_are_not_sent(life: Life) -> None:
+    life.put(held_out := GroupId(-5, 0))
+    life.score(held_out)
+    life.store.mark([held_out], "evaluated")
+    life.store.commit()
+    with pytest.raises(RunError, match="0 of 2 rows are here"):
+        life.reader.group(held_out)
+
+
 def test_a_run_that_goes_on_sends_again_what_was_not_trained(folder: Path) -> None:
     before = Life(folder)
     for group in GROUPS[:3]:

@@ -157,6 +157,20 @@ def test_a_step_that_fails_leaves_the_critic_as_it_was() -> None:
     assert not torch.equal(critic.flat, make().flat)
 
 
+def test_a_batch_is_learnt_once() -> None:
+    """A retry finds it again, the next step does not."""
+    critic, batch = make(), samples()
+    trainer = Trainer(TINY, initial(), SETTINGS, critic=critic)
+    trainer.step(critic.judge(batch, rewards_of(batch)))
+    policy, values = trainer.flat.clone(), critic.flat.clone()
+    with pytest.raises(RunError, match="no batch was judged"):
+        trainer.step(batch)
+    assert torch.equal(trainer.flat, policy)
+    assert torch.equal(critic.flat, values)
+    trainer.step(critic.judge(batch, rewards_of(batch)))
+    assert trainer.num_steps_done == 2
+
+
 def answers(trainer: Trainer, source: torch.Generator) -> list[Sample]:
     """Eight answers of six tokens to each of two prompts, drawn from the policy as it is."""
     policy = Policy(TINY, Layout(TINY).views(trainer.flat))

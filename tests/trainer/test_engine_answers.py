@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.engine.tiny import TINY, request, run, weights
@@ -79,6 +80,25 @@ def test_a_trainer_that_would_route_otherwise_replays_the_engines_routes() -> No
         gaps[is_replayed] = float((logprobs - drawn).abs().max())
     assert gaps[False] > 0.01
     assert gaps[True] < 3e-6
+
+
+def test_siblings_keep_their_own_routes_of_their_prompt() -> None:
+    """They differ where a prompt was computed on two engines; else it still goes through the model once."""
+    prompt, answers, experts = [1, 2, 3], [[4, 5], [6], [7, 8]], [[0, 1], [3, 2], [0, 1]]
+    routes = [
+        np.array([pair * 2] * (len(prompt) + len(answer) - 1), np.int16)  # 2 mixture layers
+        for pair, answer in zip(experts, answers, strict=True)
+    ]
+    policy = Policy(MIXTURE, Layout(MIXTURE).views(drawn_weights(MIXTURE)))
+
+    def logprobs(members: list[int]) -> torch.Tensor:
+        sent = [routes[i] for i in members]
+        batch = pack([prompt] * len(members), [answers[i] for i in members], CPU, sent)
+        num_prompts = min(len(members), 2)
+        assert len(batch.inputs) == num_prompts * len(prompt) + sum(len(answers[i]) - 1 for i in members)
+        return policy.logprobs(batch, replay(MIXTURE, batch, sent))[0]
+
+    torch.testing.assert_close(logprobs([0, 1, 2]), torch.cat([logprobs([i]) for i in range(3)]))
 
 
 def test_a_router_learns_from_routes_it_did_not_choose() -> None:

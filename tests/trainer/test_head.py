@@ -82,3 +82,12 @@ def test_the_vocabularys_logits_never_exist_whole() -> None:
         logprobs, entropies = token_logprobs(hidden, head, TARGETS, 1.0, 6)
         torch.autograd.backward((logprobs + entropies).sum())
     assert largest.numel == 6 * VOCAB < NUM * VOCAB
+
+
+def test_states_before_a_frozen_head_have_their_gradient() -> None:
+    """What the head's own would take is in the tests of memory."""
+    hidden, head = drawn()
+    logprobs, entropies = token_logprobs(hidden, head.detach(), TARGETS, 1.0, 4)
+    torch.autograd.backward((logprobs + entropies).sum())
+    expected = torch.autograd.grad(torch.stack(plain(hidden, head, 1.0)).sum(), hidden)
+    torch.testing.assert_close(hidden.grad, expected[0])

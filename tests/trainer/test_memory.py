@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from tests.model.families import CONFIGS, drawn_weights
 from tests.trainer.test_policy import drawn
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 
 from dora.model.config import ModelConfig
 from dora.model.weights import Layout
+from dora.trainer.head import token_logprobs
 from dora.trainer.memory import activation_bytes, logits_bytes
 from dora.trainer.optimizer import FlatAdamW
 from dora.trainer.packing import Packed, pack
@@ -78,7 +82,34 @@ def test_with_checkpointing_layers_keep_their_inputs() -> None:
     assert saved_bytes(config, batch, "float32", keeps_activations=False) == pytest.approx(expected, rel=0.1)
 
 
-def test_logits_are_those_of_a_chunk() -> None:
-    config = replace(CONFIGS["qwen3"], vocab_size=1000, hidden_size=10)
-    assert logits_bytes(config, chunk_tokens=50, num_bytes=4) == 4 * 50 * 1000 * 4
-    assert logits_bytes(config, chunk_tokens=50, num_bytes=2) == 4 * 50 * 1000 * 4 + 1000 * 10 * 2
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Most that torch's allocator has handed out at a time meanwhile."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        work()
+    assert found.profiler is not None
+    events = found.profiler.kineto_results.events()
+    changes: list[tuple[int, int]] = [
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    ]
+    return max(accumulate(num for _, num in sorted(changes, key=lambda change: change[0])))
+
+
+@pytest.mark.parametrize("num_rows", [20, 150], ids=["a large head", "large chunks"])
+@pytest.mark.parametrize("with_entropies", [False, True])
+@pytest.mark.parametrize("learns_head", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_peak_of_logits_is_what_the_formula_says(
+    dtype: str, learns_head: bool, with_entropies: bool, num_rows: int
+) -> None:
+    config = replace(CONFIGS["qwen3"], vocab_size=40_000, hidden_size=64)
+    hidden = torch.randn(2 * num_rows, 64).to(getattr(torch, dtype)).requires_grad_()
+    head = (0.02 * torch.randn(40_000, 64)).requires_grad_(learns_head)
+    head.grad = torch.zeros_like(head) if learns_head else None
+    targets = torch.arange(2 * num_rows)
+
+    def work() -> None:
+        logprobs, entropies = token_logprobs(hidden, head, targets, 1.0, num_rows)
+        torch.autograd.backward((logprobs + entropies if with_entropies else logprobs).sum())
+
+    expected = logits_bytes(config, num_rows, 4 if dtype == "float32" else 2, learns_head)
+    assert peak_bytes(work) == pytest.approx(expected, rel=0.1)

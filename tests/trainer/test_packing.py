@@ -36,6 +36,13 @@ def test_siblings_stay_together_and_the_largest_micro_batch_comes_first() -> Non
     assert batches == [[0, 1, 6, 7], [2, 3, 4, 5]]  # of 60 and 57
 
 
+def test_a_batch_that_does_not_fit_gets_one_micro_batch_more_for_every_rank() -> None:
+    """Of 44 sequences of 45 tokens, two fit into 100: it takes 22, not the 20 that the tokens alone do."""
+    prompts, lengths = [[i] for i in range(44)], [45] * 44
+    found = [len(balanced_micro_batches(prompts, lengths, 100, num_ranks)) for num_ranks in (1, 2, 4)]
+    assert found == [22, 22, 24]
+
+
 def test_differencing_finds_what_the_method_finds() -> None:
     """8, 7, 6, 5, 4 in two parts: Karmarkar and Karp's method ends with a difference of 2."""
     parts = balanced([8, 7, 6, 5, 4], 2)

@@ -22,6 +22,7 @@ from dora.model.weights import Layout
 from dora.trainer.ranks import Company, Ranks, Share
 from dora.trainer.sharded import pieces
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
+from dora.trainer.updates import updates
 
 TIMEOUT_S = 30.0
 CPU = torch.device("cpu")
@@ -97,10 +98,14 @@ def test_pieces_are_the_flat_buffer_cut_at_the_layers() -> None:
 def test_a_rank_holds_half_of_weights_and_gradient(company: Company) -> None:
     start: Any = (TINY, PLAIN)
     company.tell([start, start])
-    shards = Share(company, TINY, PLAIN, initial()).optimizer.shards
+    share = Share(company, TINY, PLAIN, initial())
+    shards = share.optimizer.shards
     for tensors in (shards, [cast(DTensor, shard.grad) for shard in shards]):
         held = sum(tensor.to_local().numel() for tensor in tensors)
         assert held == pytest.approx(Layout(TINY).numel / 2, abs=len(shards))
+    share.keep()
+    kept = sum(tensor.numel() for own in share.kept for tensor in own.values())
+    assert kept == pytest.approx(Layout(TINY).numel / 2, abs=len(shards))  # there are no moments yet
 
 
 @pytest.mark.parametrize("settings", [PLAIN, COMPARING], ids=["plain", "every term"])
@@ -133,6 +138,23 @@ def test_steps_of_two_ranks_in_halves_go_where_those_of_one_go(company: Company)
     assert found["actor/num_updates"] == expected["actor/num_updates"] > 1
     assert gap(two.flat - initial(), one.flat - initial()) < 0.05
     assert gap(two.flat, initial()) > 0.01
+
+
+def test_updates_of_a_step_that_fails_are_taken_back_on_every_rank(company: Company) -> None:
+    """Before there are moments, and after; each rank keeps its own shards, and nothing whole."""
+    two, one = pair(company, replace(PLAIN, batch_tokens=50))
+    batch = samples()
+    first = updates([len(s.token_ids) for s in batch], 50)[0]
+    broken = [s if i in first else replace(s, advantage=float("nan")) for i, s in enumerate(batch)]
+    for _ in range(2):
+        before = two.flat.clone()
+        with pytest.raises(RunError, match="grad_norm"):
+            two.step(broken)
+        assert torch.equal(two.flat, before)
+        assert gap(two.flat, one.flat) < 1e-6
+        for trainer in (two, one):
+            trainer.step(batch)
+    assert gap(two.flat, one.flat) < 1e-6
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(company: Company) -> None:

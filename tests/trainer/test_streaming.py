@@ -169,6 +169,18 @@ def test_pairs_are_averaged_over_pairs_and_begin_undecided() -> None:
         assert metrics["actor/pg_loss"] == pytest.approx(0.6931472, rel=1e-5)
 
 
+def test_a_pair_with_an_empty_answer_teaches_nothing_and_mixes_no_groups() -> None:
+    best_is_empty = [Sample([1], [], [], 1.0), Sample([1], [3, 4], [-1.0] * 2, -1.0)]
+    worst_is_empty = [Sample([2], [5], [-1.0], 1.0), Sample([2], [], [], -1.0)]
+    pair = [Sample([3], [5, 6], [-1.0] * 2, 1.0), Sample([3], [7], [-1.0], -1.0)]
+    metrics = make(PAIRS).step(best_is_empty + worst_is_empty)
+    assert metrics["actor/num_tokens"] == metrics["actor/grad_norm"] == 0.0
+    expected, got = make(PAIRS), make(PAIRS)
+    expected.step(pair)
+    got.step(best_is_empty + pair + worst_is_empty)
+    assert torch.equal(moment(got), moment(expected))
+
+
 def test_pairs_are_put_into_their_order() -> None:
     trainer, batch = Trainer(TINY, initial(), replace(PAIRS, lr=1e-3)), paired(8)
     losses = [trainer.step(batch)["actor/pg_loss"] for _ in range(4)]

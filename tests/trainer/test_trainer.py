@@ -1,4 +1,6 @@
 import random
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,7 @@ from dora.model.config import ModelConfig
 from dora.model.weights import Layout, initial_weights
 from dora.trainer.loss import LossAggMode
 from dora.trainer.optimizer import learning_rate
-from dora.trainer.packing import pack
+from dora.trainer.packing import Tokens, pack
 from dora.trainer.policy import Policy
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
@@ -117,6 +119,41 @@ def test_stale_samples_are_compared_under_the_weights_that_drew_them() -> None:
 def test_stale_samples_of_versions_that_are_gone_do_not_count_as_mismatch() -> None:
     metrics = Trainer(TINY, initial(), SETTINGS).step([replace(s, staleness=1) for s in samples()])
     assert "mismatch/logprob_abs_diff_max" not in metrics
+
+
+def test_stale_samples_of_a_version_are_compared_together() -> None:
+    old, found, scored = {-1: initial(), -2: initial()}, list[int](), list[int]()
+    batch = [replace(s, staleness=1 + i // 66) for i, s in enumerate(samples(132))]
+
+    def source(version: int) -> torch.Tensor:
+        found.append(version)
+        return old[version]
+
+    def score(flat: torch.Tensor, prompts: Sequence[Tokens], answers: Sequence[Tokens]) -> torch.Tensor:
+        if any(flat is one for one in old.values()):
+            scored.append(len(prompts))
+        return torch.zeros(sum(map(len, answers)))
+
+    trainer = Trainer(TINY, initial(), SETTINGS, score=score, sources=source)
+    metrics = trainer.step(batch)
+    assert len(found) == len({*found}) == len(scored)
+    assert sum(scored) >= 4
+    assert 0 < metrics["mismatch/num_tokens"] <= metrics["actor/num_tokens"] / 16
+
+
+def test_a_comparison_that_fails_leaves_the_step_alone_and_is_told_once() -> None:
+    def source(version: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    batch = [replace(s, staleness=1) for s in samples()]
+    trainer, other = (Trainer(TINY, initial(), SETTINGS, sources=of) for of in (source, lambda _: None))
+    with pytest.warns(RuntimeWarning, match=r"missing in mismatch/\*: OutOfMemoryError: no room"):
+        assert trainer.step(batch) == other.step(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.step(batch)
+    other.step(batch)
+    assert torch.equal(trainer.flat, other.flat)
 
 
 def test_the_mismatch_of_a_batch_without_gradient_is_known_too() -> None:

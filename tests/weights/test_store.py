@@ -96,6 +96,18 @@ def test_a_version_that_is_held_outlives_its_drop(store: WeightStore) -> None:
     assert torch.equal(store.fetch(0), weights(0))
 
 
+def test_a_recent_version_is_handed_out_as_it_was_published(store: WeightStore) -> None:
+    rounded = WeightStore(store.folder, "bfloat16")
+    recent = Recent(rounded, num=1)
+    recent.add(0, rounded.publish(0, weights(0)))
+    rounded.drop(0)
+    found, again = recent(0), recent(0)
+    assert found is not None
+    assert found is again
+    assert torch.equal(found, weights(0).bfloat16())
+    assert recent(1) is None
+
+
 def test_the_digest_of_a_recent_version_is_that_of_its_newest_bytes(store: WeightStore) -> None:
     """Versions of a former life are only in the store, and one that is published again may have changed."""
     recent = Recent(store, num=2)

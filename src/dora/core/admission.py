@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dora.core.actions import Action, Admit, Fetch
 from dora.core.bound import deadline_at, num_admissible
+from dora.core.group import Group
 from dora.core.records import RequestId
-from dora.core.state import Group, Request, State
+from dora.core.state import Request, State
 
 
 def admit(state: State) -> list[Action]:
@@ -65,12 +66,12 @@ def _admit(state: State, version: int) -> Action:
     index, group_id = state.prompts.popleft()
     deadline = deadline_at(state, version)
     siblings = [RequestId(*group_id, k) for k in range(state.limits.group_size)]
-    state.groups[group_id] = Group(group_id, index, version, deadline, set(siblings))
+    group = state.groups[group_id] = Group(group_id, index, version, deadline, set(siblings))
     for request in siblings:
         state.requests[request] = Request(request, version)
         state.wait(request, version)
     state.open[deadline] += 1
-    state.unscored.setdefault(deadline, {})[group_id] = None
+    state.unscored.setdefault(group.term, {})[group_id] = None
     state.pin(version, len(siblings))
     state.num_admitted += 1
     if version != state.current:

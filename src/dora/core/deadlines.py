@@ -1,4 +1,4 @@
-"""What a trainer waits for: named after a while, and sped up at once.
+"""Which version is due first, and what a trainer waits for: named after a while, and sped up at once.
 
 While step n waits for a group at its deadline, that wait is `stall_s`, and engines that decode
 some of the group's requests decode nothing else (rush), for fewer rows make faster tokens.
@@ -6,10 +6,26 @@ some of the group's requests decode nothing else (rush), for fewer rows make fas
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dora.core.actions import Action, ReportStall, Rush
 from dora.core.engines import Engine
 from dora.core.records import GroupId, RequestId
 from dora.core.state import State
+
+
+def nearest_first(state: State, versions: Iterable[int]) -> list[int]:
+    """Versions by the least deadline of their unscored groups, those without any last.
+
+    Where the bound is fixed, an older version has the nearer deadline.
+    """
+    by_age = sorted(versions)
+    if state.limits.aging is None or len(by_age) < 2:
+        return by_age
+    nearest: dict[int, int] = {}
+    for deadline, version in state.unscored:
+        nearest[version] = min(deadline, nearest.get(version, deadline))
+    return sorted(by_age, key=lambda v: nearest.get(v, state.limits.num_steps))
 
 
 def watch_stall(state: State) -> list[Action]:
@@ -61,5 +77,5 @@ def _straggler(state: State) -> GroupId | None:
     idle = state.training is None and state.publishing is None and state.newest == state.next_step
     if not idle or state.next_step >= state.limits.num_steps:
         return None
-    late = (next(iter(groups)) for d, groups in state.unscored.items() if d <= state.next_step)
+    late = (next(iter(groups)) for t, groups in state.unscored.items() if t.deadline <= state.next_step)
     return min(late, key=lambda group: state.groups[group].index, default=None)

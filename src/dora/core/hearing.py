@@ -27,8 +27,9 @@ from dora.core.events import (
     Woken,
 )
 from dora.core.fleet import engine_of, require
+from dora.core.group import Group
 from dora.core.records import ProtocolError, RequestId
-from dora.core.state import Group, State, take_one
+from dora.core.state import State, take_one
 
 
 def hear(state: State, event: Event) -> list[Action]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from dora.core.actions import Action, Generate
 from dora.core.bound import num_admissible
+from dora.core.deadlines import nearest_first
 from dora.core.engines import Engine
 from dora.core.lengths import horizon_tokens
 from dora.core.records import RequestId
@@ -22,7 +23,7 @@ from dora.core.state import State
 def place(state: State) -> list[Action]:
     """Give waiting requests the free rows of engines that hold their version."""
     orders: list[Action] = []
-    for version in sorted(state.waiting):
+    for version in nearest_first(state, state.waiting):
         placed: dict[int, list[RequestId]] = {}
         while version in state.waiting and version in state.takers:
             taker = state.takers[version].first()
@@ -95,7 +96,7 @@ def _share_out(state: State, engines: list[Engine], flips: _Flips) -> None:
     for engine in engines:
         have[state.posts[engine.id].top] += units[engine.id]
     requests = _requests(state)
-    order = sorted(requests, key=lambda v: (state.is_only_evaluated(v), v))
+    order = sorted(nearest_first(state, requests), key=state.is_only_evaluated)
     target = shares(requests, sum(units.values()), order)
     for version in order:
         is_newest = version == state.newest

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dora.core.actions import Action, Publish, Score
 from dora.core.events import Resumed
 from dora.core.fleet import require
-from dora.core.state import Group, State
+from dora.core.group import Group
+from dora.core.state import State
 
 
 def resumed(event: Resumed, state: State) -> list[Action]:

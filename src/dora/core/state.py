@@ -15,23 +15,10 @@ from typing import NamedTuple
 from dora.core.aging import Aging
 from dora.core.costs import Costs
 from dora.core.engines import NOWHERE, Engine, Post, post_of
+from dora.core.group import Group, Term
 from dora.core.held_out import Evaluation
 from dora.core.ranking import Ranking
 from dora.core.records import GroupId, Limits, RequestId
-
-
-@dataclass(slots=True)
-class Group:
-    """A group from its admission until it is trained, filtered or failed."""
-
-    id: GroupId
-    index: int  # position in the dataset's order
-    version: int
-    deadline: int
-    unfinished: set[RequestId]
-    scored: bool = False
-    finished_tokens: int = 0  # of all finished siblings
-    longest_tokens: int = 0  # of the longest of them
 
 
 @dataclass(slots=True)
@@ -118,7 +105,7 @@ class State:
     fresh_rows: Counter[int] = field(
         default_factory=Counter, repr=False
     )  # version -> free where it is the top
-    unscored: dict[int, dict[GroupId, None]] = field(default_factory=dict, repr=False)  # deadline -> groups
+    unscored: dict[Term, dict[GroupId, None]] = field(default_factory=dict, repr=False)
     posts: dict[int, Post] = field(default_factory=dict, repr=False)
     num_rows: int = field(default=0, repr=False)  # of all engines
 
@@ -157,7 +144,8 @@ class State:
                 self.leaving[engine.id] = None
         for group in sorted(self.groups.values(), key=lambda g: g.index):
             if not group.scored:
-                self.unscored.setdefault(group.deadline, {})[group.id] = None
+                self.unscored.setdefault(group.term, {})[group.id] = None
+        self.changed.clear()  # the last fact of their former life has been answered
 
     def remove(self, engine: Engine) -> None:
         del self.engines[engine.id]
@@ -190,10 +178,10 @@ class State:
 
     def forget_unscored(self, group: Group) -> None:
         """The group has been scored, or has ended without."""
-        groups = self.unscored.get(group.deadline, {})
+        groups = self.unscored.get(group.term, {})
         groups.pop(group.id, None)
         if not groups:
-            self.unscored.pop(group.deadline, None)
+            self.unscored.pop(group.term, None)
 
     def may_receive(self, engine: Engine, version: int) -> bool:
         """Whether running requests of `version` may move there, rows permitting.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dora.core.actions import Action, Dismiss, Drop, Load, Retire
 from dora.core.bound import deadline_at, num_admissible
+from dora.core.deadlines import nearest_first
 from dora.core.engines import Engine
 from dora.core.state import State
 
@@ -28,7 +29,7 @@ def listen(state: State) -> None:
 
 
 def load(state: State, is_due: bool = True) -> list[Action]:
-    """Pinned versions that no engine has first, oldest first; then the newest, where it is due.
+    """Pinned versions that no engine has first, nearest deadline first; then the newest, where it is due.
 
     Whether an engine can give way to the newest is looked at only when a rebalance `is_due`.
     """
@@ -52,12 +53,17 @@ def lend(state: State, is_due: bool) -> list[Action]:
     lacking = [v for v in _orphans(state) if state.is_only_evaluated(v)]
     if not lacking or _is_newest_next(state):
         return []
-    has_room = any(state.engines[engine].is_empty for engine in state.changed)
+    has_room = any(_is_unused(state.engines[engine]) for engine in state.changed)
     if not (is_due or has_room or state.is_trained):
         return []
     for version in lacking:
         _adopt(state, version, may_clear=_is_overdue(state, version))
     return _load_touched(state)
+
+
+def _is_unused(engine: Engine) -> bool:
+    """Whether an engine decodes nothing, nor is about to."""
+    return engine.is_empty and engine.loading is None and engine.wanted is None and not engine.is_leaving
 
 
 def _is_newest_next(state: State) -> bool:
@@ -108,7 +114,7 @@ def dismiss(state: State) -> list[Action]:
 def _orphans(state: State) -> list[int]:
     """Versions with waiting requests that no engine holds or is to hold."""
     lacking = (v for v in state.waiting if v not in state.holders and v not in state.coming)
-    return sorted(v for v in lacking if v in state.store)  # others are redone first
+    return nearest_first(state, (v for v in lacking if v in state.store))  # others are redone first
 
 
 def _is_overdue(state: State, version: int) -> bool:
@@ -120,7 +126,7 @@ def _is_overdue(state: State, version: int) -> bool:
 def _stranded(state: State) -> list[int]:
     """Versions that only engines on their way out decode."""
     found = {v for e in state.leaving for v in state.engines[e].requests.values()}
-    return sorted(v for v in found if v not in state.holders and v not in state.coming)
+    return nearest_first(state, (v for v in found if v not in state.holders and v not in state.coming))
 
 
 def _must_have(state: State, newest: int) -> bool:
@@ -141,7 +147,10 @@ def _due(state: State, engine: Engine) -> int | None:
         return newest
     if limits.batches_per_version is not None:  # the one live version, not yet the newest
         current = state.current
-        return current if current in state.store and current not in engine.held else None
+        if current is None or current in engine.held or current not in state.store:
+            return None
+        is_used = state.is_pinned(current) and not state.is_only_evaluated(current)
+        return current if is_used or current == max(state.holders, default=None) else None
     return newest if newest - engine.top >= limits.load_interval or not engine.held else None
 
 

@@ -41,6 +41,7 @@ class RecordedRun:
     num_prompts: int  # rows of the dataset
     lines: tuple[Line, ...]
     is_torn: bool  # the last line was cut off and is not among the lines
+    critic_digest: str | None = None  # of the weights in critic.path, if one was given
 
 
 def read_journal(run: Path) -> RecordedRun:
@@ -50,16 +51,16 @@ def read_journal(run: Path) -> RecordedRun:
         head, *tail = path.read_bytes().split(b"\n")
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): give the folder of a run") from error
-    limits, num_prompts = _header(path, head)
+    limits, num_prompts, critic_digest = _header(path, head)
     torn = tail.pop() if tail else b""  # what follows the last line end: empty unless cut off
     lines = tuple(_line(path, number, text) for number, text in enumerate(tail, start=2))
     for expected, line in enumerate(lines):
         if line.seq != expected:
             raise InputError(f"{path}, line {expected + 2}: seq is {line.seq}, expected {expected}")
-    return RecordedRun(limits, num_prompts, lines, torn != b"")
+    return RecordedRun(limits, num_prompts, lines, torn != b"", critic_digest)
 
 
-def _header(path: Path, text: bytes) -> tuple[Limits, int]:
+def _header(path: Path, text: bytes) -> tuple[Limits, int, str | None]:
     raw = _object(path, 1, text)
     if raw.get("schema") != SCHEMA:
         raise InputError(f"{path}, line 1: schema is {raw.get('schema')!r}, this version reads {SCHEMA}")
@@ -67,7 +68,7 @@ def _header(path: Path, text: bytes) -> tuple[Limits, int]:
         limits, num_prompts = codec.read(Limits, raw["limits"]), codec.read(int, raw["num_prompts"])
         if num_prompts < 1:
             raise ValueError(f"num_prompts = {num_prompts} must be at least 1")
-        return limits, num_prompts
+        return limits, num_prompts, codec.read(str | None, raw.get("critic_digest"))
     except (KeyError, TypeError, ValueError, ProtocolError) as error:
         raise InputError(f"{path}, line 1: not the header of a journal: {error}") from error
 

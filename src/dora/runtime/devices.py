@@ -74,17 +74,27 @@ def check(config: Config, num_gpus: int | None = None) -> None:
             f"trainer.num_ranks = {num_ranks} with trainer.device = {config.trainer.device!r}: each rank "
             f"takes a GPU of its own, and torch sees {num_gpus} here; lower it"
         )
-    is_apart = config.orchestrator.placement != "colocated"
-    if is_apart and num_gpus == num_ranks and [*wanted.values()] == ["cuda", "cuda"]:
-        raise ConfigError(
-            f"engine.device = trainer.device = 'cuda': the trainer takes all of the {num_gpus} GPUs here, so "
-            "that engines would compute there at the same time; set orchestrator.placement = colocated, and "
-            "they take turns"
-        )
+    _check_apart(config, num_gpus)
     if is_gpu(config.engine.device) and find_spec("triton") is None:
         raise ConfigError(
             f"engine.device = {config.engine.device!r}: engines compute with Triton's kernels there, and "
             "Triton is not installed; pip install triton"
+        )
+
+
+def _check_apart(config: Config, num_gpus: int) -> None:
+    """Raises ConfigError where an engine would compute beside the trainer on its GPU, and nobody said so."""
+    engine, trainer = config.engine.device, config.trainer.device
+    if config.orchestrator.placement == "colocated" or "cuda" not in (engine, trainer):
+        return
+    devices = Devices.of(config, num_gpus)
+    own = {devices.of_engine(number, is_colocated=False) for number in range(config.engine.num_engines)}
+    shared = own & {devices.of_trainer(rank) for rank in range(devices.num_trainers)}
+    if shared:
+        raise ConfigError(
+            f"engine.device = {engine!r}, trainer.device = {trainer!r}: with the {num_gpus} GPUs here, "
+            f"engines would compute on {min(shared)} while the trainer does; set both to 'cuda' and "
+            "orchestrator.placement = colocated, and they take turns, or name a GPU for each of the two"
         )
 
 

@@ -62,7 +62,7 @@ def _derived(plan: Plan) -> dict[str, str]:
 
 
 def _places(plan: Plan) -> dict[str, str]:
-    """Where what is computed, and what lies there; activations come on top."""
+    """Where what is computed, and what lies there, the activations of a micro-batch included."""
     findings = {f"memory on {device}": words for device, words in memory(plan).items()}
     findings["of it shared"] = f"{size(plan.stored_bytes)}, for versions and the KV of engines on the CPU"
     try:

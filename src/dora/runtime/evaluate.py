@@ -98,7 +98,7 @@ class _Round:
                 self._result.hear(event)
             case GroupUnscorable(group) if self._is_mine(group):
                 self._fail()
-            case RequestFailed(_, request, reason):
+            case RequestFailed(_, request, reason) if self._is_mine(request.group):
                 raise RunError(f"evaluation request {request} was refused: {reason}")
             case _:
                 pass  # what the training run left behind

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from dora.core.actions import Action, BeginEvaluation, EndEvaluation
 from dora.core.events import Event, GroupScored, RequestFinished
 from dora.core.records import EvaluationRule, GroupId
+from dora.core.state import State
 from dora.runtime.lengths import percentile
 from dora.runtime.passing import PASSING_REWARD, ks_of, pass_at_k, wilson_interval
 
@@ -145,3 +146,13 @@ class Evaluations:
                     order.version, rule.num_prompts, rule.num_answers, self.is_greedy
                 )
         return over
+
+
+def describe_awaited(state: State) -> str:
+    """What a run whose last step is trained still waits for; empty if it does not."""
+    run, rule = state.evaluation, state.limits.evaluation
+    if run is None or rule is None or not state.is_trained:
+        return ""
+    num_left = rule.num_prompts - run.num_judged
+    of_all = f"{num_left} of {rule.num_prompts} prompts"
+    return f"all steps are trained, but {of_all} of the evaluation of version {run.version} are left"

@@ -31,10 +31,12 @@ class Journal:
         config_digest: str,
         num_prompts: int,
         *,
+        critic_digest: str | None = None,
         seq: int | None = None,
         fsync: bool = False,
     ) -> None:
-        """`num_prompts` are the rows of the dataset; `fsync` makes lines survive a loss of power.
+        """`num_prompts` are the rows of the dataset; `critic_digest` is of the weights in critic.path, if one
+        is given; `fsync` makes lines survive a loss of power.
 
         With `seq` the journal is there already, and the next line gets this number.
         """
@@ -49,6 +51,7 @@ class Journal:
             "dora_version": __version__,
             "limits": asdict(limits),
             "num_prompts": num_prompts,
+            "critic_digest": critic_digest,
         }
         self._file.write(json.dumps(header) + "\n")
         self._flush()

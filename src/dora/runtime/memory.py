@@ -76,7 +76,8 @@ def micro_batch_bytes(plan: Plan) -> int:
     num_bytes = 2 if trainer.dtype == "bfloat16" else _WHOLE
     keeps = not trainer.activation_checkpointing
     activations = activation_bytes(model, trainer.micro_batch_tokens, num_bytes, keeps)
-    return activations + logits_bytes(model, trainer.logits_chunk_tokens, num_bytes)
+    learns_head = plan.lora is None
+    return activations + logits_bytes(model, trainer.logits_chunk_tokens, num_bytes, learns_head)
 
 
 def size(num_bytes: float) -> str:

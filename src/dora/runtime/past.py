@@ -14,7 +14,15 @@ from typing import Any
 
 from dora.core import snapshot
 from dora.core.actions import Action, Commit, Fail, Filter, Train
-from dora.core.events import Event, GroupScored, Published, RequestFinished, Resumed, Trained
+from dora.core.events import (
+    Event,
+    GroupScored,
+    Published,
+    RequestFailed,
+    RequestFinished,
+    Resumed,
+    Trained,
+)
 from dora.core.records import GroupId, Member, ProtocolError, RequestId
 from dora.core.state import State
 from dora.errors import InputError
@@ -24,6 +32,7 @@ from dora.observe.replay import turns
 from dora.runtime.held_out import VERSION, Evaluations
 from dora.runtime.meter import Meter, TimedOrchestrator
 from dora.runtime.plan import Plan
+from dora.runtime.starting import check_start
 from dora.runtime.telling import Teller
 from dora.runtime.travels import Travels
 from dora.stream.samples import SampleStore
@@ -84,6 +93,7 @@ def read_past(plan: Plan, journal: RecordedRun, samples: SampleStore) -> Past:
     lines = journal.lines
     _check_prompts(plan, samples)
     step, checkpoint = _newest_checkpoint(plan.out, len(lines))
+    check_start(plan.config, journal, has_checkpoint=checkpoint is not None)
     voided = _voided(lines, step)
     told = _Told(plan, samples, voided, checkpoint)
     for fact, orders in turns(lines):
@@ -165,6 +175,8 @@ class _Told:
                 meter.start(line.t_s)
             case RequestFinished(_, request, _, num_tokens) if request.group in self.core.snapshot().groups:
                 teller.num_tokens[request.group] = teller.num_tokens.get(request.group, 0) + num_tokens
+            case RequestFailed(_, request, reason) if request.is_held_out:
+                teller.recall_end(request.group, f"failed: {reason}")
             case GroupScored(group, rewards) if not group.is_held_out:
                 teller.rewards[group] = rewards
             case Trained(step) if is_void:
@@ -187,7 +199,12 @@ class _Told:
         )
 
     def _compare(self) -> None:
-        """A checkpoint keeps what the orchestrator knew: here it must know the same."""
+        """A checkpoint keeps what the orchestrator knew: here it must know the same.
+
+        One by an older version names it in other words; the journal has told everything without it.
+        """
+        if self._saved["state"]["schema"] != snapshot.SCHEMA:
+            return
         known = json.loads(json.dumps(snapshot.to_json(self.core.snapshot())))
         if known != self._saved["state"]:
             raise InputError(f"{self._checkpoint} is not a checkpoint of this run's record; remove it")
@@ -254,6 +271,8 @@ def _unsettled(
         match record:
             case RequestFinished(_, request):
                 told.add(request)
+            case RequestFailed(_, request, reason) if request.is_held_out:
+                ends[request.group] = (f"failed: {reason}", None)
             case Filter(group, reason):
                 ends[group] = (f"filtered: {reason}", None)
             case Fail(group, reason):

@@ -49,7 +49,8 @@ class Phases:
         for order in orders:
             if isinstance(order, Score):
                 self._judged.add(order.group)
-                self._spreads_s.append(now - self._first_s.pop(order.group, now))
+                if order.group in self._first_s:  # held-out prompts are no groups
+                    self._spreads_s.append(now - self._first_s.pop(order.group))
             elif isinstance(order, Fail):
                 self._judged.discard(order.group)
                 self._first_s.pop(order.group, None)

@@ -17,10 +17,10 @@ from dora.core.actions import Stop
 from dora.errors import InputError
 from dora.observe.journal import FILE_NAME, RecordedRun, read_journal
 from dora.runtime.control import is_running
-from dora.runtime.held_out import VERSION
 from dora.settings import keys, read
 from dora.trainer.checkpoint import forget_after, restore, whole_checkpoints
 
+SUMMARY = "summary.json"
 # Neither the guarantees nor what is computed depend on these.
 MAY_CHANGE = ("runtime", "journal", "metrics")
 MAY_CHANGE_KEYS = (
@@ -80,22 +80,20 @@ def recorded(run: Path, num_prompts: int) -> RecordedRun:
         )
     restore(run / "checkpoints")
     is_saved = journal.limits.num_steps in whole_checkpoints(run / "checkpoints")
-    if isinstance(journal.lines[-1].record, Stop) and is_saved and (run / "summary.json").is_file():
+    if isinstance(journal.lines[-1].record, Stop) and is_saved and _is_complete(run / SUMMARY):
         raise InputError(f"--resume {run}: this run has finished all its {journal.limits.num_steps} steps")
     return journal
 
 
+def _is_complete(summary: Path) -> bool:
+    """Whether the last life came to its end: it may have been stopped in the evaluation after training."""
+    return summary.is_file() and not json.loads(summary.read_text()).get("stopped")
+
+
 def put_in_order(run: Path, from_step: int) -> None:
-    """Cut off half a line at the journal's end, and what metrics and checkpoints say of steps now void."""
+    """Cut off half a line at the journal's end; remove the summary, and checkpoints of steps now void."""
     path = run / FILE_NAME
     written = path.read_bytes()
     os.truncate(path, written.rfind(b"\n") + 1)
-    metrics = run / "metrics.jsonl"
-    whole = metrics.read_text().split("\n")[:-1] if metrics.is_file() else []
-    told = {line: json.loads(line) for line in whole}
-    kept = [line for line in whole if VERSION in told[line] or told[line]["step"] < from_step]
-    draft = metrics.with_suffix(".draft")
-    draft.write_text("".join(line + "\n" for line in kept))
-    os.replace(draft, metrics)
-    (run / "summary.json").unlink(missing_ok=True)
+    (run / SUMMARY).unlink(missing_ok=True)
     forget_after(run / "checkpoints", from_step)

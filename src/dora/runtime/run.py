@@ -22,20 +22,21 @@ from dora.core.events import Event, Published, Trained
 from dora.errors import InputError, RunError
 from dora.runtime import devices, folder, resuming
 from dora.runtime.control import Control, forget_dead
+from dora.runtime.curves import Curves
 from dora.runtime.desk import Desk
 from dora.runtime.drive import drive
 from dora.runtime.evaluate import evaluate
 from dora.runtime.garbage import collect_young, no_pauses
-from dora.runtime.held_out import Evaluation, Evaluations
+from dora.runtime.held_out import Evaluation, Evaluations, describe_awaited
 from dora.runtime.journal import Journal
 from dora.runtime.lengths import DRIFT_LIMIT
 from dora.runtime.local import LocalHands
 from dora.runtime.meter import Meter, TimedOrchestrator
 from dora.runtime.past import SAMPLES, Past, read_past
 from dora.runtime.plan import Plan
+from dora.runtime.starting import critic_digest
 from dora.runtime.stopping import Stopped, Stopper
 from dora.runtime.summary import evaluation_numbers, summarize
-from dora.runtime.trackers import Trackers
 from dora.runtime.travels import Travels
 from dora.runtime.view import View
 from dora.stream.samples import SampleStore
@@ -120,11 +121,8 @@ class _Session:
         self._first_failure = ""
         self._filtered_in_row = 0
         self._is_saved = self._is_warned = False
-        metrics = config.metrics
-        from_step = past.resumed.from_step if past else None
-        self._trackers = Trackers(
-            metrics.report_to, plan.out, metrics.project, config.model_dump(), self._view.notice, from_step
-        )
+        told = (past.resumed.from_step, past.evaluations.ended, past.now_s) if past else ()
+        self._curves = Curves(config, plan.out, self._view.notice, *told)
         if past is not None:  # all of it fits, so from here on the folder changes
             past.settle()
             resuming.put_in_order(plan.out, past.resumed.from_step)
@@ -133,10 +131,10 @@ class _Session:
             plan.limits,
             config.digest(),
             len(plan.dataset),
+            critic_digest=None if past else critic_digest(config),
             seq=past.seq if past else None,
             fsync=config.journal.fsync,
         )
-        self._metrics = (plan.out / "metrics.jsonl").open("a" if past else "x")
         self._has_begun = self._is_training = False
         self._unsaved: str | None = None  # what the orchestrator knew when a checkpoint became due
         self._hands = LocalHands(plan, self._view.notice, self._look_up, past)
@@ -146,9 +144,10 @@ class _Session:
         self._evaluations = past.evaluations if past else Evaluations(config.eval.greedy)
 
     def run(self) -> dict[str, Any]:
-        stopped = ""
+        stopped = "an error"
         try:
             self._train()
+            stopped = ""
         except Stopped as error:
             stopped = str(error)
             self._view.notice(f"stopped by {stopped}")
@@ -259,7 +258,7 @@ class _Session:
             self._view.notice(f"evaluating version {version} on {len(self._plan.held_out)} held-out prompts")
         evaluation = evaluate(self._hands, version, held)
         if evaluation is not None and self._plan.config.eval.every:  # the ends of the curve
-            self._write_evaluation(evaluation)
+            self._curves.write_evaluation(evaluation, len(self._meter.steps), self._hands.now)
         return evaluation
 
     def _evaluate_start(self) -> None:
@@ -299,7 +298,7 @@ class _Session:
             if not step.metrics["actor/num_tokens"] and not self._is_warned:
                 self._is_warned = True
                 self._view.notice(f"step {step.step} had no gradient: the rewards of each group were equal")
-            self._write(step.to_json())
+            self._curves.write(step.to_json())
         self._note_evaluation(event, orders)
         self._view.update(self._meter, state)
 
@@ -310,22 +309,11 @@ class _Session:
         if over is not None:
             num_steps = len(self._meter.steps)
             view.notice(f"after {num_steps} steps, version {over.version} is evaluated: {over.describe()}")
-            self._write_evaluation(over)
-        for order in orders:
-            if isinstance(order, SkipEvaluation):
-                under_way = order.under_way
-                view.notice(f"version {order.version} is not evaluated: version {under_way} still is")
-
-    def _write_evaluation(self, evaluation: Evaluation) -> None:
-        """Told with the last step that is trained, for trackers take steps in order."""
-        step, now_s = max(0, len(self._meter.steps) - 1), round(self._meter.now_s, 3)
-        self._write({"step": step, "t_s": now_s, **evaluation.metrics()})
-
-    def _write(self, line: dict[str, float]) -> None:
-        """One line of metrics.jsonl, which trackers get, too."""
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
-        self._trackers.log(line, int(line["step"]))
+            self._curves.write_evaluation(over, num_steps, self._hands.now)
+        for order in [order for order in orders if isinstance(order, SkipEvaluation)]:
+            view.notice(f"version {order.version} is not evaluated: version {order.under_way} still is")
+        if isinstance(event, Published) and (awaited := describe_awaited(self._core.snapshot())):
+            view.notice(awaited)
 
     def _check_invariants(self) -> None:
         """Recount the orchestrator's state once a step; a difference is a mistake of DORA's own."""
@@ -371,8 +359,8 @@ class _Session:
     def _finish(self, stopped: str) -> dict[str, Any]:
         """End the processes and write the summary; also on the way out of an error."""
         with contextlib.ExitStack() as closing:  # on a full disk each of them may raise
-            ends = (self._metrics.close, self._trackers.close, self._journal.close, self._hands.close)
-            for close in ends:
+            curves = self._curves
+            for close in (curves.close_file, curves.close_trackers, self._journal.close, self._hands.close):
                 closing.callback(close)
         state = self._core.snapshot()
         summary = summarize(self._meter, state, self._before, self._evaluations.ended, self._after)

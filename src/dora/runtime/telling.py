@@ -65,11 +65,15 @@ class Teller:
 
     def end(self, group: GroupId, state: str) -> None:
         """The group ends untrained; siblings that still arrive get the same state."""
+        self.recall_end(group, state)
+        self._samples.mark([group], state)
+
+    def recall_end(self, group: GroupId, state: str) -> None:
+        """The same of a run that goes on, whose store says so already."""
         self._ended[group] = state
         if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
         self.forget(group)
-        self._samples.mark([group], state)
 
     def forget(self, group: GroupId) -> None:
         """Nothing of the group is waited for any more."""
@@ -85,7 +89,7 @@ class Teller:
                 self.busy_row_s[engine] = busy_row_s
                 yield from (self._finished(engine, completion) for completion in completions)
             case m.Refused(reasons):
-                yield from (RequestFailed(engine, request, reason) for request, reason in reasons.items())
+                yield from (self._failed(engine, request, reason) for request, reason in reasons.items())
             case m.GivenUp(num_tokens):
                 yield RequestsAborted(engine, tuple(num_tokens), sum(num_tokens.values()))
             case m.Beat(progress, busy_row_s, row_tokens_per_s, kv_share):
@@ -119,6 +123,12 @@ class Teller:
         self.step_metrics.append((message.step, message.metrics))
         told = message.metrics
         return Trained(message.step, told.get("off_policy/ess"), told.get("off_policy/kl_k3"))
+
+    def _failed(self, engine: int, request: RequestId, reason: str) -> Event:
+        """No order ends a held-out prompt, so it ends here; its other answers are of no use."""
+        if request.is_held_out:
+            self.end(request.group, f"failed: {reason}")
+        return RequestFailed(engine, request, reason)
 
     def _finished(self, engine: int, completion: Completion) -> Event:
         request, group = completion.id, completion.id.group

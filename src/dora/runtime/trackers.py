@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from dora.errors import InputError
 
 LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+FLUSH_S = 1.0  # until TensorBoard's files have what it was handed
 KNOWN_AS = "trackers.json"  # in the run's folder: what the services call the run
 _NAMED_BY = {"wandb": "id", "trackio": "name"}
 
@@ -34,8 +35,9 @@ class _TensorBoard:
         self, library: Any, out: Path, project: str, config: Mapping[str, Any], from_step: int | None
     ) -> None:
         suffix = "" if from_step is None else f".from-{from_step}"  # a name of its own within a second, too
-        folder = str(out / "tensorboard")
-        self._writer = library.SummaryWriter(folder, purge_step=from_step, filename_suffix=suffix)
+        self._writer = library.SummaryWriter(
+            str(out / "tensorboard"), purge_step=from_step, flush_secs=FLUSH_S, filename_suffix=suffix
+        )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -97,6 +99,18 @@ class Trackers:
         """Hand one step to all of them."""
         for name, tracker in [*self._trackers.items()]:
             self._try(name, lambda tracker=tracker: tracker.log(metrics, step))  # type: ignore[misc]
+
+    def log_hidden(self, lines: Sequence[Mapping[str, float]]) -> None:
+        """Give TensorBoard again what it hides although it is not redone; services keep what they have."""
+        tracker = self._trackers.get("tensorboard")
+
+        def log() -> None:
+            for line in lines:
+                assert tracker is not None
+                tracker.log(line, int(line["step"]))
+
+        if tracker is not None:
+            self._try("tensorboard", log)
 
     def close(self) -> None:
         """No step comes any more."""

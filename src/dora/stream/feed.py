@@ -54,11 +54,14 @@ class Feed:
         self._ended: dict[GroupId, None] = {}
 
     def put(self, trajectory: Trajectory) -> None:
-        """An answer is finished."""
-        self._answers.append(trajectory)
+        """An answer is finished. Those to held-out prompts are not trained, so nobody would take them."""
+        if not trajectory.request.is_held_out:
+            self._answers.append(trajectory)
 
     def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float | None]) -> None:
         """A group is judged, sibling by sibling."""
+        if group.is_held_out:
+            return
         for sibling, judged in enumerate(zip(rewards, advantages, strict=True)):
             self._judged[RequestId(*group, sibling)] = judged
 

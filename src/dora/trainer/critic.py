@@ -7,7 +7,7 @@ it. All its weights are one flat buffer: the decoder's, then the head's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dora.errors import RunError
 from dora.model.config import ModelConfig
 from dora.model.weights import Layout
 from dora.trainer.advantage import gae, whitened
@@ -24,7 +25,7 @@ from dora.trainer.packing import balanced_micro_batches, pack
 from dora.trainer.policy import Policy
 from dora.trainer.precision import Bf16Weights
 from dora.trainer.settings import Sample
-from dora.trainer.updates import updates
+from dora.trainer.updates import kept_whole, updates
 
 _HEAD = "score.weight", "score.bias"
 
@@ -80,6 +81,18 @@ class _Judged:
     values: list[Tensor]
     returns: list[Tensor]
 
+    def metrics(self) -> dict[str, float]:
+        """What was foretold of the batch, and how good that was."""
+        if not self.samples:
+            return {}
+        values, returns = torch.cat(self.values), torch.cat(self.returns)
+        unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
+        return {
+            "critic/values/mean": float(values.mean()),
+            "critic/returns/mean": float(returns.mean()),
+            "critic/vf_explained_var": 1.0 - float(unexplained),
+        }
+
 
 class Critic:
     """Owns its flat weights ([numel of ValueLayout], fp32) and learns in place."""
@@ -94,7 +107,7 @@ class Critic:
             self._copies = Bf16Weights(layout, flat, self._optimizer.weights)
         weights = (self._copies or self._optimizer).weights
         self._decoder = Policy(config, weights, keeps_activations=not settings.activation_checkpointing)
-        self._judged = _Judged([], [], [])
+        self._judged: _Judged | None = None
 
     def judge(self, samples: Sequence[Sample], rewards: Sequence[float]) -> list[Sample]:
         """A batch with advantages of its tokens, which are whitened over the batch as in verl.
@@ -123,9 +136,12 @@ class Critic:
     def learn(self, step: int) -> dict[str, float]:
         """Learn to foretell the returns of the batch that was judged last; metrics as verl names them.
 
-        Raises RunError where the gradient is not finite; updates that were taken before stay.
+        Raises RunError where none was judged in this step, or where the gradient is not finite; updates
+        that were taken before stay.
         """
         settings, judged = self.settings, self._judged
+        if judged is None:
+            raise RunError("critic: no batch was judged since the last step; pass each one to `judge` first")
         rate = learning_rate(settings.lr, step, settings.warmup_steps, settings.num_steps, settings.lr_decay)
         lengths = [len(s.token_ids) for s in judged.samples]
         loss = clipped = 0.0
@@ -134,22 +150,30 @@ class Critic:
             for part in updates(lengths, settings.batch_tokens):
                 total = settings.batch_tokens or max(1, sum(lengths))
                 for members in self._micro_batches([judged.samples[i] for i in part]):
-                    added = self._add([part[i] for i in members], total)
+                    added = self._add(judged, [part[i] for i in members], total)
                     loss, clipped = loss + added[0], clipped + added[1]
                 norms.append(self._optimizer.step(rate, settings.max_grad_norm))
                 if self._copies:
                     self._copies.refresh()
         num_learnt = max(1, sum(lengths) * settings.ppo_epochs)
-        return self._metrics() | {
+        return judged.metrics() | {
             "critic/vf_loss": loss / num_learnt,
             "critic/vf_clipfrac": clipped / num_learnt,
             "critic/grad_norm": math.fsum(norms) / len(norms),
             "critic/lr": rate,
         }
 
+    def end_step(self) -> None:
+        """What was judged has been learnt, and counts no more."""
+        self._judged = None
+
     def forget(self) -> None:
         """Begin the gradient anew."""
         self._optimizer.gradient.zero_()
+
+    def keep(self) -> Callable[[], None]:
+        """Copy weights and moments to the host's memory; what is returned puts them back."""
+        return kept_whole(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's; a resumed run needs the weights, too."""
@@ -173,23 +197,10 @@ class Critic:
         states = self._decoder.hidden(batch).index_select(0, batch.rows)
         return F.linear(states.float(), weight, bias).squeeze(-1)
 
-    def _add(self, members: Sequence[int], total: int) -> tuple[float, float]:
+    def _add(self, judged: _Judged, members: Sequence[int], total: int) -> tuple[float, float]:
         """Add the gradient of some responses over `total`; the sums of losses and of clipped tokens."""
-        judged = self._judged
         values = self._values([judged.samples[i] for i in members])
         old, returns = (torch.cat([found[i] for i in members]) for found in (judged.values, judged.returns))
         losses, is_clipped = value_loss(values, old, returns, self.settings.cliprange_value)
         torch.autograd.backward(losses.sum() / total)
         return float(losses.detach().sum()), float(is_clipped.sum())
-
-    def _metrics(self) -> dict[str, float]:
-        """What was foretold of the batch, and how good that was."""
-        if not self._judged.samples:
-            return {}
-        values, returns = torch.cat(self._judged.values), torch.cat(self._judged.returns)
-        unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
-        return {
-            "critic/values/mean": float(values.mean()),
-            "critic/returns/mean": float(returns.mean()),
-            "critic/vf_explained_var": 1.0 - float(unexplained),
-        }

@@ -19,7 +19,7 @@ from dora.trainer.packing import Packed, pack
 from dora.trainer.policy import Policy
 from dora.trainer.routes import Counted, replay
 from dora.trainer.settings import Sample, TrainerSettings
-from dora.trainer.speed import training_flops
+from dora.trainer.speed import forward_flops
 from dora.trainer.tally import Tally
 
 
@@ -47,10 +47,11 @@ class Backward:
         """The share of one micro-batch, times the batch's total; counts it in `tally`."""
         settings, policy = self._settings, self._policy
         device = policy.device
-        batch = pack([s.prompt_ids for s in samples], [s.token_ids for s in samples], device)
+        routes = [s.routes for s in samples]
+        batch = pack([s.prompt_ids for s in samples], [s.token_ids for s in samples], device, routes)
         route = None
         if policy.config.mixture_layers:
-            sent = replay(policy.config, batch, [s.routes for s in samples])
+            sent = replay(policy.config, batch, routes)
             route = Counted(policy.config, sent, batch.rows)
         logprobs, entropies = policy.logprobs(batch, route)
         told = _told(samples, settings, logprobs)
@@ -60,8 +61,8 @@ class Backward:
         losses, clipped = self._losses(batch, logprobs, entropies, corrected, told, tally)
         torch.autograd.backward((losses * told.weights).sum())
         tally.add(logprobs, told.behaviour, clipped, entropies, told.is_fresh, corrected)
-        num_inputs = [len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples]
-        tally.num_flops += training_flops(policy.config, num_inputs, len(logprobs))
+        num_passes = 3 + (self._reference is not None)  # a backward pass is two
+        tally.num_flops += num_passes * forward_flops(policy.config, batch)
         if route is not None:
             tally.expert_load = tally.expert_load + route.num_tokens.cpu()
 

@@ -21,6 +21,7 @@ from dora.trainer.policy import Policy, Values
 from dora.trainer.precision import Bf16Weights
 from dora.trainer.settings import Sample, TrainerSettings
 from dora.trainer.tally import Tally
+from dora.trainer.updates import kept_whole
 
 Score = Callable[[Tensor, Sequence[Tokens], Sequence[Tokens]], Tensor]
 
@@ -45,6 +46,9 @@ class Learner(Protocol):
 
     def forget(self) -> None:
         """Begin the gradient anew."""
+
+    def keep(self) -> Callable[[], None]:
+        """Copy weights and moments to the host's memory; what is returned puts them back."""
 
     def under(self, flat: Tensor) -> Policy:
         """The policy with other weights [numel], without gradients."""
@@ -108,6 +112,9 @@ class Alone:
 
     def forget(self) -> None:
         self._optimizer.gradient.zero_()
+
+    def keep(self) -> Callable[[], None]:
+        return kept_whole(self)
 
     def under(self, flat: Tensor) -> Policy:
         return self._policy.under(self._views(flat), self._values(flat))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dora.model.config import ModelConfig
 
 _FP32_BYTES = 4
-_LOGITS_BUFFERS = 4  # log-probs and what is made of them on the way back
+_LOGITS_BUFFERS = 2  # logits and log-probs, or log-probs and probabilities
 
 
 def activation_bytes(config: ModelConfig, num_tokens: int, num_bytes: int, keeps_activations: bool) -> int:
@@ -23,10 +23,11 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_bytes: int, keeps
     return num_tokens * (ends + (sum(layers) if keeps_activations else inputs + max(layers)))
 
 
-def logits_bytes(config: ModelConfig, chunk_tokens: int, num_bytes: int) -> int:
-    """A chunk of the vocabulary's logits, and the head where it is converted."""
-    copy = 0 if num_bytes == _FP32_BYTES else num_bytes * config.vocab_size * config.hidden_size
-    return _LOGITS_BUFFERS * _FP32_BYTES * chunk_tokens * config.vocab_size + copy
+def logits_bytes(config: ModelConfig, chunk_tokens: int, num_bytes: int, learns_head: bool = True) -> int:
+    """A chunk of the vocabulary's logits and the head's gradient; and what is converted, logits and head."""
+    copy = 0 if num_bytes == _FP32_BYTES else num_bytes
+    of_head = (learns_head * _FP32_BYTES + copy) * config.hidden_size
+    return config.vocab_size * ((_LOGITS_BUFFERS * _FP32_BYTES) * chunk_tokens + of_head)
 
 
 def _layer_bytes(config: ModelConfig, layer: int, num_bytes: int) -> int:

@@ -123,6 +123,27 @@ class ShardedAdamW:
         """How often the weights were updated; until then there are no moments."""
         return max((int(state["step"]) for state in self._adamw.state.values()), default=0)
 
+    @torch.no_grad()
+    def kept(self) -> list[dict[str, Tensor]]:
+        """A copy of this rank's weights and moments in the host's memory, shard by shard."""
+        return [
+            {name: _own(x).to("cpu", copy=True) for name, x in self._parts(shard).items()}
+            for shard in self.shards
+        ]
+
+    @torch.no_grad()
+    def put_back(self, kept: Sequence[Mapping[str, Tensor]]) -> None:
+        """Weights and moments as they were when they were `kept`, and no gradient."""
+        for shard, was in zip(self.shards, kept, strict=True):
+            if len(was) == 1:  # before the first update
+                self._adamw.state.pop(shard, None)
+            for name, now in self._parts(shard).items():
+                _own(now).copy_(was[name])
+        self.forget()
+
+    def _parts(self, shard: DTensor) -> dict[str, Tensor]:
+        return {"weights": shard, **self._adamw.state.get(shard, {})}
+
     def moments(self, name: str) -> list[DTensor]:
         """The shards of one moment, "exp_avg" or "exp_avg_sq"."""
         return [self._adamw.state[shard][name] for shard in self.shards]
@@ -133,6 +154,12 @@ class ShardedAdamW:
         for i, shard in enumerate(self.shards if moments else ()):
             step = torch.tensor(float(num_updates), device=shard.device)
             self._adamw.state[shard] = {"step": step, **{name: own[i] for name, own in moments.items()}}
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found.detach()
 
 
 def _sum_of_squares(flat: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, groupby
+from itertools import count, groupby, repeat
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ _SLACK, _SLACK_TOKENS = 7 / 8, 8  # how much shorter than the longest one of its
 class Packed:
     """Sequences (prompt + response) for one forward pass; M tokens, N of them responses.
 
-    `inputs` [M] are all tokens but each sequence's last, those of equal prompts once; `positions` [M] their
+    `inputs` [M] are all tokens but each sequence's last, those of shared prompts once; `positions` [M] their
     places in their sequences. `rows` [N] are the inputs that predict a response token, `targets` [N] those
     tokens, response after response. `members` are the inputs of each sequence. `blocks` [B, L] are
     sequences of like lengths side by side, filled up with input 0 on the right, and `found` [M] is where
@@ -42,13 +42,22 @@ class Packed:
     responses: Sequence[Tokens]
 
 
-def pack(prompts: Sequence[Tokens], responses: Sequence[Tokens], device: torch.device) -> Packed:
-    """Lay sequences out for one forward pass. Neither prompts nor responses may be empty."""
+def pack(
+    prompts: Sequence[Tokens],
+    responses: Sequence[Tokens],
+    device: torch.device,
+    routes: Sequence[NDArray[np.int16] | None] | None = None,
+) -> Packed:
+    """Lay sequences out for one forward pass. Neither prompts nor responses may be empty.
+
+    With the `routes` [tokens - 1, ...] of sequences, equal prompts are shared where theirs are equal, too.
+    """
     inputs: list[int] = []
-    starts: dict[tuple[int, ...], int] = {}  # of prompts
+    starts: dict[tuple[tuple[int, ...], bytes | None], int] = {}  # of prompts
     members = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        start = starts.setdefault(tuple(prompt), len(inputs))
+    for prompt, response, sent in zip(prompts, responses, routes or repeat(None, len(prompts)), strict=True):
+        key = tuple(prompt), None if sent is None else sent[: len(prompt)].tobytes()
+        start = starts.setdefault(key, len(inputs))
         if start == len(inputs):
             inputs += prompt
         own = np.arange(len(inputs), len(inputs) + len(response) - 1)
@@ -115,11 +124,13 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 def balanced_micro_batches(
     prompts: Sequence[Tokens], lengths: Sequence[int], token_budget: int, num_ranks: int = 1
 ) -> list[list[int]]:
-    """Indices in as few micro-batches within the budget as differ little in tokens, the largest first.
+    """Indices in few micro-batches within the budget that differ little in tokens, the largest first.
 
-    `lengths` are those of whole sequences. Neighbours with the same prompt stay together as far as half of
-    the budget allows. A sequence longer than `token_budget` gets a micro-batch of its own. `num_ranks` work
-    on as many micro-batches at a time, so their number is a multiple of it, if there are enough sequences.
+    Their number is the lowest from the budget's on at which `balanced` keeps within it; sequences one by
+    one, and less evenly, may fit into fewer. `lengths` are those of whole sequences. Neighbours with the same
+    prompt stay together as far as half of the budget allows. A sequence longer than `token_budget` gets a
+    micro-batch of its own. `num_ranks` work on as many micro-batches at a time, so their number is a multiple
+    of it, if there are enough sequences.
     """
     pieces: list[list[int]] = []
     room = min(token_budget, -(-sum(lengths) // num_ranks)) // 2
@@ -131,8 +142,7 @@ def balanced_micro_batches(
     num_parts += -num_parts % num_ranks
     parts = balanced(sizes, num_parts)
     while any(len(part) > 1 and sum(sizes[k] for k in part) > token_budget for part in parts):
-        num_parts += 1 + num_parts // 8
-        num_parts += -num_parts % num_ranks
+        num_parts += num_ranks
         parts = balanced(sizes, num_parts)
     batches = [[i for k in part for i in pieces[k]] for part in parts if part]
     return sorted(batches, key=lambda batch: -sum(lengths[i] for i in batch))

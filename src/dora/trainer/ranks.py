@@ -6,7 +6,7 @@ What the model exchanges has a deadline: a rank that is gone or stuck becomes an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,6 +59,16 @@ class Forget:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """Copy weights and moments to the host's memory."""
+
+
+@dataclass(frozen=True)
+class PutBack:
+    """Go on from what was kept last."""
+
+
+@dataclass(frozen=True)
 class Gather:
     """Bring the weights, or a moment of the optimizer's, together on rank 0."""
 
@@ -72,7 +82,7 @@ class Resume:
     num_updates: int
 
 
-Order = Add | Step | Forget | Gather | Resume
+Order = Add | Step | Forget | Keep | PutBack | Gather | Resume
 
 
 class Company:
@@ -136,6 +146,7 @@ class Share:
             self._reference.fill(reference)
         self._backward = Backward(self._policy, settings, self._reference)
         self.optimizer = ShardedAdamW(self._policy.shards, settings.weight_decay, settings.betas)
+        self.kept: list[dict[str, Tensor]] = []
 
     def obey(self, order: Order) -> Tally | None:
         """A follower's part of an order; what there is to tell."""
@@ -147,6 +158,10 @@ class Share:
                     self.optimizer.step(divisor, lr, max_grad_norm)
             case Forget():
                 self.optimizer.forget()
+            case Keep():
+                self.keep()
+            case PutBack():
+                self.put_back()
             case Gather(name):
                 self.gather(name, None)
             case Resume(num_updates):
@@ -166,6 +181,15 @@ class Share:
                 self._reference.logprobs(batch)
         torch.autograd.backward((logprobs * 0.0).sum())
         return tally
+
+    def keep(self) -> None:
+        """Copy this rank's weights and moments to the host's memory, in the place of the copy before."""
+        self.kept = []
+        self.kept = self.optimizer.kept()
+
+    def put_back(self) -> None:
+        """Go on from that copy."""
+        self.optimizer.put_back(self.kept)
 
     def gather(self, name: str, flat: Tensor | None) -> None:
         """Bring together in `flat` [numel] the weights, or one of the optimizer's moments."""
@@ -235,6 +259,17 @@ class Ranks:
         if self._failure is None:
             with self._all_told(Forget()):
                 self._share.optimizer.forget()
+
+    def keep(self) -> Callable[[], None]:
+        """Every rank its own shards; nothing is brought together."""
+        with self._all_told(Keep()):
+            self._share.keep()
+        return self._put_back
+
+    def _put_back(self) -> None:
+        with self._all_told(PutBack()):
+            self._share.put_back()
+        self._is_current = False
 
     def under(self, flat: Tensor) -> Policy:
         """Rank 0 computes it alone; what it needs of the weights is brought to its device one by one."""

@@ -153,6 +153,23 @@ def why_unsafe(loss: PolicyLoss, correction: Correction, max_staleness: int) -> 
     return None
 
 
+def why_never_clipped(
+    loss: PolicyLoss, proximal: str, max_staleness: int, batch_tokens: int | None
+) -> str | None:
+    """What leaves a loss's bounds of the ratio without effect; None where they may decide a token.
+
+    `batch_tokens`: a step has several updates, so that the last ones are away from the policy before it.
+    """
+    if not TRAITS[loss].is_clipped:
+        return f"with policy_loss = {loss}: it clips nothing"
+    where = f"with correction.proximal = {proximal}"
+    if proximal == "recomputed" and batch_tokens is None:
+        return f"{where}: in the only update of a step the ratio to it is 1, and is never clipped"
+    if proximal == "interpolated" and max_staleness == 0:
+        return f"{where} and max_staleness = 0: the ratio to it is 1, and is never clipped"
+    return None
+
+
 def check_recipe(loss: PolicyLoss, loss_agg_mode: str, correction: Correction, max_staleness: int) -> None:
     """Raise ConfigError, with reason and remedy, for a recipe that is unsafe or partly without effect."""
     traits = TRAITS[loss]

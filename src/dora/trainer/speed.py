@@ -6,38 +6,44 @@ what is computed again to save memory does not count (PaLM's MFU, arXiv 2204.023
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from dora.model.config import ModelConfig
+from dora.trainer.packing import Packed
 
-# (bf16, fp32) TFLOP/s without sparsity, by makers' data sheets; the first name that fits counts.
+# (bf16, fp32) TFLOP/s without sparsity, by makers' data sheets. A name with a word more is another product.
 _PEAKS = {
     "B200": (2250.0, 75.0),
-    "H100 PCIe": (756.0, 51.0),
+    "H100 PCIE": (756.0, 51.0),
     "H100": (989.0, 67.0),
     "H200": (989.0, 67.0),
     "GH200": (989.0, 67.0),
     "H800": (989.0, 67.0),
     "H20": (148.0, 44.0),
     "A100": (312.0, 19.5),
+    "A100 PCIE": (312.0, 19.5),
     "A800": (312.0, 19.5),
+    "A800 PCIE": (312.0, 19.5),
     "L40S": (362.0, 91.6),
+    "L40": (181.0, 90.5),
     "L4": (121.0, 30.3),
     "A10G": (70.0, 31.2),
     "A10": (125.0, 31.2),
     "RTX 4090": (165.0, 82.6),
     "RTX 3090": (71.0, 35.6),
 }
+_SAYS_NOTHING = re.compile(r"NVIDIA|GEFORCE|SXM\d?|HBM\d\w?|\d+GB?")  # maker, socket and memory
 
 
-def training_flops(config: ModelConfig, lengths: Sequence[int], num_predicted: int) -> float:
-    """Forward and backward over sequences of so many inputs, `num_predicted` of which reach the head."""
+def forward_flops(config: ModelConfig, batch: Packed) -> float:
+    """One pass over a batch, whose shared prompts are computed once; three times that with the way back."""
     head_dim, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     hidden, mixtures = config.hidden_size, len(config.mixture_layers)
     layers = config.num_hidden_layers
@@ -46,17 +52,17 @@ def training_flops(config: ModelConfig, lengths: Sequence[int], num_predicted: i
     chosen = 3 * hidden * config.moe_intermediate_size * config.num_experts_per_tok
     mixture = chosen + hidden * config.num_experts
     per_token = layers * attention + (layers - mixtures) * dense + mixtures * mixture
+    lengths = map(len, batch.members)  # attention reads a shared prompt for each of them
     scores = layers * heads * head_dim * sum(length * (length + 1) for length in lengths)
-    forward = per_token * sum(lengths) + scores + num_predicted * hidden * config.vocab_size
-    return 3.0 * 2.0 * forward
+    return 2.0 * (per_token * len(batch.inputs) + scores + len(batch.targets) * hidden * config.vocab_size)
 
 
 def peak_tflops(device: torch.device, dtype: str) -> float | None:
     """What a device can do at most, where that is known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    found = next((peaks for known, peaks in _PEAKS.items() if known in name), None)
+    words = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
+    found = _PEAKS.get(" ".join(word for word in words if not _SAYS_NOTHING.fullmatch(word)))
     return None if found is None else found[dtype == "float32"]
 
 

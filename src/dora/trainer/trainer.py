@@ -8,6 +8,7 @@ publishing it is the caller's business.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from dora.trainer.policy import Policy
 from dora.trainer.recipe import TRAITS
 from dora.trainer.routes import replay
 from dora.trainer.settings import Sample, TrainerSettings
+from dora.trainer.speed import forward_flops
 from dora.trainer.tally import Tally
 from dora.trainer.updates import Undoable, undone_if_failed, updates
 
@@ -61,6 +63,7 @@ class Trainer:
         self.critic = critic
         self.num_steps_done = 0
         self._sources = sources
+        self._has_warned = False
         self._learner = learner or Alone(config, flat, settings, reference, score)
         self._is_paired = TRAITS[settings.policy_loss].unit == "pair"
         # A sample of advantage 0 has an exactly zero gradient unless there is a term beside the policy
@@ -90,11 +93,11 @@ class Trainer:
 
         A batch may be put piece by piece: the same pieces in the same order give the same bits, whenever
         they come. Micro-batches of one that `is_whole` are balanced. A loss of pairs takes samples with an
-        advantage, two of each group or none.
+        advantage, two of each group or none; a pair with an empty response teaches nothing.
         """
         self._samples += [s for s in samples if s.token_ids]
         if self._is_paired:
-            told = [s for s in samples if s.has_advantage]
+            told = [s for s in samples if any(s.advantages or [s.advantage])]  # empty ones may have one
             pairs = zip(told[::2], told[1::2], strict=True)
             whole = [pair for pair in pairs if all(s.token_ids for s in pair)]
             units = [sorted(pair, key=lambda s: sum(s.advantages), reverse=True) for pair in whole]
@@ -129,6 +132,8 @@ class Trainer:
             if self.critic is not None:
                 learnt = self.critic.learn(self.num_steps_done)
             metrics = self._update()
+        if self.critic is not None:
+            self.critic.end_step()
         self.num_steps_done += 1
         self._begin()
         return metrics | learnt
@@ -193,29 +198,44 @@ class Trainer:
 
     def _with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with the log-probs that the policy gives them now."""
-        policy, made = self._learner.under(self.flat), [*samples]
-        prompts = [s.prompt_ids for s in samples]
-        lengths = [len(s.prompt_ids) + len(s.token_ids) for s in samples]
-        for members in balanced_micro_batches(prompts, lengths, self.settings.micro_batch_tokens):
-            own = [samples[i] for i in members]
-            found = _logprobs(policy, own).split([len(s.token_ids) for s in own])
-            for i, logprobs in zip(members, found, strict=True):
-                made[i] = replace(made[i], proximal=logprobs.tolist())
-        return made
+        found = self._logprobs(self.flat, samples)
+        return [replace(s, proximal=own.tolist()) for s, own in zip(samples, found, strict=True)]
 
     def _has_gradient(self, sample: Sample) -> bool:
         return sample.has_advantage or not self._skips
 
     def _check(self) -> None:
-        """Compare the engine's log-probs of a few samples, stale ones if any, that have not been compared."""
+        """Compare the engine's log-probs of a few samples, stale ones if any, that have not been compared.
+
+        Where that fails, the step goes on without.
+        """
         mismatch = self._tally.mismatch
         left = [s for s in self._samples if s.is_comparable and (s.staleness or not mismatch.num_tokens)]
-        for i in spot_check([len(s.token_ids) for s in left], self._tally.num_tokens, self.num_steps_done):
-            sample, flat = left[i], self._sources(self.num_steps_done - left[i].staleness)
-            if flat is None:
-                continue
-            logprobs = _logprobs(self._learner.under(flat), [sample])
-            mismatch.add(logprobs, logprobs.new_tensor(sample.logprobs))
+        picked = spot_check([len(s.token_ids) for s in left], self._tally.num_tokens, self.num_steps_done)
+        try:
+            for age in sorted({left[i].staleness for i in picked}):
+                flat = self._sources(self.num_steps_done - age)
+                if flat is not None:
+                    own = [left[i] for i in picked if left[i].staleness == age]
+                    found = torch.cat(self._logprobs(flat, own))
+                    mismatch.add(found, found.new_tensor([x for s in own for x in s.logprobs]))
+        except Exception as error:  # out of memory, perhaps: old weights lie beside the new ones
+            if not self._has_warned:
+                told = f"stale samples are missing in mismatch/*: {type(error).__name__}: {error}"
+                warnings.warn(told, RuntimeWarning, stacklevel=2)
+            self._has_warned = True
+
+    def _logprobs(self, flat: Tensor, samples: Sequence[Sample]) -> list[Tensor]:
+        """Those of each sample's response tokens under the weights `flat`, without a gradient."""
+        policy, found = self._learner.under(flat), [torch.empty(0)] * len(samples)
+        prompts = [s.prompt_ids for s in samples]
+        lengths = [len(s.prompt_ids) + len(s.token_ids) for s in samples]
+        for members in balanced_micro_batches(prompts, lengths, self.settings.micro_batch_tokens):
+            own = [samples[i] for i in members]
+            parts = _logprobs(policy, own, self._tally).split([len(s.token_ids) for s in own])
+            for i, logprobs in zip(members, parts, strict=True):
+                found[i] = logprobs
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights that a resumed run needs."""
@@ -233,11 +253,11 @@ class Trainer:
             self.critic.load_state_dict(state["critic"]["optimizer"])
 
 
-def _logprobs(policy: Policy, samples: Sequence[Sample]) -> Tensor:
-    """Those of the response tokens [N], without a gradient."""
-    batch = pack([s.prompt_ids for s in samples], [s.token_ids for s in samples], policy.device)
-    route = None
-    if policy.config.mixture_layers:
-        route = replay(policy.config, batch, [s.routes for s in samples])
+def _logprobs(policy: Policy, samples: Sequence[Sample], tally: Tally) -> Tensor:
+    """Those of the response tokens [N], without a gradient; the work counts in `tally`."""
+    config, routes = policy.config, [s.routes for s in samples]
+    batch = pack([s.prompt_ids for s in samples], [s.token_ids for s in samples], policy.device, routes)
+    route = replay(config, batch, routes) if config.mixture_layers else None
+    tally.num_flops += forward_flops(config, batch)
     with torch.no_grad():
         return policy.logprobs(batch, route)[0]

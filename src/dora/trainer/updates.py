@@ -6,7 +6,7 @@ always used up, for no sample may be dropped or age.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,6 +16,13 @@ from dora.trainer.packing import balanced
 
 
 class Undoable(Protocol):
+    """Weights with their optimizer, in one process or in several."""
+
+    def keep(self) -> Callable[[], None]:
+        """Copy weights and moments to the host's memory; what is returned puts them back."""
+
+
+class Whole(Protocol):
     """Weights with their optimizer, in one process."""
 
     @property
@@ -47,15 +54,25 @@ def updates(lengths: Sequence[int], budget: int | None) -> list[list[int]]:
 @contextmanager
 def undone_if_failed(*parts: Undoable) -> Iterator[None]:
     """Weights and moments are as before where anything is raised inside; the host's memory has a copy."""
-    kept = [(part.flat.detach().to("cpu", copy=True), _copied(part.state_dict())) for part in parts]
+    undo = [part.keep() for part in parts]
     try:
         yield
     except BaseException:
-        for part, (flat, state) in zip(parts, kept, strict=True):
-            part.flat.copy_(flat)
-            part.forget()
-            part.load_state_dict(state)
+        for put_back in undo:
+            put_back()
         raise
+
+
+def kept_whole(part: Whole) -> Callable[[], None]:
+    """`Undoable.keep` of what one process has."""
+    flat, state = part.flat.detach().to("cpu", copy=True), _copied(part.state_dict())
+
+    def put_back() -> None:
+        part.flat.copy_(flat)
+        part.forget()
+        part.load_state_dict(state)
+
+    return put_back
 
 
 def _copied(value: Any) -> Any:

@@ -86,12 +86,11 @@ class Recent:
         return self._digests[version]
 
     def __call__(self, version: int) -> Tensor | None:
-        """A version as it was published, here or in the store, in fp32; or None."""
+        """A version as it was published, here or in the store, to be read only; or None."""
         try:
-            found = self._mapped[version] if version in self._mapped else self._store.fetch(version)
+            return self._mapped[version] if version in self._mapped else self._store.fetch(version)
         except FileNotFoundError:
             return None
-        return found.float()
 
 
 class WeightStore:

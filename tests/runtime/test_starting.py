@@ -1,0 +1,66 @@
+"""A run goes on from the weights it began with, and from no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.runtime.tiny import MODEL, save_start, write_task
+
+from dora import settings
+from dora.config import Config
+from dora.core.events import Published
+from dora.core.records import Limits
+from dora.errors import InputError
+from dora.model.folder import save_folder
+from dora.model.weights import initial_weights, weight_digest
+from dora.observe.journal import Line, RecordedRun
+from dora.runtime.starting import check_start, critic_digest
+
+START = initial_weights(MODEL, seed=0)
+OTHER = initial_weights(MODEL, seed=1)
+LIMITS = Limits(num_steps=4, batch_size=2, group_size=2, max_staleness=2)
+
+
+def read(folder: Path, *changes: str) -> Config:
+    return settings.read(write_task(folder), [*changes])
+
+
+def recorded(*digests: str, critic: str | None = None) -> RecordedRun:
+    """A journal in which versions with these digests were published."""
+    facts = [Published(version, digest) for version, digest in enumerate(digests)]
+    lines = tuple(Line(seq, 0.0, fact) for seq, fact in enumerate(facts))
+    return RecordedRun(LIMITS, 7, lines, False, critic)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_another_starting_model_is_refused_at_every_resume(
+    tmp_path: Path, dtype: str, has_checkpoint: bool
+) -> None:
+    config = read(tmp_path, f"engine.dtype={dtype}")
+    journal = recorded(weight_digest(START.to(getattr(torch, dtype))), "digest of version 1")
+    check_start(config, journal, has_checkpoint=has_checkpoint)
+    save_folder(tmp_path / "start", MODEL, OTHER)
+    with pytest.raises(InputError, match=r"model.path = '.*start' does not .*version 0, .*; put the old"):
+        check_start(config, journal, has_checkpoint=has_checkpoint)
+
+
+def test_a_run_that_published_nothing_may_begin_with_any_model(tmp_path: Path) -> None:
+    check_start(read(tmp_path), recorded(), has_checkpoint=False)
+
+
+def test_another_critic_is_refused_while_no_checkpoint_has_it(tmp_path: Path) -> None:
+    folder = save_start(tmp_path / "critic")
+    config = read(tmp_path, "algorithm.adv_estimator=gae", f"critic.path={folder}")
+    journal = recorded(weight_digest(START), critic=critic_digest(config))
+    check_start(config, journal, has_checkpoint=False)
+    save_folder(folder, MODEL, OTHER)
+    check_start(config, journal, has_checkpoint=True)
+    with pytest.raises(InputError, match=r"critic.path = '.*critic' does not hold .*; put the old files"):
+        check_start(config, journal, has_checkpoint=False)
+
+
+def test_a_critic_that_begins_as_the_policy_needs_no_digest(tmp_path: Path) -> None:
+    assert critic_digest(read(tmp_path, "algorithm.adv_estimator=gae")) is None
