@@ -127,3 +127,26 @@ def test_the_figures_of_the_engine_in_the_readme_are_those_of_the_committed_benc
     ]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [line for line in expected if line not in readme] == []
+
+
+def test_the_figures_of_the_trainer_in_the_readme_are_those_of_the_committed_benchmarks() -> None:
+    t = json.loads((RESULTS / "trainer.json").read_text("utf-8"))["ratios"]
+    kills = json.loads((RESULTS / "resume.json").read_text("utf-8"))["ratios"]
+    expected = [
+        f"| {t['vs_padded_loop']:.1f}, {t['vs_padded_loop_10M']:.1f} times |",
+        f"| {t['vs_trl']:.1f} times |",
+        f"| {t['peak_memory_over_padded']:.2f}, {t['peak_memory_over_padded_10M']:.2f} |",
+        f"| {kills['kills']:.0f} kills, {kills['violations']:.0f} violations |",
+    ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [figure for figure in expected if figure not in readme] == []
+
+
+def test_the_engine_is_the_fastest_in_every_setting_of_the_committed_grid() -> None:
+    rows = json.loads((RESULTS / "engine_grid.json").read_text("utf-8"))["rows"]
+    steps: dict[tuple[object, ...], dict[str, float]] = {}
+    for row in (row for row in rows if "step_cpu_ms" in row):
+        setting = (row["model"], row["batch"], row["context"], row["lengths"])
+        steps.setdefault(setting, {})[row["decoder"]] = row["step_cpu_ms"]
+    assert len(steps) == 48
+    assert [setting for setting, own in steps.items() if min(own, key=lambda d: own[d]) != "engine"] == []
