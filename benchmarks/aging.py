@@ -9,15 +9,10 @@ bound is fixed. max_kl is set for the demo, whose batches have less KL than the 
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from statistics import fmean
 
-from demo import CONFIG, SEEDS
+from demo import SEEDS, run_demo
 from report import Row, parse_options, publish
 
 MAX_STALENESS, MAX_KL, AGE_DECAY = 4, 2e-4, 0.8
@@ -41,19 +36,9 @@ COLUMNS = {
 
 def run(mode: str, seed: int, quick: bool) -> Row:
     """One run of the demo: where it ended, how old its samples were, and what was allowed meanwhile."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        command = [sys.executable, "-m", "dora", "train", str(CONFIG), "--out", str(out), "--seed", str(seed)]
-        changes = (f"orchestrator.max_staleness={MAX_STALENESS}", *MODES[mode])
-        command += [part for change in changes for part in ("--set", change)]
-        command += QUICK if quick else ()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-        lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert summary["c1"]
-    assert summary["c2"]
-    assert summary["c3"]
-    steps = [json.loads(line) for line in lines]
+    changes = (f"orchestrator.max_staleness={MAX_STALENESS}", *MODES[mode])
+    summary, lines = run_demo(seed, changes, *(QUICK if quick else ()))
+    steps = [line for line in lines if "step" in line and "staleness/effective" in line]
     measured = [step for step in steps if "off_policy/ess" in step]
     allowed = [step["staleness/effective"] for step in steps]
     size = len(allowed) / 4

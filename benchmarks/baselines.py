@@ -5,8 +5,6 @@ All take the same prompts, draw as many tokens at temperature 1, on one thread, 
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from child import Child
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -182,34 +181,11 @@ class VllmChild:
     """vLLM in a process of its own, which waits for orders between measurements."""
 
     def __init__(self, python: Path, folder: Path, *sizes: int) -> None:
-        script = Path(__file__).with_name("vllm_child.py")
-        self._process = subprocess.Popen(
-            [python, script, folder, *map(str, sizes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.version = str(self._answer()["ready"])
+        self._child = Child(python, "vllm_child.py", [str(folder), *map(str, sizes)])
+        self.stop = self._child.stop
 
     def run(self, prompts: Prompts, num_tokens: int) -> Timing:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps({"prompts": prompts, "num_tokens": num_tokens}) + "\n")
-        self._process.stdin.flush()
-        return Timing(**self._answer())
-
-    def stop(self) -> None:
-        """End the process, which may be waiting or busy."""
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"vLLM ended with code {self._process.wait()}; run vllm_child.py by itself")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return Timing(**self._child.ask({"prompts": prompts, "num_tokens": num_tokens}))
 
 
 class _Clock:

@@ -10,16 +10,11 @@ correct.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from itertools import product
-from pathlib import Path
 from statistics import fmean
 
-from demo import CONFIG, SEEDS
+from demo import SEEDS, run_demo
 from report import Row, parse_options, publish
 
 CORRECTIONS = {"none": (), "tis": ("correction.proximal=recomputed", "correction.token=tis")}
@@ -31,20 +26,14 @@ NUM_STEPS, NUM_PROMPTS = 100, 256
 
 def run(max_staleness: int, correction: str, seed: int, quick: bool) -> Row:
     """One run of the demo: its curve, and what it comes to."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        command = [sys.executable, "-m", "dora", "train", str(CONFIG), "--out", str(out), "--seed", str(seed)]
-        changes = (f"orchestrator.max_staleness={max_staleness}", *CORRECTIONS[correction])
-        command += [part for change in changes for part in ("--set", change)]
-        num_steps, num_prompts = (30, 32) if quick else (NUM_STEPS, NUM_PROMPTS)
-        command += ["--steps", str(num_steps), "--set", f"eval.num_prompts={num_prompts}"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-        lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert summary["c1"]
-    assert summary["c2"]
-    assert summary["c3"]
-    rewards = [json.loads(line)["reward/mean"] for line in lines]
+    num_steps, num_prompts = (30, 32) if quick else (NUM_STEPS, NUM_PROMPTS)
+    changes = (
+        f"orchestrator.max_staleness={max_staleness}",
+        f"eval.num_prompts={num_prompts}",
+        *CORRECTIONS[correction],
+    )
+    summary, lines = run_demo(seed, changes, "--steps", str(num_steps))
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     ends = {percent: len(rewards) * percent // 100 for percent in QUARTERS}
     width = max(1, len(rewards) // 10)
     return {

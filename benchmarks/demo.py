@@ -11,7 +11,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from report import Row, parse_options, publish
 
@@ -36,19 +38,25 @@ COLUMNS = {
 }
 
 
-def run(policy: str, seed: int, quick: bool) -> Row:
-    """One run of the demo; its summary in the columns above."""
+def run_demo(seed: int, changes: Iterable[str], *options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """One run of the demo with settings changed: its summary, and the metrics of each step."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        command = [sys.executable, "-m", "dora", "train", str(CONFIG), "--out", str(out)]
-        command += ["--seed", str(seed), "--set", f"orchestrator.update_policy={policy}"]
-        if quick:
-            command += ["--steps", "40", "--set", "eval.num_prompts=64"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "dora", "train", str(CONFIG), "--out", str(out), "--seed", str(seed)]
+        command += [part for change in changes for part in ("--set", change)]
+        subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
         summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert summary["c1"]
     assert summary["c2"]
     assert summary["c3"]
+    return summary, [json.loads(line) for line in lines]
+
+
+def run(policy: str, seed: int, quick: bool) -> Row:
+    """One run of the demo; its summary in the columns above."""
+    fewer = ("--steps", "40", "--set", "eval.num_prompts=64") if quick else ()
+    summary, _ = run_demo(seed, [f"orchestrator.update_policy={policy}"], *fewer)
     return {"policy": policy, "seed": seed, **{name: summary[key] for name, key in COLUMNS.items()}}
 
 

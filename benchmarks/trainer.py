@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from child import Child
 from limits import Limits, measure_limits
 from models import DEMO, SIXTY_MILLION, TEN_MILLION
 from report import Row, make_parser, options_of, publish
@@ -61,42 +61,6 @@ class Cost(NamedTuple):
     step_cpu_s: float
     grad_norm: float
     peak_bytes: float
-
-
-class Child:
-    """A trainer in its own process."""
-
-    def __init__(self, python: Path, kind: str, folder: Path, settings: Mapping[str, Any]) -> None:
-        script = str(Path(__file__).with_name("trainer_child.py"))
-        self._process = subprocess.Popen(
-            [python, script, kind, str(folder), json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # progress bars
-            text=True,
-        )
-        assert self._answer()["ready"]
-
-    def step(self, samples: list[Sample]) -> Cost:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(samples) + "\n")
-        self._process.stdin.flush()
-        return Cost(**self._answer())
-
-    def stop(self) -> None:
-        """End the process, which may be waiting or busy."""
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(
-                f"a trainer ended with code {self._process.wait()}; run trainer_child.py itself"
-            )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
 
 class Task(NamedTuple):
@@ -173,12 +137,14 @@ def measure(task: Task, quick: bool, trl_python: Path | None) -> dict[str, Cost]
             python = trl_python if kind == "trl" else Path(sys.executable)
             if python is None or (quick and trainer not in QUICK_VARIANTS[task.model]):
                 continue
-            children[trainer] = Child(python, kind, folder, {**task.sizes, **settings})
+            children[trainer] = Child(
+                python, "trainer_child.py", [kind, str(folder), json.dumps({**task.sizes, **settings})]
+            )
             stack.callback(children[trainer].stop)
         costs: dict[str, list[Cost]] = {trainer: [] for trainer in children}
         for _ in range(num_steps):
             for trainer, child in children.items():
-                costs[trainer].append(child.step(task.samples))
+                costs[trainer].append(Cost(**child.ask(task.samples)))
     return {
         trainer: Cost(*(statistics.median(column) for column in zip(*own[1:], strict=True)))
         for trainer, own in costs.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +10,13 @@ from tests.runtime.conftest import StartRun
 from tests.runtime.running import dora, metrics, settings, summary
 from tests.runtime.tiny import MODEL, write_task
 
-from dora.core.records import GroupId
 from dora.data.tokenizer import Tokenizer
 from dora.errors import ConfigError
 from dora.model.folder import save_folder
 from dora.model.weights import initial_weights
+from dora.observe.samples import read_answers, read_samples
 from dora.runtime.plan import Plan
 from dora.settings import read
-from dora.stream.samples import SampleReader
 from dora.trainer.lora import Lora
 
 MIXTURE = replace(
@@ -57,18 +55,16 @@ def test_filters_stop_texts_and_routes_go_through_a_whole_run(
     steps = metrics(run.out)
     assert all(1 <= step["moe/load_imbalance"] <= MIXTURE.num_experts for step in steps)
     assert max(step["mismatch/logprob_abs_diff_max"] for step in steps) < 1e-5
-    tokenizer, reader = Tokenizer(mixture_task.parent / "start"), SampleReader(run.out / "samples.sqlite")
-    groups = sqlite3.connect(run.out / "samples.sqlite").execute("select distinct group_id from samples")
-    samples = [s for (name,) in groups for s in reader.group(GroupId(*map(int, name.split("/"))))]
+    tokenizer = Tokenizer(mixture_task.parent / "start")
+    samples = [s for s in read_answers(run.out, read_samples(run.out).values()) if s is not None]
     assert len(samples) == 16
     for sample in samples:
         num_tokens = len(sample.prompt_ids) + len(sample.token_ids)
-        assert sample.routes is not None
-        assert sample.routes.shape == (num_tokens - 1, 2)
-        text = tokenizer.decode(sample.token_ids)
+        assert len(sample.routes) == (num_tokens - 1) * 2
+        text = tokenizer.decode([*sample.token_ids])
         assert not any(stop in text[:-1] for stop in ("7", "xy"))
         assert not {3, 4, *tokenizer.stop_ids}.intersection(sample.token_ids[:-1])
-    assert any(tokenizer.decode(sample.token_ids).endswith("7") for sample in samples)
+    assert any(tokenizer.decode([*sample.token_ids]).endswith("7") for sample in samples)
 
 
 def test_experts_of_a_mixture_have_no_adapters(mixture_task: Path) -> None:

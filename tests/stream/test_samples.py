@@ -6,7 +6,7 @@ import json
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,38 @@ import numpy as np
 import pytest
 
 from dora.core.records import GroupId, RequestId
-from dora.stream.samples import SampleReader, SampleStore, Trajectory
+from dora.stream.samples import SampleStore, Trajectory
 
 GROUP = GroupId(2, 7)
 READ = """
 import json, sys
 from pathlib import Path
-from dora.core.records import GroupId
-from dora.stream.samples import SampleReader
-print(json.dumps(SampleReader(Path(sys.argv[1])).group(GroupId(2, 7))))
+from dora.observe.samples import read_answers, read_samples
+run = Path(sys.argv[1])
+print(json.dumps([list(answer.token_ids) for answer in read_answers(run, read_samples(run).values())]))
 """
+
+
+class Told:
+    """Hears what a store has: of each answer that has not ended, and of each group's advantages."""
+
+    def __init__(self, store: SampleStore) -> None:
+        self.answers: list[Trajectory] = []
+        self.advantages: dict[GroupId, Sequence[float | None]] = {}
+        store.follow(self)
+        store.follow(None)
+
+    def put(self, trajectory: Trajectory) -> None:
+        self.answers.append(trajectory)
+
+    def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float | None]) -> None:
+        self.advantages[group] = advantages
+
+    def end(self, groups: Iterable[GroupId]) -> None:
+        raise AssertionError("nothing ends while a store tells what it has")
+
+    def flush(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -53,39 +75,40 @@ def rows(path: Path, columns: str) -> list[Any]:
     return found
 
 
-def test_a_group_comes_back_as_it_was_put_in_sibling_order(store: SampleStore, tmp_path: Path) -> None:
+def test_a_group_comes_back_as_it_was_put_in_sibling_order(store: SampleStore) -> None:
     put_scored(store)
     store.commit()
-    samples = SampleReader(tmp_path / "samples.sqlite").group(GROUP)
+    told = Told(store)
+    samples = told.answers
     assert [sample.token_ids for sample in samples] == [[2**31 - 1], [2**31 - 1, 0]]
     assert [sample.prompt_ids for sample in samples] == [[5, 6, 7]] * 2
-    assert [sample.advantage for sample in samples] == [0.7, -0.7]
+    assert told.advantages == {GROUP: (0.7, -0.7)}
     assert [sample.version for sample in samples] == [3, 3]
     expected = [np.float32(-0.1)], [np.float32(-0.2)] * 2
     assert [sample.logprobs for sample in samples] == [list(map(float, line)) for line in expected]
 
 
-def test_routes_come_back_a_row_for_each_token_but_the_last(store: SampleStore, tmp_path: Path) -> None:
+def test_routes_come_back_a_row_for_each_token_but_the_last(store: SampleStore) -> None:
     routes = np.arange(4 * 2 * 3, dtype=np.int16).reshape(4, 2, 3)
     store.put(trajectory(0))
     store.put(trajectory(1)._replace(routes=routes))
     store.score(GROUP, (1.0, 0.5), (0.7, -0.7))
     store.commit()
-    samples = SampleReader(tmp_path / "samples.sqlite").group(GROUP)
+    samples = Told(store).answers
     assert samples[0].routes is None
     np.testing.assert_array_equal(samples[1].routes, routes.reshape(4, 6))
 
 
 def test_another_process_reads_what_is_committed_and_nothing_else(store: SampleStore, tmp_path: Path) -> None:
     def read_elsewhere() -> list[Any]:
-        command = [sys.executable, "-c", READ, str(tmp_path / "samples.sqlite")]
+        command = [sys.executable, "-c", READ, str(tmp_path)]
         read: list[Any] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
         return read
 
     put_scored(store)
     assert read_elsewhere() == []
     store.commit()
-    assert [sample[2] for sample in read_elsewhere()] == [[2**31 - 1], [2**31 - 1, 0]]
+    assert read_elsewhere() == [[2**31 - 1], [2**31 - 1, 0]]
 
 
 def test_a_second_answer_to_the_same_request_is_refused(store: SampleStore) -> None:
@@ -157,4 +180,6 @@ def test_a_store_of_a_run_from_before_there_were_routes_takes_them(tmp_path: Pat
         store = SampleStore(path)
         store.put(trajectory(len(store.responses(GROUP))))
         store.close()
-    assert [sample.routes for sample in SampleReader(path).group(GROUP)] == [None, None]
+    store = SampleStore(path)
+    assert [answer.routes for answer in Told(store).answers] == [None, None]
+    store.close()

@@ -205,18 +205,15 @@ class SampleStore:
             "order by group_id, sibling"
         )
         for name, sibling, version, digest, prompt, response, logprobs, routes, reward, advantage in rows:
-            stored = _stored(version, prompt, response, logprobs, reward, advantage, routes, digest)
+            prompt_ids, token_ids = _ids(prompt), _ids(response)
+            by_token = None
+            if routes is not None:
+                num_rows = len(prompt_ids) + len(token_ids) - 1
+                by_token = np.frombuffer(routes, dtype="<i2").reshape(num_rows, -1)
+            kept = np.frombuffer(logprobs, dtype="<f4").tolist()
             request = RequestId(*_group(name), sibling)
             yield (
-                Trajectory(
-                    request,
-                    version,
-                    digest,
-                    stored.prompt_ids,
-                    stored.token_ids,
-                    stored.logprobs,
-                    stored.routes,
-                ),
+                Trajectory(request, version, digest, prompt_ids, token_ids, kept, by_token),
                 reward,
                 advantage,
             )
@@ -226,40 +223,6 @@ class SampleStore:
             self._db.execute("begin")
             self._in_transaction = True
         self._db.execute(sql, values)
-
-
-class SampleReader:
-    """Reads groups from another process."""
-
-    def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-
-    def group(self, group: GroupId) -> list[StoredSample]:
-        """The samples of a scored group, in sibling order."""
-        rows = self._db.execute(
-            "select version, prompt_ids, token_ids, logprobs, reward, advantage, routes, weight_digest "
-            "from samples where group_id = ? order by sibling",
-            (str(group),),
-        )
-        return [_stored(*row) for row in rows]
-
-
-def _stored(
-    version: int,
-    prompt: bytes,
-    response: bytes,
-    logprobs: bytes,
-    reward: float,
-    advantage: float | None,
-    routes: bytes | None,
-    weight_digest: str,
-) -> StoredSample:
-    prompt_ids, token_ids = _ids(prompt), _ids(response)
-    by_token = None
-    if routes is not None:
-        by_token = np.frombuffer(routes, dtype="<i2").reshape(len(prompt_ids) + len(token_ids) - 1, -1)
-    kept = np.frombuffer(logprobs, dtype="<f4").tolist()
-    return StoredSample(version, prompt_ids, token_ids, kept, reward, advantage, by_token, weight_digest)
 
 
 def _group(name: str) -> GroupId:
