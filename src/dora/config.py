@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import model_validator
 
+from dora.effects import without_effect
 from dora.errors import ConfigError
 from dora.learning import Algorithm, Correction, Critic, Trainer
 from dora.sections import (
@@ -280,93 +281,9 @@ class Config(Section):
                 "the trainer's device; remove one of the two"
             )
 
-    def _without_effect(self) -> dict[str, dict[str, str]]:
-        """Section -> key -> why it changes nothing in this configuration."""
-        found: dict[str, dict[str, str]] = {section: {} for section in type(self).model_fields}
-        policy = self.orchestrator.update_policy
-        if policy != "drain":
-            found["orchestrator"]["batches_per_version"] = "without update_policy = drain"
-        if policy != "dora":
-            found["orchestrator"]["load_interval"] = f"with update_policy = {policy}: one version is live"
-        if self.orchestrator.staleness == "fixed":
-            by = ("min_ess", "max_kl", "staleness_window")
-            found["orchestrator"] |= dict.fromkeys(by, "without orchestrator.staleness = adaptive")
-        if self.orchestrator.max_staleness < 2 or self.orchestrator.staleness == "adaptive":
-            why = "with max_staleness < 2 or staleness = adaptive: any old version may be at its deadline"
-            found["engine"]["tail_interval"] = why
-        if self.is_static:
-            setting = "orchestrator.placement = static"
-            if self.orchestrator.placement != "static":
-                setting = f"engine.device = {self.engine.device!r}"
-            why = f"with {setting}, for nothing is moved"
-            moving = ("level_running", "rebalance_interval_s", "kv_watermark")
-            found["orchestrator"] |= dict.fromkeys(moving, why)
-            found["runtime"]["move_timeout_s"] = why
-        found["algorithm"], found["correction"] = self._without_effect_on_loss()
-        found["critic"] = self._without_effect_on_critic()
-        if not {"wandb", "trackio"} & {*self.metrics.report_to}:
-            found["metrics"]["project"] = "unless metrics.report_to names wandb or trackio"
-        if self.data.path == "gcd":
-            found["data"] |= dict.fromkeys(("prompt_key", "split"), "with data.path = gcd")
-        if self.eval.every >= self.run.steps:
-            found["eval"]["every"] = f"with run.steps = {self.run.steps}: no version between is due"
-        if self.eval.path == "gcd":
-            found["eval"]["split"] = "with eval.path = gcd"
-        if self.engine.exact:
-            found["trainer"]["routing_replay"] = "with engine.exact = true: equal bits are routed alike"
-        if not self.trainer.lora_rank:
-            found["trainer"] |= dict.fromkeys(("lora_alpha", "lora_targets"), "without trainer.lora_rank")
-        if not self.data.chat_template:
-            found["data"]["system_prompt"] = "without data.chat_template = true"
-        return found
-
-    def _without_effect_on_loss(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The same of the sections algorithm and correction."""
-        algorithm, correction = self.algorithm, self.correction
-        objective: dict[str, str] = {}
-        if algorithm.policy_loss not in ("dual_clip", "triplet_clip"):
-            objective["clip_ratio_c"] = "without policy_loss = dual_clip or triplet_clip"
-        if algorithm.policy_loss == "online_dpo":
-            why = (
-                "with policy_loss = online_dpo: it compares two answers, with the initial policy between them"
-            )
-            unused = ("adv_estimator", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef", "entropy_coeff")
-            objective |= dict.fromkeys(unused, why)
-        else:
-            objective["dpo_beta"] = "without policy_loss = online_dpo"
-        rules = algorithm.policy_loss, correction.proximal, self.orchestrator.max_staleness
-        if (never := recipe.why_never_clipped(*rules, self.trainer.batch_tokens)) is not None:
-            objective |= dict.fromkeys(("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), never)
-        if algorithm.adv_estimator != "gae":
-            objective |= dict.fromkeys(("gamma", "lam"), "without adv_estimator = gae")
-        if not algorithm.kl_loss_coef:
-            objective["kl_loss_type"] = "with kl_loss_coef = 0"
-        if not algorithm.overlong_buffer_tokens:
-            objective["overlong_penalty"] = "with overlong_buffer_tokens = 0"
-        corrected: dict[str, str] = {}
-        for kind, name, keys in (
-            ("token", "tis", ("tis_cap",)),
-            ("token", "icepop", ("icepop_low", "icepop_high")),
-            ("sequence", "mis", ("mis_low", "mis_high")),
-        ):
-            if getattr(correction, kind) != name:
-                corrected |= dict.fromkeys(keys, f"without correction.{kind} = {name}")
-        if self.orchestrator.max_staleness == 0:
-            corrected["age_decay"] = "with max_staleness = 0: all samples are fresh"
-        return objective, corrected
-
-    def _without_effect_on_critic(self) -> dict[str, str]:
-        """The same of the section critic."""
-        if self.algorithm.adv_estimator != "gae":
-            return dict.fromkeys(type(self.critic).model_fields, "without algorithm.adv_estimator = gae")
-        if self.critic.ppo_epochs == 1 and self.trainer.batch_tokens is None:
-            why = "with critic.ppo_epochs = 1: in the only update of a step no value has moved yet"
-            return {"cliprange_value": why}
-        return {}
-
     def _check_effect(self) -> None:
         """Raises ConfigError for keys that were set and change nothing."""
-        for section, whys in self._without_effect().items():
+        for section, whys in without_effect(self).items():
             for key in sorted(getattr(self, section).model_fields_set & whys.keys()):
                 raise ConfigError(f"{section}.{key} has no effect {whys[key]}; remove it")
 
@@ -382,7 +299,7 @@ class Config(Section):
     def to_toml(self) -> str:
         """The complete configuration as TOML, without keys that are unset or have no effect."""
         tables = []
-        exclude: dict[str, Any] = {section: {*keys} for section, keys in self._without_effect().items()}
+        exclude: dict[str, Any] = {section: {*keys} for section, keys in without_effect(self).items()}
         if not self.eval.path:
             exclude["eval"] = True
         for section, values in self.model_dump(exclude_none=True, exclude=exclude).items():
