@@ -1,7 +1,7 @@
 """The sample stream against TransferQueue and a plain queue: rows from a producer to consumers elsewhere.
 
 Producer, storage and consumers are three processes; the stream records every put and every commit, and
-hands rows out on lease. `memcpy_share` compares what consumers get per second at 100 MB with one copy in
+hands rows out on lease. `memcpy_share` compares what one consumer gets per second at 100 MB with one copy in
 one process. Costs at 10^3 to 10^6 resident rows are CPU time of the storage alone.
 
     python benchmarks/stream.py [--quick] [--json FILE] [--transferqueue-python PYTHON]
@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from stream_traffic import Array, Consumer, Load, Producer, Timed, peer, values
+from stream_traffic import NUM_WARM, Array, Consumer, Load, Producer, Timed, peer, values
 
 from dora.core.records import RequestId
 from dora.stream import wire
 from dora.stream.batch import Batch
 from dora.stream.client import StreamClient
-from dora.stream.fields import Field
+from dora.stream.fields import Column, Field
 from dora.stream.lines import NewRow, Want
 from dora.stream.server import Server
 from dora.stream.stream import Stream
@@ -43,6 +43,7 @@ LARGE = Load(8, 16, 781_250)  # 100 MB a batch
 MAX_BYTES = 250_000_000  # in the stream: two of these, so that a producer waits instead of filling the memory
 _MEMORY = Path("/dev/shm")
 Row = dict[str, str | int | float]
+Measured = tuple[dict[int, Timed], dict[tuple[Load, int], float]]  # by consumers; s by load and consumers
 
 
 def rows(first: int, num_rows: int, num_tokens: int) -> list[NewRow]:
@@ -55,12 +56,14 @@ class StreamProducer:
     def __init__(self, client: StreamClient) -> None:
         self._client = client
         self._next = 0
-        self._columns: dict[tuple[int, int], dict[str, Sequence[Array]]] = {}
+        self._columns: dict[tuple[int, int], dict[str, Column]] = {}
 
-    def put(self, first: int, num_rows: int, num_values: int) -> None:
+    def put(self, num_rows: int, num_values: int) -> None:
         shape = num_rows, num_values
         if shape not in self._columns:
-            self._columns[shape] = dict(zip(("ids", "logprobs"), map(list, values(*shape)), strict=True))
+            offsets = np.arange(num_rows + 1) * num_values
+            columns = (Column(column.reshape(-1), offsets) for column in values(*shape))
+            self._columns[shape] = dict(zip(("ids", "logprobs"), columns, strict=True))
         found = self._client.put(rows(self._next, num_rows, num_values), self._columns[shape])
         assert isinstance(found, range), found
         self._next += num_rows
@@ -93,7 +96,7 @@ class QueueProducer:
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
 
-    def put(self, first: int, num_rows: int, num_values: int) -> None:
+    def put(self, num_rows: int, num_values: int) -> None:
         for pair in zip(*values(num_rows, num_values), strict=True):
             self._pipe.put(pair)
 
@@ -125,22 +128,20 @@ def serve(folder: Path, record: Path) -> None:
 
 def measure(
     producer: Producer, make: Callable[[Any], Consumer], address: Any, loads: Sequence[Load], num_ones: int
-) -> tuple[Timed, dict[tuple[Load, int], float]]:
-    """Times of one row, and seconds of each load with so many consumers."""
-    one, many = None, {}
+) -> Measured:
+    """Times of one row, and seconds of each load, with so many consumers."""
+    ones, many = {}, {}
     for num in NUM_CONSUMERS:
         with peer(make, address, num) as consumers:
-            if one is None:
-                consumers.one_by_one(producer, 0, 20, NUM_TOKENS)
-                one = consumers.one_by_one(producer, 0, num_ones, NUM_TOKENS)
+            consumers.one_by_one(producer, 20, NUM_TOKENS)
+            ones[num] = consumers.one_by_one(producer, num_ones, NUM_TOKENS)
             for load in loads:
-                consumers.all_at_once(producer, 0, load._replace(num_batches=2), load.num_rows // num)
-                many[load, num] = consumers.all_at_once(producer, 0, load, load.num_rows // num)
-    assert one is not None
-    return one, many
+                consumers.all_at_once(producer, load._replace(num_batches=NUM_WARM), load.num_rows // num)
+                many[load, num] = consumers.all_at_once(producer, load, load.num_rows // num)
+    return ones, many
 
 
-def measure_stream(loads: Sequence[Load], num_ones: int) -> tuple[Timed, dict[tuple[Load, int], float]]:
+def measure_stream(loads: Sequence[Load], num_ones: int) -> Measured:
     folder = Path(tempfile.mkdtemp(prefix="dora-", dir=_MEMORY if _MEMORY.is_dir() else None))
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as disk:
@@ -156,14 +157,12 @@ def measure_stream(loads: Sequence[Load], num_ones: int) -> tuple[Timed, dict[tu
             shutil.rmtree(folder)
 
 
-def measure_queue(loads: Sequence[Load], num_ones: int) -> tuple[Timed, dict[tuple[Load, int], float]]:
+def measure_queue(loads: Sequence[Load], num_ones: int) -> Measured:
     pipe: Any = multiprocessing.get_context("spawn").Queue()
     return measure(QueueProducer(pipe), QueueConsumer, pipe, loads, num_ones)
 
 
-def measure_transferqueue(
-    python: Path, loads: Sequence[Load], num_ones: int
-) -> tuple[Timed, dict[tuple[Load, int], float]]:
+def measure_transferqueue(python: Path, loads: Sequence[Load], num_ones: int) -> Measured:
     script = Path(__file__).with_name("transferqueue_child.py")
     order = {"num_consumers": NUM_CONSUMERS, "num_ones": num_ones, "loads": loads}
     done = subprocess.run(
@@ -171,12 +170,13 @@ def measure_transferqueue(
     )
     found = json.loads(done.stdout)
     print(f"TransferQueue {found['version']}", file=sys.stderr)
-    return Timed(*found["one"]), {(Load(*sizes), num): s for sizes, num, s in found["many"]}
+    ones = {num: Timed(*times) for num, times in found["ones"]}
+    return ones, {(Load(*sizes), num): s for sizes, num, s in found["many"]}
 
 
 def memcpy_gb_per_s() -> float:
     """One copy of 100 MB within one process, its pages there already."""
-    source = np.zeros(100_000_000, np.uint8)
+    source = np.ones(100_000_000, np.uint8)  # all zeros would be one page, again and again
     target = np.ones_like(source)
     times = []
     for _ in range(9):
@@ -242,8 +242,15 @@ def main() -> None:
         systems["transferqueue"] = peers
     memcpy = memcpy_gb_per_s()
     table: list[Row] = [
-        {"system": name, "put_us": one.put_s * 1e6, "get_us": one.get_s * 1e6, "put_get_us": sum(one) * 1e6}
-        for name, (one, _) in systems.items()
+        {
+            "system": name,
+            "consumers": num,
+            "put_us": one.put_s * 1e6,
+            "get_us": one.get_s * 1e6,
+            "put_get_us": sum(one) * 1e6,
+        }
+        for name, (ones, _) in systems.items()
+        for num, one in ones.items()
     ]
     table += [
         {
@@ -258,7 +265,7 @@ def main() -> None:
     ]
     table.append({"memcpy_gb_per_s": memcpy})
     costs = resident_costs((1_000, 10_000, 100_000) if options.quick else (1_000, 10_000, 100_000, 1_000_000))
-    one, many = systems["stream"]
+    ones, many = systems["stream"]
     ratios = {
         "memcpy_share": loads[1].num_bytes / many[loads[1], 1] / 1e9 / memcpy,
         "cost_at_most_resident_rows": float(costs[-1]["cycle_us_per_row"])
@@ -266,7 +273,7 @@ def main() -> None:
     }
     for name, (other, others) in systems.items():
         if name != "stream":
-            ratios[f"latency_vs_{name}"] = sum(other) / sum(one)
+            ratios[f"latency_vs_{name}"] = sum(other[1]) / sum(ones[1])
             ratios[f"throughput_vs_{name}"] = others[loads[0], 1] / many[loads[0], 1]
     publish(options, [*table, *costs], ratios)
 

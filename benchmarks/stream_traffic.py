@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+NUM_WARM = 4  # batches that go before, until all memory is there
 NUM_LOOKED_AT = 1024  # every so many values: one of each page of 4 KiB
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -24,7 +25,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Producer(Protocol):
     """Puts rows with two columns of `num_values` 4-byte values each."""
 
-    def put(self, first: int, num_rows: int, num_values: int) -> None: ...
+    def put(self, num_rows: int, num_values: int) -> None: ...
 
 
 class Consumer(Protocol):
@@ -72,24 +73,24 @@ class Peer:
         theirs.close()
         self._connection.recv()
 
-    def one_by_one(self, producer: Producer, first: int, num: int, num_values: int) -> Timed:
+    def one_by_one(self, producer: Producer, num: int, num_values: int) -> Timed:
         """Each row is got when it has been put."""
         self._connection.send(("one", num))
         put_s, get_s = [], []
-        for k in range(num):
+        for _ in range(num):
             began_s = time.perf_counter()
-            producer.put(first + k, 1, num_values)
+            producer.put(1, num_values)
             put_s.append(time.perf_counter() - began_s)
             self._connection.send(None)
             get_s.append(self._connection.recv())
         return Timed(statistics.median(put_s), statistics.median(get_s))
 
-    def all_at_once(self, producer: Producer, first: int, load: Load, num_each: int) -> float:
+    def all_at_once(self, producer: Producer, load: Load, num_each: int) -> float:
         """Seconds from the first put to the last row consumed, while consumers take `num_each` at a time."""
         self._connection.send(("many", num_each, load.num_batches * load.num_rows))
         began_s = time.monotonic()
-        for k in range(load.num_batches):
-            producer.put(first + k * load.num_rows, load.num_rows, load.num_values)
+        for _ in range(load.num_batches):
+            producer.put(load.num_rows, load.num_values)
         ended_s: float = self._connection.recv()
         return ended_s - began_s
 

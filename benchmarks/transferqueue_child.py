@@ -3,8 +3,8 @@
     PYTHON transferqueue_child.py
 
 It reads {"num_consumers": [...], "num_ones": n, "loads": [[batches, rows, values], ...]} and writes one line:
-{"version": ..., "one": [put_s, get_s], "many": [[load, consumers, s], ...]}. Its controller polls, for else
-a get that comes too early keeps everybody waiting for seconds.
+{"version": ..., "ones": [[consumers, [put_s, get_s]], ...], "many": [[load, consumers, s], ...]}. Its
+controller polls, for else a get that comes too early keeps everybody waiting for seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from stream_traffic import Array, Load, peer, values
+from stream_traffic import NUM_WARM, Array, Load, peer, values
 
 PARTITION, FIELDS, TASK = "rows", ["ids", "logprobs"], "actor"
 POLL_S = 0.0005
@@ -45,7 +45,7 @@ class Putter:
         self._client, self._torch = client, import_module("torch")
         self._columns: dict[tuple[int, int], Any] = {}
 
-    def put(self, first: int, num_rows: int, num_values: int) -> None:
+    def put(self, num_rows: int, num_values: int) -> None:
         shape = num_rows, num_values
         if shape not in self._columns:
             columns = map(self._torch.from_numpy, values(*shape))
@@ -81,17 +81,15 @@ def main() -> None:
     order = json.loads(sys.stdin.readline())
     putter = Putter(connect(None))
     address = import_module("ray").get_runtime_context().gcs_address
-    found: dict[str, Any] = {"version": version("TransferQueue"), "many": []}
-    first = 0
+    found: dict[str, Any] = {"version": version("TransferQueue"), "ones": [], "many": []}
     for num in order["num_consumers"]:
         with peer(Getter, address, num) as consumers:
-            if "one" not in found:
-                consumers.one_by_one(putter, 0, 5, 512)
-                found["one"] = consumers.one_by_one(putter, 5, order["num_ones"], 512)
-                first = 5 + order["num_ones"]
+            consumers.one_by_one(putter, 5, 512)
+            found["ones"].append([num, consumers.one_by_one(putter, order["num_ones"], 512)])
             for load in (Load(*sizes) for sizes in order["loads"]):
-                consumers.all_at_once(putter, first, load._replace(num_batches=2), load.num_rows // num)
-                s = consumers.all_at_once(putter, first, load, load.num_rows // num)
+                warm = load._replace(num_batches=NUM_WARM)
+                consumers.all_at_once(putter, warm, load.num_rows // num)
+                s = consumers.all_at_once(putter, load, load.num_rows // num)
                 found["many"].append([load, num, s])
     print(json.dumps(found), file=answers, flush=True)
     answers.close()

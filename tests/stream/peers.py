@@ -2,6 +2,8 @@
 
 python peers.py serve FOLDER       a recorded stream, until it is killed
 python peers.py consume FOLDER     says which rows it got, waits for a line, commits, says so; again
+python peers.py hurry FOLDER       waits for a line; gets, commits, says which rows; again, until none come
+python peers.py produce FOLDER     puts rows from 0 on, says which; again, without waiting for anybody
 """
 
 from __future__ import annotations
@@ -36,13 +38,15 @@ class Peer:
         self._process.stdin.write("\n")
         self._process.stdin.flush()
 
-    def kill(self) -> None:
-        """Without a chance to say goodbye."""
+    def kill(self) -> list[str]:
+        """Without a chance to say goodbye; the lines it had said that were not heard yet."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._process.stdin, self._process.stdout as said:
+            *lines, _ = said.read().split("\n")  # the last one is cut
+        return lines
 
 
 def serve(folder: Path) -> None:
@@ -51,6 +55,28 @@ def serve(folder: Path) -> None:
     server = Server(Stream(FIELDS, folder, record=folder / "samples.sqlite"), [wire.endpoint_of(folder)])
     print("ready", flush=True)
     server.run()
+
+
+def produce(folder: Path, num_rows: int) -> None:
+    from tests.stream.rows import columns, row
+
+    client = StreamClient(wire.endpoint_of(folder))
+    for first in range(0, 1_000_000, num_rows):
+        which = [*range(first, first + num_rows)]
+        client.put([row(n) for n in which], columns(which))
+        print(*which, flush=True)
+
+
+def hurry(folder: Path, num_rows: int) -> None:
+    from tests.stream.rows import numbers
+
+    client = StreamClient(wire.endpoint_of(folder))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    while not isinstance(batch := client.get(TASK, Want(num_rows), wait_s=1.0), Waited):
+        got = numbers(batch)
+        client.commit(batch)
+        print(*got, flush=True)
 
 
 def consume(folder: Path, num_rows: int) -> None:
@@ -66,4 +92,7 @@ def consume(folder: Path, num_rows: int) -> None:
 
 if __name__ == "__main__":
     what, where = sys.argv[1], Path(sys.argv[2])
-    serve(where) if what == "serve" else consume(where, 3)
+    if what == "serve":
+        serve(where)
+    else:
+        {"consume": consume, "hurry": hurry, "produce": produce}[what](where, 3)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dora.core.records import GroupId, RequestId
-from dora.errors import RunError
+from dora.errors import RunError, StreamError
 from dora.stream import feed
 from dora.stream.feed import Feed, GroupReader
 from dora.stream.samples import SampleStore, StoredSample, Trajectory
@@ -23,9 +23,9 @@ ROUTES = np.arange(4 * 6, dtype=np.int16).reshape(4, 6)
 class Life:
     """A store, its feed and a trainer's reader, until everything dies."""
 
-    def __init__(self, folder: Path, number: int = 0) -> None:
+    def __init__(self, folder: Path, number: int = 0, columns: Sequence[str] = ()) -> None:
         self.store = SampleStore(folder / "samples.sqlite")
-        self.feed = Feed(folder / f"stream-{number}", group_size=2)
+        self.feed = Feed(folder / f"stream-{number}", 2, columns)
         self.store.follow(self.feed)
         self.reader = GroupReader(self.feed.folder)
 
@@ -116,8 +116,48 @@ def test_answers_to_held_out_prompts_are_not_sent(life: Life) -> None:
     life.score(held_out)
     life.store.mark([held_out], "evaluated")
     life.store.commit()
-    with pytest.raises(RunError, match="0 of 2 rows are here"):
+    with pytest.raises(RunError, match="0 of 0 rows are here"):
         life.reader.group(held_out)
+
+
+def test_a_group_waits_for_what_stations_make_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "WAIT_S", 0.05)
+    life = Life(folder, columns=("reference", "values"))
+    stations = [GroupReader(life.feed.folder, name) for name in ("reference", "values")]
+    life.put(GROUPS[0])
+    life.score(GROUPS[0])
+    life.store.commit()
+    for station, left in zip(stations, ("without reference, values", "without values"), strict=True):
+        with pytest.raises(RunError, match=left):
+            life.reader.group(GROUPS[0])
+        answers = station.group(GROUPS[0])
+        station.fill(GROUPS[0], [np.full(len(s.token_ids), -0.5 - s.reward, np.float32) for s in answers])
+        station.commit([GROUPS[0]])
+    first, second = life.reader.group(GROUPS[0])
+    assert (first.reference, second.values) == ([-1.5] * 2, [-0.75] * 3)
+    assert first.proximal is None
+    for station in stations:
+        station.close()
+    life.end()
+
+
+def test_what_a_dead_station_had_on_lease_is_filled_by_its_successor(folder: Path) -> None:
+    life = Life(folder, columns=("reference",))
+    life.put(GROUPS[0])
+    life.score(GROUPS[0])
+    life.store.commit()
+    dead = GroupReader(life.feed.folder, "reference")
+    rows = [np.zeros(len(s.token_ids), np.float32) for s in dead.group(GROUPS[0])]
+    dead.fill(GROUPS[0], rows)
+    dead.close()
+    station = GroupReader(life.feed.folder, "reference")
+    station.group(GROUPS[0])
+    with pytest.raises(StreamError, match="has reference already"):
+        station.fill(GROUPS[0], rows)
+    station.commit([GROUPS[0]])
+    assert life.reader.group(GROUPS[0])[0].reference == [0.0, 0.0]
+    station.close()
+    life.end()
 
 
 def test_a_run_that_goes_on_sends_again_what_was_not_trained(folder: Path) -> None:

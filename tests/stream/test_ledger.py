@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.stream.rows import group, row
 
+from dora.core.records import GroupId, RequestId
 from dora.errors import StreamError
 from dora.stream.ledger import Lease, Ledger
 from dora.stream.lines import Block, NewRow, Want
@@ -100,6 +101,73 @@ def test_a_group_is_served_whole_whatever_order_its_rows_come_in(ledger: Ledger)
     assert lease is not None
     assert [r.id for r in lease.rows] == [row(2).id, row(3).id]
     assert take(ledger, "actor") == []
+
+
+def test_the_first_ready_rows_in_a_row_are_no_group(ledger: Ledger) -> None:
+    """The trap: of groups {0, 1, 2} and {3, 4, 5}, ready are 1 to 5; three neighbours are 1, 2 and 3."""
+    ledger.declare("actor", ["ids", "reward"], group_size=3)
+    add(ledger, [row(n, group_size=3) for n in range(6)])
+    fill(ledger, [1, 2, 3, 4, 5])
+    assert take(ledger, "actor", Want(num_rows=3)) == [3, 4, 5]
+    assert take(ledger, "actor", Want(num_rows=3)) == []
+
+
+@given(group_size=st.integers(1, 4), data=st.data())
+def test_no_order_of_arrival_makes_a_group_of_neighbours(group_size: int, data: st.DataObject) -> None:
+    """Rows come and become ready in any order, and go back when who holds them dies."""
+    ledger = Ledger(NAMES)
+    ledger.declare("actor", ["ids", "reward"], group_size=group_size, by_version=data.draw(st.booleans()))
+    numbers = data.draw(st.permutations(range(3 * group_size)))
+    indices = add(ledger, [row(n, version=n % 2, group_size=group_size) for n in numbers])
+    num_left = len(indices)
+    for index in data.draw(st.permutations(indices)):
+        fill(ledger, [index])
+        while (lease := ledger.take("actor", "me", Want(data.draw(st.integers(1, 9))), 0.0)) is not None:
+            by_group = [r.id.group for r in lease.rows]
+            siblings = [r.id.sibling for r in lease.rows]
+            num_groups = len({*by_group})
+            assert siblings == [*range(group_size)] * num_groups
+            assert by_group == [g for g in dict.fromkeys(by_group) for _ in range(group_size)]
+            if data.draw(st.booleans()):
+                ledger.leave("me")
+                break
+            ledger.commit(lease.number, "me", 0.0)
+            num_left -= len(lease.rows)
+    while (lease := ledger.take("actor", "me", Want(99), 0.0)) is not None:
+        ledger.commit(lease.number, "me", 0.0)
+        num_left -= len(lease.rows)
+    assert num_left == len(ledger.rows) == 0
+
+
+def test_what_somebody_holds_can_be_looked_at_and_nothing_else(ledger: Ledger) -> None:
+    ledger.declare("actor", ["ids"])
+    ledger.declare("reward", ["ids"])
+    add(ledger, [row(n) for n in range(3)])
+    assert take(ledger, "actor", Want(2)) == [0, 1]
+    assert [r.index for r in ledger.look("actor", [1, 0]).rows] == [1, 0]
+    ledger.commit(1, "me", 0.0)
+    for name, indices, missing in (
+        ("actor", [2], 2),
+        ("actor", [0], 0),
+        ("reward", [0], 0),
+        ("actor", [7], 7),
+        ("actor", [], "none"),
+    ):
+        with pytest.raises(StreamError, match=f"row {missing} is not on lease to '{name}'"):
+            ledger.look(name, indices)
+
+
+def test_answers_to_held_out_prompts_are_whole_in_their_own_number_for_who_asks_for_them(
+    ledger: Ledger,
+) -> None:
+    ledger.declare("actor", ["ids"], group_size=2)
+    ledger.declare("reward", ["ids"], group_size=2, held_out_size=3)
+    add(ledger, [NewRow(RequestId(-5, 7, sibling), 4) for sibling in range(2)])
+    assert take(ledger, "reward") == []
+    add(ledger, [NewRow(RequestId(-5, 7, 2), 4), row(0), row(1)])
+    assert take(ledger, "actor", Want(num_rows=9)) == [3, 4]
+    assert take(ledger, "reward", Want(groups=(GroupId(-5, 7),))) == [0, 1, 2]
+    assert take(ledger, "reward") == [3, 4]
 
 
 def test_chosen_groups_are_handed_out_together_or_not_at_all(ledger: Ledger) -> None:

@@ -178,7 +178,7 @@ def test_a_store_of_a_run_from_before_there_were_routes_takes_them(tmp_path: Pat
         db.execute("alter table samples drop column routes")
     for _ in range(2):
         store = SampleStore(path)
-        store.put(trajectory(len(store.responses(GROUP))))
+        store.put(trajectory(len(store.num_drawn(GROUP))))
         store.close()
     store = SampleStore(path)
     assert [answer.routes for answer in Told(store).answers] == [None, None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -18,7 +20,7 @@ from tests.stream.peers import TASK, Peer
 from tests.stream.rows import FIELDS, columns, group, numbers, rewards, row
 
 from dora.errors import RunError, StreamError
-from dora.stream import wire
+from dora.stream import segments, wire
 from dora.stream.batch import Batch, Waited
 from dora.stream.client import StreamClient
 from dora.stream.lines import Want
@@ -100,6 +102,23 @@ def test_rows_go_from_a_producer_to_each_consumer(client: StreamClient) -> None:
     assert client.status()["num_bytes"] == 0
 
 
+def test_ranks_of_a_trainer_read_their_rows_of_what_one_of_them_holds(
+    served: Served, client: StreamClient
+) -> None:
+    """All ranks of a replica the same ones."""
+    put(client, 0, 1, 2, 3)
+    batch = get(client)
+    shares = [batch.indices[::2], batch.indices[1::2]]
+    ranks = [(served.client(rank < 2), shares[rank % 2]) for rank in range(4)]
+    for rank, share in ranks:
+        assert numbers(rank.look(TASK, share)) == share
+    with pytest.raises(StreamError, match="this client has no lease 0"):
+        ranks[0][0].commit(ranks[0][0].look(TASK, shares[0]))
+    client.commit(batch)
+    with pytest.raises(StreamError, match="row 1 is not on lease to 'reward': somebody must get it"):
+        ranks[1][0].look(TASK, shares[1])
+
+
 def test_a_get_waits_for_rows_and_names_what_it_waits_for(served: Served, client: StreamClient) -> None:
     late = client.get("actor", Want(groups=(group(0),)), wait_s=0.05)
     assert isinstance(late, Waited)
@@ -129,6 +148,26 @@ def test_a_full_stream_makes_a_producer_wait_and_says_who_is_slow(
     waiting.join()
     assert found == [range(8, 9)]
     assert numbers(get(other)) == [8]
+
+
+def test_a_full_memory_makes_a_producer_wait_too(
+    client: StreamClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(path: Path, num_bytes: int) -> mmap.mmap:
+        if num_fulls.pop(0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return make_segment(path, num_bytes)
+
+    make_segment, num_fulls = segments._make, [True] * 100
+    monkeypatch.setattr(segments, "_make", make)
+    late = put(client, 0, wait_s=0.05)
+    assert isinstance(late, Waited)
+    assert "'reward' is 0 rows behind" in late.why
+    num_fulls[:] = [*[True] * client.shares_memory, False, *[True] * 100]  # a far one does not try again
+    assert put(client, 0) == range(1)
+    with pytest.raises(StreamError, match="No space left on device"):
+        client.fill([0], {"routes": [np.zeros((1 << 22, 3), np.int16)]})
+    assert client.status()["num_rows"] == 1
 
 
 def test_what_is_refused_is_refused_with_a_remedy_and_changes_nothing(client: StreamClient) -> None:
@@ -179,6 +218,7 @@ def test_messages_that_make_no_sense_are_answered_and_harm_nobody(
         [json.dumps(put_it | {"place": None}).encode(), eight, b"short"],
         [json.dumps(put_it | {"place": ["../../etc/passwd", 0, 9]}).encode(), eight],
         [json.dumps(put_it | {"place": [f"{0:016x}-1", 0, 9]}).encode(), eight],
+        [json.dumps(put_it | {"place": [f"{15:x}" * 16 + "-1", 0, 9]}).encode(), eight],
         [json.dumps({"do": "commit", "n": 1, "lease": "x"}).encode()],
         [json.dumps({"do": "hello", "n": 1, "owner": "../..", "pid": 1}).encode()],
         [json.dumps({"do": "get", "n": 1, "consumer": [], "want": 3}).encode()],
@@ -192,6 +232,32 @@ def test_messages_that_make_no_sense_are_answered_and_harm_nobody(
     socket.close()
     put(client, 3)
     assert numbers(get(client)) == [3]
+
+
+def test_rows_that_came_too_late_go_to_another_client(folder: Path) -> None:
+    class Slow(Stream):
+        def settle(self) -> None:
+            assert may_go_on.wait(20.0)
+            super().settle()
+
+    may_go_on = threading.Event()
+    may_go_on.set()
+    server = Server(Slow(FIELDS, folder), [wire.endpoint_of(folder)])
+    thread = server.start()
+    with (
+        StreamClient(server.endpoints[0], timeout_s=0.5) as hasty,
+        StreamClient(server.endpoints[0]) as other,
+    ):
+        hasty.declare(TASK, ["ids"])
+        put(hasty, 3)
+        may_go_on.clear()
+        with pytest.raises(RunError, match=r"has not answered 'get' for 0.5 s: is its process alive"):
+            hasty.get(TASK, wait_s=0.0)
+        may_go_on.set()
+        hasty.status()  # whatever it asks for next: it hears of the rows, and gives them back
+        assert numbers(get(other)) == [3]
+    server.stop()
+    thread.join()
 
 
 def test_an_expired_lease_goes_to_another_client(served: Served) -> None:
@@ -215,7 +281,7 @@ def test_a_client_that_says_goodbye_gives_back_what_it_held(served: Served) -> N
 
 
 def test_nobody_answers_for_a_stream_that_is_not_there(folder: Path) -> None:
-    with pytest.raises(RunError, match=r"has not answered 'hello' for 0.05 s: is its process alive"):
+    with pytest.raises(RunError, match=r"no stream has listened at .* for 0.05 s: is its process alive"):
         StreamClient(wire.endpoint_of(folder), timeout_s=0.05)
 
 
@@ -242,6 +308,39 @@ def test_killed_consumers_lose_nothing_and_repeat_nothing(folder: Path) -> None:
     producer.commit(last)
     assert producer.status()["num_rows"] == 0
     producer.close()
+    server.kill()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the death of a process is seen on Linux only")
+def test_what_peers_in_full_work_leave_behind_when_they_are_killed(folder: Path) -> None:
+    """A producer, at most what it was about to say; consumers, nothing that is consumed twice or never."""
+    server = Peer("serve", folder)
+    assert server.hear() == "ready"
+    client = StreamClient(wire.endpoint_of(folder))
+    client.declare(TASK, ["ids"])
+    producer = Peer("produce", folder)
+    put_rows = [int(n) for _ in range(300) for n in producer.hear().split()]
+    put_rows += [int(n) for line in producer.kill() for n in line.split()]
+    consumed: list[int] = []
+    for num_heard in (1, 20):
+        pair = [Peer("hurry", folder) for _ in range(2)]
+        for hasty in pair:
+            assert hasty.hear() == "ready"
+        for hasty in pair:
+            hasty.tell()
+        for hasty in pair:
+            consumed += [int(n) for _ in range(num_heard) for n in hasty.hear().split()]
+        for hasty in pair:
+            consumed += [int(n) for line in hasty.kill() for n in line.split()]
+    while client.status()["num_rows"]:
+        batch = get(client)
+        consumed += numbers(batch)
+        client.commit(batch)
+    assert len({*consumed}) == len(consumed)
+    assert 0 <= len({*consumed} - {*put_rows}) <= 3  # one put that was not answered before it died
+    assert len({*put_rows} - {*consumed}) <= 4 * 3  # commits that were not heard of before one died
+    assert not [*folder.glob("*-[0-9]")]  # the producer's memory is gone as well
+    client.close()
     server.kill()
 
 

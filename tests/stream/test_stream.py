@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from tests.stream.rows import FIELDS, columns, group, numbers, rewards, row
 
 from dora.errors import StreamError
+from dora.stream import segments
 from dora.stream.batch import Batch
 from dora.stream.lines import Want
 from dora.stream.segments import Arena, Reader
@@ -145,6 +148,26 @@ def test_what_there_is_no_memory_for_is_spilled_and_read_from_there(tmp_path: Pa
     assert stream.ledger.num_bytes == 0
 
 
+def test_what_cannot_be_spilled_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(path: Path, num_bytes: int) -> mmap.mmap:
+        if is_full and path.parent == disk:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return make_segment(path, num_bytes)
+
+    make_segment, is_full = segments._make, True
+    monkeypatch.setattr(segments, "_make", make)
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir()
+    disk.mkdir()
+    stream = Stream(FIELDS, memory, memory_bytes=500, spill=disk)
+    stream.declare("reward", ["ids"])
+    for number in range(20):
+        is_full = number < 10
+        put(stream, [number])
+        assert bool(files(disk)) != is_full
+    assert consume(stream, "reward") == [*range(20)]
+
+
 def test_a_stream_goes_on_where_its_process_ended(tmp_path: Path) -> None:
     def open_again() -> Stream:
         return Stream(FIELDS, tmp_path, record=tmp_path / "samples.sqlite")
@@ -158,7 +181,9 @@ def test_a_stream_goes_on_where_its_process_ended(tmp_path: Path) -> None:
     assert consume(stream, "actor", Want(2)) == [0, 1]
     assert get(stream, "reward", Want(2)) is not None  # on lease, when everything dies
     stream.clear([group(2)])
-    stream.settle()
+    with pytest.raises(StreamError, match=r"samples.sqlite is in use .*: one storage keeps one record"):
+        open_again()
+    stream.close()
 
     again = open_again()
     assert [*again.ledger.rows] == [2, 3]

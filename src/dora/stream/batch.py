@@ -51,6 +51,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the column was asked for."""
+        return name in self._columns
+
     @property
     def indices(self) -> list[int]:
         """Global index of each row."""

@@ -6,7 +6,7 @@ the messages. A client is for one thread: every process and every thread makes i
 
 from __future__ import annotations
 
-import os
+import contextlib
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -15,16 +15,19 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import zmq
 
 from dora.core.records import GroupId
 from dora.errors import RunError, StreamError
 from dora.stream import wire
 from dora.stream.batch import Batch, Part, Waited
+from dora.stream.connection import check_size
 from dora.stream.fields import Given, Packing
 from dora.stream.ledger import FOREVER
 from dora.stream.lines import NewRow, Want
-from dora.stream.segments import Arena, Place, Reader
+from dora.stream.links import Far, Link, Near
+from dora.stream.segments import Arena, Place, Reader, is_full
+
+_TRY_AGAIN_S = 0.02  # while a file system is full
 
 
 class StreamClient:
@@ -33,17 +36,15 @@ class StreamClient:
     def __init__(self, endpoint: str, timeout_s: float = 30.0) -> None:
         """`timeout_s`: how long an answer may take, beyond what was to be waited for. Raises RunError."""
         self._endpoint, self._timeout_s = endpoint, timeout_s
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(endpoint)
-        self._num_asked = 0
+        self._link: Link = (Near if wire.is_local(endpoint) else Far)(endpoint, timeout_s)
+        self._num_asked, self._is_closed = 0, False
         self._arena: Arena | None = None
         self._reader: Reader | None = None
         owner = secrets.token_hex(8)
         try:
-            hello, _ = self._ask("hello", {"owner": owner, "pid": os.getpid()})
+            hello, _ = self._ask("hello", {"owner": owner})
         except RunError:
-            self._socket.close()
+            self._link.close()
             raise
         self.fields = {name: wire.field_from_json(name, *rest) for name, *rest in hello["fields"]}
         folders = [Path(folder) for folder in hello["folders"]]
@@ -62,9 +63,10 @@ class StreamClient:
         group_size: int = 0,
         by_version: bool = False,
         lease_s: float = FOREVER,
+        held_out_size: int = 0,
     ) -> None:
         """A consumer, as `Ledger.declare`. Without `lease_s` it holds rows until it commits or dies."""
-        rules = {"group_size": group_size, "by_version": by_version}
+        rules = {"group_size": group_size, "by_version": by_version, "held_out_size": held_out_size}
         end = {"lease_s": None if lease_s == FOREVER else lease_s}
         self._ask("declare", {"name": name, "fields": [*fields], **rules, **end})
 
@@ -83,7 +85,8 @@ class StreamClient:
     def fill(self, indices: Sequence[int], columns: Given) -> None:
         """Further columns of rows that are there; a full stream takes them too."""
         packing = Packing(self.fields, columns, len(indices))
-        self._write("fill", packing, np.asarray(indices, np.int64))
+        if isinstance(full := self._write("fill", packing, np.asarray(indices, np.int64)), Waited):
+            raise StreamError(full.why)
 
     def get(self, consumer: str, want: Want | None = None, wait_s: float = 60.0) -> Batch | Waited:
         """Rows on lease, or after `wait_s` whom they wait for."""
@@ -91,13 +94,12 @@ class StreamClient:
         header, buffers = self._ask("get", asked, wait_s=wait_s)
         if "waited" in header:
             return Waited(*header["waited"])
-        rows, pairs, *blocks = buffers
-        left, parts = wire.integers(pairs, np.int32, 2), []
-        for names, num_rows, place, num_pairs in header["parts"]:
-            block = blocks.pop(0) if self._reader is None else self._reader.view(Place(*place))
-            parts.append(Part(names, num_rows, block, left[:num_pairs]))
-            left = left[num_pairs:]
-        return Batch(header["lease"], wire.integers(rows, np.int64, 6), self.fields, parts)
+        return self._batch(header, buffers)
+
+    def look(self, consumer: str, indices: Sequence[int]) -> Batch:
+        """Rows that another client has on lease for the consumer, as long as it does; nothing to commit."""
+        asked = {"consumer": consumer, "inline": self._reader is None}
+        return self._batch(*self._ask("look", asked, (np.asarray(indices, np.int64),)))
 
     def commit(self, batch: Batch) -> None:
         """The rows are consumed; their columns must not be looked at any more."""
@@ -122,9 +124,11 @@ class StreamClient:
 
     def close(self) -> None:
         """Give back what is on lease. Rows that were put stay."""
-        if not self._socket.closed:
-            self._send("bye", {}, ())
-            self._socket.close(linger=1000)
+        if not self._is_closed:
+            self._is_closed = True
+            with contextlib.suppress(RunError):  # the storage has ended before
+                self._send("bye", {}, ())
+            self._link.close()
 
     def __enter__(self) -> Self:
         return self
@@ -134,6 +138,14 @@ class StreamClient:
     ) -> None:
         self.close()
 
+    def _batch(self, header: dict[str, Any], buffers: Sequence[bytes]) -> Batch:
+        num_parts, parts = len(header["parts"]), []
+        rows, pairs, blocks = buffers[0], buffers[1 : 1 + num_parts], iter(buffers[1 + num_parts :])
+        for (names, num_rows, place), found in zip(header["parts"], pairs, strict=True):
+            block = next(blocks) if self._reader is None else self._reader.view(Place(*place))
+            parts.append(Part(names, num_rows, block, wire.integers(found, np.int32, 2)))
+        return Batch(header["lease"], wire.integers(rows, np.int64, 6), self.fields, parts)
+
     def _write(self, verb: str, packing: Packing, numbers: Any, wait_s: float = 0.0) -> Any:
         """Have a block written, and say so; the header of the answer, or Waited."""
         asked: dict[str, Any] = {"names": packing.names, "place": None}
@@ -142,29 +154,49 @@ class StreamClient:
             packing.write(block)
             header, _ = self._ask(verb, asked, (numbers, block), wait_s)
             return Waited(*header["waited"]) if "waited" in header else header
-        place, view = self._arena.reserve(packing.num_bytes)
-        is_taken = False
+        reserved = self._reserved(self._arena, packing.num_bytes, wait_s)
+        if isinstance(reserved, Waited):
+            return reserved
+        place, view = reserved
+        packing.write(view)
         try:
-            packing.write(view)
             header, _ = self._ask(verb, asked | {"place": place}, (numbers,), wait_s)
-            is_taken = "waited" not in header
-        finally:
-            if not is_taken:
-                self._arena.release(place.segment)
-        return header if is_taken else Waited(*header["waited"])
+        except StreamError:  # but without an answer it may have been taken
+            self._arena.release(place.segment)
+            raise
+        if "waited" not in header:
+            return header
+        self._arena.release(place.segment)
+        return Waited(*header["waited"])
+
+    def _reserved(self, arena: Arena, num_bytes: int, wait_s: float) -> tuple[Place, memoryview] | Waited:
+        """A place for a block; while the file system is full, it waits for blocks to go."""
+        until_s = time.monotonic() + wait_s
+        while True:
+            try:
+                return arena.reserve(num_bytes)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                slowest = self.status()["slowest"]  # whose answer also says what may be used again
+                if time.monotonic() >= until_s:
+                    return Waited(wait_s, f"there is no room for {num_bytes} bytes ({error}): {slowest}")
+                time.sleep(_TRY_AGAIN_S)
 
     def _ask(
         self, verb: str, asked: dict[str, Any], buffers: Sequence[Any] = (), wait_s: float = 0.0
     ) -> tuple[dict[str, Any], list[bytes]]:
         number = self._send(verb, asked | {"wait_s": wait_s}, buffers)
         until_s = time.monotonic() + wait_s + self._timeout_s
-        while (frames := self._receive(until_s)) is not None:
+        while (frames := self._link.receive(until_s)) is not None:
             header = wire.header_of(frames)
             for segment, num_blocks in header.get("released", {}).items():
                 if self._arena is not None:
                     self._arena.release(segment, num_blocks)
-            if header["n"] != number:
-                continue  # of a request that was given up
+            if header["n"] not in (number, wire.TO_ANY):  # of a request that was given up
+                if header.get("lease"):
+                    self._send("give_back", {"lease": header["lease"]}, ())
+                continue
             if "error" in header:
                 raise StreamError(header["error"])
             return header, frames[1:]
@@ -173,15 +205,8 @@ class StreamClient:
             "is its process alive?"
         )
 
-    def _receive(self, until_s: float) -> list[bytes] | None:
-        self._socket.setsockopt(zmq.RCVTIMEO, max(0, int(1e3 * (until_s - time.monotonic()))))
-        try:
-            return self._socket.recv_multipart()
-        except zmq.Again:
-            return None
-
     def _send(self, verb: str, asked: dict[str, Any], buffers: Sequence[Any]) -> int:
+        check_size(sum(memoryview(buffer).nbytes for buffer in buffers))
         self._num_asked += 1
-        header = {"n": self._num_asked, "do": verb} | asked
-        self._socket.send_multipart(wire.frames_of(header, buffers))
+        self._link.send(wire.frames_of({"n": self._num_asked, "do": verb} | asked, buffers))
         return self._num_asked

@@ -7,11 +7,12 @@ what was not trained. The trainer takes the groups that the core has chosen, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dora.core.records import GroupId, RequestId
 from dora.errors import RunError
@@ -31,23 +32,53 @@ _ANSWER = (
     Field("logprobs", "<f4", (None,)),
     Field("routes", "<i2", (None,)),  # of all tokens, end to end; none where they are not known
     Field("weight_digest", "u1", (None,)),  # ASCII
+    Field("loss_mask", "u1", (None,)),  # 1: the token was drawn, 0: it was read
 )
 _JUDGEMENT = (Field("reward", "<f8"), Field("advantage", "<f8"))  # NaN: it needs the whole batch
 FIELDS = (*_ANSWER, *_JUDGEMENT)
+QUESTION = "question"  # JSON, once a group is to be judged; its first answer has it, the others are empty
+COLLECTOR = "collector"
+COLUMNS = ("reference", "proximal", "values")  # of every token, where a station beside the trainer makes it
 WAIT_S = 10.0  # for a group that is committed, and so was sent
+
+
+def reward_column(task: str) -> str:
+    """The column that a reward task fills, which is its consumer's name too."""
+    return f"reward/{task}"
 
 
 class Feed:
     """The driver's side: the storage in a thread, and the rows that are on their way to it."""
 
-    def __init__(self, folder: Path, group_size: int) -> None:
-        """Blocks and the socket lie in `folder`, which is made."""
+    def __init__(
+        self,
+        folder: Path,
+        group_size: int,
+        columns: Sequence[str] = (),
+        tasks: Mapping[str, float] | None = None,
+        num_answers: int = 0,
+    ) -> None:
+        """Blocks and the socket lie in `folder`, which is made. `columns` are those of COLUMNS that the
+        trainer needs; who makes one is the consumer of its name. `tasks` judge what is asked, also the
+        `num_answers` to each held-out prompt, each on a lease of so many seconds.
+        """
         self.folder = folder
         folder.mkdir()
-        self._server = Server(Stream(FIELDS, folder), [wire.endpoint_of(folder)])
+        made = [Field(name, "<f4", (None,)) for name in columns]
+        rewards = {reward_column(task): lease_s for task, lease_s in (tasks or {}).items()}
+        made += [Field(QUESTION, "u1", (None,)), *(Field(name, "<f8") for name in rewards)]
+        self._server = Server(Stream([*FIELDS, *made], folder), [wire.endpoint_of(folder)])
         self._thread = self._server.start()
         self._client = StreamClient(wire.endpoint_of(folder))
-        self._client.declare(ACTOR, [field.name for field in FIELDS], group_size=group_size)
+        stored = [field.name for field in FIELDS]
+        self._client.declare(ACTOR, [*stored, *columns], group_size=group_size)
+        for name in columns:
+            self._client.declare(name, stored, group_size=group_size)
+        for name, lease_s in rewards.items():
+            needs = ["token_ids", QUESTION]
+            self._client.declare(name, needs, group_size, True, lease_s, held_out_size=num_answers)
+        if rewards:
+            self._client.declare(COLLECTOR, [*rewards], group_size, held_out_size=num_answers)
         self._indices: dict[GroupId, dict[int, int]] = {}  # by sibling
         self._answers: list[Trajectory] = []
         self._judged: dict[RequestId, tuple[float, float | None]] = {}
@@ -65,6 +96,29 @@ class Feed:
         for sibling, judged in enumerate(zip(rewards, advantages, strict=True)):
             self._judged[RequestId(*group, sibling)] = judged
 
+    def ask(self, group: GroupId, question: bytes, held_out: Sequence[Sequence[int]] = ()) -> None:
+        """Have the reward tasks judge a group; the answers to a held-out prompt, as token ids, come with it.
+
+        Each task sees it from now on, oldest version first.
+        """
+        num_answers = len(held_out) or len(self._indices[group])
+        questions = [np.frombuffer(text, np.uint8) for text in (question, *[b""] * (num_answers - 1))]
+        if not group.is_held_out:
+            indices = self._indices[group]
+            self._client.fill([indices[sibling] for sibling in sorted(indices)], {QUESTION: questions})
+            return
+        version = -1 - group.epoch
+        rows = [NewRow(RequestId(*group, k), version, len(ids)) for k, ids in enumerate(held_out)]
+        answers = [np.asarray(ids, np.int32) for ids in held_out]
+        self._put_rows(rows, {"token_ids": answers, QUESTION: questions})
+
+    def drop(self, groups: Iterable[GroupId]) -> None:
+        """Take these groups away at once, from whoever has them: they have failed, or are judged."""
+        groups = [*groups]
+        self._client.clear(groups)
+        for group in groups:
+            self._indices.pop(group, None)
+
     def end(self, groups: Iterable[GroupId]) -> None:
         """These groups are trained, filtered or failed: nobody needs them any more."""
         self._ended |= dict.fromkeys(groups)
@@ -76,9 +130,7 @@ class Feed:
         if self._judged:
             self._fill()
         if self._ended:
-            self._client.clear(self._ended)
-            for group in self._ended:
-                self._indices.pop(group, None)
+            self.drop(self._ended)
             self._ended = {}
 
     def close(self) -> None:
@@ -89,10 +141,15 @@ class Feed:
     def _put(self) -> None:
         answers, self._answers = self._answers, []
         rows = [NewRow(t.request, t.version, len(t.prompt_ids) + len(t.token_ids)) for t in answers]
-        indices = self._client.put(rows, _columns(answers))
-        assert not isinstance(indices, Waited), "a stream without a limit is never full"
+        indices = self._put_rows(rows, _columns(answers))
         for trajectory, index in zip(answers, indices, strict=True):
             self._indices.setdefault(trajectory.request.group, {})[trajectory.request.sibling] = index
+
+    def _put_rows(self, rows: Sequence[NewRow], columns: Mapping[str, Any]) -> range:
+        indices = self._client.put(rows, columns, WAIT_S)
+        if isinstance(indices, Waited):  # it has no limit, but the memory has
+            raise RunError(f"no room in {self.folder} for {WAIT_S:g} s, the run cannot go on: {indices.why}")
+        return indices
 
     def _fill(self) -> None:
         judged, self._judged = self._judged, {}
@@ -107,19 +164,28 @@ class Feed:
 class GroupReader:
     """The trainer's side: groups by name, on lease until the step they belong to is done."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises RunError if the driver's stream does not answer."""
+    def __init__(self, folder: Path, consumer: str = ACTOR, wait_s: float | None = None) -> None:
+        """`wait_s` is how long a group may take to come. Raises RunError if the stream does not answer."""
         self._client = StreamClient(wire.endpoint_of(folder))
+        self._consumer, self._wait_s = consumer, WAIT_S if wait_s is None else wait_s
         self._leased: dict[GroupId, Batch] = {}
 
     def group(self, group: GroupId) -> list[StoredSample]:
         """The samples of a scored group, in sibling order. Raises RunError if it does not come."""
         if group not in self._leased:
-            batch = self._client.get(ACTOR, Want(groups=(group,)), WAIT_S)
+            batch = self._client.get(self._consumer, Want(groups=(group,)), self._wait_s)
             if isinstance(batch, Waited):
                 raise RunError(f"the sample stream has not handed it out for {batch.wait_s:g} s: {batch.why}")
             self._leased[group] = batch
         return _samples(self._leased[group])
+
+    def fill(self, group: GroupId, rows: Sequence[NDArray[np.float32]]) -> None:
+        """What this consumer makes of a group that it has read, sibling by sibling. Raises StreamError."""
+        self._client.fill(self._leased[group].indices, {self._consumer: rows})
+
+    def rows(self, indices: Sequence[int]) -> list[StoredSample]:
+        """Samples by their `stream_index`, which another reader of this consumer holds meanwhile."""
+        return _samples(self._client.look(self._consumer, indices))
 
     def commit(self, groups: Iterable[GroupId]) -> None:
         """The step with these groups is done."""
@@ -140,26 +206,35 @@ def _columns(answers: Sequence[Trajectory]) -> dict[str, Any]:
         "logprobs": [np.asarray(t.logprobs, np.float32) for t in answers],
         "routes": [none if t.routes is None else t.routes.astype(np.int16).reshape(-1) for t in answers],
         "weight_digest": [np.frombuffer(t.weight_digest.encode(), np.uint8) for t in answers],
+        "loss_mask": [
+            np.ones(len(t.token_ids), np.uint8) if t.loss_mask is None else np.array([*t.loss_mask], np.uint8)
+            for t in answers
+        ],
     }
 
 
 def _samples(batch: Batch) -> list[StoredSample]:
     """Copies, for a trainer may keep them longer than the lease."""
     columns = {field.name: batch.rows(field.name) for field in FIELDS}
+    made = {name: batch.rows(name) for name in COLUMNS if name in batch}
     samples = []
-    for row, version in enumerate(batch.versions):
-        prompt, tokens, logprobs, routes, digest, reward, advantage = (columns[f.name][row] for f in FIELDS)
+    for row, (index, version) in enumerate(zip(batch.indices, batch.versions, strict=True)):
+        own = (columns[field.name][row] for field in FIELDS)
+        prompt, tokens, logprobs, routes, digest, mask, reward, advantage = own
         by_token = routes.reshape(len(prompt) + len(tokens) - 1, -1).copy() if len(routes) else None
         samples.append(
             StoredSample(
                 version=version,
                 prompt_ids=prompt.tolist(),
                 token_ids=tokens.tolist(),
-                logprobs=logprobs.tolist(),
+                logprobs=logprobs[mask > 0].tolist(),
                 reward=float(reward),
                 advantage=None if math.isnan(advantage) else float(advantage),
                 routes=by_token,
                 weight_digest=digest.tobytes().decode(),
+                stream_index=index,
+                loss_mask=None if mask.all() else mask.tolist(),
+                **{name: rows[row].tolist() for name, rows in made.items()},
             )
         )
     return samples

@@ -170,25 +170,25 @@ def unpack(
     fields: Mapping[str, Field], names: Sequence[str], num_rows: int, block: Buffer
 ) -> dict[str, Column]:
     """The columns of a block, as views of it that cannot be written to. Raises StreamError if it is cut."""
+    block = memoryview(block).toreadonly()
     columns, at = {}, 0
 
-    def take(dtype: Any, shape: tuple[int, ...]) -> Array:
+    def take(dtype: Any, num: int, inner: tuple[int, ...]) -> Array:
         nonlocal at
-        num = math.prod(shape)
-        if num < 0 or at + num * np.dtype(dtype).itemsize > len(block):
+        num_bytes = num * math.prod(inner) * np.dtype(dtype).itemsize
+        if not 0 <= num_bytes <= len(block) - at:
             raise StreamError("a block is shorter than its columns")
-        values = np.frombuffer(block, dtype, num, at).reshape(shape)
-        values.flags.writeable = False
-        at += -(-values.nbytes // ALIGNMENT) * ALIGNMENT
-        return values
+        values = np.frombuffer(block[at : at + num_bytes], dtype)
+        at += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return values.reshape(num, *inner) if inner else values
 
     for name in names:
         field = fields[name]
         if field.is_jagged:
-            offsets = take(np.int64, (num_rows + 1,))
-            if offsets[0] != 0 or (np.diff(offsets) < 0).any():
+            offsets = take(np.int64, num_rows + 1, ())
+            if offsets[0] != 0 or np.count_nonzero(offsets[1:] < offsets[:-1]):
                 raise StreamError(f"field {name!r}: a block whose offsets do not ascend")
-            columns[name] = Column(take(field.dtype, (int(offsets[-1]), *field.inner)), offsets)
+            columns[name] = Column(take(field.dtype, int(offsets[-1]), field.inner), offsets)
         else:
-            columns[name] = Column(take(field.dtype, (num_rows, *field.inner)))
+            columns[name] = Column(take(field.dtype, num_rows, field.inner))
     return columns

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dora.core.records import RequestId
 from dora.errors import StreamError
 from dora.stream.fields import Field
-from dora.stream.lines import Block, NewRow
+from dora.stream.lines import Block, NewRow, Row
 from dora.stream.segments import Place
 
 _SCHEMA = """
@@ -27,7 +27,6 @@ create table if not exists stream_consumers (name text primary key, declaration 
 create table if not exists stream_blocks (
     number integer primary key, names text not null, first_row integer not null,
     segment text not null, offset integer not null, num_bytes integer not null, rows blob not null);
-create index if not exists stream_first on stream_blocks (first_row);
 create table if not exists stream_done (
     number integer primary key, consumer text, last_row integer not null, indices blob not null);
 """
@@ -42,9 +41,9 @@ class KeptBlock(NamedTuple):
     rows: list[NewRow]
 
 
-def numbers_of(indices: Iterable[int], rows: Sequence[NewRow]) -> NDArray[np.int64]:
+def numbers_of(indices: Iterable[int], rows: Sequence[NewRow | Row]) -> NDArray[np.int64]:
     """[n, 6]: index, epoch, row and sibling of the request, version, number of tokens."""
-    flat = [(i, *new.id, new.version, new.num_tokens) for i, new in zip(indices, rows, strict=True)]
+    flat = [(i, *row.id, row.version, row.num_tokens) for i, row in zip(indices, rows, strict=True)]
     return np.array(flat, np.int64).reshape(-1, 6)
 
 
@@ -57,9 +56,14 @@ class Keeper:
     """Writes into one transaction, until `commit`."""
 
     def __init__(self, path: Path, fields: Mapping[str, Field]) -> None:
-        """Raises StreamError if the file keeps a stream of other fields."""
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.execute("pragma journal_mode = wal")
+        """Raises StreamError if the file keeps a stream of other fields, or another storage has it."""
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.0)
+        self._db.execute("pragma locking_mode = exclusive")
+        try:
+            self._db.execute("pragma journal_mode = wal")
+        except sqlite3.OperationalError as error:
+            self._db.close()
+            raise StreamError(f"{path} is in use ({error}): one storage keeps one record") from error
         self._db.execute("pragma synchronous = off")  # survives the death of processes, not of the power
         self._db.executescript(_SCHEMA)
         declared = {(f.name, f.dtype, json.dumps(f.shape)) for f in fields.values()}
@@ -79,7 +83,7 @@ class Keeper:
         """A consumer, as the ledger was told of it."""
         self._write("insert or ignore into stream_consumers values (?, ?)", (name, json.dumps(declaration)))
 
-    def put(self, block: Block, indices: Sequence[int], rows: Sequence[NewRow]) -> None:
+    def put(self, block: Block, indices: Sequence[int], rows: Sequence[NewRow | Row]) -> None:
         """A block and its rows; rows that have others already are named again."""
         assert isinstance(block.place, Place)
         self._number += 1
@@ -106,8 +110,8 @@ class Keeper:
         self._num_done += 1
         if self._num_done % _NUM_BEFORE_PRUNING == 0:  # what no block can name again, but never the newest
             newest = "(select max(last_row) from stream_done)"
-            oldest = f"(select coalesce(min(first_row), {newest}) from stream_blocks)"
-            self._write(f"delete from stream_done where last_row < {oldest}", ())
+            oldest = "select first_row from stream_blocks order by number limit 1"  # as rows come in order
+            self._write(f"delete from stream_done where last_row < coalesce(({oldest}), {newest})", ())
 
     def commit(self) -> None:
         """Make it safe from the death of this process."""

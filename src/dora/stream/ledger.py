@@ -55,14 +55,15 @@ class Ledger:
         group_size: int = 0,
         by_version: bool = False,
         lease_s: float = FOREVER,
+        held_out_size: int = 0,
     ) -> None:
         """Add a consumer; it is served the rows that are still here. The same once more changes nothing.
 
-        With a `group_size` it is served whole groups; `by_version` the oldest version first, else first in,
-        first out. Raises StreamError.
+        With a `group_size` it is served whole groups, and answers to held-out prompts only with a
+        `held_out_size`; `by_version` the oldest version first, else first in, first out. Raises StreamError.
         """
         bit, needs = 1 << len(self.consumers), self.mask(fields)
-        new = Consumer(name, bit, needs, group_size, by_version, lease_s)
+        new = Consumer(name, bit, needs, group_size, by_version, lease_s, held_out_size)
         if (old := self.consumers.get(name)) is not None:
             if old.declaration != new.declaration:
                 raise StreamError(f"consumer {name!r} is declared already, and otherwise; take another name")
@@ -135,11 +136,7 @@ class Ledger:
         rows = self._chosen(consumer, want.groups) if want.groups else consumer.line.take(want)
         if not rows:
             return None
-        blocks: dict[Block, list[tuple[int, int]]] = {}
-        for number, row in enumerate(rows):
-            for block, position in row.spots:
-                if block.mask & consumer.needs:
-                    blocks.setdefault(block, []).append((number, position))
+        blocks = _blocks(rows, consumer)
         for block in blocks:
             block.num_leases += 1
         self._num_leases += 1
@@ -147,6 +144,20 @@ class Ledger:
         self._leases[lease.number] = lease
         self._time(lease)
         return lease
+
+    def look(self, name: str, indices: Sequence[int]) -> Lease:
+        """Rows that somebody has on lease, for those who work on them with it: ranks of one trainer.
+
+        It is no lease: there is nothing to commit, and the blocks last as long as the holder's. Raises
+        StreamError.
+        """
+        consumer = self.consumer(name)
+        rows = [self.rows[index] for index in indices if index in self.rows]
+        held = [row.index for row in rows if row.met & ~row.ready & ~row.done & consumer.bit]
+        if not held or len(held) < len(indices):
+            missing = next((index for index in indices if index not in {*held}), "none")
+            raise StreamError(f"row {missing} is not on lease to {name!r}: somebody must get it and hold it")
+        return Lease(0, consumer, "", rows, _blocks(rows, consumer), FOREVER)
 
     def commit(self, number: int, client: str, now_s: float) -> Lease:
         """Its rows are consumed, by this consumer and for ever. Raises StreamError."""
@@ -255,7 +266,7 @@ class Ledger:
         ]
         num_away = sum(bool(row.met & consumer.bit and not row.ready & consumer.bit) for row in rows)
         columns = f"without {', '.join(lacking)}" if lacking else f"{num_away} on lease or consumed"
-        return f"group {group}: {len(rows)} of {consumer.group_size} rows are here, {columns}"
+        return f"group {group}: {len(rows)} of {consumer.size_of(group)} rows are here, {columns}"
 
     def _chosen(self, consumer: Consumer, groups: Sequence[GroupId]) -> list[Row]:
         """All rows of these groups, if they are whole and ready."""
@@ -264,7 +275,7 @@ class Ledger:
         rows: list[Row] = []
         for group in dict.fromkeys(groups):
             found = self.group(group)
-            if len(found) < consumer.group_size or not all(row.ready & consumer.bit for row in found):
+            if len(found) < consumer.size_of(group) or not all(row.ready & consumer.bit for row in found):
                 return []
             rows += found
         for row in rows:
@@ -272,9 +283,9 @@ class Ledger:
         return rows
 
     def _admit(self, index: int, new: NewRow, block: Block, position: int) -> Row:
-        row = Row(index, new.id, new.version, new.num_tokens, block.mask, ((block, position),))
+        row = Row(index, new.id, new.id.group, new.version, new.num_tokens, block.mask, ((block, position),))
         self.rows[index] = self._ids[row.id] = row
-        self._groups.setdefault(row.id.group, []).append(row)
+        self._groups.setdefault(row.group, []).append(row)
         self.next_index = max(self.next_index, index + 1)
         return row
 
@@ -299,10 +310,10 @@ class Ledger:
                 consumer.line.remove(row)
             consumer.num_done -= bool(row.done & consumer.bit)
         del self.rows[row.index], self._ids[row.id]
-        siblings = self._groups[row.id.group]
+        siblings = self._groups[row.group]
         siblings.remove(row)
         if not siblings:
-            del self._groups[row.id.group]
+            del self._groups[row.group]
         for block, _ in row.spots:
             block.num_live -= 1
             self._free_if_unused(block)
@@ -340,3 +351,13 @@ class Ledger:
     def _time(self, lease: Lease) -> None:
         if lease.until_s < FOREVER:
             heapq.heappush(self._ends, (lease.until_s, lease.number))
+
+
+def _blocks(rows: Sequence[Row], consumer: Consumer) -> dict[Block, list[tuple[int, int]]]:
+    """Where the columns are that a consumer needs: number among the rows, and row of the block."""
+    blocks: dict[Block, list[tuple[int, int]]] = {}
+    for number, row in enumerate(rows):
+        for block, position in row.spots:
+            if block.mask & consumer.needs:
+                blocks.setdefault(block, []).append((number, position))
+    return blocks

@@ -53,6 +53,7 @@ class Row:
 
     index: int
     id: RequestId
+    group: GroupId
     version: int
     num_tokens: int
     has: int = 0  # columns
@@ -63,11 +64,15 @@ class Row:
 
 
 class Line:
-    """Rows that are ready for the consumer with `bit`; with a `group_size`, whole groups of them."""
+    """Rows that are ready for the consumer with `bit`; with a `group_size`, whole groups of them.
 
-    def __init__(self, bit: int, group_size: int, by_version: bool) -> None:
+    Held-out prompts have `held_out_size` answers each.
+    """
+
+    def __init__(self, bit: int, group_size: int, held_out_size: int, by_version: bool) -> None:
         self.num_rows = 0  # that could be taken now
-        self._bit, self._group_size, self._by_version = bit, group_size, by_version
+        self._bit, self._by_version = bit, by_version
+        self._group_size, self._held_out_size = group_size, held_out_size
         self._queues: dict[int, deque[tuple[Row, ...]]] = {}
         self._whole: dict[GroupId, tuple[Row, ...]] = {}
         self._partial: dict[GroupId, list[Row]] = {}
@@ -77,10 +82,10 @@ class Line:
         row.ready |= self._bit
         parcel: tuple[Row, ...] = (row,)
         if self._group_size:
-            group = row.id.group
+            group = row.group
             known = self._partial.setdefault(group, [])
             known.append(row)
-            if len(known) < self._group_size:
+            if len(known) < (self._held_out_size if group.is_held_out else self._group_size):
                 return
             del self._partial[group]
             parcel = self._whole[group] = tuple(sorted(known, key=lambda row: row.id.sibling))
@@ -94,7 +99,7 @@ class Line:
         if not self._group_size:
             self.num_rows -= 1
             return
-        group = row.id.group
+        group = row.group
         if (whole := self._whole.pop(group, None)) is not None:
             self.num_rows -= len(whole)
             self._partial[group] = [*whole]
@@ -125,7 +130,7 @@ class Line:
 
     def _is_here(self, parcel: tuple[Row, ...]) -> bool:
         if self._group_size:
-            return self._whole.get(parcel[0].id.group) is parcel
+            return self._whole.get(parcel[0].group) is parcel
         return bool(parcel[0].ready & self._bit)
 
     def _pick(self, parcel: tuple[Row, ...]) -> None:
@@ -133,26 +138,42 @@ class Line:
         for row in parcel:
             row.ready &= ~self._bit
         if self._group_size:
-            del self._whole[parcel[0].id.group]
+            del self._whole[parcel[0].group]
 
 
 class Consumer:
     """A task: the columns it needs and the rows that are ready for it."""
 
     def __init__(
-        self, name: str, bit: int, needs: int, group_size: int, by_version: bool, lease_s: float
+        self,
+        name: str,
+        bit: int,
+        needs: int,
+        group_size: int,
+        by_version: bool,
+        lease_s: float,
+        held_out_size: int = 0,
     ) -> None:
         self.name, self.bit, self.needs, self.lease_s = name, bit, needs, lease_s
-        self.group_size, self.by_version = group_size, by_version
-        self.line = Line(bit, group_size, by_version)
+        self.group_size, self.held_out_size, self.by_version = group_size, held_out_size, by_version
+        self.line = Line(bit, group_size, held_out_size, by_version)
         self.num_done = 0  # rows that it consumed and that are still here
 
     @property
-    def declaration(self) -> tuple[int, int, bool, float]:
-        return self.needs, self.group_size, self.by_version, self.lease_s
+    def declaration(self) -> tuple[int, int, int, bool, float]:
+        return self.needs, self.group_size, self.held_out_size, self.by_version, self.lease_s
+
+    def size_of(self, group: GroupId) -> int:
+        """How many rows make the group whole, for a consumer of groups."""
+        return self.held_out_size if group.is_held_out else self.group_size
 
     def look_at(self, row: Row) -> None:
-        """Put it into the line when it has all that is needed, once."""
+        """Put it into the line when it has all that is needed, once.
+
+        Who takes groups and has not said of how many held-out answers is not served any of these.
+        """
+        if self.group_size and row.id.is_held_out and not self.held_out_size:
+            return
         if row.has & self.needs == self.needs and not row.met & self.bit:
             row.met |= self.bit
             self.line.add(row)

@@ -6,8 +6,9 @@ process loses no finished answer; who follows the store hears of it at that mome
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -21,14 +22,18 @@ create table if not exists samples (
     group_id text not null, sibling integer not null,
     version integer not null, weight_digest text not null,
     prompt_ids blob not null, token_ids blob not null, logprobs blob not null,
-    routes blob, reward real, advantage real,
+    routes blob, loss_mask blob, reward real, advantage real, task_rewards blob,
     state text not null, trained_step integer,
     primary key (group_id, sibling)) without rowid
 """
 
 
 class Trajectory(NamedTuple):
-    """A finished request: its tokens, their log-probs, and the experts they were sent to if that is known."""
+    """A finished request: its tokens, their log-probs, and the experts they were sent to if that is known.
+
+    `loss_mask` is 1 for each token that was drawn, and 0 for those that an episode's other side said, whose
+    log-probs are 0; None: all were drawn. `reward` is what an episode has earned, before its group is scored.
+    """
 
     request: RequestId
     version: int
@@ -37,10 +42,18 @@ class Trajectory(NamedTuple):
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     routes: NDArray[np.int16] | None = None  # [tokens - 1, ...], tokens of prompt and response
+    loss_mask: Sequence[int] | None = None
+    reward: float | None = None
 
 
 class StoredSample(NamedTuple):
-    """A scored trajectory as the trainer reads it; `advantage` is None where it needs the whole batch."""
+    """A scored trajectory as the trainer reads it; `advantage` is None where it needs the whole batch.
+
+    `logprobs` are those of tokens that were drawn, which `loss_mask` names (see Trajectory).
+
+    `reference`, `proximal` and `values` are what stations beside the trainer make of each token, if there are
+    any; `stream_index` is its row in the sample stream.
+    """
 
     version: int
     prompt_ids: list[int]
@@ -50,14 +63,21 @@ class StoredSample(NamedTuple):
     advantage: float | None
     routes: NDArray[np.int16] | None  # [tokens - 1, mixture layers * k]
     weight_digest: str
+    reference: list[float] | None = None
+    proximal: list[float] | None = None
+    values: list[float] | None = None
+    stream_index: int | None = None
+    loss_mask: list[int] | None = None
 
 
 class FinishedSample(NamedTuple):
-    """What a run that goes on needs of an answer; `reward` is None before it is judged."""
+    """What a run that goes on needs of an answer; `reward` is its own until its group `is_judged`."""
 
     sibling: int
     token_ids: list[int]
     reward: float | None
+    is_judged: bool
+    task_rewards: dict[str, float]  # by task, where there are several
 
 
 class Follower(Protocol):
@@ -89,8 +109,8 @@ class SampleStore:
         self._db.execute(f"pragma synchronous = {'full' if fsync else 'off'}")
         self._db.execute(_SCHEMA)
         names = [name for _, name, *_ in self._db.execute("pragma table_info(samples)")]
-        if "routes" not in names:  # a run that began before there were mixtures of experts
-            self._db.execute("alter table samples add column routes blob")
+        for name in {"routes", "loss_mask", "task_rewards"} - {*names}:  # an older run
+            self._db.execute(f"alter table samples add column {name} blob")
         self._in_transaction = False
         self._follower: Follower | None = None
 
@@ -114,7 +134,7 @@ class SampleStore:
         t = trajectory
         self._write(
             "insert into samples (group_id, sibling, version, weight_digest, prompt_ids, token_ids, "
-            "logprobs, routes, state) values (?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
+            "logprobs, routes, loss_mask, reward, state) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
             (
                 str(t.request.group),
                 t.request.sibling,
@@ -124,18 +144,27 @@ class SampleStore:
                 np.asarray(t.token_ids, dtype="<i4").tobytes(),
                 np.asarray(t.logprobs, dtype="<f4").tobytes(),
                 None if t.routes is None else t.routes.astype("<i2").tobytes(),
+                None if t.loss_mask is None else bytes(t.loss_mask),
+                t.reward,
             ),
         )
         if self._follower is not None:
             self._follower.put(t)
 
-    def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float | None]) -> None:
-        """Fill the reward and advantage columns of a group, sibling by sibling."""
+    def score(
+        self,
+        group: GroupId,
+        rewards: Sequence[float],
+        advantages: Sequence[float | None],
+        by_task: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """Fill in rewards and advantages of a group, sibling by sibling; `by_task` is what rewards sum up."""
         for sibling, (reward, advantage) in enumerate(zip(rewards, advantages, strict=True)):
+            parts = {task: own[sibling] for task, own in (by_task or {}).items()}
             self._write(
-                "update samples set reward = ?, advantage = ?, state = 'scored' "
+                "update samples set reward = ?, advantage = ?, task_rewards = ?, state = 'scored' "
                 "where group_id = ? and sibling = ?",
-                (reward, advantage, str(group), sibling),
+                (reward, advantage, json.dumps(parts) if parts else None, str(group), sibling),
             )
         if self._follower is not None:
             self._follower.score(group, rewards, advantages)
@@ -151,20 +180,31 @@ class SampleStore:
         if self._follower is not None and state.startswith(ENDS):
             self._follower.end(groups)
 
-    def responses(self, group: GroupId) -> list[list[int]]:
-        """Token ids of a group's responses, in sibling order."""
+    def num_drawn(self, group: GroupId) -> list[int]:
+        """Tokens of a group's responses that the model drew, in sibling order."""
         rows = self._db.execute(
-            "select token_ids from samples where group_id = ? order by sibling", (str(group),)
+            "select token_ids, loss_mask from samples where group_id = ? order by sibling", (str(group),)
         )
-        return [_ids(blob) for (blob,) in rows]
+        return [len(_ids(response)) if mask is None else sum(mask) for response, mask in rows]
+
+    def num_read(self) -> dict[RequestId, int]:
+        """Tokens of episodes that the model did not draw."""
+        rows = self._db.execute(
+            "select group_id, sibling, loss_mask from samples where loss_mask is not null"
+        )
+        return {RequestId(*_group(name), k): len(mask) - sum(mask) for name, k, mask in rows}
 
     def finished(self, group: GroupId) -> list[FinishedSample]:
         """The finished siblings of a group, in order."""
         rows = self._db.execute(
-            "select sibling, token_ids, reward from samples where group_id = ? order by sibling",
+            "select sibling, token_ids, reward, state != 'finished', coalesce(task_rewards, '{}') "
+            "from samples where group_id = ? order by sibling",
             (str(group),),
         )
-        return [FinishedSample(sibling, _ids(response), reward) for sibling, response, reward in rows]
+        return [
+            FinishedSample(k, _ids(answer), reward, bool(is_judged), json.loads(parts))
+            for k, answer, reward, is_judged, parts in rows
+        ]
 
     def prompts(self, limit: int) -> list[tuple[GroupId, list[int]]]:
         """Token ids of the prompts of so many groups."""
@@ -201,11 +241,11 @@ class SampleStore:
         """Answers whose group has not ended, with reward and advantage where they are known."""
         rows = self._db.execute(
             "select group_id, sibling, version, weight_digest, prompt_ids, token_ids, logprobs, routes, "
-            "reward, advantage from samples where state in ('finished', 'scored', 'committed') "
-            "order by group_id, sibling"
+            "loss_mask, iif(state = 'finished', null, reward), advantage from samples "
+            "where state in ('finished', 'scored', 'committed') order by group_id, sibling"
         )
-        for name, sibling, version, digest, prompt, response, logprobs, routes, reward, advantage in rows:
-            prompt_ids, token_ids = _ids(prompt), _ids(response)
+        for name, sibling, version, digest, prompt, answer, logprobs, routes, mask, reward, advantage in rows:
+            prompt_ids, token_ids = _ids(prompt), _ids(answer)
             by_token = None
             if routes is not None:
                 num_rows = len(prompt_ids) + len(token_ids) - 1
@@ -213,7 +253,7 @@ class SampleStore:
             kept = np.frombuffer(logprobs, dtype="<f4").tolist()
             request = RequestId(*_group(name), sibling)
             yield (
-                Trajectory(request, version, digest, prompt_ids, token_ids, kept, by_token),
+                Trajectory(request, version, digest, prompt_ids, token_ids, kept, by_token, mask),
                 reward,
                 advantage,
             )

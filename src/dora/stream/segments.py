@@ -8,16 +8,18 @@ A file in a memory file system outlives its process; one on a disk outlives the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import re
 from collections import Counter, OrderedDict
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 SEGMENT_BYTES = 8 << 20
 KEPT_BYTES = 256 << 20  # of empty segments, for the next blocks: their pages are there already
-NUM_MAPPED = 64  # segments that a reader keeps mapped
+MAPPED_BYTES = 512 << 20  # of segments that a reader keeps mapped, though their owner may have removed them
 ALIGNMENT = 64  # bytes, of blocks
 _NAME = re.compile(r"[0-9a-f]{16}-\d{1,9}")
 
@@ -37,6 +39,17 @@ def owner_of(segment: str) -> str:
 def is_segment(name: str) -> bool:
     """Whether it is the name of a segment, and not the path of something else."""
     return _NAME.fullmatch(name) is not None
+
+
+@lru_cache(maxsize=1024)
+def num_bytes_of(segment: Path) -> int:
+    """How long it is, which never changes. Raises OSError if it is not there."""
+    return segment.stat().st_size
+
+
+def is_full(error: OSError) -> bool:
+    """Whether it says that there is no room in the file system."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class Heap:
@@ -140,7 +153,7 @@ class Reader:
             paths = [folder / segment for folder in self._folders]
             with next((path for path in paths if path.exists()), paths[0]).open("rb") as file:
                 self._maps[segment] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-            if len(self._maps) > NUM_MAPPED:
+            while len(self._maps) > 1 and sum(map(len, self._maps.values())) > MAPPED_BYTES:
                 self._maps.popitem(last=False)  # views of it keep it mapped
         self._maps.move_to_end(segment)
         if place.offset + place.num_bytes > len(self._maps[segment]):

@@ -1,4 +1,4 @@
-"""A stream for other processes: over a socket of this host, and for other hosts over TCP.
+"""A stream for other processes, of this host and of others.
 
 One thread, one round after the other: hear what was asked, do it, make it durable, answer. A put that
 finds no room and a get that finds too little are held until there is, or until their deadline.
@@ -6,44 +6,29 @@ finds no room and a get that finds too little are held until there is, or until 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import platform
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import zmq
 
 from dora.errors import StreamError
 from dora.stream import wire
+from dora.stream.door import Client, Door, Frames
 from dora.stream.fields import Field, Packing, unpack
 from dora.stream.keeper import rows_of
 from dora.stream.ledger import Lease
-from dora.stream.segments import is_segment
+from dora.stream.segments import is_segment, num_bytes_of
 from dora.stream.stream import Stream, numbers_of_lease
 
-MAX_PER_ROUND = 64  # messages, so that nobody's answer waits for everybody's requests
 REFUSED = (StreamError, OSError)  # a request that cannot be, or no room in the storage's file system
 MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError)
-Buffers = Sequence[bytes]
-
-
-@dataclass(eq=False)
-class Client:
-    """A peer, by the address its socket has here."""
-
-    socket: zmq.Socket[bytes]
-    address: bytes
-    name: str = field(default_factory=lambda: secrets.token_hex(8))
-    owner: str = ""  # of segments
-    pidfd: int = -1
 
 
 @dataclass(eq=False)
@@ -62,18 +47,10 @@ class Server:
     """Serves a stream until it is stopped."""
 
     def __init__(self, stream: Stream, endpoints: Sequence[str]) -> None:
-        """Listens from now on; `run` answers. Raises zmq.ZMQError if an endpoint is taken."""
+        """Listens from now on; `run` answers. Raises OSError or zmq.ZMQError if an endpoint cannot be had."""
         self._stream = stream
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._poller = zmq.Poller()
-        self._sockets: list[zmq.Socket[bytes]] = []
-        self.endpoints = [self._listen(endpoint) for endpoint in endpoints]
-        self._wake_name = f"inproc://stream-{secrets.token_hex(8)}"
-        self._wake = self._context.socket(zmq.PULL)
-        self._wake.bind(self._wake_name)
-        self._poller.register(self._wake, zmq.POLLIN)
-        self._clients: dict[tuple[int, bytes], Client] = {}
-        self._by_pidfd: dict[int, Client] = {}
+        self._door = Door(endpoints)
+        self.endpoints = self._door.endpoints
         self._puts: deque[Held] = deque()
         self._gets: dict[str, deque[Held]] = {}
         self._answers: list[tuple[Client, int, wire.Answer]] = []
@@ -90,9 +67,8 @@ class Server:
 
     def stop(self) -> None:
         """End `run`, from any thread."""
-        with contextlib.closing(self._context.socket(zmq.PUSH)) as socket:
-            socket.connect(self._wake_name)
-            socket.send(b"")
+        self._is_stopped = True
+        self._door.ring()
 
     def run(self) -> None:
         """Round after round."""
@@ -104,20 +80,8 @@ class Server:
                 self._stream.settle()
                 self._send()
         finally:
-            for socket in (*self._sockets, self._wake):
-                socket.close(linger=0)
-            for pidfd in self._by_pidfd:
-                os.close(pidfd)
+            self._door.close()
             self._stream.close()
-
-    def _listen(self, endpoint: str) -> str:
-        socket = self._context.socket(zmq.ROUTER)
-        if not wire.is_local(endpoint):
-            socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        socket.bind(endpoint)
-        self._sockets.append(socket)
-        self._poller.register(socket, zmq.POLLIN)
-        return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def _timeout_ms(self) -> int | None:
         """Until the next lease or the next wait ends."""
@@ -127,24 +91,15 @@ class Server:
         return int(1e3 * max(0.0, min(ends) - time.monotonic())) + 1 if ends else None
 
     def _hear(self) -> None:
-        for socket, _ in self._poller.poll(self._timeout_ms()):
-            if isinstance(socket, int):
-                self._leave(self._by_pidfd[socket])
-            elif socket is self._wake:
-                self._is_stopped = True
+        for client, frames in self._door.hear(self._timeout_ms()):
+            if frames is None:
+                self._leave(client)
             else:
-                self._receive(socket)
+                self._obey(client, frames)
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        for _ in range(MAX_PER_ROUND):
-            if not socket.poll(0):
-                return
-            address, *frames = socket.recv_multipart()
-            self._obey(self._clients.get((id(socket), address)) or Client(socket, address), frames)
-
-    def _obey(self, client: Client, frames: Buffers) -> None:
+    def _obey(self, client: Client, frames: Frames) -> None:
         """Do what is asked. A request that makes no sense changes nothing."""
-        number = -1
+        number = wire.TO_ANY
         try:
             header = wire.header_of(frames)
             number = int(header["n"])
@@ -167,8 +122,7 @@ class Server:
             header |= {"n": number}
             if client.owner and (released := self._stream.released(client.owner)):
                 header["released"] = released
-            with contextlib.suppress(zmq.ZMQError):  # it is gone
-                client.socket.send_multipart([client.address, *wire.frames_of(header, buffers)])
+            self._door.send(client, wire.frames_of(header, buffers))
         self._answers.clear()
 
     def _serve_held(self) -> None:
@@ -209,29 +163,20 @@ class Server:
     def _leave(self, client: Client) -> None:
         """A client is gone: what it held is given back, what it waited for is forgotten."""
         self._stream.ledger.leave(client.name)
-        self._stream.let_go(client.owner)
-        if client.pidfd >= 0:
-            self._poller.unregister(client.pidfd)
-            del self._by_pidfd[client.pidfd]
-            os.close(client.pidfd)
+        if client.owner:
+            self._stream.let_go(client.owner)
         for queue in (self._puts, *self._gets.values()):
             for held in [held for held in queue if held.client is client]:
                 queue.remove(held)
-        self._clients.pop((id(client.socket), client.address), None)
+        self._door.forget(client)
 
-    def _do_hello(self, client: Client, header: dict[str, Any], _: Buffers) -> wire.Answer:
-        """Who it is. The death of a process of this host is seen at once; others only let leases expire."""
-        stream, pid = self._stream, int(header["pid"])
+    def _do_hello(self, client: Client, header: dict[str, Any], _: Frames) -> wire.Answer:
+        """Who it is."""
+        stream = self._stream
         if not is_segment(f"{header['owner']}-0"):
             raise StreamError("owner must be 16 hexadecimal digits")
         client.owner = header["owner"]
-        self._clients[id(client.socket), client.address] = client
-        endpoint = client.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        if wire.is_local(endpoint) and pid != os.getpid() and hasattr(os, "pidfd_open") and client.pidfd < 0:
-            with contextlib.suppress(OSError):
-                client.pidfd = os.pidfd_open(pid)
-                self._by_pidfd[client.pidfd] = client
-                self._poller.register(client.pidfd, zmq.POLLIN)
+        self._door.welcome(client)
         return {
             "fields": [wire.field_to_json(f) for f in stream.fields.values()],
             "folders": [str(path.resolve()) for path in stream.folders],
@@ -239,20 +184,19 @@ class Server:
             "host": platform.node(),
         }, ()
 
-    def _do_bye(self, client: Client, _: dict[str, Any], __: Buffers) -> wire.Answer:
+    def _do_bye(self, client: Client, _: dict[str, Any], __: Frames) -> wire.Answer:
         self._leave(client)
         return {}, ()
 
-    def _do_declare(self, _: Client, header: dict[str, Any], __: Buffers) -> wire.Answer:
+    def _do_declare(self, _: Client, header: dict[str, Any], __: Frames) -> wire.Answer:
         lease_s = header["lease_s"]
-        rules = {} if lease_s is None else {"lease_s": float(lease_s)}
-        group_size, by_version = int(header["group_size"]), bool(header["by_version"])
-        self._stream.declare(
-            str(header["name"]), header["fields"], group_size=group_size, by_version=by_version, **rules
-        )
+        rules: dict[str, Any] = {} if lease_s is None else {"lease_s": float(lease_s)}
+        rules |= {key: int(header[key]) for key in ("group_size", "held_out_size")}
+        rules["by_version"] = bool(header["by_version"])
+        self._stream.declare(str(header["name"]), header["fields"], **rules)
         return {}, ()
 
-    def _do_put(self, client: Client, header: dict[str, Any], buffers: Buffers) -> None:
+    def _do_put(self, client: Client, header: dict[str, Any], buffers: Frames) -> None:
         stream, rows = self._stream, rows_of(wire.integers(buffers[0], np.int64, 5))
         if not rows:
             raise StreamError("no row was given")
@@ -272,7 +216,7 @@ class Server:
 
         self._hold(self._puts, client, header, attempt, why)
 
-    def _do_fill(self, client: Client, header: dict[str, Any], buffers: Buffers) -> wire.Answer:
+    def _do_fill(self, client: Client, header: dict[str, Any], buffers: Frames) -> wire.Answer:
         indices = wire.integers(buffers[0], np.int64, 1)[:, 0].tolist()
         if header["place"] is not None:
             self._stream.extend(indices, [*header["names"]], self._place(client, header["place"]))
@@ -281,7 +225,7 @@ class Server:
             self._stream.fill(indices, unpack(self._stream.fields, names, len(indices), buffers[1]))
         return {}, ()
 
-    def _do_get(self, client: Client, header: dict[str, Any], _: Buffers) -> None:
+    def _do_get(self, client: Client, header: dict[str, Any], _: Frames) -> None:
         stream, name, want = self._stream, header["consumer"], wire.want_from_json(header["want"])
         is_inline = bool(header["inline"])
         stream.ledger.consumer(name)
@@ -298,23 +242,27 @@ class Server:
             lambda: stream.ledger.waits_for(name, want),
         )
 
-    def _do_commit(self, client: Client, header: dict[str, Any], _: Buffers) -> wire.Answer:
+    def _do_look(self, _: Client, header: dict[str, Any], buffers: Frames) -> wire.Answer:
+        indices = wire.integers(buffers[0], np.int64, 1)[:, 0].tolist()
+        return self._handed(self._stream.ledger.look(header["consumer"], indices), bool(header["inline"]))
+
+    def _do_commit(self, client: Client, header: dict[str, Any], _: Frames) -> wire.Answer:
         self._stream.commit(int(header["lease"]), client.name, time.monotonic())
         return {}, ()
 
-    def _do_give_back(self, client: Client, header: dict[str, Any], _: Buffers) -> wire.Answer:
+    def _do_give_back(self, client: Client, header: dict[str, Any], _: Frames) -> wire.Answer:
         self._stream.ledger.give_back(int(header["lease"]), client.name, time.monotonic())
         return {}, ()
 
-    def _do_renew(self, client: Client, header: dict[str, Any], _: Buffers) -> wire.Answer:
+    def _do_renew(self, client: Client, header: dict[str, Any], _: Frames) -> wire.Answer:
         self._stream.ledger.renew(int(header["lease"]), client.name, time.monotonic())
         return {}, ()
 
-    def _do_clear(self, _: Client, header: dict[str, Any], __: Buffers) -> wire.Answer:
+    def _do_clear(self, _: Client, header: dict[str, Any], __: Frames) -> wire.Answer:
         self._stream.clear(wire.groups_from_json(header["groups"]))
         return {}, ()
 
-    def _do_status(self, _: Client, __: dict[str, Any], ___: Buffers) -> wire.Answer:
+    def _do_status(self, _: Client, __: dict[str, Any], ___: Frames) -> wire.Answer:
         ledger = self._stream.ledger
         ready = {name: consumer.line.num_rows for name, consumer in ledger.consumers.items()}
         return {
@@ -340,8 +288,10 @@ class Server:
             raise StreamError(
                 f"{place.segment!r} is no segment of this client: say hello, and write to your own"
             )
-        if place.offset < 0 or place.num_bytes < 0:
-            raise StreamError(f"{place} lies outside of its segment")
+        folder = self._stream.folder
+        num_bytes = 0 if folder is None else num_bytes_of(folder / place.segment)
+        if place.offset < 0 or place.num_bytes < 0 or place.offset + place.num_bytes > num_bytes:
+            raise StreamError(f"{place} lies outside of its segment, which has {num_bytes} bytes")
         return place
 
     def _handed(self, lease: Lease, is_inline: bool) -> wire.Answer:
@@ -360,12 +310,12 @@ class Server:
                 packing.write(blocks[-1])
                 positions[:, 1] = np.arange(len(found))
                 place, num_rows = None, len(found)
-            parts.append([names, num_rows, place, len(found)])
+            parts.append([names, num_rows, place])
             pairs.append(positions)
         header = {"lease": lease.number, "parts": parts}
-        return header, [numbers_of_lease(lease), np.concatenate(pairs), *blocks]
+        return header, [numbers_of_lease(lease), *pairs, *blocks]
 
 
-_VERBS: dict[str, Callable[[Server, Client, dict[str, Any], Buffers], wire.Answer | None]] = {
+_VERBS: dict[str, Callable[[Server, Client, dict[str, Any], Frames], wire.Answer | None]] = {
     name.removeprefix("_do_"): verb for name, verb in vars(Server).items() if name.startswith("_do_")
 }

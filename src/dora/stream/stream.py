@@ -21,7 +21,7 @@ from dora.stream.fields import Field, Given, Packing
 from dora.stream.keeper import Keeper, numbers_of
 from dora.stream.ledger import Lease, Ledger
 from dora.stream.lines import Block, NewRow, Want
-from dora.stream.segments import Arena, Heap, Place, Reader, is_segment, owner_of
+from dora.stream.segments import Arena, Heap, Place, Reader, is_full, is_segment, owner_of
 
 
 class Stream:
@@ -75,7 +75,13 @@ class Stream:
         self.ledger.check_new(rows)
         if not self.ledger.has_room(len(rows), packing.num_bytes):
             return None
-        return self.admit(rows, packing.names, self.write(packing))
+        try:
+            place = self.write(packing)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            return None
+        return self.admit(rows, packing.names, place)
 
     def fill(self, indices: Sequence[int], columns: Given) -> None:
         """Further columns of rows; never refused for want of room. Raises StreamError."""
@@ -107,8 +113,7 @@ class Stream:
         block = self._block(names, len(indices), place)
         self.ledger.fill(indices, block)
         if self._keeper is not None:
-            rows = [self.ledger.rows[index] for index in indices]
-            self._keeper.put(block, indices, [NewRow(r.id, r.version, r.num_tokens) for r in rows])
+            self._keeper.put(block, indices, [self.ledger.rows[index] for index in indices])
 
     def lease(self, consumer: str, client: str, want: Want, now_s: float) -> Lease | None:
         """What is wanted, or None while it is not there. Raises StreamError."""
@@ -225,7 +230,12 @@ class Stream:
                 victims.append(block)
                 excess -= block.num_bytes
         for block in victims:
-            place, into = spilled.reserve(block.num_bytes)
+            try:
+                place, into = spilled.reserve(block.num_bytes)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                return  # they stay where they are, until there is room
             into[:] = self.view(block)
             old, block.place = block.place, place
             del self._resident[block]
@@ -258,5 +268,4 @@ class Stream:
 
 def numbers_of_lease(lease: Lease) -> np.ndarray[Any, np.dtype[np.int64]]:
     """[rows, 6] of a lease, as a batch has them."""
-    rows = lease.rows
-    return numbers_of((row.index for row in rows), [NewRow(r.id, r.version, r.num_tokens) for r in rows])
+    return numbers_of([row.index for row in lease.rows], lease.rows)

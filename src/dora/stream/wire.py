@@ -20,7 +20,7 @@ from dora.stream.fields import Buffer, Field
 from dora.stream.lines import Want
 from dora.stream.segments import Place
 
-MAX_MESSAGE_BYTES = 1 << 30  # from other hosts
+TO_ANY = -1  # the number of an answer to a message that was not understood
 TOKEN = "token"  # a file: who can read it shares memory with the storage
 
 Answer = tuple[dict[str, Any], Sequence[Any]]  # a header and buffers
@@ -33,7 +33,7 @@ def frames_of(header: Mapping[str, Any], buffers: Sequence[Any]) -> list[Any]:
 
 def header_of(frames: Sequence[Buffer]) -> dict[str, Any]:
     """Raises ValueError if there is none."""
-    header = json.loads(bytes(frames[0])) if frames else None
+    header = json.loads(str(frames[0], "utf8")) if frames else None
     if not isinstance(header, dict):
         raise ValueError("a message begins with a JSON object")
     return header
@@ -74,11 +74,21 @@ def place_from_json(given: Sequence[Any]) -> Place:
 
 def endpoint_of(folder: Path) -> str:
     """Where the stream of a folder listens on this host."""
-    return f"ipc://{folder / 'stream.sock'}"
+    return local_endpoint(folder / "stream.sock")
+
+
+def local_endpoint(path: Path) -> str:
+    """Of a Unix socket."""
+    return f"ipc://{path}"
 
 
 def is_local(endpoint: str) -> bool:
-    return endpoint.startswith(("ipc://", "inproc://"))
+    return endpoint.startswith("ipc://")
+
+
+def path_of(endpoint: str) -> Path:
+    """The Unix socket of a local endpoint."""
+    return Path(endpoint.removeprefix("ipc://"))
 
 
 def shares_memory(folder: str, token: str, place: str) -> bool:
