@@ -54,7 +54,7 @@ def test_a_whole_number_may_stand_for_a_float() -> None:
 def test_a_field_that_older_versions_did_not_write_has_its_default() -> None:
     assert codec.fact_from_json({"kind": "trained", "step": 3}) == Trained(3)
     written = codec.to_json(Trained(3, 0.5, 0.25))
-    assert written == {"kind": "trained", "step": 3, "ess": 0.5, "kl": 0.25}
+    assert written == {"kind": "trained", "step": 3, "ess": 0.5, "kl": 0.25, "kls": ()}
 
 
 @pytest.mark.parametrize(

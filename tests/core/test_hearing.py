@@ -165,6 +165,7 @@ def test_a_request_that_is_being_aborted_may_end_in_any_way(run: Stations) -> No
         ({"batches_per_version": 0}, "batches_per_version = 0"),
         ({"slack": -1}, "slack at least 0"),
         ({"load_interval": 0}, "load_interval is at least 1"),
+        ({"skip_below_kl": 0.0}, "skip_below_kl = 0.0 must be above 0"),
         ({"rebalance_interval_s": 0.0}, "rebalance_interval_s above 0"),
     ],
 )

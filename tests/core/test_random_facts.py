@@ -50,6 +50,7 @@ any_limits = st.builds(
     batches_per_version=st.sampled_from([None, None, None, 1, 2]),
     slack=st.integers(0, 2),
     load_interval=st.sampled_from([1, 1, 2]),
+    is_deferred=st.booleans(),
     is_static=st.sampled_from([False, False, True]),
     level_running=st.booleans(),
     rush=st.booleans(),

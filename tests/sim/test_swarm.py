@@ -65,8 +65,8 @@ def test_worlds_differ_in_size_speed_and_policy() -> None:
     assert any(slots > c.limits.max_staleness + 1 for c in configs for _, slots in c.engines)
     assert any(c.num_colocated == len(c.engines) > 1 for c in configs)
     assert any(0 < c.num_colocated < len(c.engines) for c in configs)
-    varied = ("batches_per_version", "slack", "load_interval", "is_static", "level_running", "rush", "aging")
-    for field in varied:
+    varied = ("batches_per_version", "slack", "load_interval", "is_deferred", "skip_below_kl", "is_static")
+    for field in (*varied, "level_running", "rush", "aging"):
         assert len({getattr(c.limits, field) for c in configs}) >= 2, field
 
 

@@ -155,6 +155,14 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Skip:
+    """Log: the engine does without `version`, for its own says nearly the same; the bound may still ask."""
+
+    engine: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Retire:
     """Weight store: nobody needs `version` any more."""
 
@@ -217,6 +225,7 @@ Action = (
     | Publish
     | Drop
     | Load
+    | Skip
     | Retire
     | BeginEvaluation
     | SkipEvaluation

@@ -25,6 +25,7 @@ class Engine:
     loading: int | None = None
     load_since_s: float = 0.0
     wanted: int | None = None  # to be loaded as soon as a slot is free
+    skipped: int | None = None  # the newest version that it leaves out, unless the bound asks for it
     clearing: int | None = None  # gets nothing new, for its slot is needed for `wanted`
     is_leaving: bool = False
     is_dismissed: bool = False

@@ -152,12 +152,13 @@ class Trained:
     """Training step `step` has consumed its batch.
 
     `ess` (share of the tokens) and `kl` (nats per token) say how far the policy in training was from those
-    that sampled the batch; None where nothing was measured.
+    that sampled the batch; None where nothing was measured. `kls` has the same KL of each version's samples.
     """
 
     step: int
     ess: float | None = None
     kl: float | None = None
+    kls: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +179,15 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine holds `version`; the digest is of the bytes it holds."""
+    """An engine holds `version`; the digest is of the bytes it holds.
+
+    Its requests stood still for `stop_s` meanwhile.
+    """
 
     engine: int
     version: int
     digest: str
+    stop_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

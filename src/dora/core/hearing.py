@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from functools import singledispatch
 
-from dora.core import evaluating, fleet, resuming
+from dora.core import evaluating, fleet, resuming, skipping
 from dora.core.actions import Abort, Action, Fail, Filter, Publish, Score, Train
 from dora.core.engines import Engine
 from dora.core.events import (
@@ -224,6 +224,7 @@ def _(event: Trained, state: State) -> list[Action]:
     groups = [state.groups.pop(group) for group in state.batches.pop(event.step)]
     oldest = event.step - min(group.version for group in groups)
     state.aging.hear(state.limits, event.step, oldest, event.ess, event.kl)
+    state.divergence.hear(state.limits, event.step, event.kls)
     state.num_trained += state.limits.batch_size
     state.publishing = event.step + 1
     return [Publish(state.publishing)]
@@ -243,7 +244,7 @@ def _(event: Published, state: State) -> list[Action]:
     state.store[event.version] = event.digest
     state.touched.update(dict.fromkeys(state.engines))
     state.is_rebalance_due = True
-    return evaluating.open_evaluation(state, event.version)
+    return [*skipping.skip(state), *evaluating.open_evaluation(state, event.version)]
 
 
 @_hear.register

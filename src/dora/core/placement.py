@@ -180,7 +180,8 @@ def _is_due(state: State, engine: Engine, version: int) -> bool:
     if version != state.newest or state.is_newest_asked:
         return True
     limits = state.limits
-    return limits.batches_per_version is None and version - engine.top >= limits.load_interval
+    is_left_out = engine.skipped == version or version - engine.top < limits.load_interval
+    return limits.batches_per_version is None and not is_left_out
 
 
 def _is_worth_it(state: State, engine: Engine, old: int) -> bool:

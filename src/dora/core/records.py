@@ -111,6 +111,8 @@ class Limits:
     batches_per_version: int | None = None  # one live version at a time, for so many batches; None: many
     slack: int = 0  # groups by which admission stays below the bound, so that stragglers can be passed
     load_interval: int = 1  # engines take every so many-th version, unless the bound asks for more
+    is_deferred: bool = False  # they do so one after another, each once it has a free row
+    skip_below_kl: float | None = None  # nats per token to the newest below which it is left out; None: never
     is_static: bool = False  # requests and engines stay where they are
     level_running: bool = False  # even out running requests among engines of one version
     rush: bool = True  # a waited-for request decodes alone on its engine
@@ -128,12 +130,20 @@ class Limits:
             raise ValueError(f"batches_per_version = {self.batches_per_version} must be at least 1")
         if self.load_interval < 1 or self.slack < 0 or self.rebalance_interval_s <= 0:
             raise ValueError("load_interval is at least 1, slack at least 0, rebalance_interval_s above 0")
+        if self.skip_below_kl is not None and not self.skip_below_kl > 0:
+            raise ValueError(f"skip_below_kl = {self.skip_below_kl} must be above 0")
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness = {self.max_staleness} must be at least 0")
         if self.aging is not None and self.max_staleness == 0:
             raise ValueError("max_staleness = 0 leaves nothing for aging to lower")
         if self.filter_groups and self.group_size == 1:
             raise ValueError("filter_groups with group_size = 1 would filter every group")
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether engines take every version as soon as they can, unasked."""
+        is_lazy = self.load_interval > 1 or self.is_deferred or self.skip_below_kl is not None
+        return self.batches_per_version is None and not is_lazy
 
     def deadline(self, version: int, lowered: int = 0) -> int:
         """Last step that may train a group admitted at `version`, with S lowered: min(v + S, T - 1)."""

@@ -8,6 +8,7 @@ version, once it is there (again). The bound needs no rule of its own: no deadli
 from __future__ import annotations
 
 from dora.core.actions import Action, Publish, Score
+from dora.core.divergence import Divergence
 from dora.core.events import Resumed
 from dora.core.fleet import require
 from dora.core.group import Group
@@ -28,6 +29,7 @@ def resumed(event: Resumed, state: State) -> list[Action]:
     require(not wrong, event, "only versions before the checkpoint are kept, and they do not change", wrong)
     _lose_engines(state)
     _redo(event, state)
+    state.divergence = Divergence()  # it is measured again, on the way
     state.redo_until = max(state.redo_until, state.newest or 0)
     state.training, state.newest, state.publishing = None, None, event.from_step
     state.store, state.num_fetching, state.stopped = kept, 0, False

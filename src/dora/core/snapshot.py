@@ -19,9 +19,9 @@ from dora.core import invariants
 from dora.core.records import ProtocolError
 from dora.core.state import State
 
-SCHEMA = 3
+SCHEMA = 4
 INDEXES = ("touched", "changed", "holders", "idle", "coming", "takers", "fresh_rows", "unscored", "posts")
-_COUNTED = ("colocated", "leaving", "num_rows")  # by State.restore
+_COUNTED = ("colocated", "leaving", "loaders", "num_rows")  # by State.restore
 
 
 def to_json(state: State) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from dora.core.aging import Aging
 from dora.core.costs import Costs
+from dora.core.divergence import Divergence
 from dora.core.engines import NOWHERE, Engine, Post, post_of
 from dora.core.group import Group, Term
 from dora.core.held_out import Evaluation
@@ -66,6 +67,7 @@ class State:
     current: int | None = None  # version of the last admission
     num_admitted_current: int = 0  # groups at it, without those filtered or failed
     aging: Aging = field(default_factory=Aging)  # how far S is lowered for what is admitted now
+    divergence: Divergence = field(default_factory=Divergence)  # of versions from the one in training
     # batches
     ready: list[tuple[int, int, GroupId]] = field(default_factory=list)  # scored: (deadline, index, id)
     next_step: int = 0  # n, the next step whose batch is incomplete
@@ -78,6 +80,7 @@ class State:
     is_newest_asked: bool = False  # what engines hold may not be admitted at any more
     asked_for: tuple[int, int] | None = None  # (newest held, newest) when shares were last asked to follow
     store: dict[int, str] = field(default_factory=dict)  # published and not retired -> digest
+    line: dict[int, None] = field(default_factory=dict)  # engines that wait for their turn to load
     redo_until: int = 0  # nothing is admitted before this version is published (again)
     evaluation: Evaluation | None = None  # under way
     evaluated: int = 0  # newest version that was due for one
@@ -107,6 +110,7 @@ class State:
     )  # version -> free where it is the top
     unscored: dict[Term, dict[GroupId, None]] = field(default_factory=dict, repr=False)
     posts: dict[int, Post] = field(default_factory=dict, repr=False)
+    loaders: dict[int, None] = field(default_factory=dict, repr=False)  # engines that load now
     num_rows: int = field(default=0, repr=False)  # of all engines
 
     def seat(self, request: RequestId, engine: Engine, version: int) -> None:
@@ -127,6 +131,10 @@ class State:
     def touch(self, engine: Engine) -> None:
         """Keep the indexes right after `engine` has changed."""
         self.touched[engine.id] = self.changed[engine.id] = None
+        if engine.loading is None:
+            self.loaders.pop(engine.id, None)
+        else:
+            self.loaders[engine.id] = None
         self._index(engine.id, post_of(engine))
 
     def add(self, engine: Engine) -> None:
@@ -150,10 +158,8 @@ class State:
     def remove(self, engine: Engine) -> None:
         del self.engines[engine.id]
         self.num_rows -= engine.rows
-        self.colocated.pop(engine.id, None)
-        self.leaving.pop(engine.id, None)
-        self.touched.pop(engine.id, None)
-        self.changed.pop(engine.id, None)
+        for index in (self.colocated, self.leaving, self.loaders, self.line, self.touched, self.changed):
+            index.pop(engine.id, None)
         self._index(engine.id, None)
 
     def touch_idle(self, version: int) -> None:

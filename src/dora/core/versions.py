@@ -1,8 +1,9 @@
 """Which engine holds which version, and how long the weight store keeps one.
 
 An engine never drops a version it decodes, nor the last copy of a pinned one. The store keeps
-every pinned version and the newest, so the loss of an engine costs a load and no answer. An
-engine may take only every n-th version (`load_interval`), unless the bound asks for the newest.
+every pinned version and the newest, so the loss of an engine costs a load and no answer. Unless the
+bound asks for it, an engine may take only every n-th version (`load_interval`), leave it out (`skipping`),
+or wait until it has a free row, and for its turn (`is_deferred`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dora.core.deadlines import nearest_first
 from dora.core.engines import Engine
 from dora.core.state import State
 
+ENGINES_PER_LOAD = 4  # engines for each that may load at a time, where loads are deferred
+
 
 def listen(state: State) -> None:
     """Whether the newest is needed, for what engines hold may not, or should not, be admitted at."""
@@ -21,8 +24,7 @@ def listen(state: State) -> None:
     is_late = held is not None and deadline_at(state, held) <= state.next_step
     state.is_newest_asked = held is None or is_late or num_admissible(state, held) == 0
     asked = (-1 if held is None else held, -1 if state.newest is None else state.newest)
-    is_lazy = state.limits.load_interval > 1 or state.limits.batches_per_version is not None
-    if state.is_newest_asked and not was_asked and is_lazy:  # else engines take it unasked
+    if state.is_newest_asked and not was_asked and not state.limits.is_eager:
         state.touched.update(dict.fromkeys(state.engines))
     if state.is_newest_asked and asked != state.asked_for:
         state.asked_for, state.is_rebalance_due = asked, True
@@ -80,11 +82,31 @@ def _load_touched(state: State) -> list[Action]:
     orders: list[Action] = []
     touched = sorted(state.touched)
     state.touched.clear()
+    while state.line and _is_turn(state):
+        first = next(iter(state.line))
+        del state.line[first]
+        orders += _load_due(state, state.engines[first])
     for engine in [state.engines[e] for e in touched]:
-        if engine.loading is None and not engine.is_leaving:
-            due = _due(state, engine) if engine.wanted is None else engine.wanted
-            orders += [] if due is None else _load_into(state, engine, due)
+        orders += _load_due(state, engine)
     return orders
+
+
+def _load_due(state: State, engine: Engine) -> list[Action]:
+    """Load what is due; the newest waits for the engine's turn, what requests wait for does not."""
+    if engine.loading is not None or engine.is_leaving:
+        return []
+    due = _due(state, engine) if engine.wanted is None else engine.wanted
+    if due is None:
+        return []
+    if due == state.newest and not _is_turn(state):
+        state.line[engine.id] = None
+        return []
+    return _load_into(state, engine, due)
+
+
+def _is_turn(state: State) -> bool:
+    """Whether one more engine may begin to load: a quarter of them at a time, so that others decode on."""
+    return not state.limits.is_deferred or len(state.loaders) < max(1, len(state.engines) // ENGINES_PER_LOAD)
 
 
 def retire(state: State) -> list[Action]:
@@ -96,6 +118,7 @@ def retire(state: State) -> list[Action]:
         is_kept = version in (state.newest, newest_held, evaluated) or version in state.coming
         if not is_kept and not state.is_pinned(version):
             del state.store[version]
+            state.touched.update(state.holders.get(version, {}))  # nothing can be begun with it any more
             orders.append(Retire(version))
     return orders
 
@@ -131,11 +154,9 @@ def _stranded(state: State) -> list[int]:
 
 def _must_have(state: State, newest: int) -> bool:
     """Whether some engine must give way to the newest version, for none has room for it."""
-    limits = state.limits
     if newest in state.holders or newest in state.coming or state.is_trained:
         return False
-    is_eager = limits.batches_per_version is None and limits.load_interval == 1
-    return is_eager or state.is_newest_asked
+    return state.limits.is_eager or state.is_newest_asked
 
 
 def _due(state: State, engine: Engine) -> int | None:
@@ -151,7 +172,11 @@ def _due(state: State, engine: Engine) -> int | None:
             return None
         is_used = state.is_pinned(current) and not state.is_only_evaluated(current)
         return current if is_used or current == max(state.holders, default=None) else None
-    return newest if newest - engine.top >= limits.load_interval or not engine.held else None
+    if not engine.held:
+        return newest
+    is_useful = not limits.is_deferred or engine.free_rows > 0
+    is_left_out = engine.skipped == newest and engine.top in state.store
+    return newest if is_useful and not is_left_out and newest - engine.top >= limits.load_interval else None
 
 
 def _reconsider(state: State) -> None:

@@ -32,6 +32,7 @@ from dora.core.actions import (
     Retire,
     Rush,
     Score,
+    Skip,
     SkipEvaluation,
     Stop,
     Train,
@@ -62,6 +63,7 @@ from dora.core.records import GroupId, Limits, RequestId
 from dora.sim.ages import Ages
 from dora.sim.engines import Violation
 from dora.sim.held_out import HeldOut
+from dora.sim.loads import Loads
 from dora.sim.seats import Seats, require
 
 __all__ = ["Ledger", "Violation"]
@@ -74,6 +76,7 @@ class Ledger:
         self.limits = limits
         self.seats = Seats()
         self.ages = Ages(limits)
+        self.loads = Loads(limits, self.seats)
         self.held_out = HeldOut(limits)
         self.version_of: dict[GroupId, int] = {}
         self.deadline_of: dict[GroupId, int] = {}
@@ -150,29 +153,28 @@ class Ledger:
             require(request in self.seats.aborting, f"{request} was given up unasked")
             self.seats.free(fact.engine, request)
 
-    def _score_group(self, fact: GroupScored) -> None:
+    def _judge(self, fact: GroupScored | GroupUnscorable) -> None:
         if fact.group.is_held_out:
             self.held_out.judge(fact.group)
-        else:
+        elif isinstance(fact, GroupScored):
             self.scored.add(fact.group)
-
-    def _unscorable(self, fact: GroupUnscorable) -> None:
-        if fact.group.is_held_out:
-            self.held_out.judge(fact.group)
 
     def _published(self, fact: Published) -> None:
         self.store.add(fact.version)
+        self.loads.published(fact)
         self.held_out.published(fact.version)
 
     def _trained(self, fact: Trained) -> None:
         if self.training is not None:
             self.ages.hear(fact, fact.step - min(self.version_of[group] for group in self.training.groups))
+        self.loads.trained(fact)
         self.training = None
         self.num_trained_steps += 1
 
     def _resumed(self, fact: Resumed) -> None:
         """Steps after the checkpoint are trained again, with the groups that ended in them."""
         self.seats.lose_all()
+        self.loads.resumed(fact)
         self.redo_until = max({self.redo_until, *self.store})
         self.store = {version for version, _ in fact.kept}
         self.num_trained_steps = fact.from_step
@@ -304,7 +306,16 @@ class Ledger:
 
     def _load(self, order: Load) -> None:
         require(order.version in self.store, f"version {order.version} is loaded but not stored")
+        self.loads.load(order)
         self.seats.load(order, order.version == self.held_out.version)
+
+    def _skip(self, order: Skip) -> None:
+        """Only while a group may still be begun with what the engine stays with."""
+        deadline = self.deadline(self.loads.skip(order))
+        require(deadline > self.next_step, f"engine {order.engine} stays with a version that expires")
+        self.open[deadline] += 1
+        self._check_bound(f"{order}")
+        self.open[deadline] -= 1
 
     def _retire(self, order: Retire) -> None:
         version = order.version
@@ -353,8 +364,8 @@ _FACTS: dict[type, Note] = {
     RequestsAborted: Ledger._aborted,
     Migrated: lambda ledger, fact: ledger.seats.move(fact),
     MigrationFailed: lambda ledger, fact: ledger.seats.stay(fact),
-    GroupScored: Ledger._score_group,
-    GroupUnscorable: Ledger._unscorable,
+    GroupScored: Ledger._judge,
+    GroupUnscorable: Ledger._judge,
     Trained: Ledger._trained,
     StepFailed: Ledger._step_failed,
     Resumed: Ledger._resumed,
@@ -380,6 +391,7 @@ _ORDERS: dict[type, Note] = {
     Publish: Ledger._publish,
     Drop: Ledger._drop,
     Load: Ledger._load,
+    Skip: Ledger._skip,
     Retire: Ledger._retire,
     BeginEvaluation: lambda ledger, order: ledger.held_out.begin(order),
     SkipEvaluation: lambda ledger, order: ledger.held_out.skip(order),

@@ -21,6 +21,7 @@ from dora.core.actions import (
     Migrate,
     RefuseDrain,
     Rush,
+    Skip,
     SkipEvaluation,
     Train,
 )
@@ -69,6 +70,8 @@ MARKS = (
     "generate: siblings on two engines",
     "generate: two versions on an engine",
     "load: a pinned version that no engine had",
+    "load: a version that was left out",
+    "load: an engine waits for its turn",
     "load: failed",
     "load: skipped a version",
     "lost: an engine that was drained",
@@ -94,6 +97,7 @@ MARKS = (
     "resume: with batches that were complete",
     "rush: begun",
     "rush: lifted",
+    "skip: a version is left out",
     "step: measured before",
     "train: older than aging allows by now",
     "train: repeated",
@@ -132,6 +136,7 @@ class Marks:
             Migrate: lambda order: self._mark(f"migrate: {order.reason}"),
             RefuseDrain: lambda order: self._mark(f"drain: refused, for {order.reason}"),
             Rush: lambda order: self._mark("rush: begun" if order.requests else "rush: lifted"),
+            Skip: lambda order: self._mark("skip: a version is left out"),
             Train: self._train,
         }
 
@@ -156,6 +161,8 @@ class Marks:
             limits = state.limits
             if num_admissible(state, version) == 0 and state.next_step < limits.num_steps:
                 self._why_held_back(state, version)
+        if state.line:
+            self._mark("load: an engine waits for its turn")
         trainer_waits = state.training is None and state.newest in state.batches
         if trainer_waits and not state.is_device_free:
             self._mark("pause: a step waits for it")
@@ -283,6 +290,8 @@ class Marks:
         is_lent = version == ledger.held_out.version and version < max(ledger.store)
         if is_lent and not self._seats.copies[version]:
             self._mark("evaluation: lent an engine")
+        if ledger.loads.skipped.get(order.engine) == version:
+            self._mark("load: a version that was left out")
         newest = self._newest_of.get(order.engine, version)
         if version > newest + 1:
             self._mark("load: skipped a version")

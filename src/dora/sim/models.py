@@ -64,6 +64,7 @@ def draw_config(seed: int) -> WorldConfig:
     unit_s = usual_s * max_length / 16
     limits = _draw_aging(Random(f"aging {seed}"), _draw_limits(rng, num_engines, unit_s))
     limits = _draw_evaluation(Random(f"evaluation {seed}"), limits)
+    limits = _draw_loading(Random(f"loading {seed}"), limits)
     max_rows = 12 if num_engines < 16 else 3
     slots = (1, 1, 1, 2, 2, 3, limits.max_staleness + 1, limits.max_staleness + 4)
     spread = rng.choice((0.0, 0.3, 1.0))
@@ -137,6 +138,12 @@ def _draw_evaluation(rng: Random, limits: Limits) -> Limits:
         return limits
     rule = EvaluationRule(rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 5, 12)), rng.choice((1, 2, 4)))
     return replace(limits, evaluation=rule)
+
+
+def _draw_loading(rng: Random, limits: Limits) -> Limits:
+    """In some worlds engines load one after another, or leave versions out."""
+    skip_below_kl = rng.choice((None, None, None, 0.01, 0.05)) if limits.max_staleness else None
+    return replace(limits, is_deferred=rng.random() < 0.3, skip_below_kl=skip_below_kl)
 
 
 class Lengths:

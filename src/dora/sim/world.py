@@ -29,6 +29,7 @@ from dora.core.records import GroupId
 from dora.sim.ages import Drift
 from dora.sim.engines import SimEngine, Stage, Truth
 from dora.sim.faults import Luck
+from dora.sim.loads import draw_kls
 from dora.sim.models import WorldConfig
 from dora.sim.moves import Moves
 from dora.sim.rollout import Rollout, digest_of
@@ -49,6 +50,7 @@ class World:
         self.rng = Random(f"world {seed}")
         self.luck = Luck(config.faults, self.rng)
         self.drift = Drift(config.limits.aging, Random(f"drift {seed}"))
+        self._of_versions = Random(f"versions {seed}")
         self.truth = Truth()
         self.moves = Moves(self)
         self.rollout = Rollout(self)
@@ -146,7 +148,8 @@ class World:
         self.truth.is_training = False
         if self.luck.fails(self.config.faults.share_steps_failed):
             return StepFailed(step, "simulated step failure")
-        return Trained(step, *self.drift.measure())
+        kls = draw_kls(self._of_versions, step, self.config.limits.max_staleness)
+        return Trained(step, *self.drift.measure(), kls)
 
     def _publish(self, order: Publish) -> None:
         self._tell(0.001, Published(order.version, digest_of(order.version)))
