@@ -7,7 +7,7 @@ from torch import Tensor
 from dora.engine.runner import Prompt, Runner
 from dora.engine.workspace import Workspace
 from dora.model.config import ModelConfig
-from dora.model.routing import Replay
+from dora.trainer.routes import Replay
 
 MODELS = {**CONFIGS, "stretched": STRETCHED}
 BLOCKS_PER_ROW = 3

@@ -13,7 +13,7 @@ from tests.model.families import CONFIGS, drawn_weights, our_logits
 from dora.engine.engine import Engine
 from dora.engine.sequence import Completion
 from dora.handover.engine import MovingEngine
-from dora.model.routing import Replay
+from dora.trainer.routes import Replay
 
 CONFIG = CONFIGS["qwen3_moe-mixed"]
 FLAT = drawn_weights(CONFIG)

@@ -33,7 +33,7 @@ def crowded(scheduler: Scheduler, *requests: Request) -> list[Sequence]:
     """Let them run in a pool where each but the last takes one more block, and then none is free."""
     sequences = running(scheduler, *requests)
     for sequence in sequences[:-1]:
-        assert scheduler.schedule([sequence]).grown == [sequence]
+        assert scheduler.schedule({sequence: 1}).grown == [sequence]
     return sequences
 
 
@@ -103,7 +103,7 @@ def test_a_request_takes_blocks_as_its_answer_grows_and_not_before() -> None:
     (sequence,) = running(scheduler, asked)
     for num_blocks in range(1, 11):
         assert len(sequence.blocks) == num_blocks
-        plan = scheduler.schedule([sequence])
+        plan = scheduler.schedule({sequence: 1})
         assert plan.grown == [sequence]
         scheduler.check()
     roomy = made(num_blocks=100)
@@ -156,7 +156,7 @@ def test_the_youngest_of_the_version_with_most_rows_gives_way_and_the_oldest_row
         scheduler, *[request(row, 0, (1,), version, 40) for row, version in enumerate((1, 0, 1, 1))]
     )
     for full, victim in ((old, newest), (oldest, new)):
-        plan = scheduler.schedule([full])
+        plan = scheduler.schedule({full: 1})
         assert (plan.swapped_out, plan.grown) == ([victim], [full])
         assert scheduler.state_of(victim.request.id) is State.SWAPPED
         scheduler.check()
@@ -165,7 +165,7 @@ def test_the_youngest_of_the_version_with_most_rows_gives_way_and_the_oldest_row
 def test_the_row_that_lacks_a_block_may_be_the_one_to_give_way() -> None:
     scheduler = made(num_blocks=3)
     _, younger = crowded(scheduler, *[request(row, 0, (1,), 1 - row, 40) for row in range(2)])
-    plan = scheduler.schedule([younger])
+    plan = scheduler.schedule({younger: 1})
     assert (plan.swapped_out, plan.grown) == ([younger], [])
     scheduler.check()
 
@@ -174,14 +174,14 @@ def test_rows_that_stand_still_for_a_rush_give_way_first() -> None:
     scheduler = made(num_blocks=5)
     first, second, third = crowded(scheduler, *[request(row, 0, (1,), row, 40) for row in range(3)])
     scheduler.rush([second.request.id, third.request.id])
-    assert scheduler.schedule([second]).swapped_out == [first]
+    assert scheduler.schedule({second: 1}).swapped_out == [first]
 
 
 def test_a_row_on_its_way_out_keeps_its_blocks() -> None:
     scheduler = made(num_blocks=3)
     oldest, leaving = crowded(scheduler, *[request(row, 0, (1,), 0, 40) for row in range(2)])
-    scheduler.freeze(leaving.request.id)
-    assert scheduler.schedule([oldest]).swapped_out == [oldest]
+    scheduler.frozen.add(leaving.request.id)
+    assert scheduler.schedule({oldest: 1}).swapped_out == [oldest]
     assert not scheduler.can_schedule()
     scheduler.remove(leaving.request.id)
     assert scheduler.can_schedule()
@@ -193,7 +193,7 @@ def test_what_was_swapped_out_comes_back_oldest_first_and_before_anything_new() 
     scheduler = made(num_blocks=7)
     sequences = crowded(scheduler, *[request(row, 0, (1,), 0, 40) for row in range(4)])
     scheduler.submit(request(9, 0, (1,), 0, 5))
-    assert scheduler.schedule(sequences[:2]).swapped_out == [sequences[3], sequences[2]]
+    assert scheduler.schedule(dict.fromkeys(sequences[:2], 1)).swapped_out == [sequences[3], sequences[2]]
     assert scheduler.reserve(request(8, 0, (1,), 0, 5)) is None
     scheduler.remove(sequences[0].request.id)
     plan = scheduler.schedule()
@@ -212,8 +212,8 @@ def test_a_newcomer_leaves_a_block_to_each_row_that_may_need_one() -> None:
     first, second = running(scheduler, request(0, 0, (1,), 0, 40), request(1, 0, (1,), 0, 10))
     scheduler.submit(request(2, 0, (1,) * 40, 0, 8))
     assert not scheduler.can_schedule()  # it needs four of the four left
-    scheduler.schedule([first])
-    scheduler.schedule([first])
+    scheduler.schedule({first: 1})
+    scheduler.schedule({first: 1})
     scheduler.remove(second.request.id)
     assert not scheduler.can_schedule()
     scheduler.remove(first.request.id)
@@ -223,7 +223,7 @@ def test_a_newcomer_leaves_a_block_to_each_row_that_may_need_one() -> None:
 def test_a_request_that_comes_back_finds_its_prompt_where_a_sibling_has_it() -> None:
     scheduler = made(num_blocks=9)
     siblings = crowded(scheduler, *[request(0, sibling, (1,) * 33, 0, 40) for sibling in range(4)])
-    assert scheduler.schedule(siblings[1:2]).swapped_out == [siblings[3]]
+    assert scheduler.schedule({siblings[1]: 1}).swapped_out == [siblings[3]]
     for sequence in siblings[1:3]:
         scheduler.remove(sequence.request.id)
     ((back, num_known),) = scheduler.schedule().swapped_in
@@ -236,7 +236,7 @@ def test_siblings_find_the_prompt_of_one_that_came_back() -> None:
     scheduler = made(num_blocks=7)
     older, asked = running(scheduler, request(0, 0, (1,), 0, 100), request(1, 0, (2,) * 33, 0, 20))
     while len(older.blocks) < 7:
-        scheduler.schedule([older])
+        scheduler.schedule({older: 1})
     assert scheduler.state_of(asked.request.id) is State.SWAPPED
     scheduler.remove(older.request.id)
     scheduler.submit(request(1, 1, (2,) * 33, 0, 20))
@@ -252,7 +252,7 @@ def test_states_name_where_a_request_is() -> None:
     (sequence,) = running(scheduler, request(0, 0, (1,), 0, 5))
     asked = sequence.request
     assert scheduler.state_of(asked.id) is State.RUNNING
-    scheduler.freeze(asked.id)
+    scheduler.frozen.add(asked.id)
     assert scheduler.state_of(asked.id) is State.MIGRATING_OUT
     scheduler.remove(asked.id)
     assert scheduler.state_of(asked.id) is State.DONE

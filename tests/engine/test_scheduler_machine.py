@@ -38,6 +38,7 @@ class PlainMemory(RuleBasedStateMachine):
         self.memory: list[list[int]] = [[0] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
         self.host: dict[RequestId, list[int]] = {}
         self.lengths: dict[RequestId, int] = {}  # tokens of requests that have begun, swapped ones included
+        self.unread: dict[RequestId, int] = {}  # tokens of those whose turn has been answered
         self.num_rows = 0
 
     # What the outside does.
@@ -45,6 +46,9 @@ class PlainMemory(RuleBasedStateMachine):
     def asked(self, prompt: tuple[int, int], version: int, max_tokens: int, sibling: int) -> Request:
         token, length = prompt
         return request(self.num_rows, sibling, (token,) * length, version, max_tokens)
+
+    def fits(self, asked: Request) -> bool:
+        return self.scheduler.num_needed(asked) <= NUM_BLOCKS
 
     @rule(
         prompt=st.tuples(st.integers(0, 1), st.integers(1, 60)),
@@ -56,7 +60,7 @@ class PlainMemory(RuleBasedStateMachine):
         self.num_rows += 1
         for sibling in range(num_siblings):
             asked = self.asked(prompt, version, max_tokens, sibling)
-            if self.scheduler.can_hold(asked):
+            if self.fits(asked):
                 self.scheduler.submit(asked)
 
     @rule(
@@ -72,7 +76,7 @@ class PlainMemory(RuleBasedStateMachine):
         """Another engine's request arrives after some steps, or gives up."""
         self.num_rows += 1
         asked = self.asked(prompt, version, num_tokens + num_more, 0)
-        if not self.scheduler.can_hold(asked):
+        if not self.fits(asked):
             return
         place = self.scheduler.reserve(asked)
         if place is None:
@@ -92,18 +96,40 @@ class PlainMemory(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.end(data.draw(st.sampled_from([asked.id for asked in self.scheduler.requests()])))
 
-    @precondition(lambda self: self.scheduler.running)
+    @precondition(lambda self: self.decoding)
     @rule(data=st.data(), num_steps=st.integers(1, 20), is_kept=st.booleans())
     def send(self, data: st.DataObject, num_steps: int, is_kept: bool) -> None:
         """A row stands still for some steps; then it is taken away, or goes on."""
-        leaving = data.draw(st.sampled_from(sorted(self.scheduler.running)))
-        self.scheduler.freeze(leaving)
+        leaving = data.draw(st.sampled_from(self.decoding))
+        self.scheduler.frozen.add(leaving)
         self.step(num_steps)
         assert self.scheduler.state_of(leaving) is State.MIGRATING_OUT
         if is_kept:
-            self.scheduler.thaw(leaving)
+            self.scheduler.frozen.discard(leaving)
         else:
             self.end(leaving)
+
+    @property
+    def decoding(self) -> list[RequestId]:
+        """Running requests whose turn is not over."""
+        return sorted(self.scheduler.running.keys() - self.scheduler.still.keys())
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data())
+    def end_turn(self, data: st.DataObject) -> None:
+        self.scheduler.still[data.draw(st.sampled_from(self.decoding))] = False
+
+    @precondition(lambda self: self.scheduler.still)
+    @rule(data=st.data(), num_tokens=st.integers(1, 40))
+    def answer_turn(self, data: st.DataObject, num_tokens: int) -> None:
+        """Tokens to read, which leave room for one more; what has no room for that has ended."""
+        request_id = data.draw(st.sampled_from(sorted(self.scheduler.still)))
+        asked = self.scheduler.request(request_id)
+        assert asked is not None
+        num_tokens = min(num_tokens, asked.max_length - 1 - self.lengths[request_id])
+        if num_tokens > 0 and not self.scheduler.still[request_id]:
+            self.unread[request_id] = num_tokens
+            self.scheduler.still[request_id] = True
 
     @rule(data=st.data())
     def rush(self, data: st.DataObject) -> None:
@@ -116,7 +142,9 @@ class PlainMemory(RuleBasedStateMachine):
             self.step_once()
 
     def teardown(self) -> None:
-        """Left alone, every request ends, and every block is free."""
+        """Left alone, every request ends, and every block is free; but those at rest are given up."""
+        for request_id in [i for i, is_answered in self.scheduler.still.items() if not is_answered]:
+            self.end(request_id)
         for _ in range(5000):
             if not any(self.scheduler.requests()):
                 break
@@ -132,20 +160,41 @@ class PlainMemory(RuleBasedStateMachine):
         before, prefilling = dict(scheduler.running), {*scheduler.prefilling}
         decoding = scheduler.rows_by_version()
         full = [s for s in decoding if self.lengths[s.request.id] > len(s.blocks) * BLOCK_SIZE]
-        plan = scheduler.schedule(full)
+        plan = scheduler.schedule(dict.fromkeys(full, 1) | self.lacking())
         num_computed = sum(prefill.stop - prefill.start for prefill in plan.prefills)
         assert num_computed <= BUDGET * (1 if before else 8)
-        if plan.swapped_out:  # those that decode come first
+        if any(s.request.id not in scheduler.still for s in plan.swapped_out):  # those that decode come first
             assert not plan.swapped_in
             assert {s.request.id for s in plan.started} <= prefilling
         self.carry_out(plan)
+        num_read = self.read_answers()
         rows = scheduler.rows_by_version()
         assert [s.request.version for s in rows] == sorted(s.request.version for s in rows)
-        if not (plan.swapped_in or plan.started):
+        if not (plan.swapped_in or plan.started or num_read):
             assert {*decoding} - {*plan.swapped_out} <= {*rows}, "a row that decoded must decode on"
         for sequence in rows:
             self.decode(sequence)
-        return bool(rows or plan.prefills or plan.swapped_in or plan.swapped_out)
+        return bool(rows or plan.prefills or plan.swapped_in or plan.swapped_out or num_read)
+
+    def lacking(self) -> dict[Sequence, int]:
+        """Blocks that rows lack for what they are to read, and the step after it."""
+        rows = [self.scheduler.running[i] for i in self.unread if i in self.scheduler.running]
+        wanted = {s: self.lengths[s.request.id] + self.unread[s.request.id] for s in rows}
+        lacks = {s: num_blocks_for(num_tokens) - len(s.blocks) for s, num_tokens in wanted.items()}
+        return {s: num for s, num in lacks.items() if num > 0}
+
+    def read_answers(self) -> int:
+        """Rows that have the blocks read, and decode from now on; how many they are."""
+        lacking, running = self.lacking(), self.scheduler.running
+        able = [i for i in self.unread if i in running and running[i] not in lacking]
+        for request_id in able:
+            sequence, start = running[request_id], self.lengths[request_id] - 1
+            num_tokens = self.unread.pop(request_id)
+            del self.scheduler.still[request_id]
+            assert self.read(sequence.blocks, start) == kv_of(sequence.request, start)
+            self.write(sequence.blocks, start, kv_of(sequence.request, start + num_tokens))
+            self.lengths[request_id] += num_tokens
+        return len(able)
 
     def carry_out(self, plan: Plan) -> None:
         for sequence in plan.swapped_out:
@@ -177,6 +226,7 @@ class PlainMemory(RuleBasedStateMachine):
         self.scheduler.remove(request_id)
         self.lengths.pop(request_id, None)
         self.host.pop(request_id, None)
+        self.unread.pop(request_id, None)
 
     def read(self, blocks: list[int], num_tokens: int) -> list[int]:
         return [token for block in blocks for token in self.memory[block]][:num_tokens]

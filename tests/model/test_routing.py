@@ -4,7 +4,8 @@ from tests.model.families import CONFIGS, drawn_tokens, drawn_weights, our_logit
 from torch import Tensor
 from torch.nn import functional as F
 
-from dora.model.routing import Experts, Recorder, Replay, mix
+from dora.model.routing import Experts, Recorder, mix
+from dora.trainer.routes import Replay
 
 CONFIG = CONFIGS["qwen3_moe-mixed"]
 FLAT, TOKENS = drawn_weights(CONFIG), drawn_tokens(2, 15)

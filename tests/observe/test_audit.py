@@ -225,6 +225,7 @@ SAMPLE_CHANGES = [
     ("delete from samples where state = 'failed'", "C2", "finished and is not in the sample store"),
     (f"update samples set token_ids = substr(token_ids, 5) {ONE}", "C1", "its sample stores"),
     (f"update samples set logprobs = substr(logprobs, 2) {ONE}", "C1", "log-probs"),
+    (f"update samples set loss_mask = x'0100' {ONE}", "C1", "its sample says of 2 whether they were drawn"),
     (f"update samples set version = version + 1 {ONE}", "C1", "is stored as sampled from"),
     (f"update samples set weight_digest = 'sim-ffffffff' {ONE}", "C1", "is stored as sampled from"),
     (f"update samples set reward = null {ONE}", "C2", "its sample says None"),

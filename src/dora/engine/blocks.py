@@ -58,11 +58,6 @@ class BlockManager:
         """Blocks that can be allocated once `shared`, some of which nobody may own, have an owner."""
         return self.num_free - sum(self._num_references[block] == 0 for block in shared)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks without owners that can still be found by name."""
-        return len(self._cached)
-
     def allocate(self, num_blocks: int) -> list[int]:
         """Take free blocks; the caller has made sure that there are enough."""
         assert num_blocks <= self.num_free, f"{num_blocks} blocks asked for, {self.num_free} free"

@@ -101,6 +101,7 @@ class Engine:
         self._returns_routes, self._interleaving = returns_routes, interleaving
         self._seats = Seats(self._rows, self._workspace.tables, self._workspace.kv, runner.num_ahead)
         self._held: dict[int, _Loaded] = {}
+        self._placed: dict[int, int] = {}  # copied and not held yet -> slot
         self._free_slots = list(range(version_slots - 1, -1, -1))
         self._slot_stamps = np.full(version_slots, -1, np.int64)
         self._order: list[Seated] = []  # rows that decode
@@ -152,13 +153,16 @@ class Engine:
         return not self._is_paused and bool(len(self._rows.active) or self._scheduler.can_schedule())
 
     def load(self, version: int, source: Tensor) -> str:
-        """Copy a flat buffer [numel], fp32 or of the engine's dtype, into a free slot.
+        """Take a version, as `place` says; returns the digest of its bytes here, rounded if they are."""
+        return self.hold(version, weight_digest(self.place(version, source)))
 
-        Returns the digest of the bytes in the slot, which is rounded where its dtype is shorter.
-        Raises EngineError if the version is held
+    def place(self, version: int, source: Tensor) -> Tensor:
+        """Copy a flat buffer [numel], fp32 or of the engine's dtype, into a free slot; returns the slot's.
+
+        Nothing can be asked of the version until it is held. Raises EngineError if it is here
         already, no slot is free or the buffer has another size or dtype.
         """
-        if version in self._held:
+        if version in self._held or version in self._placed:
             raise EngineError(f"version {version} is held already; drop it before loading it again")
         if not self._free_slots:
             raise EngineError(
@@ -166,13 +170,16 @@ class Engine:
                 "drop one or raise version_slots"
             )
         self._workspace.check_fits(version, source)
-        slot = self._free_slots.pop()
-        buffer = self._workspace.slot(slot)
-        buffer.copy_(source)
-        loaded = self._held[version] = _Loaded(slot, weight_digest(buffer))
-        self._slot_stamps[slot] = self._rows.stamp(version, loaded.digest)
-        self._scheduler.add_version(version, kv_seed(self._model_digest, loaded.digest))
-        return loaded.digest
+        self._placed[version] = slot = self._free_slots.pop()
+        return self._workspace.slot(slot).copy_(source)
+
+    def hold(self, version: int, digest: str) -> str:
+        """Generate with a placed version from now on; its bytes here have this digest."""
+        slot = self._placed.pop(version)
+        self._held[version] = _Loaded(slot, digest)
+        self._slot_stamps[slot] = self._rows.stamp(version, digest)
+        self._scheduler.add_version(version, kv_seed(self._model_digest, digest))
+        return digest
 
     def drop(self, version: int) -> None:
         """Free the slot of a version and forget its prompts.
@@ -181,8 +188,7 @@ class Engine:
         """
         if version not in self._held:
             raise EngineError(f"version {version} is not held; held: {sorted(self._held)}")
-        num_users = sum(request.version == version for request in self._scheduler.requests())
-        if num_users:
+        if num_users := sum(request.version == version for request in self._scheduler.requests()):
             raise EngineError(f"version {version} has {num_users} unfinished requests; finish or abort them")
         self._free_slots.append(self._held.pop(version).slot)
         self._scheduler.drop_version(version)
@@ -191,8 +197,7 @@ class Engine:
         """Queue requests. Raises EngineError naming those that cannot run; all others are queued."""
         refused: dict[RequestId, str] = {}
         for request in requests:
-            reason = self._reason_to_refuse(request)
-            if reason:
+            if reason := self._reason_to_refuse(request):
                 refused[request.id] = reason
             else:
                 self._scheduler.submit(request)
@@ -205,9 +210,8 @@ class Engine:
 
         Ids that are not here are ignored.
         """
-        own = [i for i in ids if self._scheduler.request(i) is not None]
         progress = self.progress()
-        thrown_away = {request_id: progress[request_id] for request_id in own}
+        thrown_away = {i: progress[i] for i in ids if self._scheduler.request(i) is not None}
         for request_id in thrown_away:
             self._scheduler.remove(request_id)
             self._seats.forget(request_id)
@@ -218,9 +222,7 @@ class Engine:
     def progress(self) -> dict[RequestId, int]:
         """Tokens so far of every unfinished request."""
         parts = self._scheduler
-        running = {
-            request_id: self._rows.num_tokens(sequence) for request_id, sequence in parts.running.items()
-        }
+        running = {request: self._rows.num_tokens(sequence) for request, sequence in parts.running.items()}
         swapped = {request_id: self._seats.num_tokens(request_id) for request_id in parts.swapped}
         return running | swapped | dict.fromkeys((*parts.prefilling, *parts.waiting), 0)
 
@@ -254,7 +256,7 @@ class Engine:
         num_rows = len(self._rows.active)
         if not num_rows:
             return []
-        completions = self._collect(self._decode())
+        completions = self._collect([self._order[i] for i in self._decode()])
         rest_s = started_s + self._pace_s - time.perf_counter()
         if rest_s > 0:
             time.sleep(rest_s)
@@ -267,12 +269,12 @@ class Engine:
         """Assert that rows, blocks and slots are conserved."""
         self._scheduler.check()
         assert len(self._seats) == len(self._scheduler.swapped), "host memory is kept for nobody"
-        slots = [loaded.slot for loaded in self._held.values()] + self._free_slots
+        slots = [*(loaded.slot for loaded in self._held.values()), *self._placed.values(), *self._free_slots]
         assert sorted(slots) == list(range(len(self._slot_stamps))), f"slots held or free: {sorted(slots)}"
 
     def _schedule(self) -> Plan:
         """Let rows and blocks change hands; returns what is to be computed before the next decode step."""
-        plan = self._scheduler.schedule(self._order[i] for i in self._seats.full())
+        plan = self._scheduler.schedule(self._lacking())
         for sequence in plan.swapped_out:
             self.swapped_bytes += self._seats.swap_out(sequence)
             self.num_swapped += 1
@@ -281,6 +283,10 @@ class Engine:
         for sequence, num_known in plan.swapped_in:
             self._seats.swap_in(sequence, num_known)
         return plan
+
+    def _lacking(self) -> dict[Seated, int]:
+        """Rows that need more blocks for what is computed next, and how many at least."""
+        return dict.fromkeys((self._order[i] for i in self._seats.full()), 1)
 
     def _prefill(self, plan: Plan) -> None:
         """Compute prompts, or parts of them, and seat those who decode from now on."""
@@ -305,10 +311,10 @@ class Engine:
         """Whether the rows that decode now will do so once more, without any others."""
         return self._seats.has_next() and not self._scheduler.can_schedule()
 
-    def _collect(self, finished: Int64s) -> list[Completion]:
-        if not finished.size:
+    def _collect(self, done: list[Seated]) -> list[Completion]:
+        """The answers of rows that have their last token; others have their places."""
+        if not done:
             return []
-        done = [self._order[i] for i in finished]
         completions = [self._rows.completion(sequence) for sequence in done]
         if self._returns_routes:
             routes = [self._runner.routes(s.blocks, self._rows.num_computed(s)).numpy() for s in done]

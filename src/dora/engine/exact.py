@@ -179,10 +179,8 @@ def self_test(config: ModelConfig, kernels: str, dtype: str = "float32", device:
             "set exact = false"
         )
     first_mixture = next(iter(config.mixture_layers), 0)
-    layers, vocab = (
-        min(max(2, first_mixture + 1), config.num_hidden_layers),
-        min(_MOST_TOKENS, config.vocab_size),
-    )
+    layers = min(max(2, first_mixture + 1), config.num_hidden_layers)
+    vocab = min(_MOST_TOKENS, config.vocab_size)
     small = replace(config, num_hidden_layers=layers, vocab_size=vocab)
     context = min(96, config.max_position_embeddings)
     work = Workspace(small, 3 + SPARE_ROWS, context, 2, 3 * num_blocks_for(context), dtype=dtype)

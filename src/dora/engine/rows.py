@@ -23,7 +23,10 @@ NUM_LOGPROBS = len(Drawn._fields) - 1  # of each token
 
 
 class Draft(NamedTuple):
-    """An unfinished answer: tokens [N], their log-probs [N, 3] as in `Drawn`, and whose weights drew them."""
+    """An unfinished answer: tokens [N], their log-probs [N, 3] as in `Drawn`, and whose weights drew them.
+
+    Tokens that were not drawn but read have none: NaN.
+    """
 
     token_ids: Int64s
     logprobs: Float32s
@@ -42,8 +45,8 @@ class Rows:
         self._tokens = np.zeros((max_rows, max_context), np.int64)  # prompt and answer
         self._logprobs = np.zeros((max_rows, max_context, NUM_LOGPROBS), np.float32)
         self._stamps = np.zeros((max_rows, max_context), np.int64)  # whose weights drew the token
-        self._sources: list[tuple[int, str]] = []  # version and digest by stamp
-        self._prompt_lengths = np.zeros(max_rows, np.int64)
+        self._sources: dict[tuple[int, str], int] = {}  # stamp by version and digest
+        self._turn_starts = np.zeros(max_rows, np.int64)
         self._lengths = np.zeros(max_rows, np.int64)
         self._max_lengths = np.zeros(max_rows, np.int64)
         self._rules = np.zeros(max_rows, RULE)
@@ -53,18 +56,14 @@ class Rows:
 
     def stamp(self, version: int, digest: str) -> int:
         """The number that tokens drawn from these weights carry."""
-        source = (version, digest)
-        if source not in self._sources:
-            self._sources.append(source)
-        return self._sources.index(source)
+        return self._sources.setdefault((version, digest), len(self._sources))
 
     def seat(self, sequence: Sequence) -> None:
         """Begin an answer: the row holds the prompt."""
         request, row = sequence.request, sequence.row
         sampling = request.sampling
         self._tokens[row, : len(request.prompt_ids)] = request.prompt_ids
-        self._prompt_lengths[row] = self._lengths[row] = len(request.prompt_ids)
-        self._max_lengths[row] = request.max_length
+        self._begin_turn(sequence, len(request.prompt_ids))
         self._rules[row] = rule(request.seed, sampling)
         self._stop_strings[row] = sampling.stop_strings
         self._stop_ids[row] = -1
@@ -104,12 +103,23 @@ class Rows:
         finished: Int64s = np.flatnonzero(stopped | (lengths + 1 >= self._active_max_lengths))
         return finished
 
+    def read(self, sequence: Sequence, token_ids: Items[int], stamp: int) -> None:
+        """Add tokens that nobody drew, for weights with this `stamp` to read; the next turn begins."""
+        row, start = sequence.row, int(self._lengths[sequence.row])
+        stop = start + len(token_ids)
+        self._tokens[row, start:stop], self._logprobs[row, start:stop] = token_ids, np.nan
+        self._stamps[row, start:stop] = stamp
+        self._begin_turn(sequence, stop)
+
     def resume(self, sequence: Sequence, draft: Draft) -> None:
         """Go on with an answer that was begun elsewhere; its row has been seated."""
         row, start = sequence.row, len(sequence.request.prompt_ids)
         stop = start + len(draft.token_ids)
         self._tokens[row, start:stop] = draft.token_ids
         self._logprobs[row, start:stop] = draft.logprobs
+        read = np.isnan(draft.logprobs[:, 0]).nonzero()[0]
+        if read.size:
+            self._begin_turn(sequence, start + int(read[-1]) + 1)
         for chunk in draft.chunks:
             self._stamps[row, start : start + chunk.num_tokens] = self.stamp(chunk.version, chunk.digest)
             start += chunk.num_tokens
@@ -136,32 +146,49 @@ class Rows:
     def completion(self, sequence: Sequence) -> Completion:
         """The finished answer of a row."""
         request, draft = sequence.request, self.draft(sequence)
-        token_ids = draft.token_ids.tolist()
         logprobs, unfiltered, raw = draft.logprobs.T.tolist()
-        is_stopped = token_ids[-1] in request.sampling.stop_ids or self._reads_a_stop(sequence.row)
         return Completion(
-            id=request.id,
-            version=request.version,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            unfiltered_logprobs=unfiltered,
-            raw_logprobs=raw,
-            chunks=draft.chunks,
-            finish_reason="stop" if is_stopped else "length",
+            request.id,
+            request.version,
+            request.prompt_ids,
+            draft.token_ids.tolist(),
+            logprobs,
+            unfiltered,
+            raw,
+            draft.chunks,
+            self.finish_reason(sequence),
         )
+
+    def finish_reason(self, sequence: Sequence) -> str:
+        """Why a row has no more tokens, or its turn has none; see `Completion`."""
+        row, length, request = sequence.row, self._lengths[sequence.row], sequence.request
+        if self._tokens[row, length - 1] in request.sampling.stop_ids or self._reads_a_stop(row):
+            return "stop"
+        return "length" if length == request.max_length else "turn_length"
+
+    def turn(self, row: int) -> Int64s:
+        """The tokens of a row's turn."""
+        return self._tokens[row, self._turn_starts[row] : self._lengths[row]]
+
+    def _begin_turn(self, sequence: Sequence, start: int) -> None:
+        """Nothing has been drawn behind `start`; a turn ends where the answer must, at the latest."""
+        request, row = sequence.request, sequence.row
+        self._turn_starts[row] = self._lengths[row] = start
+        num_tokens = request.sampling.max_turn_tokens or request.sampling.max_tokens
+        self._max_lengths[row] = min(request.max_length, start + num_tokens)
 
     def _reads_a_stop(self, row: int) -> bool:
         """Whether the row's last token completed one of its stop strings."""
         if not self._stop_strings[row]:
             return False
         assert self._detokenize is not None
-        answer = self._tokens[row, self._prompt_lengths[row] : self._lengths[row]]
-        return ends_in_stop_string(self._detokenize, answer, self._stop_strings[row])
+        return ends_in_stop_string(self._detokenize, self.turn(row), self._stop_strings[row])
 
     def _chunks(self, stamps: Int64s) -> tuple[Chunk, ...]:
         """Merge what every step stamped into runs of one version's weights."""
         if not stamps.size:
             return ()
+        sources = [*self._sources]
         edges = [0, *(np.flatnonzero(stamps[1:] != stamps[:-1]) + 1).tolist(), stamps.size]
-        runs = ((*self._sources[stamps[start]], stop - start) for start, stop in pairwise(edges))
+        runs = ((*sources[stamps[start]], stop - start) for start, stop in pairwise(edges))
         return tuple(Chunk(version, digest, num_tokens) for version, digest, num_tokens in runs)

@@ -11,7 +11,7 @@ from elsewhere, are found by name and not computed again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, count
 
@@ -37,12 +37,15 @@ class Scheduler:
 
     Every request ends: of the rows that decode, the oldest gives up its blocks only where no other
     has any left to give, and those it lacks are held by a prompt being computed or by moves, which
-    end by themselves; what was swapped out comes back oldest first; and `can_hold` says that the
+    end by themselves; what was swapped out comes back oldest first; and `num_needed` says whether the
     pool is enough for each alone.
 
     At most one is `prefilling`, so that no prompt is built on one that might not be completed.
     Those `arriving` have a row and blocks, but still belong to another engine. Those `swapped`
     keep the record of what they had.
+
+    Those `still` do not decode, for their turn is over. Until it is answered they give way to whoever lacks
+    a place, and do not come back.
     """
 
     def __init__(self, max_rows: int, num_blocks: int, prefill_budget: int = 512) -> None:
@@ -56,7 +59,8 @@ class Scheduler:
         self._prompts: dict[PromptKey, _Prompt] = {}
         self._siblings: Counter[PromptKey] = Counter()  # unfinished requests by prompt
         self._rushed: frozenset[RequestId] = frozenset()  # they decode alone, as long as one is running
-        self._frozen: set[RequestId] = set()
+        self.frozen: set[RequestId] = set()  # they keep row and blocks, but do not decode
+        self.still: dict[RequestId, bool] = {}  # running or swapped; whether their turn has been answered
         self.waiting: dict[RequestId, Request] = {}
         self.prefilling: dict[RequestId, Sequence] = {}
         self.running: dict[RequestId, Sequence] = {}
@@ -65,7 +69,7 @@ class Scheduler:
 
     def state_of(self, request_id: RequestId) -> State:
         if request_id in self.running:
-            return State.MIGRATING_OUT if request_id in self._frozen else State.RUNNING
+            return State.MIGRATING_OUT if request_id in self.frozen else State.RUNNING
         places: dict[State, Container[RequestId]] = {
             State.WAITING: self.waiting,
             State.PREFILL: self.prefilling,
@@ -100,24 +104,22 @@ class Scheduler:
         num_own = num_blocks_for(request.max_length - 1) - request.num_prompt_kv // BLOCK_SIZE
         return num_own + num_blocks_for(request.num_prompt_kv)
 
-    def can_hold(self, request: Request) -> bool:
-        """Whether the whole pool is large enough for this request alone."""
-        return self.num_needed(request) <= self._num_blocks
-
     def submit(self, request: Request) -> None:
         self.waiting[request.id] = request
         self._siblings[request.prompt_key] += 1
 
     def can_schedule(self) -> bool:
         """Whether `schedule` would do anything for requests that do not decode yet."""
-        return bool(self.prefilling) or self._can_return() or self._can_seat()
+        return bool(self.prefilling) or self._can_return() or self._can_seat() or self._must_make_way()
 
-    def schedule(self, full: Iterable[Sequence] = ()) -> Plan:
-        """Blocks for rows that are `full`; then back with what was swapped out; then new requests."""
+    def schedule(self, lacking: Mapping[Sequence, int] | None = None) -> Plan:
+        """Blocks for rows that lack so many; then back with what was swapped out; then new requests."""
         plan = Plan()
         budget = self._prefill_budget * (1 if self.running else _IDLE_BUDGETS)
-        for sequence in sorted(full, key=self._rank):
-            self._grow(sequence, plan)
+        for sequence, num_blocks in sorted((lacking or {}).items(), key=lambda item: self._rank(item[0])):
+            self._grow(sequence, num_blocks, plan)
+        if self._must_make_way():
+            self._swap_out(self._victim(), plan)
         while not plan.swapped_out and self._can_return():
             self._swap_in(plan)
         while self._can_seat() or (self.prefilling and budget):
@@ -133,7 +135,7 @@ class Scheduler:
         Returns how many leading blocks of its prompt are here already, and the name of the last.
         """
         num_blocks = min(num_blocks_for(len(request.prompt_ids)) + 1, _most_blocks(request))
-        if self.swapped or not self._has_place(request, num_blocks):
+        if self._first_back() or not self._has_place(request, num_blocks):
             return None
         blocks, num_known = self._table(request, num_blocks)
         self.arriving[request.id] = Sequence(request, self._free_rows.pop(), blocks, next(self._numbers))
@@ -158,14 +160,6 @@ class Scheduler:
         """The names of the full blocks of a request's prompt."""
         return chain_hashes(self._seeds[request.version], request.prompt_ids[: request.num_prompt_kv])
 
-    def freeze(self, request_id: RequestId) -> None:
-        """A running request keeps row and blocks but does not decode."""
-        self._frozen.add(request_id)
-
-    def thaw(self, request_id: RequestId) -> None:
-        """It decodes again, if it is still here."""
-        self._frozen.discard(request_id)
-
     def rush(self, ids: Iterable[RequestId]) -> None:
         """Only these requests decode from now on; once none of them is running, all do."""
         self._rushed = frozenset(ids)
@@ -175,9 +169,9 @@ class Scheduler:
 
         Versions `resting` are left out, unless they are rushed or there are no others.
         """
-        rushed = self._rushed & self.running.keys()
-        decoding = (rushed or self.running.keys()) - self._frozen
-        sequences = [self.running[request_id] for request_id in decoding]
+        decoding = self.running.keys() - self.frozen - self.still.keys()
+        rushed = self._rushed & decoding
+        sequences = [self.running[request_id] for request_id in rushed or decoding]
         if not rushed:
             sequences = [s for s in sequences if s.request.version not in resting] or sequences
         return sorted(sequences, key=lambda sequence: (sequence.request.version, sequence.row))
@@ -191,7 +185,8 @@ class Scheduler:
                 if place is not self.swapped:
                     self._vacate(sequence)
         assert request is not None, f"{request_id} is not here"
-        self._frozen.discard(request_id)
+        self.frozen.discard(request_id)
+        self.still.pop(request_id, None)
         key = request.prompt_key
         self._siblings[key] -= 1
         if self._siblings[key] == 0:
@@ -210,7 +205,8 @@ class Scheduler:
         assert max(ids.values(), default=1) == 1, f"requests in two places: {ids}"
         assert self._siblings == Counter(r.prompt_key for r in self.requests()), "siblings miscounted"
         assert self._prompts.keys() <= self._siblings.keys(), "a prompt without siblings is held"
-        assert self._frozen <= self.running.keys(), f"frozen, but not here: {self._frozen}"
+        assert self.frozen <= self.running.keys(), f"frozen, but not here: {self.frozen}"
+        assert self.still.keys() <= self.running.keys() | self.swapped.keys(), f"still: {self.still}"
         assert len(self.prefilling) <= 1, f"more than one in prefill: {self.prefilling}"
         for sequence in self.prefilling.values():
             prompt, num_tokens = self._prompts[sequence.request.prompt_key], sequence.request.num_prompt_kv
@@ -221,13 +217,13 @@ class Scheduler:
         """The less, the sooner a request is served and the later it gives up its row."""
         return sequence.request.id not in self._rushed, sequence.number
 
-    def _grow(self, sequence: Sequence, plan: Plan) -> None:
-        """Another block for a row, unless it has been or must be swapped out itself."""
+    def _grow(self, sequence: Sequence, num_blocks: int, plan: Plan) -> None:
+        """At least so many more blocks for a row, unless it has been or must be swapped out itself."""
         request_id = sequence.request.id
-        while request_id in self.running and not self._has_room(1, needed_by=()):
+        while request_id in self.running and not self._has_room(num_blocks, needed_by=()):
             self._swap_out(self._victim(), plan)
         if request_id in self.running:
-            num_blocks = self._num_to_give(sequence.request, len(sequence.blocks))
+            num_blocks = max(num_blocks, self._num_to_give(sequence.request, len(sequence.blocks)))
             sequence.blocks += self._blocks.allocate(num_blocks)
             plan.grown.append(sequence)
 
@@ -235,17 +231,18 @@ class Scheduler:
         """The youngest of the version with most rows, for that version's answers lose the least by it.
 
         Of equally many it is the newest version, whose deadline is the farthest. Rows that stand still
-        for a rush go first. The oldest row goes last, so that one always gets to its end.
+        for a rush go first, and before them those at rest. The oldest of the others goes last, so that one
+        always gets to its end.
         """
-        rows = [sequence for key, sequence in self.running.items() if key not in self._frozen]
+        rows = [sequence for key, sequence in self.running.items() if key not in self.frozen]
         num_rows = Counter(sequence.request.version for sequence in rows)
-        oldest = min(rows, key=self._rank)
+        oldest = min(rows, key=lambda sequence: (self._rests(sequence), self._rank(sequence)))
 
-        def cheapness(sequence: Sequence) -> tuple[bool, bool, int, int, int]:
-            request = sequence.request
+        def cheapness(sequence: Sequence) -> tuple[bool, bool, bool, int, int, int]:
+            request, rests = sequence.request, self._rests(sequence)
             is_rushed = request.id in self._rushed
             version = request.version
-            return sequence is not oldest, not is_rushed, num_rows[version], version, sequence.number
+            return rests, sequence is not oldest, not is_rushed, num_rows[version], version, sequence.number
 
         return max(rows, key=cheapness)
 
@@ -254,14 +251,29 @@ class Scheduler:
         self._vacate(sequence)
         plan.swapped_out.append(sequence)
 
+    def _rests(self, sequence: Sequence) -> bool:
+        """Whether a request waits for an answer to its turn."""
+        return self.still.get(sequence.request.id) is False
+
+    def _first_back(self) -> Sequence | None:
+        """Who of those swapped out is the first to come back."""
+        back = (sequence for sequence in self.swapped.values() if not self._rests(sequence))
+        return min(back, key=self._rank, default=None)
+
     def _can_return(self) -> bool:
-        if not self.swapped:
+        first = self._first_back()
+        return first is not None and self._has_place(first.request, _num_to_return(first))
+
+    def _must_make_way(self) -> bool:
+        """Whether somebody finds no place, and there is a row at rest."""
+        at_rest = (request_id for request_id, is_answered in self.still.items() if not is_answered)
+        if self.running.keys().isdisjoint(at_rest) or self._can_return() or self._can_seat():
             return False
-        first = min(self.swapped.values(), key=self._rank)
-        return self._has_place(first.request, _num_to_return(first))
+        return self._first_back() is not None or bool(self.waiting and not self.prefilling)
 
     def _swap_in(self, plan: Plan) -> None:
-        before = min(self.swapped.values(), key=self._rank)
+        before = self._first_back()
+        assert before is not None
         del self.swapped[before.request.id]
         blocks, num_known = self._table(before.request, _num_to_return(before))
         sequence = replace(before, row=self._free_rows.pop(), blocks=blocks)
@@ -271,7 +283,7 @@ class Scheduler:
 
     def _can_seat(self) -> bool:
         """Whether there is a row for the first in the queue, and blocks for its prompt and one token."""
-        if self.prefilling or self.swapped or not (self.waiting and self._free_rows):
+        if self.prefilling or self._first_back() or not (self.waiting and self._free_rows):
             return False
         request = next(iter(self.waiting.values()))
         if request.prompt_key in self._prompts:

@@ -36,6 +36,10 @@ class Sampling:
     likeliest tokens stay (0: all); of these, the fewest whose probability reaches `top_p`; of these, those
     at least `min_p` times as likely as the likeliest. Equal tokens are ranked by id; one always stays.
     A stop id, or the token that completes a stop string in the answer's text, is the answer's last.
+
+    With `max_turn_tokens` (0: none) the answer is an episode: these end a turn only, as does its having so
+    many tokens; stop strings are looked for in a turn's own text, and `max_tokens` counts what was read
+    between turns, too.
     """
 
     temperature: float
@@ -45,6 +49,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     stop_strings: tuple[str, ...] = ()
+    max_turn_tokens: int = 0
 
     def __post_init__(self) -> None:
         rules = {
@@ -53,6 +58,7 @@ class Sampling:
             "top_p": (0 < self.top_p <= 1, "over 0 and at most 1; 1 keeps all tokens"),
             "top_k": (0 <= self.top_k < 2**31, "from 0 to 2147483647; 0 keeps all tokens"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1; 0 keeps all tokens"),
+            "max_turn_tokens": (self.max_turn_tokens >= 0, "at least 0; 0: a single turn"),
             "stop_strings": ("" not in self.stop_strings, "a tuple of strings that are not empty"),
         }
         for name, (is_kept, rule) in rules.items():
@@ -116,14 +122,16 @@ class Completion:
     knows no filters compares its own with. `raw_logprobs` are the model's, at temperature 1. `chunks` are
     the runs of tokens by the weights that the decode steps really used. `routes` [tokens of prompt and
     answer - 1, mixture layers, k] are the experts that each token was sent to, if the engine returns them.
+    Tokens that were read between the turns of an episode have log-probs of NaN.
     """
 
     id: RequestId
     version: int
+    prompt_ids: tuple[int, ...]
     token_ids: list[int]
     logprobs: list[float]
     unfiltered_logprobs: list[float]
     raw_logprobs: list[float]
     chunks: tuple[Chunk, ...]
-    finish_reason: str  # "stop" | "length"
+    finish_reason: str  # "stop" | "length" | "turn_length", for the last turn of an episode
     routes: NDArray[np.int16] | None = None

@@ -1,6 +1,6 @@
 """An engine whose running requests can move to others that hold the same version, with their KV.
 
-It is an Engine that owns a Mover, and tells it what happens to the requests under way.
+It is an engine that owns a Mover, and tells it what happens to the requests under way.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from dora.core.records import RequestId
-from dora.engine.engine import Engine
 from dora.engine.plan import Plan
-from dora.engine.sampler import Int64s
 from dora.engine.sequence import Completion
+from dora.engine.sequence import Sequence as Seated
 from dora.engine.workspace import DTYPES
 from dora.handover.files import FORMAT, KVFormat
 from dora.handover.mover import Mover
 from dora.handover.moves import Answer, Kept, NotReceived, Receive, Reserved, Send
 from dora.handover.pool import as_blocks, make_pool
 from dora.model.config import ModelConfig
+from dora.turns.engine import TurnTakingEngine
 
 
-class MovingEngine(Engine):
-    """An Engine, on the CPU, that hands requests over and takes them; see there for `settings`.
+class MovingEngine(TurnTakingEngine):
+    """An engine, on the CPU, that hands requests over and takes them; see there for `settings`.
 
     Its KV lies in the file `pool`, where other engines can read it. Leases of moves end by `clock`,
     which all engines share.
@@ -102,8 +102,8 @@ class MovingEngine(Engine):
             self._mover.swapped_out(sequence.request.id)
         return plan
 
-    def _collect(self, finished: Int64s) -> list[Completion]:
-        completions = super()._collect(finished)
+    def _collect(self, done: list[Seated]) -> list[Completion]:
+        completions = super()._collect(done)
         for completion in completions:
             self._mover.finished(completion.id)
         return completions

@@ -143,7 +143,8 @@ class Mover:
         sequence = self._scheduler.running.get(request_id)
         if move.is_offered or sequence is None:  # one without a row has nothing to hand over yet
             return
-        if not move.stream(sequence, self._rows.num_computed(sequence)):
+        is_streamed = move.stream(sequence, self._rows.num_computed(sequence))
+        if not is_streamed or request_id in self._scheduler.still:  # it goes once it writes on
             return
         try:
             draft = self._rows.draft(sequence)
@@ -151,7 +152,7 @@ class Mover:
         except OSError as error:
             self._conclude_kept(move, f"its snapshot cannot be written: {error}")
             return
-        self._scheduler.freeze(request_id)
+        self._scheduler.frozen.add(request_id)
 
     def _poll_incoming(self, move: Incoming) -> None:
         """One step of a move in."""
@@ -190,7 +191,7 @@ class Mover:
         self._answers.append(Sent(move.order.move))
 
     def _conclude_kept(self, move: Outgoing, reason: str) -> None:
-        self._scheduler.thaw(move.order.request)
+        self._scheduler.frozen.discard(move.order.request)
         del self._outgoing[move.order.move]
         self._answers.append(Kept(move.order.move, reason))
 

@@ -16,19 +16,11 @@ from torch import Tensor
 
 from dora.errors import ModelError
 
+_BOTH = ("factor", "original_max_position_embeddings")
 _KEYS = {
     "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
+    "llama3": (*_BOTH, "low_freq_factor", "high_freq_factor"),
+    "yarn": (*_BOTH, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 

@@ -43,17 +43,6 @@ class Recorder:
         return torch.stack(self._chosen, dim=1).to(torch.int16)
 
 
-class Replay:
-    """Sends tokens where `routes` [N, mixture layers, k] says; where it is negative, to the likeliest."""
-
-    def __init__(self, config: ModelConfig, routes: Tensor) -> None:
-        self._layers, self._routes = config.mixture_layers, routes.long()
-
-    def __call__(self, layer: int, probs: Tensor) -> Tensor:
-        told = self._routes[:, self._layers.index(layer)]
-        return torch.where(told < 0, probs.topk(told.shape[1]).indices, told)
-
-
 def shares(config: ModelConfig, probs: Tensor, ids: Tensor) -> Tensor:
     """The weight of each chosen expert [N, k], from the router's probabilities [N, experts]."""
     chosen = probs.gather(-1, ids)

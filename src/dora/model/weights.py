@@ -98,10 +98,8 @@ class Layout:
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises ModelError naming what is missing, extra or of another shape."""
-        missing, extra = (
-            sorted(self.shapes.keys() - shapes.keys()),
-            sorted(shapes.keys() - self.shapes.keys()),
-        )
+        missing = sorted(self.shapes.keys() - shapes.keys())
+        extra = sorted(shapes.keys() - self.shapes.keys())
         if missing or extra:
             raise ModelError(
                 f"checkpoint does not fit config.json: missing {missing[:3] or 'none'} ({len(missing)}), "

@@ -18,14 +18,16 @@ from dora.observe.samples import SampleRow
 class Fates:
     """Reads the journal once, then `close`; findings are sentences, empty where a guarantee holds."""
 
-    def __init__(self, limits: Limits, num_prompts: int, samples: dict[tuple[str, int], SampleRow]) -> None:
+    def __init__(
+        self, limits: Limits, num_prompts: int | None, samples: dict[tuple[str, int], SampleRow]
+    ) -> None:
         self.findings: list[str] = []  # against C2
         self.findings_late: list[str] = []  # against C3
         self.num_admitted = 0
         self.ends: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()  # of the groups in batches
         self._limits = limits
-        self._num_prompts = num_prompts
+        self._num_prompts = num_prompts  # None: each is a new row
         self._samples = samples
         self._fetched: list[GroupId] = []
         self._known: set[GroupId] = set()  # the fetched, for looking up
@@ -118,11 +120,14 @@ class Fates:
             f"prompts from position {fact.first_index} on were fetched, the next was {len(self._fetched)}",
         )
         for group in fact.groups:
-            epoch = len(self._fetched) // self._num_prompts
+            position = len(self._fetched)
+            epoch, end = 0, position + 1
+            if self._num_prompts is not None:
+                epoch, end = position // self._num_prompts, self._num_prompts
             self._check(
-                group.epoch == epoch and 0 <= group.row < self._num_prompts and group not in self._known,
-                f"position {len(self._fetched)} of the dataset is group {group}: "
-                f"expected a new row of epoch {epoch} below {self._num_prompts}",
+                group.epoch == epoch and 0 <= group.row < end and group not in self._known,
+                f"position {position} of the dataset is group {group}: "
+                f"expected a new row of epoch {epoch} below {end}",
             )
             self._fetched.append(group)
             self._known.add(group)

@@ -38,7 +38,7 @@ class RecordedRun:
     """A journal: what the run promised and everything that was told and ordered, in order."""
 
     limits: Limits
-    num_prompts: int  # rows of the dataset
+    num_prompts: int | None  # rows of the dataset; None: it grew
     lines: tuple[Line, ...]
     is_torn: bool  # the last line was cut off and is not among the lines
     critic_digest: str | None = None  # of the weights in critic.path, if one was given
@@ -60,13 +60,13 @@ def read_journal(run: Path) -> RecordedRun:
     return RecordedRun(limits, num_prompts, lines, torn != b"", critic_digest)
 
 
-def _header(path: Path, text: bytes) -> tuple[Limits, int, str | None]:
+def _header(path: Path, text: bytes) -> tuple[Limits, int | None, str | None]:
     raw = _object(path, 1, text)
     if raw.get("schema") != SCHEMA:
         raise InputError(f"{path}, line 1: schema is {raw.get('schema')!r}, this version reads {SCHEMA}")
     try:
-        limits, num_prompts = codec.read(Limits, raw["limits"]), codec.read(int, raw["num_prompts"])
-        if num_prompts < 1:
+        limits, num_prompts = codec.read(Limits, raw["limits"]), codec.read(int | None, raw["num_prompts"])
+        if num_prompts is not None and num_prompts < 1:
             raise ValueError(f"num_prompts = {num_prompts} must be at least 1")
         return limits, num_prompts, codec.read(str | None, raw.get("critic_digest"))
     except (KeyError, TypeError, ValueError, ProtocolError) as error:

@@ -196,6 +196,11 @@ class Provenance:
         )
 
     def _check_row(self, name: str, fact: RequestFinished, row: SampleRow) -> None:
+        num_masked = fact.num_tokens if row.num_masked is None else row.num_masked
+        self._check(
+            num_masked == fact.num_tokens,
+            f"{name} has {fact.num_tokens} tokens, its sample says of {num_masked} whether they were drawn",
+        )
         self._check(
             row.num_token_ids == fact.num_tokens == row.num_logprobs,
             f"{name} has {fact.num_tokens} tokens, its sample stores {row.num_token_ids:g} "

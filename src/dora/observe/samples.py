@@ -27,6 +27,7 @@ class SampleRow(NamedTuple):
     weight_digest: str
     num_token_ids: float
     num_logprobs: float
+    num_masked: int | None  # tokens of which it is said whether they were drawn; None: all were
     reward: float | None
     state: str
     trained_step: int | None
@@ -39,16 +40,16 @@ class Answer(NamedTuple):
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     routes: Sequence[int]  # [tokens - 1, mixture layers, k], flattened; empty if they were not recorded
+    loss_mask: Sequence[int]  # 1 for each token that was drawn, 0 for those that were read
 
 
 def read_samples(run: Path) -> dict[tuple[str, int], SampleRow]:
     """(group, sibling) -> row of the store in the folder of a run. Raises InputError."""
-    query = (
-        "select group_id, sibling, version, weight_digest, length(token_ids), length(logprobs), "
-        "reward, state, trained_step from samples"
-    )
     with _opened(run) as store:
-        rows = store.execute(query).fetchall()
+        rows = store.execute(
+            "select group_id, sibling, version, weight_digest, length(token_ids), length(logprobs), "
+            f"length({_loss_mask(store)}), reward, state, trained_step from samples"
+        ).fetchall()
     return {
         (group, sibling): SampleRow(
             group, sibling, version, digest, ids / TOKEN_BYTES, logprobs / TOKEN_BYTES, *rest
@@ -59,19 +60,29 @@ def read_samples(run: Path) -> dict[tuple[str, int], SampleRow]:
 
 def read_answers(run: Path, rows: Iterable[SampleRow]) -> list[Answer | None]:
     """The answers of rows of the same store; None for one that was cut. Raises InputError."""
-    query = (
-        "select prompt_ids, token_ids, logprobs, coalesce(routes, x'') from samples "
-        "where group_id = ? and sibling = ?"
-    )
     with _opened(run) as store:
+        query = (
+            f"select prompt_ids, token_ids, logprobs, coalesce(routes, x''), {_loss_mask(store)} "
+            "from samples where group_id = ? and sibling = ?"
+        )
         return [_answer(*store.execute(query, (row.group, row.sibling)).fetchone()) for row in rows]
 
 
-def _answer(prompt: bytes, response: bytes, logprobs: bytes, routes: bytes) -> Answer | None:
+def _answer(
+    prompt: bytes, response: bytes, logprobs: bytes, routes: bytes, mask: bytes | None
+) -> Answer | None:
     try:
-        return Answer(array("i", prompt), array("i", response), array("f", logprobs), array("h", routes))
+        ids, told = array("i", response), array("f", logprobs)
+        mask = bytes([1]) * len(ids) if mask is None else mask
+        return Answer(array("i", prompt), ids, told, array("h", routes), mask)
     except (TypeError, ValueError):
         return None
+
+
+def _loss_mask(store: sqlite3.Connection) -> str:
+    """The column; runs that began before there were episodes have none."""
+    names = {name for _, name, *_ in store.execute("pragma table_info(samples)")}
+    return "loss_mask" if "loss_mask" in names else "null"
 
 
 @contextmanager

@@ -58,10 +58,7 @@ def choose_kernels(name: str, workspace: Workspace) -> Kernels:
         raise EngineError('kernels = "numba" compute in fp32 only; set "auto" or dtype = "float32"')
     try:
         from dora.engine.kernels.fused import FusedKernels
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # numba raises the latter where it finds no place for a cache
+    except (ImportError, RuntimeError) as error:  # the latter where numba finds no place for a cache
         if name == "numba":
             raise EngineError(
                 f'kernels = "numba" cannot run: {error}; install numba or set "eager"'
