@@ -1,0 +1,46 @@
+"""Environments are named in the configuration; what cannot be one is explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora.envs.base import Environment, load_environment
+from dora.errors import EnvError
+
+HERE = "tests.envs.playing"
+
+
+def test_an_environment_is_loaded_from_a_file_and_from_a_module(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"from {HERE} import Countdown\n\ndef make():\n    return Countdown()\n")
+    for name in (f"{file}:make", f"{file}:Countdown", f"{HERE}:Countdown"):
+        assert isinstance(load_environment(name)(), Environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("Countdown", "must read file.py:name or module:name"),
+        ("nowhere.py:Countdown", "nowhere.py does not exist"),
+        ("no_such_module_here:Countdown", "ModuleNotFoundError"),
+        (f"{HERE}:Countup", "has no 'Countup'; it has Countdown"),
+        (f"{HERE}:RULES", "has no 'RULES'"),
+        ("pathlib:Path", "it needs a method `async def reset`"),
+    ],
+)
+def test_what_cannot_be_loaded_is_explained(name: str, complaint: str) -> None:
+    with pytest.raises(EnvError) as refusal:
+        load_environment(name)
+    assert str(refusal.value).startswith(f"env.environment = {name!r}: ")
+    assert complaint in str(refusal.value)
+
+
+def test_methods_must_be_coroutines(tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text(
+        "class Plain:\n    async def reset(self, row, seed): ...\n    def step(self, action): ...\n"
+    )
+    with pytest.raises(EnvError, match="it needs a method `async def step`"):
+        load_environment(f"{file}:Plain")

@@ -1,0 +1,107 @@
+"""Environments of Gymnasium speak text once they are told how."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import pytest
+from gymnasium.spaces import Discrete
+
+from dora.envs.base import Step
+from dora.envs.gymnasium import GymnasiumEnvironment
+
+
+class Corridor(gymnasium.Env[Any, Any]):
+    """Walk right (1) until the end; left (0) leads back."""
+
+    observation_space, action_space = Discrete(100), Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, Any]:
+        super().reset(seed=seed)
+        self.left = (options or {"length": 3})["length"]
+        self.seeds = seed
+        return self.left, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self.left += 1 - 2 * action
+        self.thread = threading.current_thread()
+        return self.left, 0.5, self.left == 0, self.left > 4, {}
+
+
+class Walk(GymnasiumEnvironment):
+    def __init__(self) -> None:
+        super().__init__(Corridor())
+
+    def to_text(self, observation: int) -> str:
+        return "." * observation + ">"
+
+    def to_options(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        return dict(row) or None
+
+
+async def walked(row: Mapping[str, Any], *actions: str) -> list[Any]:
+    walk = Walk()
+    found: list[Any] = [await walk.reset(row, 7)]
+    found += [await walk.step(action) for action in actions]
+    walk.close()
+    return found
+
+
+def test_an_episode_ends_where_the_environment_terminates() -> None:
+    assert asyncio.run(walked({}, "1", "1", "1")) == [
+        "...>",
+        Step("..>", 0.5, False),
+        Step(".>", 0.5, False),
+        Step(">", 0.5, True),
+    ]
+
+
+def test_an_episode_ends_where_the_environment_truncates() -> None:
+    assert asyncio.run(walked({}, "0", "0"))[-1] == Step(".....>", 0.5, True)
+
+
+@pytest.mark.parametrize("action", ["", "right", "2"])
+def test_an_action_that_means_nothing_ends_the_episode_without_reward(action: str) -> None:
+    assert asyncio.run(walked({}, action))[-1] == Step("", 0.0, True)
+
+
+def test_the_row_reaches_the_environment() -> None:
+    async def play() -> None:
+        walk = Walk()
+        assert await walk.reset({"length": 1, "seed": 5}, 7) == ".>"
+        assert walk.env.seeds == 5  # type: ignore[attr-defined]
+        await walk.reset({}, 7)
+        assert walk.env.seeds == 7  # type: ignore[attr-defined]
+        walk.close()
+
+    asyncio.run(play())
+
+
+def test_each_environment_has_a_thread_of_its_own() -> None:
+    async def play() -> None:
+        walks = [Walk(), Walk()]
+        for walk in walks:
+            await walk.reset({}, 0)
+            await walk.step("1")
+        threads = {walk.env.thread for walk in walks}  # type: ignore[attr-defined]
+        assert len(threads | {threading.current_thread()}) == 3
+        for walk in walks:
+            walk.close()
+
+    asyncio.run(play())
+
+
+def test_the_library_s_own_environments_can_be_played() -> None:
+    async def play() -> float:
+        lake = GymnasiumEnvironment(gymnasium.make("FrozenLake-v1", is_slippery=False))
+        assert await lake.reset({}, 0) == "0"
+        steps = [await lake.step(action) for action in "112122"]
+        lake.close()
+        assert [step.done for step in steps] == [False] * 5 + [True]
+        return sum(step.reward for step in steps)
+
+    assert asyncio.run(play()) == 1.0
