@@ -98,3 +98,39 @@ def test_missing_transformers_are_named_with_their_extra(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelError, match=r"needs transformers; run pip install 'dora-rl\[data\]'"):
         ChatTemplate(folder)
+
+
+def test_turns_and_what_is_observed_between_them_make_the_ids_of_the_whole_conversation(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    encoder = PromptEncoder(tokenizer, ChatTemplate(folder, "Be brief."))
+    turn = [*tokenizer.encode("6 x 7"), tokenizer.eos_id]
+    episode = [*encoder.encode(QUESTION), *turn, *encoder.encode_next("42", turn)]
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "6 x 7"},
+        {"role": "user", "content": "42"},
+    ]
+    assert episode == encoder.encode(messages)
+
+
+def test_a_turn_that_was_cut_off_is_ended_for_the_model(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    encoder = PromptEncoder(tokenizer, ChatTemplate(folder))
+    turn = tokenizer.encode("6 x")
+    observation = [{"role": "tool", "content": "what?"}]
+    assert encoder.encode_next(observation, turn)[0] == tokenizer.eos_id
+    assert encoder.encode_next(observation, [*turn, tokenizer.eos_id])[0] != tokenizer.eos_id
+
+
+def test_an_observation_without_a_template_is_text_as_it_is(tmp_path: Path) -> None:
+    save_character_tokenizer(tmp_path, "0123456789")
+    encoder = PromptEncoder(Tokenizer(tmp_path))
+    assert encoder.encode_next("42", [1]) == [4, 2]
+    with pytest.raises(DataError, match=r"the observation has messages; set data\.chat_template = true"):
+        encoder.encode_next([{"role": "user", "content": "42"}], [1])
+
+
+def test_a_template_that_drops_earlier_answers_is_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    with pytest.raises(DataError, match="the chat template leaves out earlier answers"):
+        ChatTemplate(folder).render_next("42")

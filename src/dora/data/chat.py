@@ -6,13 +6,15 @@ imported only where a template is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dora.data.dataset import Messages, Prompt
 from dora.data.tokenizer import Tokenizer
 from dora.errors import DataError, ModelError
+
+_ANSWER = "(an answer of the assistant)"  # stands for any; what comes after it is the same
 
 
 class PromptEncoder:
@@ -29,6 +31,19 @@ class PromptEncoder:
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
         raise DataError("the prompt is a conversation; set data.chat_template = true")
+
+    def encode_next(self, observation: Prompt, turn_ids: Sequence[int]) -> list[int]:
+        """Token ids that lead from the model's turn to its next one, with what it observes in between.
+
+        A token that the template puts after a turn is left out where the turn has it already. Raises
+        DataError where it cannot be tokenized.
+        """
+        if self._template is None:
+            if isinstance(observation, str):
+                return self._tokenizer.encode(observation, add_special_tokens=False)
+            raise DataError("the observation has messages; set data.chat_template = true")
+        ids = self._tokenizer.encode(self._template.render_next(observation), add_special_tokens=False)
+        return ids[1:] if ids and ids[0] == turn_ids[-1] else ids
 
 
 class ChatTemplate:
@@ -60,9 +75,23 @@ class ChatTemplate:
 
         Raises DataError where the template refuses it.
         """
-        messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = _messages(prompt)
         if messages[0]["role"] != "system":
             messages = [*self._system, *messages]
+        return self._render(messages)
+
+    def render_next(self, observation: Prompt) -> str:
+        """What the template writes after an answer of the assistant: its end, then the observation.
+
+        Text becomes the user's message. Raises DataError as `render` does.
+        """
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        _, answer, after = self._render([*before, *_messages(observation)]).rpartition(_ANSWER)
+        if not answer:
+            raise DataError("the chat template leaves out earlier answers, so episodes cannot have turns")
+        return after
+
+    def _render(self, messages: Messages) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
@@ -70,3 +99,7 @@ class ChatTemplate:
         except Exception as error:  # templates raise what they like
             raise DataError(f"the chat template refuses the prompt: {error}") from error
         return text
+
+
+def _messages(prompt: Prompt) -> Messages:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -25,6 +25,8 @@ TAKEN = ("prompt", "prompts", "completion", "completions", "completion_ids")
 class Dataset:
     """Rows that each have a prompt. `origin` names them in errors."""
 
+    MIN_ROWS = 1
+
     def __init__(
         self, rows: Rows, prompt_key: str = "prompt", origin: str = "dataset", is_lines: bool = False
     ) -> None:
@@ -32,7 +34,7 @@ class Dataset:
 
         Raises DataError where there are no rows or one has no usable prompt.
         """
-        if not rows:
+        if len(rows) < self.MIN_ROWS:
             raise DataError(f"{origin} has no rows; a run needs at least one prompt")
         self.origin = origin
         self.prompt_key = prompt_key

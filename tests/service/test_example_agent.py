@@ -1,0 +1,116 @@
+"""The agent of the examples plays as it says, with nothing of DORA in it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tests.service.standing import StandingRun
+
+from dora.core.records import RequestId
+from dora.data.gcd import chain
+from dora.runtime.players import Began, Episode, Observed, Over, Turn, Word
+from dora.service.server import WebDoor
+from dora.serving import Service
+
+SCRIPT = Path(__file__).parent.parent.parent / "examples" / "external_agent.py"
+EPISODE = Episode(RequestId(0, 0, 0), 0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[StandingRun]:
+    """A run of the demo's task behind a real server."""
+    made = StandingRun(tmp_path, service__agents="true", data__path="gcd", sampling__max_response_length=56)
+    made.plan.out.mkdir()
+    door = WebDoor(Service(), made.plan.out)
+    door.open(made.calls, lambda sentence: None)
+    yield made
+    made.calls.close()
+    door.close()
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("external_agent", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def play(run: StandingRun, *answers: str) -> tuple[list[Word], str]:
+    """What the agent says where the model answers so, and how the episode ends for it."""
+    script, ends, words = load_script(), list[str](), list[Word]()
+    service = script.Service(run.plan.out)
+    agent = threading.Thread(target=lambda: ends.append(script.play(service)))
+    run.agents.begin(EPISODE, version=3)
+    agent.start()
+    for number, answer in enumerate(answers):
+        words.append(run.told.get(timeout=20)[1])
+        token_ids = run.plan.tokenizer.encode(answer)
+        run.agents.take_turn(Turn(EPISODE, number, token_ids, "stop", 300 - 150 * number))
+        run.hands.nudge()
+    agent.join()
+    service.close()
+    run.agents.forget(EPISODE)
+    return [*words, *run.words()], ends[0]
+
+
+def ids(run: StandingRun) -> tuple[int, ...]:
+    return tuple(run.plan.prompt_ids(EPISODE.request.group))
+
+
+def right(run: StandingRun) -> str:
+    fields = run.plan.dataset.fields(0)
+    return chain(fields["a"], fields["b"])
+
+
+def test_a_right_answer_is_worth_one(run: StandingRun) -> None:
+    words, end = play(run, right(run))
+    assert words == [Began(EPISODE, ids(run), None), Over(EPISODE, 0, 1.0)]
+    assert end == "reward 1.0"
+
+
+def test_a_wrong_answer_is_asked_for_again_once(run: StandingRun) -> None:
+    words, end = play(run, "01=61", right(run))
+    assert words == [Began(EPISODE, ids(run), None), Observed(EPISODE, 0, ids(run)), Over(EPISODE, 1, 0.5)]
+    assert end == "reward 0.5"
+    assert play(run, "01=61", "02=61")[1] == "reward 0.0"
+
+
+def test_an_episode_that_is_lost_is_told(run: StandingRun) -> None:
+    script = load_script()
+    run.agents.begin(EPISODE, version=0)
+
+    def lose() -> None:
+        run.told.get(timeout=20)
+        run.agents.forget(EPISODE)
+        run.look()
+
+    lost = threading.Thread(target=lose)
+    lost.start()
+    service = script.Service(run.plan.out)
+    end = script.play(service)
+    lost.join()
+    service.close()
+    assert "its engine was lost" in end
+
+
+def test_the_agent_ends_with_the_run(run: StandingRun) -> None:
+    script = load_script()
+    service = script.Service(run.plan.out)
+    (run.plan.out / "service.json").unlink()
+    with pytest.raises(script.RunIsOver):
+        service.call("GET", "/v1/status")
+
+
+def test_the_agent_shares_no_code_with_the_run() -> None:
+    nodes = [*ast.walk(ast.parse(SCRIPT.read_text(encoding="utf-8")))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert not {name for name in names if name.partition(".")[0] == "dora"}

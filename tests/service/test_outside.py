@@ -1,0 +1,280 @@
+"""Prompts, batches and weights through the service: what cannot be is refused, and the run is as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load, save
+from tests.service.standing import StandingRun, refusal
+from torch import Tensor
+
+from dora.core.events import PromptsFetched
+from dora.core.records import GroupId, RequestId
+from dora.model.folder import load_folder
+from dora.model.weights import Layout, weight_digest
+from dora.runtime import messages as m
+from dora.runtime.lending import OutsideJudge
+from dora.runtime.outside import OutsideTrainer
+from dora.runtime.process import take, warm_up
+from dora.runtime.supply import Supply
+from dora.stream.feed import Feed
+from dora.stream.samples import Trajectory
+from dora.weights.store import WeightStore
+
+GROUPS = (GroupId(0, 3), GroupId(0, 1))  # of the first batch, in the order of commitment
+
+
+class Outside(StandingRun):
+    """A standing run whose prompts and trainer are outside; what is trained is published."""
+
+    def __init__(self, folder: Path) -> None:
+        warm_up()
+        super().__init__(folder, service__trainer="external", data__path='"service"')
+        self.plan.out.mkdir()
+        store = WeightStore(folder / "store")
+        store.folder.mkdir()
+        self.feed = Feed(store.folder / "stream", self.plan.limits.group_size, tasks={"reward": 60.0})
+        model = Path(self.plan.config.model.path)
+        self.judge = OutsideJudge("reward", 120.0, "reward.timeout_s", self.feed.folder, model)
+        spec = self.plan.trainer_spec(store.folder, self.feed.folder)
+        self.trainer = OutsideTrainer(spec, self.plan.limits.batch_size, self.told)
+        own = {"trainer": self.trainer, "supply": Supply(self.plan, 0), "stream_folder": self.feed.folder}
+        vars(self.hands).update(own, weights=store, rewarding=SimpleNamespace(outside={"reward": self.judge}))
+        self.heard: list[object] = []
+        self._is_over, self._has_begun = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._drive)
+        self._thread.start()
+        assert self._has_begun.wait(60.0)
+
+    def _drive(self) -> None:
+        while not self._is_over.is_set():
+            for _, message in take(self.told, 0.05):
+                self.heard.append(message)
+                match self.trainer.hear(message):
+                    case m.Ready():
+                        self.trainer.send(m.PublishWeights(0))
+                    case m.StepDone(step):
+                        self.trainer.send(m.PublishWeights(step + 1))
+                    case m.WeightsPublished():
+                        self._has_begun.set()
+            self.look()
+
+    def finish(self, group: GroupId) -> None:
+        """Two answers, the first of one token, the second of two."""
+        for k in range(2):
+            self.feed.put(Trajectory(RequestId(*group, k), 0, "ab", [1], [2] * (k + 1), [-0.1] * (k + 1)))
+
+    def commit(self, *groups: GroupId, step: int = 0) -> None:
+        """Finished and judged."""
+        for group in groups:
+            self.finish(group)
+            self.feed.score(group, [0.0, 1.0], [-1.0, 1.0])
+            self.feed.flush()
+            self.trainer.send(m.Accumulate(step, group))
+
+    def make_due(self) -> None:
+        """The first step has its batch, and waits for weights."""
+        self.commit(*GROUPS)
+        self.trainer.send(m.TrainStep(0, GROUPS))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Version 0."""
+        config, flat = load_folder(Path(self.plan.config.model.path))
+        return Layout(config).views(flat)
+
+    def put(self, body: bytes, version: int = 1, **query: Any) -> httpx.Response:
+        query = {"sha256": hashlib.sha256(body).hexdigest()} | query
+        return self.ask("PUT", f"/v1/weights/{version}", params=query, content=body)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.trainer.kill()
+        self.judge.close()
+        self.feed.close()
+
+
+@pytest.fixture
+def run() -> Iterator[Outside]:
+    """In a folder with a short name, for that of a socket may have 107 letters."""
+    folder = Path(tempfile.mkdtemp(prefix="dora-"))
+    made = Outside(folder)
+    yield made
+    made.close()
+    shutil.rmtree(folder)
+
+
+def lines(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def put_prompts(run: Outside, first: int, *prompts: object) -> httpx.Response:
+    return run.ask("POST", "/v1/prompts", json={"first": first, "rows": [{"prompt": p} for p in prompts]})
+
+
+def test_prompts_are_put_once_and_handed_out_in_order(run: Outside) -> None:
+    assert run.hands.supply.fetch(3) == []  # type: ignore[attr-defined]
+    for _ in range(2):  # the second time for a client that was not answered
+        assert put_prompts(run, 0, "1:", "2:").json() == {"num_prompts": 2, "num_taken": 2, "num_wanted": 1}
+    assert put_prompts(run, 2, "3:", "4:").json()["num_taken"] == 3
+    assert [*run.hands.facts] == [
+        PromptsFetched(0, (GroupId(0, 0), GroupId(0, 1))),
+        PromptsFetched(2, (GroupId(0, 2),)),
+    ]
+    assert run.plan.dataset.prompt(2) == "3:"
+
+
+def test_prompts_that_cannot_be_change_nothing(run: Outside) -> None:
+    put_prompts(run, 0, "1:")
+    assert "each once" in refusal(put_prompts(run, 0, "2:"), 409)
+    assert "1 prompts are there" in refusal(put_prompts(run, 5, "2:"), 409)
+    assert "30 tokens" in refusal(put_prompts(run, 1, "2:", "1:" * 15), 400)
+    assert "must be a string" in refusal(put_prompts(run, 1, 7), 400)
+    for wrong in ({}, {"first": 1, "rows": []}, {"first": "1", "rows": [{"prompt": "a"}]}):
+        refusal(run.ask("POST", "/v1/prompts", json=wrong), 422)
+    assert run.ask("GET", "/v1/prompts").json()["num_prompts"] == 1
+    assert (run.plan.out / "prompts.jsonl").read_text() == '{"prompt": "1:"}\n'
+
+
+def test_a_batch_is_handed_out_group_by_group_as_it_fills_up(run: Outside) -> None:
+    run.commit(GROUPS[0])
+    fields = {"fields": "reward,token_ids,routes", "wait_s": 0}
+    first, end = lines(run.ask("GET", "/v1/batches/0", params=fields))
+    assert first == {
+        "group": "0/3",
+        "fields": {"reward": [0.0, 1.0], "token_ids": [[2], [2, 2]], "routes": [None, None]},
+    }
+    assert end == {"is_whole": False, "num_groups": 1}
+    run.commit(GROUPS[1])
+    second, end = lines(run.ask("GET", "/v1/batches/0", params={"after": 1}))
+    assert (second["group"], second["fields"]["version"]) == ("0/1", [0, 0])
+    assert end == {"is_whole": True, "num_groups": 2}
+    assert len(lines(run.ask("GET", "/v1/batches/0"))) == 3  # who disappears with it may ask anew
+
+
+def test_batches_that_cannot_be_are_refused(run: Outside) -> None:
+    assert "'logits' is none of" in refusal(run.ask("GET", "/v1/batches/0?fields=reward,logits"), 422)
+    assert "0 groups are committed" in refusal(run.ask("GET", "/v1/batches/0?after=1"), 422)
+    assert "the run has 4 steps" in refusal(run.ask("GET", "/v1/batches/4"), 404)
+    assert "step 1 comes later; the next is 0" in refusal(run.ask("GET", "/v1/batches/1"), 409)
+    run.make_due()
+    run.put(save(run.weights()))
+    assert "step 0 is trained already; the next is 1" in refusal(run.ask("GET", "/v1/batches/0"), 410)
+
+
+def test_weights_end_the_step_and_have_the_digest_of_what_engines_hold(run: Outside) -> None:
+    run.make_due()
+    changed = {name: tensor + 0.5 for name, tensor in run.weights().items()}
+    answers = [run.put(save(changed), metrics='{"loss": 0.25}').json() for _ in range(2)]
+    assert (
+        answers[0]
+        == answers[1]
+        == {
+            "version": 1,
+            "digest": weight_digest(torch.cat([tensor.flatten() for tensor in changed.values()])),
+        }
+    )
+    assert [message for message in run.heard if isinstance(message, m.StepDone)] == [
+        m.StepDone(0, {"outside/loss": 0.25})
+    ]
+    fetched = load(run.ask("GET", "/v1/weights/1").content)
+    assert all(torch.equal(fetched[name], tensor) for name, tensor in changed.items())
+    assert [*(run.plan.out / "incoming" / "parts").iterdir()] == []
+    assert run.ask("GET", "/v1/training").json()["step"] == 1
+
+
+def test_weights_that_do_not_fit_change_nothing(run: Outside) -> None:
+    weights = run.weights()
+    name, tensor = next(iter(weights.items()))
+    bad = {
+        "holds nan or inf": weights | {name: tensor * float("nan")},
+        "is F64": weights | {name: tensor.double()},
+        f"tensor {name} has shape": weights | {name: tensor[1:].clone()},
+        "missing none (0), extra ['more']": weights | {"more": torch.ones(1)},
+        f"missing ['{name}'] (1)": {key: value for key, value in weights.items() if key != name},
+    }
+    good = save(weights)
+    assert "the next is 1" in refusal(run.put(good), 409)
+    run.make_due()
+    for why, tensors in bad.items():
+        assert why in refusal(run.put(save(tensors)), 422)
+    assert "cannot be read" in refusal(run.put(b"no tensors"), 422)
+    assert "cut or changed" in refusal(run.put(good[:-1], sha256=hashlib.sha256(good).hexdigest()), 422)
+    refusal(run.put(good, sha256="../../etc/passwd"), 422)
+    refusal(run.put(good, metrics='{"loss": NaN}'), 422)
+    assert "at most" in refusal(run.put(bytes(run.plan.upload_bytes + 1)), 413)
+    assert "version 2 cannot be published" in refusal(run.put(good, version=2), 409)
+    assert run.trainer.due == 0
+    assert run.put(good).json()["version"] == 1
+    assert "is published already" in refusal(run.put(save({n: t + 1 for n, t in weights.items()})), 409)
+
+
+def test_weights_that_lie_in_the_folder_of_the_run_are_only_announced(run: Outside) -> None:
+    run.make_due()
+    body, folder = save(run.weights()), run.plan.out / "incoming"
+    folder.mkdir()
+    (folder / "v1").write_bytes(body)
+    (folder / "link").symlink_to(run.plan.config.model.path + "/model.safetensors")
+    told = {"version": 1, "file": "v1", "sha256": hashlib.sha256(body).hexdigest()}
+
+    def announce(**changes: object) -> httpx.Response:
+        return run.ask("POST", "/v1/weight_sync", json=told | changes)
+
+    for name in ("../config.json", "/etc/passwd", "..", "parts/x", ""):
+        refusal(announce(file=name), 422)
+    for name in ("link", "v2"):
+        assert "there is no file" in refusal(announce(file=name), 404)
+    assert "write it to its end" in refusal(announce(sha256="0" * 64), 422)
+    assert announce().json()["version"] == 1
+
+
+def test_a_version_that_is_not_stored_cannot_be_fetched(run: Outside) -> None:
+    assert "version 9 is not stored" in refusal(run.ask("GET", "/v1/weights/9"), 404)
+
+
+def test_rewards_are_given_for_a_group_on_loan(run: Outside) -> None:
+    async def talk(http: httpx.AsyncClient) -> httpx.Response:
+        waiting = asyncio.ensure_future(http.get("/v1/experience/reward", params={"wait_s": 60}))
+        await http.get("/v1/prompts")  # meanwhile the first call waits
+        run.finish(GROUPS[0])
+        run.feed.flush()
+        run.feed.ask(GROUPS[0], b'["1:", {"answer": 1}]')
+        run.judge.ask(GROUPS[0])
+        return await waiting
+
+    assert run.ask("GET", "/v1/experience/reward").json()["loan"] is None
+    loan = run.converse(talk).json()["loan"]
+    assert (loan["group"], loan["prompt"], loan["columns"]) == ("0/3", "1:", {"answer": 1})
+    assert loan["token_ids"] == [[2], [2, 2]]
+
+    def put(lease: int = loan["lease"], **fields: object) -> httpx.Response:
+        return run.ask("POST", "/v1/experience/reward", json={"lease": lease, "fields": fields})
+
+    for wrong in ({"value": [0.0, 1.0]}, {"reward": ["0", "1"]}, {"reward": 1.0}, {}):
+        refusal(put(**wrong), 422)
+    assert "1 rewards for 2 answers" in refusal(put(reward=[1.0]), 422)
+    assert "lease 99 is over, or was never given" in refusal(put(99, reward=[0.0, 1.0]), 410)
+    assert [put(reward=[0.0, 1.0]).json() for _ in range(2)] == [{"lease": loan["lease"]}] * 2
+    assert "these are: reward" in refusal(run.ask("GET", "/v1/experience/taste"), 404)
+
+
+def test_a_run_of_its_own_has_no_place_for_others(tmp_path: Path) -> None:
+    run = StandingRun(tmp_path)
+    vars(run.hands).update(trainer=None, supply=Supply(run.plan, 0))
+    for path in ("/v1/training", "/v1/batches/0"):
+        assert "a trainer of its own" in refusal(run.ask("GET", path), 409)
+    rows = {"first": 0, "rows": [{"prompt": "1:"}]}
+    assert "come from data.path" in refusal(run.ask("POST", "/v1/prompts", json=rows), 409)
