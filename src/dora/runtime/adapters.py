@@ -1,0 +1,104 @@
+"""Engines that DORA has not written: loaded by name, asked what they can do, held to it.
+
+`dora.runtime.stations` says what one must offer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dora.config import Config
+from dora.errors import ConfigError
+from dora.loading import load_attribute
+from dora.runtime.messages import EngineSpec, TrainerSpec
+from dora.runtime.stations import (
+    Capabilities,
+    InferenceEngine,
+    InferenceFactory,
+    TrainingEngine,
+    TrainingFactory,
+)
+
+KEY, TRAINER_KEY = "engine.adapter", "trainer.adapter"
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError, with all remedies at once, if the adapter cannot do what the run asks of it."""
+    if config.engine.adapter is None:
+        return
+    can = _load(config.engine.adapter).capabilities
+    lacking = [*_lacking(config, can)]
+    if lacking:
+        raise ConfigError(
+            f"{KEY} = {config.engine.adapter!r} cannot do what the configuration asks of it:\n  "
+            + "\n  ".join(lacking)
+        )
+
+
+def make(spec: EngineSpec) -> InferenceEngine:
+    """The adapter's engine, in the process it is to live in."""
+    assert spec.adapter is not None
+    return _load(spec.adapter)(
+        model=str(spec.model),
+        max_rows=spec.max_rows,
+        max_context=spec.max_context,
+        version_slots=spec.version_slots,
+        device=spec.device,
+        dtype=spec.dtype,
+    )
+
+
+def make_trainer(spec: TrainerSpec) -> TrainingEngine:
+    """The adapter's trainer, at the beginning or where a checkpoint says."""
+    from dora.model.folder import load_folder
+    from dora.runtime.devices import use_device
+    from dora.trainer.checkpoint import load_checkpoint
+
+    assert spec.adapter is not None
+    factory: TrainingFactory = load_attribute(spec.adapter, TRAINER_KEY, ConfigError)
+    config, flat = load_folder(spec.model)
+    state = None
+    if spec.checkpoint is not None:
+        _, flat, state, _ = load_checkpoint(spec.checkpoint)
+    trainer = factory(config=config, flat=flat, settings=spec.settings, device=use_device(spec.device))
+    if state is not None:
+        trainer.load_state_dict(state)
+    return trainer
+
+
+def _load(name: str) -> InferenceFactory:
+    factory = load_attribute(name, KEY, ConfigError)
+    if not isinstance(getattr(factory, "capabilities", None), Capabilities):
+        raise ConfigError(
+            f"{KEY} = {name!r} has no attribute capabilities; give it one, of the class "
+            "dora.runtime.stations.Capabilities"
+        )
+    found: InferenceFactory = factory
+    return found
+
+
+def _lacking(config: Config, can: Capabilities) -> Iterator[str]:
+    """What is asked and not offered, with the remedy."""
+    sampling, engine, orchestrator = config.sampling, config.engine, config.orchestrator
+    if not can.moves and not config.is_static:
+        yield "its requests stay where they are: set orchestrator.placement = static"
+    if can.max_versions is not None and config.version_slots > can.max_versions:
+        yield f"it holds {can.max_versions} versions at most: set engine.version_slots = {can.max_versions}"
+    if orchestrator.rush and not can.rushes:
+        yield "its rows do not stand still for a late one: set orchestrator.rush = false"
+    if not can.pauses and (orchestrator.placement == "colocated" or config.trainer.elastic):
+        yield "it does not rest while the trainer works: remove placement = colocated and trainer.elastic"
+    if not can.filters and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+        yield "it draws from all tokens: remove sampling.top_k, top_p and min_p"
+    if not can.stop_strings and sampling.stop:
+        yield "it knows no stop strings: remove sampling.stop, or use sampling.stop_token_ids"
+    if not can.episodes and config.has_episodes:
+        yield "it writes whole answers: remove env.environment, env.hosts and service.agents"
+    if not can.routes and config.trainer.routing_replay:
+        yield "it does not tell the experts of each token: set trainer.routing_replay = false"
+    if not can.exact and engine.exact:
+        yield "its log-probs are not exact: set engine.exact = false"
+    if engine.dtype not in can.dtypes:
+        yield f"it knows no engine.dtype = {engine.dtype}: use {' or '.join(can.dtypes)}"
+    if (device := engine.device.partition(":")[0]) not in can.devices:
+        yield f"it does not compute on engine.device = {device}: use {' or '.join(can.devices)}"
