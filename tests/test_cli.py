@@ -81,3 +81,9 @@ def test_bad_input_exits_with_2_and_no_traceback(capsys: pytest.CaptureFixture[s
     assert "run.steps = 0" in err
     assert "Traceback" not in err
     assert not (tmp_path / "run").exists()
+
+
+def test_environments_that_are_not_there_are_not_played(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "environments", "pathlib:Path")
+    assert (code, out) == (2, "")
+    assert "it needs a method `async def reset`" in err

@@ -125,7 +125,7 @@ def test_an_unknown_section_is_answered_with_the_nearest(file: Path) -> None:
         ("sampling.stop_token_ids=[1, -1]", "sampling.stop_token_ids = -1: input should be greater than"),
         ("algorithm.loss_agg_mode=mean", "input should be 'token-mean'"),
         ("orchestrator.update_policy=[]", "orchestrator.update_policy = []"),
-        ("reward.function=reward.py", "must read file.py:function"),
+        ("reward.function=reward.py", "must read file.py:name"),
     ],
 )
 def test_a_value_out_of_range_names_key_value_and_rule(file: Path, override: str, complaint: str) -> None:
@@ -272,6 +272,20 @@ def test_what_the_orchestrator_cannot_follow_is_refused(
     assert complaint in refusal(file, *(f"orchestrator.{override}" for override in overrides))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["weights.load=lazy"], "weights.load = 'lazy': input should be 'eager' or 'deferred'"),
+        (["weights.skip_below_kl=0"], "weights.skip_below_kl = 0: input should be greater than 0"),
+        (["weights.skip_below_kl=1", "orchestrator.update_policy=drain"], "with update_policy = drain: one"),
+        (["weights.skip_below_kl=0.1", "orchestrator.max_staleness=0"], "effect with max_staleness = 0"),
+        (["weights.skip_below_kl=0.1", "service.trainer=external"], "nobody measures"),
+    ],
+)
+def test_loads_that_cannot_be_had_are_refused(file: Path, overrides: list[str], complaint: str) -> None:
+    assert complaint in refusal(file, *overrides)
+
+
 def test_tails_are_not_put_off_where_the_bound_adapts(file: Path) -> None:
     message = refusal(file, "orchestrator.staleness=adaptive", "engine.tail_interval=2")
     assert "tail_interval has no effect with max_staleness < 2 or staleness = adaptive" in message
@@ -344,7 +358,8 @@ def test_a_configuration_cannot_be_changed(file: Path) -> None:
 
 def test_the_printed_defaults_are_toml_and_describe_every_key() -> None:
     text = defaults_toml()
-    assert set(tomllib.loads(text)) == set(Config.model_fields)
+    assert set(tomllib.loads(text)) | {"task"} == set(Config.model_fields)
+    assert "\n# [[task]]\n" in text
     for _, key, field in keys():
         assert field.description
         assert f"\n{key} = " in text or f"\n# {key} = " in text

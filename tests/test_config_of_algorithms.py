@@ -51,6 +51,11 @@ def test_an_unclipped_loss_of_stale_samples_is_refused_with_reason_and_remedy(fi
         (["trainer.lora_rank=4", "trainer.num_ranks=2"], "adapters are not shared; remove one of the two"),
         (["trainer.lora_rank=4", "trainer.lora_targets=[]"], "trainer.lora_targets = []: list should have"),
         (["trainer.lora_rank=4", "trainer.lora_targets=['qkv']"], "input should be 'q_proj', 'k_proj'"),
+        (
+            [*RECOMPUTED, "trainer.stations=['proximal']", "engine.dtype=bfloat16"],
+            "trainer.stations names proximal, with engine.dtype = bfloat16 and trainer.dtype = float32",
+        ),
+        (["trainer.stations=['actor']"], "input should be 'reference', 'proximal' or 'critic'"),
         (["trainer.batch_tokens=63"], "trainer.batch_tokens = 63: an update has one answer of up to"),
         (["trainer.batch_tokens=2049"], "32 of a batch, 2048 tokens, at most; choose a number between"),
         (["trainer.batch_tokens=99", "algorithm.loss_agg_mode=seq-mean-token-sum"], "what token-mean means"),
@@ -95,6 +100,10 @@ def test_what_cannot_be_trained_is_refused(file: Path, overrides: list[str], why
         (["trainer.lora_alpha=8.0"], "without trainer.lora_rank"),
         ([GAE, "critic.cliprange_value=0.1"], "with critic.ppo_epochs = 1: in the only update of a step"),
         ([*PAIRS, GAE], "with policy_loss = online_dpo: it compares two answers"),
+        (["trainer.stations=['reference']"], "for reference, with kl_loss_coef = 0"),
+        (["trainer.stations=['proximal']"], "for proximal, with correction.proximal = behaviour"),
+        (["trainer.stations=['critic']"], "for critic, with algorithm.adv_estimator = grpo"),
+        (["trainer.station_device=cuda:1"], "without trainer.stations"),
     ],
 )
 def test_a_setting_of_the_objective_without_effect_is_refused(
@@ -123,6 +132,16 @@ def test_a_critic_needs_no_group_and_its_settings_are_kept(file: Path) -> None:
     assert "[critic]" not in read(file).to_toml()
     by_itself = read(file, [GAE, "critic.cliprange_value=0.2", "trainer.batch_tokens=500"])
     assert by_itself.critic.cliprange_value == 0.2  # a step may have several updates
+
+
+def test_what_a_trainer_needs_may_be_computed_beside_it(file: Path) -> None:
+    reference = "algorithm.kl_loss_coef=0.1", "trainer.stations=['reference']"
+    assert read(file, reference).streams
+    assert read(file, [*PAIRS, reference[1]]).trainer.stations == ["reference"]
+    stations = "trainer.stations=['proximal', 'critic']"
+    both = read(file, [*RECOMPUTED, GAE, stations, "trainer.station_device=cpu"])
+    assert 'stations = ["proximal", "critic"]' in both.to_toml()
+    assert "stations" in read(file).to_toml()
 
 
 def test_a_group_of_one_can_be_compared_with_the_batch(file: Path) -> None:

@@ -20,6 +20,9 @@ from dora.errors import InputError, RunError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dora.config import Config as Settings
+    from dora.runtime.calls import Door
+
 app = typer.Typer(
     help="Asynchronous reinforcement learning of language models.",
     no_args_is_help=True,
@@ -39,49 +42,114 @@ Overrides = Annotated[
 ]
 
 
+Config = Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file that describes the run.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder the run writes to; it must not hold a run yet.", show_default="runs/NAME-TIME"),
+]
+Steps = Annotated[int | None, typer.Option(help="Training steps; short for --set run.steps=N.")]
+Seed = Annotated[int | None, typer.Option(help="Seed; short for --set run.seed=N.")]
+Resumed = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped or killed.")
+]
+
+
 @app.command()
 def train(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file that describes the run.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder the run writes to; it must not hold a run yet.", show_default="runs/NAME-TIME"
-        ),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps; short for --set run.steps=N.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed; short for --set run.seed=N.")] = None,
+    config: Config = None,
+    out: Out = None,
+    steps: Steps = None,
+    seed: Seed = None,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped or killed.")
-    ] = None,
+    resume: Resumed = None,
 ) -> None:
     """Train a policy."""
+    if resume and dry_run:
+        raise typer.BadParameter("--dry-run checks a CONFIG file, not a run")
+    _begin(config, out, _changes(overrides, steps, seed), resume, is_dry=dry_run)
+
+
+@app.command()
+def serve(
+    config: Config = None,
+    out: Out = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    overrides: Overrides = None,
+    resume: Resumed = None,
+) -> None:
+    """Train a policy, and answer over HTTP meanwhile: see docs/service.md."""
+    _begin(config, out, _changes(overrides, steps, seed), resume, is_served=True)
+
+
+@app.command()
+def environments(
+    name: Annotated[str, typer.Argument(metavar="ENVIRONMENT", help='"file.py:Class" or "module:Class".')],
+    host: Annotated[str, typer.Option(help="Address to listen at, of a private network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")] = 0,
+) -> None:
+    """Play environments for runs elsewhere, until Ctrl-C: see docs/environments.md."""
+    import asyncio
+
+    from dora.envs.base import load_environment
+    from dora.envs.remote import serve_forever
+
+    def announce(port: int) -> None:
+        typer.echo(f'{name} is played here: env.hosts = ["{host}:{port}"]')
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve_forever(load_environment(name), host, port, announce))
+
+
+def _changes(overrides: list[str] | None, steps: int | None, seed: int | None) -> list[str]:
+    short = {"run.steps": steps, "run.seed": seed}
+    return [*(overrides or []), *(f"{key}={value}" for key, value in short.items() if value is not None)]
+
+
+def _begin(
+    config: Path | None,
+    out: Path | None,
+    changes: list[str],
+    resume: Path | None,
+    is_dry: bool = False,
+    is_served: bool = False,
+) -> None:
+    """Check what was given, and run. Always ends by typer.Exit or an error, but for a dry run."""
     from dora import settings
     from dora.runtime.process import warm_up
 
-    short = {"run.steps": steps, "run.seed": seed}
-    changes = [*(overrides or []), *(f"{key}={value}" for key, value in short.items() if value is not None)]
-    if (resume is None) == (config is None) or (resume and (out or dry_run)):
+    if (resume is None) == (config is None) or (resume and out):
         raise typer.BadParameter("give a CONFIG file, or --resume RUN with no more than --set")
     resolved = None if config is None else settings.read(config, changes)
-    if not dry_run:
+    if not is_dry:
         warm_up()  # while this process does its own imports
     from dora.runtime import run
 
     if resume is not None:
-        raise typer.Exit(_train(resume, lambda console: run.resume(resume, changes, console)))
+        from dora.runtime.resuming import resumed_config
+
+        door = _door(resumed_config(resume, changes), resume) if is_served else None
+        raise typer.Exit(_train(resume, lambda console: run.resume(resume, changes, console, door=door)))
     assert config is not None
     assert resolved is not None
     folder = out or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if dry_run:
+    if is_dry:
         from dora.runtime.dry_run import check
 
         typer.echo(check(resolved, folder))
-    else:
-        raise typer.Exit(_train(folder, lambda console: run.train(resolved, folder, console)))
+        return
+    door = _door(resolved, folder) if is_served else None
+    raise typer.Exit(_train(folder, lambda console: run.train(resolved, folder, console, door=door)))
+
+
+def _door(config: Settings, run: Path) -> Door:
+    """The service of a run. Raises InputError where what it needs is not installed."""
+    try:
+        from dora.service.server import WebDoor
+    except ImportError as error:
+        raise InputError(f"dora serve needs {error.name}; run pip install 'dora-rl[serve]'") from error
+    return WebDoor(config.service, run)
 
 
 def _train(out: Path, live: Callable[[Console], dict[str, Any]]) -> int:

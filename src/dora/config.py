@@ -12,7 +12,7 @@ import hashlib
 import json
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from dora.effects import without_effect
 from dora.errors import ConfigError
@@ -21,6 +21,7 @@ from dora.sections import (
     FIXED_STALENESS,
     Data,
     Engine,
+    Env,
     Eval,
     Journal,
     Metrics,
@@ -31,7 +32,10 @@ from dora.sections import (
     Runtime,
     Sampling,
     Section,
+    Task,
+    Weights,
 )
+from dora.serving import Service, check_outside
 from dora.trainer import recipe
 
 
@@ -43,16 +47,20 @@ class Config(Section):
     data: Data
     sampling: Sampling
     engine: Engine = Engine()
-    reward: Reward
+    env: Env = Env()
+    reward: Reward = Reward()
+    task: list[Task] = Field(default=[])
     algorithm: Algorithm = Algorithm()
     correction: Correction = Correction()
     critic: Critic = Critic()
     trainer: Trainer
     orchestrator: Orchestrator = Orchestrator()
+    weights: Weights = Weights()
     eval: Eval = Eval()
     journal: Journal = Journal()
     metrics: Metrics = Metrics()
     runtime: Runtime = Runtime()
+    service: Service = Service()
 
     @property
     def samples_per_step(self) -> int:
@@ -78,6 +86,11 @@ class Config(Section):
     def live_versions(self) -> int:
         """Most versions alive at once: max_staleness + 1, and with eval.every one that is evaluated."""
         return self.orchestrator.max_staleness + 1 + bool(self.eval.path and self.eval.every)
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether answers are written in turns, with somebody else's words in between."""
+        return self.env.is_played or self.service.agents
 
     @property
     def is_static(self) -> bool:
@@ -112,6 +125,7 @@ class Config(Section):
     @model_validator(mode="after")
     def check_identities(self) -> Config:
         """Hold the rules that need several keys. Raises ConfigError with the equation."""
+        self._check_rewards()
         self._check_groups()
         for key in ("top_k", "min_p"):
             if getattr(self.sampling, key) == 1:
@@ -122,6 +136,8 @@ class Config(Section):
         self._check_orchestrator()
         self._check_devices()
         self._check_ranks()
+        self._check_stations()
+        check_outside(self)
         self._check_algorithm()
         if self.trainer.micro_batch_tokens < self.context:
             raise ConfigError(
@@ -132,6 +148,34 @@ class Config(Section):
             )
         self._check_effect()
         return self
+
+    def _check_rewards(self) -> None:
+        """Raises ConfigError where nothing would tell how good an answer is, or two things would play."""
+        if self.env.environment is not None and self.env.hosts:
+            raise ConfigError(
+                f"env.environment = {self.env.environment!r} with env.hosts = {self.env.hosts}: an episode "
+                "is played here or there; remove one of the two"
+            )
+        if self.env.is_played and self.service.agents:
+            raise ConfigError(
+                "service.agents = true with env.environment or env.hosts: an episode has one other side; "
+                "remove one of the two"
+            )
+        names = [task.name for task in self.task]
+        for task in self.task:
+            if task.name == "reward" or names.count(task.name) > 1:
+                raise ConfigError(
+                    f"task.name = {task.name!r}: the section [reward] and every [[task]] need names of their "
+                    "own; choose another"
+                )
+            if not task.weight:
+                raise ConfigError(f"task.{task.name}.weight = 0: its rewards would change nothing; remove it")
+        is_judged = self.reward.function is not None or bool(self.task)
+        if not (is_judged or self.env.is_played or self.service.agents):
+            raise ConfigError(
+                "reward.function: not set, and there are no environments (env.environment) whose rewards "
+                "could be trained; add `function = ...` to [reward]"
+            )
 
     def _check_groups(self) -> None:
         """Raises ConfigError for groups in which there is nothing to learn."""
@@ -183,6 +227,16 @@ class Config(Section):
                 "trainer's device; set them alike"
             )
 
+    def _check_stations(self) -> None:
+        """Raises ConfigError for log-probs that would be of other weights than the trainer's."""
+        dtypes = self.engine.dtype, self.trainer.dtype
+        if "proximal" in self.trainer.stations and dtypes == ("bfloat16", "float32"):
+            raise ConfigError(
+                "trainer.stations names proximal, with engine.dtype = bfloat16 and trainer.dtype = float32: "
+                "published weights are rounded, and log-probs before a step would not be of those that are "
+                "stepped; set trainer.dtype = bfloat16, or remove proximal"
+            )
+
     def _check_ranks(self) -> None:
         """Raises ConfigError for what several processes of one trainer cannot do."""
         where, most = f"trainer.num_ranks = {self.trainer.num_ranks}", self.samples_per_step
@@ -193,6 +247,18 @@ class Config(Section):
         }
         for why in (why for why, is_set in alone.items() if is_set and self.trainer.num_ranks > 1):
             raise ConfigError(f"{where} with {why}; remove one of the two")
+        of_dora = {
+            "trainer.num_ranks > 1": self.trainer.num_ranks > 1,
+            "trainer.lora_rank": self.trainer.lora_rank > 0,
+            "engine.exact = true": self.engine.exact,
+            "algorithm.adv_estimator = gae": self.algorithm.adv_estimator == "gae",
+            "trainer.stations": bool(self.trainer.stations),
+        }
+        for what in (what for what, is_set in of_dora.items() if is_set and self.trainer.adapter):
+            raise ConfigError(
+                f"trainer.adapter = {self.trainer.adapter!r} with {what}: only DORA's own trainer can; "
+                "remove one of the two"
+            )
         if self.trainer.num_ranks > most:
             raise ConfigError(f"{where}: a step has batch_size * group_size = {most} samples; lower it")
 
@@ -284,6 +350,8 @@ class Config(Section):
     def _check_effect(self) -> None:
         """Raises ConfigError for keys that were set and change nothing."""
         for section, whys in without_effect(self).items():
+            if not whys:
+                continue
             for key in sorted(getattr(self, section).model_fields_set & whys.keys()):
                 raise ConfigError(f"{section}.{key} has no effect {whys[key]}; remove it")
 
@@ -302,9 +370,10 @@ class Config(Section):
         exclude: dict[str, Any] = {section: {*keys} for section, keys in without_effect(self).items()}
         if not self.eval.path:
             exclude["eval"] = True
-        for section, values in self.model_dump(exclude_none=True, exclude=exclude).items():
-            if values:
-                tables.append("\n".join([f"[{section}]", *(assignment(k, v) for k, v in values.items())]))
+        for section, given in self.model_dump(exclude_none=True, exclude=exclude, by_alias=True).items():
+            head = f"[[{section}]]" if isinstance(given, list) else f"[{section}]"
+            for values in filter(None, given if isinstance(given, list) else [given]):
+                tables.append("\n".join([head, *(assignment(k, v) for k, v in values.items())]))
         return "\n\n".join(tables) + "\n"
 
     def digest(self) -> str:
@@ -312,6 +381,16 @@ class Config(Section):
         return hashlib.blake2b(self.to_toml().encode(), digest_size=16).hexdigest()
 
 
-def assignment(key: str, value: str | bool | int | float | list[str] | list[int]) -> str:
-    """One line of TOML; JSON writes these types as TOML does."""
-    return f"{key} = {json.dumps(value, ensure_ascii=False)}"
+def assignment(key: str, value: Any) -> str:
+    """One line of TOML."""
+    return f"{key} = {_toml(value)}"
+
+
+def _toml(value: Any) -> str:
+    """JSON writes all but tables as TOML does."""
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key, ensure_ascii=False)} = {_toml(v)}" for key, v in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dora.serving import awaited
 from dora.trainer import recipe
 
 if TYPE_CHECKING:
@@ -21,6 +22,11 @@ def without_effect(config: Config) -> dict[str, dict[str, str]]:
         found["orchestrator"]["batches_per_version"] = "without update_policy = drain"
     if policy != "dora":
         found["orchestrator"]["load_interval"] = f"with update_policy = {policy}: one version is live"
+        found["weights"]["skip_below_kl"] = f"with update_policy = {policy}: one version is live"
+    elif config.orchestrator.max_staleness == 0:
+        found["weights"]["skip_below_kl"] = "with max_staleness = 0: every version is asked for"
+    elif config.service.trainer == "external":
+        found["weights"]["skip_below_kl"] = "with service.trainer = external: nobody measures"
     if config.orchestrator.staleness == "fixed":
         by = ("min_ess", "max_kl", "staleness_window")
         found["orchestrator"] |= dict.fromkeys(by, "without orchestrator.staleness = adaptive")
@@ -41,17 +47,41 @@ def without_effect(config: Config) -> dict[str, dict[str, str]]:
         found["metrics"]["project"] = "unless metrics.report_to names wandb or trackio"
     if config.data.path == "gcd":
         found["data"] |= dict.fromkeys(("prompt_key", "split"), "with data.path = gcd")
+    if config.data.path == "service":
+        why = "with data.path = service: prompts are taken once, in the order in which they come"
+        found["data"] |= dict.fromkeys(("split", "shuffle"), why)
     if config.eval.every >= config.run.steps:
         found["eval"]["every"] = f"with run.steps = {config.run.steps}: no version between is due"
     if config.eval.path == "gcd":
         found["eval"]["split"] = "with eval.path = gcd"
+    if config.engine.adapter is not None:
+        own = ("kernels", "pace", "tail_interval")
+        found["engine"] |= dict.fromkeys(own, "with engine.adapter: they are of DORA's own engine")
     if config.engine.exact:
         found["trainer"]["routing_replay"] = "with engine.exact = true: equal bits are routed alike"
     if not config.trainer.lora_rank:
         found["trainer"] |= dict.fromkeys(("lora_alpha", "lora_targets"), "without trainer.lora_rank")
+    _add_those_outside(config, found)
+    found["trainer"] |= _on_stations(config)
     if not config.data.chat_template:
         found["data"]["system_prompt"] = "without data.chat_template = true"
     return found
+
+
+def _add_those_outside(config: Config, found: dict[str, dict[str, str]]) -> None:
+    """The same of what judges answers, or says its part in them, beside the run."""
+    if not config.has_episodes:
+        found["sampling"]["max_turn_length"] = "without env.environment, env.hosts or service.agents"
+    if not config.env.is_played:
+        found["env"] |= dict.fromkeys(("num_workers", "max_turns", "timeout_s"), "without env.environment")
+    if config.reward.function is None:
+        found["reward"] |= dict.fromkeys(("timeout_s", "num_workers"), "without reward.function")
+    if config.reward.function == "service":
+        found["reward"]["num_workers"] = "with reward.function = service: others judge"
+    if awaited(config) is None:
+        found["service"]["patience_s"] = "where the run waits for nobody outside"
+    if not config.service.agents:
+        found["service"]["session_lease_s"] = "without service.agents = true"
 
 
 def _on_loss(config: Config) -> tuple[dict[str, str], dict[str, str]]:
@@ -96,3 +126,22 @@ def _on_critic(config: Config) -> dict[str, str]:
         why = "with critic.ppo_epochs = 1: in the only update of a step no value has moved yet"
         return {"cliprange_value": why}
     return {}
+
+
+def _on_stations(config: Config) -> dict[str, str]:
+    """The same of the stations beside the trainer."""
+    stations, algorithm = config.trainer.stations, config.algorithm
+    compares = algorithm.kl_loss_coef > 0 or recipe.TRAITS[algorithm.policy_loss].unit == "pair"
+    whys = {
+        "reference": None if compares else "kl_loss_coef = 0: nothing compares with the initial policy",
+        "proximal": None
+        if config.correction.proximal == "recomputed"
+        else f"correction.proximal = {config.correction.proximal}: no log-probs are computed again",
+        "critic": None
+        if algorithm.adv_estimator == "gae"
+        else f"algorithm.adv_estimator = {algorithm.adv_estimator}: there is no critic",
+    }
+    for name, why in whys.items():
+        if why and name in stations:
+            return {"stations": f"for {name}, with {why}"}
+    return {} if stations else {"station_device": "without trainer.stations"}

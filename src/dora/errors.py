@@ -2,9 +2,10 @@
 
 DoraError
 ├── InputError    what was given is wrong: exit code 2, before anything runs
-│   └── ConfigError, DataError, ModelError, RewardError: which part of it
+│   └── ConfigError, DataError, EnvError, ModelError, RewardError: which part of it
 ├── RunError      a run that cannot go on: exit code 1
-└── StreamError   a request to the sample stream that cannot be; it is answered, and changes nothing
+├── StreamError   a request to the sample stream that cannot be; it is answered, and changes nothing
+└── ServiceError  a request to the service of a run that cannot be; the same
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ class DataError(InputError):
     """A dataset that is missing, empty or malformed."""
 
 
+class EnvError(InputError):
+    """An environment that cannot be loaded."""
+
+
 class ModelError(InputError):
     """A model folder or checkpoint that cannot be used."""
 
@@ -40,3 +45,12 @@ class RunError(DoraError):
 
 class StreamError(DoraError):
     """A request to the sample stream that cannot be; the stream is as it was."""
+
+
+class ServiceError(DoraError):
+    """A request to a run's service that cannot be; the run is as it was."""
+
+    def __init__(self, status: int, message: str) -> None:
+        """`status` is that of the HTTP answer; the message names the remedy."""
+        super().__init__(message)
+        self.status = status

@@ -12,6 +12,7 @@ from pydantic import Field
 from dora.sections import Count, Device, Section, Share
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+TrainerStation = Literal["reference", "proximal", "critic"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -137,6 +138,11 @@ class Trainer(Section):
         default="cpu",
         description='where it computes; "cpu", "cuda": the last GPUs, "cuda:N": from there (name)',
     )
+    adapter: str | None = Field(
+        default=None,
+        description='class of another training engine, "file.py:Class" or "package.module:Class"; unset: '
+        "DORA's own",
+    )
     num_ranks: Count = Field(
         default=1,
         description="processes that share model and micro-batches, each on a device of its own (count)",
@@ -193,6 +199,16 @@ class Trainer(Section):
     routing_replay: bool = Field(
         default=False,
         description="send tokens to the experts the engine chose; for mixtures of experts (true or false)",
+    )
+    stations: list[TrainerStation] = Field(
+        default=[],
+        description="what is computed beside the trainer, each by a process of its own (list of names); "
+        "reference: log-probs of the initial policy, proximal: those before the step, critic: values, and "
+        "what it learns",
+    )
+    station_device: Device | None = Field(
+        default=None,
+        description='where stations compute; "cpu", "cuda", "cuda:N" (name); unset: where the trainer does',
     )
     elastic: bool = Field(
         default=False, description="lend the trainer as one more engine while it rests (true or false)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from dora.errors import ConfigError
 
@@ -47,7 +47,8 @@ class Data(Section):
     """The prompts."""
 
     path: str = Field(
-        description='.jsonl or .parquet file, folder that the library datasets reads, or the built-in "gcd"'
+        description='.jsonl or .parquet file, folder that the library datasets reads, the built-in "gcd", or '
+        '"service": prompts are put through `dora serve`'
     )
     split: str | None = Field(
         default=None, min_length=1, description='split of a folder (name, as "train"); unset: its only one'
@@ -88,6 +89,9 @@ class Sampling(Section):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
         default=[], description="tokens that end an answer, beside the model's own (list of token ids)"
     )
+    max_turn_length: int = Field(
+        default=0, ge=0, description="longest turn of an episode (tokens); 0: as long as the answer may be"
+    )
 
 
 class Engine(Section):
@@ -111,6 +115,11 @@ class Engine(Section):
         default="auto",
         description="how engines compute; numba: compiled, eager: plain torch, auto: compiled where possible",
     )
+    adapter: str | None = Field(
+        default=None,
+        description='class of another inference engine, "file.py:Class" or "package.module:Class"; unset: '
+        "DORA's own",
+    )
     exact: bool = Field(
         default=False,
         description="trainer and engines compute log-probs that are equal to the last bit (true or false)",
@@ -131,14 +140,69 @@ class Engine(Section):
         return float(number) * _SECONDS[unit]
 
 
+class Env(Section):
+    """The other side of episodes of several turns; without it, every answer is one turn."""
+
+    environment: str | None = Field(
+        default=None, description='class of the environments, "file.py:Class" or "package.module:Class"'
+    )
+    hosts: list[Annotated[str, Field(pattern=r"^[^:/]+:\d+$")]] = Field(
+        default=[],
+        description='or where they are, see `dora environments` (list, as ["name:port"])',
+    )
+    num_workers: Count = Field(default=1, description="processes that they are played in (count)")
+    max_turns: Count = Field(default=8, description="turns of an episode, at most (count)")
+    timeout_s: float = Field(default=10.0, gt=0, description="longest that a reset or a step may take (s)")
+
+    @property
+    def is_played(self) -> bool:
+        """Whether there are environments."""
+        return self.environment is not None or bool(self.hosts)
+
+
 class Reward(Section):
     """How answers are judged."""
 
-    function: str = Field(description='"file.py:function", or "package.module:function"')
-    timeout_s: float = Field(default=10.0, gt=0, description="longest a single call may take (s)")
+    function: str | None = Field(
+        default=None,
+        description='"file.py:function", "package.module:function", or "service": rewards come through '
+        "`dora serve`; unset: episodes have the rewards of their environments",
+    )
+    timeout_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="longest a single call may take, or a group waits for rewards from outside (s)",
+    )
+    num_workers: Count = Field(default=1, description="processes that judge, each a group at a time (count)")
     max_failed_share: Share = Field(
         default=0.2, description="share of failed groups, of at least 20, past which the run stops (0 to 1)"
     )
+
+
+class Task(Section):
+    """One reward task more; each has a table [[task]] of its own, and processes of its own."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")] = Field(
+        description='what it is called in errors (name, as "brevity")'
+    )
+    factory: str = Field(
+        alias="class",
+        description='class or function, "file.py:Class" or "package.module:Class"; "service": as in [reward]',
+    )
+    options: dict[str, JsonValue] = Field(
+        default={}, description="what the class is made with (table); a file or folder called path is found"
+    )
+    weight: float = Field(
+        default=1.0, description="how often its reward counts; that of [reward] counts once"
+    )
+    num_workers: Count = Field(default=1, description="processes that judge (count)")
+    micro_batch_rows: Count | None = Field(
+        default=None, description="answers judged at once, in whole groups (count); unset: one group"
+    )
+    micro_batch_tokens: Count | None = Field(
+        default=None, description="prompt and answer tokens of those, at most (tokens); unset: any number"
+    )
+    timeout_s: float = Field(default=10.0, gt=0, description="as in [reward] (s)")
 
 
 class Orchestrator(Section):
@@ -215,6 +279,22 @@ class Orchestrator(Section):
             return raw
         default = DEFAULT_STALENESS.get(str(raw.get("update_policy", "dora")))
         return raw if default is None else {"max_staleness": default, **raw}
+
+
+class Weights(Section):
+    """How new versions come to the engines."""
+
+    load: Literal["eager", "deferred"] = Field(
+        default="eager",
+        description="eager: every engine as soon as it can; deferred: one after another, each once it has a "
+        "free row or the bound asks, from a copy in host memory; of many engines a quarter at a time",
+    )
+    skip_below_kl: float | None = Field(
+        default=None,
+        gt=0,
+        description="engines leave out a version that is nearer to theirs by the KL of the samples trained, "
+        "unless the bound asks (nats per token); unset: none; with dora only",
+    )
 
 
 class Eval(Section):

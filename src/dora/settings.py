@@ -18,13 +18,14 @@ from pydantic_core import ErrorDetails
 
 from dora.config import Config, assignment
 from dora.errors import ConfigError
-from dora.sections import Section
+from dora.sections import Section, Task
 
-BUILT_IN_DATA = ("gcd",)
+OUTSIDE = "service"  # instead of a path or a class: it comes through the service
+BUILT_IN = {"data": ("gcd", OUTSIDE), "eval": ("gcd",), "reward": (OUTSIDE,)}  # instead of a path
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a TOML file after overrides `section.key=value`.
+    """The configuration in a TOML file after overrides `section.key=value`, or `task.NAME.key=value`.
 
     A value is read as TOML, and as a plain string where it is none. Paths are made absolute: those
     of the file are relative to it, those of overrides to the working directory. Raises ConfigError.
@@ -33,7 +34,11 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     changes = [_split(override) for override in overrides]
     _forget_what_the_old_policy_brought(tables, changes)
     for section, key, value in changes:
-        table = tables.setdefault(section, {})
+        if section == "task":
+            name, _, key = key.partition(".")
+            table = _task(tables, name)
+        else:
+            table = tables.setdefault(section, {})
         if isinstance(table, dict):
             table[key] = value
     try:
@@ -54,6 +59,17 @@ def _parse(path: Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
+
+
+def _task(tables: dict[str, Any], name: str) -> dict[str, Any]:
+    """The table [[task]] of that name. Raises ConfigError."""
+    given = tables.get("task", [])
+    tasks = [task for task in given if isinstance(task, dict)] if isinstance(given, list) else []
+    for task in tasks:
+        if task.get("name") == name:
+            return task
+    names = ", ".join(str(task.get("name")) for task in tasks) or "none"
+    raise ConfigError(f"override task.{name}...: no [[task]] has this name; there are: {names}")
 
 
 def _split(override: str) -> tuple[str, str, Any]:
@@ -81,8 +97,11 @@ def _forget_what_the_old_policy_brought(
 
 def _explain(details: ErrorDetails) -> str:
     """One line for one finding of pydantic: key, value, rule, remedy."""
-    where = [str(part) for part in details["loc"]]
-    name, kind = ".".join(where[:2]), details["type"]  # the third part is a place in a list
+    where = [part for part in details["loc"] if isinstance(part, str)]  # others are places in a list
+    name, kind = ".".join(where[:2]), details["type"]
+    table, typed = f"[{where[0]}]", name
+    if where[0] == "task":
+        table, typed = "[[task]]", name.replace("task", "task.NAME", 1)
     if kind == "extra_forbidden":
         return f"  {name}: unknown {'section' if len(where) == 1 else 'key'}; {_suggest(where)}"
     meaning = {f"{section}.{key}": field.description for section, key, field in keys()}.get(name)
@@ -90,15 +109,14 @@ def _explain(details: ErrorDetails) -> str:
         return f"  [{name}]: section missing; it needs {', '.join(_required(name))}"
     if kind == "missing":
         return (
-            f"  {name}: not set, and it has no default; add `{where[-1]} = ...` to [{where[0]}], or "
-            f"--set {name}=... ({meaning})"
+            f"  {name}: not set, and it has no default; add `{where[-1]} = ...` to {table}, or "
+            f"--set {typed}=... ({meaning})"
         )
     rule = details["msg"][:1].lower() + details["msg"][1:]
     if meaning is None:
-        return f"  {name} = {details['input']!r}: {rule}; write a table [{name}]"
-    return (
-        f"  {name} = {details['input']!r}: {rule}; change it in the file or with --set {name}=... ({meaning})"
-    )
+        return f"  {name} = {details['input']!r}: {rule}; write a table {table}"
+    wrong = f"  {name} = {details['input']!r}: {rule}"
+    return f"{wrong}; change it in the file or with --set {typed}=... ({meaning})"
 
 
 def _suggest(where: Sequence[str]) -> str:
@@ -122,29 +140,43 @@ def _with_absolute_paths(config: Config, folder_of: Callable[[str], Path]) -> Co
 
     `folder_of` tells what the path of a key is relative to.
     """
-    changes: dict[str, dict[str, str]] = {"reward": {"function": _function(config, folder_of)}}
+    changes: dict[str, dict[str, str]] = {}
+    named = {"reward": "function", "env": "environment", "engine": "adapter", "trainer": "adapter"}
+    for section, key in named.items():
+        if (value := getattr(getattr(config, section), key)) not in (None, *BUILT_IN.get(section, ())):
+            changes[section] = {key: _attribute(f"{section}.{key}", value, folder_of)}
     for section in ("model", "data", "critic", "eval"):
         value, name = getattr(config, section).path, f"{section}.path"
-        built_in = BUILT_IN_DATA if section in ("data", "eval") else ()
+        built_in = BUILT_IN.get(section, ())
         if value not in (None, *built_in):
             changes[section] = {"path": _existing(folder_of(name), value, name, built_in)}
-    return config.model_copy(
-        update={section: getattr(config, section).model_copy(update=new) for section, new in changes.items()}
-    )
+    if (token_file := config.service.token_file) is not None:
+        name = "service.token_file"
+        changes["service"] = {"token_file": _existing(folder_of(name), token_file, name)}
+    update: dict[str, Any] = {
+        section: getattr(config, section).model_copy(update=new) for section, new in changes.items()
+    }
+    update["task"] = [_with_paths_of_task(task, folder_of) for task in config.task]
+    return config.model_copy(update=update)
 
 
-def _function(config: Config, folder_of: Callable[[str], Path]) -> str:
-    name = "reward.function"
-    file, colon, function = config.reward.function.rpartition(":")
-    if not (file and colon and function):
-        raise ConfigError(
-            f"{name} = {config.reward.function!r}: must read file.py:function or module:function"
-        )
-    return (
-        f"{_existing(folder_of(name), file, name)}:{function}"
-        if file.endswith(".py")
-        else f"{file}:{function}"
-    )
+def _with_paths_of_task(task: Task, folder_of: Callable[[str], Path]) -> Task:
+    key = f"task.{task.name}"
+    options, path = task.options, task.options.get("path")
+    if isinstance(path, str) and (there := (folder_of(f"{key}.options") / path).resolve()).exists():
+        options = {**options, "path": str(there)}
+    factory = task.factory
+    if factory != OUTSIDE:
+        factory = _attribute(f"{key}.class", factory, folder_of)
+    return task.model_copy(update={"factory": factory, "options": options})
+
+
+def _attribute(key: str, value: str, folder_of: Callable[[str], Path]) -> str:
+    """What `dora.loading` loads, with an absolute path if it lies in a file."""
+    file, colon, name = value.rpartition(":")
+    if not (file and colon and name):
+        raise ConfigError(f"{key} = {value!r}: must read file.py:name or module:name")
+    return f"{_existing(folder_of(key), file, key)}:{name}" if file.endswith(".py") else value
 
 
 def _existing(folder: Path, value: str, name: str, built_in: Sequence[str] = ()) -> str:
@@ -160,30 +192,39 @@ def _existing(folder: Path, value: str, name: str, built_in: Sequence[str] = ())
 def sections() -> Iterator[tuple[str, type[Section]]]:
     """Name and class of every section, in order."""
     for name, field in Config.model_fields.items():
-        assert isinstance(field.annotation, type)
-        yield name, field.annotation
+        kind = Task if name == "task" else field.annotation
+        assert isinstance(kind, type)
+        yield name, kind
 
 
 def keys() -> Iterator[tuple[str, str, FieldInfo]]:
     """(section, key, field) of every setting, in order."""
     for section, kind in sections():
-        for key, field in kind.model_fields.items():
-            yield section, key, field
+        for name, field in kind.model_fields.items():
+            yield section, field.alias or name, field
+
+
+def values(config: Config) -> Iterator[tuple[str, Any]]:
+    """("section.key", value) of every setting; those of a [[task]] are "task.NAME.key"."""
+    tables = [(name, getattr(config, name)) for name in Config.model_fields if name != "task"]
+    for name, table in (*tables, *((f"task.{task.name}", task) for task in config.task)):
+        for key, field in type(table).model_fields.items():
+            yield f"{name}.{field.alias or key}", getattr(table, key)
 
 
 def defaults_toml() -> str:
     """Every key with meaning, unit and default, as TOML; keys without a default are commented out."""
     lines = []
     for section, kind in sections():
-        lines += [f"# {kind.__doc__}", f"[{section}]"]
-        for key, field in kind.model_fields.items():
+        is_one_of_many = section == "task"
+        lines += [f"# {kind.__doc__}", "# [[task]]" if is_one_of_many else f"[{section}]"]
+        for key, field in ((key, field) for name, key, field in keys() if name == section):
             choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
             lines.append(f"# {field.description}" + (f"; one of: {', '.join(choices)}" if choices else ""))
             if field.is_required():
                 lines.append(f"# {key} =    (required)")
             else:
-                lines.append(
-                    f"# {key} =    (unset)" if field.default is None else assignment(key, field.default)
-                )
+                line = f"# {key} =    (unset)" if field.default is None else assignment(key, field.default)
+                lines.append(f"# {line}" if is_one_of_many and line[0] != "#" else line)
         lines.append("")
     return "\n".join(lines)

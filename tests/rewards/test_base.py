@@ -29,17 +29,63 @@ def test_a_function_is_loaded_from_a_module() -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("reward", "must read file.py:function or module:function"),
+        ("reward", "must read file.py:name or module:name"),
         ("nowhere.py:reward", "does not exist"),
         ("no_such_module_here:reward", "ModuleNotFoundError"),
-        ("math:no_such_function", "has no function 'no_such_function'"),
-        ("math:pi", "has no function 'pi'"),
+        ("math:no_such_function", "has no 'no_such_function'"),
+        ("math:pi", "has no 'pi'"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_explained(name: str, complaint: str) -> None:
     with pytest.raises(RewardError) as refusal:
         load_reward(name)
     assert complaint in str(refusal.value)
+
+
+PAIR = """
+class Pair:
+    def __init__(self, *, worth=1.0):
+        self.worth = 1 / worth
+
+    def __call__(self, prompt, completion, **row):
+        return self.worth * (completion == prompt)
+
+
+class Mute:
+    pass
+"""
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    (tmp_path / "pair.py").write_text(PAIR)
+    return tmp_path / "pair.py"
+
+
+def test_a_class_is_made_once_with_its_options_and_then_called(pair: Path) -> None:
+    reward = load_reward(f"{pair}:Pair", "task.echo.class", {"worth": 4})
+    assert [score(reward, "p", text, {"answer": 1}).reward for text in "pq"] == [0.25, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("Pair", {"wroth": 1}, "unexpected keyword argument 'wroth'"),
+        ("Pair", {"worth": 0}, "raised ZeroDivisionError"),
+        ("Mute", {}, "give the class a __call__"),
+    ],
+)
+def test_a_class_that_makes_no_reward_is_explained(
+    pair: Path, name: str, options: dict[str, int], complaint: str
+) -> None:
+    with pytest.raises(RewardError, match=complaint) as refusal:
+        load_reward(f"{pair}:{name}", "task.echo.class", options)
+    assert str(refusal.value).startswith(f"task.echo.class = '{pair}:{name}'")
+
+
+def test_a_function_takes_no_options() -> None:
+    with pytest.raises(RewardError, match="a function takes no options; remove them, or name a class"):
+        load_reward("math:hypot", "task.echo.class", {"worth": 1})
 
 
 def test_a_file_that_does_not_import_shows_its_traceback(tmp_path: Path) -> None:

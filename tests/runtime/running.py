@@ -50,7 +50,12 @@ class Run:
     """A training run in its own process."""
 
     def __init__(
-        self, config: Path | None, out: Path, output: int = subprocess.PIPE, **changes: object
+        self,
+        config: Path | None,
+        out: Path,
+        output: int = subprocess.PIPE,
+        command: str = "train",
+        **changes: object,
     ) -> None:
         """`section__key=value` changes a setting; `output` is where stdout goes.
 
@@ -60,7 +65,7 @@ class Run:
         what = ["--resume", str(out)] if config is None else [str(config), "--out", str(out)]
         self.out = out
         self._process = subprocess.Popen(
-            [*COMMAND, "train", *what, *sets],
+            [*COMMAND, command, *what, *sets],
             stdout=output,
             stderr=subprocess.PIPE,
             text=True,

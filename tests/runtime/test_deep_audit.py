@@ -197,6 +197,23 @@ def test_a_changed_log_prob_is_found(
     assert f"{sample}: the log-prob of its token 4 is stored as -" in out
 
 
+def test_of_what_was_read_between_turns_no_log_prob_is_asked(record: Record) -> None:
+    run = record()
+    sample = change(run, "logprobs", "<f4", lambda logprobs: logprobs[3:6].fill(0))
+    where = "where group_id = '1/0' and sibling = 1"
+
+    def say(mask: list[int]) -> list[str]:
+        with sqlite3.connect(run / "samples.sqlite") as db:
+            db.execute(f"update samples set loss_mask = ? {where}", (bytes(mask),))
+        return deep_audit.check(run, 100).findings
+
+    assert say([1] * 3 + [0] * 3 + [1] * 3) == []
+    (finding,) = say([1] * 3 + [0] * 2 + [1] * 4)
+    assert finding.startswith(f"{sample}: the log-prob of its token 5 is stored as 0, and computed as -")
+    for wrong in ([1] * 8, [0] * 9, [2] * 9):
+        assert say(wrong) == [f"{sample} does not say which of its tokens were drawn"]
+
+
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_a_log_prob_that_is_no_number_is_found(record: Record, value: float) -> None:
     run = record()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,40 @@ def test_the_memory_of_each_device_is_told_in_the_dtype_of_the_engines(task: Pat
     if not torch.cuda.is_available():
         gpus = of(**{key.replace(".", "__"): value for key, value in STATIC.items()})
         assert [*gpus] == ["cpu", "cuda:0-1", "cuda:2"]
+
+
+def test_stations_have_what_the_trainer_leaves_to_them_where_they_are_told_to_be(task: Path) -> None:
+    def of(*stations: str, **changes: object) -> str:
+        given = {"algorithm.kl_loss_coef": 0.1, "trainer.stations": json.dumps(stations)} | changes
+        return memory(Plan.make(read(task, given), task.parent / "run"))["cpu"]
+
+    assert "0.0528 MB in the trainer" in of()  # 4 bytes more for each of 2,640 parameters
+    assert "0.0422 MB in the trainer" in of("reference")
+    assert "0.0106 MB in stations" in of("reference")
+    gae = of("critic", **{"algorithm.adv_estimator": "gae"})
+    assert "0.0528 MB in the trainer" in gae
+    assert "MB in stations" in gae
+    assert "to take back" not in gae
+
+
+@pytest.mark.parametrize(
+    ("station", "trainer", "place"),
+    [
+        (None, "cpu", "cpu"),
+        (None, "cuda", "cuda:7"),
+        ("cuda", "cuda", "cuda:7"),
+        ("cuda", "cpu", "cuda:0"),
+        ("cuda:3", "cuda", "cuda:3"),
+        ("cpu", "cuda", "cpu"),
+    ],
+)
+def test_a_station_is_with_the_trainer_unless_it_has_a_place_of_its_own(
+    station: str | None, trainer: str, place: str
+) -> None:
+    assert Devices("cuda", trainer, 1, 8, station).of_station() == place
+
+
+def test_a_station_without_its_gpu_is_refused(task: Path) -> None:
+    changes = {"algorithm.kl_loss_coef": 0.1, "trainer.stations": '["reference"]'}
+    with pytest.raises(ConfigError, match=r"trainer\.station_device = 'cuda:9': .*"):
+        check(read(task, {**changes, "trainer.station_device": "cuda:9"}), 2)

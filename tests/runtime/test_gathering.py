@@ -58,7 +58,9 @@ class Stage:
         self.reader = Reader()
         self.trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS, critic=critic)
         self.digests = {0: "digest"}
-        self.gathering = Gathering(self.trainer, self.reader, self.digests.get, scoring or Scoring(), streams)
+        judge = None if critic is None else critic.judge
+        scoring = scoring or Scoring()
+        self.gathering = Gathering(self.trainer, self.reader, self.digests.get, scoring, streams, judge)
 
     def commit(self, step: int, groups: Sequence[GroupId]) -> None:
         for group in groups:

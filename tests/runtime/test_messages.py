@@ -59,6 +59,7 @@ def test_orders_about_weights_are_a_few_bytes() -> None:
     orders = (
         messages.PublishWeights(7),
         messages.WeightsPublished(7, "f" * 32),
+        messages.StageWeights(7),
         messages.LoadWeights(7),
         messages.WeightsLoaded(7, "f" * 32),
         messages.DropWeights(7),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 from pathlib import Path
 
+import pytest
 from tests.runtime.conftest import StartRun
-from tests.runtime.running import dora, journal, summary
-from tests.runtime.tiny import write_task
+from tests.runtime.running import Run, dora, journal, metrics, summary
+from tests.runtime.tiny import REWARD, write_task
 
 MOODY = """
 import os, time
@@ -51,6 +54,52 @@ def test_groups_that_cannot_be_scored_fail_by_name_and_the_run_goes_on(
     assert "4 trained + 0 filtered + 5 failed + 0 pending" in dora("audit", run.out).out
 
 
+LENGTH = """
+
+class Length:
+    def __init__(self, unit):
+        self.unit = unit
+
+    def __call__(self, completions, **columns):
+        return [self.unit * len(text) for text in completions]
+"""
+SECOND = """
+[[task]]
+name = "length"
+class = "task.py:Length"
+options = {unit = 0.5}
+weight = -2.0
+"""
+
+
+def test_rewards_are_added_and_a_killed_rewarder_costs_nothing_nor_does_the_death_of_all(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    config = write_task(tmp_path, reward=REWARD + LENGTH)
+    config.write_text(config.read_text() + SECOND)
+    run = start_run(config, run__steps=6)
+    run.wait_for_steps(2)
+    for rewarder in run.workers()[-2:]:
+        rewarder.kill()
+    run.wait_for_steps(3)
+    run.kill_all()
+    again = Run(None, run.out)
+    ended = again.end()
+    assert ended.code == 0, ended
+    s = summary(run.out)
+    assert (s["trained_groups"], s["failed_groups"], s["pending_groups"]) == (12, 0, 0)
+    with sqlite3.connect(run.out / "samples.sqlite") as db:
+        rows = db.execute("select reward, task_rewards from samples").fetchall()
+    for reward, by_task in rows:
+        own = json.loads(by_task)
+        assert own["length"] > 0
+        assert reward == own["reward"] - 2.0 * own["length"]
+    for line in metrics(run.out):
+        total = line["reward/reward/mean"] - 2.0 * line["reward/length/mean"]
+        assert line["reward/mean"] == pytest.approx(total)
+    assert "12 trained + 0 filtered + 0 failed + 0 pending" in dora("audit", run.out).out
+
+
 def test_a_run_whose_groups_all_fail_stops_with_the_first_traceback(
     start_run: StartRun, tmp_path: Path
 ) -> None:
@@ -73,7 +122,7 @@ def test_a_reward_function_that_is_not_there_is_bad_input_and_leaves_nothing(
     run = start_run(write_task(tmp_path), reward__function=f"{tmp_path}/task.py:rewrad")
     ended = run.end()
     assert ended.code == 2, ended
-    assert "has no function 'rewrad'; it has reward" in ended.err
+    assert "has no 'rewrad'; it has reward" in ended.err
     assert "Traceback" not in ended.err
     assert not run.out.exists()
 

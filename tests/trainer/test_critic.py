@@ -11,7 +11,7 @@ from tests.trainer.test_trainer import SETTINGS, TINY, initial, samples
 from dora.errors import RunError
 from dora.model.decoder import head
 from dora.model.weights import Layout
-from dora.trainer.critic import Critic, CriticSettings, ValueLayout, initial_critic
+from dora.trainer.critic import Critic, CriticSettings, ValueLayout, initial_critic, judged
 from dora.trainer.packing import pack
 from dora.trainer.policy import Policy
 from dora.trainer.settings import Sample
@@ -118,11 +118,26 @@ def test_a_critic_takes_as_many_updates_as_the_policy() -> None:
 def test_an_answer_without_tokens_is_not_judged() -> None:
     empty = Sample([1], [], [], 0.0)
     critic = make()
-    judged = critic.judge([empty, SHORT, LONG], [5.0, 1.0, 0.0])
-    assert judged[0].advantages == []
-    assert judged[1].advantages == pytest.approx([1.5])
+    told = critic.judge([empty, SHORT, LONG], [5.0, 1.0, 0.0])
+    assert told[0].advantages == []
+    assert told[1].advantages == pytest.approx([1.5])
     assert critic.judge([empty], [5.0])[0].advantages == []
     assert critic.learn(0)["critic/vf_loss"] == 0.0
+
+
+def test_values_that_were_told_group_by_group_are_as_good_as_foretold_ones() -> None:
+    """A station foretells each group by itself; trainer and critic both reckon from that."""
+    batch, rewards = samples(), rewards_of(samples())
+    apart, whole = make(), make()
+    for critic in (apart, whole):  # so that values are not 0
+        critic.judge(batch, rewards)
+        critic.learn(0)
+    told = [s for i in range(0, 12, 4) for s in apart.foretell(batch[i : i + 4])]
+    advantages = [s.advantages for s in judged(told, rewards, gamma=1.0, lam=1.0).samples]
+    assert [s.advantages for s in apart.judge(told, rewards)] == advantages
+    for own, other in zip(advantages, whole.judge(batch, rewards), strict=True):
+        assert own == pytest.approx(other.advantages, abs=1e-4)
+    assert apart.learn(1)["critic/vf_loss"] == pytest.approx(whole.learn(1)["critic/vf_loss"], rel=1e-4)
 
 
 def test_policy_and_critic_go_on_where_they_were() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -40,9 +40,20 @@ def serve(place: Path) -> None:
     while True:
         order: Any = company.hear()
         if isinstance(order, tuple):
-            share = Share(company, *order)
+            config, settings = order
+            share = Share(company, config, settings, read=read)
         elif (told := share.obey(order)) is not None:
             company.collect(told)
+
+
+def read(found: Sequence[Sample]) -> list[Sample]:
+    """As if `stale` samples were in a stream in their order."""
+    kept = stale()
+    for s in found:
+        assert bool(s.token_ids) == (s.stream_index is None)
+    return [
+        s if s.stream_index is None else replace(kept[s.stream_index], advantage=s.advantage) for s in found
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +132,15 @@ def test_two_ranks_have_the_gradient_of_one(company: Company, settings: TrainerS
     two, one = trainers
     assert gap(moment(two), moment(one)) < 1e-6
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_a_rank_reads_its_share_where_the_samples_are(company: Company) -> None:
+    """What it is sent is what only rank 0 knows."""
+    two, one = pair(company, PLAIN)
+    batch = [replace(s, advantage=2.0 * s.advantages[0]) for s in stale()]
+    found = two.step([replace(s, stream_index=i) for i, s in enumerate(batch)])
+    assert found == pytest.approx(one.step(batch), rel=1e-5, abs=1e-7)
+    assert gap(moment(two), moment(one)) < 1e-6
 
 
 def test_a_mixture_of_experts_is_shared_too(company: Company) -> None:

@@ -10,6 +10,7 @@ import torch
 from tests.trainer.test_trainer import SETTINGS, TINY, initial, samples
 
 from dora.errors import RunError
+from dora.trainer.corrections import KL_BY_AGE
 from dora.trainer.loss import KLEstimator, LossAggMode
 from dora.trainer.objective import OBJECTIVES
 from dora.trainer.recipe import Correction, PolicyLoss
@@ -141,6 +142,15 @@ def test_metrics_tell_how_far_the_policy_is_from_the_one_that_sampled() -> None:
     assert far["off_policy/ess"] < 0.99
     assert far["off_policy/kl_k3"] > 1e-3
     assert 0.0 < far["off_policy/frac_masked"] < 1.0
+
+
+def test_metrics_tell_the_same_of_the_samples_of_each_age() -> None:
+    batch = [*samples()[:2], *(replace(s, staleness=2) for s in stale(samples())[2:])]
+    told = Trainer(TINY, initial(), SETTINGS).step(batch)
+    by_age = {key: kl for key, kl in told.items() if key.startswith(KL_BY_AGE)}
+    assert by_age.keys() == {f"{KL_BY_AGE}0", f"{KL_BY_AGE}2"}
+    assert by_age[f"{KL_BY_AGE}0"] < 1e-6
+    assert by_age[f"{KL_BY_AGE}2"] > told["off_policy/kl_k3"] > 1e-3
 
 
 def paired(num_groups: int) -> list[Sample]:

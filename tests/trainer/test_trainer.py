@@ -75,6 +75,37 @@ def test_the_gradient_of_a_batch_is_the_textbook_policy_gradient() -> None:
     torch.testing.assert_close(gradient(batch, SETTINGS).float(), flat.grad, rtol=1e-4, atol=1e-6)
 
 
+def with_words_between(sample: Sample) -> Sample:
+    """The same answer with three tokens in its middle that the policy has read."""
+    at, words = len(sample.token_ids) // 2, [1, 2, 3]
+    token_ids = [*sample.token_ids[:at], *words, *sample.token_ids[at:]]
+    mask = [1] * at + [0] * len(words) + [1] * (len(sample.token_ids) - at)
+    return replace(sample, token_ids=token_ids, loss_mask=mask)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_words_between_turns_are_read_and_neither_learnt_nor_counted(mode: LossAggMode) -> None:
+    batch = [with_words_between(sample) for sample in samples()]
+    flat = initial().requires_grad_()
+    policy, total = Policy(TINY, Layout(TINY).views(flat)), torch.zeros(())
+    for sample in batch:
+        mask = torch.tensor(sample.loss_mask) > 0
+        logprobs, _ = policy.logprobs(pack([sample.prompt_ids], [sample.token_ids], flat.device))
+        old, num_drawn = torch.tensor(sample.logprobs), int(mask.sum())
+        ratio = (logprobs[mask] - old).exp().clamp(0.8, 1.2)
+        losses = torch.maximum(
+            -sample.advantages[0] * (logprobs[mask] - old).exp(), -sample.advantages[0] * ratio
+        )
+        share = {"token-mean": 1 / sum(s.num_drawn for s in batch), "seq-mean-token-sum": 1 / len(batch)}
+        total = total + losses.sum() * share.get(mode, 1 / len(batch) / num_drawn)
+    torch.autograd.backward(total)
+    settings = replace(SETTINGS, loss_agg_mode=mode, clip_ratio_low=0.2, clip_ratio_high=0.2)
+    assert flat.grad is not None
+    torch.testing.assert_close(gradient(batch, settings).float(), flat.grad, rtol=1e-4, atol=1e-6)
+    metrics = Trainer(TINY, initial(), settings).step(batch)
+    assert metrics["actor/num_tokens"] == sum(len(s.token_ids) for s in samples() if s.has_advantage)
+
+
 def test_a_sample_of_advantage_zero_counts_only_in_the_denominators() -> None:
     batch = samples()
     kept = [s for s in batch if s.has_advantage]

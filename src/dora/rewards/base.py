@@ -1,28 +1,24 @@
 """Load a reward function and call it for the answers of a group.
 
 A reward is `def reward(prompt, completion, **row) -> float`, or TRL's kind, which judges all
-answers at once: `def reward(completions, **columns) -> list[float]`. Either may be async.
-Whatever it does wrong becomes an `Outcome` with a named reason, never an exception: one bad
-answer must not end a run. A call that hangs is ended from outside, with its process.
+answers at once: `def reward(completions, **columns) -> list[float]`. Either may be async, or an object
+that a class makes of options. Whatever it does wrong becomes an `Outcome` with a named reason, never an
+exception: one bad answer must not end a run. A call that hangs is ended from outside, with its process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
-import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from dora.errors import RewardError
+from dora.loading import load_attribute
 
 RewardFunction = Callable[..., Any]
 Prompt = str | Sequence[Mapping[str, str]]  # text, or the messages of a conversation
@@ -30,10 +26,12 @@ Prompt = str | Sequence[Mapping[str, str]]  # text, or the messages of a convers
 
 @dataclass(frozen=True)
 class Answer:
-    """One sibling's answer."""
+    """One sibling's answer to its prompt; `row` are the other columns of the prompt's dataset row."""
 
+    prompt: Prompt
     text: str
     token_ids: Sequence[int]
+    row: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,62 +43,46 @@ class Outcome:
     detail: str = ""
 
 
-def load_reward(name: str) -> RewardFunction:
-    """The function named "file.py:function" or "package.module:function". Raises RewardError."""
-    source, colon, attribute = name.rpartition(":")
-    if not (source and colon and attribute):
-        raise RewardError(f"reward.function = {name!r}: must read file.py:function or module:function")
+def load_reward(
+    name: str, key: str = "reward.function", options: Mapping[str, Any] | None = None
+) -> RewardFunction:
+    """The function named "file.py:function" or "package.module:function", or what a class so named makes.
+
+    A class is called once, with `options`; its instance is the reward. `key` is the setting that names it.
+    Raises RewardError.
+    """
+    found = load_attribute(name, key, RewardError)
+    if not isinstance(found, type):
+        if options:
+            raise RewardError(f"{key} = {name!r}: a function takes no options; remove them, or name a class")
+        function: RewardFunction = found
+        return function
     try:
-        module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        made = found(**(options or {}))
     except RewardError:
         raise
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         raise RewardError(
-            f"reward.function = {name!r}: importing {source} raised {type(error).__name__}: {error}\n"
-            f"{traceback.format_exc()}"
+            f"{key} = {name!r}: making one with the options {dict(options or {})} raised "
+            f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        there = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise RewardError(
-            f"reward.function = {name!r}: {source} has no function {attribute!r}; "
-            f"it has {', '.join(there) or 'none'}"
-        )
-    found: RewardFunction = function
-    return found
+    if not callable(made):
+        raise RewardError(f"{key} = {name!r}: nobody can call what it makes; give the class a __call__")
+    judge: RewardFunction = made
+    return judge
 
 
-def _load_file(path: Path) -> ModuleType:
-    path = path.resolve()
-    if not path.is_file():
-        raise RewardError(f"reward.function: the file {path} does not exist")
-    spec = importlib.util.spec_from_file_location(f"dora_reward_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # a reward may import what lies beside it
-    spec.loader.exec_module(module)
-    return module
-
-
-def judge(
-    function: RewardFunction, prompt: Prompt, answers: Sequence[Answer], row: Mapping[str, Any]
-) -> Iterator[Outcome]:
-    """Outcomes of a group's answers in their order, the last one perhaps a failure.
-
-    `row` are the other columns of the prompt's dataset row.
-    """
+def judge(function: RewardFunction, answers: Sequence[Answer]) -> Iterator[Outcome]:
+    """Outcomes of answers in their order, the last one perhaps a failure."""
     if takes_batches(function):
-        yield from score_batch(function, prompt, answers, row)
+        yield from score_batch(function, answers)
         return
     for answer in answers:
-        yield score(function, prompt, answer.text, row)
+        yield score(function, answer.prompt, answer.text, answer.row)
 
 
 def takes_batches(function: RewardFunction) -> bool:
-    """Whether it judges all answers of a group in one call, as TRL's do.
+    """Whether it judges many answers in one call, as TRL's do.
 
     It has a parameter `completions` or `prompts`, or takes everything by name.
     """
@@ -118,22 +100,19 @@ def score(function: RewardFunction, prompt: Prompt, completion: str, row: Mappin
     return value if isinstance(value, Outcome) else _check(value)
 
 
-def score_batch(
-    function: RewardFunction, prompt: Prompt, answers: Sequence[Answer], row: Mapping[str, Any]
-) -> list[Outcome]:
-    """Judge a group in one call with TRL's arguments: every column is a list with a value per answer.
+def score_batch(function: RewardFunction, answers: Sequence[Answer]) -> list[Outcome]:
+    """Judge answers in one call with TRL's arguments: every column is a list with a value per answer.
 
-    Where the prompt is a conversation, so is each completion: one message of the assistant.
+    Where the prompt is a conversation, so is the completion: one message of the assistant. A column that
+    only some rows have is None for the others.
     """
-    texts: list[Any] = [answer.text for answer in answers]
-    if not isinstance(prompt, str):
-        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    columns = dict.fromkeys(column for answer in answers for column in answer.row)
     values = _call(
         function,
-        prompts=[prompt] * len(answers),
-        completions=texts,
+        prompts=[answer.prompt for answer in answers],
+        completions=[_completion(answer) for answer in answers],
         completion_ids=[list(answer.token_ids) for answer in answers],
-        **{column: [value] * len(answers) for column, value in row.items()},
+        **{column: [answer.row.get(column) for answer in answers] for column in columns},
     )
     if isinstance(values, Outcome):
         return [values]
@@ -145,6 +124,11 @@ def score_batch(
         return outcomes
     reason = f"reward returned {len(outcomes)} values for {len(answers)} completions"
     return [Outcome(None, reason, f"{reason}; it must return one for each")]
+
+
+def _completion(answer: Answer) -> str | list[dict[str, str]]:
+    is_text = isinstance(answer.prompt, str)
+    return answer.text if is_text else [{"role": "assistant", "content": answer.text}]
 
 
 def _call(function: RewardFunction, /, *args: Any, **kwargs: Any) -> Any:

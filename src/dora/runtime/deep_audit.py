@@ -159,11 +159,12 @@ def _compare(
     for temperature, named in by_temperature.items():
         found = recomputation.logprobs(flat, temperature, [answer for _, answer in named])
         for (name, answer), computed in zip(named, found, strict=True):
-            gap = (computed - torch.tensor(answer.logprobs)).abs()
+            drawn = torch.tensor([*answer.loss_mask]).nonzero()[:, 0]
+            gap = (computed - torch.tensor(answer.logprobs)).abs()[drawn]
             gaps.append(gap)
             largest, mean = recomputation.allowed(temperature)
             if not (gap.max() <= largest and gap.mean() <= mean):  # also where a gap is no number
-                at = int(gap.argmax())
+                at = int(drawn[gap.argmax()])
                 findings.append(
                     f"{name}: the log-prob of its token {at} is stored as {answer.logprobs[at]:.9g}, "
                     f"and computed as {computed[at]:.9g}; the mean gap is {gap.mean():.2g}"

@@ -12,8 +12,11 @@ from collections.abc import Callable
 from dora.core.engines import Engine
 from dora.core.events import DrainAsked
 from dora.core.state import State
+from dora.errors import ServiceError
 from dora.runtime.control import Answer, Ask, Control
 from dora.runtime.local import LocalHands
+
+MAX_ENGINES = 64  # of a run, at once: each is a process
 
 
 class Desk:
@@ -38,23 +41,15 @@ class Desk:
 
     def _take_up(self, name: str, asked: Ask) -> Answer | None:
         """The answer, if there is one already."""
-        fleet = self._hands.fleet
         if asked.command == "list":
             return Answer(True, self._list())
-        if asked.command == "add":
-            free, needed = shutil.disk_usage(self._hands.weights.folder).free, self._hands.plan.pool_bytes
-            if free < needed:
-                sizes = f"{needed / 1e6:.0f} MB for its KV, {free / 1e6:.0f} MB are free"
-                return Answer(False, f"no room for one more engine: it needs {sizes}")
-            self._adding[name] = fleet.start()
-            return None
-        engine = asked.engine
-        if engine is None or engine not in fleet.joined:
-            known = ", ".join(map(str, sorted(fleet.joined)))
-            return Answer(False, f"the run has no engine {engine} that could leave; it has {known}")
-        if engine not in self._draining.values():
-            self._hands.facts.append(DrainAsked(engine))
-        self._draining[name] = engine
+        try:
+            if asked.command == "add":
+                (self._adding[name],) = add_engines(self._hands, 1)
+            else:
+                self._draining[name] = ask_to_leave(self._hands, asked.engine)
+        except ServiceError as error:
+            return Answer(False, str(error))
         return None
 
     def _close(self, name: str, pending: dict[str, int], answer: Answer | None) -> None:
@@ -81,6 +76,28 @@ class Desk:
         lines = [f"engine {engine.id}: {_described(engine)}" for _, engine in sorted(engines.items())]
         starting = sorted(self._hands.fleet.workers.keys() - self._hands.fleet.joined)
         return "\n".join([*lines, *(f"engine {engine}: starting" for engine in starting)])
+
+
+def add_engines(hands: LocalHands, count: int) -> list[int]:
+    """Start engines, which join once they are ready; their numbers. Raises ServiceError without room."""
+    if len(hands.fleet.workers) + count > MAX_ENGINES:
+        raise ServiceError(409, f"a run has at most {MAX_ENGINES} engines at once; drain others first")
+    free, needed = shutil.disk_usage(hands.weights.folder).free, count * hands.plan.pool_bytes
+    if free < needed:
+        many = "one more engine: it needs" if count == 1 else f"{count} more engines: they need"
+        sizes = f"{needed / 1e6:.0f} MB for KV, {free / 1e6:.0f} MB are free"
+        raise ServiceError(409, f"no room for {many} {sizes}")
+    return [hands.fleet.start() for _ in range(count)]
+
+
+def ask_to_leave(hands: LocalHands, engine: int | None) -> int:
+    """Have the orchestrator asked to let an engine go. Raises ServiceError for one that is not there."""
+    joined = hands.fleet.joined
+    if engine is None or engine not in joined:
+        known = ", ".join(map(str, sorted(joined)))
+        raise ServiceError(404, f"the run has no engine {engine} that could leave; it has {known}")
+    hands.facts.append(DrainAsked(engine))  # to ask twice changes nothing
+    return engine
 
 
 def _described(engine: Engine) -> str:

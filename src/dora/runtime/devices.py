@@ -29,6 +29,7 @@ class Devices:
     trainer: str
     num_trainers: int
     num_gpus: int
+    station: str | None = None
 
     @classmethod
     def of(cls, config: Config, num_gpus: int | None = None) -> Devices:
@@ -38,13 +39,19 @@ class Devices:
         alone = 0 if config.orchestrator.placement == "colocated" else config.engine.num_engines
         found = torch.cuda.device_count() if num_gpus is None else num_gpus
         wanted = num_trainers * is_gpu(trainer) + alone * is_gpu(engine)
-        return cls(engine, trainer, num_trainers, found or wanted)
+        return cls(engine, trainer, num_trainers, found or wanted, config.trainer.station_device)
 
     def of_trainer(self, rank: int = 0) -> str:
         """Where a trainer process computes."""
         if self.trainer != "cuda":
             return _later(self.trainer, rank)
         return f"cuda:{max(0, self.num_gpus - self.num_trainers) + rank}"
+
+    def of_station(self) -> str:
+        """Where stations beside the trainer compute; unless it is said, where the trainer does."""
+        if self.station is None or (self.station == "cuda" and is_gpu(self.trainer)):
+            return self.of_trainer()
+        return "cuda:0" if self.station == "cuda" else self.station
 
     def of_engine(self, engine: int, *, is_colocated: bool) -> str:
         """Where an engine computes, by its number; one that `is_colocated` shares a trainer's device."""
@@ -65,6 +72,8 @@ def check(config: Config, num_gpus: int | None = None) -> None:
     """Raises ConfigError where a device that is configured is not to be had on this machine."""
     num_gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
     wanted = {"engine.device": config.engine.device, "trainer.device": config.trainer.device}
+    if config.trainer.station_device is not None:
+        wanted["trainer.station_device"] = config.trainer.station_device
     for key, device in wanted.items():
         if is_gpu(device):
             _check_here(key, device, num_gpus)

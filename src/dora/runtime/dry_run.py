@@ -5,6 +5,7 @@ Prints the numbers that follow from the configuration, each with its formula; wr
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -12,25 +13,28 @@ from dora.config import Config
 from dora.core.events import GroupScored, GroupUnscorable
 from dora.core.records import GroupId
 from dora.errors import ConfigError, RewardError
-from dora.runtime import devices
+from dora.runtime import adapters, devices
+from dora.runtime.environments import try_environment
 from dora.runtime.folder import check_out
+from dora.runtime.judging import question_of
 from dora.runtime.memory import memory, size
-from dora.runtime.messages import Judge
 from dora.runtime.plan import Plan
 from dora.runtime.process import Told, take
-from dora.runtime.rewarding import Rewarder
+from dora.runtime.rewarding import Rewarding, reward_tasks
+from dora.stream.feed import Feed
 
 
 def check(config: Config, out: Path) -> str:
-    """Load what the configuration names and call the reward once; returns what a run would be.
+    """Load what the configuration names, call its reward, begin an episode; returns what a run would be.
 
     Raises InputError for whatever would stop the run at its start, but for GPUs that are not here: their
     absence is told, for a run is often thought out on a machine without any. Writes nothing.
     """
     check_out(out)
     plan = Plan.make(config, out)
-    judged = _call_reward(plan)
-    findings = {**_derived(plan), **_places(plan), "reward": judged}
+    judged = _call_rewards(plan)
+    played = {"environment": try_environment(plan)} if config.env.is_played else {}
+    findings = {**_derived(plan), **_places(plan), **played, "reward": judged}
     return "\n".join(f"{name:<22}{value}" for name, value in findings.items())
 
 
@@ -41,7 +45,8 @@ def _derived(plan: Plan) -> dict[str, str]:
     return {
         "model": f"{plan.num_parameters:,} parameters, {size(plan.version_bytes)} a version in "
         f"{config.engine.dtype}",
-        "prompts": f"{len(plan.dataset):,} for training, {len(plan.held_out or ())} held out",
+        "prompts": f"{'put through the service' if plan.num_prompts is None else f'{plan.num_prompts:,}'} "
+        f"for training, {len(plan.held_out or ())} held out",
         "batch": f"{limits.batch_size} groups x {limits.group_size} = {config.samples_per_step} samples, "
         + (f"updates of about {budget} tokens" if (budget := config.trainer.batch_tokens) else "one update"),
         "critic": f"{num:,} parameters" if (num := plan.num_critic_parameters) else "none",
@@ -67,6 +72,7 @@ def _places(plan: Plan) -> dict[str, str]:
     findings["of it shared"] = f"{size(plan.stored_bytes)}, for versions and the KV of engines on the CPU"
     try:
         devices.check(plan.config)
+        adapters.check(plan.config)
     except ConfigError as error:
         findings["to be put right"] = f"a run would be refused here: {error}"
     return findings
@@ -78,23 +84,33 @@ def _live_versions(batches_per_version: int | None) -> str:
     return f", one live version at a time, for batches_per_version = {batches_per_version}"
 
 
-def _call_reward(plan: Plan) -> str:
-    """Judge an empty answer to the first prompt, as a rewarder process would."""
+def _call_rewards(plan: Plan) -> str:
+    """Have every reward task judge an empty answer to the first prompt, in processes as those of a run."""
     config, dataset = plan.config, plan.dataset
+    tasks = reward_tasks(config)
+    if not tasks:
+        return "from the other side of each episode"
+    if not len(dataset) or any(task.is_outside for task in tasks):
+        return "not tried: prompts or rewards come from outside"
     told: Told = SimpleQueue()
-    rewarder = Rewarder(plan.rewarder_spec(), config.reward.timeout_s, config.runtime.start_timeout_s, told)
-    try:
-        rewarder.submit(Judge(GroupId(0, 0), dataset.prompt(0), dataset.fields(0), [[]]))
-        facts: list[GroupScored | GroupUnscorable] = []
-        while not facts:
-            for _, message in take(told, 0.2):
-                facts += rewarder.heard(message)
-            facts += rewarder.check_deadline()
-        if isinstance(facts[0], GroupUnscorable):
-            raise RewardError(
-                f"reward.function = {config.reward.function!r}, called with an empty answer to the first "
-                f"prompt, as a policy may give: {rewarder.first_failure}"
-            )
-        return f"{facts[0].rewards[0]:g} for an empty answer to the first prompt"
-    finally:
-        rewarder.worker.kill()
+    with tempfile.TemporaryDirectory(prefix="dora-") as folder:
+        leases = {task.name: task.lease_s for task in tasks}
+        feed = Feed(Path(folder) / "stream", 1, tasks=leases, num_answers=1)
+        rewarding = Rewarding(tasks, feed, config.runtime.start_timeout_s, told, lambda _: None)
+        try:
+            question = question_of(dataset.prompt(0), dataset.fields(0))
+            rewarding.submit(GroupId(-1, 0), question, [[]])  # as if it were held out: nobody trains it
+            facts: list[GroupScored | GroupUnscorable] = []
+            while not facts:
+                for worker, message in take(told, 0.2):
+                    facts += rewarding.hear(worker, message) or []
+                facts += rewarding.check_deadlines()
+        finally:
+            rewarding.kill()
+            feed.close()
+    if isinstance(facts[0], GroupUnscorable):
+        raise RewardError(
+            "the rewards, called with an empty answer to the first prompt, as a policy may give: "
+            f"{rewarding.first_failure}"
+        )
+    return f"{facts[0].rewards[0]:g} for an empty answer to the first prompt"

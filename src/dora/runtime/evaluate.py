@@ -62,6 +62,7 @@ class _Round:
         self._running: dict[int, set[RequestId]] = {}
         self._finished: Counter[GroupId] = Counter()
         self._num_failed = 0
+        self._broken: set[GroupId] = set()  # prompts of which an episode has failed
 
     def run(self) -> Evaluation:
         """To the last reward, and until every engine has answered its load: no fact is left behind."""
@@ -97,9 +98,14 @@ class _Round:
             case GroupScored(group) if self._is_mine(group):
                 self._result.hear(event)
             case GroupUnscorable(group) if self._is_mine(group):
-                self._fail()
-            case RequestFailed(_, request, reason) if self._is_mine(request.group):
-                raise RunError(f"evaluation request {request} was refused: {reason}")
+                self._fail(self._hands.rewarding.first_failure)
+            case RequestFailed(engine, request, reason) if self._is_mine(request.group):
+                self._running[engine].discard(request)
+                if self._hands.episodes.player is None:
+                    raise RunError(f"evaluation request {request} was refused: {reason}")
+                if request.group not in self._broken:
+                    self._broken.add(request.group)
+                    self._fail(reason)
             case _:
                 pass  # what the training run left behind
 
@@ -111,7 +117,7 @@ class _Round:
         """Others are what the training run left behind."""
         return group.epoch == -1 - self._result.version
 
-    def _fail(self) -> None:
+    def _fail(self, reason: str) -> None:
         """An answer without a reward counts as 0, but not too many of them."""
         self._num_failed += 1
         share = self._hands.plan.config.reward.max_failed_share
@@ -119,12 +125,12 @@ class _Round:
             raise RunError(
                 f"{self._num_failed} of {self._result.num_prompts} evaluation prompts could not be scored, "
                 f"more than reward.max_failed_share = {share:g} allows; the first failure:\n"
-                f"{self._hands.rewarder.first_failure.rstrip()}"
+                f"{reason.rstrip()}"
             )
 
     def _finish(self, group: GroupId) -> None:
         self._finished[group] += 1
-        if self._finished[group] < self._result.num_answers:
+        if self._finished[group] < self._result.num_answers or group in self._broken:
             return
         if group.row < NUM_EXAMPLES:
             plan = self._hands.plan

@@ -14,6 +14,7 @@ from typing import Any
 
 from dora.core.actions import Migrate
 from dora.core.events import EngineJoined, EngineLeft, EngineLost, Event, LoadFailed, Paused
+from dora.engine.sequence import Request
 from dora.errors import RunError
 from dora.runtime import messages as m
 from dora.runtime.moving import Moves, Word
@@ -52,7 +53,7 @@ class Fleet:
         self._pools: dict[int, Path] = {}
         self._started_s: dict[int, float] = {}
         self._dismissed: set[int] = set()
-        self._resting: set[int] = set()  # joined at rest, which the core takes for granted
+        self._resting: Counter[int] = Counter()  # engine -> pauses to come that the core did not order
         self._load_failures: Counter[int] = Counter()
         self._untold: dict[int, EngineLost | EngineLeft] = {}  # until their moves are settled
         self._is_open = False
@@ -78,7 +79,7 @@ class Fleet:
         for engine in sorted(self.ready):
             self._join(engine)
 
-    def number_of(self, worker: Worker) -> int | None:
+    def number_of(self, worker: Worker | None) -> int | None:
         """The engine a worker is; None once it is given up, when nothing it says is heard any more."""
         return next((engine for engine, known in self.workers.items() if known is worker), None)
 
@@ -89,10 +90,22 @@ class Fleet:
         self.workers[engine].send(message)
         return True
 
-    def move(self, order: Migrate) -> None:
-        (request,) = self._plan.requests([order.request], order.version)
+    def move(self, order: Migrate, request: Request) -> None:
+        """Have a request change its engine, as it was submitted."""
         source_pool = self._pools[order.source] if order.source in self.workers else None
         self.moves.begin(order, request, source_pool)
+
+    def announce(self, version: int, digest: str) -> None:
+        """A version has been published; engines that load it later bring it near meanwhile."""
+        self.digests[version] = digest
+        if self._plan.config.weights.load == "deferred":
+            for engine in self.ready:
+                self.send(engine, m.StageWeights(version))
+
+    def rest(self, engine: int) -> None:
+        """Have an engine decode nothing, of which the core is not told."""
+        self._resting[engine] += 1
+        self.send(engine, m.PauseRows())
 
     def dismiss(self, engine: int) -> None:
         """Have an engine end."""
@@ -116,8 +129,8 @@ class Fleet:
                 self._end(engine, f"its bytes of version {version} are not the published ones")
             case m.LoadRefused(version, reason):
                 self._refuse_load(engine, version, reason)
-            case m.RowsPaused() if engine in self._resting:
-                self._resting.discard(engine)
+            case m.RowsPaused() if self._resting[engine]:
+                self._resting[engine] -= 1
             case m.RowsPaused():
                 self._facts.append(Paused(engine))
             case m.Reserved() | m.Received() | m.NotReceived() | m.Sent() | m.Kept():
@@ -157,8 +170,7 @@ class Fleet:
         self.joined.add(engine)
         is_colocated = self._plan.is_colocated(engine)
         if is_colocated:
-            self._resting.add(engine)
-            self.send(engine, m.PauseRows())
+            self.rest(engine)
         self._facts.append(EngineJoined(engine, rows, slots, is_colocated))
 
     def _refuse_load(self, engine: int, version: int, reason: str) -> None:

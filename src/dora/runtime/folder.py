@@ -13,6 +13,7 @@ from typing import Any
 from dora.config import Config
 from dora.errors import InputError
 from dora.runtime.past import SAMPLES
+from dora.runtime.prompts import PUT_PROMPTS
 from dora.runtime.trackers import KNOWN_AS
 
 EVAL_BEFORE = "eval_before.json"  # for a run that goes on in another life
@@ -22,6 +23,7 @@ RUN_FILES = (
     "metrics.jsonl",
     *(SAMPLES + end for end in ("", "-wal", "-shm")),
     "summary.json",
+    PUT_PROMPTS,
     KNOWN_AS,
     EVAL_BEFORE,
 )

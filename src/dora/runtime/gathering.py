@@ -11,9 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from dora.core.records import GroupId
+from dora.runtime.stations import TrainingEngine
 from dora.stream.samples import StoredSample
 from dora.trainer.scoring import Scoring
-from dora.trainer.trainer import Sample, Trainer
+from dora.trainer.trainer import Sample
+
+Judge = Callable[[Sequence[Sample], Sequence[float]], list[Sample]]
 
 
 class Gathering:
@@ -21,18 +24,19 @@ class Gathering:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: TrainingEngine,
         read: Callable[[GroupId], Sequence[StoredSample]],
         digest: Callable[[int], str | None],
         scoring: Scoring,
         streams: bool,
+        judge: Judge | None = None,
     ) -> None:
         """`read` gives the samples of a scored group, `digest` that of a version's weights if it is here.
 
-        Without `streams` every batch is taken whole.
+        Without `streams` every batch is taken whole. With a critic, `judge` makes its advantages.
         """
         self._trainer, self._read, self._scoring, self._streams = trainer, read, scoring, streams
-        self._digest = digest
+        self._digest, self._judge = digest, judge
         self._step: int | None = None  # may be worked on; None: the version it begins with is not out
         self._committed: dict[int, list[GroupId]] = defaultdict(list)  # by step, in order
         self._put: list[GroupId] = []  # of `_step`
@@ -100,10 +104,10 @@ class Gathering:
         """All at once, so that micro-batches are of like sizes."""
         batch = [self._read(group) for group in groups]
         rewards = [[s.reward for s in group] for group in batch]
-        num_tokens = [[len(s.token_ids) for s in group] for group in batch]
-        critic, shaped = self._trainer.critic, self._scoring.shaped(rewards, num_tokens)
+        num_tokens = [[len(s.logprobs) for s in group] for group in batch]
+        shaped = self._scoring.shaped(rewards, num_tokens)
         advantages: Sequence[Sequence[float | None]] = [[s.advantage for s in group] for group in batch]
-        if critic is not None:
+        if self._judge is not None:
             advantages = shaped  # until they have been judged
         elif self._scoring.needs_batch:
             advantages = self._scoring.of_batch(rewards, num_tokens)
@@ -113,13 +117,24 @@ class Gathering:
             for s, a in zip(group, own, strict=True)
         ]
         samples = [self._sample(step, stored, advantage) for stored, advantage in pairs]
-        if critic is not None:
-            samples = critic.judge(samples, [reward for group in shaped for reward in group])
+        if self._judge is not None:
+            samples = self._judge(samples, [reward for group in shaped for reward in group])
         self._trainer.put(samples, is_whole=True)
 
     def _sample(self, step: int, s: StoredSample, advantage: float | None) -> Sample:
         assert advantage is not None
         is_comparable = self._digest(s.version) == s.weight_digest
         return Sample(
-            s.prompt_ids, s.token_ids, s.logprobs, advantage, step - s.version, s.routes, is_comparable
+            s.prompt_ids,
+            s.token_ids,
+            s.logprobs,
+            advantage,
+            step - s.version,
+            s.routes,
+            is_comparable,
+            s.proximal,
+            s.reference,
+            s.values,
+            s.stream_index,
+            s.loss_mask,
         )

@@ -29,14 +29,14 @@ class Journal:
         path: Path,
         limits: Limits,
         config_digest: str,
-        num_prompts: int,
+        num_prompts: int | None,
         *,
         critic_digest: str | None = None,
         seq: int | None = None,
         fsync: bool = False,
     ) -> None:
-        """`num_prompts` are the rows of the dataset; `critic_digest` is of the weights in critic.path, if one
-        is given; `fsync` makes lines survive a loss of power.
+        """`num_prompts` are the rows of the dataset, None if it grows; `critic_digest` is of the weights in
+        critic.path, if one is given; `fsync` makes lines survive a loss of power.
 
         With `seq` the journal is there already, and the next line gets this number.
         """

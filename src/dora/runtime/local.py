@@ -36,16 +36,23 @@ from dora.core.actions import (
     Score,
     Train,
 )
-from dora.core.events import Event, GroupScored, Migrated, PromptsFetched, Published, StepFailed
+from dora.core.events import Event, GroupScored, GroupUnscorable, Migrated, Published, StepFailed
 from dora.core.records import GroupId
-from dora.errors import InputError, RunError
+from dora.errors import RunError
 from dora.runtime import messages as m
+from dora.runtime.checkpoints import Checkpoints
+from dora.runtime.episodes import Episodes
 from dora.runtime.fleet import Fleet
+from dora.runtime.judging import question_of
+from dora.runtime.outside import OutsideTrainer, Patience
 from dora.runtime.past import SAMPLES, Past
 from dora.runtime.plan import Plan
+from dora.runtime.playing import make_player
 from dora.runtime.process import Told, Worker, take, warm_up
 from dora.runtime.ranks import start_ranks
-from dora.runtime.rewarding import Rewarder
+from dora.runtime.rewarding import Rewarding, reward_tasks
+from dora.runtime.stationed import StationedTrainer
+from dora.runtime.supply import Supply
 from dora.runtime.telling import Teller
 from dora.stream.feed import Feed
 from dora.stream.samples import SampleStore
@@ -77,26 +84,38 @@ class LocalHands:
         fsync = plan.config.journal.fsync
         self.samples = past.samples if past else SampleStore(plan.out / SAMPLES, fsync=fsync)
         self.weights = WeightStore(make_store_folder(plan.stored_bytes), plan.config.engine.dtype)
-        self._feed = Feed(self.weights.folder / "stream", plan.limits.group_size)
+        tasks = reward_tasks(plan.config)
+        self._feed = Feed(
+            self.weights.folder / "stream",
+            plan.limits.group_size,
+            plan.columns,
+            {task.name: task.lease_s for task in tasks},
+            plan.evaluation.num_answers if plan.evaluation else 0,
+        )
+        self.stream_folder = self._feed.folder
         self.samples.follow(self._feed)
         self.facts: deque[Event] = deque()
         self.teller = past.teller if past else Teller(plan, self.samples)
         kept = past.restore_versions(self.weights) if past else {}
-        self._cursor = plan.cursor(past.core.snapshot().next_index if past else 0)
-        self._past, self._saved, self._save_failure = past, plan.out, ""
-        self._num_saves = self._num_saving = 0
+        self.supply = Supply(plan, past.core.snapshot().next_index if past else 0)
+        self._past = past
+        self._checkpoints = Checkpoints(plan, self.weights, notice)
         self._told: Told = SimpleQueue()  # by all workers
         self.fleet = Fleet(plan, self.weights.folder, self._told, self.facts, self.teller, notice)
         self.refusals: dict[int, str] = {}  # engine -> why it may not leave, until somebody has read it
         self._step_failures: Counter[int] = Counter()
         self.fleet.digests.update(kept)
         checkpoint = past.checkpoint if past else None
-        self._ranks = start_ranks(plan, self.weights.folder, self._feed.folder, checkpoint, self._told)
+        places = self.weights.folder, self._feed.folder
+        self._ranks = start_ranks(plan, *places, checkpoint, self._told, notice)
         self.trainer = self._ranks[0]
         self._ranks_ready: set[str] = set()
-        self._is_training = False
-        reward, runtime = plan.config.reward, plan.config.runtime
-        self.rewarder = Rewarder(plan.rewarder_spec(), reward.timeout_s, runtime.start_timeout_s, self._told)
+        self.patience = Patience(self)
+        self._is_training = self.is_held = False  # held: no fact is told, so no order is given
+        limit_s = plan.config.runtime.start_timeout_s
+        self.rewarding = Rewarding(tasks, self._feed, limit_s, self._told, notice)
+        player = make_player(plan, self._told, notice)
+        self.episodes = Episodes(plan, player, self.fleet, self.facts, self.teller)
 
     @property
     def now(self) -> float:
@@ -137,16 +156,16 @@ class LocalHands:
     def next_fact(self, until: float | None) -> Event | None:
         """The next fact; None once `now` has reached `until`. Raises RunError if the run cannot go on."""
         self._check_stop()
-        while not self.facts:
+        while not self.facts or self.is_held:
             self.fleet.check_any()
-            if until is not None and self.now >= until:
+            if until is not None and self.now >= until and not self.is_held:
                 return None
             self._listen(POLL_S if until is None else max(0.0, min(POLL_S, until - self.now)))
         return self.facts.popleft()
 
     def accumulate(self, step: int, groups: Sequence[GroupId]) -> None:
         """Have the trainer begin with scored groups of a step's batch, where it may."""
-        if self.plan.config.streams:
+        if self.plan.config.streams or self.plan.columns:
             self.samples.commit()  # so that the trainer can read them
             for group in groups:
                 self.trainer.send(m.Accumulate(step, group))
@@ -156,30 +175,21 @@ class LocalHands:
 
         `core` is what the orchestrator knows now; older `versions` are those that may still be needed.
         """
-        held = self.weights.hold(versions, f"held-{self._num_saves}")
-        self._num_saves += 1
-        self._num_saving += 1
-        config = self.plan.config
-        self.trainer.send(
-            m.Save(
-                folder=self.plan.out / "checkpoints",
-                core=core,
-                versions=held,
-                keep_last=config.trainer.keep_last,
-                fsync=config.journal.fsync,
-            )
-        )
+        self.trainer.send(self._checkpoints.order(core, versions))
 
     def wait_until_saved(self) -> Path:
         """The folder of the last checkpoint, once it is there. Raises RunError if it could not be written."""
-        self._wait_for_trainer(lambda: not self._num_saving, "save")
-        if self._save_failure:
-            raise RunError(f"{self._save_failure}; make room and resume the run")
-        return self._saved
+        self._wait_for_trainer(lambda: not self._checkpoints.num_pending, "save")
+        return self._checkpoints.newest()
 
     def wait_until_trained(self) -> None:
         """Until the trainer has ended the step it is in, if any. Raises RunError if it does not."""
-        self._wait_for_trainer(lambda: not self._is_training, "end its step")
+        self._wait_for_trainer(lambda: not self._is_in_step(), "end its step")
+
+    def _is_in_step(self) -> bool:
+        """Whether a step may end at any moment: one outside only does once its weights are here."""
+        trainer = self.trainer
+        return trainer.is_taking if isinstance(trainer, OutsideTrainer) else self._is_training
 
     def _wait_for_trainer(self, is_done: Callable[[], bool], what: str) -> None:
         timeout_s = self.plan.config.runtime.trainer_timeout_s
@@ -189,10 +199,16 @@ class LocalHands:
                 raise RunError(f"the trainer died or did not {what} within {timeout_s:g} s")
             self._listen(POLL_S)
 
+    def nudge(self) -> None:
+        """Have the driver look up at once, should it wait for somebody's word; from any thread."""
+        self._told.put((None, None))
+
     def close(self) -> None:
         """End every process and remove the versions from memory."""
         self.fleet.kill()
-        for worker in (*self._ranks, self.rewarder.worker):
+        self.rewarding.kill()
+        self.episodes.close()
+        for worker in self._ranks:
             worker.kill()
         self.samples.follow(None)
         self._feed.close()
@@ -205,21 +221,19 @@ class LocalHands:
 
     @perform.register
     def _(self, order: Fetch) -> None:
-        first = self._cursor.index
-        groups = tuple(GroupId(*self._cursor.take()) for _ in range(order.count))
-        self.facts.append(PromptsFetched(first, groups))
+        self.facts.extend(self.supply.fetch(order.count))
 
     @perform.register
     def _(self, order: Generate) -> None:
-        self.fleet.send(order.engine, m.Submit(self.plan.requests(order.requests, order.version)))
+        self.episodes.generate(order)
 
     @perform.register
     def _(self, order: Abort) -> None:
-        self.fleet.send(order.engine, m.GiveUp(order.requests))
+        self.episodes.give_up(order)
 
     @perform.register
     def _(self, order: Migrate) -> None:
-        self.fleet.move(order)
+        self.episodes.move(order)
 
     @perform.register
     def _(self, order: Rush) -> None:
@@ -253,13 +267,15 @@ class LocalHands:
     @perform.register
     def _(self, order: Score) -> None:
         if (rewards := self.teller.rewards.get(order.group)) is not None:  # judged before everything died
-            self.teller.responses(order.group)
+            self.teller.held_out(order.group)
             self.facts.append(GroupScored(order.group, rewards))
             return
-        source = self.plan.source_of(order.group)
-        responses = self.teller.responses(order.group)
-        prompt, fields = source.prompt(order.group.row), source.fields(order.group.row)
-        self.rewarder.submit(m.Judge(order.group, prompt, fields, responses))
+        if (fact := self.teller.scored_by_itself(order.group)) is not None:
+            self.facts.append(fact)
+            return
+        source, row = self.plan.source_of(order.group), order.group.row
+        question = question_of(source.prompt(row), source.fields(row))
+        self.rewarding.submit(order.group, question, self.teller.held_out(order.group))
 
     @perform.register
     def _(self, order: Filter) -> None:
@@ -267,6 +283,7 @@ class LocalHands:
 
     @perform.register
     def _(self, order: Fail) -> None:
+        self.episodes.end(order.group)
         self.teller.end(order.group, f"failed: {order.reason}")
         self.notice(f"group {order.group} failed: {order.reason}")
 
@@ -298,7 +315,7 @@ class LocalHands:
     def _late(self) -> list[str]:
         late = [w.name for i, w in self.fleet.workers.items() if i not in self.fleet.ready]
         late += [f"the {rank.name}" for rank in self._ranks if rank.name not in self._ranks_ready]
-        return late + ([] if self.rewarder.is_ready else ["the rewarder"])
+        return late + self.rewarding.late + self.episodes.late
 
     def _listen(self, timeout_s: float) -> None:
         """Wait for messages, turn them into facts, and look at the deadlines."""
@@ -307,28 +324,42 @@ class LocalHands:
             self._hear(worker, message)
         self.samples.commit()  # payloads are durable before the facts that name them are told
         self._check_silence()
-        self.facts.extend(map(self.teller.scored, self.rewarder.check_deadline()))
+        self.episodes.check_deadlines()
 
-    def _hear(self, worker: Worker, message: Any) -> None:
+    def _hear(self, worker: Worker | None, message: Any) -> None:
         """What is said by a worker that was replaced or given up is not heard any more."""
-        if worker is self.rewarder.worker:
-            self.facts.extend(map(self.teller.scored, self.rewarder.heard(message)))
-        elif worker in self._ranks:
+        if (judged := self.rewarding.hear(worker, message)) is not None:
+            self._tell_scored(judged)
+        elif isinstance(worker, Worker) and worker in self._ranks:
             self._hear_trainer(worker, message)
         elif (engine := self.fleet.number_of(worker)) is not None:
+            self.episodes.hear_engine(engine, message)
             self.fleet.hear(engine, message)
+        else:
+            self.episodes.hear(worker, message)
+
+    def _tell_scored(self, facts: Sequence[GroupScored | GroupUnscorable]) -> None:
+        for fact in facts:
+            self.facts.append(self.teller.scored(fact, self.rewarding.by_task(fact.group)))
 
     def _hear_trainer(self, rank: Worker, message: Any) -> None:
+        if isinstance(self.trainer, StationedTrainer):
+            message = self.trainer.hear(rank, message)
+        elif isinstance(self.trainer, OutsideTrainer):
+            message = self.trainer.hear(message)
+        if message is None:
+            return
         if isinstance(message, m.Gone):
             sentence = f"{rank.how_it_ended}; the run cannot go on without it"
             raise RunError(f"{sentence}\n{rank.crash}".rstrip())
         if isinstance(message, m.Ready):
             self._ranks_ready.add(rank.name)
         elif isinstance(message, m.Saved | m.SaveRefused):
-            self._hear_saved(message)
+            self._checkpoints.hear(message)
         elif isinstance(message, m.WeightsPublished):
-            self._check_published(message)
-            self.fleet.digests[message.version] = message.digest
+            if self._past is not None:
+                self._past.check_published(message.version, message.digest, self.plan)
+            self.fleet.announce(message.version, message.digest)
             self.facts.append(Published(message.version, message.digest))
         elif isinstance(message, m.StepRefused):
             self._is_training = False
@@ -336,29 +367,6 @@ class LocalHands:
         else:
             self._is_training = False
             self.facts.append(self.teller.trained(message))
-
-    def _hear_saved(self, message: m.Saved | m.SaveRefused) -> None:
-        self._num_saving -= 1
-        self._save_failure = ""
-        if isinstance(message, m.Saved):
-            self._saved = message.folder
-        else:
-            self._save_failure = (
-                f"the checkpoint of step {message.step} could not be written: {message.reason}"
-            )
-            self.notice(f"{self._save_failure}; the ones before it stay")
-
-    def _check_published(self, message: m.WeightsPublished) -> None:
-        """Raises InputError if the version that a run goes on from is not the one that was published."""
-        past = self._past
-        if past is None or past.resumed.from_step != message.version or past.digest is None:
-            return
-        if message.digest != past.digest:
-            origin = past.checkpoint or f"model.path = {self.plan.config.model.path!r}"
-            raise InputError(
-                f"{origin} does not hold version {message.version} as it was published before; "
-                "put the old files back"
-            )
 
     def _repeat(self, message: m.StepRefused) -> None:
         """A step that failed changed nothing, so it is tried again, a few times."""
@@ -375,6 +383,8 @@ class LocalHands:
         asleep_s = max(0.0, now_s - self._checked_s - 1.0)
         self._checked_s = now_s
         self.fleet.check_silence(asleep_s)
+        self.patience.check(asleep_s)
+        self._tell_scored(self.rewarding.check_deadlines(asleep_s))
         timeout_s = self.plan.config.runtime.trainer_timeout_s
         limit = f"runtime.trainer_timeout_s = {timeout_s:g}"
         for rank in self._ranks:

@@ -32,8 +32,15 @@ def memory(plan: Plan) -> dict[str, str]:
     computed = micro_batch_bytes(plan)
     for device, num in Counter(map(plan.devices.of_trainer, range(plan.devices.num_trainers))).items():
         parts[device][f"at most {num} x {size(computed)} for a micro-batch"] = num * computed
+    if plan.columns:
+        num_bytes = station_bytes(plan)
+        parts.setdefault(plan.devices.of_station(), {})[f"{size(num_bytes)} in stations"] = num_bytes
     parts.setdefault("cpu", {})[f"{size(plan.weights_bytes)} of versions in the store"] = plan.weights_bytes
-    num_kept = plan.num_critic_parameters + (plan.num_parameters if plan.config.trainer.batch_tokens else 0)
+    if plan.config.weights.load == "deferred":
+        words = f"{plan.num_engines} x {size(version)} of a version on its way to an engine"
+        parts["cpu"][words] = plan.num_engines * version
+    num_kept = 0 if "values" in plan.columns else plan.num_critic_parameters
+    num_kept += plan.num_parameters if plan.config.trainer.batch_tokens else 0
     if num_kept:
         kept = _KEPT * num_kept
         parts["cpu"][f"{size(kept)} to take back a step that fails between two updates"] = kept
@@ -53,7 +60,7 @@ def trainer_bytes(plan: Plan) -> Counter[str]:
     num_ranks = devices.num_trainers
     copy = 2 if config.trainer.dtype == "bfloat16" and num_ranks == 1 else 0
     compares = bool(config.algorithm.kl_loss_coef) or plan.scoring.is_paired
-    frozen = (copy or _WHOLE) if compares else 0
+    frozen = (copy or _WHOLE) if compares and "reference" not in plan.columns else 0
     num_bytes = (copy + frozen) * plan.num_parameters
     if (lora := plan.lora) is None:
         num_bytes += _TRAINED * plan.num_parameters
@@ -62,12 +69,21 @@ def trainer_bytes(plan: Plan) -> Counter[str]:
         num_adapted = sum(map(math.prod, lora.adapted(layout).values()))
         num_bytes += _WHOLE * (plan.num_parameters + 2 * num_adapted)
         num_bytes += _TRAINED * lora.factors(layout).numel
-    num_bytes += (_TRAINED + copy) * plan.num_critic_parameters
+    if "values" not in plan.columns:
+        num_bytes += (_TRAINED + copy) * plan.num_critic_parameters
     held = Counter[str]()
     for rank in range(num_ranks):
         held[devices.of_trainer(rank)] += num_bytes // num_ranks
     held["cpu"] += _WHOLE * plan.num_parameters * (num_ranks > 1)
     return +held
+
+
+def station_bytes(plan: Plan) -> int:
+    """The weights of stations beside the trainer, and what a critic learns with."""
+    copy = 2 if plan.config.trainer.dtype == "bfloat16" else 0
+    num_frozen = len({"reference", "proximal"} & {*plan.columns})
+    num_learning = plan.num_critic_parameters if "values" in plan.columns else 0
+    return (copy or _WHOLE) * num_frozen * plan.num_parameters + (_TRAINED + copy) * num_learning
 
 
 def micro_batch_bytes(plan: Plan) -> int:

@@ -19,8 +19,10 @@ from dora.handover.moves import Received as Received
 from dora.handover.moves import Reserved as Reserved
 from dora.handover.moves import Send as Send
 from dora.handover.moves import Sent as Sent
-from dora.rewards.base import Outcome, Prompt
 from dora.trainer.scoring import Scoring
+from dora.turns.words import Finish as Finish
+from dora.turns.words import Observe as Observe
+from dora.turns.words import TurnEnded
 
 if TYPE_CHECKING:  # they bring torch, which a rewarder does not need
     from dora.trainer.critic import CriticSettings
@@ -52,6 +54,8 @@ class EngineSpec:
     returns_routes: bool = False
     device: str = "cpu"
     dtype: str = "float32"
+    adapter: str | None = None  # the class of another engine
+    loads_deferred: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class TrainerSpec:
 
     One that `streams` works on committed groups before their batch is complete. In exact mode it computes
     log-probs as an engine of `exact` does. Of `num_ranks` processes rank 0 is the one that is spoken to; none
-    waits longer than `rank_timeout_s` for another.
+    waits longer than `rank_timeout_s` for another. Stations beside it make `columns`, each group's within
+    `column_wait_s`.
     """
 
     model: Path
@@ -87,14 +92,18 @@ class TrainerSpec:
     num_ranks: int = 1
     rank_timeout_s: float = 600.0
     critic: CriticSpec | None = None
+    columns: tuple[str, ...] = ()
+    column_wait_s: float | None = None
+    adapter: str | None = None  # the class of another trainer
 
 
 @dataclass(frozen=True)
-class RewarderSpec:
-    """A rewarder: the function's name, and the model folder whose tokenizer decodes responses."""
+class StationSpec:
+    """A station beside the `trainer`, which makes one of its columns."""
 
-    function: str
-    model: Path
+    column: str
+    trainer: TrainerSpec
+    device: str = "cpu"
 
 
 # to a worker
@@ -102,6 +111,13 @@ class RewarderSpec:
 
 @dataclass(frozen=True)
 class LoadWeights:
+    version: int
+
+
+@dataclass(frozen=True)
+class StageWeights:
+    """A version is in the store: bring it near, for it may have to be loaded."""
+
     version: int
 
 
@@ -118,6 +134,14 @@ class Submit:
 @dataclass(frozen=True)
 class GiveUp:
     requests: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True)
+class Break:
+    """The request has failed, though its engine could go on: it answers `Refused`."""
+
+    request: RequestId
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -169,6 +193,15 @@ class PublishWeights:
 
 
 @dataclass(frozen=True)
+class TakeWeights:
+    """To the stand-in of a trainer outside: the weights in `file` are this version, and end a step."""
+
+    version: int
+    file: Path
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Save:
     """Write the checkpoint `folder`/step-N, where N is the trainer's own count of steps.
 
@@ -181,14 +214,6 @@ class Save:
     versions: Path
     keep_last: int
     fsync: bool
-
-
-@dataclass(frozen=True)
-class Judge:
-    group: GroupId
-    prompt: Prompt
-    fields: dict[str, object]
-    responses: list[list[int]]
 
 
 # from a worker
@@ -204,14 +229,22 @@ class Ready:
 
 @dataclass(frozen=True)
 class WeightsLoaded:
+    """A version is held; requests stood still for `stop_s` meanwhile."""
+
     version: int
     digest: str
+    stop_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Completed:
     completions: list[Completion]
     busy_row_s: float
+
+
+@dataclass(frozen=True)
+class TurnsEnded:
+    turns: list[TurnEnded]
 
 
 @dataclass(frozen=True)
@@ -258,6 +291,22 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class Filled:
+    """A station beside the trainer has filled its column of a group."""
+
+    column: str
+    group: GroupId
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A critic beside the trainer has learnt from the step's batch."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
 class StepRefused:
     """A training step failed before it changed anything."""
 
@@ -269,6 +318,14 @@ class StepRefused:
 class WeightsPublished:
     version: int
     digest: str
+
+
+@dataclass(frozen=True)
+class WeightsRefused:
+    """Weights from outside do not fit the model; the step is due as before."""
+
+    version: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -285,12 +342,30 @@ class SaveRefused:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One sibling has been judged."""
+class Working:
+    """A worker is at these groups; none: it waits for rows. The time of a call begins."""
+
+    groups: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True)
+class Unable:
+    """A task cannot do these groups."""
+
+    groups: tuple[GroupId, ...]
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The collector's word, from a thread of the driver: all reward tasks are done with a group.
+
+    `rewards` has those of each task, sibling by sibling.
+    """
 
     group: GroupId
-    sibling: int
-    outcome: Outcome
+    rewards: dict[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -305,6 +380,7 @@ class Gone:
 
 @dataclass(frozen=True)
 class Crashed:
-    """The worker met an exception and ends."""
+    """The worker met an exception and ends; `refusal` is what was wrong with what it was given."""
 
     traceback: str
+    refusal: str = ""

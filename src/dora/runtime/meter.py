@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from dora.core.orchestrator import Orchestrator
 from dora.core.records import GroupId, Limits
 from dora.core.state import State
 from dora.runtime.lengths import Lengths
+from dora.runtime.loads import Loads
 from dora.runtime.phases import Phases
 from dora.runtime.stalls import Stalls
 from dora.runtime.telling import Teller
@@ -107,6 +108,7 @@ class Meter:
     stalls: Stalls = field(default_factory=Stalls)
     phases: Phases = field(default_factory=Phases)
     lengths: Lengths = field(default_factory=Lengths)
+    loads: Loads = field(default_factory=Loads)
     began_s: float = 0.0
     now_s: float = 0.0
     first_admission_s: float | None = None
@@ -164,6 +166,7 @@ class Meter:
             elif isinstance(order, Filter | Fail):
                 self._versions.pop(order.group)
         self.travels.hear(event, orders)
+        self.loads.hear(now, event, orders)
         self.stalls.look(state)
         self.phases.look(now, event, orders, state)
         self._rows = {engine.id: engine.rows for engine in state.engines.values()}
@@ -223,8 +226,10 @@ class Meter:
         for group in self._batch:
             staleness[step - self._versions.pop(group)] += size
         rewards = Rewards.of([self.teller.rewards.pop(group) for group in self._batch])
+        by_task = [self.teller.task_rewards.pop(group, {}) for group in self._batch]
         num_tokens = sum(self.teller.num_tokens.pop(group) for group in self._batch)
         metrics = self.lengths.train(self._batch) | self.teller.step_metrics.pop(0)[1]
+        metrics |= _means(by_task)
         metrics |= self.phases.end_step(state) | {"rollout/busy_ratio": self._busy_since_last_step()}
         wall_s = now - (self.steps[-1].t_s if self.steps else self.began_s)
         stall_s = state.stall_s - self._stall_s
@@ -235,3 +240,10 @@ class Meter:
         self.trained_tokens += num_tokens
         self.steps.append(record)
         return record
+
+
+def _means(groups: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Mean reward of each task that judged all of these groups."""
+    tasks = [task for task in groups[0] if all(task in group for group in groups)]
+    rewards = {task: [*chain.from_iterable(group[task] for group in groups)] for task in tasks}
+    return {f"reward/{task}/mean": statistics.fmean(own) for task, own in rewards.items()}

@@ -84,6 +84,14 @@ class Past:
             store.adopt(version, self.checkpoint / VERSIONS / store.name_of(version))
         return dict(self.resumed.kept)
 
+    def check_published(self, version: int, digest: str, plan: Plan) -> None:
+        """Raises InputError if the version that the run goes on from is not the one that was published."""
+        if version == self.resumed.from_step and self.digest not in (None, digest):
+            origin = self.checkpoint or f"model.path = {plan.config.model.path!r}"
+            raise InputError(
+                f"{origin} does not hold version {version} as it was published before; put the old files back"
+            )
+
 
 def read_past(plan: Plan, journal: RecordedRun, samples: SampleStore) -> Past:
     """What a former life left; it is only read.
@@ -133,6 +141,7 @@ class _Told:
         self._journal, self._voided, self._checkpoint = plan.out / FILE_NAME, voided, checkpoint
         self._members: dict[int, tuple[Member, ...]] = {}  # step -> its batch, as last trained
         self._metrics = _mismatches(plan.out)
+        self._num_read = samples.num_read()
         self._saved: dict[str, Any] = json.loads((checkpoint / CORE).read_text()) if checkpoint else {}
 
     def tell(self, fact: Line | None, orders: Sequence[Line]) -> None:
@@ -174,7 +183,8 @@ class _Told:
             case None:
                 meter.start(line.t_s)
             case RequestFinished(_, request, _, num_tokens) if request.group in self.core.snapshot().groups:
-                teller.num_tokens[request.group] = teller.num_tokens.get(request.group, 0) + num_tokens
+                num_drawn = num_tokens - self._num_read.get(request, 0)
+                teller.num_tokens[request.group] = teller.num_tokens.get(request.group, 0) + num_drawn
             case RequestFailed(_, request, reason) if request.is_held_out:
                 teller.recall_end(request.group, f"failed: {reason}")
             case GroupScored(group, rewards) if not group.is_held_out:
@@ -238,7 +248,9 @@ def _voided(lines: Sequence[Line], from_step: int) -> set[int]:
 
 
 def _check_prompts(plan: Plan, samples: SampleStore) -> None:
-    """Raises InputError where a dataset row is not what it was."""
+    """Raises InputError where a dataset row is not what it was; what begins an episode is not said there."""
+    if plan.config.has_episodes:
+        return
     for group, prompt_ids in samples.prompts(NUM_COMPARED):
         if prompt_ids != plan.prompt_ids(group):
             key = "eval" if group.is_held_out else "data"
@@ -317,6 +329,8 @@ def _restore(
             teller.restore(name, state.groups[name].scored, answers, size)
         elif name.is_held_out and state.limits.evaluation is not None:
             teller.restore(name, False, answers, state.limits.evaluation.num_answers)
+        else:  # its step is redone
+            teller.recall_tasks(name, answers)
 
 
 def _held_out_answers(state: State) -> dict[GroupId, list[int]]:

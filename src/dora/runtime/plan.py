@@ -15,17 +15,17 @@ from dora.config import Config
 from dora.core.records import AgingRule, EvaluationRule, GroupId, Limits, RequestId
 from dora.data.chat import PromptEncoder
 from dora.data.dataset import Cursor, Dataset
+from dora.data.inflow import Inflow
 from dora.data.tokenizer import Tokenizer
 from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
-from dora.engine.rows import MAX_STOP_IDS
 from dora.engine.sequence import Request, Sampling
 from dora.engine.workspace import DTYPES
-from dora.errors import ConfigError, ModelError
 from dora.model.config import ModelConfig
 from dora.model.folder import check_folder, load_config
 from dora.runtime import trackers
 from dora.runtime.devices import Devices, is_gpu
-from dora.runtime.messages import CriticSpec, EngineSpec, RewarderSpec, TrainerSpec
+from dora.runtime.fitting import check_critic, check_fit, check_tokenizer
+from dora.runtime.messages import CriticSpec, EngineSpec, TrainerSpec
 from dora.runtime.prompts import held_out_prompts, template_of, training_prompts
 from dora.trainer.critic import CriticSettings
 from dora.trainer.lora import Lora
@@ -33,6 +33,9 @@ from dora.trainer.recipe import Correction
 from dora.trainer.scoring import Scoring
 from dora.trainer.trainer import TrainerSettings
 
+NO_END = 2**31  # rows of a dataset that grows, as its cursor counts them
+HEADER_BYTES = 2**24  # of a safetensors file, at most: names and shapes
+COLUMNS_OF = {"reference": "reference", "proximal": "proximal", "critic": "values"}  # of trainer.stations
 GREEDY = 0  # the sibling of a held-out prompt that is answered so, if one is
 
 
@@ -55,20 +58,24 @@ class Plan:
         folder = Path(config.model.path)
         model = load_config(folder)
         tokenizer = Tokenizer(folder)
-        _check_tokenizer(folder, tokenizer, model)
-        _check_fit(config, tokenizer, model)
+        check_tokenizer(folder, tokenizer, model)
+        check_fit(config, tokenizer, model)
         trackers.check(config.metrics.report_to)
         numel = check_folder(folder)
         if config.critic.path is not None:
-            _check_critic(config, model)
+            check_critic(config, model)
         prompts = PromptEncoder(tokenizer, template_of(config))
-        training, held_out = training_prompts(config), held_out_prompts(config)
+        training, held_out = training_prompts(config, out), held_out_prompts(config)
         plan = cls(config, out, model, numel, tokenizer, prompts, training, held_out)
         for dataset in filter(None, (plan.dataset, plan.held_out)):
-            dataset.check_prompt_lengths(
-                lambda prompt: len(prompts.encode(prompt)), config.data.max_prompt_length
-            )
+            plan.check_lengths(dataset)
         return plan
+
+    def check_lengths(self, dataset: Dataset) -> None:
+        """Raises DataError for a prompt that the policy cannot be asked."""
+        dataset.check_prompt_lengths(
+            lambda prompt: len(self.prompts.encode(prompt)), self.config.data.max_prompt_length
+        )
 
     @cached_property
     def limits(self) -> Limits:
@@ -85,6 +92,8 @@ class Plan:
             batches_per_version=batches_per_version[rules.update_policy],
             slack=rules.slack,
             load_interval=rules.load_interval,
+            is_deferred=config.weights.load == "deferred",
+            skip_below_kl=config.weights.skip_below_kl,
             is_static=config.is_static,
             level_running=rules.level_running,
             rush=rules.rush,
@@ -122,6 +131,12 @@ class Plan:
         )
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """What stations beside the trainer make of each answer."""
+        stations = self.config.trainer.stations
+        return tuple(COLUMNS_OF[name] for name in COLUMNS_OF if name in stations)
+
+    @property
     def lora(self) -> Lora | None:
         """The adapters that are trained, if it is them."""
         trainer = self.config.trainer
@@ -155,6 +170,11 @@ class Plan:
         return self.num_parameters * self._itemsize
 
     @property
+    def upload_bytes(self) -> int:
+        """Most bytes of a file with all tensors in fp32, with a copy of a tied embedding, and a header."""
+        return 4 * (self.num_parameters + self.model.vocab_size * self.model.hidden_size) + HEADER_BYTES
+
+    @property
     def _itemsize(self) -> int:
         """Bytes of a number in engines."""
         return DTYPES[self.config.engine.dtype].itemsize
@@ -178,8 +198,18 @@ class Plan:
         return self.weights_bytes + self.num_engines * self.pool_bytes
 
     def cursor(self, index: int = 0) -> Cursor:
-        """A walk over the dataset, from its beginning or from a later group on."""
-        return Cursor(len(self.dataset), self.config.run.seed, self.config.data.shuffle, index)
+        """A walk over the dataset, from its beginning or from a later group on.
+
+        Prompts from outside are taken once, in the order in which they come.
+        """
+        if self.num_prompts is None:
+            return Cursor(NO_END, self.config.run.seed, shuffle=False, index=index)
+        return Cursor(self.num_prompts, self.config.run.seed, self.config.data.shuffle, index)
+
+    @property
+    def num_prompts(self) -> int | None:
+        """Rows of the dataset; None: it grows."""
+        return None if isinstance(self.dataset, Inflow) else len(self.dataset)
 
     def source_of(self, group: GroupId) -> Dataset:
         """The dataset a group's row is in."""
@@ -229,7 +259,15 @@ class Plan:
             top_k=settings.top_k,
             min_p=settings.min_p,
             stop_strings=tuple(settings.stop),
+            max_turn_tokens=self.max_turn_tokens,
         )
+
+    @property
+    def max_turn_tokens(self) -> int:
+        """Of an episode's turn; 0: answers are one turn."""
+        settings = self.config.sampling
+        most = settings.max_turn_length or settings.max_response_length
+        return most if self.config.has_episodes else 0
 
     def engine_spec(self, weights: Path, engine: int) -> EngineSpec:
         """Its KV lies beside the weights, where the other engines can map it."""
@@ -250,6 +288,8 @@ class Plan:
             exact=config.engine.exact,
             device=self.devices.of_engine(engine, is_colocated=self.is_colocated(engine)),
             dtype=config.engine.dtype,
+            adapter=config.engine.adapter,
+            loads_deferred=config.weights.load == "deferred",
         )
 
     def trainer_spec(self, weights: Path, stream: Path, checkpoint: Path | None = None) -> TrainerSpec:
@@ -279,6 +319,7 @@ class Plan:
             activation_checkpointing=config.trainer.activation_checkpointing,
             temperature=config.sampling.temperature,
             lora=self.lora,
+            is_told_reference="reference" in self.columns,
         )
         return TrainerSpec(
             model=Path(config.model.path),
@@ -296,6 +337,9 @@ class Plan:
             num_ranks=config.trainer.num_ranks,
             rank_timeout_s=max(runtime.start_timeout_s, 10 * runtime.trainer_timeout_s),
             critic=self._critic_spec if config.algorithm.adv_estimator == "gae" else None,
+            columns=self.columns,
+            column_wait_s=runtime.trainer_timeout_s if self.columns else None,
+            adapter=config.trainer.adapter,
         )
 
     @cached_property
@@ -326,61 +370,3 @@ class Plan:
             activation_checkpointing=trainer.activation_checkpointing,
         )
         return CriticSpec(Path(self.config.critic.path or self.config.model.path), settings)
-
-    def rewarder_spec(self) -> RewarderSpec:
-        return RewarderSpec(self.config.reward.function, Path(self.config.model.path))
-
-
-def _check_tokenizer(folder: Path, tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """Raises ModelError where tokenizer and model do not fit."""
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ModelError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is "
-            f"{model.vocab_size}; use the tokenizer the model was made with"
-        )
-    if len(tokenizer.stop_ids) > MAX_STOP_IDS:
-        raise ModelError(
-            f"{folder}: {len(tokenizer.stop_ids)} end tokens; engines know at most {MAX_STOP_IDS}; "
-            "shorten eos_token_id in generation_config.json"
-        )
-
-
-def _check_critic(config: Config, policy: ModelConfig) -> None:
-    """Raises InputError for a critic that cannot read what the policy writes."""
-    folder = Path(config.critic.path or "")
-    critic = load_config(folder)
-    check_folder(folder)
-    if critic.vocab_size != policy.vocab_size or critic.max_position_embeddings < config.context:
-        raise ConfigError(
-            f"critic.path = {config.critic.path!r}: it has a vocab_size of {critic.vocab_size} and "
-            f"{critic.max_position_embeddings} positions, and needs {policy.vocab_size} and "
-            f"{config.context}; take a model of the policy's family, or remove critic.path"
-        )
-
-
-def _check_fit(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """Raises ConfigError for settings that this model cannot follow."""
-    config.check_context(model.max_position_embeddings)
-    stop_ids, num_own = config.sampling.stop_token_ids, len(tokenizer.stop_ids)
-    unknown = [i for i in stop_ids if i >= model.vocab_size]
-    if unknown:
-        raise ConfigError(
-            f"sampling.stop_token_ids = {stop_ids}: {unknown[0]} is no token, the model's vocab_size is "
-            f"{model.vocab_size}; remove it"
-        )
-    if num_own + len(stop_ids) > MAX_STOP_IDS:
-        raise ConfigError(
-            f"sampling.stop_token_ids = {stop_ids}: with the model's {num_own} end tokens they are "
-            f"{num_own + len(stop_ids)}; engines know at most {MAX_STOP_IDS}; name fewer"
-        )
-    in_mixtures = {"gate_proj", "up_proj", "down_proj"} & {*config.trainer.lora_targets}
-    if config.trainer.lora_rank and model.mixture_layers and in_mixtures:
-        raise ConfigError(
-            f"trainer.lora_targets names {', '.join(sorted(in_mixtures))}: experts of a mixture have no "
-            "adapters; name those of attention only"
-        )
-    if config.trainer.routing_replay and not model.mixture_layers:
-        raise ConfigError(
-            f"trainer.routing_replay = true: no layer of this {model.model_type} model is a mixture of "
-            "experts, so there are no routes to replay; remove it"
-        )

@@ -24,6 +24,9 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
+from dora.errors import InputError
 from dora.runtime.messages import Alive, Crashed, Gone
 
 # One thread per process: with more, worker processes on the same cores stall one another. Keeping
@@ -44,7 +47,7 @@ else:  # libraries of a Mac do not survive a fork
 
 BEAT_S = 1.0
 
-Told = queue.SimpleQueue[tuple["Worker", Any]]
+Told = queue.SimpleQueue[tuple["Worker | None", Any]]  # None: a nudge, nobody's word
 
 
 class Outbox:
@@ -106,8 +109,9 @@ def _work(connection: Connection, body: Body, spec: object) -> None:
     outbox = Outbox(connection)
     try:
         body(outbox, Inbox(connection), spec)
-    except Exception:
-        outbox.send(Crashed(traceback.format_exc()))
+    except Exception as error:
+        refusal = str(error) if isinstance(error, InputError) else ""
+        outbox.send(Crashed(traceback.format_exc(), refusal))
 
 
 def warm_up() -> None:
@@ -134,6 +138,7 @@ class Worker:
         theirs.close()
         self.last_heard_s = time.monotonic()
         self.crash = ""  # its traceback, if it told one
+        self.refusal = ""  # what is wrong with what it was given, if it ended of that
         self._told = told
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -172,7 +177,7 @@ class Worker:
                 self.last_heard_s = time.monotonic()
                 for message in messages:
                     if isinstance(message, Crashed):
-                        self.crash = message.traceback
+                        self.crash, self.refusal = message.traceback, message.refusal
                     elif not isinstance(message, Alive):
                         self._told.put((self, message))
         self._told.put((self, Gone()))
@@ -188,7 +193,7 @@ class Worker:
                 self._connection.send(messages)
 
 
-def take(told: Told, timeout_s: float) -> Iterator[tuple[Worker, Any]]:
+def take(told: Told, timeout_s: float) -> Iterator[tuple[Worker | None, Any]]:
     """What workers have said, after waiting for a first word for at most `timeout_s`."""
     try:
         yield told.get(timeout=timeout_s)
@@ -196,6 +201,16 @@ def take(told: Told, timeout_s: float) -> Iterator[tuple[Worker, Any]]:
             yield told.get_nowait()
     except queue.Empty:
         return
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process and its living children so far."""
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 @contextlib.contextmanager

@@ -11,6 +11,9 @@ from dora.config import Config
 from dora.data import gcd
 from dora.data.chat import ChatTemplate
 from dora.data.dataset import Dataset
+from dora.data.inflow import Inflow
+
+PUT_PROMPTS = "prompts.jsonl"  # in the run's folder
 
 
 def template_of(config: Config) -> ChatTemplate | None:
@@ -20,8 +23,10 @@ def template_of(config: Config) -> ChatTemplate | None:
     return ChatTemplate(Path(config.model.path), config.data.system_prompt)
 
 
-def training_prompts(config: Config) -> Dataset:
-    """All rows of data.path. Raises DataError."""
+def training_prompts(config: Config, out: Path) -> Dataset:
+    """All rows of data.path, or what was put into the run's folder through its service. Raises DataError."""
+    if config.data.path == "service":
+        return Inflow(out / PUT_PROMPTS, config.data.prompt_key, fsync=config.journal.fsync)
     if config.data.path == "gcd":
         return Dataset(gcd.training_rows(), "prompt", "the built-in task gcd")
     return Dataset.from_path(Path(config.data.path), config.data.prompt_key, config.data.split)

@@ -5,25 +5,44 @@ The driver starts and watches all of them, so that the death or the silence of a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dora.runtime.messages import Ready, TrainerSpec
+from dora.runtime.outside import OutsideTrainer
 from dora.runtime.process import Inbox, Outbox, Told, Worker
+from dora.runtime.stationed import StationedTrainer
 from dora.runtime.workers import run_trainer
 
 if TYPE_CHECKING:
     from dora.runtime.plan import Plan
+    from dora.stream.feed import GroupReader
+    from dora.stream.samples import StoredSample
     from dora.trainer.ranks import Company
+    from dora.trainer.trainer import Sample
 
 MEETING_PLACE = "ranks"  # a file beside the weights
 
 
-def start_ranks(plan: Plan, weights: Path, stream: Path, checkpoint: Path | None, told: Told) -> list[Worker]:
-    """All processes of the trainer, rank 0 first."""
+def start_ranks(
+    plan: Plan,
+    weights: Path,
+    stream: Path,
+    checkpoint: Path | None,
+    told: Told,
+    notice: Callable[[str], None],
+) -> list[Worker]:
+    """All processes of the trainer and stations beside it, rank 0 first; of one outside, its stand-in."""
     first = plan.trainer_spec(weights, stream, checkpoint)
-    ranks = [Worker("trainer", run_trainer, first, told)]
+    if plan.config.service.trainer == "external":
+        return [OutsideTrainer(first, plan.limits.batch_size, told)]
+    if first.columns:
+        ranks = StationedTrainer(first, plan.devices.of_station(), told, notice).company
+    else:
+        ranks = [Worker("trainer", run_trainer, first, told)]
     for rank in range(1, first.num_ranks):
         spec = replace(first, rank=rank, device=plan.devices.of_trainer(rank))
         ranks.append(Worker(f"trainer's rank {rank}", run_follower, spec, told))
@@ -35,14 +54,34 @@ def run_follower(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
     import torch
 
     from dora.model.folder import load_config
+    from dora.stream.feed import GroupReader
     from dora.trainer.ranks import Share, follow
 
     torch.set_num_threads(1)
     outbox.beat()
     company = join(spec)
-    share = Share(company, load_config(spec.model), spec.settings)
+    read = partial(complete, GroupReader(spec.stream))
+    share = Share(company, load_config(spec.model), spec.settings, read=read)
     outbox.send(Ready())
     follow(company, share)
+
+
+def complete(reader: GroupReader, samples: Sequence[Sample]) -> list[Sample]:
+    """Samples with what rank 0 did not send, read where rank 0 holds them in the stream."""
+    indices = [s.stream_index for s in samples if s.stream_index is not None]
+    stored = iter(reader.rows(indices) if indices else [])
+    return [s if s.stream_index is None else _completed(s, next(stored)) for s in samples]
+
+
+def _completed(sample: Sample, stored: StoredSample) -> Sample:
+    return replace(
+        sample,
+        prompt_ids=stored.prompt_ids,
+        token_ids=stored.token_ids,
+        logprobs=stored.logprobs,
+        routes=stored.routes,
+        loss_mask=stored.loss_mask,
+    )
 
 
 def join(spec: TrainerSpec) -> Company:

@@ -92,6 +92,8 @@ class Recomputation:
             return f"has {len(answer.prompt_ids)} + {len(answer.token_ids)} tokens"
         if not 0 <= min(ids) <= max(ids) < vocab:
             return f"names a token that is not in the vocabulary of {vocab}"
+        if len(answer.loss_mask) != len(answer.token_ids) or not {1} <= {*answer.loss_mask} <= {0, 1}:
+            return "does not say which of its tokens were drawn"
         if self.config.trainer.routing_replay:
             num_chosen = len(self._model.mixture_layers) * self._model.num_experts_per_tok
             chosen = np.asarray(answer.routes)

@@ -9,7 +9,9 @@ import hashlib
 import io
 import json
 import os
+import shutil
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from dora.config import Config
@@ -17,21 +19,36 @@ from dora.core.actions import Stop
 from dora.errors import InputError
 from dora.observe.journal import FILE_NAME, RecordedRun, read_journal
 from dora.runtime.control import is_running
-from dora.settings import keys, read
+from dora.runtime.outside import PARTS
+from dora.settings import read, values
 from dora.trainer.checkpoint import forget_after, restore, whole_checkpoints
 
 SUMMARY = "summary.json"
 # Neither the guarantees nor what is computed depend on these.
-MAY_CHANGE = ("runtime", "journal", "metrics")
-MAY_CHANGE_KEYS = (
+MAY_CHANGE = (
+    "runtime.*",
+    "journal.*",
+    "metrics.*",
     "engine.num_engines",
     "engine.max_rows",
     "engine.pace",
+    "env.hosts",
+    "env.num_workers",
+    "env.timeout_s",
     "reward.timeout_s",
+    "reward.num_workers",
+    "task.*.timeout_s",
+    "task.*.num_workers",
     "reward.max_failed_share",
     "trainer.save_freq",
     "trainer.keep_last",
     "trainer.num_ranks",
+    "service.host",
+    "service.port",
+    "service.token_file",
+    "service.max_body_bytes",
+    "service.session_lease_s",
+    "service.patience_s",
 )
 
 
@@ -42,14 +59,14 @@ def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
         raise InputError(f"--resume {run} is not the folder of a run: it has no config.toml")
     if is_running(run):
         raise InputError(f"--resume {run}: this run is running; stop it first")
-    before, after = read(path), read(path, overrides)
-    for section, key, _ in keys():
-        old, new = (getattr(getattr(config, section), key) for config in (before, after))
-        if old != new and section not in MAY_CHANGE and f"{section}.{key}" not in MAY_CHANGE_KEYS:
-            may = ", ".join([*(f"{name}.*" for name in MAY_CHANGE), *MAY_CHANGE_KEYS])
+    after = read(path, overrides)
+    changed = dict(values(after))
+    for name, old in values(read(path)):
+        new = changed.get(name)
+        if old != new and not any(fnmatchcase(name, pattern) for pattern in MAY_CHANGE):
             raise InputError(
-                f"--resume {run}: {section}.{key} was {old!r} and cannot become {new!r}, for what was "
-                f"computed and promised depends on it; start another run, or change only {may}"
+                f"--resume {run}: {name} was {old!r} and cannot become {new!r}, for what was computed and "
+                f"promised depends on it; start another run, or change only {', '.join(MAY_CHANGE)}"
             )
     return after
 
@@ -62,7 +79,7 @@ def has_begun(run: Path) -> bool:
         return file.readline().endswith(b"\n")
 
 
-def recorded(run: Path, num_prompts: int) -> RecordedRun:
+def recorded(run: Path, num_prompts: int | None) -> RecordedRun:
     """What a run that had begun recorded. Raises InputError if it cannot go on, or has nothing left to do."""
     with (run / FILE_NAME).open("rb") as file:
         head = file.readline()
@@ -91,9 +108,12 @@ def _is_complete(summary: Path) -> bool:
 
 
 def put_in_order(run: Path, from_step: int) -> None:
-    """Cut off half a line at the journal's end; remove the summary, and checkpoints of steps now void."""
+    """Cut off half a line at the journal's end; remove the summary, halves of weights that came from outside,
+    and checkpoints of steps now void.
+    """
     path = run / FILE_NAME
     written = path.read_bytes()
     os.truncate(path, written.rfind(b"\n") + 1)
     (run / SUMMARY).unlink(missing_ok=True)
+    shutil.rmtree(run / PARTS, ignore_errors=True)
     forget_after(run / "checkpoints", from_step)

@@ -1,108 +1,201 @@
-"""The rewarder's queue: one group at a time, each call under a deadline.
+"""The reward tasks of a run: a group is judged once all of them have judged it, and fails if one cannot.
 
-A reward function that hangs or ends its process fails its group by name; the process is
-replaced and the next group is judged.
+Each task is a crew of workers that take groups out of the stream. Its reward counts `weight` times in
+the total, which is all that the orchestrator and the trainer see.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from dora.config import Config
 from dora.core.events import GroupScored, GroupUnscorable
 from dora.core.records import GroupId
-from dora.errors import RewardError, RunError
-from dora.runtime.messages import Gone, Judge, Judged, Ready, RewarderSpec
+from dora.errors import RunError
+from dora.runtime import messages as m
+from dora.runtime.collecting import Collector
+from dora.runtime.consumer import ConsumerSpec
+from dora.runtime.crew import Crew, CrewSpec
+from dora.runtime.judging import REWARD, Judge, JudgeSpec
+from dora.runtime.lending import SERVICE, OutsideJudge
 from dora.runtime.process import Told, Worker
-from dora.runtime.workers import run_rewarder
+from dora.stream.feed import Feed, reward_column
+from dora.stream.ledger import FOREVER
+from dora.stream.lines import Want
+
+Fact = GroupScored | GroupUnscorable
+A_GROUP = Want()
 
 
-class Rewarder:
-    """Groups in, `GroupScored` or `GroupUnscorable` out."""
+@dataclass(frozen=True)
+class RewardTask:
+    """A judge, how many of it there are, what they take at once, and what their rewards count."""
 
-    def __init__(self, spec: RewarderSpec, timeout_s: float, start_timeout_s: float, told: Told) -> None:
-        """What the worker says is put into `told`; its owner hands it to `heard`."""
-        self._spec, self._told = spec, told
-        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
-        self._waiting: deque[Judge] = deque()
-        self._current: Judge | None = None
-        self._rewards: list[float] = []
-        self.first_failure = ""  # reason and traceback of the first failed call
-        self.is_ready = False
-        self._was_ever_ready = False
-        self._start()
+    judge: JudgeSpec
+    timeout_s: float
+    timeout_key: str
+    weight: float = 1.0
+    num_workers: int = 1
+    want: Want = A_GROUP
 
-    def _start(self) -> None:
-        self.worker = Worker("rewarder", run_rewarder, self._spec, self._told)
-        self._since_s = time.monotonic()
-        self.is_ready = False
+    @property
+    def name(self) -> str:
+        return self.judge.name
 
-    def submit(self, order: Judge) -> None:
-        """Judge a group when its turn comes."""
-        self._waiting.append(order)
-        self._next()
+    @property
+    def is_outside(self) -> bool:
+        """Whether its rewards come through the service."""
+        return self.judge.function == SERVICE
 
-    def heard(self, message: Ready | Judged | Gone) -> list[GroupScored | GroupUnscorable]:
-        """Facts that follow from a message of the worker. Raises as `_died` does."""
-        if isinstance(message, Gone):
-            return self._died()
-        self._since_s = time.monotonic()
-        if isinstance(message, Ready):
-            self.is_ready = self._was_ever_ready = True
-            self._next()
-            return []
-        current = self._current
-        if current is None or message.group != current.group:
-            return []  # a late word about a group that has failed already
-        if message.outcome.reward is None:
-            return self._fail(message.outcome.reason, message.outcome.detail)
-        self._rewards.append(message.outcome.reward)
-        if len(self._rewards) < len(current.responses):
-            return []
-        rewards = tuple(self._rewards)
-        self._advance()
-        return [GroupScored(current.group, rewards)]
+    @property
+    def lease_s(self) -> float:
+        """How long somebody outside may have a group before another gets it; a crew's worker: for ever."""
+        return self.timeout_s / 2 if self.is_outside else FOREVER
 
-    def check_deadline(self) -> list[GroupScored | GroupUnscorable]:
-        """Fail the group whose call has taken too long. Raises RunError if the worker does not start."""
-        waited_s = time.monotonic() - self._since_s
-        if not self.is_ready and waited_s > self._start_timeout_s:
-            raise RunError(
-                f"the rewarder did not start within runtime.start_timeout_s = {self._start_timeout_s:g} s"
-            )
-        if not self.is_ready or self._current is None or waited_s <= self._timeout_s:
-            return []
-        return self._replace(f"reward took longer than reward.timeout_s = {self._timeout_s:g}")
+    def outside_judge(self, feed: Feed) -> OutsideJudge:
+        """Who lends its groups, from the stream of a feed."""
+        return OutsideJudge(self.name, self.timeout_s, self.timeout_key, feed.folder, self.judge.model)
 
-    def _died(self) -> list[GroupScored | GroupUnscorable]:
-        """The worker is gone: its group fails, the others go on with a new one.
+    def crew_spec(self, feed: Feed) -> CrewSpec:
+        """Its workers, at the stream of a feed."""
+        return CrewSpec(
+            ConsumerSpec(reward_column(self.name), feed.folder, partial(Judge, self.judge), self.want),
+            title="rewarder" if self.name == REWARD else self.name,
+            what=self.name,
+            num_workers=self.num_workers,
+            timeout_s=self.timeout_s,
+            timeout_key=self.timeout_key,
+        )
 
-        Raises RewardError if the function cannot be loaded at the beginning, RunError if it no longer can.
+
+def reward_tasks(config: Config) -> list[RewardTask]:
+    """The task of the section [reward], and one for each [[task]]."""
+    model, reward = Path(config.model.path), config.reward
+    tasks = []
+    if reward.function is not None:
+        judge = JudgeSpec(REWARD, reward.function, "reward.function", model)
+        tasks.append(RewardTask(judge, reward.timeout_s, "reward.timeout_s", num_workers=reward.num_workers))
+    for task in config.task:
+        judge = JudgeSpec(task.name, task.factory, f"task.{task.name}.class", model, task.options)
+        want = Want(num_rows=task.micro_batch_rows or 1, num_tokens=task.micro_batch_tokens)
+        key = f"task.{task.name}.timeout_s"
+        tasks.append(RewardTask(judge, task.timeout_s, key, task.weight, task.num_workers, want))
+    return tasks
+
+
+class Rewarding:
+    """Groups in, `GroupScored` or `GroupUnscorable` out, once for each."""
+
+    def __init__(
+        self,
+        tasks: Sequence[RewardTask],
+        feed: Feed,
+        start_timeout_s: float,
+        told: Told,
+        notice: Callable[[str], None],
+    ) -> None:
+        """The feed knows the tasks. What is said is put into `told`; who reads it lets us `hear`."""
+        self._feed, self._weights = feed, {task.name: task.weight for task in tasks}
+        self._awaited: set[GroupId] = set()
+        self._by_task: dict[GroupId, dict[str, tuple[float, ...]]] = {}
+        self.first_failure = ""  # reason and traceback of the first group that could not be judged
+        self.outside = {task.name: task.outside_judge(feed) for task in tasks if task.is_outside}
+        self._crews = [
+            Crew(task.crew_spec(feed), start_timeout_s, told, notice, self._drop)
+            for task in tasks
+            if not task.is_outside
+        ]
+        self._judges: list[Crew | OutsideJudge] = [*self._crews, *self.outside.values()]
+        self._collector = Collector(feed.folder, [*self._weights], told) if tasks else None
+
+    @property
+    def late(self) -> list[str]:
+        """The workers that have not started yet."""
+        return [name for crew in self._crews for name in crew.late]
+
+    @property
+    def headcount(self) -> str:
+        """How many processes judge, in words."""
+        num_workers = sum(crew.num_workers for crew in self._crews)
+        return f"{num_workers} rewarder{'s' * (num_workers != 1)}"
+
+    def by_task(self, group: GroupId) -> dict[str, tuple[float, ...]]:
+        """What the rewards of a group that was just scored sum up, if there are several tasks; said once."""
+        return self._by_task.pop(group, {})
+
+    def submit(self, group: GroupId, question: bytes, held_out: Sequence[Sequence[int]] = ()) -> None:
+        """As `Feed.ask`; a fact will follow."""
+        self._awaited.add(group)
+        self._feed.ask(group, question, held_out)
+        for judge in self.outside.values():
+            judge.ask(group)
+
+    def hear(self, worker: Worker | None, message: Any) -> list[Fact] | None:
+        """Facts that follow from a message; None if it is none of ours. Raises InputError and RunError."""
+        if isinstance(message, m.Judgement):
+            return self._judged(message)
+        if worker is None and isinstance(message, m.Crashed):
+            raise RunError(f"rewards cannot be collected any more:\n{message.traceback}".rstrip())
+        for crew in self._crews:
+            if worker is not None and crew.has(worker):
+                return self._failed(crew.hear(worker, message))
+        return None
+
+    def check_deadlines(self, asleep_s: float = 0.0) -> list[Fact]:
+        """Fail groups whose judge takes too long, time that the driver slept itself left out.
+
+        Raises RunError if a worker does not start.
         """
-        if not self.is_ready:
-            told, _, reason = self.worker.crash.partition("RewardError: ")
-            is_input = told and not self._was_ever_ready
-            raise RewardError(reason.strip()) if is_input else RunError(self.worker.how_it_ended)
-        return self._replace(f"reward ended its process: {self.worker.how_it_ended}")
+        return [fact for judges in self._judges for fact in self._failed(judges.check_deadlines(asleep_s))]
 
-    def _replace(self, reason: str) -> list[GroupScored | GroupUnscorable]:
-        self.worker.kill()
-        self._start()
-        return self._fail(reason, reason) if self._current else []
+    def kill(self) -> None:
+        """End the workers; the collector ends with the stream."""
+        for crew in self._crews:
+            crew.kill()
+        for judge in self.outside.values():
+            judge.close()
+        if self._collector is not None:
+            self._collector.close()
 
-    def _fail(self, reason: str, detail: str) -> list[GroupScored | GroupUnscorable]:
-        assert self._current is not None
-        group: GroupId = self._current.group
-        self.first_failure = self.first_failure or f"{reason}\n{detail}"
-        self._advance()
-        return [GroupUnscorable(group, reason)]
+    def _judged(self, message: m.Judgement) -> list[Fact]:
+        group = message.group
+        if group not in self._awaited:
+            return []  # it has failed in the meantime
+        parts = [
+            [self._weights[task] * reward for reward in rewards] for task, rewards in message.rewards.items()
+        ]
+        totals = tuple(map(sum, zip(*parts, strict=True)))
+        for total in totals:
+            if not math.isfinite(total):
+                return self._failed([m.Unable((group,), f"the weighted sum of rewards is {total}", "")])
+        self._settle(group)
+        if len(self._weights) > 1:
+            self._by_task[group] = message.rewards
+        return [GroupScored(group, totals)]
 
-    def _advance(self) -> None:
-        self._current, self._rewards = None, []
-        self._next()
+    def _failed(self, unable: Iterable[m.Unable]) -> list[Fact]:
+        facts: list[Fact] = []
+        for word in unable:
+            for group in word.groups:
+                if group in self._awaited:  # and no late word of another task
+                    self.first_failure = self.first_failure or f"{word.reason}\n{word.detail}"
+                    self._settle(group)
+                    facts.append(GroupUnscorable(group, word.reason))
+        return facts
 
-    def _next(self) -> None:
-        if self.is_ready and self._current is None and self._waiting:
-            self._current = self._waiting.popleft()
-            self._since_s = time.monotonic()
-            self.worker.send(self._current)
+    def _drop(self, groups: Iterable[GroupId]) -> None:
+        """Take out of the stream what has failed; what somebody judges once more is the trainer's by now."""
+        self._feed.drop([group for group in groups if group in self._awaited])
+
+    def _settle(self, group: GroupId) -> None:
+        """The core has this group's fact; what is held out nobody else needs."""
+        self._awaited.discard(group)
+        for judges in self._judges:
+            judges.forget(group)
+        if group.is_held_out:
+            self._feed.drop([group])

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 
 from dora.config import Config
@@ -20,7 +19,8 @@ from dora.core import invariants, snapshot
 from dora.core.actions import Action, Commit, Fail, Filter, Publish, SkipEvaluation
 from dora.core.events import Event, Published, Trained
 from dora.errors import InputError, RunError
-from dora.runtime import devices, folder, resuming
+from dora.runtime import adapters, devices, folder, resuming
+from dora.runtime.calls import Calls, Door, Inside, check_door
 from dora.runtime.control import Control, forget_dead
 from dora.runtime.curves import Curves
 from dora.runtime.desk import Desk
@@ -34,6 +34,7 @@ from dora.runtime.local import LocalHands
 from dora.runtime.meter import Meter, TimedOrchestrator
 from dora.runtime.past import SAMPLES, Past, read_past
 from dora.runtime.plan import Plan
+from dora.runtime.process import cpu_s
 from dora.runtime.starting import critic_digest
 from dora.runtime.stopping import Stopped, Stopper
 from dora.runtime.summary import evaluation_numbers, summarize
@@ -45,26 +46,35 @@ MIN_FILTERED, FILTERED_WINDOWS = 200, 20  # groups filtered in a row, before a r
 MIN_ENDED = 20  # groups; the failed share is taken of at least so many
 
 
-def train(config: Config, out: Path, console: Console, plan_type: type[Plan] = Plan) -> dict[str, Any]:
+def train(
+    config: Config, out: Path, console: Console, plan_type: type[Plan] = Plan, door: Door | None = None
+) -> dict[str, Any]:
     """Run to the end or to Ctrl-C; returns the summary without the audit's verdicts, `stopped` included.
 
-    `plan_type` may be a plan that asks for other requests, as benchmarks with forced lengths do.
+    `plan_type` may be a plan that asks for other requests, as benchmarks with forced lengths do; through
+    a `door` the run can be asked from outside.
 
     Raises InputError before anything is started, and RunError where the run cannot go on: what
     was recorded until then stays in `out`, with a summary.
     """
     devices.check(config)
+    adapters.check(config)
+    check_door(config, door)
     plan = plan_type.make(config, out)
     folder.claim(out, plan.config)
     try:
-        return _run(plan, console)
+        return _run(plan, console, door=door)
     except InputError:
         folder.unclaim(out)
         raise
 
 
 def resume(
-    run: Path, overrides: Sequence[str], console: Console, plan_type: type[Plan] = Plan
+    run: Path,
+    overrides: Sequence[str],
+    console: Console,
+    plan_type: type[Plan] = Plan,
+    door: Door | None = None,
 ) -> dict[str, Any]:
     """Go on with a run that was stopped, or whose processes died; as `train`.
 
@@ -72,20 +82,22 @@ def resume(
     """
     config = resuming.resumed_config(run, overrides)
     devices.check(config)
+    adapters.check(config)
+    check_door(config, door)
     plan = plan_type.make(config, run)
     forget_dead(run)
     if resuming.has_begun(run):
         with _past(plan) as past:
-            return _run(plan, console, past)
+            return _run(plan, console, past, door)
     folder.unclaim(run)
     folder.claim(run, config)
-    return _run(plan, console)
+    return _run(plan, console, door=door)
 
 
 @contextlib.contextmanager
 def _past(plan: Plan) -> Iterator[Past]:
     """What a former life left. Its journal is as long as that life was, and is not kept."""
-    journal = resuming.recorded(plan.out, len(plan.dataset))
+    journal = resuming.recorded(plan.out, plan.num_prompts)
     store = SampleStore(plan.out / SAMPLES, fsync=plan.config.journal.fsync)
     with contextlib.closing(store) as samples:
         past = read_past(plan, journal, samples)
@@ -93,11 +105,11 @@ def _past(plan: Plan) -> Iterator[Past]:
         yield past
 
 
-def _run(plan: Plan, console: Console, past: Past | None = None) -> dict[str, Any]:
+def _run(plan: Plan, console: Console, past: Past | None = None, door: Door | None = None) -> dict[str, Any]:
     """With a `past`, go on from where it ended."""
     try:
         with contextlib.closing(Control(plan.out)) as control, Stopper() as stopper:
-            return _Session(plan, console, stopper, control, past).run()
+            return _Session(plan, console, stopper, control, past, door).run()
     except (OSError, sqlite3.Error) as error:
         raise RunError(
             f"the run cannot go on: {error}; make room, or use another --out; what is in {plan.out} stays "
@@ -109,7 +121,13 @@ class _Session:
     """One run from its first process to its summary."""
 
     def __init__(
-        self, plan: Plan, console: Console, stopper: Stopper, control: Control, past: Past | None
+        self,
+        plan: Plan,
+        console: Console,
+        stopper: Stopper,
+        control: Control,
+        past: Past | None,
+        door: Door | None,
     ) -> None:
         config = plan.config
         self._plan, self._stopper, self._past = plan, stopper, past
@@ -130,18 +148,20 @@ class _Session:
             plan.out / "journal.jsonl",
             plan.limits,
             config.digest(),
-            len(plan.dataset),
+            plan.num_prompts,
             critic_digest=None if past else critic_digest(config),
             seq=past.seq if past else None,
             fsync=config.journal.fsync,
         )
-        self._has_begun = self._is_training = False
+        self._has_begun = False
         self._unsaved: str | None = None  # what the orchestrator knew when a checkpoint became due
         self._hands = LocalHands(plan, self._view.notice, self._look_up, past)
         self._desk = Desk(control, self._hands, self._core.snapshot)
         travels = Travels(lambda group: len(plan.prompt_ids(group)))
         self._meter = past.meter if past else Meter(plan.limits, self._hands.teller, travels)
         self._evaluations = past.evaluations if past else Evaluations(config.eval.greedy)
+        self._inside = Inside(plan, self._hands, self._core.snapshot, self._meter)
+        self._calls = Calls(self._inside, door)
 
     def run(self) -> dict[str, Any]:
         stopped = "an error"
@@ -162,10 +182,10 @@ class _Session:
 
     def _train(self) -> None:
         hands, config = self._hands, self._plan.config
+        self._calls.open(self._view.notice)
         hands.wait_until_ready()
-        self._view.notice(
-            f"{len(hands.engines)} engines ({hands.fleet.kernels}), 1 trainer, 1 rewarder are ready"
-        )
+        engines = f"{len(hands.engines)} engines ({hands.fleet.kernels})"
+        self._view.notice(f"{engines}, 1 trainer, {hands.rewarding.headcount} are ready")
         if self._past is None:
             self._evaluate_start()
             self._meter.start(hands.now)
@@ -174,15 +194,15 @@ class _Session:
         first = self._past.resumed if self._past else None
         hands.facts.clear()  # what evaluation left behind is no business of the orchestrator
         hands.join_all()
-        cpu_before_s = _cpu_s()
-        self._has_begun = self._is_training = True
+        cpu_before_s = cpu_s()
+        self._has_begun = self._inside.is_training = True
         try:
             with self._view, no_pauses():
                 drive(self._core, hands, self._record, first)
                 self._view.close(self._meter, self._core.snapshot())
         finally:
-            self._is_training = False
-            self._cpu_s = _cpu_s() - cpu_before_s
+            self._inside.is_training = False
+            self._cpu_s = cpu_s() - cpu_before_s
         held = {
             e.id: {*e.held, *([] if e.loading is None else [e.loading])}
             for e in self._core.snapshot().engines.values()
@@ -208,7 +228,8 @@ class _Session:
             self._save(self._unsaved)
             self._unsaved = None
         self._stopper.check()
-        if self._is_training:
+        self._calls.look()
+        if self._inside.is_training:
             self._desk.look()
 
     def _go_on(self, past: Past) -> None:
@@ -295,7 +316,7 @@ class _Session:
         if step is not None:
             self._check_invariants()
             collect_young()
-            if not step.metrics["actor/num_tokens"] and not self._is_warned:
+            if step.metrics.get("actor/num_tokens") == 0 and not self._is_warned:
                 self._is_warned = True
                 self._view.notice(f"step {step.step} had no gradient: the rewards of each group were equal")
             self._curves.write(step.to_json())
@@ -334,7 +355,7 @@ class _Session:
         ended = state.num_trained + in_batches + state.num_filtered + state.num_failed
         share = config.reward.max_failed_share
         if state.num_failed > share * max(ended, MIN_ENDED):
-            detail = self._hands.rewarder.first_failure or self._first_failure
+            detail = self._hands.rewarding.first_failure or self._first_failure
             raise RunError(
                 f"{state.num_failed} of {ended} groups failed, more than reward.max_failed_share = {share:g} "
                 f"allows; the first failure:\n{detail.rstrip()}"
@@ -358,6 +379,7 @@ class _Session:
 
     def _finish(self, stopped: str) -> dict[str, Any]:
         """End the processes and write the summary; also on the way out of an error."""
+        self._calls.close()
         with contextlib.ExitStack() as closing:  # on a full disk each of them may raise
             curves = self._curves
             for close in (curves.close_file, curves.close_trackers, self._journal.close, self._hands.close):
@@ -374,13 +396,3 @@ class _Session:
         summary["stopped"] = stopped
         folder.write_summary(self._plan.out, summary)
         return summary
-
-
-def _cpu_s() -> float:
-    """CPU seconds of this process and its living children so far."""
-    total = 0.0
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        with contextlib.suppress(psutil.Error):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total

@@ -61,6 +61,7 @@ def summarize(
         "stalls": [stall.to_json() for stall in meter.stalls.longest()],
         **meter.lengths.to_json(),
         **_moves(meter.travels),
+        **meter.loads.to_json(),
         "engine_losses": meter.engine_losses,
         "lives": meter.lives,
         "redone_steps": meter.redone_steps,

@@ -5,7 +5,8 @@ The payload of each is put into the sample store first, so that no fact names wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dora.core.events import (
@@ -24,44 +25,56 @@ from dora.engine.sequence import Completion
 from dora.runtime import messages as m
 from dora.runtime.plan import Plan
 from dora.stream.samples import FinishedSample, SampleStore, Trajectory
+from dora.trainer.corrections import KL_BY_AGE
 
+TaskRewards = Mapping[str, Sequence[float]]  # task -> sibling by sibling
 MAX_ENDED = 1000  # groups remembered after their end: what was given up arrives at once or never
 
 
 class Teller:
-    """Holds the token ids of unscored groups, so that nothing is read back from the store."""
+    """Holds the answers to held-out prompts until they are judged; all others are in the stream."""
 
     def __init__(self, plan: Plan, samples: SampleStore) -> None:
         self._plan, self._samples = plan, samples
-        self._responses: dict[GroupId, dict[int, list[int]]] = {}
+        self._held_out: dict[GroupId, dict[int, list[int]]] = {}
         self._ended: dict[GroupId, str] = {}
         self.progress: dict[int, dict[RequestId, int]] = {}  # engine -> tokens so far, by its last beat
         self.batch: tuple[GroupId, ...] = ()  # of the step under way
-        self.num_tokens: dict[GroupId, int] = {}  # response tokens of finished, untrained groups
+        self.num_tokens: dict[GroupId, int] = {}  # that the model drew for finished, untrained groups
         self.rewards: dict[GroupId, tuple[float, ...]] = {}
+        self.task_rewards: dict[GroupId, TaskRewards] = {}  # what these sum up, where there are several tasks
+        self.earned: dict[RequestId, float] = {}  # by episodes of groups that are not scored
         self.step_metrics: list[tuple[int, dict[str, float]]] = []  # told by the trainer, not yet read
         self.busy_row_s: dict[int, float] = {}  # engine -> as last told
 
-    def responses(self, group: GroupId) -> list[list[int]]:
-        """Token ids of a finished group, in sibling order; they are handed out once."""
-        siblings = self._responses.pop(group)
+    def held_out(self, group: GroupId) -> list[list[int]]:
+        """Token ids of the answers to a held-out prompt; they are handed out once. Empty for a group."""
+        siblings = self._held_out.pop(group, {})
         return [siblings[k] for k in sorted(siblings)]
 
     def peek(self, group: GroupId) -> dict[int, list[int]]:
-        """Token ids of a group's finished siblings, before they are handed out."""
-        return self._responses[group]
+        """The same by sibling, before they are handed out."""
+        return self._held_out[group]
 
     def length(self, request: RequestId) -> int:
         """Tokens of an unfinished answer, as last told by any engine."""
         return max((progress.get(request, 0) for progress in self.progress.values()), default=0)
 
     def restore(self, group: GroupId, is_judged: bool, answers: Sequence[FinishedSample], size: int) -> None:
-        """Take up a group of a run that goes on; what the rewarder is to be handed waits here again."""
-        if not is_judged:
-            self._responses[group] = {answer.sibling: answer.token_ids for answer in answers}
-        rewards = [answer.reward for answer in answers if answer.reward is not None]
+        """Take up a group of a run that goes on; held-out answers that are to be judged wait here again."""
+        if group.is_held_out and not is_judged:
+            self._held_out[group] = {answer.sibling: answer.token_ids for answer in answers}
+        told = [(answer, answer.reward) for answer in answers if answer.reward is not None]
+        self.earned |= {RequestId(*group, a.sibling): reward for a, reward in told if not a.is_judged}
+        rewards = [reward for answer, reward in told if answer.is_judged]
         if len(rewards) == size:  # also one that was judged and not told of any more
             self.rewards[group] = tuple(rewards)
+            self.recall_tasks(group, answers)
+
+    def recall_tasks(self, group: GroupId, answers: Sequence[FinishedSample]) -> None:
+        """What the rewards of a judged group of a run that goes on sum up."""
+        tasks = answers[0].task_rewards
+        self.task_rewards[group] = {task: tuple(a.task_rewards[task] for a in answers) for task in tasks}
 
     def end(self, group: GroupId, state: str) -> None:
         """The group ends untrained; siblings that still arrive get the same state."""
@@ -77,19 +90,20 @@ class Teller:
 
     def forget(self, group: GroupId) -> None:
         """Nothing of the group is waited for any more."""
-        for kept in (self._responses, self.num_tokens, self.rewards):
+        for kept in (self._held_out, self.num_tokens, self.rewards, self.task_rewards):
             kept.pop(group, None)
+        self.earned = {request: reward for request, reward in self.earned.items() if request.group != group}
 
     def told(self, engine: int, message: Any) -> Iterator[Event]:
         """Facts from an engine's message."""
         match message:
-            case m.WeightsLoaded(version, digest):
-                yield Loaded(engine, version, digest)
+            case m.WeightsLoaded(version, digest, stop_s):
+                yield Loaded(engine, version, digest, stop_s)
             case m.Completed(completions, busy_row_s):
                 self.busy_row_s[engine] = busy_row_s
                 yield from (self._finished(engine, completion) for completion in completions)
             case m.Refused(reasons):
-                yield from (self._failed(engine, request, reason) for request, reason in reasons.items())
+                yield from (self.failed(engine, request, reason) for request, reason in reasons.items())
             case m.GivenUp(num_tokens):
                 yield RequestsAborted(engine, tuple(num_tokens), sum(num_tokens.values()))
             case m.Beat(progress, busy_row_s, row_tokens_per_s, kv_share):
@@ -98,16 +112,28 @@ class Teller:
                     yield Progressed(engine, tuple(progress.items()), row_tokens_per_s, kv_share)
                 self.progress[engine] = progress
 
-    def scored(self, fact: GroupScored | GroupUnscorable) -> Event:
+    def scored_by_itself(self, group: GroupId) -> Event | None:
+        """The fact that a group is scored, if each of its episodes has earned a reward."""
+        rule = self._plan.evaluation if group.is_held_out else None
+        num_answers = self._plan.limits.group_size if rule is None else rule.num_answers
+        rewards = [self.earned.pop(RequestId(*group, k), None) for k in range(num_answers)]
+        found = tuple(reward for reward in rewards if reward is not None)
+        if len(found) < num_answers:
+            return None
+        self.held_out(group)
+        return self.scored(GroupScored(group, found))
+
+    def scored(self, fact: GroupScored | GroupUnscorable, by_task: TaskRewards | None = None) -> Event:
         """Store rewards and advantages before the fact is told; what is held out needs no advantages."""
         if fact.group.is_held_out:
             if self._plan.is_recorded(fact.group):
                 self._store_judged(fact)
         elif isinstance(fact, GroupScored):
-            lengths = [len(answer) for answer in self._samples.responses(fact.group)]
+            lengths = self._samples.num_drawn(fact.group)
             advantages = self._plan.scoring.of_group(fact.rewards, lengths)
-            self._samples.score(fact.group, fact.rewards, advantages)
+            self._samples.score(fact.group, fact.rewards, advantages, by_task)
             self.rewards[fact.group] = fact.rewards
+            self.task_rewards[fact.group] = by_task or {}
         return fact
 
     def _store_judged(self, fact: GroupScored | GroupUnscorable) -> None:
@@ -121,10 +147,12 @@ class Teller:
         """The step's batch is consumed."""
         self._samples.mark(self.batch, "trained", message.step)
         self.step_metrics.append((message.step, message.metrics))
-        told = message.metrics
-        return Trained(message.step, told.get("off_policy/ess"), told.get("off_policy/kl_k3"))
+        told, step = message.metrics, message.step
+        ages = [(key.removeprefix(KL_BY_AGE), kl) for key, kl in told.items() if key.startswith(KL_BY_AGE)]
+        kls = tuple((step - int(age), kl) for age, kl in ages)
+        return Trained(step, told.get("off_policy/ess"), told.get("off_policy/kl_k3"), kls)
 
-    def _failed(self, engine: int, request: RequestId, reason: str) -> Event:
+    def failed(self, engine: int, request: RequestId, reason: str) -> Event:
         """No order ends a held-out prompt, so it ends here; its other answers are of no use."""
         if request.is_held_out:
             self.end(request.group, f"failed: {reason}")
@@ -134,26 +162,31 @@ class Teller:
         request, group = completion.id, completion.id.group
         num_tokens = len(completion.token_ids)
         has_ended = group in self._ended
-        if not has_ended:
-            self._responses.setdefault(group, {})[request.sibling] = completion.token_ids
+        if group.is_held_out and not has_ended:
+            self._held_out.setdefault(group, {})[request.sibling] = completion.token_ids
         if self._plan.is_recorded(group):
             self._store(completion)
             if not (has_ended or group.is_held_out):
-                self.num_tokens[group] = self.num_tokens.get(group, 0) + num_tokens
+                num_drawn = sum(not math.isnan(x) for x in completion.logprobs)
+                self.num_tokens[group] = self.num_tokens.get(group, 0) + num_drawn
         return RequestFinished(
             engine, request, completion.version, num_tokens, completion.chunks, completion.finish_reason
         )
 
     def _store(self, completion: Completion) -> None:
         request = completion.id
+        logprobs = completion.unfiltered_logprobs  # the trainer's are not filtered either
+        loss_mask = [int(not math.isnan(x)) for x in logprobs]
         trajectory = Trajectory(
             request,
             completion.version,
             completion.chunks[0].digest,
-            self._plan.prompt_ids(request.group),
+            completion.prompt_ids,
             completion.token_ids,
-            completion.unfiltered_logprobs,  # the trainer's are not filtered either
+            [x if is_drawn else 0.0 for x, is_drawn in zip(logprobs, loss_mask, strict=True)],
             completion.routes,
+            None if all(loss_mask) else loss_mask,
+            self.earned.get(request),
         )
         self._samples.put(trajectory)
         if request.group in self._ended:

@@ -1,66 +1,64 @@
-"""What runs inside the worker processes: an engine, the trainer, a rewarder.
+"""What runs inside the worker processes: an engine, the trainer; tasks are stations.
 
 Each is a loop over its inbox; heavy imports happen here and not in the driver.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora.runtime.messages import (
     Accumulate,
     Beat,
+    Break,
     CancelMove,
     Completed,
-    CriticSpec,
     DropWeights,
     EngineSpec,
+    Finish,
     GivenUp,
     GiveUp,
-    Judge,
-    Judged,
     Leave,
-    LoadRefused,
     LoadWeights,
+    Observe,
     PauseRows,
     PublishWeights,
     Ready,
     Receive,
     Refused,
     ResumeRows,
-    RewarderSpec,
     RowsPaused,
     RushRows,
     Save,
-    Saved,
-    SaveRefused,
     Send,
+    StageWeights,
     StepDone,
     StepRefused,
     Submit,
     TrainerSpec,
     TrainStep,
-    WeightsLoaded,
+    TurnsEnded,
     WeightsPublished,
 )
 from dora.runtime.process import BEAT_S, Inbox, Outbox
+from dora.runtime.saving import Files, save
+from dora.turns.words import TurnTaking
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dora.engine.engine import Engine
     from dora.model.config import ModelConfig
-    from dora.trainer.critic import Critic
+    from dora.runtime.gathering import Judge
+    from dora.runtime.stations import InferenceEngine, TrainingEngine
+    from dora.runtime.taking import Taking
     from dora.trainer.trainer import Trainer
-    from dora.weights.store import Recent, WeightStore
+    from dora.weights.store import Recent
 
 IDLE_WAIT_S = 0.25
-MOVE_WAIT_S = 0.001  # of an engine with nothing to decode, but a move under way
+MOVE_WAIT_S = 0.001  # of an engine with nothing to decode, but a move or a load under way
 
 
 def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
@@ -68,44 +66,52 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
     import torch
 
     from dora.handover.engine import MovingEngine
-    from dora.weights.store import WeightStore
 
     torch.set_num_threads(1)
-    store = WeightStore(spec.weights, spec.dtype)
     engine = _make_engine(spec)
+    taking = _make_taking(engine, spec)
     mover = engine if isinstance(engine, MovingEngine) else None
+    writer = engine if isinstance(engine, TurnTaking) else None
     outbox.send(Ready(engine.kernels, spec.pool if mover else None))
     beats = _beats(engine)
     while True:
-        wait_s = 0.0 if engine.can_step else MOVE_WAIT_S if mover and mover.num_moves else IDLE_WAIT_S
+        is_waiting = taking.is_busy or (mover is not None and mover.num_moves > 0)
+        wait_s = 0.0 if engine.can_step else MOVE_WAIT_S if is_waiting else IDLE_WAIT_S
         replies: list[object] = []
         for message in inbox.take(wait_s):
             if isinstance(message, Leave):
                 return
-            if (reply := _obey(engine, store, message)) is not None:
+            if (reply := _obey(engine, taking, message)) is not None:
                 replies.append(reply)
+        replies += taking.poll()
         if mover and mover.num_moves:
             replies += mover.poll_moves()
         if replies:
             outbox.send(*replies)
         if engine.can_step and (completions := engine.step()):
             outbox.send(Completed(completions, engine.busy_row_s))
+        if writer and (turns := writer.take_turns()):
+            outbox.send(TurnsEnded(turns))
         if (beat := next(beats)) is not None:
             outbox.send(beat)
 
 
-def _make_engine(spec: EngineSpec) -> Engine:
+def _make_engine(spec: EngineSpec) -> InferenceEngine:
     """On a GPU KV is not where other engines can read it, and requests stay where they are."""
+    if spec.adapter is not None:
+        from dora.runtime import adapters
+
+        return adapters.make(spec)
     from dora.data.tokenizer import Tokenizer
-    from dora.engine.engine import Engine
     from dora.engine.interleaving import Interleaving
     from dora.handover.engine import MovingEngine
     from dora.model.folder import load_config
     from dora.runtime.devices import use_device
+    from dora.turns.engine import TurnTakingEngine
 
-    kind: Callable[..., Engine] = partial(MovingEngine, pool=spec.pool)
+    kind: Callable[..., TurnTakingEngine] = partial(MovingEngine, pool=spec.pool)
     if (device := use_device(spec.device)) != "cpu":
-        kind = partial(Engine, device=device)
+        kind = partial(TurnTakingEngine, device=device)
     return kind(
         load_config(spec.model),
         max_rows=spec.max_rows,
@@ -121,20 +127,28 @@ def _make_engine(spec: EngineSpec) -> Engine:
     )
 
 
-def _obey(engine: Engine, store: WeightStore, message: Any) -> object | None:
+def _make_taking(engine: InferenceEngine, spec: EngineSpec) -> Taking:
+    from dora.runtime.taking import Taking
+    from dora.weights.staging import Staging
+    from dora.weights.store import WeightStore
+
+    store = WeightStore(spec.weights, spec.dtype)
+    return Taking(engine, store, Staging(store, spec.device != "cpu") if spec.loads_deferred else None)
+
+
+def _obey(engine: InferenceEngine, taking: Taking, message: Any) -> object | None:
     """Do what an engine is told; what there is to say at once."""
     from dora.engine.sequence import EngineError
 
     match message:
+        case StageWeights(version):
+            taking.stage(version)
         case LoadWeights(version):
-            try:
-                return WeightsLoaded(version, engine.load(version, store.fetch(version)))
-            except (EngineError, OSError, RuntimeError) as error:  # torch cannot map a damaged file
-                return LoadRefused(version, str(error))
+            taking.load(version)
         case DropWeights(version):
-            if version in engine.versions:  # a load that was refused has left nothing
-                engine.drop(version)
+            taking.drop(version)
         case Submit(requests):
+            taking.wait_for({request.version for request in requests})
             try:
                 engine.submit(requests)
             except EngineError as error:
@@ -143,6 +157,8 @@ def _obey(engine: Engine, store: WeightStore, message: Any) -> object | None:
             return GivenUp(engine.abort(requests))
         case Receive() | Send() | CancelMove():
             return _obey_move(engine, message)
+        case Observe() | Finish() | Break():
+            return _obey_turn(engine, message)
         case RushRows(ids):
             engine.rush(ids)
         case PauseRows():
@@ -153,7 +169,7 @@ def _obey(engine: Engine, store: WeightStore, message: Any) -> object | None:
     return None
 
 
-def _obey_move(engine: Engine, message: Receive | Send | CancelMove) -> object | None:
+def _obey_move(engine: InferenceEngine, message: Receive | Send | CancelMove) -> object | None:
     """The same for the words of a move; engines that cannot move requests hear none."""
     from dora.handover.engine import MovingEngine
 
@@ -168,7 +184,26 @@ def _obey_move(engine: Engine, message: Receive | Send | CancelMove) -> object |
     return None
 
 
-def _beats(engine: Engine) -> Iterator[Beat | None]:
+def _obey_turn(engine: InferenceEngine, message: Observe | Finish | Break) -> Refused | None:
+    """The same for what is said to a turn; a request that cannot have it has failed."""
+    from dora.engine.sequence import EngineError
+
+    assert isinstance(engine, TurnTaking), f"{message} to an engine that plays no episodes"
+    try:
+        match message:
+            case Observe(request, token_ids):
+                engine.observe(request, token_ids)
+            case Finish(request):
+                engine.finish(request)
+            case Break(_, reason):
+                raise EngineError(reason)
+    except EngineError as error:
+        engine.abort([message.request])
+        return Refused({message.request: str(error)})
+    return None
+
+
+def _beats(engine: InferenceEngine) -> Iterator[Beat | None]:
     """A beat whenever one is due, else None."""
     next_s, num_decoded, busy_row_s = 0.0, 0, 0.0
     while True:
@@ -196,8 +231,8 @@ def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
     store = WeightStore(spec.weights, spec.published_dtype)
     recent = Recent(store, spec.max_staleness + 1)
     trainer = _make_trainer(spec, recent)
-    reader = GroupReader(spec.stream)
-    gathering = Gathering(trainer, reader.group, recent.digest, spec.scoring, spec.streams)
+    reader, judge = GroupReader(spec.stream, wait_s=spec.column_wait_s), _judge_of(spec, trainer)
+    gathering = Gathering(trainer, reader.group, recent.digest, spec.scoring, spec.streams, judge)
     speed = Speed(torch.device(spec.device), spec.settings.dtype, spec.peak_tflops, spec.num_ranks)
     outbox.send(Ready())
     while True:
@@ -213,22 +248,28 @@ def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
                         outbox.send(StepRefused(step, f"{type(error).__name__}: {error}"))
                     else:
                         reader.commit(groups)
-                        outbox.send(StepDone(step, metrics | speed.end_step(metrics["actor/tflop"])))
+                        outbox.send(StepDone(step, metrics | speed.end_step(metrics.get("actor/tflop", 0.0))))
                 case PublishWeights(version):
                     digest = store.publish(version, trainer.flat)
                     outbox.send(WeightsPublished(version, digest))
                     recent.add(version, digest)
                     gathering.begin(version)
                 case Save():
-                    outbox.send(_save(trainer, spec.model, message))
+                    extras = partial(_extras, trainer, spec)
+                    outbox.send(save(message, spec.model, trainer.flat, trainer.num_steps_done, extras))
         if gathering.can_work:  # at most one micro-batch: an order must not wait for longer
             with speed.measured():
                 gathering.work()
 
 
-def _make_trainer(spec: TrainerSpec, recent: Recent) -> Trainer:
+def _make_trainer(spec: TrainerSpec, recent: Recent) -> TrainingEngine:
     """At the beginning, or where a checkpoint says; the KL term pulls to the beginning in both cases."""
+    if spec.adapter is not None:
+        from dora.runtime import adapters
+
+        return adapters.make_trainer(spec)
     from dora.model.folder import load_folder
+    from dora.runtime.beside import make_critic, make_score
     from dora.runtime.devices import use_device
     from dora.trainer.checkpoint import load_checkpoint
     from dora.trainer.trainer import Trainer
@@ -237,13 +278,8 @@ def _make_trainer(spec: TrainerSpec, recent: Recent) -> Trainer:
     config, start = load_folder(spec.model)
     if spec.num_ranks > 1:
         return _make_sharded(spec, config, start, recent)
-    start, score = start.to(device), None
-    if spec.exact is not None:
-        from dora.engine.exact import Scorer
-
-        exact, temperature = spec.exact, spec.settings.temperature
-        score = Scorer(config, exact.max_context, temperature, exact.kernels, exact.dtype)
-    critic = None if spec.critic is None else _make_critic(spec.critic, device)
+    start, score = start.to(device), make_score(spec, config)
+    critic = None if spec.critic is None or "values" in spec.columns else make_critic(spec, device)
     if spec.checkpoint is None:
         return Trainer(config, start, spec.settings, None, score, recent, critic=critic)
     _, flat, state, _ = load_checkpoint(spec.checkpoint)
@@ -254,13 +290,17 @@ def _make_trainer(spec: TrainerSpec, recent: Recent) -> Trainer:
     return trainer
 
 
-def _make_critic(spec: CriticSpec, device: str) -> Critic:
-    """At its beginning; a trainer that goes on from a checkpoint takes the critic with it."""
-    from dora.model.folder import load_folder
-    from dora.trainer.critic import Critic, initial_critic
+def _judge_of(spec: TrainerSpec, trainer: TrainingEngine) -> Judge | None:
+    """What makes advantages where there is a critic, be it here or beside the trainer."""
+    from dora.trainer.critic import judged
+    from dora.trainer.trainer import Trainer
 
-    config, start = load_folder(spec.model)
-    return Critic(config, initial_critic(config, start).to(device), spec.settings)
+    if spec.critic is None:
+        return None
+    if isinstance(trainer, Trainer) and trainer.critic is not None:
+        return trainer.critic.judge
+    gamma, lam = spec.critic.settings.gamma, spec.critic.settings.lam
+    return lambda samples, rewards: judged(samples, rewards, gamma, lam).samples
 
 
 def _make_sharded(spec: TrainerSpec, config: ModelConfig, start: Tensor, recent: Recent) -> Trainer:
@@ -280,43 +320,16 @@ def _make_sharded(spec: TrainerSpec, config: ModelConfig, start: Tensor, recent:
     return trainer
 
 
-def _save(trainer: Trainer, model: Path, order: Save) -> Saved | SaveRefused:
-    """Write a checkpoint; a disk without room is no reason to end."""
+def _extras(trainer: TrainingEngine, spec: TrainerSpec) -> tuple[dict[str, Any], Files]:
+    """What a checkpoint has beside the weights, the core's snapshot and older versions."""
     from dora.model.folder import load_config
-    from dora.trainer.checkpoint import VERSIONS, keep_newest, save_checkpoint
+    from dora.runtime.beside import take_critic
     from dora.trainer.lora import adapter_files
 
-    step = trainer.num_steps_done
-    path = order.folder / f"step-{step}"
-    beside: dict[str, str | bytes | Path] = {"core.json": order.core}
-    try:
-        state, config = trainer.state_dict(), load_config(model)
-        if (lora := trainer.settings.lora) is not None:
-            beside |= adapter_files(config, lora, state["optimizer"]["adapters"], str(model))
-        beside |= {f"{VERSIONS}/{file.name}": file for file in order.versions.iterdir()}
-        save_checkpoint(path, config, trainer.flat, state, step, model, beside=beside, fsync=order.fsync)
-        keep_newest(order.folder, order.keep_last)
-    except Exception as error:  # OSError, or what safetensors and torch make of one
-        shutil.rmtree(path.with_name(path.name + ".draft"), ignore_errors=True)
-        return SaveRefused(step, f"{type(error).__name__}: {error}")
-    finally:
-        shutil.rmtree(order.versions, ignore_errors=True)
-    return Saved(path)
-
-
-def run_rewarder(outbox: Outbox, inbox: Inbox, spec: RewarderSpec) -> None:
-    """Judge one group after the other, and tell each reward at once, so that a hang can be placed."""
-    from dora.data.tokenizer import Tokenizer
-    from dora.rewards.base import Answer, judge, load_reward
-
-    function, tokenizer = load_reward(spec.function), Tokenizer(spec.model)
-    outbox.send(Ready())
-    while True:
-        for message in inbox.take(None):
-            match message:
-                case Judge(group, prompt, fields, responses):
-                    answers = [Answer(tokenizer.decode(token_ids), token_ids) for token_ids in responses]
-                    for sibling, outcome in enumerate(judge(function, prompt, answers, fields)):
-                        outbox.send(Judged(group, sibling, outcome))
-                        if outcome.reward is None:
-                            break  # the group has failed; the driver is at the next one
+    state, files = trainer.state_dict(), Files()
+    if (lora := spec.settings.lora) is not None:
+        adapters, model = state["optimizer"]["adapters"], spec.model
+        files |= adapter_files(load_config(model), lora, adapters, str(model))
+    if spec.column_wait_s is not None and "values" in spec.columns:
+        state["critic"] = take_critic(spec.weights, trainer.num_steps_done, spec.column_wait_s)
+    return state, files

@@ -15,6 +15,8 @@ from torch import Tensor
 from dora.trainer.loss import MAX_LOG_RATIO, ratios, sequence_means
 from dora.trainer.recipe import Correction
 
+KL_BY_AGE = "off_policy/kl_k3_age_"  # and the staleness of the samples: the metric that says so of them alone
+
 
 @dataclass(frozen=True)
 class Corrected:

@@ -21,7 +21,7 @@ from dora.model.weights import Layout
 from dora.trainer.advantage import gae, whitened
 from dora.trainer.loss import value_loss
 from dora.trainer.optimizer import FlatAdamW, learning_rate
-from dora.trainer.packing import balanced_micro_batches, pack
+from dora.trainer.packing import balanced_micro_batches, pack_samples
 from dora.trainer.policy import Policy
 from dora.trainer.precision import Bf16Weights
 from dora.trainer.settings import Sample
@@ -74,24 +74,36 @@ def initial_critic(config: ModelConfig, flat: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Judged:
-    """A batch with values and returns of its tokens, response by response."""
+class Judged:
+    """A batch with advantages of its tokens, and what they come from, response by response."""
 
     samples: list[Sample]
-    values: list[Tensor]
-    returns: list[Tensor]
+    returns: list[list[float]]
 
     def metrics(self) -> dict[str, float]:
         """What was foretold of the batch, and how good that was."""
-        if not self.samples:
+        values = torch.tensor([value for s in self.samples for value in s.values or ()])
+        if not len(values):
             return {}
-        values, returns = torch.cat(self.values), torch.cat(self.returns)
+        returns = torch.tensor([value for own in self.returns for value in own])
         unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
         return {
             "critic/values/mean": float(values.mean()),
             "critic/returns/mean": float(returns.mean()),
             "critic/vf_explained_var": 1.0 - float(unexplained),
         }
+
+
+def judged(samples: Sequence[Sample], rewards: Sequence[float], gamma: float, lam: float) -> Judged:
+    """A batch whose `values` are known. Advantages are whitened over its tokens, as in verl.
+
+    A response's reward comes with its last token. Empty responses have no tokens to judge.
+    """
+    made = [gae(reward, s.values or (), gamma, lam) for s, reward in zip(samples, rewards, strict=True)]
+    raw = [advantage for advantages, _ in made for advantage in advantages]
+    flat = iter(whitened(raw, [1] * len(raw)) if raw else [])
+    told = [replace(s, advantage=[next(flat) for _ in range(s.num_drawn)]) for s in samples]
+    return Judged(told, [returns for _, returns in made])
 
 
 class Critic:
@@ -107,31 +119,27 @@ class Critic:
             self._copies = Bf16Weights(layout, flat, self._optimizer.weights)
         weights = (self._copies or self._optimizer).weights
         self._decoder = Policy(config, weights, keeps_activations=not settings.activation_checkpointing)
-        self._judged: _Judged | None = None
+        self._judged: Judged | None = None
 
-    def judge(self, samples: Sequence[Sample], rewards: Sequence[float]) -> list[Sample]:
-        """A batch with advantages of its tokens, which are whitened over the batch as in verl.
-
-        A response's reward comes with its last token. Empty responses have no tokens to judge.
-        """
-        told = [(s, reward) for s, reward in zip(samples, rewards, strict=True) if s.token_ids]
-        answers, settings = [s for s, _ in told], self.settings
+    def foretell(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with a value before every response token."""
+        answers = [s for s in samples if s.token_ids]
         values: list[Tensor] = [torch.empty(0)] * len(answers)
         for members in self._micro_batches(answers):
             own = [answers[i] for i in members]
             with torch.no_grad():
-                found = self._values(own).split([len(s.token_ids) for s in own])
+                found = self._values(own).split([s.num_drawn for s in own])
             for i, of_one in zip(members, found, strict=True):
                 values[i] = of_one
-        made = [
-            gae(reward, of_one.tolist(), settings.gamma, settings.lam)
-            for (_, reward), of_one in zip(told, values, strict=True)
-        ]
-        returns = [of_one.new_tensor(own) for of_one, (_, own) in zip(values, made, strict=True)]
-        self._judged = _Judged(answers, values, returns)
-        raw = [advantage for advantages, _ in made for advantage in advantages]
-        flat = iter(whitened(raw, [1] * len(raw)) if raw else [])
-        return [replace(s, advantage=[next(flat) for _ in s.token_ids]) for s in samples]
+        told = iter(values)
+        return [replace(s, values=next(told).tolist() if s.token_ids else []) for s in samples]
+
+    def judge(self, samples: Sequence[Sample], rewards: Sequence[float]) -> list[Sample]:
+        """A batch with advantages of its tokens, as `judged`; values that it has are not foretold again."""
+        if any(s.values is None for s in samples):
+            samples = self.foretell(samples)
+        self._judged = judged(samples, rewards, self.settings.gamma, self.settings.lam)
+        return self._judged.samples
 
     def learn(self, step: int) -> dict[str, float]:
         """Learn to foretell the returns of the batch that was judged last; metrics as verl names them.
@@ -143,14 +151,16 @@ class Critic:
         if judged is None:
             raise RunError("critic: no batch was judged since the last step; pass each one to `judge` first")
         rate = learning_rate(settings.lr, step, settings.warmup_steps, settings.num_steps, settings.lr_decay)
-        lengths = [len(s.token_ids) for s in judged.samples]
+        told = zip(judged.samples, judged.returns, strict=True)
+        answers = [(s, returns) for s, returns in told if s.token_ids]
+        lengths = [s.num_drawn for s, _ in answers]
         loss = clipped = 0.0
         norms: list[float] = []
         for _ in range(settings.ppo_epochs):
             for part in updates(lengths, settings.batch_tokens):
                 total = settings.batch_tokens or max(1, sum(lengths))
-                for members in self._micro_batches([judged.samples[i] for i in part]):
-                    added = self._add(judged, [part[i] for i in members], total)
+                for members in self._micro_batches([answers[i][0] for i in part]):
+                    added = self._add([answers[part[i]] for i in members], total)
                     loss, clipped = loss + added[0], clipped + added[1]
                 norms.append(self._optimizer.step(rate, settings.max_grad_norm))
                 if self._copies:
@@ -192,15 +202,16 @@ class Critic:
 
     def _values(self, samples: Sequence[Sample]) -> Tensor:
         """The value before every response token [N], one response after the other."""
-        batch = pack([s.prompt_ids for s in samples], [s.token_ids for s in samples], self._decoder.device)
+        batch = pack_samples(samples, self._decoder.device)
         weight, bias = (self._optimizer.weights[name] for name in _HEAD)
         states = self._decoder.hidden(batch).index_select(0, batch.rows)
         return F.linear(states.float(), weight, bias).squeeze(-1)
 
-    def _add(self, judged: _Judged, members: Sequence[int], total: int) -> tuple[float, float]:
+    def _add(self, answers: Sequence[tuple[Sample, list[float]]], total: int) -> tuple[float, float]:
         """Add the gradient of some responses over `total`; the sums of losses and of clipped tokens."""
-        values = self._values([judged.samples[i] for i in members])
-        old, returns = (torch.cat([found[i] for i in members]) for found in (judged.values, judged.returns))
+        values = self._values([s for s, _ in answers])
+        old = values.new_tensor([value for s, _ in answers for value in s.values or ()])
+        returns = values.new_tensor([value for _, own in answers for value in own])
         losses, is_clipped = value_loss(values, old, returns, self.settings.cliprange_value)
         torch.autograd.backward(losses.sum() / total)
         return float(losses.detach().sum()), float(is_clipped.sum())

@@ -15,7 +15,7 @@ from torch import Tensor
 from dora.trainer.corrections import Corrected, correct
 from dora.trainer.loss import kl_divergence, token_shares
 from dora.trainer.objective import OBJECTIVES, Tokens
-from dora.trainer.packing import Packed, pack
+from dora.trainer.packing import Packed, pack_samples
 from dora.trainer.policy import Policy
 from dora.trainer.routes import Counted, replay
 from dora.trainer.settings import Sample, TrainerSettings
@@ -34,6 +34,7 @@ class _Told:
     is_fresh: Tensor  # bool: the weights of right now have drawn it
     weights: Tensor  # in the loss, times the batch's total
     proximal: Tensor | None  # None: as the weights of right now
+    reference: Tensor | None  # None: nobody has computed them yet
 
 
 class Backward:
@@ -46,9 +47,8 @@ class Backward:
     def add(self, samples: Sequence[Sample], tally: Tally) -> None:
         """The share of one micro-batch, times the batch's total; counts it in `tally`."""
         settings, policy = self._settings, self._policy
-        device = policy.device
         routes = [s.routes for s in samples]
-        batch = pack([s.prompt_ids for s in samples], [s.token_ids for s in samples], device, routes)
+        batch = pack_samples(samples, policy.device, routes)
         route = None
         if policy.config.mixture_layers:
             sent = replay(policy.config, batch, routes)
@@ -60,7 +60,7 @@ class Backward:
         )
         losses, clipped = self._losses(batch, logprobs, entropies, corrected, told, tally)
         torch.autograd.backward((losses * told.weights).sum())
-        tally.add(logprobs, told.behaviour, clipped, entropies, told.is_fresh, corrected)
+        tally.add(logprobs, told.behaviour, clipped, entropies, told.is_fresh, told.staleness, corrected)
         num_passes = 3 + (self._reference is not None)  # a backward pass is two
         tally.num_flops += num_passes * forward_flops(policy.config, batch)
         if route is not None:
@@ -76,7 +76,7 @@ class Backward:
         tally: Tally,
     ) -> tuple[Tensor, Tensor]:
         """The loss of every token with all its terms, and whether a bound decided it; all [N]."""
-        settings, reference = self._settings, None
+        settings, reference = self._settings, told.reference
         if self._reference is not None:
             with torch.no_grad():
                 reference, _ = self._reference.logprobs(batch)
@@ -95,14 +95,18 @@ class Backward:
 
 def _told(samples: Sequence[Sample], settings: TrainerSettings, like: Tensor) -> _Told:
     """Numbers of the type of `like`, where that is."""
-    lengths = [len(s.token_ids) for s in samples]
+    lengths = [s.num_drawn for s in samples]
     spread = torch.tensor(lengths, device=like.device)
 
     def of_tokens(values: Sequence[float]) -> Tensor:
         """A value of each response, given to every token of it: [N]."""
         return torch.tensor(values, device=like.device).repeat_interleave(spread)
 
-    proximal = [s.proximal for s in samples if s.proximal is not None]
+    def if_told(values: Sequence[Sequence[float] | None]) -> Tensor | None:
+        """Of all samples or of none."""
+        there = [own for own in values if own is not None]
+        return like.new_tensor([x for own in there for x in own]) if there else None
+
     return _Told(
         lengths,
         behaviour=like.new_tensor([x for s in samples for x in s.logprobs]),
@@ -110,5 +114,6 @@ def _told(samples: Sequence[Sample], settings: TrainerSettings, like: Tensor) ->
         staleness=of_tokens([s.staleness for s in samples]),
         is_fresh=of_tokens([s.is_comparable and s.staleness == 0 for s in samples]),
         weights=of_tokens(token_shares(lengths, settings.loss_agg_mode, settings.loss_scale_factor)).to(like),
-        proximal=like.new_tensor([x for own in proximal for x in own]) if proximal else None,
+        proximal=if_told([s.proximal for s in samples]),
+        reference=if_told([s.reference for s in samples]),
     )

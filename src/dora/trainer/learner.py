@@ -94,7 +94,7 @@ class Alone:
             keeps_activations=not settings.activation_checkpointing,
         )
         compared: Policy | None = None
-        if settings.compares:
+        if settings.keeps_reference:
             frozen = flat.clone() if reference is None else reference
             compared = self._policy.under(self._views(frozen), None)
         self._backward = Backward(self._policy, settings, compared)
@@ -134,5 +134,6 @@ class Alone:
 
     def _values(self, flat: Tensor) -> Values | None:
         """In exact mode, the log-probs of batches with these weights."""
-        score = self._score
-        return None if score is None else lambda batch: score(flat, batch.prompts, batch.responses)
+        if (score := self._score) is None:
+            return None
+        return lambda batch: score(flat, batch.prompts, batch.responses)[batch.drawn]

@@ -16,25 +16,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dora.trainer.settings import Sample
+
 Tokens = Sequence[int]
 _SLACK, _SLACK_TOKENS = 7 / 8, 8  # how much shorter than the longest one of its block a sequence may be
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences (prompt + response) for one forward pass; M tokens, N of them responses.
+    """Sequences (prompt + response) for one forward pass; M tokens, N of them drawn by a policy.
 
     `inputs` [M] are all tokens but each sequence's last, those of shared prompts once; `positions` [M] their
-    places in their sequences. `rows` [N] are the inputs that predict a response token, `targets` [N] those
-    tokens, response after response. `members` are the inputs of each sequence. `blocks` [B, L] are
-    sequences of like lengths side by side, filled up with input 0 on the right, and `found` [M] is where
-    each input is among the blocks' flattened tokens.
+    places in their sequences. `rows` [N] are the inputs that predict a token that was drawn, `targets` [N]
+    those tokens, response after response; `drawn` [tokens of responses] says which they are. `members` are
+    the inputs of each sequence. `blocks` [B, L] are sequences of like lengths side by side, filled up with
+    input 0 on the right, and `found` [M] is where each input is among the blocks' flattened tokens.
     """
 
     inputs: Tensor
     positions: Tensor
     rows: Tensor
     targets: Tensor
+    drawn: Tensor
     members: Sequence[NDArray[np.int64]]
     blocks: Sequence[Tensor]
     found: Tensor
@@ -47,10 +50,12 @@ def pack(
     responses: Sequence[Tokens],
     device: torch.device,
     routes: Sequence[NDArray[np.int16] | None] | None = None,
+    masks: Sequence[Tokens | None] | None = None,
 ) -> Packed:
     """Lay sequences out for one forward pass. Neither prompts nor responses may be empty.
 
-    With the `routes` [tokens - 1, ...] of sequences, equal prompts are shared where theirs are equal, too.
+    `masks` are 0 for tokens of a response that were read and not drawn; None: all were drawn. With the
+    `routes` [tokens - 1, ...] of sequences, equal prompts are shared where theirs are equal, too.
     """
     inputs: list[int] = []
     starts: dict[tuple[tuple[int, ...], bytes | None], int] = {}  # of prompts
@@ -64,8 +69,10 @@ def pack(
         members.append(np.concatenate((np.arange(start, start + len(prompt)), own)))
         inputs += response[:-1]
     blocks, positions, found = _blocks(members, len(inputs))
-    rows = [own[len(prompt) - 1 :] for own, prompt in zip(members, prompts, strict=True)]
-    targets = [token for response in responses for token in response]
+    rows = np.concatenate([own[len(prompt) - 1 :] for own, prompt in zip(members, prompts, strict=True)])
+    targets = np.array([token for response in responses for token in response])
+    told = zip(responses, masks or repeat(None, len(responses)), strict=True)
+    drawn = np.concatenate([np.ones(len(r), bool) if m is None else np.array([*m]) > 0 for r, m in told])
 
     def placed(values: Sequence[int] | NDArray[np.int64]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(device)
@@ -73,14 +80,23 @@ def pack(
     return Packed(
         placed(inputs),
         placed(positions),
-        placed(np.concatenate(rows)),
-        placed(targets),
+        placed(rows[drawn]),
+        placed(targets[drawn]),
+        torch.from_numpy(drawn).to(device),
         members,
         [placed(block) for block in blocks],
         placed(found),
         prompts,
         responses,
     )
+
+
+def pack_samples(
+    samples: Sequence[Sample], device: torch.device, routes: Sequence[NDArray[np.int16] | None] | None = None
+) -> Packed:
+    """`pack` for samples, whose masks count."""
+    prompts, responses = [s.prompt_ids for s in samples], [s.token_ids for s in samples]
+    return pack(prompts, responses, device, routes, [s.loss_mask for s in samples])
 
 
 def _blocks(

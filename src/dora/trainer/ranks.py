@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,15 @@ WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 _FOR_EVER = timedelta(days=365)  # a trainer may rest; if rank 0 dies, the group notices
 
 
+Read = Callable[[Sequence[Sample]], Sequence[Sample]]
+
+
 @dataclass(frozen=True)
 class Add:
     """Add the gradient of one micro-batch; of none: take part in those of the others.
 
-    `num_updates` are those of the step so far.
+    Samples that are in the stream come without what can be read there. `num_updates` are those of the step
+    so far.
     """
 
     samples: Sequence[Sample]
@@ -136,12 +140,17 @@ class Share:
         settings: TrainerSettings,
         flat: Tensor | None = None,
         reference: Tensor | None = None,
+        read: Read = lambda samples: samples,
     ) -> None:
-        """Rank 0 has the weights [numel], and those to compare with if the loss does."""
+        """Rank 0 has the weights [numel], and those to compare with if the loss does.
+
+        `read` completes samples that came without what is in the stream.
+        """
+        self._read = read
         self._policy = ShardedPolicy(config, settings, company.mesh)
         self._policy.fill(flat)
         self._reference: ShardedPolicy | None = None
-        if settings.compares:
+        if settings.keeps_reference:
             self._reference = ShardedPolicy(config, settings, company.mesh, is_frozen=True)
             self._reference.fill(reference)
         self._backward = Backward(self._policy, settings, self._reference)
@@ -152,7 +161,7 @@ class Share:
         """A follower's part of an order; what there is to tell."""
         match order:
             case Add(samples, num_updates):
-                return self.add(samples, num_updates)
+                return self.add(self._read(samples), num_updates)
             case Step(divisor, lr, max_grad_norm):
                 with suppress(RunError):  # rank 0 has the same, and tells it
                     self.optimizer.step(divisor, lr, max_grad_norm)
@@ -244,9 +253,10 @@ class Ranks:
         return self._flat
 
     def add(self, packs: Sequence[Sequence[Sample]], tally: Tally) -> None:
-        padded = [*packs, *[()] * (self.num_ranks - len(packs))]
-        with self._all_told([Add(samples, tally.num_updates) for samples in padded]):
-            for found in self._company.collect(self._share.add(padded[0], tally.num_updates)):
+        others: list[Sequence[Sample]] = [[_without_columns(s) for s in pack] for pack in packs[1:]]
+        others += [()] * (self.num_ranks - 1 - len(others))
+        with self._all_told([Add(samples, tally.num_updates) for samples in ((), *others)]):
+            for found in self._company.collect(self._share.add(packs[0], tally.num_updates)):
                 tally.join(found)
 
     def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
@@ -313,6 +323,13 @@ class Ranks:
         except Exception as error:
             self._failure = f"rank 0 of the trainer failed, with {type(error).__name__}: {error}"
             raise
+
+
+def _without_columns(sample: Sample) -> Sample:
+    """What another rank cannot read in the stream."""
+    if sample.stream_index is None:
+        return sample
+    return replace(sample, prompt_ids=(), token_ids=(), logprobs=(), routes=None, loss_mask=None)
 
 
 class _Moved(Mapping[str, Tensor]):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.model.config import ModelConfig
-from dora.model.routing import Replay, Route
+from dora.model.routing import Route
 from dora.trainer.packing import Packed
 
 
@@ -30,6 +30,17 @@ def replay(config: ModelConfig, batch: Packed, routes: Sequence[NDArray[np.int16
         if own is not None:
             told[rows[: len(own)]] = own.reshape(-1, *shape)
     return Replay(config, torch.from_numpy(told).to(batch.inputs.device))
+
+
+class Replay:
+    """Sends tokens where `routes` [N, mixture layers, k] says; where it is negative, to the likeliest."""
+
+    def __init__(self, config: ModelConfig, routes: Tensor) -> None:
+        self._layers, self._routes = config.mixture_layers, routes.long()
+
+    def __call__(self, layer: int, probs: Tensor) -> Tensor:
+        told = self._routes[:, self._layers.index(layer)]
+        return torch.where(told < 0, probs.topk(told.shape[1]).indices, told)
 
 
 class Counted:

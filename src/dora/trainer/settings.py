@@ -25,7 +25,8 @@ class TrainerSettings:
     `loss_scale_factor` (tokens) is the divisor of loss_agg_mode seq-mean-token-sum-norm. With `batch_tokens`
     a step takes several updates of near so many response tokens each, and divides their gradients by it.
     `temperature` is the one the samples were drawn at. `logits_chunk_tokens` rows of the vocabulary's
-    logits exist at a time. With `lora`, adapters are trained instead of the weights.
+    logits exist at a time. With `lora`, adapters are trained instead of the weights. A trainer that
+    `is_told_reference` finds the reference's log-probs in its samples.
     """
 
     lr: float
@@ -53,11 +54,17 @@ class TrainerSettings:
     activation_checkpointing: bool = False
     logits_chunk_tokens: int = 256
     lora: Lora | None = None
+    is_told_reference: bool = False
 
     @property
     def compares(self) -> bool:
         """Whether the loss compares with a reference policy: in a KL term, or in pairs."""
         return self.kl_loss_coef != 0.0 or TRAITS[self.policy_loss].unit == "pair"
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the trainer itself has the weights of that policy."""
+        return self.compares and not self.is_told_reference
 
     @property
     def bounds(self) -> LossSettings:
@@ -67,14 +74,18 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class Sample:
-    """One scored response. `logprobs` are those of the version that sampled it, per token.
+    """One scored response. `logprobs` are those of the version that sampled it, per token that it drew.
 
     They are at the sampling temperature, before any token was excluded, for so are the trainer's: drawing
     with filters (top_k, top_p, min_p) chooses what is learnt from, and the ratio is of like with like.
-    `advantage` is one for all tokens, or one per token. `staleness` (versions) says with which weights its
-    log-probs can be found again; corrections may use it. `routes` [tokens - 1, mixture layers * k] are the
-    experts to send its tokens to; without, the likeliest. `is_comparable`: those weights are at hand.
-    `proximal` are log-probs of the policy before the step's first update, where that is not the current one.
+    `loss_mask` is 0 for tokens that were read between turns (None: all were drawn); what else is told per
+    token is told of those that were drawn. `advantage` is one for all tokens, or one per token. `staleness`
+    (versions) says with which weights its log-probs can be found again; corrections may use it. `routes`
+    [tokens - 1, mixture layers * k] are the experts to send its tokens to; without, the likeliest.
+    `is_comparable`: those weights are at hand. `proximal` are log-probs of the policy before the step's first
+    update, where that is not the current one, `reference` those of the policy that the loss compares with,
+    `values` what a critic foretold of each token: where somebody else has computed them. `stream_index` is
+    its row in the sample stream, from where other ranks of the trainer read what they are not sent.
     """
 
     prompt_ids: Sequence[int]
@@ -85,12 +96,21 @@ class Sample:
     routes: NDArray[np.int16] | None = None
     is_comparable: bool = True
     proximal: Sequence[float] | None = None
+    reference: Sequence[float] | None = None
+    values: Sequence[float] | None = None
+    stream_index: int | None = None
+    loss_mask: Sequence[int] | None = None
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that are learnt from."""
+        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     @property
     def advantages(self) -> list[float]:
         """One per token."""
         given = self.advantage
-        return [given] * len(self.token_ids) if isinstance(given, float | int) else list(given)
+        return [given] * self.num_drawn if isinstance(given, float | int) else list(given)
 
     @property
     def has_advantage(self) -> bool:

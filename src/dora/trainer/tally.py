@@ -5,11 +5,12 @@ The names are verl's where verl has one.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dora.trainer.corrections import Corrected, OffPolicyness
+from dora.trainer.corrections import KL_BY_AGE, Corrected, OffPolicyness
 from dora.trainer.mismatch import Mismatch
 from dora.trainer.routes import imbalance
 
@@ -32,6 +33,7 @@ class Tally:
     ppo_kl: float = 0.0
     mismatch: Mismatch = field(default_factory=Mismatch)
     off_policy: OffPolicyness = field(default_factory=OffPolicyness)
+    by_age: defaultdict[int, OffPolicyness] = field(default_factory=lambda: defaultdict(OffPolicyness))
     expert_load: Tensor | int = 0  # tokens [mixture layers, experts]
 
     def add(
@@ -41,6 +43,7 @@ class Tally:
         clipped: Tensor,
         entropies: Tensor,
         fresh: Tensor,
+        staleness: Tensor,
         corrected: Corrected,
     ) -> None:
         """Count one micro-batch; all [N]."""
@@ -55,6 +58,9 @@ class Tally:
         self.ppo_kl -= float(log_ratio.sum())
         if not self.num_updates:  # later the weights are no longer those of the newest version
             self.off_policy.add(logprobs, behaviour)
+            for age in staleness.unique().tolist():
+                of_age = staleness == age
+                self.by_age[int(age)].add(logprobs[of_age], behaviour[of_age])
             self.mismatch.add(logprobs.detach()[fresh], behaviour[fresh])
 
     def join(self, other: Tally) -> None:
@@ -67,6 +73,8 @@ class Tally:
         self.expert_load = self.expert_load + other.expert_load
         self.mismatch.join(other.mismatch)
         self.off_policy.join(other.off_policy)
+        for age, counted in other.by_age.items():
+            self.by_age[age].join(counted)
 
     def metrics(self, total: int) -> dict[str, float]:
         """Losses over the batch's `total`, else means over the tokens counted; without any there is none."""
@@ -88,6 +96,7 @@ class Tally:
                 "off_policy/weight_mean": self.weights / self.num_tokens,
             }
         metrics |= self.off_policy.metrics()
+        metrics |= {f"{KL_BY_AGE}{age}": self.by_age[age].kl_k3 for age in sorted(self.by_age)}
         if isinstance(self.expert_load, Tensor):
             metrics["moe/load_imbalance"] = float(imbalance(self.expert_load).mean())
         if self.kl_loss is not None:

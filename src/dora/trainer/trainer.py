@@ -20,15 +20,13 @@ from torch import Tensor
 from dora.model.config import ModelConfig
 from dora.trainer.critic import Critic
 from dora.trainer.learner import Alone, Learner, Score
+from dora.trainer.logprobs import answer_logprobs
 from dora.trainer.loss import batch_total, token_shares
 from dora.trainer.mismatch import spot_check
 from dora.trainer.optimizer import learning_rate
-from dora.trainer.packing import balanced_micro_batches, micro_batches, pack
-from dora.trainer.policy import Policy
+from dora.trainer.packing import balanced_micro_batches, micro_batches
 from dora.trainer.recipe import TRAITS
-from dora.trainer.routes import replay
 from dora.trainer.settings import Sample, TrainerSettings
-from dora.trainer.speed import forward_flops
 from dora.trainer.tally import Tally
 from dora.trainer.updates import Undoable, undone_if_failed, updates
 
@@ -104,7 +102,7 @@ class Trainer:
             samples = [s for unit in units for s in unit]
         else:
             units = [[s] for s in samples if s.token_ids and self._has_gradient(s)]
-        self._num_tokens += [len(s.token_ids) for s in samples]
+        self._num_tokens += [s.num_drawn for s in samples]
         self._waiting += units
         if self.settings.batch_tokens is None:
             self._pack(num_left=0 if is_whole else 1, balances=is_whole)
@@ -190,14 +188,16 @@ class Trainer:
         samples = self._samples
         first, *later = [
             [samples[i] for i in part if self._has_gradient(samples[i])]
-            for part in updates([len(s.token_ids) for s in samples], self.settings.batch_tokens)
+            for part in updates([s.num_drawn for s in samples], self.settings.batch_tokens)
         ]
         if self.settings.correction.proximal == "recomputed":
             later = [self._with_proximal(part) for part in later]
         return [[[s] for s in part] for part in (first, *later)]
 
     def _with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with the log-probs that the policy gives them now."""
+        """The samples with the log-probs that the policy gives them now, unless they have been told."""
+        if all(s.proximal is not None for s in samples):
+            return list(samples)
         found = self._logprobs(self.flat, samples)
         return [replace(s, proximal=own.tolist()) for s, own in zip(samples, found, strict=True)]
 
@@ -211,7 +211,7 @@ class Trainer:
         """
         mismatch = self._tally.mismatch
         left = [s for s in self._samples if s.is_comparable and (s.staleness or not mismatch.num_tokens)]
-        picked = spot_check([len(s.token_ids) for s in left], self._tally.num_tokens, self.num_steps_done)
+        picked = spot_check([s.num_drawn for s in left], self._tally.num_tokens, self.num_steps_done)
         try:
             for age in sorted({left[i].staleness for i in picked}):
                 flat = self._sources(self.num_steps_done - age)
@@ -227,15 +227,8 @@ class Trainer:
 
     def _logprobs(self, flat: Tensor, samples: Sequence[Sample]) -> list[Tensor]:
         """Those of each sample's response tokens under the weights `flat`, without a gradient."""
-        policy, found = self._learner.under(flat), [torch.empty(0)] * len(samples)
-        prompts = [s.prompt_ids for s in samples]
-        lengths = [len(s.prompt_ids) + len(s.token_ids) for s in samples]
-        for members in balanced_micro_batches(prompts, lengths, self.settings.micro_batch_tokens):
-            own = [samples[i] for i in members]
-            parts = _logprobs(policy, own, self._tally).split([len(s.token_ids) for s in own])
-            for i, logprobs in zip(members, parts, strict=True):
-                found[i] = logprobs
-        return found
+        policy = self._learner.under(flat)
+        return answer_logprobs(policy, samples, self.settings.micro_batch_tokens, self._tally)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights that a resumed run needs."""
@@ -251,13 +244,3 @@ class Trainer:
         if self.critic is not None:
             self.critic.flat.copy_(state["critic"]["flat"])
             self.critic.load_state_dict(state["critic"]["optimizer"])
-
-
-def _logprobs(policy: Policy, samples: Sequence[Sample], tally: Tally) -> Tensor:
-    """Those of the response tokens [N], without a gradient; the work counts in `tally`."""
-    config, routes = policy.config, [s.routes for s in samples]
-    batch = pack([s.prompt_ids for s in samples], [s.token_ids for s in samples], policy.device, routes)
-    route = replay(config, batch, routes) if config.mixture_layers else None
-    tally.num_flops += forward_flops(config, batch)
-    with torch.no_grad():
-        return policy.logprobs(batch, route)[0]

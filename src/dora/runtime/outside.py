@@ -1,0 +1,217 @@
+"""A trainer outside the run: it fetches batches and publishes weights through the service.
+
+In its place the run has a stand-in, a process with the words of a trainer: it holds the weights that came
+last, publishes them for the engines and writes checkpoints. So neither the orchestrator nor the driver's
+hands know that a step is computed elsewhere.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from dora.core.records import GroupId
+from dora.errors import ModelError, RunError, ServiceError
+from dora.runtime import messages as m
+from dora.runtime.process import Inbox, Outbox, Told, Worker
+from dora.runtime.saving import save
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dora.runtime.local import LocalHands
+
+INCOMING = "incoming"  # in the run's folder: where a trainer on the same machine puts its weights
+PARTS = "incoming/parts"  # what is on its way through the service
+WEIGHTS = "model.safetensors"  # the name that a model folder gives them
+
+
+def run_stand_in(outbox: Outbox, inbox: Inbox, spec: m.TrainerSpec) -> None:
+    """Hold the newest weights: those of the start, of a checkpoint, or the last that were taken."""
+    from dora.model.folder import load_folder
+    from dora.trainer.checkpoint import load_checkpoint
+    from dora.weights.store import WeightStore
+
+    outbox.beat()
+    store, step = WeightStore(spec.weights, spec.published_dtype), 0
+    if spec.checkpoint is None:
+        _, flat = load_folder(spec.model)
+    else:
+        _, flat, _, step = load_checkpoint(spec.checkpoint)
+    outbox.send(m.Ready())
+    while True:
+        for message in inbox.take(None):
+            match message:
+                case m.TakeWeights(version, file, metrics):
+                    try:
+                        flat, step = read_weights(file, spec.model), version
+                    except (ModelError, OSError) as error:
+                        outbox.send(m.WeightsRefused(version, str(error)))
+                    else:
+                        outbox.send(m.StepDone(version - 1, metrics))
+                case m.PublishWeights(version):
+                    outbox.send(m.WeightsPublished(version, store.publish(version, flat)))
+                case m.Save():
+                    outbox.send(save(message, spec.model, flat, step, lambda: ({}, {})))
+
+
+def read_weights(file: Path, model: Path) -> Tensor:
+    """The flat fp32 weights [numel] of a safetensors file with the tensors of the model in a folder.
+
+    Raises ModelError for a file that is none, and for a tensor that is missing, extra, of another shape or
+    dtype, or not finite.
+    """
+    from dora.model.folder import load_folder
+
+    with tempfile.TemporaryDirectory(dir=file.parent) as name:
+        folder = Path(name)
+        shutil.copyfile(model / "config.json", folder / "config.json")
+        (folder / WEIGHTS).symlink_to(file.absolute())
+        try:
+            return load_folder(folder)[1]
+        except ModelError as error:  # of a place that is nobody's business
+            raise ModelError(str(error).replace(str(folder / WEIGHTS), "the file")) from error
+
+
+class Committed(NamedTuple):
+    """Groups of a step's batch from some place on; `is_whole`: no more will come."""
+
+    groups: list[GroupId]
+    is_whole: bool
+
+
+@dataclass
+class Upload:
+    """Weights from outside and what came of them. `sha256` is of their file, `digest` of what engines get."""
+
+    version: int
+    sha256: str
+    is_taken: bool = False
+    refusal: str = ""
+    digest: str = ""
+
+
+class OutsideTrainer(Worker):
+    """The stand-in as the driver sees it, and the driver as a trainer outside sees it.
+
+    What the hands tell a trainer passes here: which groups are committed to each step, and which step is
+    due. Methods that return None have nothing to say yet.
+    """
+
+    def __init__(self, spec: m.TrainerSpec, batch_size: int, told: Told) -> None:
+        super().__init__("stand-in of the trainer", run_stand_in, spec, told)
+        self.num_trained: int | None = None  # steps; None: the run has not begun
+        self.due: int | None = None  # the step whose batch is whole and whose weights are awaited
+        self._batch_size = batch_size
+        self._batches: dict[int, list[GroupId]] = {}  # of steps to come, in the order of commitment
+        self._upload: Upload | None = None  # the last one
+
+    def send(self, message: object) -> None:
+        """Keep what is for who trains outside, and pass on the rest."""
+        match message:
+            case m.Accumulate(step, group):
+                self._batches.setdefault(step, []).append(group)
+            case m.TrainStep(step, groups):
+                self._batches[step], self.due = [*groups], step
+            case m.PublishWeights(version):
+                self.num_trained = version
+                super().send(message)
+            case _:
+                super().send(message)
+
+    def hear(self, message: object) -> object | None:
+        """Note what the stand-in says, and pass on what is not for who trains outside alone."""
+        upload = self._upload
+        match message:
+            case m.WeightsRefused(_, reason) if upload is not None:
+                upload.refusal = reason
+                return None
+            case m.StepDone(step) if upload is not None:
+                upload.is_taken, self.due = True, None
+                del self._batches[step]
+            case m.WeightsPublished(version, digest) if upload is not None and version == upload.version:
+                upload.digest = digest
+        return message
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether weights are being read, so that the step that is due may end at any time."""
+        return self._upload is not None and not (self._upload.is_taken or self._upload.refusal)
+
+    def committed(self, step: int, after: int) -> Committed | None:
+        """Groups of the next step's batch but for the first `after`; None: no others yet.
+
+        Raises ServiceError for another step. Who waited for a later one would wait for ever, where a run that
+        was resumed waits for the weights of an earlier one.
+        """
+        if self.num_trained is None:
+            return None
+        if step != self.num_trained:
+            is_old = step < self.num_trained
+            why = "is trained already" if is_old else "comes later"
+            raise ServiceError(410 if is_old else 409, f"step {step} {why}; the next is {self.num_trained}")
+        groups = self._batches.get(step, [])
+        if after > len(groups):
+            known = f"{len(groups)} groups are committed to step {step}"
+            raise ServiceError(422, f"after = {after}: {known} so far; give how many you have")
+        is_whole = len(groups) == self._batch_size
+        return Committed(groups[after:], is_whole) if is_whole or len(groups) > after else None
+
+    def publish(self, version: int, sha256: str, file: Path, metrics: dict[str, float]) -> str | None:
+        """End the step that is due with the weights in a file; the digest of what engines will hold.
+
+        None: they are being read. The same ones may be given again, and get the same answer. Raises
+        ServiceError for another version than the next, and for weights that do not fit.
+        """
+        upload = self._upload
+        if upload is not None and (upload.version, upload.sha256) == (version, sha256):
+            if upload.refusal:
+                self._upload = None
+                raise ServiceError(422, f"these weights cannot be version {version}: {upload.refusal}")
+            return upload.digest or None
+        if self.is_taking:
+            raise ServiceError(409, f"other weights of version {version} are being read; wait for their end")
+        if self.due is None or version != self.due + 1:
+            num_trained = self.num_trained or 0
+            is_old = version <= num_trained
+            why = "is published already" if is_old else "cannot be published before its step's batch is whole"
+            raise ServiceError(409, f"version {version} {why}; the next is {num_trained + 1}")
+        self._upload = Upload(version, sha256)
+        told = {f"outside/{name}": number for name, number in metrics.items()}
+        super().send(m.TakeWeights(version, file, told))
+        return None
+
+
+class Patience:
+    """Ends a run in which nothing happens any more, for somebody outside does not come."""
+
+    def __init__(self, hands: LocalHands) -> None:
+        self._hands, self._since_s = hands, time.monotonic()
+
+    def check(self, asleep_s: float) -> None:
+        """Raises RunError after service.patience_s without a fact; time we slept ourselves does not count."""
+        timeout_s, now_s = self._hands.plan.config.service.patience_s, time.monotonic()
+        if self._hands.facts or self._hands.is_held:
+            self._since_s = now_s
+            return
+        self._since_s += asleep_s
+        if now_s - self._since_s > timeout_s and (who := ", ".join(self.awaited())):
+            raise RunError(
+                f"nothing has happened for service.patience_s = {timeout_s:g}: the run waits for {who} from "
+                "outside; resume it once they come"
+            )
+
+    def awaited(self) -> Iterator[str]:
+        """For whom or what outside the run waits, or may have to."""
+        hands = self._hands
+        if isinstance(hands.trainer, OutsideTrainer) and hands.trainer.due is not None:
+            yield f"the weights of version {hands.trainer.due + 1}"
+        if hands.supply.num_wanted:
+            yield f"{hands.supply.num_wanted} prompts"
+        if hands.plan.config.service.agents:
+            yield "agents"

@@ -1,0 +1,75 @@
+"""A run of episodes whose processes die: what the model read is told apart from what it wrote, to the end."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+from tests.runtime.conftest import StartRun
+from tests.runtime.running import Run, dora, journal, summary
+from tests.runtime.tiny import write_task
+
+ECHO = """
+from dora.envs.base import Environment, Step
+
+class Echo(Environment):
+    async def reset(self, row, seed):
+        self.num_steps = 0
+        return row["prompt"]
+
+    async def step(self, action):
+        self.num_steps += 1
+        return Step("77:", action.count("7") + len(action) / 100, self.num_steps == 3)
+"""
+
+
+def write_echo(folder: Path) -> Path:
+    config = write_task(folder)
+    (folder / "echo.py").write_text(ECHO)
+    reward = '[reward]\nfunction = "task.py:reward"\n'
+    config.write_text(config.read_text().replace(reward, '[env]\nenvironment = "echo.py:Echo"\n'))
+    return config
+
+
+def test_episodes_survive_the_death_of_an_engine_and_then_of_everything(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    turns = {"sampling__max_turn_length": 5, "trainer__save_freq": 2, "run__steps": 8}
+    run = start_run(write_echo(tmp_path), orchestrator__level_running="true", **turns)
+    run.wait_for_steps(1)
+    run.workers()[0].kill()
+    run.wait_until(lambda: any(x["kind"] == "engine_lost" for x in journal(run.out)), "the loss")
+    run.wait_for_steps(4)
+    run.kill_all()
+    again = Run(None, run.out)
+    try:
+        ended = again.end()
+    finally:
+        again.kill_all()
+    assert ended.code == 0, ended
+    s = summary(run.out)
+    assert (s["trained_groups"], s["failed_groups"]) == (16, 0)
+    audit = dora("audit", run.out, "--deep", "40")
+    assert audit.code == 0, audit
+    assert "log-probs ok" in audit.out
+    check_samples(run.out)
+
+
+def check_samples(out: Path) -> None:
+    """Masks are 0 where the environment spoke, and there alone."""
+    columns = "token_ids, logprobs, loss_mask, reward, state"
+    with sqlite3.connect(out / "samples.sqlite") as samples:
+        rows = samples.execute(f"select {columns} from samples where state = 'trained'").fetchall()
+    assert len(rows) == 32
+    for ids, told, mask, reward, _ in rows:
+        token_ids, logprobs = np.frombuffer(ids, "<i4"), np.frombuffer(told, "<f4")
+        is_read = np.frombuffer(mask, np.uint8) == 0
+        assert is_read.sum() in (3, 6)
+        for at in np.flatnonzero(is_read)[::3]:
+            assert is_read[at : at + 3].all()
+            assert len({*token_ids[at : at + 2].tolist()}) == 1  # "77:"
+        assert (logprobs[is_read] == 0).all()
+        assert (logprobs[~is_read] < 0).all()
+        assert math.isfinite(reward)

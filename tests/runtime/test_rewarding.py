@@ -1,0 +1,218 @@
+"""Reward tasks at a stream, without a run: who dies, hangs or is late costs its own group at most."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from tests.runtime.tiny import CHARACTERS, save_start
+
+from dora.core.events import GroupScored, GroupUnscorable
+from dora.core.records import GroupId, RequestId
+from dora.errors import InputError, RunError
+from dora.runtime.crew import MAX_FAILED_STARTS
+from dora.runtime.judging import JudgeSpec, question_of
+from dora.runtime.process import Told, take
+from dora.runtime.rewarding import Rewarding, RewardTask
+from dora.stream.feed import Feed
+from dora.stream.lines import Want
+from dora.stream.samples import Trajectory
+
+TASK = """
+import os, time
+from pathlib import Path
+
+
+def reward(prompt, completion, *, mood="good", **row):
+    flag = Path(__file__).with_name("has died")
+    if mood == "hangs":
+        time.sleep(3600)
+    if mood == "kills" or (mood == "kills once" and not flag.exists()):
+        flag.touch()
+        os.kill(os.getpid(), 9)
+    if mood == "waits":
+        while not flag.exists():
+            time.sleep(0.01)
+    return float(len(completion))
+
+
+class Together:
+    def __init__(self, worth):
+        self.worth = worth
+
+    def __call__(self, prompts, completions, mood, **columns):
+        if "bad" in mood:
+            raise ValueError("bad mood")
+        return [self.worth * len(prompts)] * len(prompts)
+"""
+
+
+class Bench:
+    """A feed with groups of two answers, three for held-out prompts, and its reward tasks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.model = folder, save_start(folder / "start")
+        (folder / "tasks.py").write_text(TASK)
+        self.told: Told = SimpleQueue()
+        self.facts: list[GroupScored | GroupUnscorable] = []
+        self.notices: list[str] = []
+
+    def task(
+        self,
+        name: str = "reward",
+        what: str = "reward",
+        options: dict[str, Any] | None = None,
+        timeout_s: float = 60.0,
+        **rules: Any,
+    ) -> RewardTask:
+        function, key = f"{self.folder}/tasks.py:{what}", f"task.{name}.class"
+        judge = JudgeSpec(name, function, key, self.model, options or {})
+        return RewardTask(judge, timeout_s, f"{name}.timeout_s", **rules)
+
+    def open(self, *tasks: RewardTask) -> None:
+        leases = {task.name: task.lease_s for task in tasks}
+        self.feed = Feed(self.folder / "stream", 2, tasks=leases, num_answers=3)
+        self.rewarding = Rewarding(tasks, self.feed, 60.0, self.told, self.notices.append)
+
+    def ask(self, row: int, version: int = 0, **columns: Any) -> GroupId:
+        """A group whose answers have one and two characters."""
+        group = GroupId(0, row)
+        for sibling in range(2):
+            ids = [CHARACTERS.index("7")] * (sibling + 1)
+            self.feed.put(Trajectory(RequestId(*group, sibling), version, "", [1], ids, [-1.0] * len(ids)))
+        self.feed.flush()
+        self.rewarding.submit(group, question_of("7:", columns))
+        return group
+
+    def hear(self, num_facts: int) -> Sequence[GroupScored | GroupUnscorable]:
+        while len(self.facts) < num_facts:
+            self.listen()
+        return self.facts
+
+    def listen(self) -> None:
+        for worker, message in take(self.told, 0.1):
+            self.facts += self.rewarding.hear(worker, message) or []
+        self.facts += self.rewarding.check_deadlines()
+
+    def close(self) -> None:
+        self.rewarding.kill()
+        self.feed.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """In a folder with a short name, for that of a socket may have 107 letters."""
+    folder = Path(tempfile.mkdtemp(prefix="dora-"))
+    made = Bench(folder)
+    yield made
+    made.close()
+    shutil.rmtree(folder)
+
+
+def test_the_rewards_of_all_tasks_are_weighed_and_added(bench: Bench) -> None:
+    bench.open(bench.task(), bench.task("sum", "Together", {"worth": 0.25}, weight=-2.0))
+    group = bench.ask(1, mood="good")
+    held_out = GroupId(-4, 1)
+    bench.rewarding.submit(held_out, question_of("7:", {"mood": "good"}), [[], [7], [7, 7]])
+    assert {*bench.hear(2)} == {
+        GroupScored(group, (1.0 - 1.0, 2.0 - 1.0)),
+        GroupScored(held_out, (-1.5, 1.0 - 1.5, 2.0 - 1.5)),
+    }
+
+
+def test_a_worker_that_dies_once_costs_nothing(bench: Bench) -> None:
+    bench.open(bench.task())
+    groups = [bench.ask(1, mood="kills once"), bench.ask(2)]
+    assert bench.hear(2) == [GroupScored(group, (1.0, 2.0)) for group in groups]
+    assert bench.notices == ["the rewarder is replaced: rewarder was killed by SIGKILL"]
+
+
+def test_a_worker_that_dies_while_it_starts_is_started_again_a_few_times(bench: Bench) -> None:
+    def kill(times: int) -> None:
+        """The worker that is ready, and then those that start in its place."""
+        for _ in range(times):
+            (worker,) = multiprocessing.active_children()
+            worker.kill()
+            num_notices = len(bench.notices)
+            while len(bench.notices) == num_notices:
+                bench.listen()
+
+    bench.open(bench.task())
+    groups = [bench.ask(1)]
+    bench.hear(1)
+    kill(times=MAX_FAILED_STARTS)
+    groups.append(bench.ask(2))
+    assert bench.hear(2) == [GroupScored(group, (1.0, 2.0)) for group in groups]
+    with pytest.raises(RunError, match="rewarder was killed by SIGKILL"):
+        kill(times=1 + MAX_FAILED_STARTS)
+
+
+def test_a_group_that_two_workers_die_of_fails_and_no_other_does(bench: Bench) -> None:
+    bench.open(bench.task())
+    groups = [bench.ask(1, mood="kills"), bench.ask(2)]
+    reason = "reward ended its process: rewarder was killed by SIGKILL"
+    assert bench.hear(2) == [GroupUnscorable(groups[0], reason), GroupScored(groups[1], (1.0, 2.0))]
+    assert bench.rewarding.first_failure.startswith(reason)
+
+
+def test_a_group_that_hangs_fails_and_no_other_does(bench: Bench) -> None:
+    bench.open(bench.task("slow", num_workers=2, timeout_s=2.0))
+    hanging, *others = bench.ask(0, mood="hangs"), *(bench.ask(row) for row in range(1, 4))
+    assert {*bench.hear(4)} == {
+        GroupUnscorable(hanging, "slow took longer than slow.timeout_s = 2"),
+        *(GroupScored(group, (1.0, 2.0)) for group in others),
+    }
+
+
+def test_only_the_bad_group_of_a_micro_batch_fails(bench: Bench) -> None:
+    bench.open(bench.task("sum", "Together", {"worth": 1.0}, want=Want(num_rows=100)))
+    groups = [bench.ask(row, mood=mood) for row, mood in enumerate(("good", "bad", "good"))]
+    assert {*bench.hear(3)} == {
+        GroupScored(groups[0], (2.0, 2.0)),
+        GroupScored(groups[2], (2.0, 2.0)),
+        GroupUnscorable(groups[1], "sum: reward raised ValueError"),
+    }
+    assert "bad mood" in bench.rewarding.first_failure
+
+
+def test_what_one_task_fails_is_told_once_whatever_another_says_later(bench: Bench) -> None:
+    bench.open(bench.task("late"), bench.task("sum", "Together", {"worth": 1.0}))
+    bad = bench.ask(0, mood="bad")
+    assert bench.hear(1) == [GroupUnscorable(bad, "sum: reward raised ValueError")]
+    bench.feed.drop([bad])
+    good = bench.ask(1, mood="good")
+    assert bench.hear(2)[1] == GroupScored(good, (3.0, 4.0))
+
+
+def test_the_oldest_version_is_judged_first(bench: Bench) -> None:
+    bench.open(bench.task())
+    bench.ask(9, mood="waits")
+    groups = {version: bench.ask(version, version) for version in (3, 1, 2)}
+    (bench.folder / "has died").touch()
+    order = [fact.group for fact in bench.hear(4)][-3:]
+    assert order == [groups[1], groups[2], groups[3]]
+
+
+def test_rewards_whose_sum_is_no_number_fail_their_group(bench: Bench) -> None:
+    bench.open(bench.task(weight=1e308), bench.task("sum", "Together", {"worth": 1.0}, weight=1e308))
+    group = bench.ask(0, mood="good")
+    assert bench.hear(1) == [GroupUnscorable(group, "the weighted sum of rewards is inf")]
+
+
+def test_a_class_that_cannot_be_made_is_bad_input(bench: Bench) -> None:
+    bench.open(bench.task("sum", "Together", {"wroth": 1.0}))
+    with pytest.raises(InputError, match=r"task.sum.class = .*unexpected keyword argument 'wroth'"):
+        bench.hear(1)
+
+
+def test_a_run_whose_stream_has_ended_says_so(bench: Bench) -> None:
+    bench.open(bench.task())
+    bench.feed.close()
+    with pytest.raises(RunError, match="rewards cannot be collected any more"):
+        bench.hear(1)
