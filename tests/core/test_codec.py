@@ -22,6 +22,7 @@ def records(cls: type) -> st.SearchStrategy[Any]:
         float: FLOATS,
         float | None: st.none() | FLOATS,
         tuple[float, ...]: st.lists(FLOATS).map(tuple),
+        tuple[tuple[int, float], ...]: st.lists(st.tuples(st.integers(), FLOATS)).map(tuple),
     }
     hints = get_type_hints(cls)
     return st.builds(cls, **{name: floats.get(hint, st.from_type(hint)) for name, hint in hints.items()})
