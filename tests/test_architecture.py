@@ -46,6 +46,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dora.runtime": ("dora",),
     "dora.contract": (
         "dora.core.records",
+        "dora.data.tokenizer",
         "dora.engine.sequence",
         "dora.errors",
         "dora.model",

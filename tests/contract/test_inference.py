@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dora.contract.inference import InferenceContract
+from dora.data.tokenizer import Tokenizer
 from dora.loading import load_attribute
 from dora.model.folder import load_config
 from dora.runtime.stations import NATIVE, Capabilities, InferenceEngine
@@ -30,6 +31,7 @@ class Native:
             kernels="eager",
             device=device,
             dtype=dtype,
+            detokenize=Tokenizer(Path(model)).decode,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,27 @@ class TellsThePublishedDigest(Engine):
         return digest
 
 
+class KeepsViewsOfWhatItWasGiven(Engine):
+    def load(self, version: int, source: Tensor) -> str:
+        digest: str = super().load(version, source)
+        views = self._layout.views(source)
+        for name, parameter in self._model.named_parameters():
+            parameter.data = views[name]
+        return digest
+
+
+class ClaimsToFilter(Engine):
+    capabilities = replace(Engine.capabilities, filters=True)
+
+
+class ClaimsToReadText(Engine):
+    capabilities = replace(Engine.capabilities, stop_strings=True)
+
+
+class ClaimsADtype(Engine):
+    capabilities = replace(Engine.capabilities, dtypes=("float32", "bfloat16"))
+
+
 class RefusesAll(Engine):
     def submit(self, requests: Sequence[Request]) -> None:
         try:
@@ -70,6 +92,10 @@ ENGINES = {
     TellsOtherLogProbs: "test_log_probs_are_those_of_the_weights",
     DropsWhatIsInUse: "test_a_version_with_unfinished_requests_is_not_dropped",
     TellsThePublishedDigest: "test_a_version_that_is_dropped_makes_room",
+    KeepsViewsOfWhatItWasGiven: "test_what_was_given_may_change_once_it_is_loaded",
+    ClaimsToFilter: "test_what_is_filtered_out_is_not_drawn",
+    ClaimsToReadText: "test_a_text_that_ends_an_answer_is_its_last",
+    ClaimsADtype: "test_every_dtype_it_knows_is_attested_by_its_own_bytes",
     RefusesAll: "test_a_request_that_cannot_run_is_refused_by_name_and_the_others_go_on",
     ForgetsToStop: "test_an_answer_ends_with_its_first_stop_token",
     KeepsWhatIsGivenUp: "test_requests_that_are_given_up_are_gone",
@@ -79,12 +105,13 @@ ENGINES = {
 @pytest.mark.parametrize(("wrong", "test"), ENGINES.items(), ids=lambda x: getattr(x, "__name__", ""))
 def test_a_wrong_engine_fails(tmp_path: Path, wrong: Any, test: str) -> None:
     contract = type("Contract", (InferenceContract,), {"factory": wrong})()
-    engine = unwrapped(InferenceContract.made)(contract, tmp_path)
-    if "digest" not in test:
-        engine = unwrapped(InferenceContract.engine)(contract, engine)
-    more = {"temperature": 0.5} if "log_probs" in test else {}
+    asked = inspect.signature(getattr(contract, test)).parameters
+    given: dict[str, Any] = {"tmp_path": tmp_path, "temperature": 0.5, "filters": {"top_k": 3}}
+    given["made"] = unwrapped(InferenceContract.made)(contract, tmp_path)
+    if "engine" in asked:
+        given["engine"] = unwrapped(InferenceContract.engine)(contract, given["made"])
     with pytest.raises(FAILURES):
-        getattr(contract, test)(engine, **more)
+        getattr(contract, test)(**{name: given[name] for name in asked})
 
 
 class RemembersWhatItShouldForget(Trainer):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from dora.core.records import GroupId, RequestId
+from dora.data.tokenizer import save_character_tokenizer
 from dora.engine.sequence import Completion, EngineError, Request, Sampling
 from dora.model.config import ModelConfig
 from dora.model.folder import save_folder
@@ -36,6 +37,8 @@ CONFIG = ModelConfig(
     max_position_embeddings=96,
 )
 MAX_ROWS, MAX_CONTEXT, MAX_TOKENS = 4, 64, 12
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz01"  # what the tokens stand for, in order; the last one is <eos>
+ROUGHLY = 0.2  # how far log-probs in bf16 may be off in a model as sharp as this one (nats)
 MAX_STEPS = 10_000  # an engine that needs more of them for a few short answers does not get anywhere
 
 
@@ -50,16 +53,7 @@ class InferenceContract:
     @pytest.fixture
     def made(self, tmp_path: Path) -> InferenceEngine:
         """An engine of a tiny model that holds no version."""
-        save_folder(tmp_path, CONFIG, weights(0))
-        slots = min(2, self._can.max_versions or 2)
-        return self.factory(
-            model=str(tmp_path),
-            max_rows=MAX_ROWS,
-            max_context=MAX_CONTEXT,
-            version_slots=slots,
-            device=self.device,
-            dtype="float32",
-        )
+        return self._make(tmp_path, "float32")
 
     @pytest.fixture
     def engine(self, made: InferenceEngine) -> InferenceEngine:
@@ -94,6 +88,23 @@ class InferenceContract:
         with pytest.raises(EngineError):
             made.load(0, torch.zeros(7))
         assert not made.versions
+
+    def test_what_was_given_may_change_once_it_is_loaded(self, made: InferenceEngine) -> None:
+        """The run keeps one buffer for the versions to come."""
+        buffer = weights(0)
+        made.load(0, buffer)
+        buffer.copy_(weights(1))
+        (answer,) = self._run(made, [request(0)])
+        assert self._gap(answer, request(0)) < self.tolerance
+
+    def test_every_dtype_it_knows_is_attested_by_its_own_bytes(self, tmp_path: Path) -> None:
+        for dtype in self._can.dtypes:
+            flat = weights(0).to(getattr(torch, dtype))
+            engine = self._make(tmp_path / dtype, dtype)
+            assert engine.load(0, flat) == weight_digest(flat)
+            asked = request(0)
+            (answer,) = self._run(engine, [asked])
+            assert self._gap(answer, asked) < (self.tolerance if dtype == "float32" else ROUGHLY)
 
     def test_a_version_without_a_place_is_refused_and_those_held_stay(self, engine: InferenceEngine) -> None:
         held = {0}
@@ -158,8 +169,8 @@ class InferenceContract:
         (answer,) = self._run(engine, [asked])
         known = list(asked.prompt_ids)
         for token in answer.token_ids:
-            tried = [logprobs_of(0, known, [other])[0] for other in range(CONFIG.vocab_size)]
-            assert token == max(range(CONFIG.vocab_size), key=tried.__getitem__)
+            told = distribution(0, known)
+            assert token == max(range(CONFIG.vocab_size), key=told.__getitem__)
             known.append(token)
 
     def test_an_answer_ends_with_its_first_stop_token(self, engine: InferenceEngine) -> None:
@@ -193,14 +204,30 @@ class InferenceContract:
         answers = self._run(engine, [request(number) for number in range(MAX_ROWS)])
         assert len({tuple(answer.token_ids) for answer in answers}) > 1
 
-    def test_filters_leave_the_unfiltered_log_probs_as_they_are(self, engine: InferenceEngine) -> None:
+    @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}], ids=str)
+    def test_what_is_filtered_out_is_not_drawn(
+        self, engine: InferenceEngine, filters: dict[str, Any]
+    ) -> None:
+        """Log-probs are those of what is left, and unfiltered ones those of everything."""
         self._needs(filters=self._can.filters)
-        asked = request(0, top_k=3)
+        asked = request(0, **filters)
         (answer,) = self._run(engine, [asked])
         assert self._gap(answer, asked) < self.tolerance
-        assert all(
-            own >= p - 1e-6 for own, p in zip(answer.logprobs, answer.unfiltered_logprobs, strict=True)
-        )
+        for i, token in enumerate(answer.token_ids):
+            left = kept(distribution(0, [*asked.prompt_ids, *answer.token_ids[:i]]), asked.sampling)
+            assert token in left
+            expected = math.log(left[token] / sum(left.values()))
+            assert answer.logprobs[i] == pytest.approx(expected, abs=self.tolerance)
+
+    def test_a_text_that_ends_an_answer_is_its_last(self, engine: InferenceEngine) -> None:
+        self._needs(stop_strings=self._can.stop_strings)
+        stops = tuple(CHARACTERS[::4])
+        answers = self._run(engine, [request(number, stop_strings=stops) for number in range(8)])
+        for answer in answers:
+            is_stop = [CHARACTERS[token : token + 1] in stops for token in answer.token_ids]
+            assert not any(is_stop[:-1])
+            assert is_stop[-1] == (answer.finish_reason == "stop")
+        assert any(answer.finish_reason == "stop" for answer in answers)
 
     # orders
 
@@ -284,6 +311,19 @@ class InferenceContract:
 
     # how the tests do it
 
+    def _make(self, folder: Path, dtype: str) -> InferenceEngine:
+        save_folder(folder, CONFIG, weights(0))
+        save_character_tokenizer(folder, CHARACTERS)
+        slots = min(2, self._can.max_versions or 2)
+        return self.factory(
+            model=str(folder),
+            max_rows=MAX_ROWS,
+            max_context=MAX_CONTEXT,
+            version_slots=slots,
+            device=self.device,
+            dtype=dtype,
+        )
+
     def _run(self, engine: InferenceEngine, requests: Sequence[Request]) -> list[Completion]:
         """Their answers, in order."""
         engine.submit(requests)
@@ -324,18 +364,37 @@ def logprobs_of(
     return found
 
 
+def distribution(version: int, token_ids: Sequence[int]) -> list[float]:
+    """What a forward pass says of every token that may come next: its probability."""
+    plain = GroupLogprobs(CONFIG, TrainerSettings(lr=0.0, num_steps=1), "cpu")
+    plain.use(weights(version))
+    found = plain([Sample(token_ids, [other], [0.0], 0.0) for other in range(CONFIG.vocab_size)])
+    return [math.exp(float(logprobs[0])) for logprobs in found]
+
+
+def kept(probabilities: Sequence[float], sampling: Sampling) -> dict[int, float]:
+    """The tokens that the filters leave, with their probabilities, by the definition in `Sampling`."""
+    ranked = sorted(enumerate(probabilities), key=lambda pair: -pair[1])
+    if sampling.top_k:
+        ranked = ranked[: sampling.top_k]
+    total, mass, left = sum(p for _, p in ranked), 0.0, []
+    for token, p in ranked:
+        if mass < sampling.top_p * total and p >= sampling.min_p * ranked[0][1]:
+            left.append((token, p))
+        mass += p
+    return dict(left)
+
+
 def request(
     number: int,
     *,
     version: int = 0,
     temperature: float = 1.0,
     max_tokens: int = MAX_TOKENS,
-    stop_ids: tuple[int, ...] = (),
-    top_k: int = 0,
-    max_turn_tokens: int = 0,
     prompt_ids: tuple[int, ...] | None = None,
+    **more: Any,
 ) -> Request:
-    """The number-th sibling of a group with a prompt of 9 tokens."""
+    """The number-th sibling of a group with a prompt of 9 tokens; `more` are fields of its sampling."""
     group = GroupId(0, 0)
     return Request(
         id=RequestId(*group, number),
@@ -343,5 +402,5 @@ def request(
         prompt_ids=prompt_ids or tuple((5 + 3 * i) % CONFIG.vocab_size for i in range(9)),
         version=version,
         seed=1000 + number,
-        sampling=Sampling(temperature, max_tokens, stop_ids, top_k=top_k, max_turn_tokens=max_turn_tokens),
+        sampling=Sampling(temperature, max_tokens, **more),
     )

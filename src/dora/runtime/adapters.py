@@ -80,7 +80,7 @@ def _load(name: str) -> InferenceFactory:
 def _lacking(config: Config, can: Capabilities) -> Iterator[str]:
     """What is asked and not offered, with the remedy."""
     sampling, engine, orchestrator = config.sampling, config.engine, config.orchestrator
-    if not can.moves and not config.is_static:
+    if not config.is_static:
         yield "its requests stay where they are: set orchestrator.placement = static"
     if can.max_versions is not None and config.version_slots > can.max_versions:
         yield f"it holds {can.max_versions} versions at most: set engine.version_slots = {can.max_versions}"
@@ -94,9 +94,9 @@ def _lacking(config: Config, can: Capabilities) -> Iterator[str]:
         yield "it knows no stop strings: remove sampling.stop, or use sampling.stop_token_ids"
     if not can.episodes and config.has_episodes:
         yield "it writes whole answers: remove env.environment, env.hosts and service.agents"
-    if not can.routes and config.trainer.routing_replay:
+    if config.trainer.routing_replay:
         yield "it does not tell the experts of each token: set trainer.routing_replay = false"
-    if not can.exact and engine.exact:
+    if engine.exact:
         yield "its log-probs are not exact: set engine.exact = false"
     if engine.dtype not in can.dtypes:
         yield f"it knows no engine.dtype = {engine.dtype}: use {' or '.join(can.dtypes)}"

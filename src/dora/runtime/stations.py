@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Capabilities:
     """What an inference engine can do beyond generating; what is not said, it cannot.
 
-    A run whose configuration asks for something else is refused before it starts.
+    A run whose configuration asks for something else is refused before it starts, and so is one that asks an
+    adapter to move running requests, to tell the experts of each token, or for exact log-probs.
     """
 
     max_versions: int | None = 1  # that one engine holds at once; None: as many as version_slots says
@@ -34,10 +35,7 @@ class Capabilities:
     stop_strings: bool = False
     pauses: bool = False  # stands still between `pause` and `resume`
     rushes: bool = False  # decodes some requests while others stand still
-    moves: bool = False  # running requests go to other engines with their KV
     episodes: bool = False  # answers of several turns, with others' words in between; see `TurnTaking`
-    routes: bool = False  # tells the experts of each token
-    exact: bool = False  # log-probs to the last bit, in whatever batch
     dtypes: tuple[str, ...] = ("float32",)
     devices: tuple[str, ...] = ("cpu",)
 
@@ -49,10 +47,7 @@ NATIVE = Capabilities(
     stop_strings=True,
     pauses=True,
     rushes=True,
-    moves=True,
     episodes=True,
-    routes=True,
-    exact=True,
     dtypes=("float32", "bfloat16"),
     devices=("cpu", "cuda"),
 )
@@ -85,8 +80,9 @@ class InferenceEngine(Protocol):
         """Whether `step` has anything to do."""
 
     def load(self, version: int, source: Tensor) -> str:
-        """Take the weights of a version, a flat buffer [numel]; returns the digest of the bytes held.
+        """Copy the weights of a version, a flat buffer [numel]; returns the digest of the bytes held.
 
+        The buffer may have other weights afterwards, so views of it would break C1.
         `dora.model.weights.Layout` says where each Hugging Face parameter lies in it. Raises EngineError
         where the version is held already, there is no place, or the buffer does not fit the model.
         """
