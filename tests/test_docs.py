@@ -146,6 +146,17 @@ def test_the_figures_of_the_trainer_in_the_readme_are_those_of_the_committed_ben
     assert [figure for figure in expected if figure not in readme] == []
 
 
+def test_the_figures_of_the_stream_in_the_readme_are_those_of_the_committed_benchmark() -> None:
+    ratios = json.loads((RESULTS / "stream.json").read_text("utf-8"))["ratios"]
+    expected = [
+        f"| {ratios['latency_vs_transferqueue']:.1f} times |",
+        f"| {ratios['throughput_vs_transferqueue']:.0f} times |",
+        f"| {ratios['memcpy_share']:.2f} |",
+    ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [figure for figure in expected if figure not in readme] == []
+
+
 def test_the_engine_is_the_fastest_in_every_setting_of_the_committed_grid() -> None:
     rows = json.loads((RESULTS / "engine_grid.json").read_text("utf-8"))["rows"]
     steps: dict[tuple[object, ...], dict[str, float]] = {}
