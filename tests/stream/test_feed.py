@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from dora.core.records import GroupId, RequestId
-from dora.errors import RunError, StreamError
-from dora.stream import feed
+from dora.errors import NoRoomError, RunError, StreamError
+from dora.stream import feed, wire
+from dora.stream.client import StreamClient
 from dora.stream.feed import Feed, GroupReader
 from dora.stream.samples import SampleStore, StoredSample, Trajectory
+from dora.stream.segments import Arena, Place
 
 GROUPS = [GroupId(1, row) for row in range(4)]
 ROUTES = np.arange(4 * 6, dtype=np.int16).reshape(4, 6)
@@ -59,6 +62,27 @@ def life(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
     made = Life(folder)
     yield made
     made.end()
+
+
+class Disk:
+    """The file system of the segments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full, self.num_refused = False, 0
+        reserve = Arena.reserve
+
+        def reserve_if_there_is_room(arena: Arena, num_bytes: int) -> tuple[Place, memoryview]:
+            if self.is_full:
+                self.num_refused += 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return reserve(arena, num_bytes)
+
+        monkeypatch.setattr(Arena, "reserve", reserve_if_there_is_room)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
 
 
 def numbers(samples: Sequence[StoredSample]) -> list[tuple[int, float, float | None]]:
@@ -156,6 +180,71 @@ def test_what_a_dead_station_had_on_lease_is_filled_by_its_successor(folder: Pat
         station.fill(GROUPS[0], rows)
     station.commit([GROUPS[0]])
     assert life.reader.group(GROUPS[0])[0].reference == [0.0, 0.0]
+    station.close()
+    life.end()
+
+
+def test_what_is_filled_in_waits_for_room(life: Life, disk: Disk) -> None:
+    life.put(GROUPS[0])
+    life.store.commit()
+    disk.is_full = True
+
+    def make_room() -> None:
+        disk.is_full = False
+
+    client = StreamClient(wire.endpoint_of(life.feed.folder))
+    rewards = {"reward": np.ones(2), "advantage": np.zeros(2)}
+    feed.fill(client, life.feed.folder, [0, 1], rewards, make_room)
+    assert disk.num_refused > 0
+    client.close()
+    assert numbers(life.reader.group(GROUPS[0])) == [(2, 1.0, 0.0), (3, 1.0, 0.0)]
+
+
+@pytest.mark.parametrize("what", ["answers", "rewards"])
+def test_a_run_without_room_for_its_samples_ends_once_and_says_what_to_do(
+    life: Life, disk: Disk, what: str
+) -> None:
+    """Then what was trained is saved: nothing that comes later may end it again."""
+    life.put(GROUPS[0])
+    life.store.commit()
+    disk.is_full = True
+    if what == "answers":
+        life.put(GROUPS[1])
+    else:
+        life.score(GROUPS[0])
+    with pytest.raises(NoRoomError, match=r"no room in .*stream-0 for 0.05 s.*make room.* with --resume"):
+        life.store.commit()
+    life.put(GROUPS[2])
+    life.store.commit()
+
+
+def test_what_has_ended_makes_room_for_what_comes(life: Life, disk: Disk) -> None:
+    """Of a group that has ended before it was sent, nothing is sent."""
+    life.put(GROUPS[0])
+    life.store.commit()
+    disk.is_full = True
+    life.score(GROUPS[0])
+    life.store.mark([GROUPS[0]], "filtered: zero_variance")
+    life.store.commit()
+    with pytest.raises(RunError, match="0 of 2 rows are here"):
+        life.reader.group(GROUPS[0])
+
+
+def test_a_station_that_finds_no_room_may_try_again(
+    folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "WAIT_S", 0.05)
+    life = Life(folder, columns=("reference",))
+    life.put(GROUPS[0])
+    life.score(GROUPS[0])
+    life.store.commit()
+    station = GroupReader(life.feed.folder, "reference")
+    rows = [np.zeros(len(s.token_ids), np.float32) for s in station.group(GROUPS[0])]
+    disk.is_full = True
+    with pytest.raises(NoRoomError, match="make room"):
+        station.fill(GROUPS[0], rows)
+    disk.is_full = False
+    station.fill(GROUPS[0], rows)
     station.close()
     life.end()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import pytest
@@ -13,7 +14,7 @@ from tests.stream.rows import group, row
 from dora.core.records import GroupId, RequestId
 from dora.errors import StreamError
 from dora.stream.ledger import Lease, Ledger
-from dora.stream.lines import Block, NewRow, Want
+from dora.stream.lines import Block, NewRow, Row, Want
 
 NAMES = ("ids", "reward")
 
@@ -276,6 +277,21 @@ def test_cleared_groups_are_in_nobodys_line_and_on_nobodys_lease(ledger: Ledger)
     assert lease is not None
     ledger.give_back(lease.number, "me", 0.0)
     assert take(ledger, "reward", Want(9)) == [2, 3]
+    assert ledger.clear([group(1), group(1)]) == [2, 3]
+
+
+def test_who_asks_by_groups_does_not_keep_what_is_consumed(ledger: Ledger) -> None:
+    """Else a run would keep every row that ever was."""
+    for name, size in (("actor", 2), ("reward", 0)):
+        ledger.declare(name, ["ids"], group_size=size)
+    for number in range(0, 2000, 2):
+        add(ledger, [row(number), row(number + 1)])
+        if number % 4:
+            lease = ledger.take("actor", "me", Want(groups=(group(number // 2),)), 0.0)
+            assert lease is not None
+            ledger.commit(lease.number, "me", 0.0)
+        ledger.clear([group(number // 2)])
+    assert sum(type(kept) is Row for kept in gc.get_objects()) < 500
 
 
 def test_a_full_ledger_names_who_is_furthest_behind() -> None:

@@ -19,7 +19,7 @@ import zmq
 from tests.stream.peers import TASK, Peer
 from tests.stream.rows import FIELDS, columns, group, numbers, rewards, row
 
-from dora.errors import RunError, StreamError
+from dora.errors import NoRoomError, RunError, StreamError
 from dora.stream import segments, wire
 from dora.stream.batch import Batch, Waited
 from dora.stream.client import StreamClient
@@ -165,7 +165,7 @@ def test_a_full_memory_makes_a_producer_wait_too(
     assert "'reward' is 0 rows behind" in late.why
     num_fulls[:] = [*[True] * client.shares_memory, False, *[True] * 100]  # a far one does not try again
     assert put(client, 0) == range(1)
-    with pytest.raises(StreamError, match="No space left on device"):
+    with pytest.raises(NoRoomError, match="No space left on device"):
         client.fill([0], {"routes": [np.zeros((1 << 22, 3), np.int16)]})
     assert client.status()["num_rows"] == 1
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dora.contract.inference import CONFIG, logprobs_of, weights
+from dora.contract.asking import CONFIG, logprobs_of, weights
 from dora.errors import RunError
 from dora.runtime.stations import TrainingEngine, TrainingFactory
 from dora.trainer.logprobs import GroupLogprobs

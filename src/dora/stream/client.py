@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from dora.core.records import GroupId
-from dora.errors import RunError, StreamError
+from dora.errors import NoRoomError, RunError, StreamError
 from dora.stream import wire
 from dora.stream.batch import Batch, Part, Waited
 from dora.stream.connection import check_size
@@ -75,6 +75,7 @@ class StreamClient:
 
         While the stream is full it waits; after `wait_s` it says who is slow, and the rows are not there.
         """
+        wait_s = wire.seconds(wait_s)
         packing = Packing(self.fields, columns, len(rows))
         numbers = np.array([(*row.id, row.version, row.num_tokens) for row in rows], np.int64)
         answer = self._write("put", packing, numbers, wait_s)
@@ -83,18 +84,26 @@ class StreamClient:
         return range(answer["first"], answer["first"] + len(rows))
 
     def fill(self, indices: Sequence[int], columns: Given) -> None:
-        """Further columns of rows that are there; a full stream takes them too."""
+        """Further columns of rows that are there; a full stream takes them too.
+
+        Raises NoRoomError, which is no StreamError, if the file system is full: nothing was filled in.
+        """
         packing = Packing(self.fields, columns, len(indices))
         if isinstance(full := self._write("fill", packing, np.asarray(indices, np.int64)), Waited):
-            raise StreamError(full.why)
+            raise NoRoomError(full.why)
 
     def get(self, consumer: str, want: Want | None = None, wait_s: float = 60.0) -> Batch | Waited:
-        """Rows on lease, or after `wait_s` whom they wait for."""
+        """Rows on lease, or after `wait_s` (math.inf: never) whom they wait for."""
+        wait_s = wire.seconds(wait_s)
         asked = {"consumer": consumer, "want": want or Want(), "inline": self._reader is None}
         header, buffers = self._ask("get", asked, wait_s=wait_s)
         if "waited" in header:
             return Waited(*header["waited"])
-        return self._batch(header, buffers)
+        try:
+            return self._batch(header, buffers)
+        except BaseException:  # nobody here will know of the lease
+            self._send("give_back", {"lease": header["lease"]}, ())
+            raise
 
     def look(self, consumer: str, indices: Sequence[int]) -> Batch:
         """Rows that another client has on lease for the consumer, as long as it does; nothing to commit."""
@@ -161,7 +170,7 @@ class StreamClient:
         packing.write(view)
         try:
             header, _ = self._ask(verb, asked | {"place": place}, (numbers,), wait_s)
-        except StreamError:  # but without an answer it may have been taken
+        except (StreamError, NoRoomError):  # but without an answer it may have been taken
             self._arena.release(place.segment)
             raise
         if "waited" not in header:
@@ -198,7 +207,7 @@ class StreamClient:
                     self._send("give_back", {"lease": header["lease"]}, ())
                 continue
             if "error" in header:
-                raise StreamError(header["error"])
+                raise (NoRoomError if header.get("is_full") else StreamError)(header["error"])
             return header, frames[1:]
         raise RunError(
             f"the stream at {self._endpoint} has not answered {verb!r} for {self._timeout_s:g} s: "

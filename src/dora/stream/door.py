@@ -20,7 +20,7 @@ import zmq
 
 from dora.errors import StreamError
 from dora.stream import wire
-from dora.stream.connection import MAX_MESSAGE_BYTES, Connection
+from dora.stream.connection import MAX_MESSAGE_BYTES, Connection, check_size
 
 _MAX_PER_ROUND = 64  # messages, so that nobody's answer waits for everybody's requests
 Frames = Sequence[bytes]
@@ -104,8 +104,10 @@ class Door:
             self.forget(client)
         for bound in self._bound:
             bound.close(linger=0)
-        for listening in (*self._listening.values(), self._alarm, self._bell):
-            listening.close()
+        for listening in self._listening.values():
+            Path(listening.getsockname()).unlink(missing_ok=True)
+        for own in (*self._listening.values(), self._alarm, self._bell):
+            own.close()
 
     def _drop(self, fd: int) -> None:
         self._poll.unregister(fd)
@@ -163,7 +165,7 @@ class Door:
             while client.connection is connection and (frames := connection.next()) is not None:
                 yield client, frames
         except StreamError as error:
-            self.send(client, wire.frames_of({"n": wire.TO_ANY, "error": str(error)}, ()))
+            self.send(client, wire.refusal(error))
             yield client, None
         except OSError:
             yield client, None
@@ -174,4 +176,10 @@ class Door:
                 address, *frames = bound.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield self._far.get((bound, address)) or Client(far=(bound, address)), frames
+            client = self._far.get((bound, address)) or Client(far=(bound, address))
+            try:
+                check_size(sum(map(len, frames)))  # of each frame ZeroMQ has done so while it came in
+            except StreamError as error:
+                self.send(client, wire.refusal(error))
+            else:
+                yield client, frames

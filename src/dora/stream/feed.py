@@ -7,7 +7,8 @@ what was not trained. The trainer takes the groups that the core has chosen, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora.core.records import GroupId, RequestId
-from dora.errors import RunError
+from dora.errors import NoRoomError, RunError
 from dora.stream import wire
 from dora.stream.batch import Batch, Waited
 from dora.stream.client import StreamClient
-from dora.stream.fields import Field
+from dora.stream.fields import Field, Given
 from dora.stream.lines import NewRow, Want
 from dora.stream.samples import StoredSample, Trajectory
 from dora.stream.server import Server
@@ -39,7 +40,36 @@ FIELDS = (*_ANSWER, *_JUDGEMENT)
 QUESTION = "question"  # JSON, once a group is to be judged; its first answer has it, the others are empty
 COLLECTOR = "collector"
 COLUMNS = ("reference", "proximal", "values")  # of every token, where a station beside the trainer makes it
-WAIT_S = 10.0  # for a group that is committed, and so was sent
+WAIT_S = 10.0  # for a group that is committed, and so was sent; and for room
+STOPPED_S = 86400.0  # the driver may be stopped for so long before it answers; its end is seen at once
+_TRY_AGAIN_S = 0.1
+
+
+def no_room(folder: Path, why: str) -> NoRoomError:
+    """What ends a run whose stream finds no room for new columns; the record has what was told."""
+    return NoRoomError(
+        f"no room in {folder} for {WAIT_S:g} s, so the run cannot go on: {why}; make room in that file "
+        "system, which in a container is its --shm-size, and go on with --resume"
+    )
+
+
+def fill(
+    client: StreamClient, folder: Path, indices: Sequence[int], columns: Given, tell: Callable[[], None]
+) -> None:
+    """Fill columns in. While there is no room it waits, and says so with `tell` at each try.
+
+    Raises StreamError, and after WAIT_S NoRoomError.
+    """
+    until_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            client.fill(indices, columns)
+            return
+        except NoRoomError as error:
+            if time.monotonic() >= until_s:
+                raise no_room(folder, str(error)) from error
+            tell()
+            time.sleep(_TRY_AGAIN_S)
 
 
 def reward_column(task: str) -> str:
@@ -69,7 +99,8 @@ class Feed:
         made += [Field(QUESTION, "u1", (None,)), *(Field(name, "<f8") for name in rewards)]
         self._server = Server(Stream([*FIELDS, *made], folder), [wire.endpoint_of(folder)])
         self._thread = self._server.start()
-        self._client = StreamClient(wire.endpoint_of(folder))
+        self._client = StreamClient(wire.endpoint_of(folder), STOPPED_S)
+        self._is_full = False  # no room was found once, so the run ends; the record has it all
         stored = [field.name for field in FIELDS]
         self._client.declare(ACTOR, [*stored, *columns], group_size=group_size)
         for name in columns:
@@ -105,7 +136,7 @@ class Feed:
         questions = [np.frombuffer(text, np.uint8) for text in (question, *[b""] * (num_answers - 1))]
         if not group.is_held_out:
             indices = self._indices[group]
-            self._client.fill([indices[sibling] for sibling in sorted(indices)], {QUESTION: questions})
+            self._fill([indices[sibling] for sibling in sorted(indices)], {QUESTION: questions})
             return
         version = -1 - group.epoch
         rows = [NewRow(RequestId(*group, k), version, len(ids)) for k, ids in enumerate(held_out)]
@@ -124,41 +155,56 @@ class Feed:
         self._ended |= dict.fromkeys(groups)
 
     def flush(self) -> None:
-        """Send what is durable now."""
-        if self._answers:
-            self._put()
-        if self._judged:
-            self._fill()
-        if self._ended:
-            self.drop(self._ended)
-            self._ended = {}
+        """Send what is durable now; what has ended goes first, for it makes room.
+
+        Raises NoRoomError once: what comes later stays in the record, so that what was trained can be saved.
+        """
+        if self._is_full:
+            return
+        ended, self._ended = self._ended, {}
+        if ended:
+            self.drop(ended)
+        self._send_answers([t for t in self._answers if t.request.group not in ended])
+        self._send_judged({r: judged for r, judged in self._judged.items() if r.group not in ended})
 
     def close(self) -> None:
         self._client.close()
         self._server.stop()
         self._thread.join()
 
-    def _put(self) -> None:
-        answers, self._answers = self._answers, []
+    def _send_answers(self, answers: Sequence[Trajectory]) -> None:
+        self._answers = []
+        if not answers:
+            return
         rows = [NewRow(t.request, t.version, len(t.prompt_ids) + len(t.token_ids)) for t in answers]
         indices = self._put_rows(rows, _columns(answers))
         for trajectory, index in zip(answers, indices, strict=True):
             self._indices.setdefault(trajectory.request.group, {})[trajectory.request.sibling] = index
 
-    def _put_rows(self, rows: Sequence[NewRow], columns: Mapping[str, Any]) -> range:
-        indices = self._client.put(rows, columns, WAIT_S)
-        if isinstance(indices, Waited):  # it has no limit, but the memory has
-            raise RunError(f"no room in {self.folder} for {WAIT_S:g} s, the run cannot go on: {indices.why}")
-        return indices
-
-    def _fill(self) -> None:
-        judged, self._judged = self._judged, {}
+    def _send_judged(self, judged: Mapping[RequestId, tuple[float, float | None]]) -> None:
+        self._judged = {}
+        if not judged:
+            return
         rewards, advantages = zip(*judged.values(), strict=True)
         columns = {
             "reward": np.array(rewards, np.float64),
             "advantage": np.array([math.nan if a is None else a for a in advantages], np.float64),
         }
-        self._client.fill([self._indices[request.group][request.sibling] for request in judged], columns)
+        self._fill([self._indices[request.group][request.sibling] for request in judged], columns)
+
+    def _put_rows(self, rows: Sequence[NewRow], columns: Mapping[str, Any]) -> range:
+        indices = self._client.put(rows, columns, WAIT_S)
+        if isinstance(indices, Waited):  # it has no limit, but the memory has
+            self._is_full = True
+            raise no_room(self.folder, indices.why)
+        return indices
+
+    def _fill(self, indices: Sequence[int], columns: Given) -> None:
+        try:
+            fill(self._client, self.folder, indices, columns, tell=lambda: None)
+        except NoRoomError:
+            self._is_full = True
+            raise
 
 
 class GroupReader:
@@ -166,7 +212,7 @@ class GroupReader:
 
     def __init__(self, folder: Path, consumer: str = ACTOR, wait_s: float | None = None) -> None:
         """`wait_s` is how long a group may take to come. Raises RunError if the stream does not answer."""
-        self._client = StreamClient(wire.endpoint_of(folder))
+        self._client, self._folder = StreamClient(wire.endpoint_of(folder), STOPPED_S), folder
         self._consumer, self._wait_s = consumer, WAIT_S if wait_s is None else wait_s
         self._leased: dict[GroupId, Batch] = {}
 
@@ -180,8 +226,9 @@ class GroupReader:
         return _samples(self._leased[group])
 
     def fill(self, group: GroupId, rows: Sequence[NDArray[np.float32]]) -> None:
-        """What this consumer makes of a group that it has read, sibling by sibling. Raises StreamError."""
-        self._client.fill(self._leased[group].indices, {self._consumer: rows})
+        """What this consumer makes of a group that it has read, sibling by sibling. Raises as `fill`."""
+        indices, columns = self._leased[group].indices, {self._consumer: rows}
+        fill(self._client, self._folder, indices, columns, tell=lambda: None)
 
     def rows(self, indices: Sequence[int]) -> list[StoredSample]:
         """Samples by their `stream_index`, which another reader of this consumer holds meanwhile."""

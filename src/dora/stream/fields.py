@@ -96,6 +96,8 @@ class Packing:
         """Raises StreamError for an unknown field, a wrong dtype, shape or number of rows."""
         if not given:
             raise StreamError("no column was given")
+        if not num_rows:
+            raise StreamError("no row was given")
         self.names = tuple(given)
         self._parts: list[tuple[Array | Sequence[Array], int, int]] = []  # values, at byte, bytes
         self.num_bytes = 0

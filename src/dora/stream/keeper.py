@@ -27,6 +27,7 @@ create table if not exists stream_consumers (name text primary key, declaration 
 create table if not exists stream_blocks (
     number integer primary key, names text not null, first_row integer not null,
     segment text not null, offset integer not null, num_bytes integer not null, rows blob not null);
+create index if not exists stream_first_rows on stream_blocks (first_row);
 create table if not exists stream_done (
     number integer primary key, consumer text, last_row integer not null, indices blob not null);
 """
@@ -83,6 +84,12 @@ class Keeper:
         """A consumer, as the ledger was told of it."""
         self._write("insert or ignore into stream_consumers values (?, ?)", (name, json.dumps(declaration)))
 
+    def gone(self, rows: Mapping[int, Row]) -> list[int]:
+        """Indices that blocks still name, of rows that are not among those here."""
+        blobs = (blob for (blob,) in self._db.execute("select rows from stream_blocks"))
+        named = {index for blob in blobs for index in np.frombuffer(blob, np.int64)[::6].tolist()}
+        return sorted(named - rows.keys())
+
     def put(self, block: Block, indices: Sequence[int], rows: Sequence[NewRow | Row]) -> None:
         """A block and its rows; rows that have others already are named again."""
         assert isinstance(block.place, Place)
@@ -110,7 +117,7 @@ class Keeper:
         self._num_done += 1
         if self._num_done % _NUM_BEFORE_PRUNING == 0:  # what no block can name again, but never the newest
             newest = "(select max(last_row) from stream_done)"
-            oldest = "select first_row from stream_blocks order by number limit 1"  # as rows come in order
+            oldest = "select min(first_row) from stream_blocks"
             self._write(f"delete from stream_done where last_row < coalesce(({oldest}), {newest})", ())
 
     def commit(self) -> None:

@@ -62,6 +62,11 @@ class Ledger:
         With a `group_size` it is served whole groups, and answers to held-out prompts only with a
         `held_out_size`; `by_version` the oldest version first, else first in, first out. Raises StreamError.
         """
+        if not lease_s > 0 or min(group_size, held_out_size) < 0:
+            raise StreamError(
+                f"consumer {name!r} with lease_s = {lease_s:g}, group_size = {group_size}, held_out_size = "
+                f"{held_out_size}: a lease needs more than 0 s, sizes are at least 0"
+            )
         bit, needs = 1 << len(self.consumers), self.mask(fields)
         new = Consumer(name, bit, needs, group_size, by_version, lease_s, held_out_size)
         if (old := self.consumers.get(name)) is not None:
@@ -81,6 +86,10 @@ class Ledger:
             mask |= self.bits[name]
         return mask
 
+    def needed(self, consumer: Consumer, names: Iterable[str]) -> tuple[str, ...]:
+        """Those fields that the consumer needs."""
+        return tuple(name for name in names if self.bits[name] & consumer.needs)
+
     def has_room(self, num_rows: int, num_bytes: int) -> bool:
         """Whether so much may come in now. Raises StreamError if it never may."""
         for what, num, limit in (("rows", num_rows, self.max_rows), ("bytes", num_bytes, self.max_bytes)):
@@ -91,7 +100,9 @@ class Ledger:
         )
 
     def check_new(self, rows: Sequence[NewRow]) -> None:
-        """Raises StreamError if one of them is here, or twice among them."""
+        """Raises StreamError if one of them is here, or twice among them, or there are none."""
+        if not rows:
+            raise StreamError("no row was given")
         ids = {row.id for row in rows}
         if len(ids) < len(rows) or not self._ids.keys().isdisjoint(ids):
             twice = next((i for i in ids if i in self._ids), rows[0].id)
@@ -111,6 +122,8 @@ class Ledger:
     def check_fill(self, indices: Sequence[int], names: Sequence[str]) -> None:
         """Raises StreamError for a row that is not here, or a column that is."""
         mask = self.mask(names)
+        if not indices:
+            raise StreamError("no row was given")
         if len({*indices}) < len(indices):
             raise StreamError("a row is named twice: fill in one value for each")
         for index in indices:
@@ -198,7 +211,7 @@ class Ledger:
 
     def clear(self, groups: Iterable[GroupId]) -> list[int]:
         """Forget groups that nobody needs any more; the indices of their rows."""
-        cleared = [row for group in groups for row in self._groups.get(group, ())]
+        cleared = [row for group in dict.fromkeys(groups) for row in self._groups.get(group, ())]
         for row in cleared:
             self._forget(row)
         return [row.index for row in cleared]

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from dora.core.records import GroupId, RequestId
 
+_NUM_BEFORE_SWEEPING = 64  # parcels
+
 
 class Want(NamedTuple):
     """What a consumer asks for: whole `groups` that somebody chose, or what is next in its line.
@@ -74,6 +76,7 @@ class Line:
         self._bit, self._by_version = bit, by_version
         self._group_size, self._held_out_size = group_size, held_out_size
         self._queues: dict[int, deque[tuple[Row, ...]]] = {}
+        self._num_queued = 0  # parcels, some of which have left by another way
         self._whole: dict[GroupId, tuple[Row, ...]] = {}
         self._partial: dict[GroupId, list[Row]] = {}
 
@@ -92,12 +95,14 @@ class Line:
         self.num_rows += len(parcel)
         queue = self._queues.setdefault(row.version if self._by_version else 0, deque())
         (queue.appendleft if is_first else queue.append)(parcel)
+        self._num_queued += 1
 
     def remove(self, row: Row) -> None:
         """A ready row goes another way."""
         row.ready &= ~self._bit
         if not self._group_size:
             self.num_rows -= 1
+            self._sweep()
             return
         group = row.group
         if (whole := self._whole.pop(group, None)) is not None:
@@ -106,6 +111,7 @@ class Line:
         self._partial[group].remove(row)
         if not self._partial[group]:
             del self._partial[group]
+        self._sweep()
 
     def take(self, want: Want) -> list[Row]:
         """What is next, as far as it is wanted; nothing before there is enough."""
@@ -125,8 +131,18 @@ class Line:
                     self._pick(parcel)
                     taken += parcel
                 queue.popleft()
+                self._num_queued -= 1
             del self._queues[rank]
         return taken
+
+    def _sweep(self) -> None:
+        """Forget what has left by another way, when it is more than half: else it would be kept for ever."""
+        num_here = len(self._whole) if self._group_size else self.num_rows
+        if self._num_queued <= _NUM_BEFORE_SWEEPING + 2 * num_here:
+            return
+        kept = {rank: deque(filter(self._is_here, queue)) for rank, queue in self._queues.items()}
+        self._queues = {rank: queue for rank, queue in kept.items() if queue}
+        self._num_queued = num_here
 
     def _is_here(self, parcel: tuple[Row, ...]) -> bool:
         if self._group_size:

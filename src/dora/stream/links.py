@@ -41,7 +41,7 @@ class Near:
         self._connection = Connection(self._connected(time.monotonic() + timeout_s))
 
     def send(self, frames: Sequence[Any]) -> None:
-        self._connection.wait_at_most(self._timeout_s)
+        self._connection.wait_at_most(min(self._timeout_s, wire.LONGEST_WAIT_S))
         try:
             self._connection.send(frames)
         except OSError as error:
@@ -49,11 +49,13 @@ class Near:
 
     def receive(self, until_s: float) -> list[bytes] | None:
         while (frames := self._connection.next()) is None:
-            self._connection.wait_at_most(max(1e-3, until_s - time.monotonic()))
+            left_s = until_s - time.monotonic()
+            self._connection.wait_at_most(min(max(1e-3, left_s), wire.LONGEST_WAIT_S))
             try:
                 self._connection.hear()
             except TimeoutError:
-                return None
+                if left_s <= wire.LONGEST_WAIT_S:
+                    return None
             except OSError as error:
                 raise self._is_gone(error) from error
         return frames
@@ -93,11 +95,14 @@ class Far:
         self._socket.send_multipart(frames)
 
     def receive(self, until_s: float) -> list[bytes] | None:
-        self._socket.setsockopt(zmq.RCVTIMEO, max(0, int(1e3 * (until_s - time.monotonic()))))
-        try:
-            return self._socket.recv_multipart()
-        except zmq.Again:
-            return None
+        while True:
+            left_s = until_s - time.monotonic()
+            self._socket.setsockopt(zmq.RCVTIMEO, int(1e3 * min(max(0.0, left_s), wire.LONGEST_WAIT_S)))
+            try:
+                return self._socket.recv_multipart()
+            except zmq.Again:
+                if left_s <= wire.LONGEST_WAIT_S:
+                    return None
 
     def close(self) -> None:
         self._socket.close()

@@ -218,6 +218,14 @@ class SampleStore:
         rows = self._db.execute("select group_id, sibling, state, trained_step from samples").fetchall()
         return [(RequestId(*_group(name), sibling), state, step) for name, sibling, state, step in rows]
 
+    def unscored(self) -> set[GroupId]:
+        """Groups that lack rewards, or that have not ended and lack advantages: scored or not."""
+        rows = self._db.execute(
+            "select distinct group_id from samples "
+            "where state = 'finished' or (state in ('scored', 'committed') and advantage is null)"
+        )
+        return {_group(name) for (name,) in rows}
+
     def forget(self, request: RequestId) -> None:
         """Remove a sample that nobody was told of."""
         self._write(

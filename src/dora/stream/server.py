@@ -6,6 +6,7 @@ finds no room and a get that finds too little are held until there is, or until 
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import secrets
 import threading
@@ -24,7 +25,7 @@ from dora.stream.door import Client, Door, Frames
 from dora.stream.fields import Field, Packing, unpack
 from dora.stream.keeper import rows_of
 from dora.stream.ledger import Lease
-from dora.stream.segments import is_segment, num_bytes_of
+from dora.stream.segments import is_full, is_segment, num_bytes_of
 from dora.stream.stream import Stream, numbers_of_lease
 
 REFUSED = (StreamError, OSError)  # a request that cannot be, or no room in the storage's file system
@@ -54,6 +55,7 @@ class Server:
         self._puts: deque[Held] = deque()
         self._gets: dict[str, deque[Held]] = {}
         self._answers: list[tuple[Client, int, wire.Answer]] = []
+        self._owners: set[str] = set()  # of segments, said by clients that are here
         self._token = secrets.token_hex(16)
         if stream.folder is not None:
             (stream.folder / wire.TOKEN).write_text(self._token)
@@ -81,6 +83,8 @@ class Server:
                 self._send()
         finally:
             self._door.close()
+            if self._stream.folder is not None:
+                (self._stream.folder / wire.TOKEN).unlink(missing_ok=True)
             self._stream.close()
 
     def _timeout_ms(self) -> int | None:
@@ -88,7 +92,8 @@ class Server:
         ends = [held.until_s for queue in (self._puts, *self._gets.values()) for held in queue]
         if (next_end_s := self._stream.ledger.next_end_s) is not None:
             ends.append(next_end_s)
-        return int(1e3 * max(0.0, min(ends) - time.monotonic())) + 1 if ends else None
+        left_s = min(min(ends) - time.monotonic(), wire.LONGEST_WAIT_S) if ends else None
+        return None if left_s is None else int(1e3 * max(0.0, left_s)) + 1
 
     def _hear(self) -> None:
         for client, frames in self._door.hear(self._timeout_ms()):
@@ -109,10 +114,8 @@ class Server:
             if not client.owner and header["do"] != "hello":  # it may be the last word of somebody who died
                 raise StreamError("the stream does not know this client, or took it for dead: connect anew")
             answer = verb(self, client, header, frames[1:])
-        except REFUSED as error:
-            answer = {"error": str(error)}, ()
-        except MALFORMED as error:
-            answer = {"error": f"a malformed request: {type(error).__name__}: {error}"}, ()
+        except (*REFUSED, *MALFORMED) as error:
+            answer = _refusal(error)
         if answer is not None:
             self._answers.append((client, number, answer))
 
@@ -129,7 +132,7 @@ class Server:
         """Puts in order, for a large one must not wait for ever; gets of a consumer whoever can be served."""
         is_held_up = False
         for held in [*self._puts]:
-            is_held_up = not self._try(self._puts, held, is_held_up)
+            is_held_up |= not self._try(self._puts, held, is_held_up)
         for queue in self._gets.values():
             for held in [*queue]:
                 self._try(queue, held)
@@ -138,8 +141,8 @@ class Server:
         """Answer a held request, if it can be or must be; whether it is answered."""
         try:
             answer = None if is_held_up else held.attempt()
-        except REFUSED as error:
-            answer = {"error": str(error)}, ()
+        except (*REFUSED, *MALFORMED) as error:
+            answer = _refusal(error)
         if answer is None:
             if time.monotonic() < held.until_s:
                 return False
@@ -156,7 +159,7 @@ class Server:
         attempt: Callable[[], wire.Answer | None],
         why: Callable[[], str],
     ) -> None:
-        wait_s = float(header["wait_s"])
+        wait_s = wire.seconds(header["wait_s"])
         until_s = time.monotonic() + wait_s
         queue.append(Held(client, int(header["n"]), attempt, why, wait_s, until_s))
 
@@ -164,6 +167,7 @@ class Server:
         """A client is gone: what it held is given back, what it waited for is forgotten."""
         self._stream.ledger.leave(client.name)
         if client.owner:
+            self._owners.discard(client.owner)
             self._stream.let_go(client.owner)
         for queue in (self._puts, *self._gets.values()):
             for held in [held for held in queue if held.client is client]:
@@ -172,10 +176,14 @@ class Server:
 
     def _do_hello(self, client: Client, header: dict[str, Any], _: Frames) -> wire.Answer:
         """Who it is."""
-        stream = self._stream
-        if not is_segment(f"{header['owner']}-0"):
+        stream, owner = self._stream, str(header["owner"])
+        if not is_segment(f"{owner}-0"):
             raise StreamError("owner must be 16 hexadecimal digits")
-        client.owner = header["owner"]
+        is_other = bool(client.owner) or owner in self._owners or stream.knows(owner)
+        if is_other and owner != client.owner:
+            raise StreamError(f"owner {owner} is in use, or this client has another: draw one, and keep it")
+        client.owner = owner
+        self._owners.add(owner)
         self._door.welcome(client)
         return {
             "fields": [wire.field_to_json(f) for f in stream.fields.values()],
@@ -198,8 +206,6 @@ class Server:
 
     def _do_put(self, client: Client, header: dict[str, Any], buffers: Frames) -> None:
         stream, rows = self._stream, rows_of(wire.integers(buffers[0], np.int64, 5))
-        if not rows:
-            raise StreamError("no row was given")
         if (given := header["place"]) is not None:
             place, names = self._place(client, given), [*header["names"]]
             put = partial(stream.admit, rows, names, place)
@@ -231,8 +237,15 @@ class Server:
         stream.ledger.consumer(name)
 
         def attempt() -> wire.Answer | None:
-            lease = stream.lease(name, client.name, want, time.monotonic())
-            return None if lease is None else self._handed(lease, is_inline)
+            now_s = time.monotonic()
+            lease = stream.lease(name, client.name, want, now_s)
+            if lease is None:
+                return None
+            with contextlib.ExitStack() as if_it_fails:  # nobody would know of the lease
+                if_it_fails.callback(stream.ledger.give_back, lease.number, client.name, now_s)
+                answer = self._handed(lease, is_inline)
+                if_it_fails.pop_all()
+            return answer
 
         self._hold(
             self._gets.setdefault(name, deque()),
@@ -303,9 +316,8 @@ class Server:
             if is_inline:
                 fields: dict[str, Field] = self._stream.fields
                 columns = unpack(fields, names, num_rows, self._stream.view(block))
-                packing = Packing(
-                    fields, {n: c.part(positions[:, 1]) for n, c in columns.items()}, len(found)
-                )
+                names = self._stream.ledger.needed(lease.consumer, names)
+                packing = Packing(fields, {n: columns[n].part(positions[:, 1]) for n in names}, len(found))
                 blocks.append(bytearray(packing.num_bytes))
                 packing.write(blocks[-1])
                 positions[:, 1] = np.arange(len(found))
@@ -314,6 +326,13 @@ class Server:
             pairs.append(positions)
         header = {"lease": lease.number, "parts": parts}
         return header, [numbers_of_lease(lease), *pairs, *blocks]
+
+
+def _refusal(error: Exception) -> wire.Answer:
+    """As a client is told."""
+    if isinstance(error, MALFORMED):
+        return {"error": f"a malformed request: {type(error).__name__}: {error}"}, ()
+    return {"error": str(error), "is_full": isinstance(error, OSError) and is_full(error)}, ()
 
 
 _VERBS: dict[str, Callable[[Server, Client, dict[str, Any], Frames], wire.Answer | None]] = {

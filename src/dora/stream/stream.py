@@ -6,6 +6,7 @@ serves others calls `settle` before it tells anybody what was done.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -61,12 +62,18 @@ class Stream:
         self._keeper = None if record is None else Keeper(record, self.fields)
         self._reader = Reader(*self.folders)
         if self._keeper is not None:
-            self._restore(self._keeper)
+            try:
+                self._restore(self._keeper)
+            except StreamError:
+                self._keeper.close()
+                raise
 
     def declare(self, name: str, fields: Sequence[str], **rules: Any) -> None:
         """A consumer and what it needs, as `Ledger.declare`."""
+        is_new = name not in self.ledger.consumers
         self.ledger.declare(name, fields, **rules)
-        if self._keeper is not None:
+        if self._keeper is not None and is_new:  # what all others have consumed it will never see
+            self._keeper.done(None, self._keeper.gone(self.ledger.rows))
             self._keeper.declare(name, {"fields": [*fields], **rules})
 
     def put(self, rows: Sequence[NewRow], columns: Given) -> range | None:
@@ -148,13 +155,19 @@ class Stream:
             self._keeper.done(None, indices)
 
     def settle(self) -> None:
-        """Free what nobody needs, spill what there is no room for, and make the record durable."""
+        """Free what nobody needs, spill what there is no room for, and make the record durable.
+
+        What is freed is written over or removed only when the record does not name it any more.
+        """
+        left: list[Place] = []
         while self.ledger.free:
-            self._free(self.ledger.free.pop())
+            left.append(self._free(self.ledger.free.pop()))
         if self._spilled is not None:
-            self._spill(self._spilled)
+            left += self._spill(self._spilled)
         if self._keeper is not None:
             self._keeper.commit()
+        for place in left:
+            self._release(place.segment)
 
     def released(self, owner: str) -> Counter[str]:
         """How many blocks of which of its segments an owner may use again; said once."""
@@ -168,8 +181,14 @@ class Stream:
             for path in self.folder.glob(f"{owner}-*"):
                 self._remove_if_empty(path.name)
 
+    def knows(self, owner: str) -> bool:
+        """Whether an owner of segments is this storage, or has been here."""
+        return owner in self._gone or any(
+            isinstance(own, Arena) and own.owner == owner for own in (self._storage, self._spilled)
+        )
+
     def close(self) -> None:
-        """What is recorded stays; without a record, the blocks go."""
+        """What is recorded stays; without a record, the blocks go, also those that clients have written."""
         self.settle()
         if self._keeper is not None:
             self._keeper.close()
@@ -177,6 +196,9 @@ class Stream:
         self._storage.close()
         if self._spilled is not None:
             self._spilled.close()
+        for path in self.folder.iterdir() if self.folder is not None else ():
+            if is_segment(path.name):
+                path.unlink(missing_ok=True)
 
     def _checked(self, columns: Given, num_rows: int) -> Packing:
         return Packing(self.fields, columns, num_rows)
@@ -193,14 +215,14 @@ class Stream:
             self._resident[block] = None
             self._resident_bytes += place.num_bytes
 
-    def _free(self, block: Block) -> None:
+    def _free(self, block: Block) -> Place:
         if block in self._resident:
             del self._resident[block]
             self._resident_bytes -= block.num_bytes
         if self._keeper is not None:
             self._keeper.freed(block)
         assert isinstance(block.place, Place)
-        self._release(block.place.segment)
+        return block.place
 
     def _release(self, segment: str) -> None:
         owner = owner_of(segment)
@@ -220,8 +242,10 @@ class Stream:
             for folder in self.folders if is_segment(segment) else ():
                 (folder / segment).unlink(missing_ok=True)
 
-    def _spill(self, spilled: Arena) -> None:
+    def _spill(self, spilled: Arena) -> list[Place]:
+        """Move blocks into what was free before; the places that they have left."""
         assert self._memory_bytes is not None
+        left: list[Place] = []
         victims, excess = [], self._resident_bytes - self._memory_bytes
         for block in self._resident:
             if excess <= 0:
@@ -235,7 +259,7 @@ class Stream:
             except OSError as error:
                 if not is_full(error):
                     raise
-                return  # they stay where they are, until there is room
+                break  # they stay where they are, until there is room
             into[:] = self.view(block)
             old, block.place = block.place, place
             del self._resident[block]
@@ -243,15 +267,14 @@ class Stream:
             if self._keeper is not None:
                 self._keeper.moved(block)
             assert isinstance(old, Place)
-            self._release(old.segment)
+            left.append(old)
+        return left
 
     def _restore(self, keeper: Keeper) -> None:
         """What a former life left: rows, consumers, what they consumed; its owners are gone."""
         for block, indices, rows in keeper.blocks():
             assert isinstance(block.place, Place)
-            self._count(
-                block, block.place, self.folder is not None and (self.folder / block.place.segment).exists()
-            )
+            self._count(block, block.place, is_resident=self._folder_of(block.place) == self.folder)
             self._gone.add(owner_of(block.place.segment))
             self.ledger.restore(indices, rows, block)
         for name, rules in keeper.consumers():
@@ -264,6 +287,17 @@ class Stream:
                     self._gone.add(owner_of(path.name))
                     self._remove_if_empty(path.name)
         self.settle()
+
+    def _folder_of(self, place: Place) -> Path:
+        """Where a block of a former life lies. Raises StreamError if it is lost."""
+        for folder in self.folders:
+            with contextlib.suppress(FileNotFoundError):
+                if (folder / place.segment).stat().st_size >= place.offset + place.num_bytes:
+                    return folder
+        raise StreamError(
+            f"the record names {place}, and it is not in {' or '.join(map(str, self.folders))}: put the "
+            "segments back (a memory file system is empty after the power went), or take an empty record"
+        )
 
 
 def numbers_of_lease(lease: Lease) -> np.ndarray[Any, np.dtype[np.int64]]:

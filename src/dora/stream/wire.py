@@ -6,6 +6,7 @@ A request is {"n": number, "do": verb, ...}; its answer has the same number, and
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from dora.stream.lines import Want
 from dora.stream.segments import Place
 
 TO_ANY = -1  # the number of an answer to a message that was not understood
+LONGEST_WAIT_S = 86400.0  # of one look at a socket, which takes no more; then it is looked at again
 TOKEN = "token"  # a file: who can read it shares memory with the storage
 
 Answer = tuple[dict[str, Any], Sequence[Any]]  # a header and buffers
@@ -31,12 +33,28 @@ def frames_of(header: Mapping[str, Any], buffers: Sequence[Any]) -> list[Any]:
     return [json.dumps(header).encode(), *buffers]
 
 
+def refusal(error: StreamError) -> list[Any]:
+    """The answer to a message that cannot be read."""
+    return frames_of({"n": TO_ANY, "error": str(error)}, ())
+
+
 def header_of(frames: Sequence[Buffer]) -> dict[str, Any]:
     """Raises ValueError if there is none."""
-    header = json.loads(str(frames[0], "utf8")) if frames else None
+    try:
+        header = json.loads(str(frames[0], "utf8")) if frames else None
+    except (RecursionError, MemoryError) as error:
+        raise ValueError("a header that is nested too deeply, or is too long") from error
     if not isinstance(header, dict):
         raise ValueError("a message begins with a JSON object")
     return header
+
+
+def seconds(given: Any) -> float:
+    """How long to wait: infinity is for ever, below 0 not at all. Raises StreamError if it is no number."""
+    wait_s = float(given)
+    if math.isnan(wait_s):
+        raise StreamError("wait_s = nan: give a number of seconds, or math.inf")
+    return max(0.0, wait_s)
 
 
 def integers(buffer: Buffer, dtype: Any, width: int) -> NDArray[Any]:
