@@ -37,18 +37,18 @@ CHANGES = {
 SETTLE_S = 3.0  # for what was acknowledged last to be durable
 
 
-def start(out: Path, log: Path) -> subprocess.Popen[bytes]:
+def start(out: Path, log: Path, example: Path = EXAMPLE, **more: object) -> subprocess.Popen[bytes]:
     """A run that is served; returns once it can be asked."""
     command = [
         sys.executable,
         "-c",
         "from dora.cli import main; main()",
         "serve",
-        str(EXAMPLE),
+        str(example),
         "--out",
         str(out),
     ]
-    for key, value in CHANGES.items():
+    for key, value in (CHANGES | {key.replace("__", "."): value for key, value in more.items()}).items():
         command += ["--set", f"{key}={value}"]
     with log.open("wb") as file:
         run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)

@@ -1,8 +1,9 @@
 """schemathesis against a run that is served: every operation, with bodies as they should be and should not.
 
-It reads what the service says of itself and makes calls up from it; no answer may have a status of 500
-or more, nor be another than the service's description allows. Operations that start or end processes are
-left out. schemathesis is no part of the project: pip install schemathesis.
+Twice: a run that agents play, and one whose prompts, rewards and trainer are outside. It reads what the
+service says of itself and makes calls up from it; no answer may have a status of 500 or more, nor be
+another than the service's description allows. Operations that start or end processes are left out.
+schemathesis is no part of the project: pip install schemathesis.
 
     python benchmarks/serve_fuzz.py [--quick] [--json FILE]
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from report import parse_options, publish
-from serve import start, stop
+from serve import EXAMPLE, start, stop
 
 from dora.observe import audit
 
@@ -45,15 +46,30 @@ def fuzz(folder: Path, address: dict[str, str], is_quick: bool) -> dict[str, Any
     return found
 
 
-def main() -> None:
-    options = parse_options(str(__doc__))
+# Kind of run -> its example and what is changed.
+RUNS: dict[str, tuple[Path, dict[str, object]]] = {
+    "agents": (EXAMPLE, {}),
+    "outside": (
+        EXAMPLE.with_name("gcd.toml"),
+        {
+            "service__trainer": "external",
+            "data__path": "service",
+            "reward__function": "service",
+            "eval__num_prompts": 0,
+        },
+    ),
+}
+
+
+def measure(example: Path, changes: dict[str, object], is_quick: bool) -> dict[str, float]:
+    """What came of one run."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out, log = folder / "run", folder / "log"
-        run = start(out, log)
+        run = start(out, log, example, **changes)
         began_s = time.monotonic()
         try:
-            found = fuzz(folder, json.loads((out / "service.json").read_text()), options.quick)
+            found = fuzz(folder, json.loads((out / "service.json").read_text()), is_quick)
             seconds = time.monotonic() - began_s
             stop(run)
         finally:
@@ -62,12 +78,21 @@ def main() -> None:
     assert "Traceback" not in told, told
     assert (verdict.c1, verdict.c2, verdict.c3) == (True, True, True)
     errors = [failure for failure in found["failures"] if failure["type"] == "ServerError"]
-    ratios = {
+    return {
         "operations": found["operations"]["tested"],
         "calls": found["test_cases"]["generated"],
         "kinds_of_failures": found["test_cases"]["unique_failures"],
         "answers_of_500_or_more": sum(failure["count"] for failure in errors),
         "seconds": seconds,
+    }
+
+
+def main() -> None:
+    options = parse_options(str(__doc__))
+    ratios = {
+        f"{kind}/{name}": number
+        for kind, (example, changes) in RUNS.items()
+        for name, number in measure(example, changes, options.quick).items()
     }
     publish(options, [], ratios)
 

@@ -170,11 +170,12 @@ class _Tries:
     def __init__(self, call: Call, patience_s: float) -> None:
         self._call, self._patience_s = call, patience_s
         self._deadline_s, self._pause_s = time.monotonic() + patience_s, FIRST_PAUSE_S
+        self._began_s = 0.0  # the last try
 
     @property
     def request(self) -> dict[str, Any]:
-        """Arguments for httpx."""
-        call = self._call
+        """Arguments for httpx, for a try that begins now."""
+        call, self._began_s = self._call, time.monotonic()
         return {
             "method": call.method,
             "url": call.path,
@@ -186,7 +187,11 @@ class _Tries:
         }
 
     def answer(self, response: httpx.Response) -> httpx.Response | None:
-        """The answer; None: try again. Raises ServiceError for a refusal."""
+        """The answer; None: try again. Raises ServiceError for a refusal.
+
+        The time that a service took to answer is none of the client's patience: it is there.
+        """
+        self._deadline_s += time.monotonic() - self._began_s
         if response.status_code in AGAIN and self._is_early:
             return None
         if response.is_success:

@@ -55,7 +55,7 @@ def without_effect(config: Config) -> dict[str, dict[str, str]]:
     if config.eval.path == "gcd":
         found["eval"]["split"] = "with eval.path = gcd"
     if config.engine.adapter is not None:
-        own = ("kernels", "pace", "tail_interval")
+        own = ("kernels", "kv_blocks", "pace", "tail_interval")
         found["engine"] |= dict.fromkeys(own, "with engine.adapter: they are of DORA's own engine")
     if config.engine.exact:
         found["trainer"]["routing_replay"] = "with engine.exact = true: equal bits are routed alike"

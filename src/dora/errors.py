@@ -3,7 +3,7 @@
 DoraError
 ├── InputError    what was given is wrong: exit code 2, before anything runs
 │   └── ConfigError, DataError, EnvError, ModelError, RewardError: which part of it
-├── RunError      a run that cannot go on: exit code 1
+├── RunError      a run that cannot go on: exit code 1 (NoRoomError: its file system is full)
 ├── StreamError   a request to the sample stream that cannot be; it is answered, and changes nothing
 └── ServiceError  a request to the service of a run that cannot be; the same
 """
@@ -41,6 +41,10 @@ class RewardError(InputError):
 
 class RunError(DoraError):
     """A run that cannot go on; what was written so far stays readable."""
+
+
+class NoRoomError(RunError):
+    """The file system of the sample stream is full: what was to be written is not there."""
 
 
 class StreamError(DoraError):

@@ -99,6 +99,10 @@ class Engine(Section):
 
     num_engines: Count = Field(default=2, description="rollout processes (count)")
     max_rows: Count = Field(default=32, description="requests one engine decodes at once (count)")
+    kv_blocks: Count | None = Field(
+        default=None,
+        description="KV of one engine (blocks of 16 tokens); unset: as many as max_rows of full length take",
+    )
     version_slots: Count | None = Field(
         default=None,
         description="versions one engine can hold (count); unset: max_staleness + 1, and 1 with eval.every",
@@ -197,7 +201,9 @@ class Task(Section):
     )
     num_workers: Count = Field(default=1, description="processes that judge (count)")
     micro_batch_rows: Count | None = Field(
-        default=None, description="answers judged at once, in whole groups (count); unset: one group"
+        default=None,
+        description="answers judged at once, in whole groups (count); unset: as many as micro_batch_tokens "
+        "allows, and one group without it",
     )
     micro_batch_tokens: Count | None = Field(
         default=None, description="prompt and answer tokens of those, at most (tokens); unset: any number"

@@ -113,6 +113,13 @@ def test_turns_and_what_is_observed_between_them_make_the_ids_of_the_whole_conve
     assert episode == encoder.encode(messages)
 
 
+@pytest.mark.parametrize("observation", ["(an answer of the assistant)", "(answer 0) and (answer 1)"])
+def test_nothing_of_what_is_observed_is_lost(folder: Path, observation: str) -> None:
+    template = ChatTemplate(folder)
+    assert observation in template.render_next(observation)
+    assert template.render_next(f"{observation} ?").replace(" ?", "") == template.render_next(observation)
+
+
 def test_a_turn_that_was_cut_off_is_ended_for_the_model(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     encoder = PromptEncoder(tokenizer, ChatTemplate(folder))

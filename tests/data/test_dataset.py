@@ -40,8 +40,8 @@ def test_the_prompt_may_have_another_column(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n{"prompt": \n', "line 2: is not JSON"),
         ('{"prompt": "a"}\n\n{"prompt": "b"}\n', "line 2: is empty"),
         ('{"prompt": "a"}\n["b"]\n', "line 2: is a list"),
-        ('{"text": "a"}\n', "has no column 'prompt'; it has text; name the column with data.prompt_key"),
-        ('{"prompt": 7}\n', "prompt = 7 is a int, must be a string"),
+        ('{"text": "a"}\n', "has no column 'prompt' among its 1; name the column with data.prompt_key"),
+        ('{"prompt": 7}\n', "prompt is a int, must be a string"),
         ('{"prompt": "a", "completion": "b"}\n', "the column 'completion' hides"),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_prompt_may_be_a_conversation() -> None:
     "prompt", [[], ["why?"], [{"role": "user"}], [{"role": "user", "content": ["why?"]}]]
 )
 def test_a_conversation_without_roles_and_texts_is_refused(prompt: list[object]) -> None:
-    with pytest.raises(DataError, match=r"row 0: prompt = .* must be a string, or messages such as"):
+    with pytest.raises(DataError, match=r"row 0: prompt is a .* must be a string, or messages such as"):
         Dataset([{"prompt": prompt}])
 
 

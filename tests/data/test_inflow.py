@@ -29,6 +29,17 @@ def test_what_was_added_is_there_again(path: Path) -> None:
         assert again.fields(0) == {"answer": 1}
 
 
+@pytest.mark.parametrize("rest", [b"", b'{"prompt": "a"}'])
+def test_rows_are_never_added_to_a_file_that_has_lost_some(path: Path, rest: bytes) -> None:
+    inflow = Inflow(path)
+    inflow.add([{"prompt": "a"}])
+    path.write_bytes(rest) if rest else path.unlink()
+    with pytest.raises(DataError, match="has lost rows"):
+        inflow.add([{"prompt": "b"}])
+    assert len(inflow) == 1
+    assert (path.read_bytes() if path.exists() else b"") == rest
+
+
 def test_half_a_line_was_never_promised_and_is_overwritten(path: Path) -> None:
     Inflow(path).add([{"prompt": "a"}])
     with path.open("a") as file:

@@ -31,6 +31,8 @@ class Countdown(Environment):
                 raise KeyError("nothing there")
             case "hang":
                 await asyncio.Event().wait()
+            case "exit":
+                raise SystemExit("no license left")
             case "cancel":
                 raise asyncio.CancelledError
             case "silent":

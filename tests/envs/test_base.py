@@ -44,3 +44,12 @@ def test_methods_must_be_coroutines(tmp_path: Path) -> None:
     )
     with pytest.raises(EnvError, match="it needs a method `async def step`"):
         load_environment(f"{file}:Plain")
+
+
+@pytest.mark.parametrize("close", ["", "    async def close(self): ...\n"])
+def test_what_cannot_be_closed_is_no_environment(tmp_path: Path, close: str) -> None:
+    file = tmp_path / "open.py"
+    methods = "    async def reset(self, row, seed): ...\n    async def step(self, action): ...\n"
+    file.write_text(f"class Open:\n{methods}{close}")
+    with pytest.raises(EnvError, match="it needs a method `def close`"):
+        load_environment(f"{file}:Open")

@@ -92,6 +92,7 @@ def test_an_observation_that_leaves_one_token_is_read() -> None:
         ("nan", "environment raised ValueError", "the reward nan must be a finite number"),
         ("pair", "environment raised TypeError", "must return (observation, reward, done)"),
         ("list", "environment raised TypeError", "must be a string, or messages such as"),
+        ("exit", "environment raised SystemExit", "no license left"),
         ("cancel", "environment raised CancelledError", ""),
     ],
 )
@@ -145,6 +146,28 @@ def test_an_environment_in_an_unknown_state_is_closed_and_not_used_again() -> No
 
     asyncio.run(play())
     assert [one.is_closed for one in made] == [True, True, False]
+
+
+def test_an_environment_that_does_not_close_breaks_no_other_episode() -> None:
+    class Stuck(Countdown):
+        def close(self) -> None:
+            raise SystemExit("the door is stuck")
+
+    async def play() -> None:
+        table = Table(Stuck)
+        await table.begin("broken")
+        await table.begin("forgotten")
+        word = await table.turn("broken", "raise")
+        assert isinstance(word, Broke)
+        assert word.reason == "environment raised KeyError"
+        table.host.forget("forgotten")
+        await settle()
+        await table.begin("fresh", 1)
+        assert await table.turn("fresh") == Ended(1.0)
+        table.host.forget("broken")  # nothing of it is left
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(play())
 
 
 def test_an_episode_that_is_forgotten_before_it_began_leaves_nothing() -> None:

@@ -77,9 +77,9 @@ def test_bad_input_is_refused(
         ("", "prompts.jsonl has no rows"),
         ("\n", "prompts.jsonl, line 1: is empty"),
         ("[]\n", "line 1: is a list"),
-        ('{"prompt": 7}\n', "prompt = 7 is a int"),
+        ('{"prompt": 7}\n', "prompt is a int"),
         ('{"prompt": ""}\n', "line 1: the prompt has 0 tokens"),
-        ('{"prompt": "?"}\n', "cannot tokenize '?'"),
+        ('{"prompt": "?"}\n', "cannot tokenize the text"),
     ],
 )
 def test_a_dataset_without_usable_prompts_is_refused(

@@ -165,6 +165,17 @@ def test_the_memory_of_each_device_is_told_in_the_dtype_of_the_engines(task: Pat
         assert [*gpus] == ["cpu", "cuda:0-1", "cuda:2"]
 
 
+def test_the_samples_of_a_whole_window_count_as_memory_that_is_shared(task: Path) -> None:
+    def of(max_response_length: int) -> Plan:
+        given = {"sampling.max_response_length": max_response_length}
+        return Plan.make(read(task, given), task.parent / "run")
+
+    short, long = of(20), of(21)
+    num_rows = short.config.window * 2
+    assert long.stream_bytes - short.stream_bytes == 9 * num_rows  # bytes of a token: id, log-prob, mask
+    assert short.stored_bytes == short.weights_bytes + 2 * short.pool_bytes + short.stream_bytes
+
+
 def test_stations_have_what_the_trainer_leaves_to_them_where_they_are_told_to_be(task: Path) -> None:
     def of(*stations: str, **changes: object) -> str:
         given = {"algorithm.kl_loss_coef": 0.1, "trainer.stations": json.dumps(stations)} | changes

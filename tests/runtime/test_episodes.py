@@ -174,8 +174,8 @@ def test_rewards_that_were_earned_are_stored_with_the_answers_and_score_the_grou
 
 def test_a_group_without_rewards_of_its_own_is_left_to_the_reward_tasks(table: Table) -> None:
     table.begin(FIRST, SECOND)
-    for request, reward in ((FIRST, 0.5), (SECOND, None)):
-        table.say(Over(table.write(request), 0, reward))
+    for request in (FIRST, SECOND):
+        table.say(Over(table.write(request), 0, None))
         table.finish(request)
     assert table.teller.scored_by_itself(GROUP) is None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from tests.runtime.test_rewarding import Bench, bench
 
@@ -14,10 +16,10 @@ from dora.runtime.rewarding import RewardTask
 __all__ = ["bench"]  # the fixture
 
 
-def outside(bench: Bench, timeout_s: float = 60.0, weight: float = 1.0) -> RewardTask:
+def outside(bench: Bench, timeout_s: float = 60.0, weight: float = 1.0, name: str = "people") -> RewardTask:
     """A task that is judged from outside."""
-    spec = JudgeSpec("people", "service", "task.people.class", bench.model)
-    return RewardTask(spec, timeout_s, "task.people.timeout_s", weight)
+    spec = JudgeSpec(name, "service", f"task.{name}.class", bench.model)
+    return RewardTask(spec, timeout_s, f"task.{name}.timeout_s", weight)
 
 
 @pytest.fixture
@@ -50,6 +52,19 @@ def test_rewards_from_outside_are_added_to_those_of_other_tasks(bench: Bench) ->
     group = bench.ask(0)
     judge = bench.rewarding.outside["people"]
     judge.take(lend(judge).lease, [1.0, 2.0])
+    assert bench.hear(1) == [GroupScored(group, (11.0, 22.0))]
+
+
+def test_who_has_judged_in_time_does_not_fail_a_group_that_others_are_still_at(bench: Bench) -> None:
+    bench.open(outside(bench, timeout_s=0.3), outside(bench, name="others"))
+    group = bench.ask(0)
+    fast, slow = bench.rewarding.outside["people"], bench.rewarding.outside["others"]
+    fast.take(lend(fast).lease, [1.0, 2.0])
+    assert (fast.has_group(), slow.has_group()) == (False, True)  # else clients of the first would ask on
+    end_s = time.monotonic() + 0.4
+    while time.monotonic() < end_s:
+        assert fast.check_deadlines(0.0) == []
+    slow.take(lend(slow).lease, [10.0, 20.0])
     assert bench.hear(1) == [GroupScored(group, (11.0, 22.0))]
 
 

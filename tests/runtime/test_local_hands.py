@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +13,18 @@ import pytest
 from tests.runtime.tiny import write_task
 
 from dora import settings
-from dora.core.actions import Load, Publish, Train
-from dora.core.events import EngineLost, Event, Loaded, LoadFailed, Progressed, Published, StepFailed, Trained
+from dora.core.actions import Load, Publish, Score, Train
+from dora.core.events import (
+    EngineLost,
+    Event,
+    GroupScored,
+    Loaded,
+    LoadFailed,
+    Progressed,
+    Published,
+    StepFailed,
+    Trained,
+)
 from dora.core.records import GroupId, RequestId
 from dora.errors import RunError
 from dora.runtime.evaluate import evaluate
@@ -98,6 +110,35 @@ def test_an_engine_that_cannot_load_is_lost_after_the_third_time(hands: LocalHan
     lost = hear(hands)
     assert isinstance(lost, EngineLost)
     assert lost.reason.startswith("3 loads in a row failed")
+
+
+def test_what_an_episode_earned_is_durable_before_its_group_is_called_scored(
+    hands: LocalHands, tmp_path: Path
+) -> None:
+    """Whoever reads the file now sees what would be left of a run that is killed with the next fact."""
+    group = GroupId(0, 3)
+    for sibling, reward in enumerate((1.0, 0.0)):
+        request = RequestId(*group, sibling)
+        hands.samples.put(Trajectory(request, 0, "digest", [1, 2], [3], [-1.0], reward=reward))
+        hands.teller.earned[request] = reward
+    hands.samples.commit()
+    hands.perform(Score(group))
+    assert hear(hands) == GroupScored(group, (1.0, 0.0))
+    with sqlite3.connect(tmp_path / "samples.sqlite") as db:
+        rows = db.execute("select state, reward, round(advantage, 3) from samples").fetchall()
+    assert rows == [("scored", 1.0, 0.707), ("scored", 0.0, -0.707)]
+
+
+def test_a_run_that_is_held_waits_without_work(hands: LocalHands) -> None:
+    def release() -> None:
+        hands.is_held = False
+        hands.nudge()
+
+    hands.is_held = True
+    threading.Timer(1.0, release).start()
+    began_s = time.thread_time()
+    hands.next_fact(hands.now)  # the timer of the orchestrator has run out, and nobody may be told
+    assert time.thread_time() - began_s < 0.3
 
 
 def test_evaluation_leaves_no_fact_of_a_slow_engine_behind(tmp_path: Path) -> None:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.request import Request, urlopen
 
 import pytest
+import torch
 from tests.runtime.running import Run, environment, journal, summary, wait_until_gone
 
+from dora import settings
+from dora.data.inflow import Inflow
 from dora.observe import replay
+from dora.runtime import folder
+from dora.runtime.prompts import PUT_PROMPTS
 
 TRAINER = Path(__file__).parent.parent.parent / "examples" / "external_trainer.py"
 OUTSIDE: dict[str, object] = {"service__trainer": "external", "data__path": "service"}
@@ -77,6 +85,35 @@ def test_the_trainer_of_the_examples_shares_no_code_with_the_run() -> None:
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     assert not {name for name in names if name.partition(".")[0] == "dora"}
+
+
+def test_the_trainer_of_the_examples_learns_nothing_of_tokens_that_were_read(served: Served) -> None:
+    spec = importlib.util.spec_from_file_location("external_trainer", TRAINER)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    logits = torch.zeros(1, 6, 8, requires_grad=True)
+    group = {"prompt_ids": [[1, 2]], "token_ids": [[3, 4, 5, 6]], "advantage": [2.0]}
+    group |= {"logprobs": [[-math.log(8), 0.0, 0.0, -math.log(8)]], "loss_mask": [[1, 0, 0, 1]]}
+    rules = {"temperature": 1.0, "algorithm": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}}
+    loss, num_tokens = example.loss_of(lambda input_ids: SimpleNamespace(logits=logits), group, rules)
+    assert (loss.item(), num_tokens) == (pytest.approx(-4.0), 2)  # ratios of 1
+    loss.backward()
+    assert logits.grad is not None
+    assert logits.grad[0].abs().sum(-1).nonzero()[:, 0].tolist() == [1, 4]  # which wrote the drawn ones
+
+
+def test_prompts_outlive_a_run_that_died_before_it_began(task: Path, tmp_path: Path) -> None:
+    config, out = settings.read(task, []), tmp_path / "run"
+    folder.claim(out, config)
+    Inflow(out / PUT_PROMPTS).add([{"prompt": "1:"}])
+    (out / "journal.jsonl").write_text("half a lin")
+    again = Inflow(out / PUT_PROMPTS)  # as the plan of the next life has it
+    folder.reclaim(out, config)
+    again.add([{"prompt": "2:"}])
+    assert [row["prompt"] for row in map(Inflow(out / PUT_PROMPTS).row, range(2))] == ["1:", "2:"]
+    assert sorted(file.name for file in out.iterdir()) == ["config.toml", PUT_PROMPTS]
 
 
 def test_a_run_that_is_fed_and_trained_from_outside_outlives_everybody(served: Served) -> None:

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from tests.runtime.tiny import CHARACTERS, save_start
 
+from dora import settings
 from dora.core.events import GroupScored, GroupUnscorable
 from dora.core.records import GroupId, RequestId
 from dora.errors import InputError, RunError
-from dora.runtime.crew import MAX_FAILED_STARTS
+from dora.runtime import messages as m
+from dora.runtime.crew import MAX_FAILED_STARTS, MAX_IDLE_DEATHS
 from dora.runtime.judging import JudgeSpec, question_of
 from dora.runtime.process import Told, take
-from dora.runtime.rewarding import Rewarding, RewardTask
+from dora.runtime.rewarding import MANY, Rewarding, RewardTask, reward_tasks
 from dora.stream.feed import Feed
 from dora.stream.lines import Want
 from dora.stream.samples import Trajectory
@@ -151,6 +153,46 @@ def test_a_worker_that_dies_while_it_starts_is_started_again_a_few_times(bench: 
     assert bench.hear(2) == [GroupScored(group, (1.0, 2.0)) for group in groups]
     with pytest.raises(RunError, match="rewarder was killed by SIGKILL"):
         kill(times=1 + MAX_FAILED_STARTS)
+
+
+def test_workers_that_die_whenever_they_are_ready_end_the_run(bench: Bench) -> None:
+    def die() -> None:
+        (process,) = multiprocessing.active_children()
+        process.kill()
+        while True:
+            worker, message = bench.told.get(timeout=60)
+            if isinstance(message, m.Gone):
+                bench.rewarding.hear(worker, m.Ready())
+                bench.rewarding.hear(worker, message)
+                return
+
+    bench.open(bench.task())
+    for _ in range(MAX_IDLE_DEATHS):
+        die()
+    with pytest.raises(RunError, match="killed by SIGKILL, as the 3 before it, and none of them had a group"):
+        die()
+
+
+def test_a_run_in_which_rewards_find_no_room_ends_once(bench: Bench) -> None:
+    """Whatever a worker says or does later, the driver may still wait for its trainer, and save."""
+    bench.open(bench.task())
+    worker, _ = bench.told.get(timeout=60)
+    with pytest.raises(RunError, match="rewarder: no room in the stream"):
+        bench.rewarding.hear(worker, m.NoRoom("no room in the stream"))
+    assert bench.rewarding.hear(worker, m.NoRoom("no room in the stream")) == []
+    assert bench.rewarding.hear(worker, m.Gone()) == []
+    assert bench.notices == []
+
+
+def test_a_limit_of_tokens_alone_limits_tokens_alone(task: Path) -> None:
+    """Without any, a task takes one group after the other."""
+    wants = []
+    for limits in ("", "micro_batch_tokens = 512", "micro_batch_tokens = 512\nmicro_batch_rows = 8"):
+        text = f'[[task]]\nname = "sum"\nclass = "task.py:reward"\n{limits}\n'
+        path = task.with_name("with a task.toml")
+        path.write_text(task.read_text() + text)
+        wants.append(reward_tasks(settings.read(path))[1].want)
+    assert wants == [Want(), Want(MANY, 512), Want(8, 512)]
 
 
 def test_a_group_that_two_workers_die_of_fails_and_no_other_does(bench: Bench) -> None:

@@ -25,6 +25,11 @@ def address(run: Run) -> Address:
     return replace(Address.of_run(run.out), patience_s=3.0)
 
 
+def kinds(run: Run) -> set[str]:
+    """Of facts and orders so far."""
+    return {line["kind"] for line in journal(run.out)}
+
+
 async def play(run: AsyncClient, ends: Counter[str], number: int) -> None:
     """One agent, until the run is over: two turns an episode. The first one once disappears in the middle."""
     is_lost = number == 0
@@ -60,7 +65,7 @@ def test_agents_play_a_run_though_one_of_them_and_an_engine_disappear(start_run:
     async def all_play() -> None:
         async with AsyncClient(address(run)) as client:
             agents = [asyncio.create_task(play(client, ends, number)) for number in range(4)]
-            await asyncio.to_thread(run.wait_for_steps, 2)
+            await asyncio.to_thread(run.wait_until, lambda: "fail" in kinds(run), "the end of a lease")
             run.workers()[0].kill()
             await asyncio.gather(*agents)
 

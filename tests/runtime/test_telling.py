@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dora import settings
-from dora.core.events import RequestFailed, RequestFinished
+from dora.core.events import GroupScored, GroupUnscorable, RequestFailed, RequestFinished
 from dora.core.records import Chunk, GroupId, RequestId
 from dora.engine.sequence import Completion
 from dora.runtime.messages import Completed, Refused
@@ -85,3 +85,36 @@ def test_only_the_newest_ended_groups_are_remembered(teller: Teller) -> None:
     teller.end(GroupId(3, 0), "filtered: zero_variance")
     finish(teller, 2)
     assert teller.num_tokens == {GROUP: 2}
+
+
+def earn(teller: Teller, *rewards: float) -> None:
+    """A group of two whose first answers come with rewards of their own."""
+    teller.earned = {RequestId(*GROUP, sibling): reward for sibling, reward in enumerate(rewards)}
+    for sibling in range(2):
+        finish(teller, sibling)
+
+
+def test_a_group_whose_rewards_are_too_large_cannot_be_scored(teller: Teller) -> None:
+    earn(teller, 1e200, 0.0)
+    told = GroupUnscorable(GROUP, "rewards too large: 1e+200, and the most is 1e+06")
+    assert teller.scored_by_itself(GROUP) == told
+    assert teller.scored(GroupScored(GROUP, (0.0, -1e200))) == GroupUnscorable(
+        GROUP, "rewards too large: -1e+200, and the most is 1e+06"
+    )
+    assert GROUP not in teller.rewards
+
+
+def test_a_run_that_goes_on_does_not_die_of_rewards_that_are_too_large(
+    teller: Teller, samples: SampleStore, task: Path, tmp_path: Path
+) -> None:
+    earn(teller, 1e200, 0.0)
+    later = Teller(Plan.make(settings.read(task), tmp_path), samples)
+    later.restore(GROUP, False, samples.finished(GROUP), 2)
+    assert isinstance(later.scored_by_itself(GROUP), GroupUnscorable)
+
+
+def test_answers_with_and_without_rewards_of_their_own_are_not_compared(teller: Teller) -> None:
+    earn(teller, 0.5)
+    told = "1 of 2 answers came with rewards of their own, the others without"
+    assert teller.scored_by_itself(GROUP) == GroupUnscorable(GROUP, told)
+    assert teller.scored_by_itself(GroupId(0, 4)) is None

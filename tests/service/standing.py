@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
+from urllib.parse import urlencode
 
 import httpx
 from tests.runtime.tiny import write_task
@@ -127,6 +129,37 @@ def client(app: Gate) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(app=app), base_url="http://run", headers=BEARER, timeout=20
     )
+
+
+def hang_up(
+    run: StandingRun,
+    method: str,
+    path: str,
+    body: object = None,
+    headers: Mapping[str, str] | None = None,
+    **query: str,
+) -> int:
+    """Ask, and disappear at once: the status of what was answered all the same. Fails if that is late."""
+    told = b"" if body is None else json.dumps(body).encode()
+    messages = [{"type": "http.request", "body": told}, *[{"type": "http.disconnect"}] * 9]
+    statuses = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    given = BEARER | {"content-type": "application/json"} | dict(headers or {})
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": urlencode(query).encode(),
+        "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()],
+    }
+    asyncio.run(asyncio.wait_for(run.app(scope, receive, send), 20.0))
+    return int(statuses[0])
 
 
 def refusal(response: httpx.Response, status: int) -> str:

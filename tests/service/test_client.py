@@ -8,13 +8,15 @@ import json
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.service.standing import TOKEN, StandingRun
 
-from dora.client import Address, AsyncClient, Client
+from dora.client import Address, AsyncClient, Call, Client, _Tries
 from dora.core.records import RequestId
 from dora.errors import ConfigError, InputError, ServiceError
 from dora.runtime.players import Episode, Over, Turn
@@ -173,6 +175,24 @@ def test_a_call_that_would_do_twice_what_it_does_is_not_repeated() -> None:
 
 def test_a_refusal_in_another_form_is_told_as_well() -> None:
     assert through([b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"], "status")[0] == 404
+
+
+def test_time_that_the_service_takes_to_answer_is_no_time_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    tries = _Tries(Call("POST", "/"), patience_s=2.0)
+
+    def ask() -> httpx.Response | None:
+        nonlocal now_s
+        assert tries.request["method"] == "POST"
+        now_s += 300.0
+        return tries.answer(httpx.Response(429))
+
+    for _ in range(3):
+        assert ask() is None
+        now_s += 0.9  # a pause
+    with pytest.raises(ServiceError):
+        ask()
 
 
 def test_a_service_that_is_not_there_is_given_up(tmp_path: Path) -> None:

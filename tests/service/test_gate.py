@@ -124,6 +124,19 @@ def test_a_body_of_another_kind_is_refused(run: StandingRun) -> None:
     assert refusal(response, 422)
 
 
+def test_methods_that_nobody_has_are_one_to_whoever_reads_the_metrics() -> None:
+    methods = list[str]()
+
+    async def send(message: Message) -> None:
+        pass
+
+    gate = Gate(lambda *_: None, TOKEN, MAX_BYTES, {}, lambda *noted: methods.append(noted[0]))  # type: ignore[arg-type]
+    for method in ("GET", "M1", "M2"):
+        scope: Scope = {"type": "http", "method": method, "path": "/x", "headers": []}
+        asyncio.run(gate(scope, None, send))  # type: ignore[arg-type]
+    assert methods == ["GET", "other", "other"]
+
+
 def test_what_is_not_there_is_said_in_the_same_form(run: StandingRun) -> None:
     assert refusal(run.ask("GET", "/v1/nothing"), 404)
     assert refusal(run.ask("DELETE", "/v1/status"), 405)

@@ -8,7 +8,7 @@ import json
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load, save
-from tests.service.standing import StandingRun, refusal
+from tests.service.standing import StandingRun, hang_up, refusal
 from torch import Tensor
 
 from dora.core.events import PromptsFetched
@@ -33,6 +33,7 @@ from dora.stream.feed import Feed
 from dora.stream.samples import Trajectory
 from dora.weights.store import WeightStore
 
+PACKED = "model.layers.0.mlp.experts.gate_up_proj"  # a name that stands for many tensors
 GROUPS = (GroupId(0, 3), GroupId(0, 1))  # of the first batch, in the order of commitment
 
 
@@ -71,10 +72,11 @@ class Outside(StandingRun):
                         self._has_begun.set()
             self.look()
 
-    def finish(self, group: GroupId) -> None:
+    def finish(self, group: GroupId, **more: Any) -> None:
         """Two answers, the first of one token, the second of two."""
         for k in range(2):
-            self.feed.put(Trajectory(RequestId(*group, k), 0, "ab", [1], [2] * (k + 1), [-0.1] * (k + 1)))
+            answer = Trajectory(RequestId(*group, k), 0, "ab", [1], [2] * (k + 1), [-0.1] * (k + 1))
+            self.feed.put(answer._replace(**more))
 
     def commit(self, *groups: GroupId, step: int = 0) -> None:
         """Finished and judged."""
@@ -165,8 +167,27 @@ def test_a_batch_is_handed_out_group_by_group_as_it_fills_up(run: Outside) -> No
     assert len(lines(run.ask("GET", "/v1/batches/0"))) == 3  # who disappears with it may ask anew
 
 
+def test_nobody_waits_for_a_batch_in_the_name_of_who_has_gone(run: Outside) -> None:
+    assert hang_up(run, "GET", "/v1/batches/0", wait_s="60") == 200
+
+
+def test_log_probs_of_an_episode_are_as_many_as_its_tokens(run: Outside) -> None:
+    turns: Any = {"token_ids": [2, 3, 4, 5], "logprobs": [-0.5, 0.0, 0.0, -0.25], "loss_mask": [1, 0, 0, 1]}
+    run.finish(GROUPS[0], **turns)
+    run.feed.score(GROUPS[0], [0.0, 1.0], [-1.0, 1.0])
+    run.feed.flush()
+    run.trainer.send(m.Accumulate(0, GROUPS[0]))
+    fields = {"fields": "token_ids,logprobs,loss_mask", "wait_s": 0}
+    group, _ = lines(run.ask("GET", "/v1/batches/0", params=fields))
+    assert group["fields"] == {
+        "token_ids": [[2, 3, 4, 5]] * 2,
+        "logprobs": [[-0.5, 0.0, 0.0, -0.25]] * 2,
+        "loss_mask": [[1, 0, 0, 1]] * 2,
+    }
+
+
 def test_batches_that_cannot_be_are_refused(run: Outside) -> None:
-    assert "'logits' is none of" in refusal(run.ask("GET", "/v1/batches/0?fields=reward,logits"), 422)
+    assert "name 2 is none of" in refusal(run.ask("GET", "/v1/batches/0?fields=reward,logits"), 422)
     assert "0 groups are committed" in refusal(run.ask("GET", "/v1/batches/0?after=1"), 422)
     assert "the run has 4 steps" in refusal(run.ask("GET", "/v1/batches/4"), 404)
     assert "step 1 comes later; the next is 0" in refusal(run.ask("GET", "/v1/batches/1"), 409)
@@ -205,6 +226,8 @@ def test_weights_that_do_not_fit_change_nothing(run: Outside) -> None:
         f"tensor {name} has shape": weights | {name: tensor[1:].clone()},
         "missing none (0), extra ['more']": weights | {"more": torch.ones(1)},
         f"missing ['{name}'] (1)": {key: value for key, value in weights.items() if key != name},
+        "cannot be read as weights": weights | {PACKED: torch.tensor(1.0)},
+        "the file cannot be read as weights": weights | {PACKED: torch.ones(4)},
     }
     good = save(weights)
     assert "the next is 1" in refusal(run.put(good), 409)
@@ -222,6 +245,37 @@ def test_weights_that_do_not_fit_change_nothing(run: Outside) -> None:
     assert "is published already" in refusal(run.put(save({n: t + 1 for n, t in weights.items()})), 409)
 
 
+def test_weights_that_nobody_awaits_are_refused_before_they_are_read(run: Outside) -> None:
+    async def never() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield b""
+
+    query = {"sha256": "0" * 64}
+    assert "the next is 1" in refusal(run.ask("PUT", "/v1/weights/1", params=query, content=never()), 409)
+    assert not (run.plan.out / "incoming").exists()
+
+
+def test_weights_are_taken_up_one_after_the_other(run: Outside) -> None:
+    run.make_due()
+    body, parts = save(run.weights()), run.plan.out / "incoming" / "parts"
+    most: list[int] = []
+
+    async def slowly() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 1000):
+            most.append(len([*parts.iterdir()]))
+            yield body[start : start + 1000]
+
+    async def talk(http: httpx.AsyncClient) -> httpx.Response:
+        query = {"sha256": hashlib.sha256(body).hexdigest()}
+        puts = [http.put("/v1/weights/1", params=query, content=slowly()) for _ in range(3)]
+        answers = await asyncio.gather(*puts)
+        assert [answer.status_code for answer in answers] == [200] * 3, answers[1].text
+        return answers[0]
+
+    assert run.converse(talk).json()["version"] == 1
+    assert max(most) == 1
+
+
 def test_weights_that_lie_in_the_folder_of_the_run_are_only_announced(run: Outside) -> None:
     run.make_due()
     body, folder = save(run.weights()), run.plan.out / "incoming"
@@ -236,8 +290,12 @@ def test_weights_that_lie_in_the_folder_of_the_run_are_only_announced(run: Outsi
     for name in ("../config.json", "/etc/passwd", "..", "parts/x", ""):
         refusal(announce(file=name), 422)
     for name in ("link", "v2"):
-        assert "there is no file" in refusal(announce(file=name), 404)
+        assert "there is no such file" in refusal(announce(file=name), 404)
     assert "write it to its end" in refusal(announce(sha256="0" * 64), 422)
+    with (folder / "long").open("wb") as file:
+        file.truncate(run.plan.upload_bytes + 1)
+    assert "at most" in refusal(announce(file="long"), 413)
+    assert [*(folder / "parts").iterdir()] == []
     assert announce().json()["version"] == 1
 
 
@@ -256,6 +314,7 @@ def test_rewards_are_given_for_a_group_on_loan(run: Outside) -> None:
         return await waiting
 
     assert run.ask("GET", "/v1/experience/reward").json()["loan"] is None
+    assert hang_up(run, "GET", "/v1/experience/reward", wait_s="60") == 200
     loan = run.converse(talk).json()["loan"]
     assert (loan["group"], loan["prompt"], loan["columns"]) == ("0/3", "1:", {"answer": 1})
     assert loan["token_ids"] == [[2], [2, 2]]
@@ -265,6 +324,7 @@ def test_rewards_are_given_for_a_group_on_loan(run: Outside) -> None:
 
     for wrong in ({"value": [0.0, 1.0]}, {"reward": ["0", "1"]}, {"reward": 1.0}, {}):
         refusal(put(**wrong), 422)
+    refusal(put(reward=[0.0, 1.1e6]), 422)
     assert "1 rewards for 2 answers" in refusal(put(reward=[1.0]), 422)
     assert "lease 99 is over, or was never given" in refusal(put(99, reward=[0.0, 1.0]), 410)
     assert [put(reward=[0.0, 1.0]).json() for _ in range(2)] == [{"lease": loan["lease"]}] * 2

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.standing import BEARER, StandingRun, refusal
+from tests.service.standing import StandingRun, hang_up, refusal
 
 from dora.core.records import RequestId
 from dora.runtime.players import Began, Broken, Episode, Observed, Over, Turn
@@ -63,6 +63,37 @@ def pass_time(run: StandingRun, seconds: float) -> None:
     """Time that the driver was awake."""
     run.agents._now_s += seconds
     run.agents.check_deadlines()
+
+
+def test_messages_are_written_as_clients_of_openai_write_them(run: StandingRun) -> None:
+    open_one(run)
+    ask_and_write(run, [USER | {"name": "bob"}], "77")
+    run.words()
+    wrote = {"role": "assistant", "content": "77", "refusal": None, "tool_calls": None}
+    tool = {"role": "tool", "content": "1", "tool_call_id": "call_1"}
+    assert ask_and_write(run, [USER, wrote, tool], "8", number=1).status_code == 200
+    assert run.words() == [Observed(EPISODE, 0, ids(run, "1"))]
+    assert "seed" in refusal(ask(run, [USER], seed=1), 422)  # which would have no effect
+
+
+def test_what_cannot_be_few_tokens_is_refused_before_it_is_tokenized(
+    run: StandingRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_one(run)
+    monkeypatch.setattr(type(run.plan.prompts), "encode", lambda *_: pytest.fail("it was tokenized"))
+    assert "9000 characters" in refusal(ask(run, [{"role": "user", "content": "1" * 9000}]), 400)
+    monkeypatch.undo()
+    wrote = ask_and_write(run, [USER], "77").json()["choices"][0]["message"]
+    monkeypatch.setattr(type(run.plan.prompts), "encode_next", lambda *_: pytest.fail("it was tokenized"))
+    assert "at most 640" in refusal(ask(run, [USER, wrote, {"role": "user", "content": "1" * 9000}]), 400)
+
+
+@pytest.mark.parametrize("reward", [1.1e6, -1e200])
+def test_a_reward_beyond_all_measure_is_refused(run: StandingRun, reward: float) -> None:
+    open_one(run)
+    ask_and_write(run, [USER], "77")
+    assert "1000000" in refusal(run.ask("POST", "/v1/sessions/a/reward", json={"reward": reward}), 422)
+    assert run.ask("POST", "/v1/sessions/a/reward", json={"reward": -1e6}).status_code == 200
 
 
 def test_an_episode_is_played_from_its_prompt_to_its_reward(run: StandingRun) -> None:
@@ -146,25 +177,17 @@ def test_an_episode_that_nothing_was_asked_in_waits_for_the_next_agent(run: Stan
 
 
 def test_an_agent_that_has_gone_gets_no_episode(run: StandingRun) -> None:
-    messages = [{"type": "http.request", "body": b""}, {"type": "http.disconnect"}]
-
-    async def receive() -> Any:
-        return messages.pop(0)
-
-    async def send(message: Any) -> None:
-        assert message.get("status", 429) == 429
-
-    scope = {
-        "type": "http",
-        "method": "PUT",
-        "path": "/v1/sessions/a",
-        "query_string": b"wait_s=60",
-        "headers": [(b"authorization", BEARER["Authorization"].encode())],
-    }
-    asyncio.run(run.app(scope, receive, send))
+    assert hang_up(run, "PUT", "/v1/sessions/a", wait_s="60") == 429
     run.agents.begin(EPISODE, version=0)
     run.calls.look()
     assert run.agents.num_seats == 1
+
+
+def test_an_agent_that_has_gone_is_not_answered_and_may_ask_again(run: StandingRun) -> None:
+    open_one(run)
+    assert hang_up(run, "POST", CHAT, {"messages": [USER]}, {"dora-session": "a"}) == 429
+    write(run, "77")
+    assert ask(run, [USER]).json()["choices"][0]["message"]["content"] == "77"
 
 
 def test_a_lease_does_not_run_while_the_model_writes(run: StandingRun) -> None:
@@ -251,7 +274,7 @@ def test_two_different_calls_at_once_are_one_too_many(run: StandingRun) -> None:
         ({"messages": [{"role": "user", "content": "\U0001f600"}]}, 400, "vocabulary"),
         ({"messages": [{"role": "robot", "content": "1"}]}, 422, "role"),
         ({"messages": [{"role": "assistant", "content": "1"}]}, 400, "assistant"),
-        ({"messages": [{"role": "user", "content": "1", "name": "x"}]}, 422, "not permitted"),
+        ({"messages": [{"role": "user", "content": "1", "mood": "x"}]}, 422, "not permitted"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422, "type"),
         ({"temperature": 0.5}, 409, "sampling.temperature = 1"),
         ({"top_p": 0.5}, 409, "sampling.top_p = 1"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.service.standing import StandingRun, refusal
+from tests.service.standing import StandingRun, hang_up, refusal
 
 from dora.core.actions import RefuseDrain
 from dora.core.events import DrainAsked, Published
@@ -111,6 +111,10 @@ def test_prometheus_can_read_the_metrics(run: StandingRun) -> None:
     assert rows == {("0", "used"): 0, ("0", "free"): 4, ("1", "used"): 0, ("1", "free"): 4}
     calls = {(s.labels["route"], s.labels["status"]) for s in families["dora_http_requests"].samples}
     assert {("/v1/status", "200"), ("none", "404")} <= calls
+
+
+def test_nobody_waits_for_a_version_in_the_name_of_who_has_gone(run: StandingRun) -> None:
+    assert hang_up(run, "GET", "/v1/versions", wait_s="60") == 200
 
 
 def test_a_run_that_is_over_says_so_to_whoever_asks(run: StandingRun) -> None:

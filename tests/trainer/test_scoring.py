@@ -4,7 +4,7 @@ import pytest
 
 from dora.trainer.advantage import batch_advantages, centred, group_advantages
 from dora.trainer.recipe import AdvEstimator
-from dora.trainer.scoring import Scoring
+from dora.trainer.scoring import MAX_REWARD, Scoring, why_unscorable
 
 REWARDS, LENGTHS = [[1.0, 0.0], [0.5, 0.5]], [[3, 9], [10, 5]]
 
@@ -31,3 +31,9 @@ def test_overlong_answers_lose_reward_before_they_are_compared() -> None:
     scoring = Scoring("dr_grpo", max_tokens=10, overlong_buffer_tokens=4, overlong_penalty=2.0)
     assert scoring.of_batch(REWARDS, LENGTHS) == [centred([1.0, -1.5]), centred([-1.5, 0.5])]
     assert scoring.of_group(REWARDS[1], LENGTHS[1]) == [-1.0, 1.0]
+
+
+def test_rewards_that_leave_what_can_be_computed_with_are_named() -> None:
+    assert why_unscorable([0.0, -MAX_REWARD, MAX_REWARD]) == ""
+    for reward in (1e200, -1e7, float("inf"), float("nan")):
+        assert why_unscorable([1.0, reward]) == f"rewards too large: {reward:g}, and the most is 1e+06"

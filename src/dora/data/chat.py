@@ -6,6 +6,7 @@ imported only where a template is wanted.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,6 @@ from typing import Any
 from dora.data.dataset import Messages, Prompt
 from dora.data.tokenizer import Tokenizer
 from dora.errors import DataError, ModelError
-
-_ANSWER = "(an answer of the assistant)"  # stands for any; what comes after it is the same
 
 
 class PromptEncoder:
@@ -85,9 +84,10 @@ class ChatTemplate:
 
         Text becomes the user's message. Raises DataError as `render` does.
         """
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        _, answer, after = self._render([*before, *_messages(observation)]).rpartition(_ANSWER)
-        if not answer:
+        answer = f"(answer {secrets.token_hex(8)})"  # stands for any: what comes after it is the same
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        _, found, after = self._render([*before, *_messages(observation)]).partition(answer)
+        if not found:
             raise DataError("the chat template leaves out earlier answers, so episodes cannot have turns")
         return after
 

@@ -98,12 +98,12 @@ def _check_row(row: object, prompt_key: str, where: str) -> None:
         raise DataError(f'{where}: is a {type(row).__name__}, must be an object such as {{"prompt": "..."}}')
     if prompt_key not in row:
         raise DataError(
-            f"{where}: has no column {prompt_key!r}; it has {', '.join(map(str, row)) or 'none'}; "
+            f"{where}: has no column {prompt_key!r} among its {len(row)}; "
             "name the column with data.prompt_key"
         )
     if not _is_prompt(prompt := row[prompt_key]):
         raise DataError(
-            f"{where}: {prompt_key} = {prompt!r} is a {type(prompt).__name__}, must be a string, or messages "
+            f"{where}: {prompt_key} is a {type(prompt).__name__}, must be a string, or messages "
             'such as [{"role": "user", "content": "..."}]'
         )
     for taken in {*TAKEN} - {prompt_key}:

@@ -39,14 +39,17 @@ class Inflow(Dataset):
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows with a usable prompt each; they are durable when this returns. Raises DataError.
 
-        An OSError leaves everything as it was.
+        So does a file that has lost rows meanwhile. An OSError leaves everything as it was.
         """
         Dataset(rows, self.prompt_key, "what was put")  # which checks them
         try:
             lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         except ValueError as error:
             raise DataError("what was put holds nan or inf, which JSON has not; leave them out") from error
-        with self._path.open("r+b" if self._path.exists() else "xb") as file:
+        is_there = self._path.exists()
+        if (self._path.stat().st_size if is_there else 0) < self._num_bytes:
+            raise DataError(f"{self._path} has lost rows that were put; put it back as it was")
+        with self._path.open("r+b" if is_there else "xb") as file:
             file.truncate(self._num_bytes)
             file.seek(self._num_bytes)
             file.write(lines)

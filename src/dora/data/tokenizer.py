@@ -45,9 +45,7 @@ class Tokenizer:
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the library raises bare Exception
-            raise DataError(
-                f"cannot tokenize {text[:80]!r}: {error}; use characters of the vocabulary"
-            ) from error
+            raise DataError(f"cannot tokenize the text: {error}; use characters of the vocabulary") from error
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ at a time; when that is over, `reset` begins the next.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import numbers
@@ -51,14 +52,28 @@ class Environment:
 def load_environment(name: str) -> Callable[[], Environment]:
     """The class named "file.py:Class" or "package.module:Class", or a function that makes such objects.
 
-    Raises EnvError where there is none, or where its methods are no coroutines.
+    Raises EnvError where there is none, or where `reset` and `step` are no coroutines, or `close` is one.
     """
     make: Callable[[], Environment] = load_attribute(name, "env.environment", EnvError)
     if inspect.isclass(make):
         for method in ("reset", "step"):
             if not inspect.iscoroutinefunction(getattr(make, method, None)):
                 raise EnvError(f"env.environment = {name!r}: it needs a method `async def {method}`")
+        close = getattr(make, "close", None)
+        if not callable(close) or inspect.iscoroutinefunction(close):
+            raise EnvError(f"env.environment = {name!r}: it needs a method `def close`")
     return make
+
+
+def let_go(environment: Environment) -> None:
+    """Close an environment; what goes wrong in that is nobody's any more."""
+    with contextlib.suppress(Exception, SystemExit):
+        environment.close()
+
+
+def reason_of(error: BaseException) -> str:
+    """What an environment did, as its group's end has it."""
+    return str(error) if isinstance(error, Fault) else f"environment raised {type(error).__name__}"
 
 
 def check_observation(value: object) -> Observation:

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
-from dora.envs.base import Environment, Fault, Observation, check_observation, check_step
+from dora.envs.base import (
+    Environment,
+    Fault,
+    Observation,
+    check_observation,
+    check_step,
+    let_go,
+    reason_of,
+)
 
 T = TypeVar("T")
 
@@ -117,13 +125,12 @@ class Host:
             self._say(episode, Ended(await self._take_turns(episode, environment)))
             self._idle.append(environment)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if environment is not None:  # in an unknown state
-                environment.close()
-            if episode not in self._tasks:  # it is forgotten
-                return
-            reason = str(error) if isinstance(error, Fault) else f"environment raised {type(error).__name__}"
-            self._say(episode, Broke(reason, traceback.format_exc()))
-        del self._turns[episode], self._tasks[episode]
+            if episode in self._tasks:  # it is not forgotten
+                self._say(episode, Broke(reason_of(error), traceback.format_exc()))
+            if environment is not None:
+                let_go(environment)  # in an unknown state
+        self._turns.pop(episode, None)
+        self._tasks.pop(episode, None)
 
     async def _take_turns(self, episode: Hashable, environment: Environment) -> float:
         """Until the environment is done, or turns or tokens are used up: the sum of all rewards."""

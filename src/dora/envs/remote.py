@@ -14,10 +14,18 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dora.envs.base import Environment, Fault, Observation, Step, check_observation, check_step
+from dora.envs.base import (
+    Environment,
+    Fault,
+    Observation,
+    Step,
+    check_observation,
+    check_step,
+    let_go,
+    reason_of,
+)
 
 MAX_LINE_BYTES = 16 * 2**20
-CONNECT_TIMEOUT_S = 2.0  # to one host, before the next is tried
 
 
 class _Gone(Fault):
@@ -27,8 +35,9 @@ class _Gone(Fault):
 class RemoteEnvironment(Environment):
     """An environment of one of several hosts, "name:port"; the first that can be reached."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: Sequence[str], connect_s: float) -> None:
+        """`connect_s` is the time for trying all of them, one after the other."""
+        self._hosts, self._connect_s = hosts, connect_s
         self._line: tuple[StreamReader, StreamWriter] | None = None
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
@@ -48,12 +57,15 @@ class RemoteEnvironment(Environment):
             self._line[1].close()
 
     async def _connect(self) -> tuple[StreamReader, StreamWriter]:
-        reasons = []
+        """To the first host that answers; each gets its share of the time."""
+        share_s, reasons = self._connect_s / len(self._hosts), []
         for host in self._hosts:
             name, _, port = host.rpartition(":")
             try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                async with asyncio.timeout(share_s):
                     return await asyncio.open_connection(name, int(port), limit=MAX_LINE_BYTES)
+            except TimeoutError:
+                reasons.append(f"{host}: no answer within {share_s:g} s")
             except OSError as error:
                 reasons.append(f"{host}: {error}")
         raise Fault(f"no environment host can be reached ({'; '.join(reasons)})")
@@ -77,15 +89,41 @@ class RemoteEnvironment(Environment):
 async def serve(make: Callable[[], Environment], host: str, port: int) -> asyncio.Server:
     """Listen for runs and play one environment for each connection; port 0 is any free one."""
 
-    async def play(reader: StreamReader, writer: StreamWriter) -> None:
-        gone = contextlib.suppress(OSError, asyncio.IncompleteReadError)
-        with contextlib.closing(make()) as environment, contextlib.closing(writer), gone:
+    async def hear(reader: StreamReader, writer: StreamWriter) -> None:
+        """Take calls until the run hangs up, which also ends the one that is being answered."""
+        calls = asyncio.Queue[bytes](maxsize=1)
+        playing = asyncio.create_task(_play(make, calls, writer))
+        try:
             while True:
-                call = json.loads(await reader.readuntil())
-                writer.write(_line(await _answer(environment, call)))
-                await writer.drain()
+                calls.put_nowait(await reader.readuntil())
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.QueueFull):
+            pass  # gone, or no run: those wait for an answer before they ask again
+        finally:
+            playing.cancel()
+            writer.close()
 
-    return await asyncio.start_server(play, host, port, limit=MAX_LINE_BYTES)
+    return await asyncio.start_server(hear, host, port, limit=MAX_LINE_BYTES)
+
+
+async def _play(make: Callable[[], Environment], calls: asyncio.Queue[bytes], writer: StreamWriter) -> None:
+    """Answer calls with one environment, until it cannot go on or is cancelled."""
+    environment: Environment | None = None
+    try:
+        while True:
+            line = await calls.get()
+            try:
+                environment = make() if environment is None else environment
+                answer = _line({"value": await _answer(environment, json.loads(line))})
+            except (Exception, SystemExit) as error:
+                answer = _line({"fault": reason_of(error), "detail": traceback.format_exc()})
+            writer.write(answer)
+            await writer.drain()
+    except OSError:
+        pass  # the run is gone
+    finally:
+        writer.close()
+        if environment is not None:
+            let_go(environment)
 
 
 async def serve_forever(
@@ -97,20 +135,14 @@ async def serve_forever(
         await server.serve_forever()
 
 
-async def _answer(environment: Environment, call: Sequence[Any]) -> dict[str, Any]:
-    """What a call returns, or why it does not."""
-    try:
-        match call:
-            case ["reset", dict(row), int(seed)]:
-                return {"value": check_observation(await environment.reset(row, seed))}
-            case ["step", str(action)]:
-                return {"value": check_step(await environment.step(action))}
-            case _:
-                raise Fault(f"an environment host was asked {str(call)[:80]!r}")
-    except Exception as error:
-        is_named = isinstance(error, Fault)
-        reason = str(error) if is_named else f"environment raised {type(error).__name__}"
-        return {"fault": reason, "detail": traceback.format_exc()}
+async def _answer(environment: Environment, call: object) -> Observation | Step:
+    """What a call returns. Raises Fault if there is no such call."""
+    match call:
+        case ["reset", dict(row), int(seed)]:
+            return check_observation(await environment.reset(row, seed))
+        case ["step", str(action)]:
+            return check_step(await environment.step(action))
+    raise Fault(f"an environment host was asked {str(call)[:80]!r}")
 
 
 def _line(value: object) -> bytes:

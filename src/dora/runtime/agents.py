@@ -21,6 +21,7 @@ from dora.runtime.process import Told, Worker
 
 MAX_ENDED = 10_000  # sessions whose end is remembered
 MAX_GAP_S = 1.0  # between two looks at the leases; the rest of a longer one the driver slept
+MAX_CHARACTERS = 32  # of a token, on average: longer messages are not even tokenized
 NOTICE_S = 30.0  # without an agent, until the person watching is told, and told again
 
 
@@ -207,8 +208,9 @@ class Agents:
         return self._now_s + self._plan.config.service.session_lease_s
 
     def _begin(self, session: Session, messages: tuple[Message, ...], max_tokens: int | None) -> None:
-        prompt_ids = self._plan.prompts.encode(self._written(messages))
         most = self._plan.config.data.max_prompt_length
+        _check_length(messages, most)
+        prompt_ids = self._plan.prompts.encode(self._written(messages))
         if not 1 <= len(prompt_ids) <= most:
             raise ServiceError(
                 400,
@@ -232,6 +234,7 @@ class Agents:
             raise ServiceError(
                 400, f"max_tokens was {session.max_turn_tokens} in the session's first call; repeat it"
             )
+        _check_length(messages[len(history) :], answer.turn.num_left)
         new = self._written(messages[len(history) :])
         observed = self._plan.prompts.encode_next(new, answer.turn.token_ids)
         if not 1 <= len(observed) < answer.turn.num_left:
@@ -275,6 +278,17 @@ class Agents:
 
     def _say(self, said: Said) -> None:
         self._told.put((None, said))
+
+
+def _check_length(messages: Sequence[Message], num_tokens: int) -> None:
+    """Raises ServiceError for what cannot be so few tokens, before the driver spends time on it."""
+    num_characters, most = sum(len(message.content) for message in messages), MAX_CHARACTERS * num_tokens
+    if num_characters > most:
+        raise ServiceError(
+            400,
+            f"the new messages have {num_characters} characters; {num_tokens} tokens have at most {most}; "
+            "send less",
+        )
 
 
 def _finished(reward: float | None) -> str:

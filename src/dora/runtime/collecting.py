@@ -12,12 +12,12 @@ from pathlib import Path
 
 from dora.core.records import GroupId
 from dora.runtime import messages as m
-from dora.runtime.consumer import STOPPED_S, WAIT_S
+from dora.runtime.consumer import WAIT_S
 from dora.runtime.process import Told
 from dora.stream import wire
 from dora.stream.batch import Batch, Waited
 from dora.stream.client import StreamClient
-from dora.stream.feed import COLLECTOR, reward_column
+from dora.stream.feed import COLLECTOR, STOPPED_S, reward_column
 from dora.stream.lines import Want
 
 NUM_ROWS = 10_000  # at once, of what is there

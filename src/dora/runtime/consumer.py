@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Protocol
 
 from dora.core.records import GroupId
-from dora.errors import StreamError
+from dora.errors import NoRoomError, StreamError
 from dora.runtime import messages as m
 from dora.runtime.process import Inbox, Outbox
 from dora.stream import wire
 from dora.stream.batch import Batch, Waited
 from dora.stream.client import StreamClient
+from dora.stream.feed import STOPPED_S, fill
 from dora.stream.fields import Given, Packing
 from dora.stream.lines import Want
 
 WAIT_S = 60.0  # for the next rows; then they are asked for again
-STOPPED_S = 86400.0  # the driver may be stopped for so long; its end is seen at once
 
 
 class NoResult(Exception):
@@ -65,11 +65,14 @@ def run_consumer(outbox: Outbox, inbox: Inbox, spec: ConsumerSpec) -> None:
     work = spec.make(place.still)
     with StreamClient(wire.endpoint_of(spec.stream), STOPPED_S) as client:
         outbox.send(m.Ready())
-        while True:
-            batch = client.get(spec.name, spec.want, WAIT_S)
-            if not isinstance(batch, Waited):
-                _serve(spec.name, work, client, batch, place)
-                place.go(())
+        try:
+            while True:
+                batch = client.get(spec.name, spec.want, WAIT_S)
+                if not isinstance(batch, Waited):
+                    _serve(spec, work, client, batch, place)
+                    place.go(())
+        except NoRoomError as error:
+            outbox.send(m.NoRoom(str(error)))
 
 
 class _Place:
@@ -95,8 +98,11 @@ class _Place:
         self._outbox.send(m.Unable(self._groups, reason, detail))
 
 
-def _serve(name: str, work: Work, client: StreamClient, batch: Batch, place: _Place) -> None:
-    """Fill, then commit: who dies in between only has it done once more, and that comes too late to count."""
+def _serve(spec: ConsumerSpec, work: Work, client: StreamClient, batch: Batch, place: _Place) -> None:
+    """Fill, then commit: who dies in between only has it done once more, and that comes too late to count.
+
+    Raises NoRoomError; then its rows are still on lease, and go to another when the client leaves.
+    """
     groups = tuple(dict.fromkeys(batch.groups))
     place.go(groups)
     try:
@@ -104,22 +110,22 @@ def _serve(name: str, work: Work, client: StreamClient, batch: Batch, place: _Pl
         Packing(client.fields, columns, len(batch))  # columns that do not fit are the task's failure, too
     except Exception as error:
         if len(groups) > 1:
-            _serve_alone(name, work, client, batch, place)
+            _serve_alone(spec, work, client, batch, place)
             return
         place.give_up(error)
     else:
         with contextlib.suppress(StreamError):  # the group has ended meanwhile, or somebody was faster
-            client.fill(batch.indices, columns)
+            fill(client, spec.stream, batch.indices, columns, place.still)
     with contextlib.suppress(StreamError):  # the lease has ended
         client.commit(batch)
 
 
-def _serve_alone(name: str, work: Work, client: StreamClient, batch: Batch, place: _Place) -> None:
+def _serve_alone(spec: ConsumerSpec, work: Work, client: StreamClient, batch: Batch, place: _Place) -> None:
     """One group after the other, so that only those fail that must."""
     groups = dict.fromkeys(batch.groups)
     with contextlib.suppress(StreamError):
         client.give_back(batch)
     for group in groups:
-        alone = client.get(name, Want(groups=(group,)), 0.0)
+        alone = client.get(spec.name, Want(groups=(group,)), 0.0)
         if not isinstance(alone, Waited):  # somebody else may have taken it
-            _serve(name, work, client, alone, place)
+            _serve(spec, work, client, alone, place)

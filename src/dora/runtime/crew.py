@@ -17,6 +17,7 @@ from dora.runtime.consumer import ConsumerSpec, run_consumer
 from dora.runtime.process import Told, Worker
 
 MAX_FAILED_STARTS = 3  # in a row, before the run ends
+MAX_IDLE_DEATHS = 3  # for each worker, while none of them takes a group
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Crew:
         """What they say is put into `told`; `drop` hears of groups that fail, before others take them."""
         self._spec, self._start_timeout_s = spec, start_timeout_s
         self._told, self._notice, self._drop = told, notice, drop
-        self._was_ever_ready, self._num_failed_starts = False, 0
+        self._was_ever_ready, self._num_failed_starts, self._num_idle_deaths = False, 0, 0
+        self._is_over = False  # there is no room for what they make
         self._struck: set[GroupId] = set()  # a worker has died in it
         self._posts = [self._start(place) for place in range(spec.num_workers)]
 
@@ -75,8 +77,10 @@ class Crew:
         """Whether it is one of them, and was not replaced."""
         return any(post.worker is worker for post in self._posts)
 
-    def hear(self, worker: Worker, message: m.Ready | m.Working | m.Unable | m.Gone) -> list[m.Unable]:
-        """Take note of a worker's word. Raises InputError or RunError if it cannot start."""
+    def hear(
+        self, worker: Worker, message: m.Ready | m.Working | m.Unable | m.NoRoom | m.Gone
+    ) -> list[m.Unable]:
+        """Take note of a worker's word. Raises InputError or RunError if it cannot start or go on."""
         place = next(place for place, post in enumerate(self._posts) if post.worker is worker)
         post = self._posts[place]
         post.since_s = time.monotonic()
@@ -86,9 +90,14 @@ class Crew:
                 self._num_failed_starts = 0
             case m.Working(groups):
                 post.groups = groups
+                if groups:
+                    self._num_idle_deaths = 0
+            case m.NoRoom(reason) if not self._is_over:  # once: then what was trained is saved
+                self._is_over = True
+                raise RunError(f"{worker.name}: {reason}")
             case m.Unable():
                 return [message]
-            case m.Gone():
+            case m.Gone() if not self._is_over:
                 return self._died(place)
         return []
 
@@ -101,7 +110,8 @@ class Crew:
             if not post.is_ready and waited_s > self._start_timeout_s:
                 limit = f"runtime.start_timeout_s = {self._start_timeout_s:g} s"
                 raise RunError(f"the {post.worker.name} did not start within {limit}")
-            if post.is_ready and post.groups and waited_s > self._spec.timeout_s:
+            is_late = post.is_ready and bool(post.groups) and waited_s > self._spec.timeout_s
+            if is_late and not self._is_over:
                 limit = f"{self._spec.timeout_key} = {self._spec.timeout_s:g}"
                 reason = f"{self._spec.what} took longer than {limit}"
                 self._drop(post.groups)
@@ -136,12 +146,21 @@ class Crew:
         if not self._was_ever_ready or self._num_failed_starts == MAX_FAILED_STARTS:
             raise RunError(worker.how_it_ended)
 
+    def _check_idle(self, how: str) -> None:
+        """One that is ready and dies before it takes a group would do so for ever."""
+        self._num_idle_deaths += 1
+        if self._num_idle_deaths > MAX_IDLE_DEATHS * self.num_workers:
+            num = self._num_idle_deaths
+            raise RunError(f"{how}, as the {num - 1} before it, and none of them had a group to judge")
+
     def _died(self, place: int) -> list[m.Unable]:
         """It is replaced."""
         post = self._posts[place]
         how = post.worker.how_it_ended
         if not post.is_ready:
             self._check_start(post.worker)
+        elif not post.groups:
+            self._check_idle(how)
         again = tuple(group for group in post.groups if group in self._struck)
         self._struck |= {*post.groups}
         if again:

@@ -69,7 +69,8 @@ def _derived(plan: Plan) -> dict[str, str]:
 def _places(plan: Plan) -> dict[str, str]:
     """Where what is computed, and what lies there, the activations of a micro-batch included."""
     findings = {f"memory on {device}": words for device, words in memory(plan).items()}
-    findings["of it shared"] = f"{size(plan.stored_bytes)}, for versions and the KV of engines on the CPU"
+    what = f"versions, the KV of engines on the CPU, and {size(plan.stream_bytes)} of samples"
+    findings["of it shared"] = f"{size(plan.stored_bytes)}, for {what}"
     try:
         devices.check(plan.config)
         adapters.check(plan.config)

@@ -101,7 +101,7 @@ def _make_environments(spec: EnvSpec) -> Callable[[], Environment]:
 
     def make() -> Environment:
         first = next(turns) % len(hosts)
-        return RemoteEnvironment([*hosts[first:], *hosts[:first]])
+        return RemoteEnvironment([*hosts[first:], *hosts[:first]], connect_s=spec.rules.timeout_s / 2)
 
     return make
 

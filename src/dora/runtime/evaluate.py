@@ -60,9 +60,9 @@ class _Round:
         self._result = Evaluation(version, rule.num_prompts, rule.num_answers, is_greedy)
         self._waiting = deque(rule.request(version, index) for index in range(rule.num_requests))
         self._running: dict[int, set[RequestId]] = {}
-        self._finished: Counter[GroupId] = Counter()
+        self._ended: Counter[GroupId] = Counter()  # answers to a prompt that no engine works on any more
         self._num_failed = 0
-        self._broken: set[GroupId] = set()  # prompts of which an episode has failed
+        self._broken: dict[GroupId, str] = {}  # prompts of which an episode has failed, and why
 
     def run(self) -> Evaluation:
         """To the last reward, and until every engine has answered its load: no fact is left behind."""
@@ -94,18 +94,17 @@ class _Round:
             case RequestFinished(engine, request) if self._is_mine(request.group):
                 self._running[engine].discard(request)
                 self._result.hear(event)
-                self._finish(request.group)
+                self._end(request.group)
             case GroupScored(group) if self._is_mine(group):
                 self._result.hear(event)
-            case GroupUnscorable(group) if self._is_mine(group):
-                self._fail(self._hands.rewarding.first_failure)
+            case GroupUnscorable(group, reason) if self._is_mine(group):
+                self._fail(self._hands.rewarding.first_failure or reason)
             case RequestFailed(engine, request, reason) if self._is_mine(request.group):
                 self._running[engine].discard(request)
                 if self._hands.episodes.player is None:
                     raise RunError(f"evaluation request {request} was refused: {reason}")
-                if request.group not in self._broken:
-                    self._broken.add(request.group)
-                    self._fail(reason)
+                self._broken.setdefault(request.group, reason)
+                self._end(request.group)
             case _:
                 pass  # what the training run left behind
 
@@ -128,9 +127,13 @@ class _Round:
                 f"{reason.rstrip()}"
             )
 
-    def _finish(self, group: GroupId) -> None:
-        self._finished[group] += 1
-        if self._finished[group] < self._result.num_answers or group in self._broken:
+    def _end(self, group: GroupId) -> None:
+        """An answer has left its engine for good; a prompt with all its answers is judged, or has failed."""
+        self._ended[group] += 1
+        if self._ended[group] < self._result.num_answers:
+            return
+        if group in self._broken:
+            self._fail(self._broken[group])
             return
         if group.row < NUM_EXAMPLES:
             plan = self._hands.plan

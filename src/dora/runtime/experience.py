@@ -25,9 +25,9 @@ FIELDS = tuple(name for name in StoredSample._fields if name != "stream_index") 
 
 def check_fields(names: Sequence[str]) -> None:
     """Raises ServiceError for a field that samples do not have."""
-    for name in names:
+    for place, name in enumerate(names, start=1):
         if name not in FIELDS:
-            raise ServiceError(422, f"fields: {name!a} is none of a sample's: {', '.join(FIELDS)}")
+            raise ServiceError(422, f"fields: name {place} is none of a sample's: {', '.join(FIELDS)}")
 
 
 def lines_of(stream: Path, groups: Sequence[GroupId], fields: Sequence[str]) -> list[bytes]:
@@ -40,12 +40,16 @@ def lines_of(stream: Path, groups: Sequence[GroupId], fields: Sequence[str]) -> 
 
 
 def _line(group: GroupId, samples: Sequence[StoredSample], fields: Sequence[str]) -> bytes:
-    columns = {name: [_plain(getattr(sample, name)) for sample in samples] for name in fields}
+    columns = {name: [_field(sample, name) for sample in samples] for name in fields}
     return json.dumps({"group": str(group), "fields": columns}, separators=(",", ":")).encode() + b"\n"
 
 
-def _plain(value: object) -> object:
-    """Arrays as lists."""
+def _field(sample: StoredSample, name: str) -> object:
+    """Arrays as lists. Log-probs, which are those of drawn tokens, have a 0 for each token that was read."""
+    value = getattr(sample, name)
+    if name == "logprobs" and sample.loss_mask is not None:
+        drawn = iter(value)
+        return [next(drawn) if is_drawn else 0.0 for is_drawn in sample.loss_mask]
     return value.tolist() if hasattr(value, "tolist") else value
 
 

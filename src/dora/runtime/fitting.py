@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dora.config import Config
 from dora.data.tokenizer import Tokenizer
+from dora.engine.blocks import num_blocks_for
 from dora.engine.rows import MAX_STOP_IDS
 from dora.errors import ConfigError, ModelError
 from dora.model.config import ModelConfig
@@ -45,6 +46,13 @@ def check_critic(config: Config, policy: ModelConfig) -> None:
 def check_fit(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> None:
     """Raises ConfigError for settings that this model cannot follow."""
     config.check_context(model.max_position_embeddings)
+    needed = num_blocks_for(config.context) + 1  # the block that a prompt ends in is kept beside its copy
+    if config.engine.kv_blocks is not None and config.engine.kv_blocks < needed:
+        raise ConfigError(
+            f"engine.kv_blocks = {config.engine.kv_blocks}: the longest answer with its prompt, "
+            f"{config.context} tokens, takes {needed}; raise it, or lower data.max_prompt_length or "
+            "sampling.max_response_length"
+        )
     stop_ids, num_own = config.sampling.stop_token_ids, len(tokenizer.stop_ids)
     unknown = [i for i in stop_ids if i >= model.vocab_size]
     if unknown:

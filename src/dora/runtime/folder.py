@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ def check_out(out: Path) -> None:
 def claim(out: Path, config: Config) -> None:
     """Make the run folder and write the resolved configuration into it."""
     check_out(out)
+    _write_config(out, config)
+
+
+def reclaim(out: Path, config: Config) -> None:
+    """The same for a run that died before it began, but for prompts that were put: they were promised."""
+    _clear(out, {PUT_PROMPTS})
+    _write_config(out, config)
+
+
+def _write_config(out: Path, config: Config) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.toml").write_text(config.to_toml())
@@ -49,10 +60,14 @@ def claim(out: Path, config: Config) -> None:
 
 def unclaim(out: Path) -> None:
     """Input turned out to be bad before anything was generated: the folder can be used again."""
-    for name in RUN_FILES:
-        (out / name).unlink(missing_ok=True)
+    _clear(out)
     with contextlib.suppress(OSError):
         out.rmdir()
+
+
+def _clear(out: Path, kept: Collection[str] = ()) -> None:
+    for name in {*RUN_FILES} - {*kept}:
+        (out / name).unlink(missing_ok=True)
 
 
 def write_summary(out: Path, summary: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dora.core.records import GroupId
 from dora.data.tokenizer import Tokenizer
-from dora.errors import ServiceError, StreamError
+from dora.errors import NoRoomError, ServiceError, StreamError
 from dora.runtime import messages as m
 from dora.stream import wire
 from dora.stream.batch import Batch, Waited
@@ -51,22 +51,25 @@ class OutsideJudge:
         self.timeout_s, self.lease_s = timeout_s, timeout_s / 2
         self._name, self._key, self._stream, self._model = name, timeout_key, stream, model
         self._since_s: dict[GroupId, float] = {}  # waiting for their rewards
+        self._judged: set[GroupId] = set()  # of them, those that wait for other tasks' rewards alone
         self._lent: dict[int, tuple[Batch, float]] = {}  # lease -> rows, and when it ends
         self._taken: dict[int, Sequence[float]] = {}  # lease -> the rewards that came
 
     def ask(self, group: GroupId) -> None:
         """The group is in the stream, and is to be judged."""
+        self._judged.discard(group)
         self._since_s[group] = time.monotonic()
 
     def forget(self, group: GroupId) -> None:
         """The group has its rewards, or has failed."""
         self._since_s.pop(group, None)
+        self._judged.discard(group)
 
     def check_deadlines(self, asleep_s: float) -> list[m.Unable]:
         """Groups for which nobody had rewards in time; `asleep_s` of it nobody could give us any."""
         self._since_s = {group: since_s + asleep_s for group, since_s in self._since_s.items()}
         end_s = time.monotonic() - self.timeout_s
-        late = tuple(group for group, since_s in self._since_s.items() if since_s < end_s)
+        late = tuple(group for group in self._waiting if self._since_s[group] < end_s)
         reason = f"{self._name}: no rewards came from outside within {self._key} = {self.timeout_s:g}"
         return [m.Unable(late, reason, reason)] if late else []
 
@@ -74,7 +77,12 @@ class OutsideJudge:
         """Whether a group waits that is not on loan."""
         now_s = time.monotonic()
         lent = {batch.groups[0] for batch, end_s in [*self._lent.values()] if end_s > now_s}
-        return not lent >= self._since_s.keys()
+        return not lent.issuperset(self._waiting)
+
+    @property
+    def _waiting(self) -> list[GroupId]:
+        """Groups without rewards of this task."""
+        return [group for group in self._since_s if group not in self._judged]
 
     def close(self) -> None:
         """Nothing is lent any more; the stream takes back what is."""
@@ -108,12 +116,17 @@ class OutsideJudge:
             raise ServiceError(410, f"lease {lease} is over, or was never given; ask for a group anew")
         if len(rewards) != len(batch):
             raise ServiceError(422, f"{len(rewards)} rewards for {len(batch)} answers; give one for each")
+        self._judged.update(batch.groups)  # before others can hear of it, and forget the group
         try:
             self._client.renew(batch)  # refused if somebody else may have the group
             self._client.fill(batch.indices, {reward_column(self._name): np.array(rewards, np.float64)})
             self._client.commit(batch)
         except StreamError as error:
+            self._judged.difference_update(batch.groups)
             raise ServiceError(410, f"the group was given to somebody else, or has ended: {error}") from error
+        except NoRoomError:  # it is lent once more when the lease ends
+            self._judged.difference_update(batch.groups)
+            raise
         finally:
             del self._lent[lease]
         self._taken[lease] = rewards

@@ -158,9 +158,11 @@ class LocalHands:
         self._check_stop()
         while not self.facts or self.is_held:
             self.fleet.check_any()
-            if until is not None and self.now >= until and not self.is_held:
+            left_s = POLL_S if until is None or self.is_held else until - self.now
+            if left_s <= 0.0:
                 return None
-            self._listen(POLL_S if until is None else max(0.0, min(POLL_S, until - self.now)))
+            self._listen(min(POLL_S, left_s))
+        self.samples.commit()  # payloads are durable before the fact that names them is told
         return self.facts.popleft()
 
     def accumulate(self, step: int, groups: Sequence[GroupId]) -> None:
@@ -322,7 +324,7 @@ class LocalHands:
         self._check_stop()
         for worker, message in take(self._told, timeout_s):
             self._hear(worker, message)
-        self.samples.commit()  # payloads are durable before the facts that name them are told
+        self.samples.commit()  # who follows the store need not wait for a fact
         self._check_silence()
         self.episodes.check_deadlines()
 

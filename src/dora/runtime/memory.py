@@ -36,6 +36,7 @@ def memory(plan: Plan) -> dict[str, str]:
         num_bytes = station_bytes(plan)
         parts.setdefault(plan.devices.of_station(), {})[f"{size(num_bytes)} in stations"] = num_bytes
     parts.setdefault("cpu", {})[f"{size(plan.weights_bytes)} of versions in the store"] = plan.weights_bytes
+    parts["cpu"][f"{size(plan.stream_bytes)} of samples in the stream"] = plan.stream_bytes
     if plan.config.weights.load == "deferred":
         words = f"{plan.num_engines} x {size(version)} of a version on its way to an engine"
         parts["cpu"][words] = plan.num_engines * version

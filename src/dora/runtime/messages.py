@@ -56,6 +56,7 @@ class EngineSpec:
     dtype: str = "float32"
     adapter: str | None = None  # the class of another engine
     loads_deferred: bool = False
+    kv_blocks: int | None = None  # as many as all rows take
 
 
 @dataclass(frozen=True)
@@ -355,6 +356,13 @@ class Unable:
     groups: tuple[GroupId, ...]
     reason: str
     detail: str
+
+
+@dataclass(frozen=True)
+class NoRoom:
+    """A worker ends, for the stream had no room for what it has made; it is somebody else's to do again."""
+
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,11 @@ def read_weights(file: Path, model: Path) -> Tensor:
             return load_folder(folder)[1]
         except ModelError as error:  # of a place that is nobody's business
             raise ModelError(str(error).replace(str(folder / WEIGHTS), "the file")) from error
+        except Exception as error:  # a shape that no model has, say: whatever was sent, the run goes on
+            raise ModelError(
+                f"the file cannot be read as weights ({type(error).__name__}); send the names, shapes and "
+                "number of tensors of model.path"
+            ) from error
 
 
 class Committed(NamedTuple):
@@ -162,6 +167,19 @@ class OutsideTrainer(Worker):
         is_whole = len(groups) == self._batch_size
         return Committed(groups[after:], is_whole) if is_whole or len(groups) > after else None
 
+    def check_due(self, version: int, sha256: str) -> None:
+        """Raises ServiceError for weights of a version that is not awaited, unless these came before."""
+        upload = self._upload
+        if upload is not None and (upload.version, upload.sha256) == (version, sha256):
+            return
+        if self.is_taking:
+            raise ServiceError(409, f"other weights of version {version} are being read; wait for their end")
+        if self.due is None or version != self.due + 1:
+            num_trained = self.num_trained or 0
+            is_old = version <= num_trained
+            why = "is published already" if is_old else "cannot be published before its step's batch is whole"
+            raise ServiceError(409, f"version {version} {why}; the next is {num_trained + 1}")
+
     def publish(self, version: int, sha256: str, file: Path, metrics: dict[str, float]) -> str | None:
         """End the step that is due with the weights in a file; the digest of what engines will hold.
 
@@ -174,13 +192,7 @@ class OutsideTrainer(Worker):
                 self._upload = None
                 raise ServiceError(422, f"these weights cannot be version {version}: {upload.refusal}")
             return upload.digest or None
-        if self.is_taking:
-            raise ServiceError(409, f"other weights of version {version} are being read; wait for their end")
-        if self.due is None or version != self.due + 1:
-            num_trained = self.num_trained or 0
-            is_old = version <= num_trained
-            why = "is published already" if is_old else "cannot be published before its step's batch is whole"
-            raise ServiceError(409, f"version {version} {why}; the next is {num_trained + 1}")
+        self.check_due(version, sha256)
         self._upload = Upload(version, sha256)
         told = {f"outside/{name}": number for name, number in metrics.items()}
         super().send(m.TakeWeights(version, file, told))

@@ -17,6 +17,7 @@ from dora.core.actions import Action, Commit, Fail, Filter, Train
 from dora.core.events import (
     Event,
     GroupScored,
+    GroupUnscorable,
     Published,
     RequestFailed,
     RequestFinished,
@@ -46,9 +47,10 @@ CORE = "core.json"  # of a checkpoint: what the orchestrator knew, and how much 
 
 @dataclass(frozen=True)
 class Unsettled:
-    """Samples of which no fact tells, and groups whose end the sample store does not know."""
+    """Samples of which no fact tells, and groups whose judgement or end the sample store does not know."""
 
     nameless: set[RequestId]
+    judged: dict[GroupId, GroupScored]
     ends: dict[GroupId, tuple[str, int | None]]
 
 
@@ -73,6 +75,8 @@ class Past:
         """Have the sample store say what the journal says: it may be a moment ahead or behind."""
         for request in self.unsettled.nameless:
             self.samples.forget(request)
+        for group, fact in self.unsettled.judged.items():
+            self.teller.store_judged(fact, self.teller.task_rewards.get(group))
         for group, end in self.unsettled.ends.items():
             self.samples.mark([group], *end)
         self.samples.commit()
@@ -277,6 +281,7 @@ def _unsettled(
 ) -> Unsettled:
     """Compare the store with the journal."""
     told: set[RequestId] = set()
+    judged: dict[GroupId, GroupScored] = {}
     ends: dict[GroupId, tuple[str, int | None]] = {}
     batch: tuple[GroupId, ...] = ()
     for seq, record in records:
@@ -285,6 +290,12 @@ def _unsettled(
                 told.add(request)
             case RequestFailed(_, request, reason) if request.is_held_out:
                 ends[request.group] = (f"failed: {reason}", None)
+            case GroupUnscorable(group, reason) if group.is_held_out:
+                ends[group] = (f"failed: {reason}", None)
+            case GroupScored(group):
+                judged[group] = record
+                if group.is_held_out:
+                    ends[group] = ("evaluated", None)
             case Filter(group, reason):
                 ends[group] = (f"filtered: {reason}", None)
             case Fail(group, reason):
@@ -297,13 +308,16 @@ def _unsettled(
                 ends |= dict.fromkeys(batch, ("committed", None) if seq in voided else ("trained", step))
             case _:
                 pass
-    states = samples.states()
+    states, unscored = samples.states(), samples.unscored()
+    lost = {group: fact for group, fact in judged.items() if group in unscored}
     return Unsettled(
         nameless={request for request, *_ in states if request not in told},
+        judged=lost,
         ends={
             request.group: ends[request.group]
             for request, *said in states
-            if request in told and ends.get(request.group, tuple(said)) != tuple(said)
+            if request in told and request.group in ends
+            if request.group in lost or ends[request.group] != tuple(said)
         },
     )
 

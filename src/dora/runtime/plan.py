@@ -27,6 +27,7 @@ from dora.runtime.devices import Devices, is_gpu
 from dora.runtime.fitting import check_critic, check_fit, check_tokenizer
 from dora.runtime.messages import CriticSpec, EngineSpec, TrainerSpec
 from dora.runtime.prompts import held_out_prompts, template_of, training_prompts
+from dora.stream.segments import SEGMENT_BYTES
 from dora.trainer.critic import CriticSettings
 from dora.trainer.lora import Lora
 from dora.trainer.recipe import Correction
@@ -36,6 +37,7 @@ from dora.trainer.trainer import TrainerSettings
 NO_END = 2**31  # rows of a dataset that grows, as its cursor counts them
 HEADER_BYTES = 2**24  # of a safetensors file, at most: names and shapes
 COLUMNS_OF = {"reference": "reference", "proximal": "proximal", "critic": "values"}  # of trainer.stations
+_ANSWER_BYTES = 9  # of a token in the sample stream: its id, its log-prob, whether it was drawn
 GREEDY = 0  # the sibling of a held-out prompt that is answered so, if one is
 
 
@@ -181,8 +183,9 @@ class Plan:
 
     @property
     def kv_bytes(self) -> int:
-        """The KV of one engine: blocks for all its rows at full context, and one more per row."""
-        blocks, model = self.config.engine.max_rows * (num_blocks_for(self.config.context) + 1), self.model
+        """The KV of one engine: by itself blocks for all its rows at full context, and one more per row."""
+        engine, model = self.config.engine, self.model
+        blocks = engine.kv_blocks or engine.max_rows * (num_blocks_for(self.config.context) + 1)
         keys_and_values = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
         per_token = model.kv_bytes_per_token - keys_and_values * (4 - self._itemsize)
         return blocks * BLOCK_SIZE * per_token
@@ -193,9 +196,21 @@ class Plan:
         return 0 if is_gpu(self.config.engine.device) else self.kv_bytes
 
     @property
+    def stream_bytes(self) -> int:
+        """Most bytes of the answers in the sample stream, and a segment for each who writes there."""
+        config, model = self.config, self.model
+        per_token = _ANSWER_BYTES + 4 * len(self.columns)
+        if config.trainer.routing_replay:
+            per_token += 2 * len(model.mixture_layers) * model.num_experts_per_tok
+        num_rows = config.window * config.sampling.group_size
+        num_judges = config.reward.num_workers + sum(task.num_workers for task in config.task)
+        num_writers = 1 + num_judges + len(self.columns)
+        return num_rows * config.context * per_token + num_writers * SEGMENT_BYTES
+
+    @property
     def stored_bytes(self) -> int:
         """What the run keeps in memory that its processes share."""
-        return self.weights_bytes + self.num_engines * self.pool_bytes
+        return self.weights_bytes + self.num_engines * self.pool_bytes + self.stream_bytes
 
     def cursor(self, index: int = 0) -> Cursor:
         """A walk over the dataset, from its beginning or from a later group on.
@@ -290,6 +305,7 @@ class Plan:
             dtype=config.engine.dtype,
             adapter=config.engine.adapter,
             loads_deferred=config.weights.load == "deferred",
+            kv_blocks=config.engine.kv_blocks,
         )
 
     def trainer_spec(self, weights: Path, stream: Path, checkpoint: Path | None = None) -> TrainerSpec:

@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "metrics.*",
     "engine.num_engines",
     "engine.max_rows",
+    "engine.kv_blocks",
     "engine.pace",
     "env.hosts",
     "env.num_workers",

@@ -30,6 +30,7 @@ from dora.stream.lines import Want
 
 Fact = GroupScored | GroupUnscorable
 A_GROUP = Want()
+MANY = 1_000_000  # rows at once, where tokens alone are the limit
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def reward_tasks(config: Config) -> list[RewardTask]:
         tasks.append(RewardTask(judge, reward.timeout_s, "reward.timeout_s", num_workers=reward.num_workers))
     for task in config.task:
         judge = JudgeSpec(task.name, task.factory, f"task.{task.name}.class", model, task.options)
-        want = Want(num_rows=task.micro_batch_rows or 1, num_tokens=task.micro_batch_tokens)
+        num_rows = task.micro_batch_rows or (MANY if task.micro_batch_tokens else A_GROUP.num_rows)
+        want = Want(num_rows, task.micro_batch_tokens)
         key = f"task.{task.name}.timeout_s"
         tasks.append(RewardTask(judge, task.timeout_s, key, task.weight, task.num_workers, want))
     return tasks

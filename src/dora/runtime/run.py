@@ -89,8 +89,7 @@ def resume(
     if resuming.has_begun(run):
         with _past(plan) as past:
             return _run(plan, console, past, door)
-    folder.unclaim(run)
-    folder.claim(run, config)
+    folder.reclaim(run, config)
     return _run(plan, console, door=door)
 
 

@@ -17,6 +17,18 @@ from dora.errors import ServiceError
 if TYPE_CHECKING:
     from dora.runtime.plan import Plan
 
+NOT_PUT = 'the prompts of this run come from data.path, which is not "service"'
+
+
+def check_rows(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Whether rows from outside could be prompts, from any thread: tokenizing takes a while.
+
+    Raises ServiceError or DataError for those that cannot.
+    """
+    if not isinstance(plan.dataset, Inflow):
+        raise ServiceError(409, NOT_PUT)
+    plan.check_lengths(Dataset(rows, plan.dataset.prompt_key, "what was put"))
+
 
 class Supply:
     """Answers orders to fetch prompts; `num_wanted` were ordered and are not there yet."""
@@ -37,22 +49,24 @@ class Supply:
         return self._hand_out()
 
     def put(self, first: int, rows: Sequence[Mapping[str, Any]]) -> list[PromptsFetched]:
-        """Take in rows from outside; they are durable when this returns. `first` were there before.
+        """Take in rows that were checked; they are durable when this returns. `first` were there before.
 
         The same rows may be put again, as a client does that heard no answer: they are there once.
         Raises ServiceError or DataError, and takes none, if one of them cannot be.
         """
         inflow = self._plan.dataset
         if not isinstance(inflow, Inflow):
-            raise ServiceError(409, 'the prompts of this run come from data.path, which is not "service"')
+            raise ServiceError(409, NOT_PUT)
         if first != len(inflow):
             if first < len(inflow) and inflow.has(first, rows):
                 return []
             raise ServiceError(
                 409, f"first = {first}: {len(inflow)} prompts are there; put those that follow, and each once"
             )
-        self._plan.check_lengths(Dataset(rows, inflow.prompt_key, "what was put"))
-        inflow.add(rows)
+        try:
+            inflow.add(rows)
+        except OSError as error:
+            raise ServiceError(503, f"the prompts cannot be kept: {error.strerror}; make room") from error
         return self._hand_out()
 
     def _hand_out(self) -> list[PromptsFetched]:

@@ -26,6 +26,7 @@ from dora.runtime import messages as m
 from dora.runtime.plan import Plan
 from dora.stream.samples import FinishedSample, SampleStore, Trajectory
 from dora.trainer.corrections import KL_BY_AGE
+from dora.trainer.scoring import why_unscorable
 
 TaskRewards = Mapping[str, Sequence[float]]  # task -> sibling by sibling
 MAX_ENDED = 1000  # groups remembered after their end: what was given up arrives at once or never
@@ -65,7 +66,8 @@ class Teller:
         if group.is_held_out and not is_judged:
             self._held_out[group] = {answer.sibling: answer.token_ids for answer in answers}
         told = [(answer, answer.reward) for answer in answers if answer.reward is not None]
-        self.earned |= {RequestId(*group, a.sibling): reward for a, reward in told if not a.is_judged}
+        if not is_judged:
+            self.earned |= {RequestId(*group, a.sibling): reward for a, reward in told if not a.is_judged}
         rewards = [reward for answer, reward in told if answer.is_judged]
         if len(rewards) == size:  # also one that was judged and not told of any more
             self.rewards[group] = tuple(rewards)
@@ -113,35 +115,44 @@ class Teller:
                 self.progress[engine] = progress
 
     def scored_by_itself(self, group: GroupId) -> Event | None:
-        """The fact that a group is scored, if each of its episodes has earned a reward."""
+        """The fact that a group is scored, if its episodes earned rewards; if only some did, it fails."""
         rule = self._plan.evaluation if group.is_held_out else None
         num_answers = self._plan.limits.group_size if rule is None else rule.num_answers
         rewards = [self.earned.pop(RequestId(*group, k), None) for k in range(num_answers)]
         found = tuple(reward for reward in rewards if reward is not None)
-        if len(found) < num_answers:
+        if not found:
             return None
         self.held_out(group)
-        return self.scored(GroupScored(group, found))
+        if len(found) == num_answers:
+            return self.scored(GroupScored(group, found))
+        mixed = f"{len(found)} of {num_answers} answers came with rewards of their own, the others without"
+        return self.scored(GroupUnscorable(group, mixed))
 
     def scored(self, fact: GroupScored | GroupUnscorable, by_task: TaskRewards | None = None) -> Event:
-        """Store rewards and advantages before the fact is told; what is held out needs no advantages."""
-        if fact.group.is_held_out:
-            if self._plan.is_recorded(fact.group):
-                self._store_judged(fact)
-        elif isinstance(fact, GroupScored):
-            lengths = self._samples.num_drawn(fact.group)
-            advantages = self._plan.scoring.of_group(fact.rewards, lengths)
-            self._samples.score(fact.group, fact.rewards, advantages, by_task)
+        """Store what is judged before the fact is told, and remember the rewards of what may be trained.
+
+        Rewards that cannot be compared make it another fact: the group fails.
+        """
+        if isinstance(fact, GroupScored) and (reason := why_unscorable(fact.rewards)):
+            fact = GroupUnscorable(fact.group, reason)
+        if self._plan.is_recorded(fact.group):
+            self.store_judged(fact, by_task)
+        if isinstance(fact, GroupScored) and not fact.group.is_held_out:
             self.rewards[fact.group] = fact.rewards
             self.task_rewards[fact.group] = by_task or {}
         return fact
 
-    def _store_judged(self, fact: GroupScored | GroupUnscorable) -> None:
-        """A held-out prompt is at its end."""
-        if isinstance(fact, GroupScored):
-            self._samples.score(fact.group, fact.rewards, [None] * len(fact.rewards))
-        failed = f"failed: {fact.reason}" if isinstance(fact, GroupUnscorable) else ""
-        self._samples.mark([fact.group], failed or "evaluated")
+    def store_judged(self, fact: GroupScored | GroupUnscorable, by_task: TaskRewards | None = None) -> None:
+        """Rewards, and advantages where there are any: a held-out prompt has none, and is at its end."""
+        group, samples = fact.group, self._samples
+        if group.is_held_out:
+            if isinstance(fact, GroupScored):
+                samples.score(group, fact.rewards, [None] * len(fact.rewards))
+            failed = f"failed: {fact.reason}" if isinstance(fact, GroupUnscorable) else ""
+            samples.mark([group], failed or "evaluated")
+        elif isinstance(fact, GroupScored):
+            advantages = self._plan.scoring.of_group(fact.rewards, samples.num_drawn(group))
+            samples.score(group, fact.rewards, advantages, by_task)
 
     def trained(self, message: m.StepDone) -> Event:
         """The step's batch is consumed."""

@@ -117,6 +117,7 @@ def _make_engine(spec: EngineSpec) -> InferenceEngine:
         max_rows=spec.max_rows,
         max_context=spec.max_context,
         version_slots=spec.version_slots,
+        num_blocks=spec.kv_blocks,
         kernels=spec.kernels,
         pace_s=spec.pace_s,
         interleaving=Interleaving(spec.tail_interval, urgent_age=spec.max_staleness),

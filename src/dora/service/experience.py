@@ -20,6 +20,7 @@ from dora.errors import DoraError, ServiceError
 from dora.runtime.calls import Inside
 from dora.runtime.experience import FIELDS, check_fields, lines_of
 from dora.runtime.outside import Committed, OutsideTrainer
+from dora.runtime.supply import check_rows
 from dora.service.answers import Given
 from dora.service.app import Driver, Run
 
@@ -73,6 +74,8 @@ async def put_prompts(prompts: Prompts, run: Run) -> Supplied:
         inside.hands.facts.extend(inside.hands.supply.put(prompts.first, prompts.rows))
         return _supplied(inside)
 
+    plan = await run(lambda inside: inside.plan)
+    await run_in_threadpool(check_rows, plan, prompts.rows)
     return await run(put)
 
 

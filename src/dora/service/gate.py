@@ -20,6 +20,7 @@ OPEN_PATHS = ("/health",)
 BODY_S = 30.0  # that the next part of a body may take
 MAX_CALLS = 1024  # at once
 MAX_DIGITS = 18  # of a length that is read as a number
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # names of others are endless
 
 Note = Callable[[str, str, int, float], None]  # method, route, status, seconds
 
@@ -54,7 +55,8 @@ class Gate:
         finally:
             self._num_calls -= 1
             route = getattr(scope.get("route"), "path", "none")
-            self._note(scope["method"], route, status, time.perf_counter() - began_s)
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self._note(method, route, status, time.perf_counter() - began_s)
 
     def _why_not(self, scope: Scope) -> HTTPException | None:
         headers = {name: value for name, value in scope["headers"]}

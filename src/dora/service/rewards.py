@@ -11,17 +11,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Literal, TypeVar
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from dora.errors import RunError, ServiceError
 from dora.runtime.calls import Inside
 from dora.runtime.lending import Loan, OutsideJudge
 from dora.service.answers import Given
-from dora.service.app import Run
+from dora.service.app import Run, while_here
 from dora.service.experience import Wait
+from dora.service.sessions import MOST_REWARD
 
 router = APIRouter(prefix="/v1", tags=["experience"])
+
+PAUSE_S = 0.1  # before a group that is announced, and cannot be had yet, is asked for again
 
 T = TypeVar("T")
 
@@ -30,7 +33,9 @@ class Judged(Given):
     """The rewards of a group on loan, sibling by sibling."""
 
     lease: int = Field(ge=0, lt=2**63)
-    fields: dict[Literal["reward"], list[Annotated[float, Field(allow_inf_nan=False)]]] = Field(min_length=1)
+    fields: dict[Literal["reward"], list[Annotated[float, Field(ge=-MOST_REWARD, le=MOST_REWARD)]]] = Field(
+        min_length=1
+    )
 
 
 class Loans(BaseModel):
@@ -45,11 +50,15 @@ class Taken(BaseModel):
 
 
 @router.get("/experience/{task}")
-async def get_experience(run: Run, task: str, wait_s: Wait = 0.0) -> Loans:
+async def get_experience(run: Run, request: Request, task: str, wait_s: Wait = 0.0) -> Loans:
     """A group that a reward task is to judge; the task of the section [reward] is called reward."""
     judge, until_s = await run(partial(_find, task)), time.monotonic() + wait_s
+    pause_s = 0.0
     while (loan := await _call(judge, judge.lend)) is None and (left_s := until_s - time.monotonic()) > 0:
-        await run.wait(lambda _: judge.has_group() or None, left_s)
+        await asyncio.sleep(pause_s)
+        if await while_here(request, run.wait(lambda _: judge.has_group() or None, left_s)) is None:
+            break  # nothing came, or the client has gone, to whom nothing should be lent
+        pause_s = PAUSE_S
     return Loans(loan=loan, lease_s=judge.lease_s)
 
 

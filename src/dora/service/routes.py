@@ -5,6 +5,8 @@ A further room of it is a router in a file of its own, and a name in `ROUTERS`.
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
@@ -31,7 +33,7 @@ def make_app(calls: Calls, token: str, max_body_bytes: int) -> Gate:
         responses=RESPONSES,
     )
     traffic = Traffic()
-    app.state.driver, app.state.traffic = Driver(calls), traffic
+    app.state.driver, app.state.traffic, app.state.uploads = Driver(calls), traffic, asyncio.Lock()
     tell_errors(app)
     for router in ROUTERS:
         app.include_router(router, dependencies=[Security(HTTPBearer(auto_error=False))])

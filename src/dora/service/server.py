@@ -20,11 +20,11 @@ import uvicorn
 
 from dora.errors import ConfigError, RunError
 from dora.runtime.calls import Calls
+from dora.service.connections import BACKLOG, Connection
 from dora.service.routes import make_app
 from dora.serving import Service
 
 ADDRESS = "service.json"  # in the run's folder: where the service is, and its token
-BACKLOG = 1024  # connections that wait to be taken up
 MIN_TOKEN = 16  # characters
 START_S, END_S = 10, 5  # deadlines of the server
 KEEP_S = 75  # that a connection may rest between two calls
@@ -53,7 +53,9 @@ class WebDoor:
             uvicorn.Config(
                 make_app(calls, self._token, self._settings.max_body_bytes),
                 lifespan="off",
+                http=Connection,
                 ws="none",
+                backlog=BACKLOG,
                 log_level="warning",
                 access_log=False,
                 server_header=False,

@@ -20,6 +20,7 @@ from dora.service.app import Run, while_here
 
 router = APIRouter(prefix="/v1", tags=["agents"])
 ANSWER_S = 300.0  # until an agent is told to ask again
+MOST_REWARD = 1e6  # in size, as in trainer/scoring.py: beyond it, sums and squares would say nothing
 
 NAME = r"^[A-Za-z0-9_-]{1,64}$"
 Name = Annotated[str, Path(pattern=NAME, description="chosen by the agent, used once")]
@@ -47,10 +48,17 @@ class TextPart(Given):
 
 
 class Said(Given):
-    """One message of a conversation."""
+    """One message of a conversation. What OpenAI's clients say of it besides is not told to the model."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | list[TextPart]
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: None = None
+    function_call: None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
 
     def plain(self) -> Message:
         """Parts are put one after the other."""
@@ -70,12 +78,13 @@ class Asked(Given):
     n: Literal[1] | None = None
     stream: Literal[False] | None = None
     stop: None = None
+    seed: None = None
 
 
 class Reward(Given):
     """What an episode was worth; null: the run's own reward tasks judge it."""
 
-    reward: float | None
+    reward: Annotated[float, Field(ge=-MOST_REWARD, le=MOST_REWARD)] | None
 
 
 class Ended(BaseModel):
@@ -169,7 +178,7 @@ async def post_reward(session: Name, reward: Reward, run: Run) -> Ended:
 
 
 @router.post("/chat/completions")
-async def complete(asked: Asked, run: Run, dora_session: Named) -> Completion:
+async def complete(asked: Asked, run: Run, request: Request, dora_session: Named) -> Completion:
     """The model's answer to a conversation, from the version that the session has."""
     messages = tuple(said.plain() for said in asked.messages)
     max_tokens = asked.max_tokens or asked.max_completion_tokens
@@ -180,7 +189,7 @@ async def complete(asked: Asked, run: Run, dora_session: Named) -> Completion:
         done = found.complete(dora_session, messages, max_tokens)
         return None if done is None else _completion(found.session(dora_session), done)
 
-    completion = await run.wait(answer, ANSWER_S)
+    completion = await while_here(request, run.wait(answer, ANSWER_S))
     if completion is None:
         raise ServiceError(429, f"no answer within {ANSWER_S:g} s; it is being written, repeat the call")
     return completion

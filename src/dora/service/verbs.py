@@ -16,7 +16,7 @@ from dora.runtime import desk, pausing
 from dora.runtime.calls import Inside
 from dora.service import looking
 from dora.service.answers import Given
-from dora.service.app import Run
+from dora.service.app import Run, while_here
 from dora.service.looking import Engines, EngineState, Status, Versions
 from dora.service.metrics import Traffic, of_run
 
@@ -57,6 +57,7 @@ async def status(run: Run) -> Status:
 @router.get("/v1/versions")
 async def versions(
     run: Run,
+    request: Request,
     newer_than: Annotated[int, Query(ge=-1, lt=2**31, description="wait for a version after this one")] = -1,
     wait_s: Wait = 0.0,
 ) -> Versions:
@@ -66,7 +67,7 @@ async def versions(
         newest = inside.state().newest
         return looking.versions(inside) if newest is not None and newest > newer_than else None
 
-    found = await run.wait(newer, wait_s)
+    found = await while_here(request, run.wait(newer, wait_s))
     return await run(looking.versions) if found is None else found
 
 

@@ -6,13 +6,14 @@ changed on its way is never taken; what the engines then hold has the digest tha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO, NamedTuple
 
 from fastapi import APIRouter, Query, Request
 from fastapi import Path as InPath
@@ -22,6 +23,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect
 
 from dora.errors import ServiceError
+from dora.runtime.calls import Inside
 from dora.runtime.experience import open_version
 from dora.runtime.outside import INCOMING, PARTS
 from dora.service.answers import Given
@@ -73,35 +75,26 @@ async def put_weights(
     Answered once it is published. Who hears no answer sends it again, and gets the same one.
     """
     told = _metrics(metrics)
-    folder, most = await run(lambda inside: (inside.plan.out.absolute() / PARTS, inside.plan.upload_bytes))
-    file = folder / f"{uuid.uuid4().hex}.safetensors"
-    try:
-        found = await _receive(request, file, most)
+    async with _upload(run, request, version, sha256) as upload:
+        found = await _receive(request, upload.part, upload.most_bytes)
         if found != sha256:
             raise ServiceError(422, f"the body has SHA-256 {found}: it was cut or changed; send it again")
-        return await _publish(run, version, sha256, file, told)
-    except OSError as error:
-        raise ServiceError(503, f"the weights cannot be kept: {error.strerror}; make room") from error
-    finally:
-        file.unlink(missing_ok=True)
+        return await _publish(run, version, sha256, upload.part, told)
 
 
 @router.post("/weight_sync")
-async def notify(announced: Announced, run: Run) -> Published:
-    """The same with a file that is there already, so that nothing passes through the network."""
-    folder = await run(lambda inside: inside.plan.out.absolute() / INCOMING)
-    file = folder / announced.file
-    try:
-        found = await run_in_threadpool(_digest, file)
-    except OSError as error:
-        raise ServiceError(
-            404, f"there is no file {announced.file} in {INCOMING}: {error.strerror}"
-        ) from error
-    if found != announced.sha256:
-        raise ServiceError(
-            422, f"{announced.file} has SHA-256 {found}; write it to its end, then announce it"
-        )
-    return await _publish(run, announced.version, found, file, announced.metrics)
+async def notify(announced: Announced, run: Run, request: Request) -> Published:
+    """The same with a file that is there already, so that nothing passes through the network.
+
+    It is copied first, so that what is read is what was attested, whoever writes to it meanwhile.
+    """
+    version, sha256 = announced.version, announced.sha256
+    async with _upload(run, request, version, sha256) as upload:
+        file = upload.part.parent.parent / announced.file
+        found = await run_in_threadpool(_copy, file, upload.part, upload.most_bytes)
+        if found != sha256:
+            raise ServiceError(422, f"the file has SHA-256 {found}; write it to its end, then announce it")
+        return await _publish(run, version, sha256, upload.part, announced.metrics)
 
 
 @router.get("/weights/{version}", response_class=StreamingResponse)
@@ -119,6 +112,31 @@ async def get_weights(run: Run, version: Annotated[Number, InPath()]) -> Streami
     return StreamingResponse(chunks(), media_type=TENSORS, headers={"Content-Length": length})
 
 
+class _Upload(NamedTuple):
+    part: Path  # where to put the weights; removed in the end
+    most_bytes: int
+
+
+@contextlib.asynccontextmanager
+async def _upload(run: Driver, request: Request, version: int, sha256: str) -> AsyncIterator[_Upload]:
+    """One at a time. Raises ServiceError, before anything is read, for a version that is not awaited."""
+
+    def begin(inside: Inside) -> _Upload:
+        outside(inside).check_due(version, sha256)
+        part = inside.plan.out.absolute() / PARTS / f"{uuid.uuid4().hex}.safetensors"
+        return _Upload(part, inside.plan.upload_bytes)
+
+    async with request.app.state.uploads:
+        upload = await run(begin)
+        try:
+            upload.part.parent.mkdir(parents=True, exist_ok=True)
+            yield upload
+        except OSError as error:
+            raise ServiceError(503, f"the weights cannot be kept: {error.strerror}; make room") from error
+        finally:
+            upload.part.unlink(missing_ok=True)
+
+
 async def _publish(run: Driver, version: int, sha256: str, file: Path, metrics: Metrics) -> Published:
     digest = await run.wait(lambda inside: outside(inside).publish(version, sha256, file, metrics), READ_S)
     if digest is None:
@@ -130,7 +148,6 @@ async def _receive(request: Request, file: Path, most: int) -> str:
     """Write a body of up to `most` bytes to a file; its SHA-256."""
     if int(request.headers.get("content-length", 0)) > most:
         raise _too_long(most)
-    file.parent.mkdir(parents=True, exist_ok=True)
     digest, num_bytes = hashlib.sha256(), 0
     with file.open("xb") as written:
         try:
@@ -156,9 +173,28 @@ def _metrics(text: str) -> Metrics:
         raise ServiceError(422, "metrics: must be a JSON object of finite numbers by name") from error
 
 
-def _digest(file: Path) -> str:
-    """SHA-256 of a plain file. Raises OSError for anything else, a link included."""
-    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise IsADirectoryError(0, "it is no plain file")
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def _copy(file: Path, part: Path, most: int) -> str:
+    """Copy a plain file of up to `most` bytes; the SHA-256 of the copy. No link is followed."""
+    digest, num_bytes = hashlib.sha256(), 0
+    with _open_plain(file) as read, part.open("xb") as written:
+        if os.fstat(read.fileno()).st_size > most:
+            raise _too_long(most)
+        while chunk := read.read(CHUNK_BYTES):
+            num_bytes += len(chunk)
+            if num_bytes > most:  # it has grown meanwhile
+                raise _too_long(most)
+            digest.update(chunk)
+            written.write(chunk)
+    return digest.hexdigest()
+
+
+def _open_plain(file: Path) -> BinaryIO:
+    """Raises ServiceError for what is no plain file, a link included."""
+    try:
+        opened = os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+        if stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            return opened
+        opened.close()
+        raise IsADirectoryError(0, "it is no plain file")
+    except OSError as error:
+        raise ServiceError(404, f"there is no such file in {INCOMING}: {error.strerror}") from error

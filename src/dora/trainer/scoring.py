@@ -12,6 +12,14 @@ from dataclasses import dataclass
 from dora.trainer.advantage import batch_advantages, best_and_worst, overlong_penalty
 from dora.trainer.recipe import NEEDS, AdvEstimator
 
+MAX_REWARD = 1e6  # in size; beyond it sums and squares of rewards, and of gradients, say nothing
+
+
+def why_unscorable(rewards: Sequence[float]) -> str:
+    """Why nothing can be computed with these rewards; empty if it can."""
+    large = [reward for reward in rewards if not abs(reward) <= MAX_REWARD]  # nan is not, either
+    return f"rewards too large: {large[0]:g}, and the most is {MAX_REWARD:g}" if large else ""
+
 
 @dataclass(frozen=True)
 class Scoring:

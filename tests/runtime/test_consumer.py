@@ -1,0 +1,80 @@
+"""What a worker at the stream does when there is no room for what it has made."""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from dora.core.records import GroupId, RequestId
+from dora.runtime import messages as m
+from dora.runtime.consumer import ConsumerSpec, run_consumer
+from dora.stream import feed, wire
+from dora.stream.batch import Batch
+from dora.stream.client import StreamClient
+from dora.stream.feed import Feed, reward_column
+from dora.stream.lines import Want
+from dora.stream.samples import Trajectory
+from dora.stream.segments import Arena
+
+NAME, GROUP = reward_column("reward"), GroupId(0, 4)
+
+
+class Ones:
+    """A task."""
+
+    def do(self, batch: Batch) -> dict[str, Any]:
+        return {NAME: np.ones(len(batch))}
+
+
+class Words:
+    """What the driver is told."""
+
+    def __init__(self) -> None:
+        self.said: list[object] = []
+
+    def send(self, *messages: object) -> None:
+        self.said += messages
+
+
+@pytest.fixture
+def asked() -> Iterator[Feed]:
+    """A group waits to be judged."""
+    folder = Path(tempfile.mkdtemp(prefix="dora-"))
+    made = Feed(folder / "stream", 2, tasks={"reward": math.inf})
+    for sibling in range(2):
+        made.put(Trajectory(RequestId(*GROUP, sibling), 0, "digest", [1], [2], [-1.0]))
+    made.flush()
+    made.ask(GROUP, b"[]")
+    yield made
+    made.close()
+    shutil.rmtree(folder)
+
+
+def test_a_worker_that_finds_no_room_gives_its_rows_back_and_says_why(
+    asked: Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(arena: Arena, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(feed, "WAIT_S", 0.05)
+    monkeypatch.setattr(Arena, "reserve", refuse)
+    words = Words()
+    spec = ConsumerSpec(NAME, asked.folder, lambda still: Ones(), Want())
+    run_consumer(cast(Any, words), cast(Any, None), spec)
+    *before, last = words.said
+    assert before == [m.Ready(), *[m.Working((GROUP,))] * (len(before) - 1)]
+    assert len(before) > 2  # the time of the call begins anew while it waits
+    assert isinstance(last, m.NoRoom)
+    assert "make room" in last.reason
+    with StreamClient(wire.endpoint_of(asked.folder)) as client:
+        batch = client.get(NAME, Want(), wait_s=0.0)
+        assert isinstance(batch, Batch)
+        assert batch.groups == [GROUP] * 2
