@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 WORTH = (1.0, 0.5, 0.0)  # right at once, at the second try, not at all
 PATIENCE_S = 30.0  # that a service may be away before the run is over
+START_S = 120.0  # that a service may take to begin
 RETRY_S, REPORT_S = 0.2, 5.0
 LONGEST_TURN = 200  # tokens, with the question asked again
 
@@ -112,13 +113,23 @@ def work(run: Path, tally: Counter[str]) -> None:
         service.close()
 
 
+def wait_for(file: Path) -> None:
+    """Until a service has written where it is. Raises SystemExit if none does."""
+    deadline_s = time.monotonic() + START_S
+    if not file.exists():
+        print(f"waiting for {file}", flush=True)
+    while not file.exists():
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"{file} is not there after {START_S:g} s; start the run with dora serve")
+        time.sleep(RETRY_S)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a run that dora serve has started")
     parser.add_argument("--agents", type=int, default=32, help="how many play at once")
     given = parser.parse_args()
-    while not (given.run / "service.json").exists():
-        time.sleep(RETRY_S)
+    wait_for(given.run / "service.json")
     tally: Counter[str] = Counter()
     agents = [threading.Thread(target=work, args=(given.run, tally)) for _ in range(given.agents)]
     for agent in agents:

@@ -39,6 +39,8 @@ class Run:
 
     def __init__(self, folder: Path, patience_s: float) -> None:
         self._file, self._patience_s = folder / "service.json", patience_s
+        if not self._file.exists():
+            print(f"waiting for {self._file}", flush=True)
 
     def call(self, path: str, body: bytes | None = None, **query: object) -> HTTPResponse:
         """GET, or PUT of a body. What is not there yet is asked for again, and so is a run that died."""
@@ -59,7 +61,8 @@ class Run:
             except (OSError, ValueError) as error:  # nobody listens there, or the file is not there
                 why = str(error)
             if time.monotonic() > deadline_s:
-                raise SystemExit(f"{path}: {why}")
+                gone = f"no answer for {self._patience_s:g} s ({why}); start the run with dora serve"
+                raise SystemExit(f"{path}: {gone}")
             time.sleep(0.2)
 
     def training(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""An inference engine that is transformers and nothing else: what an adapter looks like.
+r"""An inference engine that is transformers and nothing else: what an adapter looks like.
 
-    dora train examples/gcd.toml --set engine.adapter=examples/adapters/transformers_engine.py:Transformers
+    dora train examples/gcd.toml --set engine.adapter=examples/adapters/transformers_engine.py:Transformers \
+      --set engine.version_slots=1 --set orchestrator.placement=static --set orchestrator.rush=false
 
 Each request decodes by itself with a cache of its own, so it is slow; it holds one version, and its
 requests stay where they are. `dora.contract.inference` has been run against it (tests/contract).

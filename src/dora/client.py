@@ -7,6 +7,7 @@ What is lost on the way, or refused for being too much at once, is sent again fo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import random
@@ -29,6 +30,7 @@ LONG_S = 900.0  # of weights, which are read, checked and published
 ANSWER_S = 330.0  # of a turn, after which the service itself says that it is not written yet
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before a call is repeated: twice as long each time
 AGAIN = (429, 503)  # statuses of calls that may work later
+SUMMARY = "summary.json"  # what a run that ended leaves in its folder
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Call:
     headers: Mapping[str, str] | None = None
     timeout_s: float = TIMEOUT_S
     is_repeatable: bool = True
+    is_patient: bool = True  # repeated at all
 
 
 class Verbs(Generic[R]):
@@ -148,13 +151,14 @@ class Address:
     url: str
     token: str
     patience_s: float = 60.0
+    run: Path | None = None  # its folder, where that can be read
 
     @classmethod
     def of_run(cls, run: Path) -> Address:
         """As the run in a folder tells it. Raises InputError where none is served."""
         path = run / "service.json"
         try:
-            return cls(**json.loads(path.read_text()))
+            return cls(**json.loads(path.read_text()), run=run)
         except (OSError, ValueError, TypeError) as error:
             raise InputError(f"{run} has no run that is served: {error}; start it with dora serve") from error
 
@@ -168,8 +172,8 @@ class _Tries:
     """How often and when one call is repeated."""
 
     def __init__(self, call: Call, patience_s: float) -> None:
-        self._call, self._patience_s = call, patience_s
-        self._deadline_s, self._pause_s = time.monotonic() + patience_s, FIRST_PAUSE_S
+        self._call, self._patience_s = call, patience_s if call.is_patient else 0.0
+        self._deadline_s, self._pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
         self._began_s = 0.0  # the last try
 
     @property
@@ -232,11 +236,48 @@ def _groups(response: httpx.Response) -> tuple[list[Json], bool]:
     return groups, last["is_whole"]
 
 
+class _Progress:
+    """A run's status as it was heard last. The service ends with the run, so the end is in its folder."""
+
+    call = Call("GET", "/v1/status", is_patient=False)
+
+    def __init__(self, address: Address) -> None:
+        self._address, self._heard_s = address, time.monotonic()
+        self._status: Json = {}
+
+    def hear(self, status: Json) -> Json:
+        self._status, self._heard_s = status, time.monotonic()
+        return status
+
+    def end(self, error: ServiceError) -> Json | None:
+        """The last status of a run that is complete; None: ask again. Raises ServiceError if it is lost."""
+        if error.status not in AGAIN:
+            raise error
+        if self._status and self._num_steps_left_behind() >= self._status["num_steps"]:
+            return self.hear({**self._status, "num_steps_trained": self._status["num_steps"]})
+        if time.monotonic() - self._heard_s > self._address.patience_s:
+            what = f"the run has not answered for {self._address.patience_s:g} s"
+            raise ServiceError(503, f"{what}, and does not say that it is complete") from error
+        return None
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._status) and self._status["num_steps_trained"] >= self._status["num_steps"]
+
+    def _num_steps_left_behind(self) -> int:
+        """Trained, by the summary; 0: there is none."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if self._address.run is not None:
+                return int(json.loads((self._address.run / SUMMARY).read_text())["steps"])
+        return 0
+
+
 class Client(Verbs[Json]):
     """Waits for each answer; may be used by several threads."""
 
     def __init__(self, address: Address) -> None:
-        self._patience_s, self._http = address.patience_s, httpx.Client(**address.options)
+        self._address, self._patience_s = address, address.patience_s
+        self._http = httpx.Client(**address.options)
 
     def __enter__(self) -> Self:
         return self
@@ -245,13 +286,23 @@ class Client(Verbs[Json]):
         self._http.close()
 
     def progress(self, every_s: float = 1.0) -> Iterator[Json]:
-        """The run's status now and then, until its last step is trained."""
-        while True:
-            status = self.status()
-            yield status
-            if status["num_steps_trained"] >= status["num_steps"]:
-                return
-            time.sleep(every_s)
+        """The run's status now and then, until its last step is trained.
+
+        The service ends with the run. With an address `of_run` the last status is then made from the run's
+        summary, and only num_steps_trained in it is new. Raises ServiceError if a run is lost or stopped
+        before, and, with an address that knows no folder, also if nobody was asked between its last step and
+        its end: the service has been gone for `patience_s` by then.
+        """
+        progress = _Progress(self._address)
+        while not progress.is_over:
+            try:
+                status: Json | None = progress.hear(self._do(progress.call))
+            except ServiceError as error:
+                status = progress.end(error)
+            if status is not None:
+                yield status
+            if not progress.is_over:
+                time.sleep(max(every_s, FIRST_PAUSE_S if status is None else 0.0))
 
     def batch(self, step: int, fields: Sequence[str] = (), wait_s: float = 1.0) -> Iterator[Json]:
         """The groups of a step's batch, each within `wait_s` of when it was committed to the step."""
@@ -287,7 +338,8 @@ class AsyncClient(Verbs[Awaitable[Json]]):
 
     def __init__(self, address: Address) -> None:
         limits = httpx.Limits(max_connections=None)  # as many calls at once as the caller likes
-        self._patience_s, self._http = address.patience_s, httpx.AsyncClient(limits=limits, **address.options)
+        self._address, self._patience_s = address, address.patience_s
+        self._http = httpx.AsyncClient(limits=limits, **address.options)
 
     async def __aenter__(self) -> Self:
         return self
@@ -296,13 +348,17 @@ class AsyncClient(Verbs[Awaitable[Json]]):
         await self._http.aclose()
 
     async def progress(self, every_s: float = 1.0) -> AsyncIterator[Json]:
-        """The run's status now and then, until its last step is trained."""
-        while True:
-            status = await self.status()
-            yield status
-            if status["num_steps_trained"] >= status["num_steps"]:
-                return
-            await asyncio.sleep(every_s)
+        """As `Client.progress`."""
+        progress = _Progress(self._address)
+        while not progress.is_over:
+            try:
+                status: Json | None = progress.hear(await self._do(progress.call))
+            except ServiceError as error:
+                status = progress.end(error)
+            if status is not None:
+                yield status
+            if not progress.is_over:
+                await asyncio.sleep(max(every_s, FIRST_PAUSE_S if status is None else 0.0))
 
     async def batch(self, step: int, fields: Sequence[str] = (), wait_s: float = 1.0) -> AsyncIterator[Json]:
         """The groups of a step's batch, each within `wait_s` of when it was committed to the step."""

@@ -88,7 +88,15 @@ class KeepsWhatIsGivenUp(Engine):
         return {id: progress[id] for id in ids if id in progress}
 
 
+class TellsNotWhatComputes(Engine):
+    def __getattribute__(self, name: str) -> Any:
+        if name == "kernels":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
 ENGINES = {
+    TellsNotWhatComputes: "test_it_has_all_that_is_asked_for",
     TellsOtherLogProbs: "test_log_probs_are_those_of_the_weights",
     DropsWhatIsInUse: "test_a_version_with_unfinished_requests_is_not_dropped",
     TellsThePublishedDigest: "test_a_version_that_is_dropped_makes_room",

@@ -77,8 +77,11 @@ def test_each_connection_has_an_environment_which_is_closed_with_it() -> None:
 
 def test_a_host_that_cannot_be_reached_is_passed_over() -> None:
     async def play(host: str) -> None:
-        environment = played_at([f"{LOCAL}:1", host])
+        passed: list[str] = []
+        hosts = [f"{LOCAL}:1", host]
+        environment = remote.RemoteEnvironment(hosts, 5.0, lambda name, reason: passed.append(name))
         assert await environment.reset({"from": 1}, 0) == "1:"
+        assert passed == hosts[:1]
         environment.close()
 
     with_host(play)

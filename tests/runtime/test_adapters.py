@@ -84,3 +84,12 @@ def test_a_setting_of_doras_own_engine_has_no_effect_on_others(task: Path, key: 
 def test_another_trainer_is_not_asked_for_what_only_doras_own_can(task: Path, key: str) -> None:
     with pytest.raises(ConfigError, match="only DORA's own trainer can"):
         settings.read(task, [f"trainer.adapter={TRAINER}", key])
+
+
+@pytest.mark.parametrize("key", ["engine", "trainer"])
+def test_a_class_that_lacks_methods_is_refused_by_their_names(task: Path, tmp_path: Path, key: str) -> None:
+    body = "    capabilities = Capabilities()\n    def put(self, samples, is_whole=False): ...\n"
+    (tmp_path / "half.py").write_text(f"from dora.runtime.stations import Capabilities\nclass Half:\n{body}")
+    told = "abort, progress, step" if key == "engine" else "work, finish, forget"
+    with pytest.raises(ConfigError, match=told):
+        adapters.check(settings.read(task, [f"{key}.adapter={tmp_path / 'half.py'}:Half"]))

@@ -13,6 +13,7 @@ from tests.runtime.tiny import write_task
 from dora import settings
 from dora.core.records import RequestId
 from dora.errors import EnvError
+from dora.runtime.env_worker import PassedOver
 from dora.runtime.environments import Environments, try_environment
 from dora.runtime.plan import Plan
 from dora.runtime.players import Began, Broken, Episode, Observed, Over, Turn, Word
@@ -129,3 +130,21 @@ def test_a_class_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
             driver.next_word()
     finally:
         driver.player.close()
+
+
+def test_a_first_prompt_that_cannot_be_tokenized_is_told_in_a_sentence(tmp_path: Path) -> None:
+    echo = tmp_path / "echo.py"
+    driver = Driver(tmp_path)
+    driver.player.close()
+    echo.write_text(ENVIRONMENT.replace('return row["prompt"]', 'return "\\u2603"'))
+    with pytest.raises(EnvError) as error:
+        try_environment(driver.plan)
+    assert str(error.value).startswith(f"env.environment = {echo}:Echo: the episode of the first row")
+    assert "cannot tokenize the text" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_host_that_is_passed_over_is_told_once(driver: Driver) -> None:
+    for _ in range(2):
+        driver.player.hear(driver.player._homes[0].worker, PassedOver("far:1", "no answer"))
+    assert driver.notices == ["far:1 of env.hosts is passed over, also later without a word: no answer"]

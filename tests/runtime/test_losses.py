@@ -132,7 +132,7 @@ def test_a_run_that_is_asked_to_stop_ends_cleanly(start_run: StartRun, number: s
     run = start_run(**LONG)
     run.wait_for_steps(1)
     workers = run.workers()
-    os.killpg(run.pid, number) if number == signal.SIGINT else os.kill(run.pid, number)
+    os.killpg(run.pid, number)  # a terminal, timeout and batch systems tell all processes
     ended = run.end(timeout_s=5)
     assert (ended.code, ended.err) == (130, ""), ended
     assert f"stopped by {number.name}" in ended.out

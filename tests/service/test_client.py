@@ -105,6 +105,25 @@ def test_who_is_told_to_come_again_comes_again_for_a_while(served: StandingRun) 
             run.give_up_session("nobody")
 
 
+def test_progress_ends_with_the_summary_of_a_run_that_is_complete(tmp_path: Path) -> None:
+    status = b'{"num_steps_trained": 1, "num_steps": 2}'
+    head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(status)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread = threading.Thread(target=answer_each, args=(server, [head + status]))
+        thread.start()
+        with Client(Address(url, TOKEN, patience_s=0.3, run=tmp_path)) as run:
+            progress = run.progress(every_s=0.0)
+            assert next(progress)["num_steps_trained"] == 1
+            thread.join()
+            server.close()
+            (tmp_path / "summary.json").write_text('{"steps": 2}')
+            assert [one["num_steps_trained"] for one in progress] == [2]
+            (tmp_path / "summary.json").unlink()
+            with pytest.raises(ServiceError, match="has not answered for"):
+                next(run.progress())
+
+
 def answer_each(server: socket.socket, answers: list[bytes]) -> list[str]:
     """Take up one connection for each answer; the empty one hangs up. Returns the first lines heard."""
     heard = []

@@ -20,7 +20,7 @@ from dora.data.tokenizer import save_character_tokenizer
 from dora.engine.sequence import Completion, EngineError, Request
 from dora.model.folder import save_folder
 from dora.model.weights import weight_digest
-from dora.runtime.stations import Capabilities, InferenceEngine, InferenceFactory
+from dora.runtime.stations import Capabilities, InferenceEngine, InferenceFactory, members
 from dora.turns.words import TurnTaking
 
 MAX_ROWS, MAX_CONTEXT = 4, 64
@@ -56,6 +56,10 @@ class InferenceContract:
         for name, is_there in asked.items():
             if not is_there:
                 pytest.skip(f"the engine does not claim it: {name}")
+
+    def test_it_has_all_that_is_asked_for(self, made: InferenceEngine) -> None:
+        missing = [name for name in members(InferenceEngine) if not hasattr(made, name)]
+        assert not missing, f"it has no {', '.join(missing)}; see dora.runtime.stations.InferenceEngine"
 
     # versions
 

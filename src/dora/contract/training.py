@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dora.contract.asking import CONFIG, logprobs_of, weights
 from dora.errors import RunError
-from dora.runtime.stations import TrainingEngine, TrainingFactory
+from dora.runtime.stations import TrainingEngine, TrainingFactory, members
 from dora.trainer.logprobs import GroupLogprobs
 from dora.trainer.settings import Sample, TrainerSettings
 
@@ -40,6 +40,10 @@ class TrainingContract:
     def trainer(self) -> TrainingEngine:
         """One that has not stepped yet."""
         return self._made(weights(0))
+
+    def test_it_has_all_that_is_asked_for(self, trainer: TrainingEngine) -> None:
+        missing = [name for name in members(TrainingEngine) if not hasattr(trainer, name)]
+        assert not missing, f"it has no {', '.join(missing)}; see dora.runtime.stations.TrainingEngine"
 
     def test_it_begins_with_the_weights_it_was_given(self, trainer: TrainingEngine) -> None:
         assert torch.equal(trainer.flat.cpu(), weights(0))

@@ -35,9 +35,17 @@ class _Gone(Fault):
 class RemoteEnvironment(Environment):
     """An environment of one of several hosts, "name:port"; the first that can be reached."""
 
-    def __init__(self, hosts: Sequence[str], connect_s: float) -> None:
-        """`connect_s` is the time for trying all of them, one after the other."""
-        self._hosts, self._connect_s = hosts, connect_s
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        connect_s: float,
+        pass_over: Callable[[str, str], None] = lambda host, reason: None,
+    ) -> None:
+        """`connect_s` is the time for trying all of them, one after the other.
+
+        `pass_over` gets each that cannot be reached, and why.
+        """
+        self._hosts, self._connect_s, self._pass_over = hosts, connect_s, pass_over
         self._line: tuple[StreamReader, StreamWriter] | None = None
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
@@ -65,9 +73,11 @@ class RemoteEnvironment(Environment):
                 async with asyncio.timeout(share_s):
                     return await asyncio.open_connection(name, int(port), limit=MAX_LINE_BYTES)
             except TimeoutError:
-                reasons.append(f"{host}: no answer within {share_s:g} s")
+                reason = f"no answer within {share_s:g} s"
             except OSError as error:
-                reasons.append(f"{host}: {error}")
+                reason = str(error)
+            reasons.append(f"{host}: {reason}")
+            self._pass_over(host, reason)
         raise Fault(f"no environment host can be reached ({'; '.join(reasons)})")
 
     async def _ask(self, *call: Any) -> Any:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import isfunction
 
 from dora.config import Config
 from dora.errors import ConfigError
@@ -17,16 +18,25 @@ from dora.runtime.stations import (
     InferenceFactory,
     TrainingEngine,
     TrainingFactory,
+    members,
 )
 
 KEY, TRAINER_KEY = "engine.adapter", "trainer.adapter"
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError, with all remedies at once, if the adapter cannot do what the run asks of it."""
+    """Raises ConfigError, with all remedies at once, if the adapter cannot do what the run asks of it.
+
+    Of a trainer it is only asked whether its methods are there.
+    """
+    if config.trainer.adapter is not None:
+        trainer = load_attribute(config.trainer.adapter, TRAINER_KEY, ConfigError)
+        _check_methods(trainer, TrainingEngine, f"{TRAINER_KEY} = {config.trainer.adapter!r}")
     if config.engine.adapter is None:
         return
-    can = _load(config.engine.adapter).capabilities
+    factory = _load(config.engine.adapter)
+    _check_methods(factory, InferenceEngine, f"{KEY} = {config.engine.adapter!r}")
+    can = factory.capabilities
     lacking = [*_lacking(config, can)]
     if lacking:
         raise ConfigError(
@@ -75,6 +85,18 @@ def _load(name: str) -> InferenceFactory:
         )
     found: InferenceFactory = factory
     return found
+
+
+def _check_methods(factory: object, protocol: type, what: str) -> None:
+    """Raises ConfigError for methods that a class lacks; its other members may be made with each object."""
+    if not isinstance(factory, type) or hasattr(factory, "__getattr__"):  # nobody can tell
+        return
+    methods = (name for name in members(protocol) if isfunction(vars(protocol).get(name)))
+    if missing := [name for name in methods if not callable(getattr(factory, name, None))]:
+        raise ConfigError(
+            f"{what} has no {', '.join(missing)}; a class must have all that "
+            f"dora.runtime.stations.{protocol.__name__} asks for, and dora.contract has tests of it"
+        )
 
 
 def _lacking(config: Config, can: Capabilities) -> Iterator[str]:

@@ -67,9 +67,18 @@ class Saying:
     word: Word
 
 
+@dataclass(frozen=True)
+class PassedOver:
+    """One of `hosts` could not be reached, and another one was tried."""
+
+    host: str
+    reason: str
+
+
 def run_environments(outbox: Outbox, inbox: Inbox, spec: EnvSpec) -> None:
     """Play episodes on order until the process ends. Raises EnvError if they cannot be loaded."""
-    make, language = _make_environments(spec), _language(spec)
+    make = _make_environments(spec, lambda host, reason: outbox.send(PassedOver(host, reason)))
+    language = _language(spec)
     outbox.send(Ready())
     asyncio.run(_play(outbox, inbox, make, spec.rules, language))
 
@@ -89,8 +98,11 @@ async def _play(
                     host.forget(episode)
 
 
-def _make_environments(spec: EnvSpec) -> Callable[[], Environment]:
-    """What makes environments; those of several hosts go round, so that each gets its share."""
+def _make_environments(spec: EnvSpec, pass_over: Callable[[str, str], None]) -> Callable[[], Environment]:
+    """What makes environments; those of several hosts go round, so that each gets its share.
+
+    `pass_over` gets a host that cannot be reached, and why.
+    """
     if spec.environment is not None:
         from dora.envs.base import load_environment
 
@@ -101,7 +113,8 @@ def _make_environments(spec: EnvSpec) -> Callable[[], Environment]:
 
     def make() -> Environment:
         first = next(turns) % len(hosts)
-        return RemoteEnvironment([*hosts[first:], *hosts[:first]], connect_s=spec.rules.timeout_s / 2)
+        rotated = [*hosts[first:], *hosts[:first]]
+        return RemoteEnvironment(rotated, spec.rules.timeout_s / 2, pass_over)
 
     return make
 

@@ -19,7 +19,7 @@ from dora.envs.host import Broke, Ended, Opened, Replied, Rules
 from dora.envs.host import Word as Said
 from dora.errors import EnvError, RunError
 from dora.runtime import players
-from dora.runtime.env_worker import Begin, EnvSpec, Forget, Saying, Step, run_environments
+from dora.runtime.env_worker import Begin, EnvSpec, Forget, PassedOver, Saying, Step, run_environments
 from dora.runtime.messages import Gone, Ready
 from dora.runtime.plan import Plan
 from dora.runtime.players import Episode, Turn
@@ -42,12 +42,13 @@ class Environments:
     """A player: each episode is in one environment of one process, the one with the fewest."""
 
     def __init__(self, plan: Plan, told: Told, notice: Callable[[str], None]) -> None:
-        """Start the processes; `notice` gets the first failure in full."""
+        """Start the processes; `notice` gets the first failure in full, and each host that is passed over."""
         self._plan, self._told, self._notice = plan, told, notice
         self._spec = env_spec(plan)
         self._now_s, self._looked_s = 0.0, time.monotonic()  # seconds that the driver was awake
         self._turns: dict[Episode, int] = {}  # the last one of each
         self._was_ready = self._has_failed = False
+        self._passed_over: set[str] = set()
         self._homes = [self._start(f"environments {k}") for k in range(plan.config.env.num_workers)]
 
     def begin(self, episode: Episode, version: int) -> None:
@@ -83,6 +84,9 @@ class Environments:
                 home.owed = dict.fromkeys(home.owed, self._now_s)  # nothing was owed before
             case Gone():
                 self._died(home)
+            case PassedOver(host, reason) if host not in self._passed_over:
+                self._passed_over.add(host)
+                self._notice(f"{host} of env.hosts is passed over, also later without a word: {reason}")
             case Saying(episode, word) if episode in home.owed:
                 home.owed[episode] = None
                 self._say(episode, word)
@@ -185,12 +189,24 @@ def try_environment(plan: Plan) -> str:
                     text = plan.tokenizer.decode(message.prompt_ids)
                     return f"begins with {text[:60]!r}, {len(message.prompt_ids)} tokens"
                 if isinstance(message, players.Broken):
-                    raise EnvError(failures[0])
+                    raise EnvError(_why_not_begun(plan, message.reason, failures[0]))
                 assert worker is not None
                 player.hear(worker, message)
             player.check_deadlines()
     finally:
         player.close()
+
+
+def _why_not_begun(plan: Plan, reason: str, failure: str) -> str:
+    """A sentence; the last line of `failure` says what was raised."""
+    last = failure.rstrip().splitlines()[-1]
+    why = reason if reason in last else f"{reason} ({last})"
+    name = plan.config.env.environment or f"(env.hosts = {plan.config.env.hosts})"
+    return (
+        f"env.environment = {name}: the episode of the first row does not begin: {why}; have "
+        "reset return text of characters that the model's tokenizer knows, of 1 to "
+        f"data.max_prompt_length = {plan.config.data.max_prompt_length} tokens, in time"
+    )
 
 
 def _seed(seed: int, group: GroupId) -> int:

@@ -106,6 +106,7 @@ Body = Callable[[Outbox, Inbox, Any], None]
 
 def _work(connection: Connection, body: Body, spec: object) -> None:
     """A worker's life: run `body` until it ends; tell the driver of an exception."""
+    _ignore_termination()
     outbox = Outbox(connection)
     try:
         body(outbox, Inbox(connection), spec)
@@ -118,7 +119,7 @@ def warm_up() -> None:
     """Have the imports of workers begin; also without it they start, each with its own imports."""
     if sys.platform == "linux":
         CONTEXT.set_forkserver_preload(["dora.runtime.imports"])
-        with _environment(WORKER_ENVIRONMENT), _deaf_to_ctrl_c():
+        with _environment(WORKER_ENVIRONMENT), _deaf_to_signals():
             forkserver.ensure_running()
 
 
@@ -132,7 +133,7 @@ class Worker:
         """
         self.name = name
         self._connection, theirs = CONTEXT.Pipe()
-        with _environment(WORKER_ENVIRONMENT), _deaf_to_ctrl_c():
+        with _environment(WORKER_ENVIRONMENT), _deaf_to_signals():
             self.process = CONTEXT.Process(target=_work, args=(theirs, body, spec), name=name, daemon=True)
             self.process.start()
         theirs.close()
@@ -214,14 +215,25 @@ def cpu_s() -> float:
 
 
 @contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes started inside never hear Ctrl-C, which a terminal tells all: it is the driver's business."""
-    resource_tracker.ensure_running()  # the first process would start it, and it unblocks the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _deaf_to_signals() -> Iterator[None]:
+    """Processes started inside never hear Ctrl-C and SIGTERM, which a terminal, `timeout` or a batch system
+    tells all: they are the driver's business, which may have a checkpoint to save first.
+    """
+    resource_tracker.ensure_running()  # the first process would start it, and it unblocks the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _ignore_termination() -> None:
+    """By a handler, which programs that this process starts do not inherit as they would a blocked signal:
+    those of an environment or a reward can be terminated.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.siginterrupt(signal.SIGTERM, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 @contextlib.contextmanager

@@ -172,3 +172,8 @@ class TrainingFactory(Protocol):
         self, *, config: ModelConfig, flat: Tensor, settings: TrainerSettings, device: str
     ) -> TrainingEngine:
         """A trainer of the weights `flat` [numel], fp32. Raises InputError for settings it does not know."""
+
+
+def members(protocol: type) -> list[str]:
+    """What `InferenceEngine` or `TrainingEngine` asks for, by name."""
+    return [name for name in (*protocol.__annotations__, *vars(protocol)) if not name.startswith("_")]
