@@ -75,7 +75,7 @@ def test_the_end_token_is_found_in_tokenizer_config_too(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
-def test_a_character_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
+def test_a_character_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     save_character_tokenizer(tmp_path, "ab")
     with pytest.raises(DataError, match="use characters of the vocabulary"):
         Tokenizer(tmp_path).encode("abc")
