@@ -2,8 +2,8 @@
 
     dora train examples/gcd.toml --set trainer.adapter=examples/adapters/transformers_trainer.py:Transformers
 
-PPO's clipped loss over all answer tokens of the batch, one answer at a time; it refuses whatever else is
-asked of it. `dora.contract.training` has been run against it (tests/contract).
+PPO's clipped loss over all tokens of the batch that the policy drew, one answer at a time; it refuses
+whatever else is asked of it. `dora.contract.training` has been run against it (tests/contract).
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Transformers:
 
     def __init__(self, *, config: ModelConfig, flat: Tensor, settings: TrainerSettings, device: str) -> None:
         """Raises InputError for settings that it would ignore."""
+        if device != "cpu":
+            raise InputError("trainer.adapter: it computes on the CPU only; set trainer.device to cpu")
         plain = asdict(TrainerSettings(lr=settings.lr, num_steps=settings.num_steps))
         for name, value in asdict(settings).items():
             if name not in KNOWN and value != plain[name]:
@@ -68,7 +70,7 @@ class Transformers:
 
     def put(self, samples: Sequence[Sample], is_whole: bool = False) -> None:
         self._waiting += [s for s in samples if s.token_ids and s.has_advantage]
-        self._num_tokens += sum(len(s.token_ids) for s in samples)
+        self._num_tokens += sum(s.num_drawn for s in samples)
 
     def work(self) -> None:
         """One answer's share of the gradient."""
@@ -78,13 +80,15 @@ class Transformers:
         logits = self._model(tokens).logits[0, len(sample.prompt_ids) - 1 : -1]
         logprobs = torch.log_softmax(logits / self._settings.temperature, -1)
         own = logprobs.gather(1, answer[:, None])[:, 0]
+        if sample.loss_mask is not None:
+            own = own[torch.tensor(sample.loss_mask, dtype=torch.bool)]
         advantage = torch.tensor(sample.advantages)
         ratio = (own - torch.tensor(sample.logprobs)).exp()
         low, high = 1 - self._settings.clip_ratio_low, 1 + self._settings.clip_ratio_high
         loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).sum()
         loss.backward()
         self._loss += float(loss.detach())
-        self._num_worked += len(sample.token_ids)
+        self._num_worked += sample.num_drawn
 
     def finish(self) -> dict[str, float]:
         while self.can_work:

@@ -153,7 +153,18 @@ class ClimbsDown(Trainer):
         super().put([replace(s, advantage=-s.advantages[0]) for s in samples], is_whole)
 
 
+class LearnsWhatItRead(Trainer):
+    def put(self, samples: Sequence[Sample], is_whole: bool = False) -> None:
+        def drawn(s: Sample) -> Sample:
+            taken = iter(s.logprobs)
+            logprobs = [next(taken) if is_drawn else 0.0 for is_drawn in s.loss_mask or ()]
+            return replace(s, loss_mask=None, logprobs=logprobs or s.logprobs)
+
+        super().put([drawn(s) for s in samples], is_whole)
+
+
 TRAINERS = {
+    LearnsWhatItRead: "test_what_was_read_between_turns_is_no_lesson",
     RemembersWhatItShouldForget: "test_what_is_forgotten_leaves_no_trace",
     StepsOnNan: "test_a_step_that_fails_changes_nothing_and_can_be_taken_again",
     DividesByTheAnswers: "test_pieces_make_the_step_of_the_whole_batch",

@@ -1,7 +1,7 @@
 """The contract of an inference engine, as tests: see docs/adapters.md for how to run them.
 
-`dora.runtime.stations` has the words; each test holds one promise. What an
-engine does not say that it can do is not asked of it: those tests are skipped.
+`dora.runtime.stations` has the words; each test holds one promise. What an engine does not say that it
+can do is not asked of it: those tests are skipped.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -73,6 +74,16 @@ class TrainingContract:
         one = sample(0, advantage=1.0, shift=-5.0)
         step(trainer, [one])
         assert torch.equal(trainer.flat.cpu(), weights(0))
+
+    def test_what_was_read_between_turns_is_no_lesson(self, trainer: TrainingEngine) -> None:
+        """Nor does it count in the mean: 2 tokens of advantage 1 weigh as much as 4 of 2, 0, 0, 2."""
+        drawn, mask = sample(1, advantage=[2.0, 0.0, 0.0, 2.0]), [1, 0, 0, 1]
+        logprobs = [p for p, is_drawn in zip(drawn.logprobs, mask, strict=True) if is_drawn]
+        metrics = step(trainer, [replace(drawn, logprobs=logprobs, advantage=1.0, loss_mask=mask)])
+        other = self._made(weights(0))
+        step(other, [drawn])
+        assert metrics["actor/num_tokens"] == sum(mask)
+        assert self._gap(trainer, other) < self.tolerance
 
     def test_pieces_make_the_step_of_the_whole_batch(self, trainer: TrainingEngine) -> None:
         batch = [sample(number, advantage=1.0 - number) for number in range(4)]
@@ -157,7 +168,7 @@ def step(trainer: TrainingEngine, batch: Sequence[Sample]) -> dict[str, float]:
     return trainer.finish()
 
 
-def sample(number: int, *, advantage: float, shift: float = 0.0) -> Sample:
+def sample(number: int, *, advantage: float | Sequence[float], shift: float = 0.0) -> Sample:
     """The number-th answer, of 3 to 6 tokens; its log-probs are those of the first weights, and `shift`."""
     prompt_ids = [(5 + 3 * i) % CONFIG.vocab_size for i in range(4)]
     token_ids = [(7 * number + 11 * i + 2) % CONFIG.vocab_size for i in range(3 + number % 4)]

@@ -213,7 +213,6 @@ class _Reported:
 
 
 def _make(spec: StationSpec, groups: Groups) -> Station:
-
     device, trainer = use_device(spec.device), spec.trainer
     if spec.column == "values":
         critic, num_steps_done = make_critic(trainer, device), 0
@@ -233,7 +232,6 @@ def _make(spec: StationSpec, groups: Groups) -> Station:
 
 def make_critic(spec: TrainerSpec, device: str) -> Critic:
     """At its beginning; who goes on from a checkpoint puts it where it was."""
-
     assert spec.critic is not None
     config, start = load_folder(spec.critic.model)
     return Critic(config, initial_critic(config, start).to(device), spec.critic.settings)
@@ -241,7 +239,6 @@ def make_critic(spec: TrainerSpec, device: str) -> Critic:
 
 def make_score(spec: TrainerSpec, config: ModelConfig) -> Score | None:
     """In exact mode, log-probs as engines compute them."""
-
     if (engine := spec.exact) is None:
         return None
     temperature = spec.settings.temperature
