@@ -42,7 +42,8 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 QUICK_MODES = ("eager", "deferred_skip")
 WORKLOADS = {"demo": (), "paced": ("engine.pace=8ms",)}
-QUICK, FULL = ("--steps", "6", "--set", "eval.num_prompts=0"), ("--steps", "60")
+NUM_STEPS = {"demo": 60, "paced": 24}
+QUICK = ("--steps", "6", "--set", "eval.num_prompts=0")
 COLUMNS = {
     "loads": "weight_loads",
     "left_out": "weight_loads_left_out",
@@ -128,7 +129,7 @@ def load_row(size: str, load: str, num_versions: int) -> Row:
 def demo_row(workload: str, mode: str, seed: int, quick: bool) -> Row:
     """One run of the demo, and by its reward what it learnt."""
     changes = (f"orchestrator.max_staleness={MAX_STALENESS}", *WORKLOADS[workload], *MODES[mode])
-    summary, lines = run_demo(seed, changes, *(QUICK if quick else FULL))
+    summary, lines = run_demo(seed, changes, *(QUICK if quick else ("--steps", str(NUM_STEPS[workload]))))
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     last = rewards[-max(1, len(rewards) // 4) :]
     found = {name: summary[key] for name, key in COLUMNS.items()}
