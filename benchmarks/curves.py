@@ -1,6 +1,6 @@
 """Learning curves of the demo by how stale its samples may be, with and without correction.
 
-Three seeds each, all the steps that the demo has. `none` is the demo's clipped loss around the
+Three seeds each, a quarter of the steps that the demo has. `none` is the demo's clipped loss around the
 sampling policy; `tis` does not clip: it weights each token by how far the trainer's policy before the
 step is from the sampling one, up to 2. `at_25` to `at_100` are mean rewards of the answers trained in the
 tenth of the run that ends at that many percent. With max_staleness = 0 nothing is stale and nothing to
@@ -21,7 +21,7 @@ CORRECTIONS = {"none": (), "tis": ("correction.proximal=recomputed", "correction
 SETTINGS = [(s, c) for s, c in product((0, 1, 2, 4), CORRECTIONS) if s or c == "none"]
 QUICK = [(2, "none"), (2, "tis")]
 QUARTERS = (25, 50, 75, 100)
-NUM_STEPS, NUM_PROMPTS = 400, 256
+NUM_STEPS, NUM_PROMPTS = 100, 256
 
 
 def run(max_staleness: int, correction: str, seed: int, quick: bool) -> Row:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from dora import cli_reading
+from dora.cli_reading import RunFolder
 from dora.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -34,7 +36,6 @@ app.add_typer(simulate, name="simulate")
 engines = typer.Typer(help="See, add and remove the engines of a run that goes.", no_args_is_help=True)
 app.add_typer(engines, name="engines")
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 Timeout = Annotated[float, typer.Option(min=0.0, help="How long to wait for the answer (s).")]
 Overrides = Annotated[
     list[str] | None,
@@ -170,7 +171,7 @@ def _train(out: Path, live: Callable[[Console], dict[str, Any]]) -> int:
     verdict = audit.check(out)
     summary.add_verdicts(out, verdict)
     console.print(summary.table(out))
-    kept = verdict.c1 and verdict.c2 and verdict.c3
+    kept = not verdict.findings
     return 130 if stopped else 0 if kept else 1
 
 
@@ -193,45 +194,16 @@ def show_config(
     typer.echo(settings.read(config, overrides or []).to_toml(), nl=False)
 
 
-@app.command()
-def audit(
-    run: RunFolder,
-    deep: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Compute log-probs of N samples again, from stored versions."),
-    ] = None,
-) -> None:
-    """Check the three guarantees from a run's files alone; exit 1 on a violation."""
-    from dora.observe import audit
-
-    code = audit.main(run)
-    if deep is not None:
-        from dora.runtime import deep_audit
-
-        code = max(code, deep_audit.main(run, deep))
-    raise typer.Exit(code)
-
-
-@app.command()
-def replay(run: RunFolder) -> None:
-    """Feed a run's recorded facts to a fresh orchestrator and compare its orders; exit 1 on a difference."""
-    from dora.observe import replay
-
-    raise typer.Exit(replay.main(run))
-
-
-@app.command()
-def why(
-    run: RunFolder,
-    request: Annotated[
-        str,
-        typer.Argument(metavar="REQUEST", help="epoch/row/sibling, or epoch/row for all siblings."),
-    ],
-) -> None:
-    """Print the life of one request: admitted, placed, moved, finished, scored, trained."""
-    from dora.observe import why
-
-    raise typer.Exit(why.main(run, request))
+for read in (
+    cli_reading.audit,
+    cli_reading.replay,
+    cli_reading.why,
+    cli_reading.report,
+    cli_reading.trace,
+    cli_reading.dash,
+    cli_reading.metrics,
+):
+    app.command()(read)
 
 
 @simulate.command()

@@ -17,8 +17,9 @@ from pydantic import Field, model_validator
 from dora.effects import without_effect
 from dora.errors import ConfigError
 from dora.learning import Algorithm, Correction, Critic, Trainer
+from dora.policy import check_policy
 from dora.sections import (
-    FIXED_STALENESS,
+    BREAKS_C1,
     Data,
     Engine,
     Env,
@@ -80,12 +81,24 @@ class Config(Section):
     @property
     def version_slots(self) -> int:
         """Versions one engine can hold: engine.version_slots, else as many as are alive."""
-        return self.engine.version_slots or self.live_versions
+        if self.engine.version_slots is not None:
+            return self.engine.version_slots
+        return min(self.live_versions, 2 + self.evaluates_beside) if self.breaks_c1 else self.live_versions
 
     @property
     def live_versions(self) -> int:
         """Most versions alive at once: max_staleness + 1, and with eval.every one that is evaluated."""
-        return self.orchestrator.max_staleness + 1 + bool(self.eval.path and self.eval.every)
+        return self.orchestrator.max_staleness + 1 + self.evaluates_beside
+
+    @property
+    def evaluates_beside(self) -> bool:
+        """Whether held-out prompts are answered while the training goes on."""
+        return bool(self.eval.path and self.eval.every)
+
+    @property
+    def breaks_c1(self) -> bool:
+        """Whether answers under way go on with newer versions."""
+        return self.orchestrator.update_policy in BREAKS_C1
 
     @property
     def has_episodes(self) -> bool:
@@ -94,8 +107,9 @@ class Config(Section):
 
     @property
     def is_static(self) -> bool:
-        """Whether requests stay where they are: placement = static, or engines on GPUs."""
-        return self.orchestrator.placement == "static" or self.engine.device != "cpu"
+        """Whether requests stay where they are: placement = static, engines on GPUs, or C1 is given up."""
+        is_placed = self.orchestrator.placement == "static" or self.engine.device != "cpu"
+        return is_placed or self.breaks_c1
 
     @property
     def context(self) -> int:
@@ -133,7 +147,7 @@ class Config(Section):
                     f"sampling.{key} = 1 leaves one token to draw, so all siblings of a group would be equal "
                     f"and nothing would be learnt; {'raise' if key == 'top_k' else 'lower'} it"
                 )
-        self._check_orchestrator()
+        check_policy(self)
         self._check_devices()
         self._check_ranks()
         self._check_stations()
@@ -302,49 +316,6 @@ class Config(Section):
                 f"trainer.batch_tokens = {budget}: an update has one answer of up to "
                 f"sampling.max_response_length = {longest} tokens at least, and all "
                 f"{self.samples_per_step} of a batch, {most} tokens, at most; choose a number between the two"
-            )
-
-    def _check_orchestrator(self) -> None:
-        """Raises ConfigError for what the update policy or the bound does not allow."""
-        o, slots = self.orchestrator, self.engine.version_slots
-        staleness, policy = o.max_staleness, o.update_policy
-        fixed = FIXED_STALENESS.get(policy)
-        if fixed not in (None, staleness):
-            meaning = "only on-policy samples" if policy == "sync" else "each batch one step late"
-            raise ConfigError(
-                f"orchestrator.max_staleness = {staleness}: update_policy = {policy} trains {meaning}, "
-                f"max_staleness = {fixed}; remove max_staleness or use update_policy = dora"
-            )
-        if o.batches_per_version > staleness + 1:
-            raise ConfigError(
-                f"orchestrator.batches_per_version = {o.batches_per_version}: a version may be trained by at "
-                f"most max_staleness + 1 = {staleness} + 1 batches; lower it or raise max_staleness"
-            )
-        if o.slack > (most := staleness * self.trainer.batch_size):
-            raise ConfigError(
-                f"orchestrator.slack = {o.slack}: it must leave one whole batch, so it is at most "
-                f"max_staleness * batch_size = {staleness} * {self.trainer.batch_size} = {most}; lower it"
-            )
-        if o.staleness == "adaptive" and (fixed is not None or staleness == 0):
-            found = "max_staleness = 0" if fixed is None else f"update_policy = {policy}"
-            raise ConfigError(
-                f"orchestrator.staleness = adaptive: {found} leaves nothing to adapt; remove staleness, or "
-                "use update_policy = dora with max_staleness >= 1"
-            )
-        if o.load_interval > staleness + 1:
-            raise ConfigError(
-                f"orchestrator.load_interval = {o.load_interval}: a version can be used for at most "
-                f"max_staleness + 1 = {staleness} + 1 steps; lower it or raise max_staleness"
-            )
-        if slots is not None and slots > self.live_versions:
-            raise ConfigError(
-                f"engine.version_slots = {slots}: at most max_staleness + 1 = {staleness} + 1 versions are "
-                "alive at once, with eval.every one more; more slots have no effect, lower or remove it"
-            )
-        if self.trainer.elastic and o.placement == "colocated":
-            raise ConfigError(
-                "trainer.elastic = true: with orchestrator.placement = colocated every engine already shares "
-                "the trainer's device; remove one of the two"
             )
 
     def _check_effect(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dora.sections import BREAKS_C1
 from dora.serving import awaited
 from dora.trainer import recipe
 
@@ -20,7 +21,7 @@ def without_effect(config: Config) -> dict[str, dict[str, str]]:
     policy = config.orchestrator.update_policy
     if policy != "drain":
         found["orchestrator"]["batches_per_version"] = "without update_policy = drain"
-    if policy != "dora":
+    if policy not in ("dora", *BREAKS_C1):
         found["orchestrator"]["load_interval"] = f"with update_policy = {policy}: one version is live"
         found["weights"]["skip_below_kl"] = f"with update_policy = {policy}: one version is live"
     elif config.orchestrator.max_staleness == 0:
@@ -35,7 +36,9 @@ def without_effect(config: Config) -> dict[str, dict[str, str]]:
         found["engine"]["tail_interval"] = why
     if config.is_static:
         setting = "orchestrator.placement = static"
-        if config.orchestrator.placement != "static":
+        if config.breaks_c1:
+            setting = f"update_policy = {policy}"
+        elif config.orchestrator.placement != "static":
             setting = f"engine.device = {config.engine.device!r}"
         why = f"with {setting}, for nothing is moved"
         moving = ("level_running", "rebalance_interval_s", "kv_watermark")

@@ -17,8 +17,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(us|ms|s)$")]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 
-DEFAULT_STALENESS = {"dora": 2, "sync": 0, "one_step": 1, "drain": 1}
+DEFAULT_STALENESS = {"dora": 2, "sync": 0, "one_step": 1, "drain": 1, "partial": 2, "inflight": 2}
 FIXED_STALENESS = {"sync": 0, "one_step": 1}
+BREAKS_C1 = ("partial", "inflight")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -214,15 +215,17 @@ class Task(Section):
 class Orchestrator(Section):
     """Who may run ahead, and how far; who runs where."""
 
-    update_policy: Literal["dora", "sync", "one_step", "drain"] = Field(
+    update_policy: Literal["dora", "sync", "one_step", "drain", "partial", "inflight"] = Field(
         default="dora",
-        description="dora: several versions generate at once; the others have one live version at a time: "
-        "sync generates, then trains; one_step trains the batch before; drain: batches_per_version",
+        description="dora: several versions generate at once; sync, one_step and drain have one live version "
+        "at a time: sync generates, then trains; one_step trains the batch before; drain: "
+        "batches_per_version; partial and inflight finish answers with newer weights, which breaks C1: "
+        "partial computes their KV again, inflight keeps it",
     )
     max_staleness: int = Field(
         default=DEFAULT_STALENESS["dora"],
         ge=0,
-        description="oldest sample trained (versions); unset: dora 2, drain 1; sync is 0, one_step is 1",
+        description="oldest sample trained (versions); unset: 2, with drain 1; sync is 0, one_step is 1",
     )
     staleness: Literal["fixed", "adaptive"] = Field(
         default="fixed",
@@ -262,7 +265,8 @@ class Orchestrator(Section):
     )
     load_interval: Count = Field(
         default=1,
-        description="engines take every so many-th version, unless the bound asks (versions); with dora only",
+        description="engines take every so many-th version, unless the bound asks (versions); with dora, "
+        "partial and inflight",
     )
     rush: bool = Field(
         default=True, description="a group that the trainer waits for decodes alone (true or false)"

@@ -18,7 +18,7 @@ from dora.runtime.drive import drive
 from dora.runtime.journal import Journal
 from dora.sim.models import WorldConfig
 from dora.sim.world import World
-from dora.stream.samples import SampleStore, Trajectory
+from dora.stream.samples import SampleStore, Source, Trajectory
 
 Record = dict[str, Any]
 
@@ -54,9 +54,12 @@ class RecordedWorld(World):
                 raise StoppedEarlyError
         event = super().next_fact(until)
         match event:
-            case RequestFinished(_, request, version, num_tokens, chunks):
+            case RequestFinished(_, request, _, num_tokens, chunks):
                 tokens, logprobs = list(range(num_tokens)), [-0.5] * num_tokens
-                self.store.put(Trajectory(request, version, chunks[0].digest, [1, 2], tokens, logprobs))
+                version, digest, segments = Source.of(chunks)
+                self.store.put(
+                    Trajectory(request, version, digest, [1, 2], tokens, logprobs, segments=segments)
+                )
             case GroupScored(group, rewards):
                 self.store.score(group, rewards, [0.0] * len(rewards))
             case Trained(step):

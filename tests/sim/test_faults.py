@@ -9,12 +9,20 @@ from tests.sim.faults_in_engines import FAULTS as IN_ENGINES
 from tests.sim.faults_in_evaluation import FAULTS as IN_EVALUATION
 from tests.sim.faults_in_groups import FAULTS as IN_GROUPS
 from tests.sim.faults_in_loading import FAULTS as IN_LOADING
+from tests.sim.faults_in_renewing import FAULTS as IN_RENEWING
 
 from dora.sim import swarm
 
 NUM_SEEDS = 300
 MAX_EVENTS = 5_000
-FAULTS: list[tuple[Fault, str]] = [*IN_GROUPS, *IN_AGING, *IN_ENGINES, *IN_EVALUATION, *IN_LOADING]
+FAULTS: list[tuple[Fault, str]] = [
+    *IN_GROUPS,
+    *IN_AGING,
+    *IN_ENGINES,
+    *IN_EVALUATION,
+    *IN_LOADING,
+    *IN_RENEWING,
+]
 
 
 @pytest.mark.parametrize(("fault", "words"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])

@@ -12,6 +12,7 @@ from dora.core.actions import Action, Admit, Fetch
 from dora.core.bound import deadline_at, num_admissible
 from dora.core.group import Group
 from dora.core.records import RequestId
+from dora.core.renewing import front
 from dora.core.state import Request, State
 
 
@@ -23,7 +24,8 @@ def admit(state: State) -> list[Action]:
     size = state.limits.group_size
     for version in sorted(state.fresh_rows, reverse=True):
         is_kept = _is_kept(state, version)
-        if version not in state.store or (is_kept and not _may_fill(state, version)):
+        is_behind = state.limits.breaks_c1 and version != front(state)
+        if version not in state.store or is_behind or (is_kept and not _may_fill(state, version)):
             continue
         room = state.fresh_rows[version] - state.num_waiting(version)
         if room <= 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from dora.core import renewing
 from dora.core.actions import Abort, Action, RefuseDrain
 from dora.core.engines import Engine
 from dora.core.events import (
@@ -156,6 +157,8 @@ def loaded(event: Loaded, state: State) -> list[Action]:
     state.costs.heard_load(state.now_s - engine.load_since_s)
     if state.leaving or state.limits.level_running:
         state.is_rebalance_due = True
+    if state.limits.breaks_c1:
+        renewing.renew(state, engine, event.version)
     state.touch(engine)
     return []
 

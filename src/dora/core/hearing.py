@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 from functools import singledispatch
+from itertools import pairwise
 
 from dora.core import evaluating, fleet, resuming, skipping
 from dora.core.actions import Abort, Action, Fail, Filter, Publish, Score, Train
@@ -65,6 +66,21 @@ def _was_aborting(state: State, engine: Engine, request: RequestId) -> bool:
     return True
 
 
+def _check_sources(state: State, event: RequestFinished) -> None:
+    """C1; where it is broken on purpose, at least the order of versions, and their bytes."""
+    if state.limits.breaks_c1 and not event.request.is_held_out:
+        admitted = state.groups[event.request.group].version
+        versions = [c.version for c in event.chunks]
+        is_forward = all(a < b for a, b in pairwise([admitted - 1, *versions, event.version + 1]))
+        require(is_forward, event, "segments are of ever newer versions, from its group's on", admitted)
+        wrong = [c for c in event.chunks if state.store.get(c.version, c.digest) != c.digest]
+        require(not wrong, event, "every token comes from published bytes", wrong)
+        return
+    sources = {(c.version, c.digest) for c in event.chunks}
+    published = {(event.version, state.store[event.version])}
+    require(sources == published, event, "every token comes from the published bytes (C1)", published)
+
+
 def _leave(state: State, engine: Engine, request: RequestId) -> Group:
     """The request has left its engine for good."""
     state.unseat(request, engine)
@@ -93,7 +109,7 @@ def _fail(state: State, group: Group, reason: str) -> list[Action]:
     for request_id in sorted(group.unfinished):
         engine_id = state.requests[request_id].engine
         if engine_id is None:
-            state.wait_no_more(request_id, group.version)
+            state.wait_no_more(request_id, state.requests[request_id].version)
         else:
             engine = state.engines[engine_id]
             engine.aborting[request_id] = version = state.unseat(request_id, engine)
@@ -159,9 +175,7 @@ def _(event: RequestFinished, state: State) -> list[Action]:
     version = engine.requests.get(event.request)
     require(version is not None, event, "an engine finishes only what it was given", engine.requests)
     require(event.version == version, event, "a request is finished by its own version (C1)", version)
-    sources = {(c.version, c.digest) for c in event.chunks}
-    published = {(event.version, state.store[event.version])}
-    require(sources == published, event, "every token comes from the published bytes (C1)", published)
+    _check_sources(state, event)
     if event.request.is_held_out:
         return _end_held_out(state, engine, event.request)
     group = _leave(state, engine, event.request)

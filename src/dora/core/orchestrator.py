@@ -14,6 +14,7 @@ from dora.core import (
     hearing,
     migration,
     placement,
+    renewing,
     sharing,
     versions,
 )
@@ -63,6 +64,7 @@ class Orchestrator:
 
     def _decide(self) -> list[Action]:
         state = self._state
+        renewing.catch_up(state)
         orders = [*batching.commit(state), *sharing.share(state), *batching.train(state)]
         if state.stopped:
             return orders

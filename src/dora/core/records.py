@@ -114,6 +114,7 @@ class Limits:
     is_deferred: bool = False  # they do so one after another, each once it has a free row
     skip_below_kl: float | None = None  # nats per token to the newest below which it is left out; None: never
     is_static: bool = False  # requests and engines stay where they are
+    breaks_c1: bool = False  # answers under way go on with the version their engine takes
     level_running: bool = False  # even out running requests among engines of one version
     rush: bool = True  # a waited-for request decodes alone on its engine
     rebalance_interval_s: float = 1.0
@@ -132,6 +133,8 @@ class Limits:
             raise ValueError("load_interval is at least 1, slack at least 0, rebalance_interval_s above 0")
         if self.skip_below_kl is not None and not self.skip_below_kl > 0:
             raise ValueError(f"skip_below_kl = {self.skip_below_kl} must be above 0")
+        if self.breaks_c1 and (self.batches_per_version is not None or not self.is_static):
+            raise ValueError("breaks_c1 goes with is_static, and without batches_per_version")
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness = {self.max_staleness} must be at least 0")
         if self.aging is not None and self.max_staleness == 0:

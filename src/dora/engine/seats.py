@@ -17,7 +17,7 @@ from dora.engine.rows import Draft, Rows
 from dora.engine.sequence import Sequence
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     draft: Draft
     kv: Tensor  # [blocks, ...], in host memory
 
@@ -33,7 +33,7 @@ class Seats:
         self._num_places = np.zeros(len(tables), np.int64)  # tokens that the blocks of a row hold
         self._checked = rows.active
         self._num_safe_steps = 0  # of the rows checked, in which none gets full
-        self._kept: dict[RequestId, _Kept] = {}
+        self._kept: dict[RequestId, Kept] = {}
 
     def __len__(self) -> int:
         """Requests in host memory."""
@@ -75,7 +75,7 @@ class Seats:
         shape = (len(blocks), *self._kv.shape[1:])
         on_host = torch.empty(shape, dtype=self._kv.dtype, pin_memory=self._kv.is_cuda)
         on_host.copy_(self._kv[torch.tensor(blocks)])
-        self._kept[sequence.request.id] = _Kept(self._rows.draft(sequence), on_host)
+        self._kept[sequence.request.id] = Kept(self._rows.draft(sequence), on_host)
         return on_host.nbytes
 
     def swap_in(self, sequence: Sequence, num_known: int) -> None:

@@ -29,9 +29,11 @@ from dora.observe.samples import SampleRow
 class Provenance:
     """Reads the journal once; `findings` are sentences, empty where C1 holds."""
 
-    def __init__(self, samples: dict[tuple[str, int], SampleRow]) -> None:
+    def __init__(self, samples: dict[tuple[str, int], SampleRow], *, breaks_c1: bool = False) -> None:
         self.findings: list[str] = []
         self.num_trajectories = 0
+        self.num_segmented = 0  # of them, those that several versions have drawn
+        self._breaks_c1 = breaks_c1
         self.versions: set[int] = set()  # that trajectories were sampled from
         self._samples = samples
         self._published: dict[int, str] = {}
@@ -168,9 +170,10 @@ class Provenance:
         self.num_trajectories += 1
         self.versions.add(fact.version)
         name, admitted = f"request {fact.request}", self._version_of(fact.request.group)
-        self._check(
-            fact.version == admitted, f"{name} finished on version {fact.version}, its group has {admitted}"
-        )
+        if self._breaks_c1 and not fact.request.is_held_out:
+            self._check_segments(name, fact, admitted)
+        else:
+            self._check_chunks(name, fact, admitted)
         engine = self._given.pop(fact.request, None)
         self._check(
             fact.engine == engine, f"{name} finished on engine {fact.engine}, it was given to engine {engine}"
@@ -180,20 +183,39 @@ class Provenance:
             fact.version in held,
             f"{name} finished on version {fact.version}, engine {fact.engine} holds {sorted(held)}",
         )
-        self._check_chunks(name, fact)
-        row = self._samples.get((str(fact.request.group), fact.request.sibling))
-        if row is not None:  # a row that is missing is lost data: C2 names it
-            self._check_row(name, fact, row)
-
-    def _check_chunks(self, name: str, fact: RequestFinished) -> None:
-        sources = [(c.version, c.digest) for c in fact.chunks]
-        published = (fact.version, self._published.get(fact.version))
-        self._check(sources == [published], f"{name} was sampled from {sources}, not from {published} alone")
         num_tokens = sum(c.num_tokens for c in fact.chunks)
         self._check(
             num_tokens == fact.num_tokens,
             f"{name} has {fact.num_tokens} tokens, its chunks have {num_tokens}",
         )
+        row = self._samples.get((str(fact.request.group), fact.request.sibling))
+        if row is not None:  # a row that is missing is lost data: C2 names it
+            self._check_row(name, fact, row)
+
+    def _check_chunks(self, name: str, fact: RequestFinished, admitted: int | None) -> None:
+        self._check(
+            fact.version == admitted, f"{name} finished on version {fact.version}, its group has {admitted}"
+        )
+        sources = [(c.version, c.digest) for c in fact.chunks]
+        published = (fact.version, self._published.get(fact.version))
+        self._check(sources == [published], f"{name} was sampled from {sources}, not from {published} alone")
+
+    def _check_segments(self, name: str, fact: RequestFinished, admitted: int | None) -> None:
+        """C1 is given up: what is left is that versions only get newer, and that they are those published."""
+        self.num_segmented += len(fact.chunks) > 1
+        versions = [c.version for c in fact.chunks]
+        self.versions.update(versions)
+        is_forward = versions == sorted({*versions}) and versions[-1:] <= [fact.version]
+        self._check(
+            is_forward and admitted is not None and versions[:1] >= [admitted],
+            f"{name} of a group of version {admitted} has segments of {versions}",
+        )
+        for version, digest, _ in fact.chunks:
+            published = self._published.get(version)
+            self._check(
+                digest == published,
+                f"{name} has a segment of version {version} from {digest}, published is {published}",
+            )
 
     def _check_row(self, name: str, fact: RequestFinished, row: SampleRow) -> None:
         num_masked = fact.num_tokens if row.num_masked is None else row.num_masked
@@ -207,5 +229,13 @@ class Provenance:
             f"and {row.num_logprobs:g} log-probs",
         )
         stored = (row.version, row.weight_digest)
-        published = (fact.version, self._published.get(fact.version))
-        self._check(stored == published, f"{name} is stored as sampled from {stored}, not from {published}")
+        if len(fact.chunks) > 1 and self._breaks_c1:
+            told = (fact.chunks[0].version, "+".join(c.digest for c in fact.chunks))
+            segments = tuple((c.version, c.num_tokens) for c in fact.chunks)
+            self._check(
+                row.segments == segments, f"{name} is stored with segments {row.segments}, not {segments}"
+            )
+        else:
+            version = fact.chunks[0].version if fact.chunks else fact.version
+            told = (version, self._published.get(version, ""))
+        self._check(stored == told, f"{name} is stored as sampled from {stored}, not from {told}")

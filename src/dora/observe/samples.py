@@ -5,6 +5,7 @@ Tokens stay on disk, and only their number is read, but for the few answers that
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ class SampleRow(NamedTuple):
     reward: float | None
     state: str
     trained_step: int | None
+    segments: tuple[tuple[int, int], ...] = ()  # (version, tokens) of an answer that several versions drew
 
 
 class Answer(NamedTuple):
@@ -45,27 +47,41 @@ class Answer(NamedTuple):
 
 def read_samples(run: Path) -> dict[tuple[str, int], SampleRow]:
     """(group, sibling) -> row of the store in the folder of a run. Raises InputError."""
-    with _opened(run) as store:
+    with opened(run) as store:
         rows = store.execute(
             "select group_id, sibling, version, weight_digest, length(token_ids), length(logprobs), "
-            f"length({_loss_mask(store)}), reward, state, trained_step from samples"
+            f"length({_loss_mask(store)}), reward, state, trained_step, {_segments(store)} from samples"
         ).fetchall()
-    return {
-        (group, sibling): SampleRow(
-            group, sibling, version, digest, ids / TOKEN_BYTES, logprobs / TOKEN_BYTES, *rest
-        )
-        for group, sibling, version, digest, ids, logprobs, *rest in rows
-    }
+    return {(row[0], row[1]): _row(*row) for row in rows}
 
 
 def read_answers(run: Path, rows: Iterable[SampleRow]) -> list[Answer | None]:
     """The answers of rows of the same store; None for one that was cut. Raises InputError."""
-    with _opened(run) as store:
+    with opened(run) as store:
         query = (
             f"select prompt_ids, token_ids, logprobs, coalesce(routes, x''), {_loss_mask(store)} "
             "from samples where group_id = ? and sibling = ?"
         )
         return [_answer(*store.execute(query, (row.group, row.sibling)).fetchone()) for row in rows]
+
+
+def _row(
+    group: str,
+    sibling: int,
+    version: int,
+    digest: str,
+    ids: int,
+    logprobs: int,
+    masked: int | None,
+    reward: float | None,
+    state: str,
+    step: int | None,
+    segments: str | None,
+) -> SampleRow:
+    """Of the columns as they are read."""
+    told = tuple((v, num) for v, num in json.loads(segments or "[]"))
+    sizes = ids / TOKEN_BYTES, logprobs / TOKEN_BYTES
+    return SampleRow(group, sibling, version, digest, *sizes, masked, reward, state, step, told)
 
 
 def _answer(
@@ -81,12 +97,21 @@ def _answer(
 
 def _loss_mask(store: sqlite3.Connection) -> str:
     """The column; runs that began before there were episodes have none."""
-    names = {name for _, name, *_ in store.execute("pragma table_info(samples)")}
-    return "loss_mask" if "loss_mask" in names else "null"
+    return "loss_mask" if "loss_mask" in columns(store) else "null"
+
+
+def _segments(store: sqlite3.Connection) -> str:
+    """The column; not every policy makes any."""
+    return "segments" if "segments" in columns(store) else "null"
+
+
+def columns(store: sqlite3.Connection) -> set[str]:
+    """Names of what is stored of a sample; older runs have fewer."""
+    return {name for _, name, *_ in store.execute("pragma table_info(samples)")}
 
 
 @contextmanager
-def _opened(run: Path) -> Iterator[sqlite3.Connection]:
+def opened(run: Path) -> Iterator[sqlite3.Connection]:
     """Raises InputError where the store is not there or cannot be read."""
     path = run / FILE_NAME
     if not path.is_file():

@@ -57,6 +57,7 @@ class EngineSpec:
     adapter: str | None = None  # the class of another engine
     loads_deferred: bool = False
     kv_blocks: int | None = None  # as many as all rows take
+    renewal: str | None = None  # "partial" | "inflight": answers go on with newer versions
 
 
 @dataclass(frozen=True)
@@ -276,13 +277,15 @@ class Beat:
     """Once a second: a sign of life, and how the engine is doing.
 
     `row_tokens_per_s` is what one decoding row gained per second since the last beat (0: none
-    decoded), `kv_share` the share of KV blocks in use.
+    decoded), `kv_share` the share of KV blocks in use. `num_recomputed` tokens so far had their KV computed
+    again for newer weights.
     """
 
     progress: dict[RequestId, int]
     busy_row_s: float
     row_tokens_per_s: float
     kv_share: float
+    num_recomputed: int = 0
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ class Meter:
     lives: int = 1  # one more each time the run was resumed
     redone_steps: int = 0  # trained before, after a checkpoint that the run went on from
     redone_tokens: int = 0
+    num_segmented: int = 0  # answers of several versions, under policies that break C1
     staleness: Counter[int] = field(default_factory=Counter)
     trained_tokens: int = 0
     steps: list[StepRecord] = field(default_factory=list)
@@ -146,6 +147,7 @@ class Meter:
         self.lengths.hear(event, orders, lambda group: group in state.groups)
         match event:
             case RequestFinished():
+                self.num_segmented += len(event.chunks) > 1
                 self.busy_row_s, self.row_s = dict(self.teller.busy_row_s), dict(self._row_s)
             case EngineLost():
                 self.engine_losses += 1

@@ -84,19 +84,20 @@ class Plan:
         """What the orchestrator must keep."""
         config = self.config
         rules = config.orchestrator
-        batches_per_version = {"dora": None, "sync": 1, "one_step": 1, "drain": rules.batches_per_version}
+        batches_per_version = {"sync": 1, "one_step": 1, "drain": rules.batches_per_version}
         return Limits(
             num_steps=config.run.steps,
             batch_size=config.trainer.batch_size,
             group_size=config.sampling.group_size,
             max_staleness=rules.max_staleness,
             filter_groups=config.algorithm.filter_groups,
-            batches_per_version=batches_per_version[rules.update_policy],
+            batches_per_version=batches_per_version.get(rules.update_policy),
             slack=rules.slack,
             load_interval=rules.load_interval,
             is_deferred=config.weights.load == "deferred",
             skip_below_kl=config.weights.skip_below_kl,
             is_static=config.is_static,
+            breaks_c1=config.breaks_c1,
             level_running=rules.level_running,
             rush=rules.rush,
             rebalance_interval_s=rules.rebalance_interval_s,
@@ -306,6 +307,7 @@ class Plan:
             adapter=config.engine.adapter,
             loads_deferred=config.weights.load == "deferred",
             kv_blocks=config.engine.kv_blocks,
+            renewal=config.orchestrator.update_policy if config.breaks_c1 else None,
         )
 
     def trainer_spec(self, weights: Path, stream: Path, checkpoint: Path | None = None) -> TrainerSpec:

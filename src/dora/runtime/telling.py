@@ -24,7 +24,7 @@ from dora.core.records import GroupId, RequestId
 from dora.engine.sequence import Completion
 from dora.runtime import messages as m
 from dora.runtime.plan import Plan
-from dora.stream.samples import FinishedSample, SampleStore, Trajectory
+from dora.stream.samples import FinishedSample, SampleStore, Source, Trajectory
 from dora.trainer.corrections import KL_BY_AGE
 from dora.trainer.scoring import why_unscorable
 
@@ -47,6 +47,7 @@ class Teller:
         self.earned: dict[RequestId, float] = {}  # by episodes of groups that are not scored
         self.step_metrics: list[tuple[int, dict[str, float]]] = []  # told by the trainer, not yet read
         self.busy_row_s: dict[int, float] = {}  # engine -> as last told
+        self.num_recomputed: dict[int, int] = {}  # likewise: tokens, for newer weights
 
     def held_out(self, group: GroupId) -> list[list[int]]:
         """Token ids of the answers to a held-out prompt; they are handed out once. Empty for a group."""
@@ -108,8 +109,8 @@ class Teller:
                 yield from (self.failed(engine, request, reason) for request, reason in reasons.items())
             case m.GivenUp(num_tokens):
                 yield RequestsAborted(engine, tuple(num_tokens), sum(num_tokens.values()))
-            case m.Beat(progress, busy_row_s, row_tokens_per_s, kv_share):
-                self.busy_row_s[engine] = busy_row_s
+            case m.Beat(progress, busy_row_s, row_tokens_per_s, kv_share, num_recomputed):
+                self.busy_row_s[engine], self.num_recomputed[engine] = busy_row_s, num_recomputed
                 if progress or self.progress.get(engine):  # an engine that has become idle says so once
                     yield Progressed(engine, tuple(progress.items()), row_tokens_per_s, kv_share)
                 self.progress[engine] = progress
@@ -188,16 +189,18 @@ class Teller:
         request = completion.id
         logprobs = completion.unfiltered_logprobs  # the trainer's are not filtered either
         loss_mask = [int(not math.isnan(x)) for x in logprobs]
+        source = Source.of(completion.chunks)
         trajectory = Trajectory(
             request,
-            completion.version,
-            completion.chunks[0].digest,
+            source.version,
+            source.weight_digest,
             completion.prompt_ids,
             completion.token_ids,
             [x if is_drawn else 0.0 for x, is_drawn in zip(logprobs, loss_mask, strict=True)],
             completion.routes,
             None if all(loss_mask) else loss_mask,
             self.earned.get(request),
+            source.segments,
         )
         self._samples.put(trajectory)
         if request.group in self._ended:

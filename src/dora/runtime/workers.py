@@ -110,7 +110,12 @@ def _make_engine(spec: EngineSpec) -> InferenceEngine:
     from dora.turns.engine import TurnTakingEngine
 
     kind: Callable[..., TurnTakingEngine] = partial(MovingEngine, pool=spec.pool)
-    if (device := use_device(spec.device)) != "cpu":
+    device = use_device(spec.device)
+    if spec.renewal is not None:
+        from dora.renewal.engine import RenewingEngine
+
+        kind = partial(RenewingEngine, device=device, keeps_kv=spec.renewal == "inflight")
+    elif device != "cpu":
         kind = partial(TurnTakingEngine, device=device)
     return kind(
         load_config(spec.model),
@@ -206,6 +211,8 @@ def _obey_turn(engine: InferenceEngine, message: Observe | Finish | Break) -> Re
 
 def _beats(engine: InferenceEngine) -> Iterator[Beat | None]:
     """A beat whenever one is due, else None."""
+    from dora.renewal.engine import RenewingEngine
+
     next_s, num_decoded, busy_row_s = 0.0, 0, 0.0
     while True:
         if time.monotonic() < next_s:
@@ -215,7 +222,8 @@ def _beats(engine: InferenceEngine) -> Iterator[Beat | None]:
         num_gained, gained_in_s = engine.num_decoded - num_decoded, engine.busy_row_s - busy_row_s
         num_decoded, busy_row_s = engine.num_decoded, engine.busy_row_s
         pace = num_gained / gained_in_s if num_gained else 0.0
-        yield Beat(engine.progress(), busy_row_s, pace, engine.kv_share)
+        num_recomputed = engine.num_recomputed if isinstance(engine, RenewingEngine) else 0
+        yield Beat(engine.progress(), busy_row_s, pace, engine.kv_share, num_recomputed)
 
 
 def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:

@@ -60,10 +60,12 @@ from dora.core.events import (
     Trained,
 )
 from dora.core.records import GroupId, Limits, RequestId
+from dora.sim import admissions
 from dora.sim.ages import Ages
 from dora.sim.engines import Violation
 from dora.sim.held_out import HeldOut
 from dora.sim.loads import Loads
+from dora.sim.renewals import Renewals
 from dora.sim.seats import Seats, require
 
 __all__ = ["Ledger", "Violation"]
@@ -88,6 +90,7 @@ class Ledger:
         self.open: Counter[int] = Counter()  # deadline -> admitted, not committed or ended
         self.live: Counter[int] = Counter()  # version -> groups admitted, not filtered or failed
         self.store: set[int] = set()
+        self.renewals = Renewals(limits, self.seats, self.pins)
         self.next_index = 0
         self.next_step = 0  # n
         self.num_committed = 0  # c
@@ -103,6 +106,7 @@ class Ledger:
         self.held_out.begin_fact()
         if (note := _FACTS.get(type(event))) is not None:
             note(self, event)
+        self.renewals.catch_up(self.store)
 
     def obey(self, order: Action) -> None:
         """Check an order, before a station hears it."""
@@ -129,14 +133,16 @@ class Ledger:
         request, version = fact.request, fact.version
         given_up = request in self.seats.aborting
         self.seats.free(fact.engine, request)
-        if any(chunk.version != version for chunk in fact.chunks):
+        if self.limits.breaks_c1 and not request.is_held_out:
+            version = self.renewals.first_version(fact, self.version_of[request.group])
+        elif any(chunk.version != version for chunk in fact.chunks):
             raise Violation(f"C1: {request} mixes versions: {fact.chunks}")
         if request.is_held_out:
             self._end_held_out(request, version, is_failed=False)
         elif not given_up:
             self.finished[request] = version
             self.unfinished[request.group] -= 1
-            self.pins[version] -= 1
+            self.renewals.end(request, version)
 
     def _fail_request(self, fact: RequestFailed) -> None:
         self.seats.free(fact.engine, fact.request)
@@ -158,6 +164,10 @@ class Ledger:
             self.held_out.judge(fact.group)
         elif isinstance(fact, GroupScored):
             self.scored.add(fact.group)
+
+    def _loaded(self, fact: Loaded) -> None:
+        self.seats.loaded(fact)
+        self.renewals.loaded(fact)
 
     def _published(self, fact: Published) -> None:
         self.store.add(fact.version)
@@ -196,38 +206,14 @@ class Ledger:
         self.version_of[group], self.next_index = version, order.index + 1
         self.unfinished[group] = limits.group_size
         self.pins[version] += limits.group_size
+        self.renewals.admitted((RequestId(*group, k) for k in range(limits.group_size)), version)
         deadline = self.deadline(version)
         require(order.deadline == deadline, f"C3: {group} gets deadline {order.deadline}, not {deadline}")
         self.deadline_of[group] = deadline
         self.open[deadline] += 1
         self.live[version] += 1
         self._check_bound(f"admitting {group} at version {version}")
-        self._check_slack(group)
-        self._check_expiry(version)
-        if limits.batches_per_version is not None:
-            self._check_single_version(version, limits.batches_per_version)
-
-    def _check_slack(self, group: GroupId) -> None:
-        """So many groups fewer than the bound allows, but always enough for one batch."""
-        limits = self.limits
-        most = max(limits.batch_size, (self.ages.staleness + 1) * limits.batch_size - limits.slack)
-        num_open = self.open.total() + self.num_committed
-        require(not limits.slack or num_open <= most, f"admitting {group} uses up the slack: {num_open} open")
-
-    def _check_expiry(self, version: int) -> None:
-        """No group at an old version whose deadline is upon us, once the newest is near."""
-        newest = max(self.store)
-        if version < newest and self.deadline(version) <= self.next_step:
-            staying = (e for e in self.seats.engines.values() if not e.is_draining)
-            is_near = any(newest in e.held or e.loading == newest for e in staying)
-            require(not is_near, f"version {version} is admitted at, and is about to expire")
-
-    def _check_single_version(self, version: int, num_batches: int) -> None:
-        evaluated = {self.held_out.version: len(self.held_out.running)}
-        others = [v for v, count in self.pins.items() if count > evaluated.get(v, 0) and v != version]
-        require(not others, f"version {version} is admitted beside {others}, and only one may live")
-        most = (num_batches if version else self.limits.max_staleness + 1) * self.limits.batch_size
-        require(self.live[version] <= most, f"version {version} has more than {most} groups")
+        admissions.check(self, group, version)
 
     def _generate(self, order: Generate) -> None:
         versions = []
@@ -238,7 +224,7 @@ class Ledger:
                 continue
             if request in self.finished or group in self.end_of:
                 raise Violation(f"{request} is generated after its end")
-            versions.append(self.version_of[group])
+            versions.append(self.renewals.version_of(request, self.version_of[group]))
         self.seats.generate(order, versions)
 
     def _generate_held_out(self, request: RequestId) -> int:
@@ -257,7 +243,10 @@ class Ledger:
         self._end(group, type(order).__name__)
         version = self.version_of[group]
         self.live[version] -= 1
-        self.pins[version] -= self.unfinished.pop(group)
+        del self.unfinished[group]
+        for request in (RequestId(*group, k) for k in range(self.limits.group_size)):
+            if request not in self.finished:
+                self.renewals.end(request, version)
 
     def _commit(self, order: Commit) -> None:
         group = order.group
@@ -288,7 +277,10 @@ class Ledger:
         for group in groups:
             require(self.end_of.get(group) == f"step {step}", f"C2: {group} trained uncommitted")
             versions = {self.finished.get(RequestId(*group, k)) for k in range(self.limits.group_size)}
-            require(versions == {self.version_of[group]}, f"C1: {group} has versions {versions}")
+            if self.limits.breaks_c1:
+                self.renewals.check_group(group, versions, self.version_of[group], step)
+            else:
+                require(versions == {self.version_of[group]}, f"C1: {group} has versions {versions}")
             staleness = step - self.version_of[group]
             require(0 <= staleness <= self.limits.max_staleness, f"C3: {group} has staleness {staleness}")
             require(step <= self.deadline_of[group], f"C3: {group} is trained after its deadline")
@@ -370,7 +362,7 @@ _FACTS: dict[type, Note] = {
     StepFailed: Ledger._step_failed,
     Resumed: Ledger._resumed,
     Published: Ledger._published,
-    Loaded: lambda ledger, fact: ledger.seats.loaded(fact),
+    Loaded: Ledger._loaded,
     LoadFailed: lambda ledger, fact: ledger.seats.load_failed(fact),
 }
 _ORDERS: dict[type, Note] = {

@@ -42,6 +42,24 @@ class Row:
     told_from: float = 0.0  # its end is not told before, for `Migrated` is on its way
     is_refused: bool = False
     move: Move | None = None
+    segments: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (version, tokens by its end), earlier ones
+
+    def renew(self, version: int, now: float) -> None:
+        """Go on with another version."""
+        self.settle(now)
+        self.segments.append((self.version, int(self.done)))
+        self.version = version
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """(version, number of tokens) of all that was drawn."""
+        found, start = [], 0
+        for version, stop in (*self.segments, (self.version, self.length)):
+            if stop > start:
+                found.append((version, stop - start))
+                start = stop
+        return found
 
     @property
     def is_over(self) -> bool:

@@ -69,6 +69,7 @@ MARKS = (
     "generate: again, after a loss",
     "generate: siblings on two engines",
     "generate: two versions on an engine",
+    "generate: with a newer version than its group's",
     "load: a pinned version that no engine had",
     "load: a version that was left out",
     "load: an engine waits for its turn",
@@ -93,6 +94,7 @@ MARKS = (
     "pause: a step waits for it",
     "progress: KV above the watermark",
     "request: finished before it could be given up",
+    "request: goes on with newer versions",
     "resume: requests wait for a version to be redone",
     "resume: with batches that were complete",
     "rush: begun",
@@ -221,6 +223,8 @@ class Marks:
     def _finished(self, fact: RequestFinished) -> None:
         if fact.request in self._seats.aborting:
             self._mark("request: finished before it could be given up")
+        if len(fact.chunks) > 1:
+            self._mark("request: goes on with newer versions")
 
     def _trained(self, fact: Trained) -> None:
         if fact.step < self._ledger.ages.next_step:
@@ -269,6 +273,8 @@ class Marks:
         first = order.requests[0]
         if first.is_held_out:
             return self._generate_held_out(order)
+        if order.version > self._ledger.version_of[first.group]:
+            self._mark("generate: with a newer version than its group's")
         if first.sibling and first not in self._lost:
             self._mark("generate: siblings on two engines")
 

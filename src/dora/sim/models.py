@@ -65,8 +65,13 @@ def draw_config(seed: int) -> WorldConfig:
     limits = _draw_aging(Random(f"aging {seed}"), _draw_limits(rng, num_engines, unit_s))
     limits = _draw_evaluation(Random(f"evaluation {seed}"), limits)
     limits = _draw_loading(Random(f"loading {seed}"), limits)
+    limits = _draw_renewal(Random(f"renewal {seed}"), limits)
     max_rows = 12 if num_engines < 16 else 3
-    slots = (1, 1, 1, 2, 2, 3, limits.max_staleness + 1, limits.max_staleness + 4)
+    slots = (
+        (2, 2, 3)
+        if limits.breaks_c1
+        else (1, 1, 1, 2, 2, 3, limits.max_staleness + 1, limits.max_staleness + 4)
+    )
     spread = rng.choice((0.0, 0.3, 1.0))
     return WorldConfig(
         limits=limits,
@@ -144,6 +149,13 @@ def _draw_loading(rng: Random, limits: Limits) -> Limits:
     """In some worlds engines load one after another, or leave versions out."""
     skip_below_kl = rng.choice((None, None, None, 0.01, 0.05)) if limits.max_staleness else None
     return replace(limits, is_deferred=rng.random() < 0.3, skip_below_kl=skip_below_kl)
+
+
+def _draw_renewal(rng: Random, limits: Limits) -> Limits:
+    """In some worlds answers go on with newer versions."""
+    if limits.batches_per_version is not None or rng.random() < 0.85:
+        return limits
+    return replace(limits, breaks_c1=True, is_static=True)
 
 
 class Lengths:

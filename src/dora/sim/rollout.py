@@ -81,7 +81,8 @@ class Rollout:
     def _generate(self, engine: SimEngine, order: Generate) -> None:
         world = self._world
         for request in order.requests:
-            row = Row(request, order.version, self._lengths.of(request), engine, world.now)
+            version = self._version(engine, request, order.version)
+            row = Row(request, version, self._lengths.of(request), engine, world.now)
             world.truth.seat(row, engine)
             if world.luck.fails(world.config.share_refused):
                 row.is_refused = True
@@ -91,12 +92,18 @@ class Rollout:
                 self.pace(row)
         self.start_reports(engine)
 
+    def _version(self, engine: SimEngine, request: RequestId, version: int) -> int:
+        """What a request is truly decoded with."""
+        if not self._world.config.limits.breaks_c1 or request.is_held_out:
+            return version
+        return max(version, *engine.held)
+
     def _finish(self, row: Row, ticket: int) -> Event | None:
         if row.ticket != ticket or row.is_over:
             return None
         self._vacate(row)
-        chunk = Chunk(row.version, digest_of(row.version), row.length)
-        return RequestFinished(row.engine.id, row.request, row.version, row.length, (chunk,), "stop")
+        chunks = tuple(Chunk(version, digest_of(version), num) for version, num in row.chunks())
+        return RequestFinished(row.engine.id, row.request, row.version, row.length, chunks, "stop")
 
     def _refuse(self, row: Row) -> Event | None:
         if row.is_over:
@@ -183,6 +190,10 @@ class Rollout:
         if self._world.luck.fails(self._world.config.faults.share_loads_failed):
             return LoadFailed(engine.id, version, "simulated load failure")
         engine.held.add(version)
+        for row in engine.rows.values():
+            if (newer := self._version(engine, row.request, row.version)) > row.version:
+                row.renew(newer, self._world.now)
+                self.pace(row)
         return Loaded(engine.id, version, digest_of(version))
 
     def _drop(self, engine: SimEngine, order: Drop) -> None:

@@ -15,14 +15,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.core.records import GroupId, RequestId
+from dora.core.records import Chunk, GroupId, RequestId
 
+SEGMENT_JOINT = "+"
 _SCHEMA = """
 create table if not exists samples (
     group_id text not null, sibling integer not null,
     version integer not null, weight_digest text not null,
     prompt_ids blob not null, token_ids blob not null, logprobs blob not null,
-    routes blob, loss_mask blob, reward real, advantage real, task_rewards blob,
+    routes blob, loss_mask blob, segments text, reward real, advantage real, task_rewards blob,
     state text not null, trained_step integer,
     primary key (group_id, sibling)) without rowid
 """
@@ -33,6 +34,8 @@ class Trajectory(NamedTuple):
 
     `loss_mask` is 1 for each token that was drawn, and 0 for those that an episode's other side said, whose
     log-probs are 0; None: all were drawn. `reward` is what an episode has earned, before its group is scored.
+    One whose answer went on with newer versions has `segments` (version, number of tokens): `version` is that
+    of the first, and `weight_digest` has the digests of all, joined by SEGMENT_JOINT.
     """
 
     request: RequestId
@@ -44,6 +47,21 @@ class Trajectory(NamedTuple):
     routes: NDArray[np.int16] | None = None  # [tokens - 1, ...], tokens of prompt and response
     loss_mask: Sequence[int] | None = None
     reward: float | None = None
+    segments: Sequence[tuple[int, int]] | None = None
+
+
+class Source(NamedTuple):
+    """Whose weights drew an answer, as a Trajectory says it."""
+
+    version: int
+    weight_digest: str
+    segments: list[tuple[int, int]] | None
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> Source:
+        """What the engine has stamped; the oldest comes first."""
+        segments = [(c.version, c.num_tokens) for c in chunks] if len(chunks) > 1 else None
+        return cls(chunks[0].version, SEGMENT_JOINT.join(c.digest for c in chunks), segments)
 
 
 class StoredSample(NamedTuple):
@@ -109,7 +127,7 @@ class SampleStore:
         self._db.execute(f"pragma synchronous = {'full' if fsync else 'off'}")
         self._db.execute(_SCHEMA)
         names = [name for _, name, *_ in self._db.execute("pragma table_info(samples)")]
-        for name in {"routes", "loss_mask", "task_rewards"} - {*names}:  # an older run
+        for name in {"routes", "loss_mask", "segments", "task_rewards"} - {*names}:  # an older run
             self._db.execute(f"alter table samples add column {name} blob")
         self._in_transaction = False
         self._follower: Follower | None = None
@@ -134,7 +152,8 @@ class SampleStore:
         t = trajectory
         self._write(
             "insert into samples (group_id, sibling, version, weight_digest, prompt_ids, token_ids, "
-            "logprobs, routes, loss_mask, reward, state) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
+            "logprobs, routes, loss_mask, segments, reward, state) "
+            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
             (
                 str(t.request.group),
                 t.request.sibling,
@@ -145,6 +164,7 @@ class SampleStore:
                 np.asarray(t.logprobs, dtype="<f4").tobytes(),
                 None if t.routes is None else t.routes.astype("<i2").tobytes(),
                 None if t.loss_mask is None else bytes(t.loss_mask),
+                None if t.segments is None else json.dumps(t.segments),
                 t.reward,
             ),
         )

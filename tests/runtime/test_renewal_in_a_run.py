@@ -1,0 +1,93 @@
+"""Real runs under policies that let answers go on with newer weights: their record says so, in order."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runtime.conftest import StartRun
+from tests.runtime.running import Run, dora, metrics, summary
+
+SLOW: dict[str, Any] = {
+    "run__steps": 12,
+    "engine__pace": "10ms",
+    "sampling__max_response_length": 48,
+}
+
+
+def segments(out: Path) -> list[tuple[list[list[int]], int, int, str]]:
+    """(segments, version, number of tokens, digest) of answers that several versions have drawn."""
+    with closing(sqlite3.connect(out / "samples.sqlite")) as store:
+        rows = store.execute(
+            "select segments, version, length(token_ids) / 4, weight_digest from samples "
+            "where segments is not null"
+        )
+        return [(json.loads(told), version, num, digest) for told, version, num, digest in rows]
+
+
+def check_record(run: Run, *, recomputes: bool) -> dict[str, Any]:
+    """What the run has left; its summary."""
+    s, audit = summary(run.out), dora("audit", run.out)
+    assert audit.code == 0, audit
+    assert "C1 given up" in audit.out
+    assert (s["breaks_c1"], s["c1"], s["c2"], s["c3"]) == (True, False, True, True)
+    assert (s["pending_groups"], s["migrations"]) == (0, 0)
+    assert (s["reprefill_tokens"] > 0) == recomputes
+    found = segments(run.out)
+    assert found
+    for told, version, num_tokens, digest in found:
+        versions = [segment[0] for segment in told]
+        assert versions == sorted(set(versions))
+        assert version == versions[0]
+        assert sum(segment[1] for segment in told) == num_tokens
+        assert len(set(digest.split("+"))) == len(told)
+    assert dora("replay", run.out).code == 0
+    return s
+
+
+@pytest.mark.parametrize("policy", ["partial", "inflight"])
+def test_an_engine_dies_and_answers_go_on_with_newer_weights(start_run: StartRun, policy: str) -> None:
+    run = start_run(orchestrator__update_policy=policy, **SLOW)
+    run.wait_for_steps(4)
+    run.workers()[0].kill()
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert "given up by the update policy" in ended.out
+    s = check_record(run, recomputes=policy == "partial")
+    assert s["engine_losses"] == 1
+    assert s["segmented_samples"] >= len(segments(run.out))
+    header = json.loads((run.out / "journal.jsonl").read_text().split("\n")[0])
+    assert header["limits"]["breaks_c1"] is True
+
+
+def test_everything_dies_and_answers_go_on_with_newer_weights(start_run: StartRun, task: Path) -> None:
+    run = start_run(orchestrator__update_policy="inflight", trainer__save_freq=3, **SLOW)
+    run.wait_for_steps(5)
+    run.kill_all()
+    resumed = start_run(config=None)
+    assert resumed.end().code == 0, resumed.end()
+    s = check_record(resumed, recomputes=False)
+    assert s["lives"] == 2
+    assert {line["step"] for line in metrics(run.out) if "step" in line} == set(range(12))
+
+
+def test_a_segment_that_is_stored_wrongly_is_found(start_run: StartRun) -> None:
+    run = start_run(orchestrator__update_policy="inflight", **SLOW)
+    assert run.end().code == 0
+    with closing(sqlite3.connect(run.out / "samples.sqlite")) as store:
+        told, group, sibling = store.execute(
+            "select segments, group_id, sibling from samples where segments is not null limit 1"
+        ).fetchone()
+        (version, num), *rest = json.loads(told)
+        moved = json.dumps([[version, num + 1], *rest])
+        store.execute(
+            "update samples set segments = ? where group_id = ? and sibling = ?", (moved, group, sibling)
+        )
+        store.commit()
+    audit = dora("audit", run.out)
+    assert audit.code == 1
+    assert f"request {group}/{sibling} is stored with segments" in audit.out
