@@ -51,16 +51,17 @@ def read_journal(run: Path) -> RecordedRun:
         head, *tail = path.read_bytes().split(b"\n")
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): give the folder of a run") from error
-    limits, num_prompts, critic_digest = _header(path, head)
+    limits, num_prompts, critic_digest = read_header(path, head)
     torn = tail.pop() if tail else b""  # what follows the last line end: empty unless cut off
-    lines = tuple(_line(path, number, text) for number, text in enumerate(tail, start=2))
+    lines = tuple(read_line(path, number, text) for number, text in enumerate(tail, start=2))
     for expected, line in enumerate(lines):
         if line.seq != expected:
             raise InputError(f"{path}, line {expected + 2}: seq is {line.seq}, expected {expected}")
     return RecordedRun(limits, num_prompts, lines, torn != b"", critic_digest)
 
 
-def _header(path: Path, text: bytes) -> tuple[Limits, int | None, str | None]:
+def read_header(path: Path, text: bytes) -> tuple[Limits, int | None, str | None]:
+    """What the first line says: limits, rows of the dataset, digest of a critic. Raises InputError."""
     raw = _object(path, 1, text)
     if raw.get("schema") != SCHEMA:
         raise InputError(f"{path}, line 1: schema is {raw.get('schema')!r}, this version reads {SCHEMA}")
@@ -73,7 +74,8 @@ def _header(path: Path, text: bytes) -> tuple[Limits, int | None, str | None]:
         raise InputError(f"{path}, line 1: not the header of a journal: {error}") from error
 
 
-def _line(path: Path, number: int, text: bytes) -> Line:
+def read_line(path: Path, number: int, text: bytes) -> Line:
+    """A further line, the `number`-th of the file. Raises InputError."""
     raw = _object(path, number, text)
     is_fact = raw.get("kind") in [*codec.FACTS]  # a list, for the kind may be anything
     try:

@@ -6,7 +6,7 @@ why it was ordered stand beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dora.core.actions import (
@@ -41,7 +41,7 @@ from dora.core.events import (
 )
 from dora.core.records import GroupId, RequestId
 from dora.errors import InputError
-from dora.observe.journal import RecordedRun, read_journal
+from dora.observe.journal import Line, RecordedRun, read_journal
 
 
 def main(run: Path, name: str) -> int:
@@ -58,15 +58,47 @@ def main(run: Path, name: str) -> int:
 
 def life(journal: RecordedRun, request: RequestId) -> list[tuple[float, str]]:
     """(seconds since the run began, what happened) in order; the last one says how it stands."""
-    reader = _Life(request, journal.limits.batch_size)
-    told = [
-        (line.t_s, sentence)
-        for line in journal.lines
-        for sentence in reader.read(line.record)
-        if sentence is not None
-    ]
-    end = reader.standing
-    return [*told, (journal.lines[-1].t_s, end)] if end else told
+    return lives(journal.lines, journal.limits.batch_size, [request])[request]
+
+
+def lives(
+    lines: Iterable[Line], batch_size: int, requests: Iterable[RequestId]
+) -> dict[RequestId, list[tuple[float, str]]]:
+    """The same of many requests, in one reading of a journal's lines."""
+    readers = {request: _Life(request, batch_size) for request in requests}
+    siblings: dict[GroupId, list[_Life]] = {}
+    for request, reader in readers.items():
+        siblings.setdefault(request.group, []).append(reader)
+    told: dict[RequestId, list[tuple[float, str]]] = {request: [] for request in readers}
+    t_s, num_committed = 0.0, 0
+    for t_s, record in ((line.t_s, line.record) for line in lines):
+        num_committed += isinstance(record, Commit)
+        for reader in _concerned(record, readers, siblings):
+            sentences = reader.read(record, num_committed)
+            told[reader.request].extend((t_s, sentence) for sentence in sentences if sentence is not None)
+    for request, reader in readers.items():
+        if reader.standing:
+            told[request].append((t_s, reader.standing))
+    return told
+
+
+def _concerned(
+    record: Event | Action, readers: Mapping[RequestId, _Life], siblings: Mapping[GroupId, Sequence[_Life]]
+) -> Iterable[_Life]:
+    """Whose life a record may belong to: of most, only the request or group that they name."""
+    match record:
+        case RequestFinished() | RequestFailed() | Migrate() | Migrated() | MigrationFailed():
+            return [readers[record.request]] if record.request in readers else ()
+        case Generate() | Abort() | RequestsAborted() | ReportStall():
+            return [readers[request] for request in record.requests if request in readers]
+        case Admit() | GroupScored() | GroupUnscorable() | Filter() | Fail() | Commit():
+            return siblings.get(record.group, ())
+        case Rush() | Paused() | Resume() | EngineLost() | Train() | StepFailed() | Trained():
+            return [reader for reader in readers.values() if reader.standing]  # those that have no end yet
+        case Resumed() | BeginEvaluation():
+            return readers.values()
+        case _:
+            return ()
 
 
 def _requests(journal: RecordedRun, run: Path, name: str) -> list[RequestId]:
@@ -111,8 +143,8 @@ class _Life:
     """Reads the journal once; each record gives the sentence it means for one request, or None."""
 
     def __init__(self, request: RequestId, batch_size: int) -> None:
-        self._request, self._group, self._batch_size = request, request.group, batch_size
-        self._num_committed = 0
+        self.request, self._group, self._batch_size = request, request.group, batch_size
+        self._num_committed = 0  # groups, by now
         self._version = 0
         self._engine: int | None = None  # that has it
         self._step: int | None = None  # that its group is committed to
@@ -120,12 +152,13 @@ class _Life:
         self._is_rushed = False
         self.standing = ""  # how it stands, until it has its end
 
-    def read(self, record: Event | Action) -> list[str | None]:
+    def read(self, record: Event | Action, num_committed: int) -> list[str | None]:
+        self._num_committed = num_committed
         return [self._of_request(record), self._of_group(record)]
 
     def _of_request(self, record: Event | Action) -> str | None:
         """What happens to it on the engines."""
-        request = self._request
+        request = self.request
         match record:
             case Generate(engine, _, requests) if request in requests:
                 self._engine, self.standing = engine, f"pending: it is on engine {engine}"
@@ -180,19 +213,18 @@ class _Life:
                 self.standing = "pending: it waits for a row"
                 return f"admitted at version {version}, whose evaluation begins: it is never trained"
             case GroupScored(group, rewards) if group == self._group and group.is_held_out:
-                return self._end(group, f"scored: reward {rewards[self._request.sibling]:g}")
+                return self._end(group, f"scored: reward {rewards[self.request.sibling]:g}")
             case GroupUnscorable(group, reason) if group == self._group and group.is_held_out:
                 return self._end(group, f"could not be scored: {reason}")
             case GroupScored(group, rewards) if group == self._group:
                 self.standing = "pending: its group is in no batch"
-                return f"scored: reward {rewards[self._request.sibling]:g}"
+                return f"scored: reward {rewards[self.request.sibling]:g}"
             case Filter(group, reason):
                 return self._end(group, f"its group was filtered: {reason}")
             case Fail(group, reason):
                 return self._end(group, f"its group failed: {reason}")
-            case Commit(group, step):
-                self._num_committed += 1
-                return self._committed(step) if group == self._group else None
+            case Commit(group, step) if group == self._group:
+                return self._committed(step)
             case Train(step) if step == self._step:
                 return f"training of step {step} begins, on it with staleness {step - self._version}"
             case StepFailed(step, reason) if step == self._step:

@@ -1,0 +1,176 @@
+"""The report for everyone: by keyboard, by screen reader, on a phone, in light and dark.
+
+What a machine can judge of it; how it looks is for people.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+from tests.observe.recording import record_run, world_config
+
+from dora.observe.report import page as report
+from dora.observe.report.reading import run_data
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+PHONE, NARROW = {"width": 390, "height": 844}, {"width": 320, "height": 640}
+NUM_CHARTS = 5  # there are more
+MIN_CONTRAST = 4.5  # WCAG 2.2, level AA, for text of usual size
+NAMES = ("reward/mean", "response_length/mean", "timing_s/wait", "timing_s/train", "staleness/mean", "tokens")
+
+# Text whose contrast is too low: [text, colour, background, ratio]. Boxes drawn in SVG are left to people.
+FAINT = """
+(least) => {
+  const channels = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
+  const light = ([r, g, b]) => {
+    const linear = (x) => x / 255 <= 0.04045 ? x / 255 / 12.92 : ((x / 255 + 0.055) / 1.055) ** 2.4;
+    return 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  };
+  const ground = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const [r, g, b, a = 1] = channels(getComputedStyle(e).backgroundColor);
+      if (a === 1 && r !== undefined) return [r, g, b];
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement;
+    const text = texts.currentNode.textContent.trim();
+    const isDrawn = element.checkVisibility() && !element.closest("svg, .unseen");
+    if (!text || !isDrawn) continue;
+    const colour = channels(getComputedStyle(element).color), behind = ground(element);
+    const [low, high] = [light(colour), light(behind)].sort((a, b) => a - b);
+    const ratio = (high + 0.05) / (low + 0.05);
+    if (ratio < least) found.push([text.slice(0, 40), String(colour), String(behind), ratio.toFixed(2)]);
+  }
+  return found;
+}
+"""
+# Notes that the element with the focus was reached, and gives how it looks if nothing shows the focus.
+ARRIVE = """
+() => {
+  const element = document.activeElement, style = getComputedStyle(element);
+  if (element === document.body) return "the end";
+  element.dataset.reached = "true";
+  const isOutlined = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
+  return isOutlined || style.boxShadow !== "none" ? "" : element.outerHTML.slice(0, 80);
+}
+"""
+FOCUSABLE = "a[href], button, input, select, summary, [tabindex='0']"
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of two runs that has every kind of chart."""
+    folder = tmp_path_factory.mktemp("report")
+    runs = [record_run(folder / f"run-{seed}", world_config(), seed) for seed in (0, 1)]
+    for run in runs:
+        steps = [{"step": step, "t_s": 2.0 * step} | {n: 1.0 + step % 3 for n in NAMES} for step in range(8)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    out = folder / "report.html"
+    out.write_text(report.page([run_data(run) for run in runs]), encoding="utf-8")
+    return out
+
+
+@pytest.fixture
+def opened(page: Page, file: Path) -> Page:
+    show(page, file)
+    return page
+
+
+def show(page: Page, file: Path) -> None:
+    """Until all charts are drawn."""
+    page.goto(file.as_uri())
+    page.wait_for_selector("body[data-ready=true]")
+    page.wait_for_function(f"document.querySelectorAll('svg[role=img]').length > {NUM_CHARTS}")
+
+
+@pytest.fixture(params=["light", "dark"])
+def coloured(request: pytest.FixtureRequest, browser: Browser, file: Path) -> Iterator[Page]:
+    scheme: Literal["light", "dark"] = request.param
+    page = browser.new_page(color_scheme=scheme)
+    show(page, file)
+    yield page
+    page.close()
+
+
+def described(page: Page, selector: str, script: str) -> list[Any]:
+    """What a script says of each element that a selector finds."""
+    found: list[Any] = page.eval_on_selector_all(selector, f"all => all.map({script})")
+    return found
+
+
+def test_the_page_has_a_language_a_title_and_one_first_heading(opened: Page) -> None:
+    assert opened.locator("html").get_attribute("lang") == "en"
+    assert "DORA" in opened.title()
+    levels = described(opened, "h1, h2, h3, h4", "e => Number(e.tagName[1])")
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+def test_every_chart_and_control_has_a_name(opened: Page) -> None:
+    lines = opened.locator("body").aria_snapshot().splitlines()
+    told = [match for line in lines if (match := re.fullmatch(r"\s*- '?([a-z]+)(?: (\".*))?'?:?", line))]
+    roles = [match[1] for match in told]
+    assert roles.count("img") > NUM_CHARTS
+    named = {"button", "combobox", "searchbox", "checkbox", "img", "region", "link"}
+    assert [match[0] for match in told if match[1] in named and not match[2]] == []
+
+
+def test_every_chart_has_its_numbers_in_a_table(opened: Page) -> None:
+    charts = opened.locator("figure:has(svg[role=img])")
+    opened.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true })")
+    opened.wait_for_function("document.querySelectorAll('figure table').length > 5")
+    for number in range(charts.count()):
+        assert charts.nth(number).locator("table").count() > 0, charts.nth(number).inner_text()
+    tables = described(opened, "table", "t => t.querySelectorAll('th[scope], thead th').length")
+    assert 0 not in tables
+
+
+def test_everything_can_be_reached_and_left_by_tab_and_shows_that_it_is(opened: Page) -> None:
+    elements = described(opened, FOCUSABLE, "e => e.checkVisibility() && !e.disabled").count(True)
+    seen = [""]
+    while seen[-1] != "the end" and len(seen) < 2 * elements:
+        opened.keyboard.press("Tab")
+        seen.append(opened.evaluate(ARRIVE))
+    assert [text for text in seen if text] == ["the end"]
+    missed = "e => e.checkVisibility() && !e.disabled && !e.dataset.reached && e.outerHTML.slice(0, 80)"
+    assert [element for element in described(opened, FOCUSABLE, missed) if element] == []
+
+
+def test_the_first_tab_leads_past_the_navigation(opened: Page) -> None:
+    opened.keyboard.press("Tab")
+    opened.keyboard.press("Enter")
+    assert opened.evaluate("document.activeElement.id") == "main"
+
+
+def test_the_timeline_is_moved_by_keys(opened: Page) -> None:
+    opened.locator("#timeline-0").focus()
+    spans = []
+    for key in ("+", "ArrowRight", "Home"):
+        opened.keyboard.press(key)
+        spans.append(opened.locator("#say").inner_text())
+    assert len({*spans}) == 3
+    assert all(" to " in span for span in spans)
+
+
+def test_text_stands_out_from_what_is_behind_it(coloured: Page) -> None:
+    coloured.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true })")
+    assert coloured.evaluate(FAINT, MIN_CONTRAST) == []
+
+
+@pytest.mark.parametrize("size", [PHONE, NARROW], ids=["phone", "narrow"])
+def test_a_phone_scrolls_in_one_direction_only(opened: Page, size: dict[str, int]) -> None:
+    opened.set_viewport_size(size)  # type: ignore[arg-type]
+    assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -1,0 +1,205 @@
+"""The drawing of a run: every slice has its place and its end, and every arrow leads from slice to slice."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.observe.recording import record_run, tampered, world_config
+from tests.observe.story import FIRST, SECOND, write_story
+
+from dora.core.events import RequestFinished
+from dora.core.records import Chunk, Limits
+from dora.errors import InputError
+from dora.observe.journal import read_journal
+from dora.observe.trace.run import STILL, main
+
+Event = dict[str, Any]
+
+
+def drawn(run: Path, out: Path) -> list[Event]:
+    """The events of a run's drawing, as a viewer reads them."""
+    main(run, out)
+    events: list[Event] = json.loads(out.read_text())["traceEvents"]
+    return events
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
+    folder = tmp_path_factory.mktemp("trace")
+    return drawn(write_story(folder / "run"), folder / "trace.json")
+
+
+def processes(events: list[Event]) -> dict[int, str]:
+    return {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+
+
+def slices(events: list[Event], process: str, track: str) -> list[Event]:
+    """Of one track, in the order in which they began."""
+    names = processes(events)
+    found = [e for e in events if e["ph"] == "X" and (names[e["pid"]], e["cat"]) == (process, track)]
+    return sorted(found, key=lambda e: (e["ts"], e["tid"]))
+
+
+def marks(events: list[Event], process: str) -> list[str]:
+    names = processes(events)
+    return [e["name"] for e in events if e["ph"] == "i" and names[e["pid"]] == process]
+
+
+def counted(events: list[Event], what: str, series: str) -> list[float]:
+    return [e["args"][series] for e in events if e["ph"] == "C" and e["name"] == what and series in e["args"]]
+
+
+def test_slices_of_one_lane_follow_each_other(good_run: Path, tmp_path: Path) -> None:
+    lanes = defaultdict(list)
+    for event in drawn(good_run, tmp_path / "trace.json"):
+        if event["ph"] == "X":
+            lanes[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert lanes
+    for spans in lanes.values():
+        spans.sort()
+        assert all(end >= begin for begin, end in spans)
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+
+
+def test_every_answer_of_the_journal_is_a_slice_that_ends_with_it(good_run: Path, tmp_path: Path) -> None:
+    events = drawn(good_run, tmp_path / "trace.json")
+    lines = read_journal(good_run).lines
+    finished = [(line.t_s, line.record) for line in lines if isinstance(line.record, RequestFinished)]
+    ends = {
+        (e["args"]["request"], e["ts"] + e["dur"], e["args"]["tokens"])
+        for e in events
+        if "tokens" in e.get("args", {}) and e["cat"] == "requests"
+    }
+    assert ends == {(str(f.request), round(1e6 * t_s), f.num_tokens) for t_s, f in finished}
+
+
+def test_an_arrow_leads_from_the_slice_on_one_engine_to_that_on_the_other(story: list[Event]) -> None:
+    slice_at = {(e["tid"], e["ts"]): e for e in story if e["ph"] == "X" and e["cat"] == "requests"}
+    begins = {e["id"]: e for e in story if e["ph"] == "s"}
+    ends = {e["id"]: e for e in story if e["ph"] == "f"}
+    assert begins.keys() == ends.keys()
+    assert len(ends) == 2
+    for number, end in ends.items():
+        target = slice_at[end["tid"], end["ts"]]
+        sources = [s for s in slice_at.values() if s["tid"] == begins[number]["tid"]]
+        held = [s for s in sources if s["ts"] <= begins[number]["ts"] <= s["ts"] + s["dur"]]
+        assert {s["args"]["request"] for s in held} == {target["args"]["request"]} == {str(FIRST)}
+        assert held[-1]["args"]["end"].startswith("moved to engine")
+
+
+def test_a_request_has_a_slice_on_each_engine_it_was_on(story: list[Event]) -> None:
+    ends = {
+        engine: [(s["args"]["request"], s["args"]["end"]) for s in slices(story, engine, "requests")]
+        for engine in ("engine 1", "engine 2")
+    }
+    assert ends["engine 1"] == [
+        (str(FIRST), "moved to engine 0"),
+        (str(SECOND), "lost with its engine: killed"),
+    ]
+    assert sorted(ends["engine 2"]) == [(str(FIRST), "stop"), (str(SECOND), "stop")]
+
+
+def test_mishaps_are_marked_where_they_happen(story: list[Event]) -> None:
+    assert marks(story, "engine 1") == ["joins", "LOST: killed"]
+    assert marks(story, "engine 0") == ["joins", "is asked to leave", "has left"]
+    assert marks(story, "trainer") == [
+        "STALL: step 0 waits for group 0/4",
+        "step 0 FAILED: out of memory",
+    ]
+    assert marks(story, "run") == ["group 0/2 failed: too long"]
+    [failed, _] = slices(story, "engine 1", "moves")
+    assert failed["args"]["end"] == "failed: no free block"
+
+
+def test_the_trainer_waits_trains_and_publishes_without_a_gap(story: list[Event]) -> None:
+    phases = slices(story, "trainer", "phases")
+    assert [phase["name"] for phase in phases] == [
+        "publish 0",
+        "wait for the batch of step 0",
+        "train step 0",
+        "train step 0",
+        "publish 1",
+        "wait for the batch of step 1",
+    ]
+    assert all(a["ts"] + a["dur"] == b["ts"] for a, b in pairwise(phases))
+
+
+def test_counters_tell_what_was_trained(story: list[Event]) -> None:
+    assert counted(story, "tokens", "trained") == [18]
+    assert counted(story, "reward", "mean of the step") == [0.75]
+    assert counted(story, "staleness", "most of the step") == [0]
+    assert counted(story, "groups", "not judged")[-1] == 0
+
+
+def test_neighbouring_versions_differ_by_more_than_digits(good_run: Path, tmp_path: Path) -> None:
+    events = drawn(good_run, tmp_path / "trace.json")
+    requests = [e for e in events if e["ph"] == "X" and e["cat"] == "requests"]
+    named = {e["args"]["version"]: e["name"].split()[0] for e in requests}
+    assert len(named) > 3
+    letters = ["".join(c for c in named[version] if not c.isdigit()) for version in sorted(named)]
+    assert len({*letters}) == len(letters)
+
+
+def test_an_answer_of_several_versions_names_its_segments(good_run: Path, tmp_path: Path) -> None:
+    def mix(records: list[Event]) -> None:
+        record = next(r for r in records if r["kind"] == "request_finished")
+        record["chunks"] = [Chunk(0, "a", 2), Chunk(1, "b", 3)]
+
+    mixed = tampered(good_run, tmp_path / "run", mix)
+    events = drawn(mixed, tmp_path / "trace.json")
+    told = [e["args"]["segments"] for e in events if "segments" in e.get("args", {})]
+    assert told == [[[0, 2], [1, 3]]]
+
+
+def test_where_weights_change_under_an_answer_its_slice_changes_too(tmp_path: Path) -> None:
+    limits = Limits(num_steps=12, batch_size=3, group_size=2, max_staleness=2, breaks_c1=True, is_static=True)
+    run = record_run(tmp_path / "run", world_config(limits=limits, share_flat=0.0), seed=2)
+    events = drawn(run, tmp_path / "trace.json")
+    requests = [e for e in events if e["ph"] == "X" and e["cat"] == "requests"]
+    last = {e["args"]["request"]: e["args"] for e in requests if "tokens" in e["args"]}
+    finished = [r for _, _, r in read_journal(run).lines if isinstance(r, RequestFinished)]
+    assert {str(r.request): r.version for r in finished} == {name: a["version"] for name, a in last.items()}
+    mixed = {str(r.request) for r in finished if len(r.chunks) > 1}
+    assert mixed
+    assert {name for name, args in last.items() if "segments" in args} == mixed
+    renewed = {e["args"]["request"] for e in requests if e["args"]["end"].startswith("goes on with version")}
+    assert mixed <= renewed
+
+
+def test_a_run_that_goes_on_is_drawn_to_where_it_is(early_run: Path, tmp_path: Path) -> None:
+    events = drawn(early_run, tmp_path / "trace.json")
+    still = [e for e in events if e.get("args", {}).get("end") == STILL]
+    assert {e["cat"] for e in still} >= {"requests", "versions"}
+    assert {e["ts"] + e["dur"] for e in still} == {max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")}
+
+
+def test_a_torn_journal_is_drawn_and_said_to_be_torn(early_run: Path, tmp_path: Path) -> None:
+    torn = tampered(early_run, tmp_path / "run", lambda records: None)
+    with (torn / "journal.jsonl").open("a") as file:
+        file.write('{"seq": 99')
+    assert "cut off" in main(torn, tmp_path / "trace.json")
+
+
+def test_a_world_of_moves_has_an_arrow_for_each(tmp_path: Path) -> None:
+    run = record_run(tmp_path / "run", world_config(tail=0.6, max_length=400, loss_interval_s=None), seed=3)
+    num_moves = sum(type(line.record).__name__ == "Migrated" for line in read_journal(run).lines)
+    events = drawn(run, tmp_path / "trace.json")
+    assert num_moves > 0
+    assert sum(e["ph"] == "f" for e in events) == num_moves
+
+
+def test_a_name_that_ends_in_gz_is_compressed(early_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json.gz"
+    main(early_run, out)
+    assert json.loads(gzip.decompress(out.read_bytes()))["traceEvents"]
+
+
+def test_a_place_that_cannot_be_written_is_named(early_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="give another --out"):
+        main(early_run, tmp_path / "nowhere" / "trace.json")
