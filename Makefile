@@ -1,5 +1,7 @@
 # make demo   install and run the demo
 # make test   install and run every check
+# make dash   install, and look at the newest run, or at RUN=DIR
+# make docs   install what makes the site, and write it to build/site
 # PYTHON=python3.12 names the interpreter, TORCH_INDEX=URL the index torch is taken from,
 # CONSTRAINTS=FILE other pins than those for a CPU, VENV=DIR where the environment lies.
 
@@ -14,7 +16,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 # More than one thread per process makes small models slower, not faster.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test
+.PHONY: demo test dash docs
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -26,6 +28,14 @@ test: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/dora simulate swarm --seeds 200
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+dash: RUN = $(firstword $(shell ls -td runs/*/ 2>/dev/null) runs)
+dash: $(VENV)/.installed
+	$(BIN)/dora dash $(RUN)
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m docs.making.tables
+	$(BIN)/python -m mkdocs build --clean
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -40,4 +50,8 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.installed-dev: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+	$(PIP_INSTALL) -e '.[docs]'
 	@touch $@ $(VENV)/.installed

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CODE = [
-    path for folder in ("src", "tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
-]
+FOLDERS = ("src", "tests", "examples", "benchmarks", "docs")
+CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 TEXT = [
     path
-    for pattern in ("*.md", "*.toml", "*.txt", "Makefile", ".ci/*", ".*.yaml", "docs/**/*.*")
+    for pattern in ("*.md", "*.toml", "*.txt", "Makefile", ".ci/*", ".*.yaml", "*.yml", "docs/**/*.*")
     for path in ROOT.glob(pattern)
+    if path.suffix != ".pyc"
 ] + [path for path in ROOT.glob("examples/**/*") if path.suffix in {".toml", ".jsonl", ".json", ".md"}]
 
 MAX_FILE_LINES = 400

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.runtime.running import Run
+from tests.runtime.running import Run, undocumented
 from tests.runtime.tiny import write_task
 
 StartRun = Callable[..., Run]
@@ -30,3 +30,4 @@ def start_run(task: Path, tmp_path: Path) -> Iterator[StartRun]:
     yield start
     for run in runs:
         run.kill_all()
+        assert undocumented(run.out) == set()

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from dora.observe.metrics import PARTS
+
 COMMAND = (sys.executable, "-c", "from dora.cli import main; main()")
 PATIENCE_S = 60.0  # machines that run tests may be busy
 
@@ -120,6 +122,12 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     path = out / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.is_file() else []
     return [json.loads(line) for line in lines]
+
+
+def undocumented(out: Path) -> set[str]:
+    """Names in metrics.jsonl of which `dora metrics` would say nothing."""
+    known = [metric for part in PARTS for metric in part.metrics]
+    return {name for line in metrics(out) for name in line if not any(m.has(name) for m in known)}
 
 
 def journal(out: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,10 @@ from tests.runtime.running import Run, journal, metrics, summary, wait_until_gon
 
 from dora.model.folder import load_folder
 from dora.model.weights import Layout, weight_digest
+from dora.observe.metrics import PARTS, Metric, Part
 from dora.runtime.deep_audit import check
 from dora.trainer.checkpoint import VERSIONS
 
-METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
 CHANGES: dict[str, object] = {
     "run__steps": 6,
     "engine__dtype": "bfloat16",
@@ -95,13 +94,15 @@ def test_the_adapters_are_beside_the_weights_they_make(task: Path, out: Path) ->
     assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
 
 
-def test_every_metric_of_a_step_is_documented_and_every_documented_one_is_there(out: Path) -> None:
-    rows = [line.split("|") for line in METRICS.read_text("utf-8").splitlines() if line.startswith("| `")]
-    names = {name: row[4].strip() for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
-    numbered = {r"staleness/num_\d+": "staleness/num_S", r"kl_k3_age_\d+": "kl_k3_age_N"}
-    found = {name for step in metrics(out) for name in step}
-    for pattern, name in numbered.items():
-        found = {re.sub(pattern, name, one) for one in found}
-    assert found - names.keys() == set()
-    always = {name for name, when in names.items() if not when and not name.startswith("val/")}
-    assert always - found == set()
+def test_every_name_of_the_record_is_documented_and_every_documented_one_is_there(out: Path) -> None:
+    told = {"summary": {*summary(out)}, "step": {name for step in metrics(out) for name in step}}
+    documented = {kind: [m for part in parts_of(kind) for m in part.metrics] for kind in told}
+    for kind, names in told.items():
+        assert {name for name in names if not any(m.has(name) for m in documented[kind])} == set()
+        always = {name: m for m in documented[kind] if not m.only for name in m.each()}
+        assert {name for name, m in always.items() if not any(map(Metric(name, "", "").has, names))} == set()
+
+
+def parts_of(kind: str) -> list[Part]:
+    """Evaluations have lines of their own."""
+    return [p for p in PARTS if (p.key == "summary") == (kind == "summary") and p.key != "evaluated"]

@@ -1,0 +1,75 @@
+"""Pages of figures, one for each JSON file of benchmarks/results: nothing is typed off.
+
+Rows that have the same columns make a table, as the benchmark itself prints them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+MAX_ROWS = 120  # of one table
+MADE_BY = {"engine_grid": "engine"}  # results whose file has not the benchmark's name
+
+
+def pages() -> dict[str, str]:
+    """Path of the page of each file, by its name."""
+    return {file.stem: f"benchmarks/{file.stem}.md" for file in sorted(RESULTS.glob("*.json"))}
+
+
+def page(name: str) -> str:
+    """What one benchmark has measured, and where."""
+    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    script = f"{MADE_BY.get(name, name)}.py"
+    machine = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
+    ratios = [{"ratio": ratio, "value": value} for ratio, value in found["ratios"].items()]
+    parts = [
+        f"# {name}",
+        told(ROOT / "benchmarks" / script),
+        f"[The script](../../benchmarks/{script}), "
+        f"[the figures as JSON](../../benchmarks/results/{name}.json). "
+        f"Measured on {machine}; state of the code {found['git']}.",
+        "## Ratios",
+        table(("ratio", "value"), ratios),
+        "## Rows",
+        *tables(found["rows"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def told(script: Path) -> str:
+    """What a benchmark says of itself."""
+    return ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One table for each set of columns, cut where it would be endless."""
+    made = []
+    for columns in dict.fromkeys(tuple(row) for row in rows):
+        own = [row for row in rows if tuple(row) == columns]
+        made.append(table(columns, own[:MAX_ROWS]))
+        if len(own) > MAX_ROWS:
+            made.append(f"{MAX_ROWS} of {len(own)} rows; the JSON has all.")
+    return made
+
+
+def table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table in Markdown; numbers stand on the right."""
+    is_number = [all(isinstance(row[column], int | float) for row in rows) for column in columns]
+    lines = [columns, ["--:" if number else "---" for number in is_number]]
+    lines += [[figure(row[column]) for column in columns] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def figure(value: Any) -> str:
+    """A value as it is read: four digits that count, thousands apart."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ("" if value is None else str(value)).replace("|", "\\|")
+    if isinstance(value, int) or value.is_integer():
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"

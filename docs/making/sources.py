@@ -1,0 +1,28 @@
+"""Files of the repository as pages of the site: code with its colours, in full."""
+
+from __future__ import annotations
+
+import posixpath
+from pathlib import Path, PurePath
+
+LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".sh": "bash", ".jsonl": "json"}
+MAX_CHARACTERS = 60_000
+HEAD = "---\nsearch:\n  exclude: true\n---\n\n"  # who searches the site looks for words about the code
+
+
+def path_of(page: PurePath, target: str) -> str:
+    """Path in the repository of what a page of docs/ links to."""
+    return posixpath.normpath(posixpath.join("docs", page.parent.as_posix(), target))
+
+
+def page(file: Path, path: str) -> str:
+    """The page of a file: its text, cut where nobody would read on; of a folder: what is in it."""
+    if file.is_dir():
+        names = sorted(f"{one.name}/" if one.is_dir() else one.name for one in file.iterdir())
+        return HEAD + "\n".join(
+            [f"# {path}/", "", *(f"* `{name}`" for name in names if name[0] not in "._"), ""]
+        )
+    text = file.read_text(encoding="utf-8")
+    shown = text[:MAX_CHARACTERS]
+    rest = "" if shown == text else f"\nThe first {len(shown):,} of {len(text):,} characters.\n"
+    return f"{HEAD}# {path}\n\n`````{LANGUAGES.get(file.suffix, 'text')}\n{shown.rstrip()}\n`````\n{rest}"

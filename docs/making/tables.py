@@ -1,0 +1,92 @@
+"""The tables of docs/config.md and docs/metrics.md, written from the code that they are about.
+
+    python -m docs.making.tables
+
+writes them anew between `<!-- table: NAME -->` and `<!-- end -->`; a test holds that nothing is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from dora.observe.metrics import PARTS, Metric
+from dora.sections import Section
+from dora.settings import keys, sections
+
+DOCS = Path(__file__).parents[1]
+MARKED = re.compile(r"(<!-- table: ([a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def written(text: str, tables: dict[str, Callable[[], str]]) -> str:
+    """A page with each of its tables as it should be."""
+    return MARKED.sub(lambda place: f"{place[1]}\n{tables[place[2]]()}\n\n{place[3]}", text)
+
+
+def tables() -> dict[str, Callable[[], str]]:
+    """What makes each table, by name: sections of a configuration, and parts of the metrics."""
+    of_keys = {name: _of(section_table, name, section) for name, section in sections()}
+    parts = {f"metrics_{part.key}": _of(metrics_table, part.metrics) for part in PARTS}
+    return {**of_keys, **parts}
+
+
+def _of(make: Callable[..., str], *given: Any) -> Callable[[], str]:
+    return lambda: make(*given)
+
+
+def section_table(name: str, section: type[Section]) -> str:
+    """Every key of a section: default, and what it means."""
+    found = [(key, field) for own, key, field in keys() if own == name]
+    rows = [(f"`{key}`", default_of(field), meaning_of(field)) for key, field in found]
+    return f"{section.__doc__}\n\n{table(('key', 'default', 'meaning (unit)'), rows)}"
+
+
+def default_of(field: FieldInfo) -> str:
+    """As it would be written in TOML."""
+    if field.is_required():
+        return "required"
+    if field.default is None or field.default is PydanticUndefined:
+        return "unset"
+    return f"`{json.dumps(field.default, ensure_ascii=False)}`"
+
+
+def meaning_of(field: FieldInfo) -> str:
+    """The description, and the values that may be chosen."""
+    is_choice = get_origin(field.annotation) is Literal
+    choices = ", ".join(f"`{choice}`" for choice in get_args(field.annotation)) if is_choice else ""
+    return f"{field.description}".replace("*", "\\*") + (f". One of {choices}" if choices else "")
+
+
+def metrics_table(metrics: Iterable[Metric]) -> str:
+    """Names, unit, meaning, and when they are there."""
+    rows = [
+        (", ".join(f"`{name}`" for name in metric.each()), metric.unit, metric.meaning, metric.only)
+        for metric in metrics
+    ]
+    return table(("name", "unit", "meaning", "only"), rows)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    cells = [columns, ["---"] * len(columns), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+
+
+def main() -> None:
+    """Write every page that has such tables."""
+    known = tables()
+    for page in sorted(DOCS.glob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        if (after := written(before, known)) != before:
+            page.write_text(after, encoding="utf-8")
+            print(f"wrote {page}")
+
+
+if __name__ == "__main__":
+    main()

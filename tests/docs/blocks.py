@@ -1,0 +1,97 @@
+"""The blocks of code on the pages, fenced or indented, and the folder that they speak of."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/**/*.md"))]
+PROGRAMS = ("dora", "python", "pip", "make", "pytest", "export")
+FENCE = re.compile(r"^```(\S*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?<=\n\n)((?:    .+\n|\n(?=    \S))+)")
+SETTING = re.compile(r"[a-z]+\.\w+ = ")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code as it stands on a page; `title` is the file it belongs in, `line` where it begins (from 1)."""
+
+    page: str
+    line: int
+    language: str
+    title: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def of_page(page: Path) -> Iterator[Block]:
+    """Every block, fenced ones first. An indented one is what its first word says that it is."""
+    name, text = str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")
+    for fence in FENCE.finditer(text):
+        line = text[: fence.start(3)].count("\n") + 1
+        yield Block(name, line, fence[1], fence[2] or "", fence[3])
+    rest = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
+    for found in INDENTED.finditer(rest):
+        own = re.sub(r"^    ", "", found[1], flags=re.MULTILINE)
+        is_settings = SETTING.match(own)
+        language = "sh" if own.split()[0] in PROGRAMS else "settings" if is_settings else "text"
+        yield Block(name, rest[: found.start()].count("\n") + 1, language, "", own)
+
+
+BLOCKS = [block for page in PAGES for block in of_page(page)]
+
+
+def of_language(language: str) -> list[Block]:
+    """Those of all pages."""
+    return [block for block in BLOCKS if block.language == language]
+
+
+def commands() -> list[tuple[Block, str]]:
+    """Every line that is to be typed, with what continues it."""
+    found = []
+    for block in of_language("sh"):
+        lines = block.text.replace("\\\n", " ").splitlines()
+        found += [(block, line.strip()) for line in lines if line.strip()]
+    return found
+
+
+def run(block: Block, names: dict[str, object]) -> dict[str, object]:
+    """Run a block of Python; an error is shown with the line of its page."""
+    code = compile("\n" * (block.line - 1) + block.text, block.page, "exec")
+    exec(code, names)
+    return names
+
+
+def furnish(folder: Path) -> None:
+    """Put there what pages speak of: the examples, some prompts, and files that they show with their name."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+    pairs = [(12, 30, 6), (14, 21, 7), (25, 35, 5), (18, 24, 6)]
+    rows = [{"prompt": f"{a},{b}:", "answer": f"{right:02}", "number": a} for a, b, right in pairs]
+    asked = [{"question": "What is 6 x 12?", "answer": "6 x 12 = 72 #### 72"}] * 8
+    for name, lines in (("prompts", rows), ("test", 64 * rows), ("train", asked)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    checkpoint = folder / "runs" / "a" / "checkpoints" / "step-400"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.symlink_to(ROOT / "examples" / "gcd-start")
+    for block in BLOCKS:
+        if block.title:
+            (folder / block.title).write_text(block.text)
+    assert dora("init-model", str(folder / "tiny"), "--tokenizer-from", str(folder / "train.jsonl")) == 0
+
+
+def dora(*arguments: str) -> int:
+    """Exit code of a command, in this process."""
+    try:
+        main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0

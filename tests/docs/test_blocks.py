@@ -1,0 +1,208 @@
+"""Every block of code on every page is of a kind that is tried here: it parses, it is allowed, it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import sqlite3
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from tests.docs.blocks import BLOCKS, ROOT, Block, commands, dora, furnish, of_language, run
+
+from dora import settings
+from dora.cli import app
+from dora.config import Config
+from dora.runtime.dry_run import check
+
+BENCHMARKS = ROOT / "benchmarks"
+KINDS = {"python", "toml", "json", "yaml", "sql", "sh", "settings", "text"}
+BASE = tomllib.loads(
+    """
+run.steps = 60
+model.path = "start"
+data.path = "prompts.jsonl"
+sampling.max_response_length = 64
+reward.function = "reward.py:reward"
+trainer = {batch_size = 8, lr = 3e-4}
+"""
+)
+OF_PYTHON = {"README.md", "docs/quickstart.md", "docs/data.md", "docs/engine.md", "docs/environments.md"} | {
+    f"docs/{page}.md" for page in ("adapters", "stream", "outside", "service")
+}  # the last two are tried with a run that is served
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a reader of the pages stands."""
+    made = tmp_path_factory.mktemp("reader")
+    furnish(made)
+    return made
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def with_base(tables: dict[str, Any]) -> dict[str, Any]:
+    """A fragment of a configuration among what every configuration needs."""
+    merged = {name: {**BASE.get(name, {}), **table} for name, table in tables.items() if name != "task"}
+    tasks = {"task": tables["task"]} if "task" in tables else {}
+    return {**BASE, **merged, **tasks}
+
+
+def test_every_block_is_of_a_kind_that_is_tried() -> None:
+    assert [str(block) for block in BLOCKS if block.language not in KINDS] == []
+    assert {block.page for block in of_language("python")} <= OF_PYTHON
+
+
+@pytest.mark.parametrize("block", of_language("toml"), ids=str)
+def test_every_configuration_is_allowed(block: Block) -> None:
+    tables = tomllib.loads(block.text)
+    assert Config.model_validate(tables if "run" in tables else with_base(tables)).run.steps > 0
+
+
+@pytest.mark.parametrize("block", of_language("settings"), ids=str)
+def test_settings_in_the_text_are_allowed_together(block: Block) -> None:
+    assert Config.model_validate(with_base(tomllib.loads(block.text))).run.steps > 0
+
+
+def test_every_line_of_json_and_every_yaml_can_be_read() -> None:
+    for block in of_language("json"):
+        assert all(json.loads(line) for line in block.text.splitlines()), str(block)
+    yaml = importlib.import_module("yaml")  # the client libraries of Hugging Face bring it
+    for block in of_language("yaml"):
+        assert yaml.safe_load(block.text), str(block)
+
+
+@pytest.mark.parametrize("block", of_language("sql"), ids=str)
+def test_questions_to_a_trace_can_be_asked(block: Block) -> None:
+    with sqlite3.connect(":memory:") as db:
+        db.execute("create table slice (name, category, ts, dur)")
+        slices = [("v0 0/1/0", "requests", 0, 2e9), ("v1 0/2/0", "requests", 5, 1e9), ("v0", "loads", 0, 1)]
+        db.executemany("insert into slice values (?, ?, ?, ?)", slices)
+        assert db.execute(block.text).fetchall() == [("v0", 1, 2.0), ("v1", 1, 1.0)]
+
+
+def parse(line: str) -> tuple[str, dict[str, Any]]:
+    """The command that a line of `dora` would run, and its options; an unknown one is an error."""
+    command: Any = typer.main.get_command(app)
+    _, *rest = shlex.split(line, comments=True)
+    name = rest[0]
+    while hasattr(command, "commands"):
+        command, rest = command.commands[rest[0]], rest[1:]
+    return name, command.make_context(name, rest).params
+
+
+@pytest.mark.parametrize(("block", "line"), commands(), ids=lambda given: str(given))
+def test_every_command_can_be_typed(block: Block, line: str, here: Path) -> None:
+    """Options exist; a run's configuration and what it is changed by are allowed, with all files it names."""
+    program, *given = shlex.split(line, comments=True)
+    if program == "dora":
+        name, options = parse(line)
+        if name in ("train", "serve") and options["config"] is not None:
+            short = [f"run.steps={options['steps']}"] if options.get("steps") else []
+            assert settings.read(options["config"], [*(options["overrides"] or []), *short]).run.steps > 0
+    elif program == "python" and given[0] == "-m":
+        assert importlib.util.find_spec(given[1]) is not None
+    elif program == "python":
+        text = "".join(path.read_text("utf-8") for path in (ROOT / given[0], BENCHMARKS / "report.py"))
+        assert [option for option in given if option.startswith("--") and option not in text] == []
+    elif program.endswith("pip"):
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert {*re.findall(r"\[(\w+)\]", line)} <= extras.keys()
+        assert "-c" not in given or (ROOT / given[given.index("-c") + 1]).is_file()
+    elif program == "make":
+        assert f"\n{given[0]}:" in (ROOT / "Makefile").read_text()
+    else:
+        assert program in ("pytest", "export")
+
+
+DRY = [line for block, line in commands() if line.startswith("dora train") and "--resume" not in line]
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block, line in commands() if line in DRY}))
+def test_the_first_run_of_a_page_could_begin(page: str, here: Path) -> None:
+    """`--dry-run`: models, data and environments are loaded, rewards are called."""
+    line = next(line for block, line in commands() if block.page == page and line in DRY)
+    _, options = parse(line)
+    config = settings.read(options["config"], options["overrides"] or [])
+    assert "staleness" in check(config, here / "runs" / "none")
+
+
+@pytest.mark.parametrize("line", ["dora doctor", "dora metrics staleness", "dora config --defaults"])
+def test_commands_that_need_no_run_answer(line: str, here: Path) -> None:
+    assert line in " ".join(re.sub(r"\s+", " ", block.text) for block in of_language("sh"))
+    assert dora(*line.split()[1:]) == 0
+
+
+def blocks_of(page: str) -> list[Block]:
+    return [block for block in of_language("python") if block.page == page]
+
+
+def names_of(page: str, **given: object) -> list[dict[str, object]]:
+    """What each block of a page defines; blocks go on with the names of those before."""
+    names: dict[str, object] = {"__name__": "page", **given}
+    return [dict(run(block, names)) for block in blocks_of(page)]
+
+
+def test_rewards_on_the_pages_judge(here: Path) -> None:
+    for page in ("README.md", "docs/quickstart.md"):
+        reward: Any = names_of(page)[0]["reward"]
+        assert (reward("12,30:", "06", answer="06"), reward("12,30:", "=06", answer="06")) in {(1, 0), (0, 1)}
+    (names,) = names_of("docs/data.md")
+    many: Any = names["reward"]
+    assert many(["p"] * 2, ["is 72", "is 7"], answer=["72", "72"]) == [1.0, 0.0]
+
+
+def test_engines_on_the_pages_answer(here: Path) -> None:
+    alone, episode = names_of("docs/engine.md")
+    for names in (alone, episode):
+        answers: Any = names["answers"]
+        assert len(answers[0].token_ids) == len(answers[0].logprobs) > 0
+    assert episode["replies"] == []
+
+
+def test_environments_on_the_pages_play(here: Path) -> None:
+    pytest.importorskip("gymnasium")
+    import asyncio
+
+    doubling, lake = names_of("docs/environments.md")
+    made: Any = doubling["Doubling"]
+    game = made()
+    assert asyncio.run(game.reset({"prompt": "12,12:", "number": 12}, 0)) == "12,12:"
+    assert asyncio.run(game.step("24")).done
+    made = lake["Lake"]
+    assert "you are at 0" in asyncio.run(made().reset({"prompt": "lake", "seed": 0}, 0))
+
+
+def test_adapters_on_the_pages_can_be_put_to_the_contract(here: Path) -> None:
+    pytest.importorskip("transformers")
+    for kind in ("engine", "trainer"):
+        (here / f"my{kind}.py").write_text((ROOT / f"examples/adapters/transformers_{kind}.py").read_text())
+    lines = [f"from my{kind} import Transformers as My{kind.capitalize()}" for kind in ("engine", "trainer")]
+    (here / "mine.py").write_text("\n".join(lines))
+    (names,) = names_of("docs/adapters.md")
+    for name in ("TestMyEngine", "TestMyTrainer"):
+        tried: Any = names[name]
+        assert [test for test in dir(tried) if test.startswith("test_")] != []
+
+
+def test_the_stream_on_the_page_serves_two_consumers(here: Path) -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    producer, consumer = blocks_of("docs/stream.md")
+    run(producer, names)
+    mine, server, serving = names["client"], names["server"], names["serving"]
+    run(consumer, names)
+    assert [*names["batch"].indices] == [0]
+    mine.close()
+    server.stop()
+    serving.join()

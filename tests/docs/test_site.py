@@ -1,0 +1,101 @@
+"""The site says what the code says: no key, metric or figure is missing, invented, or out of date."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from docs.making import benchmarks, tables
+from tests.docs.blocks import ROOT
+
+from dora.core.events import GroupScored
+from dora.core.records import GroupId
+from dora.observe.metrics import PARTS, Metric
+from dora.runtime.held_out import Evaluation
+from dora.settings import keys
+
+DOCS = ROOT / "docs"
+
+
+def metrics_of(key: str) -> tuple[Metric, ...]:
+    return next(part.metrics for part in PARTS if part.key == key)
+
+
+def test_tables_on_the_pages_are_those_of_the_code() -> None:
+    """If not: python -m docs.making.tables"""
+    known = tables.tables()
+    pages = {page: page.read_text(encoding="utf-8") for page in DOCS.glob("*.md")}
+    assert [page.name for page, text in pages.items() if tables.written(text, known) != text] == []
+    shown = {name for text in pages.values() for _, name, _ in tables.MARKED.findall(text)}
+    assert shown == known.keys()
+
+
+def test_every_key_is_on_the_page_of_keys() -> None:
+    page = (DOCS / "config.md").read_text(encoding="utf-8")
+    assert [f"{section}.{key}" for section, key, _ in keys() if f"| `{key}` |" not in page] == []
+
+
+def test_names_of_an_evaluation_are_documented_and_are_there() -> None:
+    evaluation = Evaluation(7, num_prompts=2, num_answers=3, is_greedy=True)
+    for prompt in range(2):
+        evaluation.hear(GroupScored(GroupId(-8, prompt), (1.0, 0.0, 1.0)))
+    evaluation.lengths.append(3)
+    told, documented = evaluation.metrics(), metrics_of("evaluated")
+    assert [name for name in told if not any(metric.has(name) for metric in documented)] == []
+    names = [name for metric in documented for name in metric.each()]
+    assert [name for name in names if not any(map(Metric(name, "", "").has, told))] == []
+
+
+def test_names_that_are_there_only_sometimes_are_in_the_code() -> None:
+    """Those that are always there are compared with a whole run, in tests/runtime."""
+    texts = {
+        node.value
+        for file in (ROOT / "src").rglob("*.py")
+        if file.name != "metrics.py"
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    written = texts | {f"off_policy{text}" for text in texts if text.startswith("/")}
+    names = [n for key in ("learnt", "trainer", "time") for m in metrics_of(key) if m.only for n in m.each()]
+    begins = [re.split(r"NAME|(?<=_)N$", name)[0] for name in names]
+    assert [begin for begin in begins if begin not in written] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_every_result_has_a_page_with_its_figures_and_is_named_among_the_questions() -> None:
+    overview = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    for name in benchmarks.pages():
+        assert f"`{name}`" in overview
+        page = benchmarks.page(name)
+        for ratio in json.loads((benchmarks.RESULTS / f"{name}.json").read_text())["ratios"]:
+            assert f"| {ratio} |" in page
+
+
+def test_figures_are_written_as_they_are_read() -> None:
+    assert [benchmarks.figure(value) for value in (1.0, 0.12345, 12345.6, 7, "a|b", None, True)] == [
+        *("1", "0.1235", "12,346", "7", "a\\|b", "", "True")
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")
+def test_the_site_can_be_made_without_a_warning(tmp_path: Path) -> None:
+    """mkdocs.yml is strict: a link that leads nowhere, within a page as well, is an error."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert (made.returncode, made.stdout + made.stderr) == (0, "")
+    pages = {str(page.relative_to(tmp_path / "site")) for page in (tmp_path / "site").rglob("*.html")}
+    assert {"index.html", "benchmarks/placement.html", "source/src/dora/core/bound.py.html"} <= pages
+    scripts = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r"(?:src|<link[^>]* href)=\"?https?://[^\s\">]+", scripts) == []
