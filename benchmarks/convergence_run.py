@@ -1,0 +1,207 @@
+"""One run of a verifiable task under one update policy, and what it has learnt when.
+
+The run writes a checkpoint at every fifth of its steps. These are evaluated when it is over, so that
+evaluation takes nothing from the training's clock.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dropping import OLDEST
+from rich.console import Console
+
+from dora import settings
+from dora.core.records import GroupId, RequestId
+from dora.data.tokenizer import Tokenizer
+from dora.engine.engine import Engine
+from dora.engine.sequence import Request, Sampling
+from dora.loading import load_attribute
+from dora.model.folder import load_config, load_folder
+from dora.observe import audit
+from dora.observe.samples import SampleRow, columns, opened, read_samples
+from dora.runtime.run import train
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parent / "examples" / "verifiable"
+TASKS = ("chains", "countdown", "stories", "sorting")  # from the heaviest tail to none
+MIXED = ("partial", "inflight")  # policies whose answers may have tokens of several versions
+NUM_POINTS = 5  # of a curve, beside its start
+NUM_DRAWS = 2  # sampled answers to each held-out prompt
+_ROWS = 64
+_LOOSE = 6  # bound of the runs that drop, in versions: the trainer drops before it acts
+
+CORRECTIONS = {"none": (), "tis": ("correction.proximal=recomputed", "correction.token=tis")}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Who generates with which weights, how far ahead, and what is done about it."""
+
+    policy: str  # as orchestrator.update_policy, or "dropping"
+    max_staleness: int
+    correction: str = "none"
+
+    def changes(self, batch_size: int) -> Iterable[str]:
+        """What differs from the example's configuration."""
+        yield from CORRECTIONS[self.correction]
+        if self.policy == "dropping":
+            # As much ahead as with max_staleness: the bound itself is so loose that it never acts.
+            yield f"orchestrator.max_staleness={_LOOSE}"
+            yield f"orchestrator.slack={(_LOOSE - self.max_staleness) * batch_size}"
+            yield f"trainer.adapter={HERE / 'dropping.py'}:Dropping"
+            return
+        yield f"orchestrator.update_policy={self.policy}"
+        if self.policy != "sync":
+            yield f"orchestrator.max_staleness={self.max_staleness}"
+        if self.policy == "drain":
+            yield f"orchestrator.batches_per_version={self.max_staleness}"
+
+
+def run(task: str, setting: Setting, seed: int, num_steps: int, num_prompts: int) -> dict[str, Any]:
+    """Train and evaluate; one row of figures."""
+    example = EXAMPLES / f"{task}.toml"
+    batch_size = settings.read(example, []).trainer.batch_size
+    every = num_steps // NUM_POINTS
+    changes = [
+        *setting.changes(batch_size),
+        f"run.seed={seed}",
+        f"run.steps={num_steps}",
+        "eval.num_prompts=0",
+        f"trainer.save_freq={every}",
+        f"trainer.keep_last={NUM_POINTS + 1}",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        train(settings.read(example, changes), out, Console(quiet=True))
+        saved = [out / "checkpoints" / f"step-{every * point}" for point in range(1, NUM_POINTS + 1)]
+        curve = accuracies(task, [EXAMPLES / task / "start", *saved], num_prompts)
+        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        samples = [row for row in read_samples(out).values() if row.trained_step is not None]
+        mixture = _mixture(out)
+        verdict = audit.check(out)
+    assert verdict.c1 or setting.policy in MIXED
+    assert verdict.c2
+    assert verdict.c3
+    named = {"task": task, "policy": setting.policy, "S": setting.max_staleness}
+    named |= {"correction": setting.correction, "seed": seed, "steps": num_steps}
+    figures = _figures(summary, lines) | mixture | _lengths(setting, samples)
+    return named | figures | _curve(curve, lines, every)
+
+
+def _figures(summary: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the run says of itself."""
+    ess = [line["off_policy/ess"] for line in lines if "off_policy/ess" in line]
+    return {
+        "wall_s": summary["wall_s"],
+        "cpu_s": summary["cpu_s"],
+        "staleness_mean": summary["staleness_mean"],
+        "staleness_max": summary["staleness_max"],
+        "ess": round(statistics.fmean(ess), 4),
+        "kl": round(statistics.fmean(x["off_policy/kl_k3"] for x in lines if "off_policy/kl_k3" in x), 6),
+    }
+
+
+def _mixture(out: Path) -> dict[str, float]:
+    """Share of answers whose tokens are of several versions, and versions of an answer."""
+    with opened(out) as store:
+        what = "segments" if "segments" in columns(store) else "null"
+        told = store.execute(f"select {what} from samples where trained_step is not null").fetchall()
+    counts = [1 if segments is None else len(json.loads(segments)) for (segments,) in told]
+    return {
+        "mixed_share": round(sum(count > 1 for count in counts) / len(counts), 4),
+        "segments": round(statistics.fmean(counts), 4),
+    }
+
+
+def _curve(
+    curve: Sequence[tuple[float, float]], lines: Sequence[dict[str, Any]], every: int
+) -> dict[str, Any]:
+    """Accuracy at each point, sampled and greedy, and how long it took to get there (s)."""
+    began_s = lines[0]["t_s"] - lines[0]["timing_s/step"]
+    points = {f"at_{100 * i // NUM_POINTS}": round(sampled, 4) for i, (sampled, _) in enumerate(curve)}
+    greedy = {"greedy_at_0": round(curve[0][1], 4), "greedy_at_100": round(curve[-1][1], 4)}
+    took = {
+        f"s_at_{100 * point // NUM_POINTS}": round(lines[every * point - 1]["t_s"] - began_s, 3)
+        for point in range(1, NUM_POINTS + 1)
+    }
+    return points | greedy | took
+
+
+def _lengths(setting: Setting, samples: Sequence[SampleRow]) -> dict[str, Any]:
+    """Answers generated, and of these the ones learnt from (tokens)."""
+    is_dropping = setting.policy == "dropping"
+    learnt = [s for s in samples if not is_dropping or _age(s) <= OLDEST]
+    return {
+        "dropped_share": round(1 - len(learnt) / len(samples), 4),
+        **_shape("generated", [s.num_token_ids for s in samples]),
+        **_shape("trained", [s.num_token_ids for s in learnt]),
+    }
+
+
+def _age(sample: SampleRow) -> int:
+    assert sample.trained_step is not None
+    return sample.trained_step - sample.version
+
+
+def _shape(name: str, lengths: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(lengths)
+
+    def quantile(share: float) -> float:
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    mean = round(statistics.fmean(ordered), 2)
+    return {f"{name}_mean": mean, **{f"{name}_p{p}": quantile(p / 100) for p in (50, 90, 99)}}
+
+
+def accuracies(task: str, folders: Sequence[Path], num_prompts: int) -> list[tuple[float, float]]:
+    """Share of right answers to the held-out prompts, sampled and greedy, of each model.
+
+    All models, of whatever run, draw with the same random numbers.
+    """
+    example = settings.read(EXAMPLES / f"{task}.toml", [])
+    tokenizer = Tokenizer(folders[0])
+    text = (EXAMPLES / task / "held_out.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()][:num_prompts]
+    reward = load_attribute(f"{EXAMPLES / task}.py:reward", "task")
+    context = example.data.max_prompt_length + example.sampling.max_response_length
+    engine = Engine(load_config(folders[0]), max_rows=_ROWS, max_context=context, version_slots=1)
+    found = []
+    for version, folder in enumerate(folders):
+        engine.load(version, load_folder(folder)[1])
+        right = [0] * (1 + NUM_DRAWS)
+        engine.submit(_requests(rows, tokenizer, version, example.sampling.max_response_length))
+        while not engine.idle:
+            for answer in engine.step():
+                row = rows[answer.id.row]
+                text = tokenizer.decode(answer.token_ids)
+                own = {key: value for key, value in row.items() if key != "prompt"}
+                right[answer.id.sibling] += reward(row["prompt"], text, **own) == 1
+        engine.drop(version)
+        found.append((sum(right[1:]) / NUM_DRAWS / len(rows), right[0] / len(rows)))
+    return found
+
+
+def _requests(
+    rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, version: int, max_tokens: int
+) -> list[Request]:
+    """The greedy answer is sibling 0, the others are sampled."""
+    return [
+        Request(
+            RequestId(0, number, sibling),
+            GroupId(0, number),
+            tuple(tokenizer.encode(row["prompt"])),
+            version,
+            number * (1 + NUM_DRAWS) + sibling,
+            Sampling(float(sibling > 0), max_tokens, tokenizer.stop_ids),
+        )
+        for number, row in enumerate(rows)
+        for sibling in range(1 + NUM_DRAWS)
+    ]

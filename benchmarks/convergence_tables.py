@@ -1,0 +1,155 @@
+"""Tables of `convergence.py`, from its rows: bands over seeds, tests, trajectories, lengths, time.
+
+What lacks a partner of the same seed is left out of the test, never guessed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from bands import band, paired
+from convergence_run import MIXED, NUM_POINTS
+
+Rows = Sequence[dict[str, Any]]
+POINTS = [100 * point // NUM_POINTS for point in range(NUM_POINTS + 1)]
+TARGET = 0.9  # of what `sync` gains, that the time and the samples to an accuracy are taken at
+SAMPLES_PER_STEP = 64
+SHARED_BOUND = 2  # at which trajectories of one version and of several are compared
+
+
+def tables(rows: Rows) -> list[dict[str, Any]]:
+    """All tables, one after the other; each has columns of its own."""
+    return [*_bands(rows), *_tests(rows), *_trajectories(rows), *_lengths(rows), *_times(rows)]
+
+
+def ratios_of(rows: Rows) -> dict[str, float]:
+    """The headline figures: differences of final accuracy with half of their 95 % interval."""
+    found: dict[str, float] = {}
+    for test in _tests(rows):
+        if (test["policy"], test["S"], test["correction"]) == ("dora", 2, "none"):
+            found[f"dora_s2_minus_sync_{test['task']}"] = test["difference"]
+            found[f"dora_s2_minus_sync_{test['task']}_half"] = test["half"]
+    for row in _lengths(rows):
+        if row["policy"] == "dropping":
+            found[f"dropping_trained_over_generated_{row['task']}"] = row["trained_over_generated"]
+    return found
+
+
+def _groups(rows: Rows) -> Iterator[tuple[dict[str, Any], Rows]]:
+    """Seeds of one task and setting, named."""
+    names = ("task", "policy", "S", "correction")
+    for identity in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+        named = dict(zip(names, identity, strict=True))
+        yield named, [row for row in rows if named.items() <= row.items()]
+
+
+def _bands(rows: Rows) -> Iterator[dict[str, Any]]:
+    """Accuracy against samples: mean over seeds, and half of its 95 % interval."""
+    for named, own in _groups(rows):
+        line = named | {"seeds": len(own)}
+        for point in POINTS:
+            mean, half = band([row[f"at_{point}"] for row in own])
+            line |= {f"at_{point}": round(mean, 4), f"half_{point}": round(half, 4)}
+        yield line
+
+
+def _pairs(ours: Rows, theirs: Rows) -> tuple[list[float], list[float]]:
+    """Final accuracies of those that share task and seed."""
+    others = {(row["task"], row["seed"]): row["at_100"] for row in theirs}
+    both = [row for row in ours if (row["task"], row["seed"]) in others]
+    return [row["at_100"] for row in both], [others[row["task"], row["seed"]] for row in both]
+
+
+def _tests(rows: Rows) -> Iterator[dict[str, Any]]:
+    """Final accuracy less that of `sync`, seed by seed: by task, and of all tasks together."""
+    sync = [row for row in rows if row["policy"] == "sync"]
+    pooled: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for named, own in _groups(rows):
+        if named["policy"] != "sync":
+            pooled.setdefault((named["policy"], named["S"], named["correction"]), []).extend(own)
+            yield from _test(named, own, sync)
+    for (policy, staleness, correction), own in pooled.items():
+        named = {"task": "all", "policy": policy, "S": staleness, "correction": correction}
+        yield from _test(named, own, sync)
+
+
+def _test(named: dict[str, Any], ours: Rows, theirs: Rows) -> Iterator[dict[str, Any]]:
+    pair = _pairs(ours, theirs)
+    if pair[0]:
+        difference, half = paired(*pair)
+        yield named | {
+            "pairs": len(pair[0]),
+            "difference": round(difference, 4),
+            "half": round(half, 4),
+            "within_noise": int(abs(difference) <= half),
+        }
+
+
+def _trajectories(rows: Rows) -> Iterator[dict[str, Any]]:
+    """Answers of one version against answers of several, at the same bound."""
+    at_bound = [row for row in rows if row["S"] == SHARED_BOUND and row["policy"] != "dropping"]
+    for named, own in _groups(at_bound):
+        single = [r for r in rows if named | {"policy": "dora"} == {name: r[name] for name in named}]
+        pair = _pairs(own, single)
+        if not pair[0]:
+            continue
+        mean, half = band([row["at_100"] for row in own])
+        difference, difference_half = paired(*pair)
+        yield {
+            "trajectories": "mixed" if named["policy"] in MIXED else "single",
+            **named,
+            "final": round(mean, 4),
+            "final_half": round(half, 4),
+            "less_dora": round(difference, 4),
+            "less_dora_half": round(difference_half, 4),
+            **_means(own, ("mixed_share", "segments", "staleness_mean", "ess", "kl", "wall_s", "cpu_s")),
+        }
+
+
+def _lengths(rows: Rows) -> Iterator[dict[str, Any]]:
+    """Answers generated against answers learnt from (tokens)."""
+    columns = [f"{name}_{of}" for name in ("generated", "trained") for of in ("mean", "p50", "p90", "p99")]
+    for named, own in _groups(rows):
+        if named["correction"] == "none":
+            means = _means(own, ("dropped_share", *columns))
+            ratio = means["trained_mean"] / means["generated_mean"]
+            yield named | means | {"trained_over_generated": round(ratio, 4)}
+
+
+def _times(rows: Rows) -> Iterator[dict[str, Any]]:
+    """Time and samples to nine tenths of what `sync` gains: medians over the seeds that get there."""
+    targets = {}
+    for task in dict.fromkeys(row["task"] for row in rows):
+        sync = [row for row in rows if (row["task"], row["policy"]) == (task, "sync")]
+        if sync:
+            start, end = (statistics.fmean(row[f"at_{point}"] for row in sync) for point in (0, 100))
+            targets[task] = start + TARGET * (end - start)
+    for named, own in _groups([row for row in rows if row["task"] in targets]):
+        target = targets[named["task"]]
+        reached = [found for row in own if (found := _reached(row, target)) is not None]
+        if reached:
+            yield named | {
+                "target": round(target, 4),
+                "reached": len(reached),
+                "samples_to_target": round(statistics.median(share for share, _ in reached)),
+                "s_to_target": round(statistics.median(took_s for _, took_s in reached), 2),
+                "wall_s": round(statistics.median(row["wall_s"] for row in own), 2),
+            }
+
+
+def _reached(row: dict[str, Any], target: float) -> tuple[float, float] | None:
+    """Samples and seconds at which a curve, straight between its points, first has the target."""
+    before = (row["at_0"], 0.0, 0.0)
+    for point in POINTS[1:]:
+        now = (row[f"at_{point}"], point / 100 * row["steps"] * SAMPLES_PER_STEP, row[f"s_at_{point}"])
+        if now[0] >= target:
+            share = 1.0 if now[0] == before[0] else max(0.0, (target - before[0]) / (now[0] - before[0]))
+            return before[1] + share * (now[1] - before[1]), before[2] + share * (now[2] - before[2])
+        before = now
+    return None
+
+
+def _means(rows: Rows, columns: Iterable[str]) -> dict[str, float]:
+    return {column: round(statistics.fmean(row[column] for row in rows), 4) for column in columns}

@@ -1,0 +1,290 @@
+"""DORA and TRL on the demo's task: the same model, tokenizer, prompts, reward, groups, batches and schedule.
+
+TRL trains with GRPOTrainer, generating with transformers or with a vLLM server, and with AsyncGRPOTrainer
+on such a server; each with the settings that were the fastest here (`--trials` measures them). Rates leave
+out starts and the first steps, CPU time and memory leave out starts. Models kept on the way are judged afterwards, all in the same manner: `to_accuracy_s` is how long training took to where that line
+reaches the target. `discarded` counts answers that were generated and never trained; where there are
+some, the answers trained may be shorter than those generated (both in tokens, means). Nothing is published
+unless every trainer got better. A peer that is not there, or fails, has a line that says why.
+
+    python benchmarks/peers.py [--quick] [--json FILE] [--trl-python PYTHON] [--vllm-python PYTHON] [--trials]
+
+--quick takes fewer steps and has one seed and staleness bound; with both peers it takes eight minutes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from peers_runs import NotMeasured, Peers, Run, Task, run_dora, run_trl, vllm_server
+from report import Row, make_parser, options_of, publish
+
+from dora.core.records import GroupId, RequestId
+from dora.data import gcd
+from dora.data.tokenizer import Tokenizer
+from dora.engine.engine import Engine
+from dora.engine.sequence import Request, Sampling
+from dora.model.folder import load_folder
+from dora.rewards.gcd import reward
+
+SEEDS = (0, 1, 2)
+NUM_STEPS, SAVE_EVERY, TARGET = 160, 10, 0.8
+QUICK_STEPS, QUICK_SAVE_EVERY, QUICK_TARGET = 30, 5, 0.45
+WARM_UP = 5  # steps that no rate counts
+BEST: Mapping[str, Mapping[str, Any]] = {  # by --trials, on two cores
+    "sync": {"threads": 1, "micro_batch": 32},
+    "sync_vllm": {"threads": 1, "micro_batch": 32},
+    "async": {"threads": 1, "micro_batch": 64},
+}
+TRIALS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "sync": (
+        {"threads": 1, "micro_batch": 16},
+        {"threads": 1, "micro_batch": 32},
+        {"threads": 1, "micro_batch": 64},
+        {"threads": 2, "micro_batch": 32},
+        {"threads": 1, "micro_batch": 32, "trl": {"cache_implementation": "static"}},
+        {"threads": 1, "micro_batch": 32, "trl": {"use_transformers_continuous_batching": True}},
+    ),
+    "sync_vllm": (
+        {"threads": 1, "micro_batch": 32},
+        {"threads": 2, "micro_batch": 32},
+        {"threads": 2, "micro_batch": 32, "server_threads": 2},
+    ),
+    "async": (
+        {"threads": 1, "micro_batch": 16},
+        {"threads": 1, "micro_batch": 64},
+        {"threads": 2, "micro_batch": 64, "server_threads": 2},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class System:
+    """A trainer with its settings, and by how many versions its samples may be stale."""
+
+    name: str
+    kind: str  # dora, or what peers_child.py calls it
+    bound: int
+    settings: Mapping[str, Any]
+
+    @property
+    def server_threads(self) -> int:
+        """Of the vLLM server it needs; 0 if it needs none."""
+        return self.settings.get("server_threads", 1) if self.kind in ("sync_vllm", "async") else 0
+
+    def run(self, task: Task, out: Path, peers: Peers) -> Run:
+        if self.kind == "dora":
+            return run_dora(task, out, self.bound)
+        return run_trl(task, out, peers, self.kind, {**self.settings, "max_staleness": self.bound})
+
+
+@dataclass(frozen=True)
+class Length:
+    """Of a comparison."""
+
+    num_steps: int
+    save_every: int
+    target: float
+    num_answers: int  # to each held-out prompt
+    seeds: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+
+QUICK = Length(QUICK_STEPS, QUICK_SAVE_EVERY, QUICK_TARGET, 1, SEEDS[:1], (2,))
+WHOLE = Length(NUM_STEPS, SAVE_EVERY, TARGET, 2, SEEDS, (2, 4))
+
+
+def main() -> None:
+    parser = make_parser(__doc__ or "")
+    here = Path(sys.executable) if find_spec("trl") else None
+    help_of_trl = "one that can import trl; with the extra `bench` it is this one"
+    parser.add_argument("--trl-python", type=Path, metavar="PYTHON", default=here, help=help_of_trl)
+    parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="one that can import vllm")
+    parser.add_argument("--trials", action="store_true", help="measure settings of TRL instead")
+    given = parser.parse_args()
+    options, peers = options_of(given), Peers(given.trl_python, given.vllm_python)
+    with tempfile.TemporaryDirectory() as folder:
+        if given.trials:
+            publish(options, [*trials(peers, Path(folder))], {})
+            return
+        length = QUICK if options.quick else WHOLE
+        rows = [*compare(peers, length, Path(folder))]
+    check_learning(rows)
+    publish(options, rows, ratios_of(rows) | {"target_accuracy": length.target})
+
+
+def systems(bounds: Iterable[int]) -> Iterator[System]:
+    """In the order in which they run: those without a server first."""
+    for bound in (0, *bounds):
+        yield System("dora", "dora", bound, {})
+    yield System("trl sync", "sync", 0, BEST["sync"])
+    yield System("trl sync, vLLM", "sync_vllm", 0, BEST["sync_vllm"])
+    for bound in bounds:
+        yield System("trl async, vLLM", "async", bound, BEST["async"])
+
+
+def compare(peers: Peers, length: Length, folder: Path) -> Iterator[Row]:
+    """All systems with one seed, then with the next."""
+    judge = Judge(length.num_answers)
+    for seed in length.seeds:
+        task = Task(length.num_steps, length.save_every, seed)
+        for system, run in runs(systems(length.bounds), task, peers, folder / str(seed)):
+            named: dict[str, str | int | float] = {"system": system.name, "bound": system.bound, "seed": seed}
+            if isinstance(run, Run):
+                found = figures(run, task) | judge.figures(run, length)
+                row: Row = named | {"steps": task.num_steps} | found
+            else:
+                row = named | {"not_measured": str(run)}
+            print(row, flush=True)
+            yield row
+
+
+def trials(peers: Peers, folder: Path) -> Iterator[Row]:
+    """TRL with each of the settings, for a few steps."""
+    task = Task(3 * WARM_UP, 3 * WARM_UP, 0)
+    chosen = [
+        System(f"{kind} {tried}", kind, 2 if kind == "async" else 0, tried)
+        for kind, all_tried in TRIALS.items()
+        for tried in all_tried
+    ]
+    for system, run in runs(chosen, task, peers, folder):
+        found = figures(run, task) if isinstance(run, Run) else {"not_measured": str(run)}
+        print(system.name, found, flush=True)
+        yield {"settings": system.name, **found}
+
+
+def runs(
+    chosen: Iterable[System], task: Task, peers: Peers, folder: Path
+) -> Iterator[tuple[System, Run | NotMeasured]]:
+    """One after the other; a server comes up for the first that needs it, and another for other threads."""
+    with ExitStack() as stack:
+        served, threads = peers, 0
+        for number, system in enumerate(chosen):
+            try:
+                if system.kind != "dora":
+                    peers.python("trl")  # before a server comes up for nothing
+                if system.server_threads not in (0, threads):
+                    stack.close()
+                    own = vllm_server(peers, folder / f"server-{number}", system.server_threads)
+                    served, threads = stack.enter_context(own), system.server_threads
+                yield system, system.run(task, folder / str(number), served)
+            except NotMeasured as reason:
+                yield system, reason
+
+
+def figures(run: Run, task: Task) -> dict[str, str | int | float]:
+    """What was trained how fast, and what it took."""
+    size = task.config.trainer.batch_size * task.config.sampling.group_size
+    first, last = run.rewards[: 2 * WARM_UP], run.rewards[-2 * WARM_UP :]
+    num_steps = len(run.ends) - WARM_UP
+    return {
+        "samples_per_s": num_steps * size / (run.ends[-1] - run.ends[WARM_UP - 1]),
+        "train_s": run.ends[-1] - run.began,
+        "cpu_s": run.cpu_s,
+        "peak_MB": run.peak_bytes / 1e6,
+        "discarded": run.num_discarded,
+        "staleness_mean": run.staleness[0],
+        "staleness_max": int(run.staleness[1]),
+        "generated_tokens": run.generated_tokens,
+        "trained_tokens": run.trained_tokens,
+        "reward_first": statistics.fmean(first),
+        "reward_last": statistics.fmean(last),
+    }
+
+
+class Judge:
+    """Answers the held-out prompts with any model of the task's shape."""
+
+    def __init__(self, num_answers: int) -> None:
+        config = Task(1, 1, 0).config
+        self._start, self._num_answers = Path(str(config.model.path)), num_answers
+        shape, _ = load_folder(self._start)
+        self._tokenizer, self._rows = Tokenizer(self._start), gcd.held_out_rows()
+        self._sampling = Sampling(1.0, config.sampling.max_response_length, self._tokenizer.stop_ids)
+        self._engine = Engine(shape, max_rows=32, max_context=512, version_slots=1)
+        self._num_judged = 0
+        self._accuracy_of_start = self.accuracy(self._start)
+
+    def figures(self, run: Run, length: Length) -> dict[str, str | float]:
+        """When the target was reached, on a line from model to model, and where it ended."""
+        found = [(0.0, self._accuracy_of_start)]
+        for num_steps in sorted(run.models):
+            found.append((run.ends[num_steps - 1] - run.began, self.accuracy(run.models[num_steps])))
+        return {
+            "to_accuracy_s": reached(found, length.target),
+            "accuracy_before": self._accuracy_of_start,
+            "accuracy_after": found[-1][1],
+        }
+
+    def accuracy(self, folder: Path) -> float:
+        """Of answers at temperature 1."""
+        version = self._num_judged
+        self._num_judged += 1
+        self._engine.load(version, load_folder(folder)[1])
+        self._engine.submit([
+            Request(
+                RequestId(0, i, k), GroupId(0, i), tuple(self._tokenizer.encode(row["prompt"])), version,
+                i * self._num_answers + k, self._sampling,
+            )
+            for i, row in enumerate(self._rows)
+            for k in range(self._num_answers)
+        ])  # fmt: skip
+        rewards = []
+        while not self._engine.idle:
+            for answer in self._engine.step():
+                text = self._tokenizer.decode(answer.token_ids)
+                rewards.append(reward(self._rows[answer.id.row]["prompt"], text))
+        self._engine.drop(version)
+        return statistics.fmean(rewards)
+
+
+def reached(found: list[tuple[float, float]], target: float) -> float | str:
+    """When the line through these times and accuracies first gets there."""
+    for (before_s, before), (after_s, after) in pairwise(found):
+        if after >= target:
+            return before_s + max(0.0, target - before) / (after - before) * (after_s - before_s)
+    return "not reached"
+
+
+def check_learning(rows: Iterable[Row]) -> None:
+    """Speed of what does not learn is not compared."""
+    for row in rows:
+        if "not_measured" not in row:
+            gain = float(row["accuracy_after"]) - float(row["accuracy_before"])
+            assert gain > 0.1, f"{row['system']}, S = {row['bound']}: accuracy rose by {gain:.3f} only"
+
+
+def ratios_of(rows: list[Row]) -> dict[str, float]:
+    """Of DORA to each of TRL's, both with their staleness bounds; over 1 is better for DORA."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if "not_measured" not in row:
+            name = str(row["system"]).lower().replace(",", "").replace(" ", "_")
+            found.setdefault(f"{name}_s{row['bound']}", []).append(row)
+
+    def median(key: str, column: str) -> float:
+        return statistics.median(float(row[column]) for row in found[key])
+
+    ratios: dict[str, float] = {}
+    for own in (key for key in found if key.startswith("dora")):
+        for other in (key for key in found if not key.startswith("dora")):
+            name = f"{own}_vs_{other}"
+            ratios[f"{name}_samples_per_s"] = median(own, "samples_per_s") / median(other, "samples_per_s")
+            if not any(row["to_accuracy_s"] == "not reached" for key in (own, other) for row in found[key]):
+                ratios[f"{name}_to_accuracy"] = median(other, "to_accuracy_s") / median(own, "to_accuracy_s")
+            ratios[f"{name}_cpu_s"] = median(other, "cpu_s") / median(own, "cpu_s")
+            ratios[f"{name}_peak_MB"] = median(other, "peak_MB") / median(own, "peak_MB")
+    return ratios | {f"{key}_discarded": median(key, "discarded") for key in found}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""One run of the demo's task by DORA or by TRL, for `peers.py`: when steps ended, what they learned from.
+
+All begin with the same model, take as many steps of the same batch with the same schedule, and leave a
+model every so many steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from peers_watch import Watch
+
+import dora
+from dora import settings
+from dora.config import Config
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
+QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
+SERVER = {
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # it would compile C++ for a part of the sampler
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, over ten times what is used
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # its calls for weights
+}
+SERVER_OPTIONS = (
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "256"),
+    *("--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "32768"),
+    *("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "peers_vllm.FileWeights"),
+    *("--disable-log-stats", "--disable-uvicorn-access-log", "--host", "127.0.0.1"),
+)
+START_S, STEP_S = 300.0, 30.0  # the most that a start and, on average, a step may take
+
+
+class NotMeasured(Exception):
+    """Why a system has no figures."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """How long all train, and how often a model is kept."""
+
+    num_steps: int
+    save_every: int
+    seed: int
+
+    @property
+    def changes(self) -> list[str]:
+        """Of the demo's configuration."""
+        return [
+            f"run.steps={self.num_steps}",
+            f"run.seed={self.seed}",
+            f"trainer.warmup_steps={self.num_steps // 10}",
+            f"trainer.save_freq={self.save_every}",
+            "trainer.keep_last=1000",
+            "eval.num_prompts=0",
+        ]
+
+    @property
+    def config(self) -> Config:
+        return settings.read(EXAMPLE, self.changes)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left; times are time.time()'s."""
+
+    began: float
+    ends: list[float]
+    rewards: list[float]
+    generated_tokens: float  # of an answer, mean of all steps
+    trained_tokens: float  # the same, of answers trained
+    staleness: tuple[float, float]  # mean and max
+    num_discarded: int
+    models: dict[int, Path]  # by the number of steps before
+    cpu_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Where the others' environments are."""
+
+    trl: Path | None
+    vllm: Path | None
+    server: list[str] = field(default_factory=list)  # the URL and the process id of one that runs
+
+    def python(self, name: str) -> Path:
+        found: Path | None = getattr(self, name)
+        if found is None:
+            raise NotMeasured(f"there is no --{name}-python")
+        if not found.exists():
+            raise NotMeasured(f"--{name}-python {found} does not exist")
+        return found
+
+
+def run_dora(task: Task, out: Path, max_staleness: int) -> Run:
+    """`dora train` with the demo's settings."""
+    out.mkdir(parents=True)
+    command = [sys.executable, "-m", "dora", "train", str(EXAMPLE), "--out", str(out / "run")]
+    for change in (*task.changes, f"orchestrator.max_staleness={max_staleness}"):
+        command += ["--set", change]
+    with _started(command, out / "stderr.txt", {}) as process, Watch([process.pid]) as watch:
+        _wait(process, out / "stderr.txt", START_S + STEP_S * task.num_steps)
+    return _dora_run(out / "run", watch)
+
+
+def _dora_run(out: Path, watch: Watch) -> Run:
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    assert summary["c1"]
+    assert summary["c2"]
+    assert summary["c3"]
+    curves = out / "metrics.jsonl"
+    lines = [json.loads(line) for line in curves.read_text(encoding="utf-8").splitlines()]
+    zero = curves.stat().st_mtime - lines[-1]["t_s"]  # its last line was written when the last step ended
+    with (out / "journal.jsonl").open(encoding="utf-8") as journal:
+        first = next(fact for fact in map(json.loads, journal) if fact.get("kind") == "admit")
+    began, ends = zero + first["t_s"], [zero + line["t_s"] for line in lines]
+    lengths = [line["response_length/mean"] for line in lines]
+    return Run(
+        began=began,
+        ends=ends,
+        rewards=[line["reward/mean"] for line in lines],
+        generated_tokens=fmean(lengths),  # none is dropped: they are the same
+        trained_tokens=fmean(lengths),
+        staleness=(summary["staleness_mean"], summary["staleness_max"]),
+        num_discarded=summary["filtered_groups"] + summary["failed_groups"] + summary["pending_groups"],
+        models=_models(out / "checkpoints"),
+        cpu_s=watch.cpu_s(began, ends[-1]),
+        peak_bytes=watch.peak_bytes(began, ends[-1]),
+    )
+
+
+def run_trl(task: Task, out: Path, peers: Peers, kind: str, changes: dict[str, Any]) -> Run:
+    """TRL's sync or async trainer; see `peers_child.py`. Raises NotMeasured."""
+    config, python = task.config, peers.python("trl")
+    given = {
+        "model": str(config.model.path),
+        "batch": config.trainer.batch_size * config.sampling.group_size,
+        "group": config.sampling.group_size,
+        "max_tokens": config.sampling.max_response_length,
+        "lr": config.trainer.lr,
+        "warmup_steps": config.trainer.warmup_steps,
+        "steps": task.num_steps,
+        "save_every": task.save_every,
+        "seed": task.seed,
+        **changes,
+    }
+    pids = []
+    if kind != "sync":
+        given["url"], pid = peers.server
+        pids = [int(pid)]
+    out.mkdir(parents=True)
+    child = str(Path(__file__).with_name("peers_child.py"))
+    command = [str(python), child, kind, str(out), json.dumps(given)]
+    source = str(Path(dora.__file__).parent.parent)
+    own = QUIET | {"PYTHONPATH": source, "OMP_NUM_THREADS": str(given["threads"])}
+    with _started(command, out / "stderr.txt", own) as process, Watch([process.pid, *pids]) as watch:
+        _wait(process, out / "stderr.txt", START_S + STEP_S * task.num_steps)
+    return _trl_run(out, watch)
+
+
+def _trl_run(out: Path, watch: Watch) -> Run:
+    head, *lines = map(json.loads, (out / "log.jsonl").read_text(encoding="utf-8").splitlines())
+    began, ends = head["began"], [line["t"] for line in lines]
+    dropped = ("sample/dropped_stale_total", "batch/dropped_oversize_total")
+    generated = [line["completions/mean_length"] for line in lines if "completions/mean_length" in line]
+    trained = [line.get("sample/trained_tokens_mean", line.get("completions/mean_length")) for line in lines]
+    return Run(
+        began=began,
+        ends=ends,
+        rewards=[line["reward"] for line in lines],
+        generated_tokens=fmean(generated),
+        trained_tokens=fmean(trained),
+        staleness=(
+            fmean(line.get("sample/staleness_mean", 0.0) for line in lines),
+            max(line.get("sample/staleness_max", 0.0) for line in lines),
+        ),
+        num_discarded=round(sum(line.get(name, 0.0) for line in lines for name in dropped)),
+        models=_models(out),
+        cpu_s=watch.cpu_s(began, ends[-1]),
+        peak_bytes=watch.peak_bytes(began, ends[-1]),
+    )
+
+
+def _models(folder: Path) -> dict[int, Path]:
+    return {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")}
+
+
+@contextmanager
+def vllm_server(peers: Peers, folder: Path, threads: int) -> Iterator[Peers]:
+    """A server of the demo's model that takes weights from files. Raises NotMeasured."""
+    python, model = peers.python("vllm"), Task(1, 1, 0).config.model.path
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(__file__).with_name("peers_vllm.py"), folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    own = SERVER | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": str(threads)}
+    with _started([*command, *SERVER_OPTIONS, "--port", port], folder / "stderr.txt", own) as process:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise NotMeasured(f"vLLM's server did not start: {_last_line(folder / 'stderr.txt')}")
+            time.sleep(0.5)
+        yield Peers(peers.trl, peers.vllm, [url, str(process.pid)])
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@contextmanager
+def _started(command: list[str], log: Path, own: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with one thread unless it says otherwise; whatever it started ends with it."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | own
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=out, env=environment, process_group=0
+        )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """First asked to, so that a server ends its own processes; then all of its group."""
+    process.terminate()
+    try:
+        process.wait(20.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, most_s: float) -> None:
+    try:
+        code = process.wait(most_s)
+    except subprocess.TimeoutExpired:
+        raise NotMeasured(f"not over after {most_s:.0f} s") from None
+    if code:
+        raise NotMeasured(f"ended with code {code}: {_last_line(log)}")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

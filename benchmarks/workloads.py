@@ -1,0 +1,130 @@
+"""What update policies are compared on: three shapes of answers, and engines with or without a pace.
+
+`demo` is the example as it is. `tail` forces lengths to the shape of DORA's paper (max/mean about 10, p99
+over 10 times the median), half of their spread common to a group; `light` to almost equal ones, where
+asynchrony has little to win. A forced length is the request's alone, so all policies generate the same
+lengths; tokens, rewards, gradients and updates are real. P, G and, where engines are paced, rows are fixed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from report import Row
+
+from dora.core.records import RequestId
+from dora.engine.sequence import Sampling
+from dora.runtime.plan import Plan
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
+MEDIAN_TOKENS, SPREAD, SHARE_OF_GROUP, MAX_TOKENS = 20, 1.15, 0.5, 400
+LIGHT_TOKENS = (36, 44)
+SHARE_MIXED = (
+    0.7  # of groups whose rewards differ, where not all are to: as in the first 100 steps of the demo
+)
+Changes = Mapping[str, object]
+
+
+def tail_length(request: RequestId) -> int:
+    """Tokens of an answer: log-normal, half of the log-variance drawn from the group."""
+    of_group = Random(f"length {request.group}").gauss()
+    own = Random(f"length {request}").gauss()
+    spread = math.sqrt(SHARE_OF_GROUP) * of_group + math.sqrt(1 - SHARE_OF_GROUP) * own
+    return min(MAX_TOKENS, max(1, round(MEDIAN_TOKENS * math.exp(SPREAD * spread))))
+
+
+def light_length(request: RequestId) -> int:
+    """Tokens of an answer, evenly from a narrow range."""
+    return Random(f"length {request}").randint(*LIGHT_TOKENS)
+
+
+def differ(prompt: str, completion: str, **row: object) -> float:
+    """A reward that differs among siblings, so that the trainer has every token to train."""
+    return float(len(completion) % 2)
+
+
+def differ_in_some(prompt: str, completion: str, **row: object) -> float:
+    """The same in some groups; in the others all are right, and there is nothing to train."""
+    is_mixed = Random(f"mixed {prompt}").random() < SHARE_MIXED
+    return differ(prompt, completion) if is_mixed else 1.0
+
+
+class ForcedTail(Plan):
+    """Answers end at the length that `tail_length` says, and nowhere else."""
+
+    def sampling_of(self, request: RequestId) -> Sampling:
+        return Sampling(self.config.sampling.temperature, tail_length(request), ())
+
+
+class ForcedLight(Plan):
+    """Answers end at the length that `light_length` says, and nowhere else."""
+
+    def sampling_of(self, request: RequestId) -> Sampling:
+        return Sampling(self.config.sampling.temperature, light_length(request), ())
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One shape of answers at one pace, and what is the same for all policies."""
+
+    name: str
+    pace: str  # of a decode step; "none": as fast as the machine can
+    plan: type[Plan]
+    num_steps: int
+    changes: Changes
+    num_repeats: int = 1  # with seeds 0, 1, ...
+    accuracy: float | None = None  # sampled, of which the time to it is measured
+
+    @property
+    def is_paced(self) -> bool:
+        return self.pace != "none"
+
+    @property
+    def is_example(self) -> bool:
+        """Whether it is the example's own settings that are compared."""
+        return not self.changes
+
+    def settings(self) -> dict[str, object]:
+        """Configuration keys and values, which a policy's own are added to."""
+        paced = {} if not self.is_paced else {"engine.pace": self.pace, "orchestrator.rush": "false"}
+        return {"run.steps": self.num_steps, "eval.num_prompts": 0, **self.changes, **paced}
+
+
+def forced(reward: Callable[..., float], batch_size: int, **more: object) -> Changes:
+    """Settings of a run with forced lengths."""
+    named = {key.replace("__", "."): value for key, value in more.items()}
+    return {
+        "reward.function": f"{Path(__file__).resolve()}:{reward.__name__}",
+        "trainer.batch_size": batch_size,
+        "trainer.lr": 1e-6,
+        "trainer.micro_batch_tokens": 2048,
+        **named,
+    }
+
+
+PACED = {"engine__num_engines": 4, "engine__max_rows": 8}
+DEMO = Workload("demo", "none", Plan, 100, {}, accuracy=0.75)
+TAIL = Workload("tail", "none", ForcedTail, 64, forced(differ_in_some, 4), num_repeats=3)
+LIGHT = Workload("light", "none", ForcedLight, 48, forced(differ_in_some, 4))
+PACED_TAIL = Workload("tail", "3ms", ForcedTail, 28, forced(differ, 16, **PACED), num_repeats=3)
+PACED_LIGHT = Workload("light", "3ms", ForcedLight, 24, forced(differ, 16, **PACED))
+WORKLOADS = (DEMO, TAIL, LIGHT, PACED_TAIL, PACED_LIGHT)
+
+
+def shape_of(workload: Workload) -> Row:
+    """What the lengths of a forced workload are like."""
+    draw = tail_length if workload.plan is ForcedTail else light_length
+    lengths = sorted(draw(RequestId(0, row, k)) for row in range(2000) for k in range(8))
+    mean = statistics.fmean(lengths)
+    return {
+        "lengths": workload.name,
+        "mean": mean,
+        "median": statistics.median(lengths),
+        "p99_over_median": lengths[int(0.99 * len(lengths))] / statistics.median(lengths),
+        "max_over_mean": lengths[-1] / mean,
+    }

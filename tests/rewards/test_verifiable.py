@@ -1,0 +1,79 @@
+"""The verifiable tasks of the examples: what is right, what is taught, and what is held out."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora.data.tokenizer import Tokenizer
+
+FOLDER = Path(__file__).parent.parent.parent / "examples" / "verifiable"
+RIGHT = {
+    "chains": ({"prompt": "36,14:"}, "22,14;08,14;08,06;02,06;02,04;02,02=02"),
+    "countdown": ({"prompt": "k3d1p2:"}, "k3k2k1d1p2p1"),
+    "sorting": ({"prompt": "qfxab:"}, "abfqx"),
+    "stories": ({"prompt": "Mia has 7. Buys 5. Loses 3.", "steps": "+5-3"}, "7+5=12;12-3=9"),
+}
+
+
+def task_of(name: str) -> Any:
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return import_module(name)
+
+
+def rows_of(name: str, file: str) -> list[dict[str, Any]]:
+    text = (FOLDER / name / f"{file}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_only_the_whole_right_answer_is_rewarded(name: str) -> None:
+    row, right = RIGHT[name]
+    wrong = ["", right[:-1], right + right[-1], right[1:], right.replace(right[2], "x", 1)]
+    rewards = [task_of(name).reward(completion=text, **row) for text in (right, *wrong)]
+    assert rewards == [1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_prompts_are_those_that_the_generator_makes(name: str) -> None:
+    rows, held_out = task_of(name).rows(random.Random(0))
+    assert [rows, held_out] == [rows_of(name, "prompts"), rows_of(name, "held_out")]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_held_out_prompts_are_not_trained(name: str) -> None:
+    trained = {row["prompt"] for row in rows_of(name, "prompts")}
+    assert trained.isdisjoint(row["prompt"] for row in rows_of(name, "held_out"))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_teacher_writes_what_the_model_can_read_and_is_not_always_right(name: str) -> None:
+    task, tokenizer, source = task_of(name), Tokenizer(FOLDER / name / "start"), random.Random(1)
+    rewards = []
+    for row in rows_of(name, "prompts")[:300]:
+        if (lesson := task.lesson(row, source)) is not None:
+            assert tokenizer.decode(tokenizer.encode(row["prompt"] + lesson)) == row["prompt"] + lesson
+            rewards.append(task.reward(completion=lesson, **row))
+    assert 0.3 < sum(rewards) / len(rewards) < 0.9
+
+
+def test_long_chains_are_trained_and_not_taught() -> None:
+    chains = task_of("chains")
+    lessons = [chains.lesson(row, random.Random(0)) for row in rows_of("chains", "prompts")]
+    assert 0.2 < sum(lesson is not None for lesson in lessons) / len(lessons) < 0.5
+
+
+def test_stories_are_told_in_three_scripts() -> None:
+    held_out = rows_of("stories", "held_out")
+    by_language = {
+        name: "".join(r["prompt"] for r in held_out if r["language"] == name) for name in ["en", "ru", "zh"]
+    }
+    for name, letters in {"en": "abc", "ru": "абв", "zh": "小明红"}.items():
+        assert all(letter in by_language[name] for letter in letters)

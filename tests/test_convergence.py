@@ -1,0 +1,114 @@
+"""What the convergence benchmark says of its runs: intervals, tests and times, of made-up figures."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield
+    for name in ("bands", "convergence", "convergence_run", "convergence_tables", "dropping", "report"):
+        sys.modules.pop(name, None)
+
+
+def module(name: str) -> Any:
+    return import_module(name)
+
+
+def row(policy: str, seed: int, final: float, task: str = "chains") -> dict[str, Any]:
+    """A run that gains evenly from 0 to `final` in 10 s."""
+    lengths = {f"{n}_{of}": 40.0 for n in ("generated", "trained") for of in ("mean", "p50", "p90", "p99")}
+    figures = dict.fromkeys(("mixed_share", "segments", "staleness_mean", "ess", "kl", "dropped_share"), 0.0)
+    return {
+        "task": task,
+        "policy": policy,
+        "S": 0 if policy == "sync" else 2,
+        "correction": "none",
+        "seed": seed,
+        "steps": 100,
+        "wall_s": 10.0,
+        "cpu_s": 15.0,
+        **{f"at_{point}": final * point / 100 for point in range(0, 101, 20)},
+        **{f"s_at_{point}": point / 10 for point in range(20, 101, 20)},
+        **figures,
+        **lengths,
+    }
+
+
+def test_a_band_is_that_of_student() -> None:
+    mean, half = module("bands").band([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (mean, round(half, 4)) == (3.0, 1.9629)  # 2.776 * sqrt(2.5 / 5)
+    assert math.isnan(module("bands").band([1.0])[1])
+
+
+def test_a_difference_is_told_from_noise_by_seeds_in_pairs() -> None:
+    rows = [row("sync", seed, 0.8 + seed / 10) for seed in range(3)]
+    near = [row("dora", seed, 0.8 + seed / 10 + (seed - 1) / 100) for seed in range(3)]
+    far = [row("drain", seed, 0.7 + seed / 10 + seed / 1000) for seed in range(3)]
+    tests = [t for t in module("convergence_tables").tables([*rows, *near, *far]) if "within_noise" in t]
+    found = {(t["task"], t["policy"]): t["within_noise"] for t in tests}
+    expected = {("chains", "dora"): 1, ("chains", "drain"): 0}
+    assert found == expected | {("all", policy): bound for (_, policy), bound in expected.items()}
+
+
+def test_seeds_without_a_partner_are_in_no_test() -> None:
+    rows = [row("sync", 0, 0.8), *(row("dora", seed, 0.8) for seed in range(3))]
+    tests = [t for t in module("convergence_tables").tables(rows) if "within_noise" in t]
+    assert [t["pairs"] for t in tests] == [1, 1]
+
+
+def test_the_time_to_an_accuracy_lies_between_two_points() -> None:
+    rows = [row("sync", 0, 0.5), row("dora", 0, 1.0)]
+    times = [t for t in module("convergence_tables").tables(rows) if "s_to_target" in t]
+    assert {t["policy"]: (t["s_to_target"], t["samples_to_target"]) for t in times} == {
+        "sync": (9.0, 5760),
+        "dora": (4.5, 2880),
+    }
+
+
+def test_a_run_that_is_kept_is_not_made_again(tmp_path: Path) -> None:
+    convergence, file = module("convergence"), tmp_path / "kept.jsonl"
+    convergence.Kept(file).add(row("sync", 0, 0.8))
+    kept = convergence.Kept(file)
+    assert kept.has("chains", "sync", 0, "none", 0, 100)
+    assert not kept.has("chains", "sync", 0, "none", 1, 100)
+
+
+def test_a_trainer_that_drops_is_blind_to_stale_samples() -> None:
+    import torch
+
+    from dora.model.config import ModelConfig
+    from dora.model.weights import initial_weights
+    from dora.trainer.settings import Sample, TrainerSettings
+
+    config = ModelConfig(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=32,
+    )
+    fresh = [Sample([1, 2], [3, 4], [-2.0, -2.0], 1.0), Sample([1, 2], [5], [-2.0], -1.0)]
+    stale = [Sample([1, 2], [6, 6], [-2.0, -2.0], 1.0, staleness=3)]
+    weights = []
+    for batch in (fresh, [*fresh, *stale]):
+        settings = TrainerSettings(lr=1e-2, num_steps=1, warmup_steps=0)
+        flat = initial_weights(config, seed=0)
+        trainer = module("dropping").Dropping(config, flat, settings, torch.device("cpu"))
+        trainer.step(batch)
+        weights.append(trainer.flat.clone())
+    assert torch.equal(*weights)
