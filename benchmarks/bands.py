@@ -1,4 +1,4 @@
-"""Means over seeds with their 95 % intervals, by Student's t: what few runs can say, and how surely."""
+"""Mean accuracies over seeds with their 95 % intervals, by Student's t: what few runs can say, how surely."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ _T95 = [
 
 
 def band(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half of its 95 % interval; nan for the half of a single value."""
+    """Mean and half of its 95 % interval.
+
+    Of a single value the half is 1, for nothing is known of the others but that they are accuracies.
+    """
     if len(values) < 2:
-        return values[0], math.nan
+        return values[0], 1.0
     quantile = _T95[min(len(values) - 1, len(_T95)) - 1]
     return statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
 

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from dropping import OLDEST
@@ -25,7 +26,7 @@ from dora.engine.sequence import Request, Sampling
 from dora.loading import load_attribute
 from dora.model.folder import load_config, load_folder
 from dora.observe import audit
-from dora.observe.samples import SampleRow, columns, opened, read_samples
+from dora.observe.samples import SampleRow, read_samples
 from dora.runtime.run import train
 
 HERE = Path(__file__).parent
@@ -85,14 +86,13 @@ def run(task: str, setting: Setting, seed: int, num_steps: int, num_prompts: int
         summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         samples = [row for row in read_samples(out).values() if row.trained_step is not None]
-        mixture = _mixture(out)
         verdict = audit.check(out)
     assert verdict.c1 or setting.policy in MIXED
     assert verdict.c2
     assert verdict.c3
     named = {"task": task, "policy": setting.policy, "S": setting.max_staleness}
     named |= {"correction": setting.correction, "seed": seed, "steps": num_steps}
-    figures = _figures(summary, lines) | mixture | _lengths(setting, samples)
+    figures = _figures(summary, lines) | _mixture(samples) | _lengths(setting, samples)
     return named | figures | _curve(curve, lines, every)
 
 
@@ -109,41 +109,50 @@ def _figures(summary: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[s
     }
 
 
-def _mixture(out: Path) -> dict[str, float]:
+def _mixture(samples: Sequence[SampleRow]) -> dict[str, float]:
     """Share of answers whose tokens are of several versions, and versions of an answer."""
-    with opened(out) as store:
-        what = "segments" if "segments" in columns(store) else "null"
-        told = store.execute(f"select {what} from samples where trained_step is not null").fetchall()
-    counts = [1 if segments is None else len(json.loads(segments)) for (segments,) in told]
+    counts = [max(1, len(sample.segments)) for sample in samples]
     return {
         "mixed_share": round(sum(count > 1 for count in counts) / len(counts), 4),
         "segments": round(statistics.fmean(counts), 4),
     }
 
 
-def _curve(
-    curve: Sequence[tuple[float, float]], lines: Sequence[dict[str, Any]], every: int
-) -> dict[str, Any]:
+def _curve(curve: Sequence[Accuracy], lines: Sequence[dict[str, Any]], every: int) -> dict[str, Any]:
     """Accuracy at each point, sampled and greedy, and how long it took to get there (s)."""
     began_s = lines[0]["t_s"] - lines[0]["timing_s/step"]
-    points = {f"at_{100 * i // NUM_POINTS}": round(sampled, 4) for i, (sampled, _) in enumerate(curve)}
-    greedy = {"greedy_at_0": round(curve[0][1], 4), "greedy_at_100": round(curve[-1][1], 4)}
+    points = {f"at_{100 * i // NUM_POINTS}": round(own.sampled, 4) for i, own in enumerate(curve)}
+    ends = {0: curve[0], 100: curve[-1]}
+    points |= {f"greedy_at_{point}": round(own.greedy, 4) for point, own in ends.items()}
+    points |= {
+        f"untaught_at_{point}": round(own.untaught, 4)
+        for point, own in ends.items()
+        if own.untaught is not None
+    }
     took = {
         f"s_at_{100 * point // NUM_POINTS}": round(lines[every * point - 1]["t_s"] - began_s, 3)
         for point in range(1, NUM_POINTS + 1)
     }
-    return points | greedy | took
+    return points | took
 
 
 def _lengths(setting: Setting, samples: Sequence[SampleRow]) -> dict[str, Any]:
-    """Answers generated, and of these the ones learnt from (tokens)."""
+    """Answers generated, and of these the ones learnt from (tokens); what is lost of the longest tenth."""
     is_dropping = setting.policy == "dropping"
     learnt = [s for s in samples if not is_dropping or _age(s) <= OLDEST]
+    long = sorted(s.num_token_ids for s in samples)[int(0.9 * len(samples))]
     return {
-        "dropped_share": round(1 - len(learnt) / len(samples), 4),
+        "dropped_share": _share_lost(samples, learnt),
+        "dropped_share_of_longest": _share_lost(
+            [s for s in samples if s.num_token_ids >= long], [s for s in learnt if s.num_token_ids >= long]
+        ),
         **_shape("generated", [s.num_token_ids for s in samples]),
         **_shape("trained", [s.num_token_ids for s in learnt]),
     }
+
+
+def _share_lost(generated: Sequence[SampleRow], learnt: Sequence[SampleRow]) -> float:
+    return round(1 - len(learnt) / len(generated), 4)
 
 
 def _age(sample: SampleRow) -> int:
@@ -161,36 +170,64 @@ def _shape(name: str, lengths: Sequence[float]) -> dict[str, float]:
     return {f"{name}_mean": mean, **{f"{name}_p{p}": quantile(p / 100) for p in (50, 90, 99)}}
 
 
-def accuracies(task: str, folders: Sequence[Path], num_prompts: int) -> list[tuple[float, float]]:
-    """Share of right answers to the held-out prompts, sampled and greedy, of each model.
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of right answers to held-out prompts."""
+
+    sampled: float
+    greedy: float  # 0 unless asked for
+    untaught: float | None  # of the sampled ones, to prompts that no lesson was like; None: all were taught
+
+
+def accuracies(task: str, folders: Sequence[Path], num_prompts: int) -> list[Accuracy]:
+    """Of each model; between the first and the last none is greedy.
 
     All models, of whatever run, draw with the same random numbers.
     """
     example = settings.read(EXAMPLES / f"{task}.toml", [])
-    tokenizer = Tokenizer(folders[0])
     text = (EXAMPLES / task / "held_out.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()][:num_prompts]
-    reward = load_attribute(f"{EXAMPLES / task}.py:reward", "task")
+    lesson = load_attribute(f"{EXAMPLES / task}.py:lesson", "task")
+    untaught = {number for number, row in enumerate(rows) if lesson(row, Random(0)) is None}
     context = example.data.max_prompt_length + example.sampling.max_response_length
     engine = Engine(load_config(folders[0]), max_rows=_ROWS, max_context=context, version_slots=1)
     found = []
     for version, folder in enumerate(folders):
         engine.load(version, load_folder(folder)[1])
-        right = [0] * (1 + NUM_DRAWS)
-        engine.submit(_requests(rows, tokenizer, version, example.sampling.max_response_length))
-        while not engine.idle:
-            for answer in engine.step():
-                row = rows[answer.id.row]
-                text = tokenizer.decode(answer.token_ids)
-                own = {key: value for key, value in row.items() if key != "prompt"}
-                right[answer.id.sibling] += reward(row["prompt"], text, **own) == 1
+        siblings = range(version not in (0, len(folders) - 1), 1 + NUM_DRAWS)
+        right = _right(engine, task, rows, siblings, version, example.sampling.max_response_length)
         engine.drop(version)
-        found.append((sum(right[1:]) / NUM_DRAWS / len(rows), right[0] / len(rows)))
+        sampled = [own.row for own in right if own.sibling]
+        of_untaught = sum(number in untaught for number in sampled) / NUM_DRAWS
+        found.append(
+            Accuracy(
+                len(sampled) / NUM_DRAWS / len(rows),
+                (len(right) - len(sampled)) / len(rows),
+                of_untaught / len(untaught) if untaught else None,
+            )
+        )
     return found
 
 
+def _right(
+    engine: Engine, task: str, rows: Sequence[dict[str, Any]], siblings: range, version: int, max_tokens: int
+) -> list[RequestId]:
+    """Those that are answered rightly."""
+    tokenizer = Tokenizer(EXAMPLES / task / "start")
+    reward = load_attribute(f"{EXAMPLES / task}.py:reward", "task")
+    engine.submit(_requests(rows, siblings, tokenizer, version, max_tokens))
+    right = []
+    while not engine.idle:
+        for answer in engine.step():
+            row = rows[answer.id.row]
+            own = {key: value for key, value in row.items() if key != "prompt"}
+            if reward(row["prompt"], tokenizer.decode(answer.token_ids), **own) == 1:
+                right.append(answer.id)
+    return right
+
+
 def _requests(
-    rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, version: int, max_tokens: int
+    rows: Sequence[dict[str, Any]], siblings: range, tokenizer: Tokenizer, version: int, max_tokens: int
 ) -> list[Request]:
     """The greedy answer is sibling 0, the others are sampled."""
     return [
@@ -203,5 +240,5 @@ def _requests(
             Sampling(float(sibling > 0), max_tokens, tokenizer.stop_ids),
         )
         for number, row in enumerate(rows)
-        for sibling in range(1 + NUM_DRAWS)
+        for sibling in siblings
     ]

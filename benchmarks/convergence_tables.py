@@ -21,7 +21,14 @@ SHARED_BOUND = 2  # at which trajectories of one version and of several are comp
 
 def tables(rows: Rows) -> list[dict[str, Any]]:
     """All tables, one after the other; each has columns of its own."""
-    return [*_bands(rows), *_tests(rows), *_trajectories(rows), *_lengths(rows), *_times(rows)]
+    return [
+        *_bands(rows),
+        *_tests(rows),
+        *_trajectories(rows),
+        *_lengths(rows),
+        *_times(rows),
+        *_untaught(rows),
+    ]
 
 
 def ratios_of(rows: Rows) -> dict[str, float]:
@@ -33,7 +40,8 @@ def ratios_of(rows: Rows) -> dict[str, float]:
             found[f"dora_s2_minus_sync_{test['task']}_half"] = test["half"]
     for row in _lengths(rows):
         if row["policy"] == "dropping":
-            found[f"dropping_trained_over_generated_{row['task']}"] = row["trained_over_generated"]
+            found[f"dropped_share_{row['task']}"] = row["dropped_share"]
+            found[f"dropped_share_of_longest_{row['task']}"] = row["dropped_share_of_longest"]
     return found
 
 
@@ -113,7 +121,7 @@ def _lengths(rows: Rows) -> Iterator[dict[str, Any]]:
     columns = [f"{name}_{of}" for name in ("generated", "trained") for of in ("mean", "p50", "p90", "p99")]
     for named, own in _groups(rows):
         if named["correction"] == "none":
-            means = _means(own, ("dropped_share", *columns))
+            means = _means(own, ("dropped_share", "dropped_share_of_longest", *columns))
             ratio = means["trained_mean"] / means["generated_mean"]
             yield named | means | {"trained_over_generated": round(ratio, 4)}
 
@@ -137,6 +145,14 @@ def _times(rows: Rows) -> Iterator[dict[str, Any]]:
                 "s_to_target": round(statistics.median(took_s for _, took_s in reached), 2),
                 "wall_s": round(statistics.median(row["wall_s"] for row in own), 2),
             }
+
+
+def _untaught(rows: Rows) -> Iterator[dict[str, Any]]:
+    """Accuracy on held-out prompts that need longer answers than any that was taught, before and after."""
+    for named, own in _groups([row for row in rows if "untaught_at_0" in row]):
+        mean, half = band([row["untaught_at_100"] for row in own])
+        before = statistics.fmean(row["untaught_at_0"] for row in own)
+        yield named | {"untaught_at_0": before, "untaught_at_100": round(mean, 4), "half": round(half, 4)}
 
 
 def _reached(row: dict[str, Any], target: float) -> tuple[float, float] | None:

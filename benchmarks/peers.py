@@ -2,26 +2,29 @@
 
 TRL trains with GRPOTrainer, generating with transformers or with a vLLM server, and with AsyncGRPOTrainer
 on such a server; each with the settings that were the fastest here (`--trials` measures them). Rates leave
-out starts and the first steps, CPU time and memory leave out starts. Models kept on the way are judged afterwards, all in the same manner: `to_accuracy_s` is how long training took to where that line
-reaches the target. `discarded` counts answers that were generated and never trained; where there are
-some, the answers trained may be shorter than those generated (both in tokens, means). Nothing is published
-unless every trainer got better. A peer that is not there, or fails, has a line that says why.
+out starts and the first steps, CPU time and memory leave out starts. Models kept on the way are judged
+afterwards, all in the same manner: `to_accuracy_s` is how long training took to where that line reaches
+the target. `discarded` counts answers that were generated and never trained; where there are some, the
+answers trained may be shorter than those generated (both in tokens, means). Nothing is published unless
+every trainer got better. A peer that is not there, or fails, has a line that says why.
 
-    python benchmarks/peers.py [--quick] [--json FILE] [--trl-python PYTHON] [--vllm-python PYTHON] [--trials]
+    python benchmarks/peers.py [--quick] [--json FILE] [--trl-python PYTHON] [--vllm-python PYTHON]
+                               [--rows FILE] [--trials]
 
---quick takes fewer steps and has one seed and staleness bound; with both peers it takes eight minutes.
+With --rows, finished runs are kept in a file and not repeated by the next call. --quick takes fewer steps
+and has one seed and staleness bound; with both peers it takes eight minutes.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ from dora.model.folder import load_folder
 from dora.rewards.gcd import reward
 
 SEEDS = (0, 1, 2)
-NUM_STEPS, SAVE_EVERY, TARGET = 160, 10, 0.8
+NUM_STEPS, SAVE_EVERY, TARGET = 100, 10, 0.75
 QUICK_STEPS, QUICK_SAVE_EVERY, QUICK_TARGET = 30, 5, 0.45
 WARM_UP = 5  # steps that no rate counts
 BEST: Mapping[str, Mapping[str, Any]] = {  # by --trials, on two cores
@@ -109,6 +112,7 @@ def main() -> None:
     help_of_trl = "one that can import trl; with the extra `bench` it is this one"
     parser.add_argument("--trl-python", type=Path, metavar="PYTHON", default=here, help=help_of_trl)
     parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="one that can import vllm")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="keep finished runs here, and use them")
     parser.add_argument("--trials", action="store_true", help="measure settings of TRL instead")
     given = parser.parse_args()
     options, peers = options_of(given), Peers(given.trl_python, given.vllm_python)
@@ -117,7 +121,7 @@ def main() -> None:
             publish(options, [*trials(peers, Path(folder))], {})
             return
         length = QUICK if options.quick else WHOLE
-        rows = [*compare(peers, length, Path(folder))]
+        rows = [*compare(peers, length, Path(folder), given.rows)]
     check_learning(rows)
     publish(options, rows, ratios_of(rows) | {"target_accuracy": length.target})
 
@@ -132,20 +136,45 @@ def systems(bounds: Iterable[int]) -> Iterator[System]:
         yield System("trl async, vLLM", "async", bound, BEST["async"])
 
 
-def compare(peers: Peers, length: Length, folder: Path) -> Iterator[Row]:
-    """All systems with one seed, then with the next."""
+def compare(peers: Peers, length: Length, folder: Path, kept: Path | None) -> Iterator[Row]:
+    """All systems with one seed, then with the next; what `kept` has is not measured again."""
     judge = Judge(length.num_answers)
+    known = {name_of(row): row for row in rows_of(kept)}
     for seed in length.seeds:
         task = Task(length.num_steps, length.save_every, seed)
-        for system, run in runs(systems(length.bounds), task, peers, folder / str(seed)):
-            named: dict[str, str | int | float] = {"system": system.name, "bound": system.bound, "seed": seed}
-            if isinstance(run, Run):
-                found = figures(run, task) | judge.figures(run, length)
-                row: Row = named | {"steps": task.num_steps} | found
+        missing = []
+        for system in systems(length.bounds):
+            if row := known.get((system.name, system.bound, seed, task.num_steps)):
+                yield row
             else:
-                row = named | {"not_measured": str(run)}
-            print(row, flush=True)
+                missing.append(system)
+        for system, run in runs(missing, task, peers, folder / str(seed)):
+            named: dict[str, str | int | float] = {"system": system.name, "bound": system.bound, "seed": seed}
+            if isinstance(run, NotMeasured):
+                yield named | {"not_measured": str(run)}
+                continue
+            found = figures(run, task) | judge.figures(run, length.target)
+            row = named | {"steps": task.num_steps} | found
+            keep(row, kept)
             yield row
+
+
+def rows_of(kept: Path | None) -> list[Row]:
+    """What other calls have measured."""
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept and kept.exists() else ()
+    return [json.loads(line) for line in lines]
+
+
+def keep(row: Row, kept: Path | None) -> None:
+    """For other calls; and to see how far this one is."""
+    print(json.dumps(row), flush=True)
+    if kept:
+        with kept.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def name_of(row: Row) -> tuple[str | int | float, ...]:
+    return row["system"], row["bound"], row["seed"], row["steps"]
 
 
 def trials(peers: Peers, folder: Path) -> Iterator[Row]:
@@ -214,15 +243,16 @@ class Judge:
         self._num_judged = 0
         self._accuracy_of_start = self.accuracy(self._start)
 
-    def figures(self, run: Run, length: Length) -> dict[str, str | float]:
-        """When the target was reached, on a line from model to model, and where it ended."""
-        found = [(0.0, self._accuracy_of_start)]
-        for num_steps in sorted(run.models):
-            found.append((run.ends[num_steps - 1] - run.began, self.accuracy(run.models[num_steps])))
+    def figures(self, run: Run, target: float) -> dict[str, str | float]:
+        """When the target was reached, on a line from model to model, and where training ended."""
+        times = [0.0] + [run.ends[num_steps - 1] - run.began for num_steps in sorted(run.models)]
+        found, left = [self._accuracy_of_start], [run.models[num_steps] for num_steps in sorted(run.models)]
+        while left and found[-1] < target:
+            found.append(self.accuracy(left.pop(0)))
         return {
-            "to_accuracy_s": reached(found, length.target),
+            "to_accuracy_s": reached(times, found, target),
             "accuracy_before": self._accuracy_of_start,
-            "accuracy_after": found[-1][1],
+            "accuracy_after": self.accuracy(left[-1]) if left else found[-1],
         }
 
     def accuracy(self, folder: Path) -> float:
@@ -247,12 +277,14 @@ class Judge:
         return statistics.fmean(rewards)
 
 
-def reached(found: list[tuple[float, float]], target: float) -> float | str:
-    """When the line through these times and accuracies first gets there."""
-    for (before_s, before), (after_s, after) in pairwise(found):
-        if after >= target:
-            return before_s + max(0.0, target - before) / (after - before) * (after_s - before_s)
-    return "not reached"
+def reached(times: Sequence[float], found: Sequence[float], target: float) -> float | str:
+    """When the line through these accuracies, of which only the last can be there, gets to the target."""
+    if found[-1] < target:
+        return "not reached"
+    if len(found) == 1:
+        return 0.0
+    share = (target - found[-2]) / (found[-1] - found[-2])
+    return times[len(found) - 2] + share * (times[len(found) - 1] - times[len(found) - 2])
 
 
 def check_learning(rows: Iterable[Row]) -> None:

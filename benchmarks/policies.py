@@ -38,8 +38,8 @@ from dora import settings
 from dora.observe import audit
 from dora.runtime import run
 
-SKIPPED = 6  # steps at the beginning, in which the pipeline fills
-ENDING = 6  # steps at the end: with S = 4 nothing is admitted in the last five
+SKIPPED = 5  # steps at the beginning, in which the pipeline fills
+ENDING = 5  # steps at the end: with S = 4 nothing is admitted any more
 WINDOW = 5  # steps over which sampled accuracy is averaged
 
 

@@ -18,7 +18,9 @@ import httpx
 
 LOOKS = ("/v1/status", "/v1/versions", "/v1/engines", "/metrics")
 AGAIN_S = 0.05  # before a call that came too early is made again
-MALFORMED, VANISHING = 0.05, 0.002  # shares of calls, and of episodes whose agent is never heard of again
+# Shares: of calls that play an episode, before which one is malformed (of all, which are more, one in
+# twenty); and of episodes whose agent is never heard of again.
+MALFORMED, VANISHING = 0.085, 0.002
 HANG_UP = 0  # in place of a status, where nobody waits for one
 
 

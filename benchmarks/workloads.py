@@ -107,12 +107,18 @@ def forced(reward: Callable[..., float], batch_size: int, **more: object) -> Cha
     }
 
 
-PACED = {"engine__num_engines": 4, "engine__max_rows": 8}
+# As GRPO is often run: log-probs of the step's own policy, and a KL to the initial one, besides the gradient.
+PACED = {
+    "engine__num_engines": 4,
+    "engine__max_rows": 8,
+    "correction__proximal": "recomputed",
+    "algorithm__kl_loss_coef": 1e-3,
+}
 DEMO = Workload("demo", "none", Plan, 100, {}, accuracy=0.75)
 TAIL = Workload("tail", "none", ForcedTail, 64, forced(differ_in_some, 4), num_repeats=3)
 LIGHT = Workload("light", "none", ForcedLight, 48, forced(differ_in_some, 4))
-PACED_TAIL = Workload("tail", "3ms", ForcedTail, 28, forced(differ, 16, **PACED), num_repeats=3)
-PACED_LIGHT = Workload("light", "3ms", ForcedLight, 24, forced(differ, 16, **PACED))
+PACED_TAIL = Workload("tail", "6ms", ForcedTail, 20, forced(differ, 16, **PACED), num_repeats=3)
+PACED_LIGHT = Workload("light", "6ms", ForcedLight, 20, forced(differ, 16, **PACED))
 WORKLOADS = (DEMO, TAIL, LIGHT, PACED_TAIL, PACED_LIGHT)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -10,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dora import settings
+from dora.runtime import adapters
+from dora.runtime.plan import Plan
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -29,7 +32,8 @@ def module(name: str) -> Any:
 def row(policy: str, seed: int, final: float, task: str = "chains") -> dict[str, Any]:
     """A run that gains evenly from 0 to `final` in 10 s."""
     lengths = {f"{n}_{of}": 40.0 for n in ("generated", "trained") for of in ("mean", "p50", "p90", "p99")}
-    figures = dict.fromkeys(("mixed_share", "segments", "staleness_mean", "ess", "kl", "dropped_share"), 0.0)
+    names = ("mixed_share", "segments", "staleness_mean", "ess", "kl")
+    figures = dict.fromkeys((*names, "dropped_share", "dropped_share_of_longest"), 0.0)
     return {
         "task": task,
         "policy": policy,
@@ -46,10 +50,25 @@ def row(policy: str, seed: int, final: float, task: str = "chains") -> dict[str,
     }
 
 
+def test_every_setting_is_a_run_that_can_be_planned(tmp_path: Path) -> None:
+    convergence, runs = module("convergence"), module("convergence_run")
+    assert len(set(convergence.SETTINGS)) == len(convergence.SETTINGS)
+    for setting in (*convergence.SETTINGS, *convergence.QUICK):
+        config = settings.read(runs.EXAMPLES / "sorting.toml", [*setting.changes(batch_size=8)])
+        adapters.check(config)
+        limits = Plan.make(config, tmp_path).limits
+        assert limits.max_staleness >= setting.max_staleness
+        assert limits.breaks_c1 == (setting.policy in runs.MIXED)
+        assert config.window == (setting.max_staleness + 1) * 8  # dropping, too, is no further ahead
+
+
 def test_a_band_is_that_of_student() -> None:
     mean, half = module("bands").band([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (mean, round(half, 4)) == (3.0, 1.9629)  # 2.776 * sqrt(2.5 / 5)
-    assert math.isnan(module("bands").band([1.0])[1])
+
+
+def test_one_seed_says_nothing_of_others() -> None:
+    assert module("bands").band([0.8]) == (0.8, 1.0)
 
 
 def test_a_difference_is_told_from_noise_by_seeds_in_pairs() -> None:

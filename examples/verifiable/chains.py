@@ -16,7 +16,7 @@ from dora.data.gcd import chain, slipping_chain
 
 ALPHABET = "0123456789,;=:"
 LARGEST, NUM_HELD_OUT = 40, 256
-LONGEST_TAUGHT = 9  # steps; half of the pairs need more
+LONGEST_TAUGHT = 9  # steps; a third of the pairs needs more
 SLIP = 0.07  # share of steps that the teacher gets wrong
 
 

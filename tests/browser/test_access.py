@@ -88,6 +88,15 @@ def opened(page: Page, file: Path) -> Page:
     return page
 
 
+@pytest.fixture(scope="module")
+def still(browser: Browser, file: Path) -> Iterator[Page]:
+    """For tests that only look."""
+    page = browser.new_page()
+    show(page, file)
+    yield page
+    page.close()
+
+
 def show(page: Page, file: Path) -> None:
     """Until all charts are drawn."""
     page.goto(file.as_uri())
@@ -110,17 +119,17 @@ def described(page: Page, selector: str, script: str) -> list[Any]:
     return found
 
 
-def test_the_page_has_a_language_a_title_and_one_first_heading(opened: Page) -> None:
-    assert opened.locator("html").get_attribute("lang") == "en"
-    assert "DORA" in opened.title()
-    levels = described(opened, "h1, h2, h3, h4", "e => Number(e.tagName[1])")
+def test_the_page_has_a_language_a_title_and_one_first_heading(still: Page) -> None:
+    assert still.locator("html").get_attribute("lang") == "en"
+    assert "DORA" in still.title()
+    levels = described(still, "h1, h2, h3, h4", "e => Number(e.tagName[1])")
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
-def test_every_chart_and_control_has_a_name(opened: Page) -> None:
-    lines = opened.locator("body").aria_snapshot().splitlines()
+def test_every_chart_and_control_has_a_name(still: Page) -> None:
+    lines = still.locator("body").aria_snapshot().splitlines()
     told = [match for line in lines if (match := re.fullmatch(r"\s*- '?([a-z]+)(?: (\".*))?'?:?", line))]
     roles = [match[1] for match in told]
     assert roles.count("img") > NUM_CHARTS
@@ -171,6 +180,6 @@ def test_text_stands_out_from_what_is_behind_it(coloured: Page) -> None:
 
 
 @pytest.mark.parametrize("size", [PHONE, NARROW], ids=["phone", "narrow"])
-def test_a_phone_scrolls_in_one_direction_only(opened: Page, size: dict[str, int]) -> None:
-    opened.set_viewport_size(size)  # type: ignore[arg-type]
-    assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
+def test_a_phone_scrolls_in_one_direction_only(still: Page, size: dict[str, int]) -> None:
+    still.set_viewport_size(size)  # type: ignore[arg-type]
+    assert still.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -67,7 +67,7 @@ def test_a_teacher_writes_what_the_model_can_read_and_is_not_always_right(name: 
 def test_long_chains_are_trained_and_not_taught() -> None:
     chains = task_of("chains")
     lessons = [chains.lesson(row, random.Random(0)) for row in rows_of("chains", "prompts")]
-    assert 0.2 < sum(lesson is not None for lesson in lessons) / len(lessons) < 0.5
+    assert 0.2 < sum(lesson is None for lesson in lessons) / len(lessons) < 0.5
 
 
 def test_stories_are_told_in_three_scripts() -> None:
@@ -75,5 +75,5 @@ def test_stories_are_told_in_three_scripts() -> None:
     by_language = {
         name: "".join(r["prompt"] for r in held_out if r["language"] == name) for name in ["en", "ru", "zh"]
     }
-    for name, letters in {"en": "abc", "ru": "абв", "zh": "小明红"}.items():
+    for name, letters in {"en": "aeinsy", "ru": "авля", "zh": "小明红"}.items():
         assert all(letter in by_language[name] for letter in letters)

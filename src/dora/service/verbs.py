@@ -97,6 +97,7 @@ async def drain_engine(engine: Number, run: Run) -> EngineState:
     def drain(inside: Inside) -> EngineState | None:
         nonlocal is_asked
         if not is_asked:
+            looking.engine(inside, engine)  # or 404, whatever the run is doing
             inside.check_training()
             desk.ask_to_leave(inside.hands, engine)
             is_asked = True
