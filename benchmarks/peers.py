@@ -1,7 +1,7 @@
 """DORA and TRL on the demo's task: the same model, tokenizer, prompts, reward, groups, batches and schedule.
 
 TRL trains with GRPOTrainer, generating with transformers or with a vLLM server, and with AsyncGRPOTrainer
-on such a server; each with the settings that were the fastest here (`--trials` measures them). Rates leave
+on such a server, on one thread per process as DORA has it; `--trials` measures other settings. Rates leave
 out starts and the first steps, CPU time and memory leave out starts. Models kept on the way are judged
 afterwards, all in the same manner: `to_accuracy_s` is how long training took to where that line reaches
 the target. `discarded` counts answers that were generated and never trained; where there are some, the
@@ -43,7 +43,7 @@ SEEDS = (0, 1, 2)
 NUM_STEPS, SAVE_EVERY, TARGET = 100, 10, 0.75
 QUICK_STEPS, QUICK_SAVE_EVERY, QUICK_TARGET = 30, 5, 0.45
 WARM_UP = 5  # steps that no rate counts
-BEST: Mapping[str, Mapping[str, Any]] = {  # by --trials, on two cores
+BEST: Mapping[str, Mapping[str, Any]] = {  # of those in TRIALS
     "sync": {"threads": 1, "micro_batch": 32},
     "sync_vllm": {"threads": 1, "micro_batch": 32},
     "async": {"threads": 1, "micro_batch": 64},
