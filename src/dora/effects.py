@@ -34,6 +34,10 @@ def without_effect(config: Config) -> dict[str, dict[str, str]]:
     if config.orchestrator.max_staleness < 2 or config.orchestrator.staleness == "adaptive":
         why = "with max_staleness < 2 or staleness = adaptive: any old version may be at its deadline"
         found["engine"]["tail_interval"] = why
+    if config.breaks_c1:
+        found["engine"]["tail_interval"] = f"with update_policy = {policy}: one version decodes"
+        if config.orchestrator.placement != "colocated":
+            found["orchestrator"]["placement"] = f"with update_policy = {policy}: nothing is moved"
     if config.is_static:
         setting = "orchestrator.placement = static"
         if config.breaks_c1:

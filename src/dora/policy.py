@@ -64,8 +64,12 @@ def _check_renewal(config: Config, policy: str, slots: int | None) -> None:
     """Raises ConfigError for what cannot be had with answers that go on with newer weights."""
     wanted = {
         "engine.adapter": (config.engine.adapter is not None, "only DORA's own engine does so"),
+        "trainer.routing_replay": (
+            config.trainer.routing_replay and policy == "partial",
+            "the experts of what is computed again are not those that drew it",
+        ),
         "engine.exact": (config.engine.exact, "no version can find such log-probs again"),
-        "env.environment and service.agents": (
+        "env.environment, env.hosts and service.agents": (
             config.has_episodes,
             "episodes keep the version they began with",
         ),
@@ -76,8 +80,9 @@ def _check_renewal(config: Config, policy: str, slots: int | None) -> None:
                 f"orchestrator.update_policy = {policy} lets answers go on with newer weights; {why}: "
                 f"remove {key}, or use update_policy = dora"
             )
-    if slots == 1 and config.orchestrator.max_staleness:
+    fitting = min(config.live_versions, 2 + config.evaluates_beside)
+    if slots not in (None, fitting):
         raise ConfigError(
-            f"engine.version_slots = 1: update_policy = {policy} needs 2, for the old weights are let go "
-            "of once the new ones are there; raise or remove it"
+            f"engine.version_slots = {slots}: update_policy = {policy} needs {fitting}, for the old weights "
+            "are let go of once the new ones are there, and with eval.every one version is kept; remove it"
         )

@@ -303,7 +303,8 @@ class Weights(Section):
         default=None,
         gt=0,
         description="engines leave out a version that is nearer to theirs by the KL of the samples trained, "
-        "unless the bound asks (nats per token); unset: none; with dora only",
+        "unless the bound asks (nats per token); unset: none; with dora, "
+        "partial and inflight",
     )
 
 

@@ -228,3 +228,24 @@ def test_what_is_given_up_leaves_nothing(keeps_kv: bool) -> None:
     made.check()
     assert made.idle
     assert tokens(run(made, asked)).keys() == {r.id for r in asked}
+
+
+def test_a_row_without_a_token_does_not_keep_the_kv_of_its_prompt() -> None:
+    """Else its record would name one version, and another would have read the prompt."""
+    made = renewing(keeps_kv=True)
+    rushed, late = request(0, prompt_length=20), request(4, prompt_length=20)
+    made.submit([rushed])
+    made.step()
+    made.rush([rushed.id])
+    made.submit([late])
+    made.step()  # it has a row, and stands still
+    assert made.progress()[late.id] == 0
+    made.load(1, weights(1))
+    made.rush([])
+    answers = finish(made)
+    fresh = renewing(keeps_kv=True)
+    fresh.load(1, weights(1))
+    asked = Request(late.id, late.group, late.prompt_ids, 1, late.seed, late.sampling)
+    assert [(c.version, c.num_tokens) for c in answers[late.id].chunks] == [(1, 20)]
+    assert answers[late.id].token_ids == run(fresh, [asked])[late.id].token_ids
+    assert [c.version for c in answers[rushed.id].chunks] == [0, 1]

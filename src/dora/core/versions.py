@@ -12,6 +12,7 @@ from dora.core.actions import Action, Dismiss, Drop, Load, Retire
 from dora.core.bound import deadline_at, num_admissible
 from dora.core.deadlines import nearest_first
 from dora.core.engines import Engine
+from dora.core.renewing import front
 from dora.core.state import State
 
 ENGINES_PER_LOAD = 4  # engines for each that may load at a time, where loads are deferred
@@ -147,7 +148,9 @@ def _is_overdue(state: State, version: int) -> bool:
 
 
 def _stranded(state: State) -> list[int]:
-    """Versions that only engines on their way out decode."""
+    """Versions that only engines on their way out decode, where requests can move."""
+    if state.limits.is_static:
+        return []
     found = {v for e in state.leaving for v in state.engines[e].requests.values()}
     return nearest_first(state, (v for v in found if v not in state.holders and v not in state.coming))
 
@@ -174,6 +177,9 @@ def _due(state: State, engine: Engine) -> int | None:
         return current if is_used or current == max(state.holders, default=None) else None
     if not engine.held:
         return newest
+    begun = front(state) if limits.breaks_c1 else None
+    if begun is not None and engine.top < begun and engine.free_rows > 0:
+        return begun  # nothing else is begun any more
     is_useful = not limits.is_deferred or engine.free_rows > 0
     is_left_out = engine.skipped == newest and engine.top in state.store
     return newest if is_useful and not is_left_out and newest - engine.top >= limits.load_interval else None
@@ -253,4 +259,5 @@ def _may_drop(state: State, engine: Engine, version: int) -> bool:
     is_last_copy = len(state.holders.get(version, ())) == 1
     run = state.evaluation
     is_kept = run is not None and run.version == version != engine.clearing and run.num_left > 0
-    return not (is_last_copy and (is_kept or state.is_pinned(version)))
+    is_needed = state.is_pinned(version) and not state.limits.breaks_c1  # else who needs it has it
+    return not (is_last_copy and (is_kept or is_needed))

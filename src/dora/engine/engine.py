@@ -107,6 +107,7 @@ class Engine:
         self._order: list[Seated] = []  # rows that decode
         self._resting = frozenset[int]()  # versions that sit this step out
         self._is_paused = False
+        self._ended_s = 0.0  # when the last step was due to end
         self.busy_row_s = 0.0  # rows that decoded times wall time, summed over steps
         self.num_steps = 0  # decode steps so far
         self.num_decoded = 0  # tokens of answers so far
@@ -250,19 +251,20 @@ class Engine:
         """Schedule, prefill, decode, collect; returns the answers that this step finished."""
         if self._is_paused:
             return []
-        started_s = time.perf_counter()
+        started_s = self._begin_s()
         self._choose_resting()
         self._prefill(self._schedule())
         num_rows = len(self._rows.active)
         if not num_rows:
             return []
         completions = self._collect([self._order[i] for i in self._decode()])
-        rest_s = started_s + self._pace_s - time.perf_counter()
-        if rest_s > 0:
-            time.sleep(rest_s)
+        spent_s = time.perf_counter() - started_s
+        if spent_s < self._pace_s:
+            time.sleep(self._pace_s - spent_s)
+        self._ended_s = started_s + max(self._pace_s, spent_s)
         self.num_steps += 1
         self.num_decoded += num_rows
-        self.busy_row_s += num_rows * (time.perf_counter() - started_s)
+        self.busy_row_s += num_rows * (self._ended_s - started_s)
         return completions
 
     def check(self) -> None:
@@ -271,6 +273,11 @@ class Engine:
         assert len(self._seats) == len(self._scheduler.swapped), "host memory is kept for nobody"
         slots = [*(loaded.slot for loaded in self._held.values()), *self._placed.values(), *self._free_slots]
         assert sorted(slots) == list(range(len(self._slot_stamps))), f"slots held or free: {sorted(slots)}"
+
+    def _begin_s(self) -> float:
+        """When this step begins: at a pace, as soon as the last one was due to end, as on a device."""
+        now_s = time.perf_counter()
+        return self._ended_s if now_s - self._ended_s < self._pace_s else now_s
 
     def _schedule(self) -> Plan:
         """Let rows and blocks change hands; returns what is to be computed before the next decode step."""

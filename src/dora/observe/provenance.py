@@ -42,6 +42,7 @@ class Provenance:
         self._admitted: dict[GroupId, int] = {}
         self._evaluated: set[int] = set()  # versions that held-out prompts are answered by
         self._held: dict[int, set[int]] = {}
+        self._had: dict[int, set[int]] = {}  # by engine: versions that it has held at any time
         self._given: dict[RequestId, int] = {}  # -> the engine that generates it
         self._moving: dict[RequestId, tuple[int, int]] = {}  # -> from and to which engine
 
@@ -106,6 +107,7 @@ class Provenance:
     def _resume(self, fact: Resumed) -> None:
         """Every engine is gone; the versions that were kept are those that were published."""
         self._held.clear()
+        self._had.clear()
         self._given.clear()
         self._moving.clear()
         self._resumed_from = fact.from_step
@@ -155,6 +157,7 @@ class Provenance:
     def _close(self, engine: int) -> None:
         """The engine is gone, and with it what it held; its moves have been told."""
         self._held.pop(engine, None)
+        self._had.pop(engine, None)
         moving = [str(r) for r, ends in sorted(self._moving.items()) if engine in ends]
         self._check(not moving, f"engine {engine} is gone in the middle of moves of {', '.join(moving)}")
 
@@ -165,6 +168,7 @@ class Provenance:
             f"engine {fact.engine} loaded {fact.digest} as version {fact.version}, published is {published}",
         )
         self._held.setdefault(fact.engine, set()).add(fact.version)
+        self._had.setdefault(fact.engine, set()).add(fact.version)
 
     def _finished(self, fact: RequestFinished) -> None:
         self.num_trajectories += 1
@@ -210,6 +214,11 @@ class Provenance:
             is_forward and admitted is not None and versions[:1] >= [admitted],
             f"{name} of a group of version {admitted} has segments of {versions}",
         )
+        unknown = {*versions} - self._had.get(fact.engine, set())
+        self._check(
+            not unknown,
+            f"{name} has segments of {sorted(unknown)}, which engine {fact.engine} has never loaded",
+        )
         for version, digest, _ in fact.chunks:
             published = self._published.get(version)
             self._check(
@@ -232,10 +241,10 @@ class Provenance:
         if len(fact.chunks) > 1 and self._breaks_c1:
             told = (fact.chunks[0].version, "+".join(c.digest for c in fact.chunks))
             segments = tuple((c.version, c.num_tokens) for c in fact.chunks)
-            self._check(
-                row.segments == segments, f"{name} is stored with segments {row.segments}, not {segments}"
-            )
         else:
             version = fact.chunks[0].version if fact.chunks else fact.version
-            told = (version, self._published.get(version, ""))
+            told, segments = (version, self._published.get(version, "")), ()
+        self._check(
+            row.segments == segments, f"{name} is stored with segments {row.segments}, not {segments}"
+        )
         self._check(stored == told, f"{name} is stored as sampled from {stored}, not from {told}")

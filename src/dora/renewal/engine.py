@@ -42,9 +42,9 @@ class RenewingEngine(TurnTakingEngine):
         super().hold(version, digest)
         self._disarrange()
         for request in [r for r in self._scheduler.requests() if self._version_for(r) > r.version]:
-            was_running = request.id in self._scheduler.running
-            sequence = self._places.renew(replace(request, version=version), keeps_kv=self._keeps_kv)
-            if sequence is not None and was_running and self._keeps_kv:
+            keeps_kv = self._keeps_kv and self._has_drawn(request.id)
+            sequence = self._places.renew(replace(request, version=version), keeps_kv=keeps_kv)
+            if keeps_kv:
                 self._mixed.add(request.id)
             elif sequence is not None:
                 self._lose_kv(sequence)
@@ -70,6 +70,11 @@ class RenewingEngine(TurnTakingEngine):
     def _version_for(self, request: Request) -> int:
         """What a request is decoded with from now on."""
         return request.version if request.id.is_held_out else max(request.version, *self._held)
+
+    def _has_drawn(self, request_id: RequestId) -> bool:
+        """Whether it is a row with a token; without one, KV of old weights would look like that of the new."""
+        sequence = self._scheduler.running.get(request_id)
+        return sequence is not None and self._rows.num_tokens(sequence) > 0
 
     def _disarrange(self) -> None:
         """No row decodes, and a step that has been begun with other weights is void."""

@@ -194,7 +194,8 @@ class Plan:
     @property
     def pool_bytes(self) -> int:
         """What of that lies in memory that processes share."""
-        return 0 if is_gpu(self.config.engine.device) else self.kv_bytes
+        is_private = is_gpu(self.config.engine.device) or self.config.breaks_c1  # nothing is moved
+        return 0 if is_private else self.kv_bytes
 
     @property
     def stream_bytes(self) -> int:
