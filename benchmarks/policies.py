@@ -3,8 +3,9 @@
 Three workloads (`workloads.py`), as fast as two cores go, and with engines paced like accelerators, whose
 step takes as long for one row as for all; every policy (`contenders.py`) has its own best settings. Policies
 run in turn, so that a busy machine disturbs all alike. Figures are of the steps between the first few and
-those in which nothing is admitted any more; every comparison names both bounds S. A ladder adds DORA's parts
-to `sync` one by one. With --rows, finished runs are kept in a file, and not repeated by the next call.
+those in which nothing is admitted any more; every comparison names both bounds S. A ladder, not in --quick,
+adds DORA's parts to `sync` one by one. With --rows, finished runs are kept in a file, and those that are there
+already are not repeated.
 
     python benchmarks/policies.py [--quick] [--search] [--rows FILE] [--json FILE]
 """
@@ -224,7 +225,8 @@ def main() -> None:
     if not options.quick:
         ratios |= {**headline(rows, LIGHT, "light_"), **headline(rows, DEMO, "demo_")}
     shapes = [shape_of(workload) for workload in (TAIL, LIGHT)]
-    publish(options, [*shapes, *rows, *compared, *climb(runs, PACED_TAIL)], ratios)
+    climbed = [] if options.quick else climb(runs, PACED_TAIL)
+    publish(options, [*shapes, *rows, *compared, *climbed], ratios)
 
 
 if __name__ == "__main__":
