@@ -4,8 +4,8 @@ Three workloads (`workloads.py`), as fast as two cores go, and with engines pace
 step takes as long for one row as for all; every policy (`contenders.py`) has its own best settings. Policies
 run in turn, so that a busy machine disturbs all alike. Figures are of the steps between the first few and
 those in which nothing is admitted any more; every comparison names both bounds S. A ladder, not in --quick,
-adds DORA's parts to `sync` one by one. With --rows, finished runs are kept in a file, and those that are there
-already are not repeated.
+adds DORA's parts to `sync` one by one. With --rows, finished runs are kept in a file, and the next call takes
+them from there.
 
     python benchmarks/policies.py [--quick] [--search] [--rows FILE] [--json FILE]
 """
@@ -55,7 +55,7 @@ class Runs:
 
     def row(self, workload: Workload, who: Contender, seed: int) -> dict[str, Any]:
         """One run's figures."""
-        key = json.dumps([workload.settings(), who.settings(), seed])
+        key = json.dumps([workload.name, workload.settings(), who.settings(), seed])
         if key not in self._found:
             self._found[key] = measure(workload, who, seed)
             if self._path:

@@ -107,7 +107,7 @@ def forced(reward: Callable[..., float], batch_size: int, **more: object) -> Cha
     }
 
 
-# As large models are trained: log-probs of the step's own policy, a KL to the initial one, and layers computed
+# As large models are trained: log-probs of the step's own policy, a KL to the initial one, layers computed
 # again on the way back. So the trainer is nearly as slow as all rows together.
 PACED = {
     "engine__num_engines": 4,
@@ -120,8 +120,8 @@ PACED = {
 DEMO = Workload("demo", "none", Plan, 100, {}, accuracy=0.75)
 TAIL = Workload("tail", "none", ForcedTail, 48, forced(differ_in_some, 4), num_repeats=3)
 LIGHT = Workload("light", "none", ForcedLight, 48, forced(differ_in_some, 4))
-PACED_TAIL = Workload("tail", "8ms", ForcedTail, 20, forced(differ, 16, **PACED), num_repeats=3)
-PACED_LIGHT = Workload("light", "8ms", ForcedLight, 20, forced(differ, 16, **PACED))
+PACED_TAIL = Workload("tail", "9ms", ForcedTail, 18, forced(differ, 16, **PACED), num_repeats=3)
+PACED_LIGHT = Workload("light", "9ms", ForcedLight, 18, forced(differ, 16, **PACED))
 WORKLOADS = (DEMO, TAIL, LIGHT, PACED_TAIL, PACED_LIGHT)
 
 

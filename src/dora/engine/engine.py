@@ -107,8 +107,8 @@ class Engine:
         self._order: list[Seated] = []  # rows that decode
         self._resting = frozenset[int]()  # versions that sit this step out
         self._is_paused = False
-        self._ended_s = 0.0  # when the last step was due to end
-        self.busy_row_s = 0.0  # rows that decoded times wall time, summed over steps
+        # When the last step was due to end, and rows that decoded times wall time, summed over steps.
+        self._ended_s = self.busy_row_s = 0.0
         self.num_steps = 0  # decode steps so far
         self.num_decoded = 0  # tokens of answers so far
         self.num_prefilled = 0  # prompt tokens computed so far
@@ -139,8 +139,7 @@ class Engine:
     @property
     def kv_share(self) -> float:
         """Share of the KV blocks that hold tokens; what longest answers might need is not counted."""
-        running = self._scheduler.running.values()
-        num_full = sum(num_blocks_for(self._rows.num_computed(sequence)) for sequence in running)
+        num_full = sum(num_blocks_for(self._rows.num_computed(s)) for s in self._scheduler.running.values())
         return num_full / self._num_blocks
 
     @property
@@ -251,17 +250,17 @@ class Engine:
         """Schedule, prefill, decode, collect; returns the answers that this step finished."""
         if self._is_paused:
             return []
-        started_s = self._begin_s()
+        # At a pace, a step begins as soon as the last one was due to end, as on a device.
+        started_s = self._ended_s if (now_s := time.perf_counter()) < self._ended_s + self._pace_s else now_s
         self._choose_resting()
         self._prefill(self._schedule())
         num_rows = len(self._rows.active)
         if not num_rows:
             return []
         completions = self._collect([self._order[i] for i in self._decode()])
-        spent_s = time.perf_counter() - started_s
-        if spent_s < self._pace_s:
-            time.sleep(self._pace_s - spent_s)
-        self._ended_s = started_s + max(self._pace_s, spent_s)
+        self._ended_s = max(started_s + self._pace_s, time.perf_counter())
+        if (rest_s := self._ended_s - time.perf_counter()) > 0:
+            time.sleep(rest_s)
         self.num_steps += 1
         self.num_decoded += num_rows
         self.busy_row_s += num_rows * (self._ended_s - started_s)
@@ -273,11 +272,6 @@ class Engine:
         assert len(self._seats) == len(self._scheduler.swapped), "host memory is kept for nobody"
         slots = [*(loaded.slot for loaded in self._held.values()), *self._placed.values(), *self._free_slots]
         assert sorted(slots) == list(range(len(self._slot_stamps))), f"slots held or free: {sorted(slots)}"
-
-    def _begin_s(self) -> float:
-        """When this step begins: at a pace, as soon as the last one was due to end, as on a device."""
-        now_s = time.perf_counter()
-        return self._ended_s if now_s - self._ended_s < self._pace_s else now_s
 
     def _schedule(self) -> Plan:
         """Let rows and blocks change hands; returns what is to be computed before the next decode step."""

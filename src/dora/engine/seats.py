@@ -72,9 +72,9 @@ class Seats:
     def swap_out(self, sequence: Sequence) -> int:
         """Copy what a request has, for its row and blocks are to be overwritten; the bytes of KV."""
         blocks = sequence.blocks[: num_blocks_for(self._rows.num_computed(sequence))]
-        shape = (len(blocks), *self._kv.shape[1:])
-        on_host = torch.empty(shape, dtype=self._kv.dtype, pin_memory=self._kv.is_cuda)
-        on_host.copy_(self._kv[torch.tensor(blocks)])
+        kv = self._kv
+        on_host = torch.empty((len(blocks), *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda)
+        on_host.copy_(kv[torch.tensor(blocks)])
         self._kept[sequence.request.id] = Kept(self._rows.draft(sequence), on_host)
         return on_host.nbytes
 

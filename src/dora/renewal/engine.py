@@ -72,7 +72,7 @@ class RenewingEngine(TurnTakingEngine):
         return request.version if request.id.is_held_out else max(request.version, *self._held)
 
     def _has_drawn(self, request_id: RequestId) -> bool:
-        """Whether it is a row with a token; without one, KV of old weights would look like that of the new."""
+        """Whether it is a row with a token; else KV of old weights would look like that of the new."""
         sequence = self._scheduler.running.get(request_id)
         return sequence is not None and self._rows.num_tokens(sequence) > 0
 
