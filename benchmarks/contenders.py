@@ -1,8 +1,8 @@
 """Who is compared: every update policy at every bound, each with what it is free to choose at its best.
 
-`OWN` was found by `policies.py --search`, which tries `CHOICES` one after another. Where engines are paced,
-their number and their rows are given, as accelerators are; else a policy has two cores, one thread a process,
-and chooses.
+`OWN` comes from the orchestrator in virtual time, with costs that were measured, and from a few tries;
+`policies.py --search` tries `CHOICES` one after another. Where engines are paced, their number and their rows
+are given, as accelerators are; else a policy has two cores, one thread a process, and chooses.
 """
 
 from __future__ import annotations

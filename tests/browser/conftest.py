@@ -27,9 +27,11 @@ LAPTOP = {"width": 1280, "height": 800}
 WAIT_MS = 20_000
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One for all tests: it takes a second to start."""
+    """One for the tests of a file, for it takes a second to start; no longer, for Playwright has a loop of
+    its own run in the thread that other tests need theirs in.
+    """
     driver = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
