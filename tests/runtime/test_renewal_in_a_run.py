@@ -13,7 +13,7 @@ from tests.runtime.conftest import StartRun
 from tests.runtime.running import Run, dora, metrics, summary
 
 SLOW: dict[str, Any] = {
-    "run__steps": 12,
+    "run__steps": 8,
     "engine__pace": "10ms",
     "sampling__max_response_length": 48,
 }
@@ -49,36 +49,9 @@ def check_record(run: Run, *, recomputes: bool) -> dict[str, Any]:
     return s
 
 
-@pytest.mark.parametrize("policy", ["partial", "inflight"])
-def test_an_engine_dies_and_answers_go_on_with_newer_weights(start_run: StartRun, policy: str) -> None:
-    run = start_run(orchestrator__update_policy=policy, **SLOW)
-    run.wait_for_steps(4)
-    run.workers()[0].kill()
-    ended = run.end()
-    assert ended.code == 0, ended
-    assert "given up by the update policy" in ended.out
-    s = check_record(run, recomputes=policy == "partial")
-    assert s["engine_losses"] == 1
-    assert s["segmented_samples"] >= len(segments(run.out))
-    header = json.loads((run.out / "journal.jsonl").read_text().split("\n")[0])
-    assert header["limits"]["breaks_c1"] is True
-
-
-def test_everything_dies_and_answers_go_on_with_newer_weights(start_run: StartRun, task: Path) -> None:
-    run = start_run(orchestrator__update_policy="inflight", trainer__save_freq=3, **SLOW)
-    run.wait_for_steps(5)
-    run.kill_all()
-    resumed = start_run(config=None)
-    assert resumed.end().code == 0, resumed.end()
-    s = check_record(resumed, recomputes=False)
-    assert s["lives"] == 2
-    assert {line["step"] for line in metrics(run.out) if "step" in line} == set(range(12))
-
-
-def test_a_segment_that_is_stored_wrongly_is_found(start_run: StartRun) -> None:
-    run = start_run(orchestrator__update_policy="inflight", **SLOW)
-    assert run.end().code == 0
-    with closing(sqlite3.connect(run.out / "samples.sqlite")) as store:
+def check_that_a_wrong_segment_is_found(out: Path) -> None:
+    """Falsify one, for which the audit must name it."""
+    with closing(sqlite3.connect(out / "samples.sqlite")) as store:
         told, group, sibling = store.execute(
             "select segments, group_id, sibling from samples where segments is not null limit 1"
         ).fetchone()
@@ -88,6 +61,33 @@ def test_a_segment_that_is_stored_wrongly_is_found(start_run: StartRun) -> None:
             "update samples set segments = ? where group_id = ? and sibling = ?", (moved, group, sibling)
         )
         store.commit()
-    audit = dora("audit", run.out)
+    audit = dora("audit", out)
     assert audit.code == 1
     assert f"request {group}/{sibling} is stored with segments" in audit.out
+
+
+@pytest.mark.parametrize("policy", ["partial", "inflight"])
+def test_an_engine_dies_and_answers_go_on_with_newer_weights(start_run: StartRun, policy: str) -> None:
+    run = start_run(orchestrator__update_policy=policy, **SLOW)
+    run.wait_for_steps(3)
+    run.workers()[0].kill()
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert "given up by the update policy" in ended.out
+    s = check_record(run, recomputes=policy == "partial")
+    assert s["engine_losses"] == 1
+    assert s["segmented_samples"] >= len(segments(run.out))
+    header = json.loads((run.out / "journal.jsonl").read_text().split("\n")[0])
+    assert header["limits"]["breaks_c1"] is True
+    check_that_a_wrong_segment_is_found(run.out)
+
+
+def test_everything_dies_and_answers_go_on_with_newer_weights(start_run: StartRun) -> None:
+    run = start_run(orchestrator__update_policy="inflight", trainer__save_freq=3, **SLOW)
+    run.wait_for_steps(4)
+    run.kill_all()
+    resumed = start_run(config=None)
+    assert resumed.end().code == 0, resumed.end()
+    s = check_record(resumed, recomputes=False)
+    assert s["lives"] == 2
+    assert {line["step"] for line in metrics(run.out) if "step" in line} == set(range(8))
