@@ -178,7 +178,8 @@ def a_static_world_moves_its_requests(patch: pytest.MonkeyPatch) -> None:
     right = migration.migrate
 
     def migrate(state: State) -> list[Action]:
-        limits, state.limits = state.limits, replace(state.limits, is_static=False)
+        moving = replace(state.limits, is_static=False, breaks_c1=False)
+        limits, state.limits = state.limits, moving
         orders = right(state)
         state.limits = limits
         return [*orders]

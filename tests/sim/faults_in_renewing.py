@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.sim.breaking import Fault
 
-from dora.core import admission, renewing
+from dora.core import renewing
 from dora.core.engines import Engine
 from dora.core.state import State
 
@@ -32,10 +32,6 @@ def held_out_answers_go_on_with_newer_versions(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(renewing, "renew", renew)
 
 
-def answers_begin_with_old_versions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(admission, "front", lambda state: min(state.fresh_rows))
-
-
 def what_goes_on_pins_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(renewing, "_change", lambda state, request, version: None)
 
@@ -44,6 +40,5 @@ FAULTS: list[tuple[Fault, str]] = [
     (what_runs_is_left_behind, "drops version"),
     (what_waits_is_left_behind, "changes its version"),
     (held_out_answers_go_on_with_newer_versions, "by its own version"),
-    (answers_begin_with_old_versions, "deadlock"),
     (what_goes_on_pins_nothing, "which holds"),
 ]

@@ -159,6 +159,7 @@ def loaded(event: Loaded, state: State) -> list[Action]:
         state.is_rebalance_due = True
     if state.limits.breaks_c1:
         renewing.renew(state, engine, event.version)
+        state.touched.update(dict.fromkeys(state.engines))  # others may have to follow
     state.touch(engine)
     return []
 

@@ -206,7 +206,8 @@ class Ledger:
         self.version_of[group], self.next_index = version, order.index + 1
         self.unfinished[group] = limits.group_size
         self.pins[version] += limits.group_size
-        self.renewals.admitted((RequestId(*group, k) for k in range(limits.group_size)), version)
+        siblings = (RequestId(*group, k) for k in range(limits.group_size))
+        self.renewals.admitted(siblings, version, self.store)
         deadline = self.deadline(version)
         require(order.deadline == deadline, f"C3: {group} gets deadline {order.deadline}, not {deadline}")
         self.deadline_of[group] = deadline

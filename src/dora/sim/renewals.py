@@ -21,9 +21,11 @@ class Renewals:
         self._is_on, self._seats, self._pins = limits.breaks_c1, seats, pins
         self.versions: dict[RequestId, int] = {}  # of unfinished answers
 
-    def admitted(self, siblings: Iterable[RequestId], version: int) -> None:
-        """A group is admitted."""
+    def admitted(self, siblings: Iterable[RequestId], version: int, store: Iterable[int]) -> None:
+        """A group is admitted: at the newest version held, which its answers begin with."""
         if self._is_on:
+            newest = self._newest_held(store)
+            require(version == newest, f"a group begins with version {version}, engines have {newest}")
             self.versions.update(dict.fromkeys(siblings, version))
 
     def end(self, request: RequestId, version: int) -> None:
@@ -45,8 +47,7 @@ class Renewals:
         """After each fact: what is on no engine begins with the newest that engines hold."""
         if not self._is_on:
             return
-        held = {v for e in self._seats.engines.values() if not e.is_draining for v in e.held}
-        newest = max(held.intersection(store), default=-1)
+        newest = self._newest_held(store)
         for request, version in self.versions.items():
             if version < newest and request not in self._seats.owner:
                 self._change(request, newest)
@@ -66,6 +67,10 @@ class Renewals:
         """A batch is trained: no segment is older than its group."""
         is_kept = all(v is not None and admitted_at <= v <= step for v in versions)
         require(is_kept, f"{group} of version {admitted_at} has segments of {versions} in step {step}")
+
+    def _newest_held(self, store: Iterable[int]) -> int:
+        held = {v for e in self._seats.engines.values() if not e.is_draining for v in e.held}
+        return max(held.intersection(store), default=-1)
 
     def _change(self, request: RequestId, version: int) -> None:
         self._pins[self.versions[request]] -= 1
