@@ -2,7 +2,9 @@
 
 `OWN` comes from the orchestrator in virtual time, with costs that were measured, and from a few tries;
 `policies.py --search` tries `CHOICES` one after another. Where engines are paced, their number and their rows
-are given, as accelerators are; else a policy has two cores, one thread a process, and chooses.
+are given, as accelerators are; else a policy has two cores, one thread a process, and chooses. There a step
+takes as long as its rows need, an idle row costs nothing and a second version's weights do: the one engine
+of `dora` holds one version, and a version's last answers are waited for.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ OWN: Mapping[bool, Mapping[str, Changes]] = {
         "drain": {**ALONE, "engine.max_rows": 16, "orchestrator.batches_per_version": 5},
         "partial": {**ALONE, "engine.max_rows": 16},
         "inflight": {**ALONE, "engine.max_rows": 16},
-        "dora": {**ALONE, "engine.max_rows": 16, "orchestrator.load_interval": 5},
+        "dora": {**ALONE, "engine.max_rows": 16, "engine.version_slots": 1},
     },
     True: {
         "sync": {**MOVING, **UNSTREAMED},
@@ -49,11 +51,13 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "orchestrator.rush": ("true", "false"),
     "orchestrator.batches_per_version": (1, 2, 3, 4, 5),
     "orchestrator.load_interval": (1, 2, 3, 5),
+    "engine.version_slots": (1, 2, 5),
     "engine.tail_interval": (1, 3),
 }
 ONLY_OF = {
     "orchestrator.batches_per_version": ("drain",),
     "orchestrator.load_interval": ("dora", *BREAKS_C1),
+    "engine.version_slots": ("dora",),
     "engine.tail_interval": ("dora",),
 }
 
