@@ -10,7 +10,6 @@ and not imitated.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,15 +17,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.progress import track
-
-from dora.data.tokenizer import Tokenizer, save_character_tokenizer
+from dora.data.tokenizer import Tokenizer
 from dora.envs.base import Environment
-from dora.model.config import ModelConfig
-from dora.model.folder import save_folder
-from dora.model.weights import initial_weights
-from dora.trainer.sft import Example, imitate
+from dora.trainer.sft import Example
 
 HERE = Path(__file__).parent
 TASKS = {  # module, class, and steps of the teacher
@@ -34,20 +27,6 @@ TASKS = {  # module, class, and steps of the teacher
     "game": ("simon", "Simon", 1000),
 }
 EPISODES_PER_STEP, MAX_TURNS = 16, 6
-
-
-def config_for(alphabet: str) -> ModelConfig:
-    """A decoder for as many characters, and one token that ends a turn."""
-    return ModelConfig(
-        vocab_size=len(alphabet) + 1,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-    )
 
 
 class Teacher:
@@ -81,21 +60,14 @@ class Teacher:
 
 def main(name: str) -> None:
     """Write prompts.jsonl, held_out.jsonl and the model folder `start` beside the task."""
-    torch.set_num_threads(1)
     folder, (module, environment, num_steps) = HERE / name, TASKS[name]
-    sys.path.append(str(folder))
+    sys.path += [str(folder), str(HERE)]
     task: Any = import_module(module)
-    rows, held_out = task.rows(random.Random(0))
-    for file, part in {"prompts": rows, "held_out": held_out}.items():
-        (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    save_character_tokenizer(folder / "start", task.ALPHABET)
-    teacher = Teacher(task, getattr(task, environment)(), Tokenizer(folder / "start"))
-    config = config_for(task.ALPHABET)
-    flat = initial_weights(config, seed=0)
-    losses = imitate(config, flat, teacher.batches(rows), num_steps)
-    last = [loss for loss in track(losses, "warm start", total=num_steps)][-1]
-    save_folder(folder / "start", config, flat)
-    print(f"loss {last:.3f} after {num_steps} steps; written to {folder / 'start'}")
+
+    def lessons(rows: list[dict[str, Any]], tokenizer: Tokenizer) -> Iterator[list[Example]]:
+        return Teacher(task, getattr(task, environment)(), tokenizer).batches(rows)
+
+    import_module("teaching").teach(task, folder, lessons, num_steps, max_tokens=128)
 
 
 if __name__ == "__main__":

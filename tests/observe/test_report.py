@@ -11,8 +11,9 @@ import pytest
 from tests.observe.recording import record_run, world_config
 from tests.observe.story import FIRST, write_story
 
-from dora.core.events import EngineJoined
-from dora.core.records import Limits
+from dora.core.actions import Generate
+from dora.core.events import EngineJoined, Loaded, RequestFinished
+from dora.core.records import Limits, RequestId
 from dora.errors import InputError
 from dora.observe import audit, why
 from dora.observe.journal import FILE_NAME, read_journal
@@ -133,13 +134,19 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         run_data(tmp_path)
 
 
-def test_where_c1_is_given_up_a_span_ends_with_each_load(tmp_path: Path) -> None:
-    told = engines.Engines(breaks_c1=True)
+def test_where_c1_is_given_up_a_span_ends_with_each_load_of_a_newer_version() -> None:
+    told, held_out = engines.Engines(breaks_c1=True), RequestId(-2, 0, 0)
     told.hear(0.0, EngineJoined(0, 2, 1))
-    told.tracks[0].begin(0.0, FIRST, 0)
-    told.tracks[0].renew(1.0, 1)
-    told.tracks[0].stop(3.0, FIRST)
-    assert [(span.to_s - span.from_s, span.version) for span in told.tracks[0].spans] == [(1.0, 0), (2.0, 1)]
+    for now, fact in (
+        (0.0, Generate(0, 1, (FIRST, held_out))),
+        (1.0, Loaded(0, 2, "")),
+        (2.0, Loaded(0, 1, "")),
+        (3.0, RequestFinished(0, FIRST, 2, 9, (), "stop")),
+        (4.0, RequestFinished(0, held_out, 1, 9, (), "stop")),
+    ):
+        told.hear(now, fact)
+    spans = [(span.request, span.to_s - span.from_s, span.version) for span in told.tracks[0].spans]
+    assert spans == [(FIRST, 1.0, 1), (FIRST, 2.0, 2), (held_out, 4.0, 1)]
 
 
 def test_a_run_with_too_many_requests_is_drawn_as_sums(

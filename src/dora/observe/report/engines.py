@@ -71,10 +71,11 @@ class Track:
         return begun[1]
 
     def renew(self, now: float, version: int) -> None:
-        """Where C1 is broken on purpose, what runs goes on with the version that the engine has loaded."""
-        for request in [*self.running]:
-            self.stop(now, request)
-            self.begin(now, request, version)
+        """Where C1 is broken on purpose, answers for training go on with the newer version that was loaded."""
+        for request, (_, begun) in [*self.running.items()]:
+            if begun < version and not request.is_held_out:
+                self.stop(now, request)
+                self.begin(now, request, version)
 
     def close(self, now: float, end: str | None, reason: str = "") -> None:
         for request in [*self.running]:
