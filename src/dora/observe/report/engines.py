@@ -71,7 +71,7 @@ class Track:
         return begun[1]
 
     def renew(self, now: float, version: int) -> None:
-        """Where C1 is broken on purpose, answers for training go on with the newer version that was loaded."""
+        """Where C1 is given up, answers for training go on with the newer version that was loaded."""
         for request, (_, begun) in [*self.running.items()]:
             if begun < version and not request.is_held_out:
                 self.stop(now, request)
