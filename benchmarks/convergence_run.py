@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 from dropping import OLDEST
+from report import git
 from rich.console import Console
 
 from dora import settings
@@ -85,15 +86,15 @@ def run(task: str, setting: Setting, seed: int, num_steps: int, num_prompts: int
         curve = accuracies(task, [EXAMPLES / task / "start", *saved], num_prompts)
         summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        samples = [row for row in read_samples(out).values() if row.trained_step is not None]
+        samples = [*read_samples(out).values()]
         verdict = audit.check(out)
     assert verdict.c1 or setting.policy in MIXED
     assert verdict.c2
     assert verdict.c3
     named = {"task": task, "policy": setting.policy, "S": setting.max_staleness}
     named |= {"correction": setting.correction, "seed": seed, "steps": num_steps}
-    figures = _figures(summary, lines) | _mixture(samples) | _lengths(setting, samples)
-    return named | figures | _curve(curve, lines, every)
+    figures = _figures(summary, lines) | _mixture(samples) | _lengths(setting, samples, num_steps)
+    return named | {"git": git()} | figures | _curve(curve, lines, every)
 
 
 def _figures(summary: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -136,28 +137,42 @@ def _curve(curve: Sequence[Accuracy], lines: Sequence[dict[str, Any]], every: in
     return points | took
 
 
-def _lengths(setting: Setting, samples: Sequence[SampleRow]) -> dict[str, Any]:
-    """Answers generated, and of these the ones learnt from (tokens); what is lost of the longest tenth."""
-    is_dropping = setting.policy == "dropping"
-    learnt = [s for s in samples if not is_dropping or _age(s) <= OLDEST]
+def _lengths(setting: Setting, samples: Sequence[SampleRow], num_steps: int) -> dict[str, Any]:
+    """Answers generated, and of these the ones learnt from (tokens); what is lost of the longest tenth.
+
+    Lengths of the ones learnt from are told by fifth of the run, too: who trains short answers first
+    shows it there.
+    """
+    oldest = OLDEST if setting.policy == "dropping" else setting.max_staleness
+    learnt = {s.trained_step: [] for s in samples if s.trained_step is not None}
+    for sample in samples:
+        if sample.trained_step is not None and sample.trained_step - sample.version <= oldest:
+            learnt[sample.trained_step].append(sample)
+    all_learnt = [sample for own in learnt.values() for sample in own]
     long = sorted(s.num_token_ids for s in samples)[int(0.9 * len(samples))]
+    fifths = {
+        f"trained_mean_fifth_{fifth + 1}": round(
+            statistics.fmean(
+                s.num_token_ids for step, own in learnt.items() if 5 * step // num_steps == fifth for s in own
+            ),
+            2,
+        )
+        for fifth in range(5)
+    }
     return {
-        "dropped_share": _share_lost(samples, learnt),
+        "dropped_share": _share_lost(samples, all_learnt),
         "dropped_share_of_longest": _share_lost(
-            [s for s in samples if s.num_token_ids >= long], [s for s in learnt if s.num_token_ids >= long]
+            [s for s in samples if s.num_token_ids >= long],
+            [s for s in all_learnt if s.num_token_ids >= long],
         ),
         **_shape("generated", [s.num_token_ids for s in samples]),
-        **_shape("trained", [s.num_token_ids for s in learnt]),
+        **_shape("trained", [s.num_token_ids for s in all_learnt]),
+        **fifths,
     }
 
 
 def _share_lost(generated: Sequence[SampleRow], learnt: Sequence[SampleRow]) -> float:
     return round(1 - len(learnt) / len(generated), 4)
-
-
-def _age(sample: SampleRow) -> int:
-    assert sample.trained_step is not None
-    return sample.trained_step - sample.version
 
 
 def _shape(name: str, lengths: Sequence[float]) -> dict[str, float]:
