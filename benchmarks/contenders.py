@@ -1,16 +1,17 @@
 """Who is compared: every update policy at every bound, each with what it is free to choose at its best.
 
-`OWN` comes from the orchestrator in virtual time, with costs that were measured, and from a few tries;
-`policies.py --search` tries `CHOICES` one after another. Where engines are paced, their number and their rows
-are given, as accelerators are; else a policy has two cores, one thread a process, and chooses. There a step
-takes as long as its rows need, an idle row costs nothing and a second version's weights do: the one engine
-of `dora` holds one version, and a version's last answers are waited for.
+`OWN` is what `policies.py --search` found (results/policies_search.json). Where engines are paced, their
+number and rows are given, as accelerators are; else a policy has two cores, one thread a process, and
+chooses. There a step takes as long as its rows need, an idle row costs nothing and a second version's weights
+do: DORA's best is one engine of one version slot, so that each version's last answers are waited for. Paced,
+a step takes as long for several versions as for one, which is what accelerators do as far as reading weights
+is not what limits them. So both are compared: `dora, one slot` and `dora, several slots` beside `dora`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from workloads import Changes, Workload
 
@@ -20,6 +21,7 @@ BREAKS_C1 = ("partial", "inflight")
 BOUNDS = (1, 2, 4)
 MOVING = {"orchestrator.rebalance_interval_s": 0.1}  # how often moves are weighed, where answers take seconds
 UNSTREAMED = {"trainer.streaming": "false"}
+ONE_SLOT: Changes = {"engine.version_slots": 1}  # without it an engine has one for each version that may live
 ALONE, PAIR = {"engine.num_engines": 1}, {"engine.num_engines": 2}
 
 # By whether engines are paced, and by policy.
@@ -31,7 +33,7 @@ OWN: Mapping[bool, Mapping[str, Changes]] = {
         "drain": {**ALONE, "engine.max_rows": 16, "orchestrator.batches_per_version": 5},
         "partial": {**ALONE, "engine.max_rows": 16},
         "inflight": {**ALONE, "engine.max_rows": 16},
-        "dora": {**ALONE, "engine.max_rows": 16, "engine.version_slots": 1},
+        "dora": {**ALONE, "engine.max_rows": 16, **ONE_SLOT},
     },
     True: {
         "sync": {**MOVING, **UNSTREAMED},
@@ -43,23 +45,14 @@ OWN: Mapping[bool, Mapping[str, Changes]] = {
         "dora": MOVING,
     },
 }
-GIVEN_WHEN_PACED = ("engine.num_engines", "engine.max_rows", "orchestrator.rush")
-CHOICES: Mapping[str, tuple[object, ...]] = {
-    "engine.num_engines": (1, 2),
-    "engine.max_rows": (8, 16, 32),
-    "trainer.num_ranks": (1, 2),
-    "orchestrator.rush": ("true", "false"),
-    "orchestrator.batches_per_version": (1, 2, 3, 4, 5),
-    "orchestrator.load_interval": (1, 2, 3, 5),
-    "engine.version_slots": (1, 2, 5),
-    "engine.tail_interval": (1, 3),
+OTHERS: Mapping[bool, Mapping[str, Changes]] = {  # beside DORA's own, at S = 4
+    False: {"dora, several slots": {**ALONE, "engine.max_rows": 16}},
+    True: {"dora, one slot": {**MOVING, **ONE_SLOT}},
 }
-ONLY_OF = {
-    "orchestrator.batches_per_version": ("drain",),
-    "orchestrator.load_interval": ("dora", *BREAKS_C1),
-    "engine.version_slots": ("dora",),
-    "engine.tail_interval": ("dora",),
-}
+FREE_UNPACED = ("engine.num_engines", "engine.max_rows", "engine.version_slots")
+ENGINES: Sequence[Changes] = tuple(
+    {**engines, "engine.max_rows": rows} for engines, rows in ((ALONE, 16), (ALONE, 32), (PAIR, 16))
+)
 
 
 @dataclass(frozen=True)
@@ -79,39 +72,57 @@ class Contender:
 
 def contender(workload: Workload, name: str, max_staleness: int) -> Contender:
     """With its own best settings; what a tight bound does not allow is cut, and the demo stays as it is."""
-    own = dict(OWN[workload.is_paced][name])
+    own = dict({**OWN[workload.is_paced], **OTHERS[workload.is_paced]}[name])
     if workload.is_example:
-        own = {key: value for key, value in own.items() if key not in GIVEN_WHEN_PACED}
-    for key in ("orchestrator.batches_per_version", "orchestrator.load_interval"):
-        if key in own:
-            own[key] = min(int(str(own[key])), max_staleness + 1)
-    return Contender(name, max_staleness, own)
+        own = {key: value for key, value in own.items() if key not in FREE_UNPACED}
+    return bounded(Contender(name, max_staleness, own))
+
+
+def bounded(who: Contender) -> Contender:
+    """No version is kept for longer than the bound allows."""
+    key = "orchestrator.batches_per_version"
+    if key not in who.own:
+        return who
+    return replace(who, own={**who.own, key: min(int(str(who.own[key])), who.max_staleness + 1)})
 
 
 def entrants(workload: Workload, bounds: Sequence[int]) -> list[Contender]:
     """Every policy at every bound that it can have; `drain` at S = 1 is `one_step`."""
     fixed = [contender(workload, name, RIVALS[name]) for name in FIXED]
     free = [(name, s) for s in bounds for name in ("drain", *BREAKS_C1, "dora") if (name, s) != ("drain", 1)]
-    return fixed + [contender(workload, name, s) for name, s in free]
+    others = (
+        [] if workload.is_example else [contender(workload, name, 4) for name in OTHERS[workload.is_paced]]
+    )
+    return fixed + [contender(workload, name, s) for name, s in free] + others
+
+
+def choices(workload: Workload, name: str) -> list[Contender]:
+    """What a policy may be at its own bound, for `--search`."""
+    engines: Sequence[Changes] = ({},) if workload.is_paced else ENGINES
+    own: Sequence[Changes] = ({},)
+    if name == "drain":
+        own = [{"orchestrator.batches_per_version": number} for number in (4, 5)]
+    elif name in BREAKS_C1:
+        own = [{"orchestrator.load_interval": number} for number in (1, 3)]
+    elif name == "dora":
+        own = [ONE_SLOT, {}]
+    base = {} if not workload.is_paced or name in BREAKS_C1 else MOVING
+    streamed = UNSTREAMED if name == "sync" else {}
+    bound = {**RIVALS, "dora": 4}[name]
+    return [Contender(name, bound, {**base, **streamed, **here, **mine}) for here in engines for mine in own]
 
 
 def parts(workload: Workload) -> dict[str, Contender]:
-    """DORA's parts, added to `sync` one by one, on paced engines."""
+    """DORA's parts, added to `sync` one by one, on paced engines; the bound is loosened before them."""
     assert workload.is_paced, "a ladder needs several engines that hold one version each"
-    one_slot, deferred = {"engine.version_slots": 1}, {"orchestrator.load_interval": 3}
+    deferred = {"orchestrator.load_interval": 3}
     return {
         "sync": contender(workload, "sync", 0),
         "+ streaming": contender(workload, "sync, streamed", 0),
-        "+ versions": Contender("dora", 4, {**one_slot, "orchestrator.placement": "static"}),
-        "+ migration": Contender("dora", 4, {**one_slot, **MOVING}),
-        "+ grouped decode": Contender("dora", 4, MOVING),
+        "+ a bound of 4, by draining": contender(workload, "drain", 4),
+        "+ versions": Contender("dora", 4, {**ONE_SLOT, "orchestrator.placement": "static"}),
+        "+ migration": contender(workload, "dora, one slot", 4),
+        "+ grouped decode": contender(workload, "dora", 4),
         "+ deferred load": Contender("dora", 4, {**MOVING, **deferred}),
         "+ elastic trainer": Contender("dora", 4, {**MOVING, **deferred, "trainer.elastic": "true"}),
     }
-
-
-def is_free(workload: Workload, name: str, key: str) -> bool:
-    """Whether a policy may choose this."""
-    if workload.is_paced and key in GIVEN_WHEN_PACED:
-        return False
-    return name in ONLY_OF.get(key, (name,))

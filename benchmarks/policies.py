@@ -1,11 +1,12 @@
 """Six update policies side by side: same engine, trainer, model, prompts, lengths and number of cores.
 
 Three workloads (`workloads.py`), as fast as two cores go, and with engines paced like accelerators, whose
-step takes as long for one row as for all; every policy (`contenders.py`) has its own best settings. Policies
-run in turn, so that a busy machine disturbs all alike. Figures are of the steps between the first few and
-those in which nothing is admitted any more; every comparison names both bounds S. A ladder, not in --quick,
-adds DORA's parts to `sync` one by one. With --rows, finished runs are kept in a file, and the next call takes
-them from there.
+step takes as long for one row as for all; every policy (`contenders.py`) has its own best settings, which
+--search looks for. Policies run in turn, so that a busy machine disturbs all alike, and ratios are of runs
+with the same seed. Figures are of the steps between the first few and those in which nothing is admitted
+any more; every comparison names both bounds S. Paced, only decoding has a pace: the KV that `partial`
+computes again takes the time of a core, which the trainer may need. A ladder, not in --quick, adds DORA's
+parts to `sync` one by one. With --rows, finished runs are kept in a file for the next call.
 
     python benchmarks/policies.py [--quick] [--search] [--rows FILE] [--json FILE]
 """
@@ -22,16 +23,15 @@ from typing import Any
 from contenders import (
     BOUNDS,
     BREAKS_C1,
-    CHOICES,
     FIXED,
+    OTHERS,
     RIVALS,
     Contender,
-    contender,
+    choices,
     entrants,
-    is_free,
     parts,
 )
-from report import Row, make_parser, options_of, publish
+from report import Row, git, make_parser, options_of, publish
 from rich.console import Console
 from workloads import DEMO, EXAMPLE, LIGHT, PACED_TAIL, TAIL, WORKLOADS, Workload, shape_of
 
@@ -42,6 +42,8 @@ from dora.runtime import run
 SKIPPED = 5  # steps at the beginning, in which the pipeline fills
 ENDING = 5  # steps at the end: with S = 4 nothing is admitted any more
 WINDOW = 5  # steps over which sampled accuracy is averaged
+NUM_TRIES = 3  # of each choice, by --search
+RESOLUTION_S = 0.01  # exposed time of a step that is less is taken for this
 
 
 class Runs:
@@ -80,7 +82,9 @@ def measure(workload: Workload, who: Contender, seed: int) -> dict[str, Any]:
     steps = [json.loads(line) for line in lines]
     return {
         **named(workload, who, seed),
+        "git": git(),
         **figures(steps),
+        "versions": summary["live_versions_mean"],
         "to_accuracy_s": seconds_to(steps, workload.accuracy),
         "staleness_max": summary["staleness_max"],
         "migrations": summary["migrations"],
@@ -119,7 +123,7 @@ def figures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "stall_s": total("timing_s/stall") / len(inner),
         "exposed_s": exposed_s / len(inner),
         "trainer_idle": exposed_s / took_s,
-        "versions": mean("rollout/num_versions"),
+        "update_s": total("timing_s/update_actor") / len(inner),
         "staleness": total("staleness/mean") / len(inner),
     }
 
@@ -134,70 +138,93 @@ def seconds_to(steps: Sequence[Mapping[str, float]], accuracy: float | None) -> 
     return "-"
 
 
-def of(rows: Iterable[Row], workload: Workload, name: str, max_staleness: int) -> list[Row]:
-    """The repeats of one contender."""
+def of(rows: Iterable[Row], workload: Workload, name: str, max_staleness: int) -> dict[int, Row]:
+    """The repeats of one contender, by seed."""
     wanted = {"workload": workload.name, "pace": workload.pace, "policy": name, "S": max_staleness}
-    return [row for row in rows if wanted.items() <= dict(row).items()]
+    return {int(row["seed"]): row for row in rows if wanted.items() <= dict(row).items()}
 
 
-def median(rows: Iterable[Row], column: str) -> float:
-    return statistics.median(float(row[column]) for row in rows)
+def over(ours: Mapping[int, Row], theirs: Mapping[int, Row], column: str) -> list[float]:
+    """Ours over theirs, seed by seed; of seeds that both have a number of."""
+    pairs = [(ours[seed][column], theirs[seed][column]) for seed in ours.keys() & theirs.keys()]
+    return sorted(float(a) / float(b) for a, b in pairs if a != "-" and b != "-")
 
 
 def compare(rows: Sequence[Row], workload: Workload, bounds: Sequence[int]) -> list[Row]:
-    """How many times as many tokens `dora` trains as each rival, by its own bound or at the same one."""
+    """How many times as many tokens DORA trains in a second as each rival, by its own bound or the same one.
+
+    `sooner`: how many times sooner the accuracy is there, where one was asked for.
+    """
     found: list[Row] = []
-    for bound in bounds:
-        speed = median(of(rows, workload, "dora", bound), "tokens_per_s")
+    for name, bound in [
+        *(("dora", bound) for bound in bounds),
+        *((name, 4) for name in OTHERS[workload.is_paced]),
+    ]:
+        ours = of(rows, workload, name, bound)
         for rival, own in {name: RIVALS[name] if name in FIXED else bound for name in RIVALS}.items():
-            if others := of(rows, workload, rival, own):
-                both = {"dora S": bound, "rival": rival, "rival S": own}
-                ratio = speed / median(others, "tokens_per_s")
-                found.append(
-                    {"workload": workload.name, "pace": workload.pace, **both, "dora over rival": ratio}
-                )
+            theirs = of(rows, workload, rival, own)
+            if ratios := over(ours, theirs, "tokens_per_s"):
+                sooner = over(theirs, ours, "to_accuracy_s")
+                found.append({
+                    "workload": workload.name, "pace": workload.pace,
+                    "policy": name, "S": bound, "rival": rival, "rival S": own,
+                    "faster": statistics.median(ratios), "least": ratios[0], "most": ratios[-1],
+                    "sooner": statistics.median(sooner) if sooner else "-",
+                })  # fmt: skip
     return found
 
 
 def climb(runs: Runs, workload: Workload) -> list[Row]:
-    """The ladder: what each part gains over the ones before it."""
-    speeds = {part: runs.row(workload, who, 0)["tokens_per_s"] for part, who in parts(workload).items()}
+    """The ladder: what each part gains over the ones before it, in the median."""
+    seeds = range(workload.num_repeats)
+    speeds = {
+        part: statistics.median(runs.row(workload, who, seed)["tokens_per_s"] for seed in seeds)
+        for part, who in parts(workload).items()
+    }
     found: list[Row] = []
     before = base = speeds["sync"]
-    for part, speed in speeds.items():
-        row = {"workload": workload.name, "pace": workload.pace, "part": part, "tokens_per_s": speed}
-        found.append({**row, "gain": speed / before, "over sync": speed / base})
+    for (part, speed), who in zip(speeds.items(), parts(workload).values(), strict=True):
+        row = {"workload": workload.name, "pace": workload.pace, "part": part, "S": who.max_staleness}
+        found.append({**row, "tokens_per_s": speed, "gain": speed / before, "over sync": speed / base})
         before = speed
     return found
 
 
 def search(runs: Runs, workload: Workload) -> list[Row]:
-    """Try each policy's free settings one after another, keeping the faster value; every try is a row."""
+    """Try what each policy may choose, in turn; its best comes first."""
     found: list[Row] = []
-    for name, bound in {**RIVALS, "dora": 4}.items():
-        best, speed = contender(workload, name, bound), 0.0
-        tries = {"as it is": ("",)} | {key: vs for key, vs in CHOICES.items() if is_free(workload, name, key)}
-        for key, value in ((key, value) for key, values in tries.items() for value in values):
-            who = Contender(name, bound, {**best.own, **({key: value} if value else {})})
-            tokens_per_s = runs.row(workload, who, 0)["tokens_per_s"]
-            row = {"workload": workload.name, "pace": workload.pace, "policy": name, "S": bound}
-            found.append({**row, "setting": key, "value": str(value), "tokens_per_s": tokens_per_s})
-            if tokens_per_s > speed:
-                best, speed = who, tokens_per_s
+    for name in (*RIVALS, "dora"):
+        tries = choices(workload, name)
+        speeds: list[list[float]] = [[] for _ in tries]
+        for seed in range(NUM_TRIES if len(tries) > 1 else 0):
+            for who, own in zip(tries, speeds, strict=True):
+                own.append(runs.row(workload, who, seed)["tokens_per_s"])
+        for who, own in sorted(zip(tries, speeds, strict=True), key=lambda pair: -sum(sorted(pair[1])[1:2])):
+            if own:
+                row = {
+                    "workload": workload.name,
+                    "pace": workload.pace,
+                    "policy": name,
+                    "S": who.max_staleness,
+                }
+                chosen = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in who.own.items())
+                speed = {"tokens_per_s": statistics.median(own), "least": min(own), "most": max(own)}
+                found.append({**row, "choice": chosen, **speed})
     return found
 
 
 def headline(rows: Sequence[Row], workload: Workload, prefix: str) -> dict[str, float]:
-    """`dora` at S = 4 over each rival at the bound in `RIVALS`, and what it leaves idle."""
+    """`dora` at S = 4 over each rival at the bound in `RIVALS`, and what it leaves idle; medians of seeds."""
     dora = of(rows, workload, "dora", 4)
+    theirs = {name: of(rows, workload, name, bound) for name, bound in RIVALS.items()}
     ratios = {
-        f"{prefix}dora_vs_{rival.replace(', ', '_')}": median(dora, "tokens_per_s")
-        / median(of(rows, workload, rival, bound), "tokens_per_s")
-        for rival, bound in RIVALS.items()
+        f"{prefix}dora_vs_{name.replace(', ', '_')}": statistics.median(over(dora, own, "tokens_per_s"))
+        for name, own in theirs.items()
     }
-    exposed_s = median(of(rows, workload, "sync", 0), "exposed_s")
-    ratios[f"{prefix}sync_over_dora_exposed_s"] = exposed_s / max(1e-3, median(dora, "exposed_s"))
-    ratios[f"{prefix}occupancy_dora"] = median(dora, "occupancy")
+    exposed_s = statistics.median(float(row["exposed_s"]) for row in theirs["sync"].values())
+    own_s = statistics.median(float(row["exposed_s"]) for row in dora.values())
+    ratios[f"{prefix}sync_over_dora_exposed_s"] = exposed_s / max(RESOLUTION_S, own_s)
+    ratios[f"{prefix}occupancy_dora"] = statistics.median(float(row["occupancy"]) for row in dora.values())
     return ratios
 
 

@@ -1,0 +1,99 @@
+"""What the policies benchmark compares, and what it makes of its rows; runs it makes elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora import settings
+from dora.runtime.plan import Plan
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield
+    for name in ("policies", "contenders", "workloads", "report"):
+        sys.modules.pop(name, None)
+
+
+def module(name: str) -> Any:
+    return import_module(name)
+
+
+def test_every_run_can_be_planned(tmp_path: Path) -> None:
+    contenders, workloads = module("contenders"), module("workloads")
+    for workload in workloads.WORKLOADS:
+        own = contenders.entrants(workload, contenders.BOUNDS)
+        tried = [who for name in (*contenders.RIVALS, "dora") for who in contenders.choices(workload, name)]
+        added = contenders.parts(workload).values() if workload.is_paced else ()
+        for who in (*own, *tried, *added):
+            changes = {**workload.settings(), **who.settings()}
+            config = settings.read(workloads.EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
+            limits = Plan.make(config, tmp_path).limits
+            assert limits.max_staleness == who.max_staleness
+            assert limits.breaks_c1 == (who.name in contenders.BREAKS_C1)
+
+
+def test_the_demo_stays_as_it_is() -> None:
+    contenders, workloads = module("contenders"), module("workloads")
+    dora = contenders.contender(workloads.DEMO, "dora", 2)
+    assert {key for key in dora.settings() if not key.startswith("orchestrator.")} == set()
+    sync = contenders.contender(workloads.DEMO, "sync", 0)
+    assert {key for key in sync.settings() if not key.startswith("orchestrator.")} == {"trainer.streaming"}
+
+
+def test_the_tail_has_the_shape_of_the_paper_s_and_the_light_one_has_none() -> None:
+    workloads = module("workloads")
+    tail, light = workloads.shape_of(workloads.TAIL), workloads.shape_of(workloads.LIGHT)
+    assert 8 < tail["max_over_mean"] < 13
+    assert tail["p99_over_median"] > 10
+    assert light["p99_over_median"] < 1.2
+
+
+def test_lengths_are_the_same_whoever_generates() -> None:
+    from dora.core.records import RequestId
+
+    workloads = module("workloads")
+    first = [workloads.tail_length(RequestId(0, row, k)) for row in range(50) for k in range(8)]
+    assert first == [workloads.tail_length(RequestId(0, row, k)) for row in range(50) for k in range(8)]
+    means = [statistics.fmean(first[8 * row : 8 * row + 8]) for row in range(50)]
+    assert statistics.stdev(means) > 2 * statistics.stdev(first) / 8**0.5  # siblings are alike
+
+
+def test_ratios_are_of_runs_with_the_same_seed() -> None:
+    policies, workloads = module("policies"), module("workloads")
+
+    def row(name: str, bound: int, seed: int, speed: float) -> dict[str, Any]:
+        who = {"workload": "tail", "pace": "none", "policy": name, "S": bound, "seed": seed}
+        return {**who, "tokens_per_s": speed, "to_accuracy_s": "-" if seed else 100 / speed}
+
+    # The machine is four times slower with seed 1, for all alike.
+    rows = [row("dora", 4, 0, 800.0), row("dora", 4, 1, 200.0), row("drain", 4, 0, 400.0)]
+    rows += [row("drain", 4, 1, 100.0), row("sync", 0, 0, 200.0), row("dora", 4, 2, 1e9)]
+    found = {line["rival"]: line for line in policies.compare(rows, workloads.TAIL, (4,))}
+    assert (found["drain"]["least"], found["drain"]["faster"], found["drain"]["most"]) == (2.0, 2.0, 2.0)
+    assert (found["drain"]["rival S"], found["sync"]["rival S"]) == (4, 0)
+    assert found["sync"]["sooner"] == 4.0
+
+
+def test_figures_are_of_the_steps_in_the_middle() -> None:
+    policies = module("policies")
+    quiet = {"timing_s/update_actor": 0.5, "timing_s/publish": 0.0, "timing_s/stall": 0.25}
+    steps = [
+        {"t_s": float(number + 1), "timing_s/step": 1.0, "tokens": 1e6 if number < 5 else 10.0,
+         "rollout/busy_ratio": 0.75, "staleness/mean": 2.0, **quiet}
+        for number in range(20)
+    ]  # fmt: skip
+    found = policies.figures(steps)
+    assert found["tokens_per_s"] == 10.0
+    assert found["exposed_s"] == found["trainer_idle"] == 0.5
+    assert (found["occupancy"], found["staleness"], found["step_s"]) == (0.75, 2.0, 1.0)
