@@ -2,8 +2,10 @@
 
 Each run of a task of examples/verifiable has one engine and one trainer. Seeds are paired: all settings
 have the same prompts in the same order, and evaluation draws the same random numbers. A difference from
-`sync` is within the seeds' noise if 0 lies in the 95 % interval of the paired t-test. `dropping` is DORA with
-a trainer that is blind to what is older than two versions; what --kept has is not made again.
+`sync` is within the seeds' noise if 0 lies in the 95 % interval of the paired t-test; that is not to say that
+there is none, so it is also told whether the interval excludes all differences of three points and more.
+Tests are not corrected for their number. `dropping` is DORA with a trainer that is blind to what is older
+than two versions; what --kept has is not made again.
 
     python benchmarks/convergence.py [--quick] [--json FILE] [--kept FILE] [--minutes M]
         [--task NAME ...] [--policy NAME ...]

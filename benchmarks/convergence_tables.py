@@ -5,6 +5,7 @@ What lacks a partner of the same seed is left out of the test, never guessed.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ Rows = Sequence[dict[str, Any]]
 POINTS = [100 * point // NUM_POINTS for point in range(NUM_POINTS + 1)]
 TARGET = 0.9  # of what `sync` gains, that the time and the samples to an accuracy are taken at
 SAMPLES_PER_STEP = 64
+MARGIN = 0.03  # of accuracy: differences that are smaller are taken for none
 SHARED_BOUND = 2  # at which trajectories of one version and of several are compared
 
 
@@ -38,6 +40,7 @@ def ratios_of(rows: Rows) -> dict[str, float]:
         if (test["policy"], test["S"], test["correction"]) == ("dora", 2, "none"):
             found[f"dora_s2_minus_sync_{test['task']}"] = test["difference"]
             found[f"dora_s2_minus_sync_{test['task']}_half"] = test["half"]
+            found[f"dora_s2_equivalent_{test['task']}"] = test["equivalent"]
     for row in _lengths(rows):
         if row["policy"] == "dropping":
             found[f"dropped_share_{row['task']}"] = row["dropped_share"]
@@ -64,14 +67,17 @@ def _bands(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def _pairs(ours: Rows, theirs: Rows) -> tuple[list[float], list[float]]:
-    """Final accuracies of those that share task and seed."""
-    others = {(row["task"], row["seed"]): row["at_100"] for row in theirs}
-    both = [row for row in ours if (row["task"], row["seed"]) in others]
-    return [row["at_100"] for row in both], [others[row["task"], row["seed"]] for row in both]
+    """Final accuracies, seed by seed; each is a mean over the tasks that both have of that seed."""
+    own, others = ({(row["seed"], row["task"]): row["at_100"] for row in rows} for rows in (ours, theirs))
+    seeds: dict[int, list[tuple[float, float]]] = {}
+    for key in own.keys() & others.keys():
+        seeds.setdefault(key[0], []).append((own[key], others[key]))
+    means = [tuple(map(statistics.fmean, zip(*seeds[seed], strict=True))) for seed in sorted(seeds)]
+    return [mean for mean, _ in means], [mean for _, mean in means]
 
 
 def _tests(rows: Rows) -> Iterator[dict[str, Any]]:
-    """Final accuracy less that of `sync`, seed by seed: by task, and of all tasks together."""
+    """Final accuracy less that of `sync`, seed by seed: by task, and of the means over all tasks."""
     sync = [row for row in rows if row["policy"] == "sync"]
     pooled: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for named, own in _groups(rows):
@@ -84,6 +90,7 @@ def _tests(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def _test(named: dict[str, Any], ours: Rows, theirs: Rows) -> Iterator[dict[str, Any]]:
+    """`within_noise`: no difference was found; `equivalent`: one of MARGIN or more was ruled out."""
     pair = _pairs(ours, theirs)
     if pair[0]:
         difference, half = paired(*pair)
@@ -92,6 +99,7 @@ def _test(named: dict[str, Any], ours: Rows, theirs: Rows) -> Iterator[dict[str,
             "difference": round(difference, 4),
             "half": round(half, 4),
             "within_noise": int(abs(difference) <= half),
+            "equivalent": int(abs(difference) + half < MARGIN),
         }
 
 
@@ -117,8 +125,9 @@ def _trajectories(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def _lengths(rows: Rows) -> Iterator[dict[str, Any]]:
-    """Answers generated against answers learnt from (tokens)."""
+    """Answers generated against answers learnt from, these also by fifth of the run (tokens)."""
     columns = [f"{name}_{of}" for name in ("generated", "trained") for of in ("mean", "p50", "p90", "p99")]
+    columns += [f"trained_mean_fifth_{fifth}" for fifth in range(1, 6)]
     for named, own in _groups(rows):
         if named["correction"] == "none":
             means = _means(own, ("dropped_share", "dropped_share_of_longest", *columns))
@@ -127,7 +136,7 @@ def _lengths(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def _times(rows: Rows) -> Iterator[dict[str, Any]]:
-    """Time and samples to nine tenths of what `sync` gains: medians over the seeds that get there."""
+    """Time and samples to nine tenths of what `sync` gains: medians over seeds; `-`: most are never there."""
     targets = {}
     for task in dict.fromkeys(row["task"] for row in rows):
         sync = [row for row in rows if (row["task"], row["policy"]) == (task, "sync")]
@@ -136,15 +145,15 @@ def _times(rows: Rows) -> Iterator[dict[str, Any]]:
             targets[task] = start + TARGET * (end - start)
     for named, own in _groups([row for row in rows if row["task"] in targets]):
         target = targets[named["task"]]
-        reached = [found for row in own if (found := _reached(row, target)) is not None]
-        if reached:
-            yield named | {
-                "target": round(target, 4),
-                "reached": len(reached),
-                "samples_to_target": round(statistics.median(share for share, _ in reached)),
-                "s_to_target": round(statistics.median(took_s for _, took_s in reached), 2),
-                "wall_s": round(statistics.median(row["wall_s"] for row in own), 2),
-            }
+        reached = [_reached(row, target) for row in own]
+        samples, took_s = (statistics.median(point[i] for point in reached) for i in (0, 1))
+        yield named | {
+            "target": round(target, 4),
+            "reached": sum(share < math.inf for share, _ in reached),
+            "samples_to_target": round(samples) if samples < math.inf else "-",
+            "s_to_target": round(took_s, 2) if took_s < math.inf else "-",
+            "wall_s": round(statistics.median(row["wall_s"] for row in own), 2),
+        }
 
 
 def _untaught(rows: Rows) -> Iterator[dict[str, Any]]:
@@ -155,8 +164,8 @@ def _untaught(rows: Rows) -> Iterator[dict[str, Any]]:
         yield named | {"untaught_at_0": before, "untaught_at_100": round(mean, 4), "half": round(half, 4)}
 
 
-def _reached(row: dict[str, Any], target: float) -> tuple[float, float] | None:
-    """Samples and seconds at which a curve, straight between its points, first has the target."""
+def _reached(row: dict[str, Any], target: float) -> tuple[float, float]:
+    """Samples and seconds at which a curve, straight between its points, first has the target, or inf."""
     before = (row["at_0"], 0.0, 0.0)
     for point in POINTS[1:]:
         now = (row[f"at_{point}"], point / 100 * row["steps"] * SAMPLES_PER_STEP, row[f"s_at_{point}"])
@@ -164,7 +173,7 @@ def _reached(row: dict[str, Any], target: float) -> tuple[float, float] | None:
             share = 1.0 if now[0] == before[0] else max(0.0, (target - before[0]) / (now[0] - before[0]))
             return before[1] + share * (now[1] - before[1]), before[2] + share * (now[2] - before[2])
         before = now
-    return None
+    return math.inf, math.inf
 
 
 def _means(rows: Rows, columns: Iterable[str]) -> dict[str, float]:

@@ -118,10 +118,10 @@ def run_dora(task: Task, out: Path, max_staleness: int) -> Run:
         command += ["--set", change]
     with _started(command, out / "stderr.txt", {}) as process, Watch([process.pid]) as watch:
         _wait(process, out / "stderr.txt", START_S + STEP_S * task.num_steps)
-    return _dora_run(out / "run", watch)
+    return _dora_run(out / "run", watch, task.config.sampling.group_size)
 
 
-def _dora_run(out: Path, watch: Watch) -> Run:
+def _dora_run(out: Path, watch: Watch, group_size: int) -> Run:
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["c1"]
     assert summary["c2"]
@@ -133,6 +133,7 @@ def _dora_run(out: Path, watch: Watch) -> Run:
         first = next(fact for fact in map(json.loads, journal) if fact.get("kind") == "admit")
     began, ends = zero + first["t_s"], [zero + line["t_s"] for line in lines]
     lengths = [line["response_length/mean"] for line in lines]
+    untrained = summary["filtered_groups"] + summary["failed_groups"] + summary["pending_groups"]
     return Run(
         began=began,
         ends=ends,
@@ -140,7 +141,7 @@ def _dora_run(out: Path, watch: Watch) -> Run:
         generated_tokens=fmean(lengths),  # none is dropped: they are the same
         trained_tokens=fmean(lengths),
         staleness=(summary["staleness_mean"], summary["staleness_max"]),
-        num_discarded=summary["filtered_groups"] + summary["failed_groups"] + summary["pending_groups"],
+        num_discarded=untrained * group_size,
         models=_models(out / "checkpoints"),
         cpu_s=watch.cpu_s(began, ends[-1]),
         peak_bytes=watch.peak_bytes(began, ends[-1]),

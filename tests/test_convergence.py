@@ -32,6 +32,7 @@ def module(name: str) -> Any:
 def row(policy: str, seed: int, final: float, task: str = "chains") -> dict[str, Any]:
     """A run that gains evenly from 0 to `final` in 10 s."""
     lengths = {f"{n}_{of}": 40.0 for n in ("generated", "trained") for of in ("mean", "p50", "p90", "p99")}
+    lengths |= {f"trained_mean_fifth_{fifth}": 40.0 for fifth in range(1, 6)}
     names = ("mixed_share", "segments", "staleness_mean", "ess", "kl")
     figures = dict.fromkeys((*names, "dropped_share", "dropped_share_of_longest"), 0.0)
     return {
@@ -79,6 +80,38 @@ def test_a_difference_is_told_from_noise_by_seeds_in_pairs() -> None:
     found = {(t["task"], t["policy"]): t["within_noise"] for t in tests}
     expected = {("chains", "dora"): 1, ("chains", "drain"): 0}
     assert found == expected | {("all", policy): bound for (_, policy), bound in expected.items()}
+
+
+def test_to_find_no_difference_is_not_to_show_that_there_is_none() -> None:
+    sync = [row("sync", seed, 0.8) for seed in range(3)]
+    sure = [row("dora", seed, 0.8 + (seed - 1) / 1000) for seed in range(3)]
+    noisy = [row("drain", seed, 0.8 + (seed - 1) / 20) for seed in range(3)]
+    tests = [t for t in module("convergence_tables").tables([*sync, *sure, *noisy]) if "equivalent" in t]
+    found = {t["policy"]: (t["within_noise"], t["equivalent"]) for t in tests if t["task"] == "all"}
+    assert found == {"dora": (1, 1), "drain": (1, 0)}
+
+
+def test_tasks_are_averaged_before_seeds_are_compared() -> None:
+    rows = [row(policy, seed, 0.8, task) for policy in ("sync", "dora") for seed in range(2) for task in "ab"]
+    rows[-1]["at_100"] = 0.9
+    tests = [t for t in module("convergence_tables").tables(rows) if "within_noise" in t]
+    (pooled,) = [t for t in tests if t["task"] == "all"]
+    assert (pooled["pairs"], pooled["difference"]) == (2, 0.025)
+
+
+def test_most_seeds_must_get_to_the_target() -> None:
+    rows = [row("sync", seed, 0.5) for seed in range(3)]
+    rows += [row("dora", seed, final) for seed, final in enumerate((0.4, 0.4, 1.0))]
+    times = {t["policy"]: t for t in module("convergence_tables").tables(rows) if "s_to_target" in t}
+    assert (times["dora"]["reached"], times["dora"]["s_to_target"]) == (1, "-")
+
+
+def test_answers_of_several_versions_are_compared_with_those_of_one_at_the_same_bound() -> None:
+    mixed = [row("partial", seed, 0.7) | {"mixed_share": 0.5} for seed in range(2)]
+    rows = [*(row("sync", seed, 0.9) for seed in range(2)), *(row("dora", seed, 0.8) for seed in range(2))]
+    told = [t for t in module("convergence_tables").tables([*rows, *mixed]) if "trajectories" in t]
+    found = {t["policy"]: (t["trajectories"], t["less_dora"], t["mixed_share"]) for t in told}
+    assert found == {"dora": ("single", 0.0, 0.0), "partial": ("mixed", -0.1, 0.5)}
 
 
 def test_seeds_without_a_partner_are_in_no_test() -> None:
