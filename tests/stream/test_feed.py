@@ -114,6 +114,18 @@ def test_nothing_is_handed_out_before_it_is_durable_and_judged(life: Life) -> No
     assert len(life.reader.group(GROUPS[0])) == 2
 
 
+def test_answers_are_sent_with_the_last_of_their_group(life: Life) -> None:
+    life.put(GROUPS[0], [1])
+    life.store.commit()
+    with pytest.raises(RunError, match="group 1/0: 0 of 2 rows are here"):
+        life.reader.group(GROUPS[0])
+    life.put(GROUPS[0], [0])
+    life.store.commit()
+    life.score(GROUPS[0])
+    life.store.commit()
+    assert len(life.reader.group(GROUPS[0])) == 2
+
+
 def test_what_has_ended_takes_no_room(life: Life) -> None:
     for group in GROUPS:
         life.put(group)

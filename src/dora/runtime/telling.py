@@ -179,16 +179,17 @@ class Teller:
         if self._plan.is_recorded(group):
             self._store(completion)
             if not (has_ended or group.is_held_out):
-                num_drawn = sum(not math.isnan(x) for x in completion.logprobs)
-                self.num_tokens[group] = self.num_tokens.get(group, 0) + num_drawn
+                self.num_tokens[group] = self.num_tokens.get(group, 0) + _num_drawn(completion)
         return RequestFinished(
             engine, request, completion.version, num_tokens, completion.chunks, completion.finish_reason
         )
 
     def _store(self, completion: Completion) -> None:
         request = completion.id
-        logprobs = completion.unfiltered_logprobs  # the trainer's are not filtered either
-        loss_mask = [int(not math.isnan(x)) for x in logprobs]
+        logprobs, loss_mask = completion.unfiltered_logprobs, None  # the trainer's are not filtered either
+        if _num_drawn(completion) < len(logprobs):
+            loss_mask = [int(not math.isnan(x)) for x in logprobs]
+            logprobs = [x if is_drawn else 0.0 for x, is_drawn in zip(logprobs, loss_mask, strict=True)]
         source = Source.of(completion.chunks)
         trajectory = Trajectory(
             request,
@@ -196,12 +197,20 @@ class Teller:
             source.weight_digest,
             completion.prompt_ids,
             completion.token_ids,
-            [x if is_drawn else 0.0 for x, is_drawn in zip(logprobs, loss_mask, strict=True)],
+            logprobs,
             completion.routes,
-            None if all(loss_mask) else loss_mask,
+            loss_mask,
             self.earned.get(request),
             source.segments,
         )
         self._samples.put(trajectory)
         if request.group in self._ended:
             self._samples.mark([request.group], self._ended[request.group])
+
+
+def _num_drawn(completion: Completion) -> int:
+    """Tokens that the model drew; those that an episode's other side said have no log-prob: NaN."""
+    logprobs = completion.logprobs
+    if not math.isnan(sum(logprobs)):  # quicker than to look at each
+        return len(logprobs)
+    return sum(not math.isnan(x) for x in logprobs)

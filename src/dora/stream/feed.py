@@ -1,7 +1,8 @@
-"""What a run sends through its stream: each answer as it is finished, its reward once it is judged.
+"""What a run sends through its stream: the answers of a group, its rewards once it is judged.
 
-`samples.sqlite` is the record; the driver sends what is durable there, and a run that goes on sends again
-what was not trained. The trainer takes the groups that the core has chosen, and commits them with its step.
+`samples.sqlite` is the record; the driver sends what is durable there, a group at once, for nobody takes
+less, and a run that goes on sends again what was not trained. The trainer takes the groups that the core has
+chosen, and commits them with its step.
 """
 
 from __future__ import annotations
@@ -110,15 +111,22 @@ class Feed:
             self._client.declare(name, needs, group_size, True, lease_s, held_out_size=num_answers)
         if rewards:
             self._client.declare(COLLECTOR, [*rewards], group_size, held_out_size=num_answers)
+        self._group_size = group_size
         self._indices: dict[GroupId, dict[int, int]] = {}  # by sibling
-        self._answers: list[Trajectory] = []
+        self._answers: dict[GroupId, list[Trajectory]] = {}  # of groups that are not whole
+        self._whole: list[GroupId] = []  # and not sent
         self._judged: dict[RequestId, tuple[float, float | None]] = {}
         self._ended: dict[GroupId, None] = {}
 
     def put(self, trajectory: Trajectory) -> None:
         """An answer is finished. Those to held-out prompts are not trained, so nobody would take them."""
-        if not trajectory.request.is_held_out:
-            self._answers.append(trajectory)
+        group = trajectory.request.group
+        if group.is_held_out:
+            return
+        siblings = self._answers.setdefault(group, [])
+        siblings.append(trajectory)
+        if len(siblings) == self._group_size:
+            self._whole.append(group)
 
     def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float | None]) -> None:
         """A group is judged, sibling by sibling."""
@@ -149,6 +157,7 @@ class Feed:
         self._client.clear(groups)
         for group in groups:
             self._indices.pop(group, None)
+            self._answers.pop(group, None)
 
     def end(self, groups: Iterable[GroupId]) -> None:
         """These groups are trained, filtered or failed: nobody needs them any more."""
@@ -164,7 +173,8 @@ class Feed:
         ended, self._ended = self._ended, {}
         if ended:
             self.drop(ended)
-        self._send_answers([t for t in self._answers if t.request.group not in ended])
+        whole, self._whole = self._whole, []
+        self._send_answers([t for group in whole for t in self._answers.pop(group, ())])
         self._send_judged({r: judged for r, judged in self._judged.items() if r.group not in ended})
 
     def close(self) -> None:
@@ -173,7 +183,6 @@ class Feed:
         self._thread.join()
 
     def _send_answers(self, answers: Sequence[Trajectory]) -> None:
-        self._answers = []
         if not answers:
             return
         rows = [NewRow(t.request, t.version, len(t.prompt_ids) + len(t.token_ids)) for t in answers]
