@@ -12,12 +12,13 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 
 from report import Row
 
-from dora.core.records import RequestId
+from dora.core.records import GroupId, RequestId
 from dora.engine.sequence import Sampling
 from dora.runtime.plan import Plan
 
@@ -32,10 +33,15 @@ Changes = Mapping[str, object]
 
 def tail_length(request: RequestId) -> int:
     """Tokens of an answer: log-normal, half of the log-variance drawn from the group."""
-    of_group = Random(f"length {request.group}").gauss()
     own = Random(f"length {request}").gauss()
-    spread = math.sqrt(SHARE_OF_GROUP) * of_group + math.sqrt(1 - SHARE_OF_GROUP) * own
+    spread = math.sqrt(SHARE_OF_GROUP) * _of_group(request.group) + math.sqrt(1 - SHARE_OF_GROUP) * own
     return min(MAX_TOKENS, max(1, round(MEDIAN_TOKENS * math.exp(SPREAD * spread))))
+
+
+@cache
+def _of_group(group: GroupId) -> float:
+    """The share of all its answers."""
+    return Random(f"length {group}").gauss()
 
 
 def light_length(request: RequestId) -> int:
