@@ -6,6 +6,7 @@ python benchmarks/convergence_plot.py benchmarks/results/convergence.json docs/i
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -60,19 +61,25 @@ def _legend() -> list[str]:
 
 
 def _panel(task: str, rows: Rows, is_time: bool) -> str:
-    """One pair of axes from accuracy 0 to 1, and a line with its band for each policy that was run."""
+    """One pair of axes, and a line with its band for each policy that was run.
+
+    Axes of accuracy go from what is least to what is most among the means, in steps of five points.
+    """
     curves = {key: found for key in LINES if (found := _curve(rows, key, is_time))}
     farthest = max(x for curve in curves.values() for x, _, _ in curve)
     unit = "s" if is_time else "samples"
     parts = [f'<text x="0" y="-10">{task}</text>'] if not is_time else []
     parts.append(f'<path class="axis" d="M0 0V{HEIGHT}H{WIDTH}"/>')
+    means = [mean for curve in curves.values() for _, mean, _ in curve]
+    low, high = math.floor(20 * min(means)) / 20, math.ceil(20 * max(means)) / 20
     for share in (0.0, 0.5, 1.0):
-        y = HEIGHT * (1 - share)
-        parts.append(f'<text class="small" x="-6" y="{y + 4:g}" text-anchor="end">{share:g}</text>')
+        y, tick = HEIGHT * (1 - share), low + share * (high - low)
+        parts.append(f'<text class="small" x="-6" y="{y + 4:g}" text-anchor="end">{tick:.3g}</text>')
     label = f"{farthest:.0f} {unit}"
     parts.append(f'<text class="small" x="{WIDTH}" y="{HEIGHT + 16}" text-anchor="end">{label}</text>')
     for key, curve in curves.items():
-        parts += _drawn([(x / farthest, mean, half) for x, mean, half in curve], *LINES[key])
+        scaled = [(x / farthest, (mean - low) / (high - low), half / (high - low)) for x, mean, half in curve]
+        parts += _drawn(scaled, *LINES[key])
     return "".join(parts)
 
 
@@ -101,8 +108,8 @@ def _drawn(curve: list[tuple[float, float, float]], colour: str, dashes: str) ->
     lower = [at(x, mean - half) for x, mean, half in reversed(curve)]
     middle = "L".join(at(x, mean) for x, mean, _ in curve)
     return [
-        f'<path d="M{"L".join([*upper, *lower])}Z" fill="{colour}" opacity="0.12"/>',
-        f'<path d="M{middle}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>',
+        f'<path d="M{"L".join([*upper, *lower])}Z" fill="{colour}" opacity="0.08"/>',
+        f'<path d="M{middle}" fill="none" stroke="{colour}" stroke-width="1.5" stroke-dasharray="{dashes}"/>',
     ]
 
 

@@ -176,6 +176,8 @@ def test_what_is_said_of_learning_is_what_the_committed_benchmark_found() -> Non
         cells = [own[task] for task in ("chains", "countdown", "stories", "sorting", "all")]
         named = "TIS" if correction == "tis" else "-"
         assert " | ".join([f"| `{policy}`", str(bound), named, *cells]) + " |" in lines
+        if (policy, bound, correction) == ("dora", 2, "none"):
+            assert f"that of `sync` {own['all']} points" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_engine_is_the_fastest_in_every_setting_of_the_committed_grid() -> None:
