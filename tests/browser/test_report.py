@@ -15,7 +15,7 @@ from dora.observe.report import page as report
 from dora.observe.report.reading import run_data
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Locator, Page
 
 NUM_GROUPS = 15  # that the browser of answers shows at first
 IS_PAINTED = """
@@ -26,6 +26,13 @@ IS_PAINTED = """
   return seen.size;
 }
 """
+
+
+def wait_for_count(locator: Locator, number: int) -> None:
+    """What is written once something is open may come a moment later."""
+    from playwright.sync_api import expect
+
+    expect(locator).to_have_count(number)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +101,7 @@ def test_a_chart_is_read_out_point_by_point(opened: Page) -> None:
 def test_the_numbers_behind_a_chart_can_be_opened(opened: Page) -> None:
     chart = opened.locator("#learning figure", has_text="Reward in training")
     chart.locator("summary").click()
-    assert chart.locator("tbody tr").count() == 8
+    wait_for_count(chart.locator("tbody tr"), 8)  # written once it is open
 
 
 def test_answers_are_written_into_the_page_only_when_they_are_looked_at(opened: Page) -> None:
@@ -102,7 +109,7 @@ def test_answers_are_written_into_the_page_only_when_they_are_looked_at(opened: 
     assert groups.count() == NUM_GROUPS
     assert groups.first.locator("pre").count() == 0
     groups.first.locator("summary").first.click()
-    assert groups.first.locator(".answer").count() == 2
+    wait_for_count(groups.first.locator(".answer"), 2)
     opened.locator("#samples").get_by_role("button", name="Show 15 more").focus()
     opened.keyboard.press("Enter")
     assert groups.count() > NUM_GROUPS
@@ -114,7 +121,8 @@ def test_answers_are_found_by_text_and_by_kind(opened: Page, run: Path) -> None:
     assert opened.locator("#samples details.group code").first.inner_text() == told[3]["group"]
     opened.locator("#search-0").fill("")
     opened.select_option("#only-0", "failed")
-    assert opened.locator("#samples details.group").count() == sum("failed" in g["kinds"] for g in told)
+    num_failed = sum("failed" in g["kinds"] for g in told)
+    wait_for_count(opened.locator("#samples details.group"), num_failed)
 
 
 def test_the_life_of_an_answer_is_told(page: Page, tmp_path: Path) -> None:

@@ -231,7 +231,11 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_says_where_the_page_is_and_ends_with_ctrl_c(run: Path) -> None:
     command = [sys.executable, "-m", "dora", "dash", str(run), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+
+    def hear_ctrl_c() -> None:  # which a shell has its background jobs ignore
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]
         with urllib.request.urlopen(url, timeout=WAIT_S) as answer:

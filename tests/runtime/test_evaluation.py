@@ -18,6 +18,7 @@ CHANGES: dict[str, object] = {
     "eval__num_samples": 2,
     "eval__every": 4,
     "trainer__save_freq": 2,
+    "engine__pace": "25ms",  # so that an evaluation lasts long enough to be met
 }
 
 
