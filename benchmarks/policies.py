@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from dora.runtime import run
 SKIPPED = 5  # steps at the beginning, in which the pipeline fills
 ENDING = 5  # steps at the end: with S = 4 nothing is admitted any more
 WINDOW = 5  # steps over which sampled accuracy is averaged
-NUM_TRIES = 3  # of each choice, by --search
+NUM_TRIES = 2  # of each choice, by --search
 RESOLUTION_S = 0.01  # exposed time of a step that is less is taken for this
 
 
@@ -198,18 +199,12 @@ def search(runs: Runs, workload: Workload) -> list[Row]:
         speeds: list[list[float]] = [[] for _ in tries]
         for seed in range(NUM_TRIES if len(tries) > 1 else 0):
             for who, own in zip(tries, speeds, strict=True):
-                own.append(runs.row(workload, who, seed)["tokens_per_s"])
-        for who, own in sorted(zip(tries, speeds, strict=True), key=lambda pair: -sum(sorted(pair[1])[1:2])):
-            if own:
-                row = {
-                    "workload": workload.name,
-                    "pace": workload.pace,
-                    "policy": name,
-                    "S": who.max_staleness,
-                }
-                chosen = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in who.own.items())
-                speed = {"tokens_per_s": statistics.median(own), "least": min(own), "most": max(own)}
-                found.append({**row, "choice": chosen, **speed})
+                insort(own, runs.row(workload, who, seed)["tokens_per_s"])
+        tried = [(statistics.median(own), own, who) for who, own in zip(tries, speeds, strict=True) if own]
+        for speed, own, who in sorted(tried, key=lambda one: one[0], reverse=True):
+            row = {"workload": workload.name, "pace": workload.pace, "policy": name, "S": who.max_staleness}
+            chosen = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in who.own.items())
+            found.append({**row, "choice": chosen, "tokens_per_s": speed, "least": own[0], "most": own[-1]})
     return found
 
 
