@@ -18,4 +18,8 @@ class FileWeights:
         from safetensors.torch import load_file
 
         self.model_runner.reload_weights(weights_iterator=iter(load_file(path).items()))
+        # On a CPU a head multiplies with a packed copy of its weight, and vLLM 0.32 packs none again that
+        # has the embedding's: it would go on with the head that the server began with.
+        head = self.model_runner.get_model().lm_head
+        head.quant_method.process_weights_after_loading(head)
         return True

@@ -1,4 +1,4 @@
-"""The tables of docs/config.md and docs/metrics.md, written from the code that they are about.
+"""The tables of pages, written from the code or the benchmarks' results that they are about.
 
     python -m docs.making.tables
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from docs.making import learned, markdown
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -30,10 +31,10 @@ def written(text: str, tables: dict[str, Callable[[], str]]) -> str:
 
 
 def tables() -> dict[str, Callable[[], str]]:
-    """What makes each table, by name: sections of a configuration, and parts of the metrics."""
+    """What makes each table, by name: sections of a configuration, parts of the metrics, and results."""
     of_keys = {name: _of(section_table, name, section) for name, section in sections()}
     parts = {f"metrics_{part.key}": _of(metrics_table, part.metrics) for part in PARTS}
-    return {**of_keys, **parts}
+    return {**of_keys, **parts, **learned.tables()}
 
 
 def _of(make: Callable[..., str], *given: Any) -> Callable[[], str]:
@@ -44,7 +45,7 @@ def section_table(name: str, section: type[Section]) -> str:
     """Every key of a section: default, and what it means."""
     found = [(key, field) for own, key, field in keys() if own == name]
     rows = [(f"`{key}`", default_of(field), meaning_of(field)) for key, field in found]
-    return f"{section.__doc__}\n\n{table(('key', 'default', 'meaning (unit)'), rows)}"
+    return f"{section.__doc__}\n\n{markdown.table(('key', 'default', 'meaning (unit)'), rows)}"
 
 
 def default_of(field: FieldInfo) -> str:
@@ -69,13 +70,7 @@ def metrics_table(metrics: Iterable[Metric]) -> str:
         (", ".join(f"`{name}`" for name in metric.each()), metric.unit, metric.meaning, metric.only)
         for metric in metrics
     ]
-    return table(("name", "unit", "meaning", "only"), rows)
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    cells = [columns, ["---"] * len(columns), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+    return markdown.table(("name", "unit", "meaning", "only"), rows)
 
 
 def main() -> None:
