@@ -69,6 +69,10 @@ class Contender:
         named = {"orchestrator.update_policy": policy, "orchestrator.max_staleness": self.max_staleness}
         return {**named, **self.own}
 
+    def told(self) -> str:
+        """What it has chosen, as the tables say it."""
+        return ", ".join(f"{key.partition('.')[2]} {value}" for key, value in self.own.items())
+
 
 def contender(workload: Workload, name: str, max_staleness: int) -> Contender:
     """With its own best settings; what a tight bound does not allow is cut, and the demo stays as it is."""
@@ -105,7 +109,7 @@ def choices(workload: Workload, name: str) -> list[Contender]:
     elif name in BREAKS_C1:
         own = [{"orchestrator.load_interval": number} for number in (1, 3)]
     elif name == "dora":
-        own = [ONE_SLOT, {}]
+        own = [ONE_SLOT, {**ONE_SLOT, "orchestrator.load_interval": 3}, {}]
     base = {} if not workload.is_paced or name in BREAKS_C1 else MOVING
     streamed = UNSTREAMED if name == "sync" else {}
     bound = {**RIVALS, "dora": 4}[name]

@@ -82,7 +82,9 @@ def measure(workload: Workload, who: Contender, seed: int) -> dict[str, Any]:
     assert verdict.c3
     steps = [json.loads(line) for line in lines]
     return {
-        **named(workload, who, seed),
+        **named(workload, who),
+        "settings": who.told(),
+        "seed": seed,
         "git": git(),
         **figures(steps),
         "versions": summary["live_versions_mean"],
@@ -95,10 +97,14 @@ def measure(workload: Workload, who: Contender, seed: int) -> dict[str, Any]:
     }
 
 
-def named(workload: Workload, who: Contender, seed: int) -> dict[str, Any]:
+def named(workload: Workload, who: Contender) -> dict[str, Any]:
     """The columns that say what a row is of."""
-    own = {"policy": who.name, "S": who.max_staleness, "seed": seed}
-    return {"workload": workload.name, "pace": workload.pace, **own}
+    return {
+        "workload": workload.name,
+        "pace": workload.pace,
+        "policy": who.name,
+        "S": who.max_staleness,
+    }
 
 
 def figures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -167,8 +173,7 @@ def compare(rows: Sequence[Row], workload: Workload, bounds: Sequence[int]) -> l
             if ratios := over(ours, theirs, "tokens_per_s"):
                 sooner = over(theirs, ours, "to_accuracy_s")
                 found.append({
-                    "workload": workload.name, "pace": workload.pace,
-                    "policy": name, "S": bound, "rival": rival, "rival S": own,
+                    **named(workload, Contender(name, bound)), "rival": rival, "rival S": own,
                     "faster": statistics.median(ratios), "least": ratios[0], "most": ratios[-1],
                     "sooner": statistics.median(sooner) if sooner else "-",
                 })  # fmt: skip
@@ -185,7 +190,7 @@ def climb(runs: Runs, workload: Workload) -> list[Row]:
     found: list[Row] = []
     before = base = speeds["sync"]
     for (part, speed), who in zip(speeds.items(), parts(workload).values(), strict=True):
-        row = {"workload": workload.name, "pace": workload.pace, "part": part, "S": who.max_staleness}
+        row = {"part": part, **named(workload, who)}
         found.append({**row, "tokens_per_s": speed, "gain": speed / before, "over sync": speed / base})
         before = speed
     return found
@@ -202,9 +207,8 @@ def search(runs: Runs, workload: Workload) -> list[Row]:
                 insort(own, runs.row(workload, who, seed)["tokens_per_s"])
         tried = [(statistics.median(own), own, who) for who, own in zip(tries, speeds, strict=True) if own]
         for speed, own, who in sorted(tried, key=lambda one: one[0], reverse=True):
-            row = {"workload": workload.name, "pace": workload.pace, "policy": name, "S": who.max_staleness}
-            chosen = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in who.own.items())
-            found.append({**row, "choice": chosen, "tokens_per_s": speed, "least": own[0], "most": own[-1]})
+            of_whom = {**named(workload, who), "settings": who.told()}
+            found.append({**of_whom, "tokens_per_s": speed, "least": own[0], "most": own[-1]})
     return found
 
 
