@@ -1,11 +1,12 @@
 """Who is compared: every update policy at every bound, each with what it is free to choose at its best.
 
-`OWN` is what `policies.py --search` found (results/policies_search.json). Where engines are paced, their
-number and rows are given, as accelerators are; else a policy has two cores, one thread a process, and
-chooses. There a step takes as long as its rows need, an idle row costs nothing and a second version's weights
-do: DORA's best is one engine of one version slot, so that each version's last answers are waited for. Paced,
-a step takes as long for several versions as for one, which is what accelerators do as far as reading weights
-is not what limits them. So both are compared: `dora, one slot` and `dora, several slots` beside `dora`.
+`OWN` is what `policies.py --search` found (results/policies_search.json): where two choices are as fast as
+each other but for noise, the faster. Where engines are paced, their number and rows are given, as
+accelerators are; else a policy has two cores, one thread a process, and chooses. There a step takes as long
+as its rows need, an idle row costs nothing and a second version's weights do: DORA's best is one version
+slot, so that each version's last answers are waited for. Paced, a step takes as long for several versions as
+for one, which is what accelerators do as far as reading weights is not what limits them. So DORA's other
+choice stands beside it: `dora, several slots` unpaced, `dora, one slot` paced.
 """
 
 from __future__ import annotations
@@ -23,30 +24,31 @@ MOVING = {"orchestrator.rebalance_interval_s": 0.1}  # how often moves are weigh
 UNSTREAMED = {"trainer.streaming": "false"}
 ONE_SLOT: Changes = {"engine.version_slots": 1}  # without it an engine has one for each version that may live
 ALONE, PAIR = {"engine.num_engines": 1}, {"engine.num_engines": 2}
+WIDE: Changes = {**ALONE, "engine.max_rows": 32}  # all answers of a batch at once
 
 # By whether engines are paced, and by policy.
 OWN: Mapping[bool, Mapping[str, Changes]] = {
     False: {
-        "sync": {**PAIR, "engine.max_rows": 16, **UNSTREAMED},
-        "sync, streamed": {**PAIR, "engine.max_rows": 16},
-        "one_step": {**ALONE, "engine.max_rows": 32},
-        "drain": {**ALONE, "engine.max_rows": 16, "orchestrator.batches_per_version": 5},
-        "partial": {**ALONE, "engine.max_rows": 16},
-        "inflight": {**ALONE, "engine.max_rows": 16},
-        "dora": {**ALONE, "engine.max_rows": 16, **ONE_SLOT},
+        "sync": {**WIDE, **UNSTREAMED},
+        "sync, streamed": WIDE,
+        "one_step": WIDE,
+        "drain": {**WIDE, "orchestrator.batches_per_version": 4},
+        "partial": {**WIDE, "orchestrator.load_interval": 3},
+        "inflight": WIDE,
+        "dora": {**WIDE, **ONE_SLOT},
     },
     True: {
         "sync": {**MOVING, **UNSTREAMED},
         "sync, streamed": MOVING,
         "one_step": MOVING,
         "drain": {**MOVING, "orchestrator.batches_per_version": 5},
-        "partial": {},
+        "partial": {"orchestrator.load_interval": 3},
         "inflight": {},
         "dora": MOVING,
     },
 }
 OTHERS: Mapping[bool, Mapping[str, Changes]] = {  # beside DORA's own, at S = 4
-    False: {"dora, several slots": {**ALONE, "engine.max_rows": 16}},
+    False: {"dora, several slots": WIDE},
     True: {"dora, one slot": {**MOVING, **ONE_SLOT}},
 }
 FREE_UNPACED = ("engine.num_engines", "engine.max_rows", "engine.version_slots")
@@ -84,10 +86,12 @@ def contender(workload: Workload, name: str, max_staleness: int) -> Contender:
 
 def bounded(who: Contender) -> Contender:
     """No version is kept for longer than the bound allows."""
-    key = "orchestrator.batches_per_version"
-    if key not in who.own:
-        return who
-    return replace(who, own={**who.own, key: min(int(str(who.own[key])), who.max_staleness + 1)})
+    longest = {
+        "orchestrator.batches_per_version": who.max_staleness + 1,
+        "orchestrator.load_interval": max(1, who.max_staleness),
+    }
+    cut = {key: min(int(str(who.own[key])), most) for key, most in longest.items() if key in who.own}
+    return replace(who, own={**who.own, **cut})
 
 
 def entrants(workload: Workload, bounds: Sequence[int]) -> list[Contender]:
