@@ -14,7 +14,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 MAX_ROWS = 120  # of one table
-MADE_BY = {"engine_grid": "engine"}  # results whose file has not the benchmark's name
+MADE_BY = {
+    "engine_grid": "engine",
+    "policies_search": "policies",
+}  # results whose file has not the benchmark's name
 
 
 def pages() -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from docs.making import learned, markdown
+from docs.making import compared, learned, markdown
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -25,6 +25,11 @@ DOCS = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table: ([a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
+def pages() -> list[Path]:
+    """Those that may have tables."""
+    return [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
 def written(text: str, tables: dict[str, Callable[[], str]]) -> str:
     """A page with each of its tables as it should be."""
     return MARKED.sub(lambda place: f"{place[1]}\n{tables[place[2]]()}\n\n{place[3]}", text)
@@ -34,7 +39,7 @@ def tables() -> dict[str, Callable[[], str]]:
     """What makes each table, by name: sections of a configuration, parts of the metrics, and results."""
     of_keys = {name: _of(section_table, name, section) for name, section in sections()}
     parts = {f"metrics_{part.key}": _of(metrics_table, part.metrics) for part in PARTS}
-    return {**of_keys, **parts, **learned.tables()}
+    return {**of_keys, **parts, **learned.tables(), **compared.tables()}
 
 
 def _of(make: Callable[..., str], *given: Any) -> Callable[[], str]:
@@ -76,7 +81,7 @@ def metrics_table(metrics: Iterable[Metric]) -> str:
 def main() -> None:
     """Write every page that has such tables."""
     known = tables()
-    for page in sorted(DOCS.glob("*.md")):
+    for page in pages():
         before = page.read_text(encoding="utf-8")
         if (after := written(before, known)) != before:
             page.write_text(after, encoding="utf-8")

@@ -31,7 +31,7 @@ def metrics_of(key: str) -> tuple[Metric, ...]:
 def test_tables_on_the_pages_are_those_of_the_code() -> None:
     """If not: python -m docs.making.tables"""
     known = tables.tables()
-    pages = {page: page.read_text(encoding="utf-8") for page in DOCS.glob("*.md")}
+    pages = {page: page.read_text(encoding="utf-8") for page in tables.pages()}
     assert [page.name for page, text in pages.items() if tables.written(text, known) != text] == []
     shown = {name for text in pages.values() for _, name, _ in tables.MARKED.findall(text)}
     assert shown == known.keys()

@@ -1,0 +1,153 @@
+"""The tables of docs/measured.md, docs/peers.md and README's first screen, from two benchmarks' results."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from docs.making import markdown
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+Found = Mapping[str, Any]
+WORKLOADS = {  # name and pace of each table
+    "policies_tail": ("tail", "none"),
+    "policies_tail_paced": ("tail", "9ms"),
+    "policies_light": ("light", "none"),
+    "policies_light_paced": ("light", "9ms"),
+    "policies_demo": ("demo", "none"),
+}
+FIXED = ("sync", "sync, streamed", "one_step")  # their bound is theirs by definition
+BREAKS_C1 = ("partial", "inflight")
+RIVALS = ("sync", "one_step", "drain", "partial", "inflight")
+
+
+def tables() -> dict[str, Callable[[], str]]:
+    """What makes each table, by name."""
+    runs = {name: _of(runs_of, *which) for name, which in WORKLOADS.items()}
+    ratios = {f"{name}_ratios": _of(ratios_of, *which) for name, which in WORKLOADS.items()}
+    return {**runs, **ratios, "policies_ladder": ladder, "headline": headline}
+
+
+def _of(make: Callable[..., str], *given: Any) -> Callable[[], str]:
+    return lambda: make(*given)
+
+
+def runs_of(workload: str, pace: str) -> str:
+    """What every policy did, at every bound: medians of its runs."""
+    runs = [row for row in rows("policies") if "seed" in row and _is_of(row, workload, pace)]
+    keys = dict.fromkeys((row["policy"], row["S"]) for row in runs)
+    lines = []
+    for policy, bound in keys:
+        own = [row for row in runs if (row["policy"], row["S"]) == (policy, bound)]
+        found = {name: statistics.median(row[name] for row in own) for name, _ in COLUMNS}
+        lines.append([f"`{policy}`", str(bound), *(form.format(found[name]) for name, form in COLUMNS)])
+    return markdown.table(("policy", "S", *(name.replace("_", " ") for name, _ in COLUMNS)), lines)
+
+
+COLUMNS = (
+    ("tokens_per_s", "{:,.0f}"),
+    ("occupancy", "{:.2f}"),
+    ("stall_s", "{:.2f}"),
+    ("exposed_s", "{:.2f}"),
+    ("trainer_idle", "{:.2f}"),
+    ("staleness", "{:.1f}"),
+    ("staleness_max", "{:.0f}"),
+    ("versions", "{:.1f}"),
+    ("migrations", "{:.0f}"),
+    ("reprefilled", "{:,.0f}"),
+    ("regenerated", "{:,.0f}"),
+    ("discarded", "{:,.0f}"),
+)
+
+
+def ratios_of(workload: str, pace: str) -> str:
+    """How many times as many tokens DORA trains in a second, and by how much that differs between seeds."""
+    found = [row for row in rows("policies") if "rival" in row and _is_of(row, workload, pace)]
+    rivals = {row["rival"]: row["rival S"] if row["rival"] in FIXED else None for row in found}
+    titles = [f"over `{rival}`, " + ("same S" if s is None else f"S = {s}") for rival, s in rivals.items()]
+    lines = []
+    for policy, bound in dict.fromkeys((row["policy"], row["S"]) for row in found):
+        own = {row["rival"]: row for row in found if (row["policy"], row["S"]) == (policy, bound)}
+        lines.append([f"`{policy}`", str(bound), *(_spread(own.get(rival)) for rival in rivals)])
+    return markdown.table(("", "S", *titles), lines)
+
+
+def _spread(row: Found | None) -> str:
+    if row is None:
+        return ""
+    least, most = f"{row['least']:.2f}", f"{row['most']:.2f}"
+    return f"{row['faster']:.2f}" + (f" ({least} to {most})" if least != most else "")
+
+
+def ladder() -> str:
+    """Part by part, from `sync` to DORA."""
+    lines = [
+        (row["part"], str(row["S"]), f"{row['tokens_per_s']:,.0f}", *(f"{row[key]:.2f}" for key in GAINS))
+        for row in rows("policies")
+        if "part" in row
+    ]
+    return markdown.table(("part", "S", "tokens/s", "gain", "over `sync`"), lines)
+
+
+GAINS = ("gain", "over sync")
+
+
+def headline() -> str:
+    """What README's first screen says of speed."""
+    ratios = json.loads((RESULTS / "policies.json").read_text(encoding="utf-8"))["ratios"]
+    bounds = {row["rival"]: row["rival S"] for row in rows("policies") if "rival" in row and row["S"] == 4}
+    lines = [
+        (
+            f"`{rival}`",
+            str(bounds[rival]),
+            "no" if rival in BREAKS_C1 else "yes",
+            f"{ratios[f'dora_vs_{rival}']:.2f}",
+            f"{ratios[f'paced_dora_vs_{rival}']:.2f}",
+        )
+        for rival in RIVALS
+    ]
+    columns = ("tokens/s of `dora` over", "S", "keeps C1", "two cores", "paced engines")
+    return markdown.table(columns, lines)
+
+
+def peers() -> str:
+    """What every trainer did: medians of its seeds."""
+    runs = [row for row in rows("peers") if "not_measured" not in row]
+    lines = []
+    for system, bound in dict.fromkeys((row["system"], row["bound"]) for row in runs):
+        own = [row for row in runs if (row["system"], row["bound"]) == (system, bound)]
+        cells = [_median([row[name] for row in own], form) for name, form in OF_PEERS]
+        lines.append([system, str(bound), *cells])
+    return markdown.table(("trainer", "S", *(name.replace("_", " ") for name, _ in OF_PEERS)), lines)
+
+
+OF_PEERS = (
+    ("samples_per_s", "{:.0f}"),
+    ("to_accuracy_s", "{:.0f}"),
+    ("accuracy_after", "{:.2f}"),
+    ("cpu_s", "{:.0f}"),
+    ("peak_MB", "{:,.0f}"),
+    ("discarded", "{:.0f}"),
+    ("staleness_mean", "{:.1f}"),
+    ("staleness_max", "{:.0f}"),
+)
+
+
+def _median(found: list[Any], form: str) -> str:
+    """Of what is a number in every run."""
+    if not all(isinstance(value, int | float) for value in found):
+        return "-"
+    return form.format(statistics.median(found))
+
+
+def rows(name: str) -> Iterable[Found]:
+    """Of one file of results."""
+    found: list[Found] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    return found
+
+
+def _is_of(row: Found, workload: str, pace: str) -> bool:
+    return (row["workload"], row["pace"]) == (workload, pace)
