@@ -169,6 +169,19 @@ def test_what_the_readme_says_of_learning_is_what_the_committed_benchmark_found(
     assert said in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_what_the_readme_says_of_other_trainers_is_what_the_committed_benchmark_found() -> None:
+    found = json.loads((RESULTS / "peers.json").read_text("utf-8"))["ratios"]
+    sync = found["dora_s0_vs_trl_sync_s0_samples_per_s"]
+    running_ahead = found["dora_s2_vs_trl_async_vllm_s2_samples_per_s"]
+    expected = [
+        f"{sync:.1f} times those of `GRPOTrainer`, {running_ahead:.1f} times those of `AsyncGRPOTrainer`",
+        f"discards {found['trl_async_vllm_s2_discarded']:,.0f} answers",
+    ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [words for words in expected if words not in readme] == []
+    assert found["dora_s0_discarded"] == found["dora_s2_discarded"] == 0
+
+
 def test_the_engine_is_the_fastest_in_every_setting_of_the_committed_grid() -> None:
     rows = json.loads((RESULTS / "engine_grid.json").read_text("utf-8"))["rows"]
     steps: dict[tuple[object, ...], dict[str, float]] = {}

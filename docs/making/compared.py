@@ -28,7 +28,7 @@ def tables() -> dict[str, Callable[[], str]]:
     """What makes each table, by name."""
     runs = {name: _of(runs_of, *which) for name, which in WORKLOADS.items()}
     ratios = {f"{name}_ratios": _of(ratios_of, *which) for name, which in WORKLOADS.items()}
-    return {**runs, **ratios, "policies_ladder": ladder, "headline": headline}
+    return {**runs, **ratios, "policies_ladder": ladder, "headline": headline, "peers": peers}
 
 
 def _of(make: Callable[..., str], *given: Any) -> Callable[[], str]:
