@@ -174,7 +174,7 @@ def test_what_the_readme_says_of_other_trainers_is_what_the_committed_benchmark_
     sync = found["dora_s0_vs_trl_sync_s0_samples_per_s"]
     running_ahead = found["dora_s2_vs_trl_async_vllm_s2_samples_per_s"]
     expected = [
-        f"{sync:.1f} times those of `GRPOTrainer`, {running_ahead:.1f} times those of `AsyncGRPOTrainer`",
+        f"{sync:.1f} times those of `GRPOTrainer`, {running_ahead:.1f} times those of `AsyncGRPOTrainer`\n",
         f"discards {found['trl_async_vllm_s2_discarded']:,.0f} answers",
     ]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
