@@ -57,13 +57,25 @@ def test_engines_of_no_run_are_refused(
     name, *engine = command
     code, out, err = call(capsys, "engines", name, str(tmp_path), *engine)
     assert (code, out) == (2, "")
-    assert "is not a running run" in err
+    assert "is not the folder of a run: it has no journal.jsonl" in err
 
 
-def test_why_needs_the_folder_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, err = call(capsys, "why", str(tmp_path), "0/0/0")
+@pytest.mark.parametrize(
+    "command",
+    [["audit"], ["replay"], ["why", "0/0/0"], ["report"], ["trace"], ["dash"], ["engines", "list"]],
+    ids=" ".join,
+)
+def test_a_folder_that_is_no_run_is_answered_with_the_newest_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "journal.jsonl").touch()
+    place = 2 if command[0] == "engines" else 1
+    code, out, err = call(capsys, *command[:place], "runs", *command[place:])
     assert (code, out) == (2, "")
-    assert "give the folder of a run" in err
+    lacks = "runs is not the folder of a run: it has no journal.jsonl"
+    assert err == f"dora: {lacks}; the newest run nearby is runs/a\n"
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,15 @@ def test_a_misspelt_key_is_answered_with_the_nearest_and_all_valid_ones(file: Pa
 
 
 def test_a_key_of_another_section_is_answered_with_that_section(file: Path) -> None:
-    assert "did you mean sampling.group_size?" in refusal(file, "trainer.group_size=4")
+    assert "trainer.group_size: unknown key; group_size is sampling.group_size here" in refusal(
+        file, "trainer.group_size=4"
+    )
+    assert "max_response_length is sampling.max_response_length here" in refusal(
+        file, "data.max_response_length=4"
+    )
+    assert "max_grad_norm is critic.max_grad_norm or trainer.max_grad_norm here" in refusal(
+        file, "algorithm.max_grad_norm=4"
+    )
 
 
 def test_an_unknown_section_is_answered_with_the_nearest(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the policies that break C1 need and refuse."""
+"""What the policies that break C1 need and refuse, and what another policy leaves out of a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from tests.runtime.tiny import write_task
 
 from dora.errors import ConfigError
-from dora.settings import read
+from dora.settings import forgotten, read
 
 POLICIES = pytest.mark.parametrize("policy", ["partial", "inflight"])
 
@@ -63,3 +63,22 @@ def test_keys_without_effect_are_refused(file: Path, policy: str, change: str) -
 def test_routes_of_what_is_computed_again_cannot_be_replayed(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"remove trainer\.routing_replay"):
         read(file, [named("partial"), "trainer.routing_replay=true"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["orchestrator.update_policy=sync"], "with sync it is 0"),
+        (["orchestrator.update_policy=one_step"], "with one_step it is 1"),
+        (["orchestrator.update_policy=partial"], "with partial it is 2"),
+        (["orchestrator.update_policy=dora"], None),
+        (["orchestrator.update_policy=partial", "orchestrator.max_staleness=3"], None),
+        (["run.steps=3"], None),
+    ],
+)
+def test_a_bound_that_another_policy_leaves_out_is_told(
+    file: Path, overrides: list[str], told: str | None
+) -> None:
+    file.write_text(file.read_text() + "[orchestrator]\nmax_staleness = 4\n")
+    what = f"orchestrator.max_staleness = 4 in {file} was meant for another update_policy"
+    assert forgotten(file, overrides) == ([] if told is None else [f"{what}: {told}"])

@@ -124,6 +124,7 @@ def test_a_model_that_cannot_be_used_is_said_in_one_line(
     ("arguments", "message"),
     [
         (["nowhere", PROMPT], "nowhere is not a model folder: it has no config.json"),
+        (["Qwen/Qwen3-0.6B", PROMPT], "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B`"),
         ([str(MODEL), ""], "the prompt is empty; give at least one token"),
         ([str(MODEL), "what?"], "cannot tokenize the text"),
         ([str(MODEL), "1" * 600], "the prompt has 600 tokens and the answer may have 256: together over"),

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from dora.observe.metrics import PARTS, Metric
+from dora.phrasebook import PHRASEBOOK, Word
 from dora.sections import Section
 from dora.settings import keys, sections
 
@@ -36,10 +37,13 @@ def written(text: str, tables: dict[str, Callable[[], str]]) -> str:
 
 
 def tables() -> dict[str, Callable[[], str]]:
-    """What makes each table, by name: sections of a configuration, parts of the metrics, and results."""
+    """What makes each table, by name: sections of a configuration, parts of the metrics, other
+    trainers and results."""
     of_keys = {name: _of(section_table, name, section) for name, section in sections()}
     parts = {f"metrics_{part.key}": _of(metrics_table, part.metrics) for part in PARTS}
-    return {**of_keys, **parts, **learned.tables(), **compared.tables()}
+    words = {name.lower().replace("-", "_"): own for name, own in PHRASEBOOK.items()}
+    of_words = {f"words_{name}": _of(words_table, own) for name, own in words.items()}
+    return {**of_keys, **parts, **of_words, **learned.tables(), **compared.tables()}
 
 
 def _of(make: Callable[..., str], *given: Any) -> Callable[[], str]:
@@ -76,6 +80,12 @@ def metrics_table(metrics: Iterable[Metric]) -> str:
         for metric in metrics
     ]
     return markdown.table(("name", "unit", "meaning", "only"), rows)
+
+
+def words_table(words: Iterable[Word]) -> str:
+    """What another trainer calls it, and what DORA does."""
+    rows = [(f"`{word.theirs}`", f"`{word.ours}`", word.remark) for word in words]
+    return markdown.table(("there", "here", ""), rows)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ What is heavy to import is imported inside its command, so that help answers at 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -123,6 +124,8 @@ def _begin(
     if (resume is None) == (config is None) or (resume and out):
         raise typer.BadParameter("give a CONFIG file, or --resume RUN with no more than --set")
     resolved = None if config is None else settings.read(config, changes)
+    for sentence in settings.forgotten(config, changes) if config else ():
+        typer.echo(sentence)
     if not is_dry:
         warm_up()  # while this process does its own imports
     from dora.runtime import run
@@ -171,8 +174,16 @@ def _train(out: Path, live: Callable[[Console], dict[str, Any]]) -> int:
     verdict = audit.check(out)
     summary.add_verdicts(out, verdict)
     console.print(summary.table(out))
+    closing = summary.closing(out, stopped, _program())
+    console.print(closing, markup=False, highlight=False, soft_wrap=True)
     kept = not verdict.findings
     return 130 if stopped else 0 if kept else 1
+
+
+def _program() -> str:
+    """What to type for this program: its path, where a shell would not find it by its name."""
+    own = sys.argv[0]
+    return own if Path(own).name == "dora" and shutil.which("dora") is None else "dora"
 
 
 @app.command("config")

@@ -10,6 +10,11 @@ DoraError
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.parquet)")
+
 
 class DoraError(Exception):
     """Base of all errors DORA raises on purpose."""
@@ -58,3 +63,17 @@ class ServiceError(DoraError):
         """`status` is that of the HTTP answer; the message names the remedy."""
         super().__init__(message)
         self.status = status
+
+
+def how_to_download(name: str, folder: Path, kind: str = "model") -> str:
+    """What to add to a message where `folder` is missing; empty if `name` is none of the Hugging Face hub.
+
+    `kind` is what the hub calls it: model or dataset.
+    """
+    if not _HUB_NAME.fullmatch(name):
+        return ""
+    of_kind = "" if kind == "model" else f"--repo-type {kind} "
+    return (
+        f"; DORA downloads nothing: if {name} is a {kind} of the Hugging Face hub, run "
+        f"`hf download {name} {of_kind}--local-dir {folder}`"
+    )

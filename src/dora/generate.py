@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dora.core.records import GroupId, RequestId
+from dora.core.wording import counted
 from dora.data.chat import ChatTemplate, PromptEncoder
 from dora.data.tokenizer import Tokenizer
 from dora.engine.engine import Engine
@@ -45,7 +46,7 @@ class Answer:
         """The text, and a line about it."""
         drawn, raw = sum(self.logprobs), sum(self.raw_logprobs)
         return (
-            f"{self.text}\n  [{self.finish_reason} after {len(self.token_ids)} tokens, "
+            f"{self.text}\n  [{self.finish_reason} after {counted(len(self.token_ids), 'token')}, "
             f"log-prob {drawn:.3f} as drawn, {raw:.3f} by the model]"
         )
 

@@ -1,7 +1,8 @@
 """Read a run's TOML file and its overrides into a `Config`; say what every key means.
 
 Whatever is wrong becomes one ConfigError that names the key, the value, the rule and the
-remedy; a misspelt key is answered with the nearest one and the list of valid ones.
+remedy; a misspelt key is answered with the nearest one and the list of valid ones, a key of another
+trainer with DORA's.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from dora.config import Config, assignment
-from dora.errors import ConfigError
+from dora.errors import ConfigError, how_to_download
+from dora.phrasebook import translated
 from dora.sections import Section, Task
 
 OUTSIDE = "service"  # instead of a path or a class: it comes through the service
+HUB_KINDS = {"model.path": "model", "critic.path": "model", "data.path": "dataset", "eval.path": "dataset"}
 BUILT_IN = {"data": ("gcd", OUTSIDE), "eval": ("gcd",), "reward": (OUTSIDE,)}  # instead of a path
 
 
@@ -76,23 +79,45 @@ def _split(override: str) -> tuple[str, str, Any]:
     name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
-        raise ConfigError(f"override {override!r} must read section.key=value, for example trainer.lr=1e-4")
+        typed = [name.strip()]
+        meant = _told_elsewhere(typed) or _told_in_other_sections(typed)
+        raise ConfigError(
+            f"override {override!r} must read section.key=value, for example trainer.lr=1e-4"
+            + (f"; {meant}" if meant else "")
+        )
     try:
         return section, key, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return section, key, text.strip()
 
 
+def forgotten(path: Path, overrides: Sequence[str]) -> list[str]:
+    """What `read` leaves out of a file because an override chooses another update policy, in sentences."""
+    changes = [_split(override) for override in overrides]
+    typed = {f"{section}.{key}" for section, key, _ in changes}
+    chosen = read(path, overrides).orchestrator
+    return [
+        f"orchestrator.{key} = {value} in {path} was meant for another update_policy: "
+        f"with {chosen.update_policy} it is {getattr(chosen, key)}"
+        for key, value in _forget_what_the_old_policy_brought(_parse(path), changes).items()
+        if f"orchestrator.{key}" not in typed and getattr(chosen, key) != value
+    ]
+
+
 def _forget_what_the_old_policy_brought(
     tables: dict[str, Any], changes: Sequence[tuple[str, str, Any]]
-) -> None:
-    """A file's max_staleness was meant for the file's policy: another policy brings its own default."""
-    table = tables.get("orchestrator")
+) -> dict[str, Any]:
+    """A file's max_staleness was meant for the file's policy: another policy brings its own default.
+
+    Returns what was taken out of the section orchestrator.
+    """
+    table, taken = tables.get("orchestrator"), dict[str, Any]()
     if isinstance(table, dict):
         for section, key, value in changes:
             if (section, key) == ("orchestrator", "update_policy") and value != table.get(key, "dora"):
-                for brought in ("max_staleness", "batches_per_version"):
-                    table.pop(brought, None)
+                brought = [name for name in ("max_staleness", "batches_per_version") if name in table]
+                taken |= {name: table.pop(name) for name in brought}
+    return taken
 
 
 def _explain(details: ErrorDetails) -> str:
@@ -103,7 +128,8 @@ def _explain(details: ErrorDetails) -> str:
     if where[0] == "task":
         table, typed = "[[task]]", name.replace("task", "task.NAME", 1)
     if kind == "extra_forbidden":
-        return f"  {name}: unknown {'section' if len(where) == 1 else 'key'}; {_suggest(where)}"
+        what = "section" if len(where) == 1 else "key"
+        return f"  {name}: unknown {what}; {_suggest(where, [*_leaves(name, details['input'])])}"
     meaning = {f"{section}.{key}": field.description for section, key, field in keys()}.get(name)
     if kind == "missing" and meaning is None:
         return f"  [{name}]: section missing; it needs {', '.join(_required(name))}"
@@ -119,16 +145,42 @@ def _explain(details: ErrorDetails) -> str:
     return f"{wrong}; change it in the file or with --set {typed}=... ({meaning})"
 
 
-def _suggest(where: Sequence[str]) -> str:
-    """What an unknown section or key may have meant."""
-    if len(where) == 1:
-        valid = [section for section, _ in sections()]
-        near = difflib.get_close_matches(where[0], valid, n=1)
-    else:
-        valid = [key for section, key, _ in keys() if section == where[0]]
-        near = difflib.get_close_matches(where[-1], valid, n=1)
-        near = near or [f"{section}.{key}" for section, key, _ in keys() if key == where[-1]]
+def _leaves(name: str, value: object) -> Iterator[str]:
+    """Names of the values in what should not be there, which may be a table with tables in it."""
+    if not isinstance(value, dict):
+        yield name
+        return
+    for key, own in value.items():
+        yield from _leaves(f"{name}.{key}", own)
+
+
+def _suggest(where: Sequence[str], typed: Sequence[str]) -> str:
+    """What an unknown section or key may have meant; `typed`: it, or all that it holds."""
+    if told := _told_elsewhere(typed):
+        return told
+    is_section = len(where) == 1
+    own = [key for section, key, _ in keys() if section == where[0]]
+    valid = [name for name, _ in sections()] if is_section else own
+    near = difflib.get_close_matches(where[-1], valid, n=1)
+    if not (is_section and near) and (told := _told_in_other_sections(typed)):
+        return told
     return (f"did you mean {near[0]}? " if near else "") + f"valid: {', '.join(valid)}"
+
+
+def _told_elsewhere(typed: Sequence[str]) -> str:
+    """DORA's keys for what are keys of other trainers; empty if none of them is."""
+    words = [(name, word) for name in typed if (word := translated(name)) is not None]
+    return "; ".join(
+        f"{name} is {word.ours} here" + (f" ({word.remark})" if word.remark else "") for name, word in words
+    )
+
+
+def _told_in_other_sections(typed: Sequence[str]) -> str:
+    """Keys that have the right name in the wrong section; empty if there are none."""
+    found = {}
+    for last in (name.rpartition(".")[2] for name in typed):
+        found[last] = [f"{section}.{key}" for section, key, _ in keys() if key == last and section != "task"]
+    return "; ".join(f"{last} is {' or '.join(own)} here" for last, own in found.items() if own)
 
 
 def _required(name: str) -> list[str]:
@@ -183,8 +235,10 @@ def _existing(folder: Path, value: str, name: str, built_in: Sequence[str] = ())
     path = (folder / Path(value).expanduser()).resolve()
     if not path.exists():
         or_built_in = f", or use the built-in {', '.join(built_in)}" if built_in else ""
+        kind = HUB_KINDS.get(name)
         raise ConfigError(
             f"{name} = {value!r}: {path} does not exist (this path is relative to {folder}){or_built_in}"
+            + (how_to_download(value, path, kind) if kind else "")
         )
     return str(path)
 

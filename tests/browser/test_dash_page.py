@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.observe.following import append, half_of, rest_of, served
+from tests.observe.following import append, half_of, journal, rest_of, served
 from tests.observe.recording import record_run, world_config
 
 if TYPE_CHECKING:
@@ -62,6 +62,26 @@ def test_the_badge_says_when_the_run_ends_and_when_it_goes_on(page: Page, whole_
         page.wait_for_selector(f"#live{LIVE}")
         append(run, rest)
         page.wait_for_selector(f"#live{LIVE}")
+
+
+def test_a_run_that_only_starts_is_shown_as_starting(page: Page, whole_run: Path, run: Path) -> None:
+    """Its journal has no fact yet."""
+    journal(run).write_text(journal(run).read_text().partition("\n")[0] + "\n")
+    with served(run) as dash:
+        open_page(page, dash.url)
+        assert page.locator("#live").inner_text() == "● starting"
+        assert "Starting: models load" in shown(page)
+        assert not page.locator("#learning").is_visible()
+        append(run, rest_of(whole_run, run))
+        page.locator("#learning").wait_for(state="visible")
+        assert page.locator("#live").inner_text() == "● live"
+        assert "Starting" not in shown(page)
+
+
+def test_the_command_that_audits_the_run_is_named(page: Page, run: Path) -> None:
+    with served(run) as dash:
+        open_page(page, dash.url)
+        assert page.locator("#glance .verdicts code").inner_text() == f"dora audit {run.as_posix()}"
 
 
 def test_a_server_that_goes_and_comes_back_is_found_again(page: Page, whole_run: Path, run: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_chart_is_read_out_point_by_point(opened: Page) -> None:
     for _ in range(2):
         opened.keyboard.press("ArrowRight")
         said.append(opened.locator("#say").text_content())
-    assert said == ["step 0\nReward in training: 0", "step 1\nReward in training: 0.125"]
+    assert said == ["step 1\nReward in training: 0", "step 2\nReward in training: 0.125"]
 
 
 def test_the_numbers_behind_a_chart_can_be_opened(opened: Page) -> None:
@@ -123,6 +123,30 @@ def test_answers_are_found_by_text_and_by_kind(opened: Page, run: Path) -> None:
     opened.select_option("#only-0", "failed")
     num_failed = sum("failed" in g["kinds"] for g in told)
     wait_for_count(opened.locator("#samples details.group"), num_failed)
+
+
+def test_what_a_filter_of_answers_means_is_said(opened: Page) -> None:
+    opened.select_option("#only-0", "failed")
+    assert (
+        opened.locator("#samples p[role=status]")
+        .inner_text()
+        .endswith("Left out, for an answer was refused or could not be judged.")
+    )
+
+
+def test_the_legend_of_a_smoothed_curve_tells_its_lines_apart(opened: Page) -> None:
+    chart = opened.locator("#learning figure", has_text="Reward in training")
+    assert chart.locator(".legend li").all_inner_texts() == ["running mean", "each step"]
+
+
+def test_a_card_of_a_run_is_no_wider_than_the_others(page: Page, run: Path) -> None:
+    file = run.parent / "four.html"
+    file.write_text(report.page([run_data(run)] * 4), encoding="utf-8")
+    page.goto(file.as_uri())
+    cards = page.locator("#glance .runs > li")
+    widths = [round(box["width"]) for card in cards.all() if (box := card.bounding_box())]
+    assert len(widths) == 4
+    assert len({*widths}) == 1
 
 
 def test_the_life_of_an_answer_is_told(page: Page, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ CHANGES: list[tuple[Change, str, str]] = [
     (forget_a_step, "C2", "the run stopped after 7 of 8 steps"),
     (train_without_order, "C2", "the step ordered and due was"),
     (promise_more_than_the_bound, "C3", "got the deadline"),
-    (promise_less_than_was_kept, "C3", "after its deadline 0"),
+    (promise_less_than_was_kept, "C3", "after its deadline 1"),
     (train_too_late, "C3", "staleness 7, bound 2"),
     (train_too_late, "C3", "staleness -"),
 ]
@@ -230,8 +230,8 @@ SAMPLE_CHANGES = [
     (f"update samples set weight_digest = 'sim-ffffffff' {ONE}", "C1", "is stored as sampled from"),
     (f"update samples set reward = null {ONE}", "C2", "its sample says None"),
     (f"update samples set reward = 0.5 {ONE}", "C2", "its sample says 0.5"),
-    (f"update samples set trained_step = 4 {ONE}", "C2", "was trained in step 3"),
-    (f"update samples set state = 'scored' {ONE}", "C2", "was trained in step 3"),
+    (f"update samples set trained_step = 4 {ONE}", "C2", "was trained in step 4"),
+    (f"update samples set state = 'scored' {ONE}", "C2", "was trained in step 4"),
     ("update samples set trained_step = 4, state = 'trained' where state = 'failed'", "C2", "does not know"),
     ("update samples set sibling = 2 where trained_step = 3 and sibling = 1", "C2", "does not know"),
 ]

@@ -225,7 +225,7 @@ def test_a_port_that_is_taken_is_named(run: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="give the folder of a run"):
+    with pytest.raises(InputError, match="is not the folder of a run"):
         Watch([tmp_path], complain=lambda trouble: None)
 
 

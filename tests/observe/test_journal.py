@@ -98,7 +98,7 @@ def test_an_empty_journal_is_refused(good_run: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="give the folder of a run"):
+    with pytest.raises(InputError, match="is not the folder of a run"):
         audit.check(tmp_path)
 
 

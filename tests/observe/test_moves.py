@@ -99,8 +99,8 @@ CHANGES: list[tuple[Change, str, str]] = [
     (join_twice, "C1", "engine 0 joined twice"),
     (repeat_with_other_groups, "C2", "repeats a failed one with another number or other groups"),
     (repeat_another_step, "C2", "repeats a failed one with another number or other groups"),
-    (fail_a_step_that_was_not_ordered, "C2", "step 0 failed, the step ordered and due was 0"),
-    (forget_the_repetition, "C2", "step 0 failed, the step ordered and due was 0"),
+    (fail_a_step_that_was_not_ordered, "C2", "step 1 failed, the step ordered and due was 1"),
+    (forget_the_repetition, "C2", "step 1 failed, the step ordered and due was 1"),
 ]
 
 

@@ -21,6 +21,7 @@ from dora.observe.report import browsing, curves, engines
 from dora.observe.report.page import main, page, payload
 from dora.observe.report.reading import RunReader, run_data
 from dora.runtime.journal import Journal
+from dora.stream.samples import SampleStore, Trajectory
 
 Data = dict[str, Any]
 
@@ -130,7 +131,7 @@ def test_a_journal_that_was_cut_shorter_is_read_from_its_beginning(good_run: Pat
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="give the folder of a run"):
+    with pytest.raises(InputError, match="is not the folder of a run"):
         run_data(tmp_path)
 
 
@@ -212,7 +213,18 @@ def test_a_redone_step_replaces_what_it_told_before() -> None:
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     journal = Journal(tmp_path / FILE_NAME, Limits(1, 1, 1, 0), "digest of no file", 7)
     journal.close()
-    assert json.loads(payload([run_data(tmp_path)]))[0]["engines"]["tracks"] == []
+    (told,) = json.loads(payload([run_data(tmp_path)]))
+    assert told["engines"]["tracks"] == []
+    assert (told["has_begun"], told["is_over"]) == (False, False)
+
+
+def test_groups_that_several_versions_have_drawn_are_a_kind_of_their_own(tmp_path: Path) -> None:
+    run, mixed = write_story(tmp_path / "run"), RequestId(0, 7, 0)
+    store = SampleStore(run / "samples.sqlite")
+    store.put(Trajectory(mixed, 0, "d+e", [1], [2, 3], [-0.5, -0.5], segments=[(0, 1), (1, 1)]))
+    store.close()
+    picked = browsing.pick(browsing.stored_groups(run), 10, [], [])
+    assert [group for group, kinds in picked.items() if "several versions" in kinds] == [mixed.group]
 
 
 def test_the_page_asks_nobody_for_anything(good: Data) -> None:

@@ -69,8 +69,8 @@ def test_why_tells_that_a_step_was_redone(two_lives: Path, capsys: pytest.Captur
     (resumed,) = (line.record for line in journal.lines if isinstance(line.record, Resumed))
     why.main(two_lives, f"{resumed.redone[0][0].group}/0")
     told = capsys.readouterr().out
-    assert f"the run was resumed after {FROM_STEP} steps; step {FROM_STEP} is redone" in told
-    assert told.count(f"trained in step {FROM_STEP}") == 2
+    assert f"the run was resumed after {FROM_STEP} steps; step {FROM_STEP + 1} is redone" in told
+    assert told.count(f"trained in step {FROM_STEP + 1}\n") == 2
     begun_again = {request for request in requests_under_way(two_lives)}
     why.main(two_lives, begun_again.pop())
     assert "the run was resumed; it begins again" in capsys.readouterr().out
@@ -124,7 +124,7 @@ CHANGES: list[tuple[Change, str, str]] = [
     (skip_a_step, "C2", "redoes a void one with another number or other groups"),
     (go_on_from_other_weights, "C1", "version 3 was published as "),
     (keep_other_weights, "C1", "is kept as 00000000"),
-    (go_on_from_later, "C2", "the run went on from step 7 and had trained 5"),
+    (go_on_from_later, "C2", "the run went on after 7 steps and had trained 5"),
     (generate_on_an_engine_of_the_first_life, "C1", "engine 0 holds"),
 ]
 

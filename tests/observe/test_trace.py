@@ -109,8 +109,8 @@ def test_mishaps_are_marked_where_they_happen(story: list[Event]) -> None:
     assert marks(story, "engine 1") == ["joins", "LOST: killed"]
     assert marks(story, "engine 0") == ["joins", "is asked to leave", "has left"]
     assert marks(story, "trainer") == [
-        "STALL: step 0 waits for group 0/4",
-        "step 0 FAILED: out of memory",
+        "STALL: step 1 waits for group 0/4",
+        "step 1 FAILED: out of memory",
     ]
     assert marks(story, "run") == ["group 0/2 failed: too long"]
     [failed, _] = slices(story, "engine 1", "moves")
@@ -121,11 +121,11 @@ def test_the_trainer_waits_trains_and_publishes_without_a_gap(story: list[Event]
     phases = slices(story, "trainer", "phases")
     assert [phase["name"] for phase in phases] == [
         "publish 0",
-        "wait for the batch of step 0",
-        "train step 0",
-        "train step 0",
-        "publish 1",
         "wait for the batch of step 1",
+        "train step 1",
+        "train step 1",
+        "publish 1",
+        "wait for the batch of step 2",
     ]
     assert all(a["ts"] + a["dur"] == b["ts"] for a, b in pairwise(phases))
 

@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 from tests.observe.recording import record_run
-from tests.observe.story import FIRST, GIVEN_UP, REFUSED, SECOND, TRAINED, TURNS, write_story
+from tests.observe.story import DIGEST, FIRST, GIVEN_UP, REFUSED, SECOND, TRAINED, TURNS, write_story
 
+from dora.core.actions import Admit, BeginEvaluation
 from dora.core.events import RequestFinished
-from dora.core.records import RequestId
+from dora.core.records import Chunk, RequestId
 from dora.errors import InputError
 from dora.observe import why
-from dora.observe.journal import read_journal
+from dora.observe.journal import Line, read_journal
 from dora.sim.models import draw_config
 
 LIFE_OF_FIRST = """
-admitted at version 0, position 1 of the data, to be trained by step 0; step 0 was being filled
+admitted at version 0, position 1 of the data, to be trained by step 1; step 1 was being filled
 placed on engine 1
 begins to move from engine 1 to engine 0 (level running)
 the move to engine 0 failed (no free block); it stays on engine 1
@@ -26,16 +27,16 @@ decodes alone, for the trainer waits
 all rows of its engine decode again
 begins to move from engine 0 to engine 2 (drain)
 moved from engine 0 to engine 2 (drain) with 7 tokens: 2.000 MB of KV copied in 4.0 ms, it stood still for 3.0 ms
-step 0 waits for it
+step 1 waits for it
 stands still: engine 2 gives way to the trainer
 decodes again on engine 2
 finished on engine 2: 9 tokens, stop
 scored: reward 1
-committed to step 0, staleness 0
-training of step 0 begins, on it with staleness 0
-step 0 failed (out of memory) and changed nothing; it is repeated
-training of step 0 begins, on it with staleness 0
-trained in step 0
+committed to step 1, staleness 0
+training of step 1 begins, on it with staleness 0
+step 1 failed (out of memory) and changed nothing; it is repeated
+training of step 1 begins, on it with staleness 0
+trained in step 1
 """  # noqa: E501
 
 
@@ -62,7 +63,7 @@ def test_a_lost_engine_is_named_as_why_it_began_again(story: Path) -> None:
     told = sentences(story, SECOND)
     lost = told.index("engine 1 was lost (killed); it begins again")
     assert told[lost + 1] == "placed on engine 2"
-    assert told[-1] == "trained in step 0"
+    assert told[-1] == "trained in step 1"
 
 
 def test_the_end_of_a_failed_group_is_told_by_each_sibling(story: Path) -> None:
@@ -74,13 +75,40 @@ def test_the_end_of_a_failed_group_is_told_by_each_sibling(story: Path) -> None:
     ]
 
 
+def finish(request: RequestId, *segments: tuple[int, int]) -> RequestFinished:
+    """Its tokens are drawn in segments of (version, tokens)."""
+    chunks = tuple(Chunk(version, DIGEST, num_tokens) for version, num_tokens in segments)
+    return RequestFinished(1, request, chunks[0].version, sum(c.num_tokens for c in chunks), chunks, "stop")
+
+
+@pytest.mark.parametrize(
+    ("segments", "told"),
+    [
+        ([(3, 9)], "9 tokens, stop"),
+        ([(3, 1)], "1 token, stop"),
+        ([(3, 4), (5, 1)], "5 tokens, stop; drawn by version 3 (4 tokens), then version 5 (1 token)"),
+        ([(4, 2)], "2 tokens, stop; drawn by version 4 (2 tokens)"),
+    ],
+)
+def test_segments_of_other_versions_are_told(segments: list[tuple[int, int]], told: str) -> None:
+    begun, finished = Admit(TRAINED, 0, 3, 5), finish(FIRST, *segments)
+    lines = [Line(seq, seq / 10, record) for seq, record in enumerate((begun, finished))]
+    assert why.lives(lines, 1, [FIRST])[FIRST][1] == (0.1, f"finished on engine 1: {told}")
+
+
+def test_a_held_out_answer_is_of_the_version_that_is_evaluated() -> None:
+    request = RequestId(-4, 0, 0)
+    lines = [Line(0, 0.0, BeginEvaluation(3)), Line(1, 0.1, finish(request, (3, 9)))]
+    assert why.lives(lines, 1, [request])[request][1] == (0.1, "finished on engine 1: 9 tokens, stop")
+
+
 @pytest.mark.parametrize(
     ("num_turns", "standing"),
     [
         (9, "pending: it is on engine 1"),
         (13, "pending: it is on engine 0"),
         (19, "pending: its group is not scored"),
-        (21, "pending: step 0 is not trained"),
+        (21, "pending: step 1 is not trained"),
     ],
 )
 def test_where_the_record_ends_it_says_how_the_request_stands(

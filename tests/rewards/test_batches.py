@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from dora.rewards.base import Answer, Outcome, judge, takes_batches
+from dora.rewards.base import Answer, Outcome, judge
+from dora.rewards.signature import takes_batches
 
 ANSWERS: dict[str, tuple[int, ...]] = {"four": (4, 0), "five": (5, 0), "": ()}
 

@@ -143,7 +143,7 @@ def test_a_folder_that_holds_a_run_is_left_as_it_is(
 ) -> None:
     (tmp_path / "journal.jsonl").write_text("precious")
     assert call("train", task, "--out", tmp_path) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert f"already holds a run: --resume {tmp_path} goes on with it" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
     assert (tmp_path / "journal.jsonl").read_text() == "precious"
 
@@ -169,6 +169,17 @@ def test_a_run_without_a_folder_gets_one_named_after_its_config_and_the_time(
     (tmp_path / "runs").write_text("in the way")
     assert call("train", task) == 2
     assert re.search(r"--out runs/task-\d{8}-\d{6} cannot be written", capsys.readouterr().err)
+
+
+def test_a_reward_that_cannot_be_called_is_refused_before_anything_is_generated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_task(tmp_path, reward="def reward(answer):\n    return 1.0\n")
+    assert call("train", config, "--out", tmp_path / "run") == 2
+    said = capsys.readouterr().err
+    assert "reward(answer) cannot be called with prompt, completion" in said
+    assert "def reward(prompt, completion, **row):" in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_calls_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ def test_each_request_gets_its_own_answer(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is not a running run: it is not the folder of a run"):
+    with pytest.raises(InputError, match=r"is not the folder of a run: it has no journal\.jsonl"):
         ask(tmp_path, Ask("list"), timeout_s=1)
 
 

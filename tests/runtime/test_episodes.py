@@ -26,6 +26,7 @@ from dora.engine.sequence import Completion, Request
 from dora.runtime import messages as m
 from dora.runtime.episodes import Episodes
 from dora.runtime.fleet import Fleet
+from dora.runtime.occupancy import NEW
 from dora.runtime.plan import Plan
 from dora.runtime.players import Began, Broken, Episode, Observed, Over, Turn, Word
 from dora.runtime.process import Worker
@@ -117,7 +118,7 @@ class Table:
         logprobs = [-1.0, NAN, -2.0]
         chunks = (Chunk(7, "digest", 3),)
         answer = Completion(request, 7, (1, 2), [5, 4, 6], logprobs, logprobs, logprobs, chunks, "stop")
-        message = m.Completed([answer], 0.1)
+        message = m.Completed([answer], NEW)
         self.episodes.hear_engine(0, message)
         return [*self.teller.told(0, message)]
 

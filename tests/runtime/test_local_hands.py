@@ -96,7 +96,7 @@ def test_a_step_that_fails_too_often_ends_the_run(hands: LocalHands) -> None:
         hands.perform(Train(0, (bad,)))
         assert isinstance(hear(hands), StepFailed)
     hands.perform(Train(0, (bad,)))
-    with pytest.raises(RunError, match=r"training step 0 failed: .*; it failed 3 times and changed nothing"):
+    with pytest.raises(RunError, match=r"training step 1 failed: .*; it failed 3 times and changed nothing"):
         hear(hands)
 
 

@@ -35,7 +35,7 @@ def test_many_requests_move_and_nothing_is_computed_again(run: Run) -> None:
     assert s["migrated_kv_bytes"] > 0
     assert 0 < s["migration_stop_s_p50"] <= s["migration_stop_s_max"]
     assert (s["trained_groups"], s["pending_groups"]) == (24, 0)
-    assert re.search(rf"moved +│ {s['migrations']} requests", run.end().out)
+    assert re.search(rf"moved +│ {s['migrations']} request", run.end().out)
 
 
 def test_audit_and_replay_accept_the_record(run: Run) -> None:

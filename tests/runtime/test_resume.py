@@ -106,7 +106,7 @@ def test_a_run_that_was_killed_three_times_comes_to_its_end(life: Life) -> None:
         assert "start' does not hold the weights that the run began with" in refusal(life.out)
     run = life.go_on()
     life.kill_after(run, 20)
-    assert f"resumed at {checkpoints / 'step-2'}: 2 steps are trained" in run.end().out
+    assert f"resumed at {checkpoints / 'step-2'}: 2 trained steps kept" in run.end().out
     check_union(life.out, life.go_on().end())
     after = life.samples()
     assert {key: after[key][:3] for key in scored} == {key: row[:3] for key, row in scored.items()}
@@ -148,9 +148,10 @@ def test_a_run_stopped_by_ctrl_c_goes_on_where_it_was(life: Life) -> None:
     run.wait_for_steps(2)
     os.kill(run.pid, signal.SIGINT)
     assert run.end().code == 130
+    assert f"dora train --resume {life.out} goes on" in run.end().out
     stopped = summary(life.out)
     ended = life.go_on(engine__num_engines=1).end()
-    assert f"{stopped['steps']} steps are trained, 0 more were" in ended.out
+    assert f"{stopped['steps']} trained steps kept, 0 redone" in ended.out
     check_union(life.out, ended)
     assert summary(life.out)["redone_steps"] == 0
 

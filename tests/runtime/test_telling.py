@@ -13,6 +13,7 @@ from dora.core.events import GroupScored, GroupUnscorable, RequestFailed, Reques
 from dora.core.records import Chunk, GroupId, RequestId
 from dora.engine.sequence import Completion
 from dora.runtime.messages import Completed, Refused
+from dora.runtime.occupancy import NEW
 from dora.runtime.plan import Plan
 from dora.runtime.telling import MAX_ENDED, Teller
 from dora.stream.samples import SampleStore
@@ -36,7 +37,7 @@ def finish(teller: Teller, sibling: int, group: GroupId = GROUP) -> None:
     request, logprobs = RequestId(*group, sibling), [-1.0, -2.0]
     chunks = (Chunk(0, "digest", 2),)
     done = Completion(request, 0, (3, 4), [5, 6], logprobs, logprobs, logprobs, chunks, "stop")
-    facts = teller.told(0, Completed([done], 0.5))
+    facts = teller.told(0, Completed([done], NEW))
     assert [*facts] == [RequestFinished(0, request, 0, 2, chunks, "stop")]
 
 

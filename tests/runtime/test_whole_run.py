@@ -88,6 +88,13 @@ def test_the_summary_adds_up(run: Run) -> None:
     assert None not in (s["eval_before"], s["eval_after"], s["eval_greedy_before"], s["eval_greedy_after"])
 
 
+def test_the_last_step_is_told_once_and_the_last_line_says_where_the_run_is(run: Run) -> None:
+    lines = run.end().out.splitlines()
+    assert sum(line.startswith(f"step {STEPS}/{STEPS},") for line in lines) == 1
+    what = f"dora report {run.out} makes a page of it, dora dash {run.out} shows it"
+    assert lines[-1] == f"the run is in {run.out}: {what}"
+
+
 def test_several_versions_are_alive_at_once(run: Run) -> None:
     s = summary(run.out)
     assert s["live_versions_max"] >= 2

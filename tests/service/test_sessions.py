@@ -336,4 +336,4 @@ def test_the_person_watching_learns_that_nobody_plays(run: StandingRun) -> None:
     run.agents.begin(EPISODE, version=0)
     for _ in range(3):
         pass_time(run, 20)
-    assert notices == ["1 answers wait for agents, which open no session"]
+    assert notices == ["no agent opens a session: 1 answer not begun"]

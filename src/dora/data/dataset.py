@@ -73,6 +73,11 @@ class Dataset:
         """The row without its prompt: what a reward function gets as `**row`."""
         return {key: value for key, value in self._rows[index].items() if key != self.prompt_key}
 
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """The fields of the first row; None while there is no row."""
+        return tuple(self.fields(0)) if len(self) else None
+
     def check_prompt_lengths(self, num_tokens: Callable[[Prompt], int], max_prompt_length: int) -> None:
         """Raises DataError for the first prompt that has no token, too many, or cannot be tokenized.
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dora.errors import ModelError
+from dora.errors import ModelError, how_to_download
 from dora.model.config import ModelConfig
 from dora.model.weights import Layout
 
@@ -30,7 +30,8 @@ def load_config(folder: Path) -> ModelConfig:
     """Read `config.json` of a model folder."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ModelError(f"{folder} is not a model folder: it has no config.json")
+        remedy = "" if folder.exists() else how_to_download(str(folder), folder)
+        raise ModelError(f"{folder} is not a model folder: it has no config.json{remedy}")
     raw = _read_object(path)
     try:
         return ModelConfig.from_dict(raw)

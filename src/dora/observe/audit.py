@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dora.core.wording import counted
 from dora.observe.fates import Fates
 from dora.observe.journal import read_journal
 from dora.observe.provenance import Provenance
@@ -113,12 +114,11 @@ def describe(counts: Counts) -> dict[str, str]:
         f"{getattr(counts, end):,} {end}" for end in ("trained", "filtered", "failed", "pending")
     )
     seen = "{}..{}".format(*counts.staleness) if counts.staleness else "of no batch"
-    versions = f"{counts.versions} version{'s' * (counts.versions != 1)}"
     drawn = "each from one version's bytes"
     if counts.segmented is not None:
         drawn = f"{counts.segmented:,} of them from several, by the run's update policy"
     return {
-        "C1": f"{counts.trajectories:,} trajectories, {versions}, {drawn}",
-        "C2": f"{counts.admitted:,} groups admitted = {ends}",
+        "C1": f"{counted(counts.trajectories, 'answer')}, {counted(counts.versions, 'version')}, {drawn}",
+        "C2": f"{counted(counts.admitted, 'group')} admitted = {ends}",
         "C3": f"staleness {seen}, bound {counts.max_staleness}",
     }

@@ -12,6 +12,7 @@ from collections import Counter
 from dora.core.actions import Action, Admit, Fail, Filter, Stop, Train
 from dora.core.events import Event, GroupScored, PromptsFetched, RequestFinished, Resumed, StepFailed, Trained
 from dora.core.records import GroupId, Limits, RequestId
+from dora.core.wording import counted, nth
 from dora.observe.samples import SampleRow
 
 
@@ -62,13 +63,13 @@ class Fates:
             case Trained(step):
                 self._check(
                     step == self._num_trained_steps < len(self._batches),
-                    f"step {step} was trained, the step ordered and due was {self._num_trained_steps}",
+                    f"step {nth(step)} was trained, the step ordered and due was {self._due}",
                 )
                 self._num_trained_steps += 1
             case StepFailed(step):
                 self._check(
                     step == self._num_trained_steps < len(self._batches) and not self._is_repeat_due,
-                    f"step {step} failed, the step ordered and due was {self._num_trained_steps}",
+                    f"step {nth(step)} failed, the step ordered and due was {self._due}",
                 )
                 self._is_repeat_due = True
             case Resumed():
@@ -82,7 +83,8 @@ class Fates:
         """Steps after the checkpoint are void, and due again with the batches they had."""
         self._check(
             fact.from_step <= self._num_trained_steps,
-            f"the run went on from step {fact.from_step} and had trained {self._num_trained_steps}",
+            f"the run went on after {counted(fact.from_step, 'step')} and had trained "
+            f"{self._num_trained_steps}",
         )
         self._num_trained_steps = fact.from_step
         self._redone = [*range(fact.from_step, len(self._batches))]
@@ -101,7 +103,7 @@ class Fates:
         num_steps = self._limits.num_steps
         self._check(
             not self._is_stopped or self._num_trained_steps == num_steps,
-            f"the run stopped after {self._num_trained_steps} of {num_steps} steps",
+            f"the run stopped after {self._num_trained_steps} of {counted(num_steps, 'step')}",
         )
         for step, batch in enumerate(self._batches):
             for group in batch:
@@ -109,6 +111,11 @@ class Fates:
                 if step < self._num_trained_steps:
                     self._check_stored(step, group)
         self._check_trained_rows()
+
+    @property
+    def _due(self) -> int:
+        """The step that may be trained next, as people are told of it."""
+        return nth(self._num_trained_steps)
 
     def _check(self, condition: bool, sentence: str) -> None:
         if not condition:
@@ -147,7 +154,8 @@ class Fates:
         last = order.version + self._limits.max_staleness
         if order.deadline > last:
             self.findings_late.append(
-                f"group {group} of version {order.version} got the deadline {order.deadline}, after {last}"
+                f"group {group} of version {order.version} got the deadline {nth(order.deadline)}, "
+                f"after {nth(last)}"
             )
 
     def _end(self, group: GroupId, how: str) -> None:
@@ -163,15 +171,19 @@ class Fates:
             due = self._num_trained_steps
             batch = self._batches[due] if due < len(self._batches) else None
             is_same = (step, groups) == (due, batch)
-            self._check(is_same, f"step {step} repeats a failed one with another number or other groups")
+            self._check(is_same, f"step {nth(step)} repeats a failed one with another number or other groups")
             return
         if self._redone:
             is_same = (step, groups) == (self._redone[0], self._batches[self._redone.pop(0)])
-            self._check(is_same, f"step {step} redoes a void one with another number or other groups")
+            self._check(is_same, f"step {nth(step)} redoes a void one with another number or other groups")
             return
-        self._check(step == len(self._batches), f"step {step} was ordered, the next was {len(self._batches)}")
+        num = len(self._batches)
+        self._check(step == num, f"step {nth(step)} was ordered, the next was {nth(num)}")
         size = self._limits.batch_size
-        self._check(len(groups) == size, f"the batch of step {step} has {len(groups)} groups, not {size}")
+        self._check(
+            len(groups) == size,
+            f"the batch of step {nth(step)} has {counted(len(groups), 'group')}, not {size}",
+        )
         self._batches.append(groups)
         for group in groups:
             self._end(group, "in a batch")
@@ -185,12 +197,12 @@ class Fates:
         self.staleness[staleness] += 1
         if not 0 <= staleness <= bound:
             self.findings_late.append(
-                f"group {group} of version {version} is in the batch of step {step}: "
+                f"group {group} of version {version} is in the batch of step {nth(step)}: "
                 f"staleness {staleness}, bound {bound}"
             )
         elif step > (deadline := self._deadlines[group]):
             self.findings_late.append(
-                f"group {group} is in the batch of step {step}, after its deadline {deadline}"
+                f"group {group} is in the batch of step {nth(step)}, after its deadline {nth(deadline)}"
             )
 
     def _check_whole(self, group: GroupId) -> None:
@@ -211,7 +223,7 @@ class Fates:
                 continue
             self._check(
                 row.state == "trained" and row.trained_step == step,
-                f"{name} was trained in step {step}, its sample says {row.state} {row.trained_step}",
+                f"{name} was trained in step {nth(step)}, its sample says {_end_of(row)}",
             )
             is_same = row.reward is not None and math.isclose(row.reward, reward)
             self._check(is_same, f"{name} was scored {reward}, its sample says {row.reward}")
@@ -224,11 +236,16 @@ class Fates:
                 known = row.sibling < self._limits.group_size and step_of.get(row.group) == row.trained_step
                 self._check(
                     known,
-                    f"sample {row.group}/{row.sibling} is trained in step {row.trained_step}, "
-                    "the journal does not know of it",
+                    f"sample {row.group}/{row.sibling} says {_end_of(row)}: the journal does not know of it",
                 )
         trained = {str(g) for batch in self._batches[: self._num_trained_steps] for g in batch}
         for request in self._finished:
             is_lost = (str(request.group), request.sibling) not in self._samples
             if is_lost and str(request.group) not in trained:  # those of trained groups are named above
                 self.findings.append(f"request {request} finished and is not in the sample store")
+
+
+def _end_of(row: SampleRow) -> str:
+    """What a sample says of its training."""
+    step = row.trained_step
+    return f"{row.state}, in step {nth(step)}" if isinstance(step, int) else row.state

@@ -16,9 +16,10 @@ from dora.core.actions import Action
 from dora.core.events import Event
 from dora.core.records import Limits, ProtocolError
 from dora.errors import InputError
+from dora.observe.nearby import JOURNAL, why_no_run
 
 SCHEMA = 2
-FILE_NAME = "journal.jsonl"
+FILE_NAME = JOURNAL
 
 
 class Line(NamedTuple):
@@ -49,8 +50,10 @@ def read_journal(run: Path) -> RecordedRun:
     path = run / FILE_NAME
     try:
         head, *tail = path.read_bytes().split(b"\n")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(why_no_run(run)) from error
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): give the folder of a run") from error
+        raise InputError(f"{path} cannot be read ({error.strerror})") from error
     limits, num_prompts, critic_digest = read_header(path, head)
     torn = tail.pop() if tail else b""  # what follows the last line end: empty unless cut off
     lines = tuple(read_line(path, number, text) for number, text in enumerate(tail, start=2))

@@ -222,7 +222,11 @@ TIME = (
         "held-out prompts are none",
     ),
     Metric("trainer/idle_ratio", "share of time", "`timing_s/wait` over the step"),
-    Metric("rollout/busy_ratio", "share of time", "rows of engines that decoded, over all rows"),
+    Metric(
+        "rollout/busy_ratio",
+        "share of rows x time",
+        "that decoded since the step before, as engines told; they do with every answer and once a second",
+    ),
     Metric(
         "rollout/num_engines, rollout/num_versions",
         "count",

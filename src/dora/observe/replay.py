@@ -15,6 +15,7 @@ from dora.core.actions import Action, Stop
 from dora.core.events import Event
 from dora.core.orchestrator import Orchestrator
 from dora.core.records import ProtocolError
+from dora.core.wording import counted
 from dora.observe.journal import Line, RecordedRun, read_journal
 
 Turn = tuple[Line | None, list[Line]]
@@ -39,7 +40,8 @@ def main(run: Path) -> int:
     if difference is not None or journal.is_torn:
         print("the record was cut off at its end; what is left of it was replayed")
     num_facts = sum(line.is_fact for line in journal.lines)
-    print(f"replay agrees: {num_facts:,} facts gave the same {len(journal.lines) - num_facts:,} orders")
+    facts, orders = counted(num_facts, "fact"), counted(len(journal.lines) - num_facts, "order")
+    print(f"replay agrees: {facts} gave the same {orders}")
     return 0
 
 

@@ -115,7 +115,7 @@ def opened(run: Path) -> Iterator[sqlite3.Connection]:
     """Raises InputError where the store is not there or cannot be read."""
     path = run / FILE_NAME
     if not path.is_file():
-        raise InputError(f"{path} does not exist: give the folder of a run")
+        raise InputError(f"{path} does not exist: the run has no answers yet, or they were removed")
     # A store that was closed has no write-ahead log and may lie in a folder that is read-only.
     mode = "mode=ro" if path.with_name(FILE_NAME + "-wal").exists() else "immutable=1"
     try:

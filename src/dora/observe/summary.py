@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from dora.core.wording import counted
 from dora.observe.audit import Audit
 
 
@@ -50,15 +51,25 @@ def table(run: Path) -> Table:
         ("orchestration", f"{s['orchestration_share']:.2%} of the wall time"),
         ("guarantees", ", ".join(f"{c.upper()} {_kept(s, c)}" for c in ("c1", "c2", "c3"))),
     ]
-    result = Table(title=str(run), show_header=False, title_justify="left")
+    result = Table(show_header=False)
     for name, value in rows:
         result.add_row(name, value)
     return result
 
 
+def closing(run: Path, stopped: str, program: str) -> str:
+    """The last line of a run: where it lies, and what to do next with this `program`.
+
+    `stopped`: by what, empty if by nothing.
+    """
+    look = f"the run is in {run}: {program} report {run} makes a page of it, {program} dash {run} shows it"
+    return f"{look}; {program} train --resume {run} goes on" if stopped else look
+
+
 def _kept(s: dict[str, Any], guarantee: str) -> str:
     if guarantee == "c1" and s.get("breaks_c1"):
-        return f"given up by the update policy ({s['segmented_samples']:,} answers of several versions)"
+        mixed = counted(s["segmented_samples"], "answer")
+        return f"given up by the update policy ({mixed} of several versions)"
     return "kept" if s[guarantee] else "BROKEN"
 
 
@@ -88,7 +99,8 @@ def _moves(s: dict[str, Any]) -> str:
     stops = "" if p50 is None else f", stopped for {1e3 * p50:.1f} ms (max {1e3 * most:.1f})"
     megabytes = s["migrated_kv_bytes"] / 1e6
     return (
-        f"{s['migrations']} requests ({reasons}), {s['failed_migrations']} failed, {megabytes:.1f} MB{stops}"
+        f"{counted(s['migrations'], 'request')} ({reasons}), {s['failed_migrations']} failed, "
+        f"{megabytes:.1f} MB{stops}"
     )
 
 

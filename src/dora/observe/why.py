@@ -39,7 +39,8 @@ from dora.core.events import (
     StepFailed,
     Trained,
 )
-from dora.core.records import GroupId, RequestId
+from dora.core.records import Chunk, GroupId, RequestId
+from dora.core.wording import counted, nth
 from dora.errors import InputError
 from dora.observe.journal import Line, RecordedRun, read_journal
 
@@ -182,9 +183,10 @@ class _Life:
             case Resumed() if self._engine is not None:
                 self._engine, self.standing = None, "pending: it waits for a row"
                 return "the run was resumed; it begins again"
-            case RequestFinished(engine, finished, _, num_tokens, _, reason) if finished == request:
+            case RequestFinished(engine, finished, _, num_tokens, chunks, reason) if finished == request:
                 self._engine, self.standing = None, "pending: its group is not scored"
-                return f"finished on engine {engine}: {num_tokens} tokens, {reason}"
+                length = counted(num_tokens, "token")
+                return f"finished on engine {engine}: {length}, {reason}{self._drawn_by(chunks)}"
             case RequestFailed(engine, failed, reason) if failed == request:
                 self._engine = None
                 self.standing = "" if request.is_held_out else self.standing
@@ -195,7 +197,7 @@ class _Life:
                 self._engine = None
                 return f"given up on engine {engine}"
             case ReportStall(step, _, requests) if request in requests:
-                return f"step {step} waits for it"
+                return f"step {nth(step)} waits for it"
             case _:
                 return None
 
@@ -207,10 +209,10 @@ class _Life:
                 step = self._num_committed // self._batch_size
                 return (
                     f"admitted at version {version}, position {index} of the data, to be trained by step "
-                    f"{deadline}; step {step} was being filled"
+                    f"{nth(deadline)}; step {nth(step)} was being filled"
                 )
             case BeginEvaluation(version) if self._group.is_held_out and version == -1 - self._group.epoch:
-                self.standing = "pending: it waits for a row"
+                self._version, self.standing = version, "pending: it waits for a row"
                 return f"admitted at version {version}, whose evaluation begins: it is never trained"
             case GroupScored(group, rewards) if group == self._group and group.is_held_out:
                 return self._end(group, f"scored: reward {rewards[self.request.sibling]:g}")
@@ -226,16 +228,17 @@ class _Life:
             case Commit(group, step) if group == self._group:
                 return self._committed(step)
             case Train(step) if step == self._step:
-                return f"training of step {step} begins, on it with staleness {step - self._version}"
+                return f"training of step {nth(step)} begins, on it with staleness {step - self._version}"
             case StepFailed(step, reason) if step == self._step:
-                return f"step {step} failed ({reason}) and changed nothing; it is repeated"
+                return f"step {nth(step)} failed ({reason}) and changed nothing; it is repeated"
             case Resumed(from_step) if (
                 self._step is not None and from_step <= self._step and not self.standing
             ):
-                self.standing = f"pending: step {self._step} is not trained"
-                return f"the run was resumed after {from_step} steps; step {self._step} is redone"
+                self.standing = f"pending: step {nth(self._step)} is not trained"
+                trained = counted(from_step, "step")
+                return f"the run was resumed after {trained}; step {nth(self._step)} is redone"
             case Trained(step) if step == self._step:
-                return self._end(self._group, f"trained in step {step}")
+                return self._end(self._group, f"trained in step {nth(step)}")
             case _:
                 return None
 
@@ -244,7 +247,7 @@ class _Life:
         self.standing = f"pending: it is on engine {fact.destination}"
         return (
             f"moved from engine {fact.source} to engine {fact.destination} ({self._move}) with "
-            f"{fact.num_tokens} tokens: {fact.num_bytes / 1e6:.3f} MB of KV copied in "
+            f"{counted(fact.num_tokens, 'token')}: {fact.num_bytes / 1e6:.3f} MB of KV copied in "
             f"{1e3 * fact.copy_s:.1f} ms, it stood still for {1e3 * fact.stop_s:.1f} ms"
         )
 
@@ -254,9 +257,16 @@ class _Life:
             return "all rows of its engine decode again" if was_rushed else None
         return "decodes alone, for the trainer waits" if is_named else "stands still, for the trainer waits"
 
+    def _drawn_by(self, chunks: Sequence[Chunk]) -> str:
+        """The segments of an answer that newer versions than its own have drawn, too."""
+        if {chunk.version for chunk in chunks} <= {self._version}:
+            return ""
+        drawn = (f"version {chunk.version} ({counted(chunk.num_tokens, 'token')})" for chunk in chunks)
+        return f"; drawn by {', then '.join(drawn)}"
+
     def _committed(self, step: int) -> str:
-        self._step, self.standing = step, f"pending: step {step} is not trained"
-        return f"committed to step {step}, staleness {step - self._version}"
+        self._step, self.standing = step, f"pending: step {nth(step)} is not trained"
+        return f"committed to step {nth(step)}, staleness {step - self._version}"
 
     def _end(self, group: GroupId, sentence: str) -> str | None:
         if group != self._group:

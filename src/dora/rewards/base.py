@@ -19,6 +19,7 @@ from typing import Any
 
 from dora.errors import RewardError
 from dora.loading import load_attribute
+from dora.rewards.signature import called, check_signature, takes_batches
 
 RewardFunction = Callable[..., Any]
 Prompt = str | Sequence[Mapping[str, str]]  # text, or the messages of a conversation
@@ -44,13 +45,23 @@ class Outcome:
 
 
 def load_reward(
-    name: str, key: str = "reward.function", options: Mapping[str, Any] | None = None
+    name: str,
+    key: str = "reward.function",
+    options: Mapping[str, Any] | None = None,
+    columns: Sequence[str] | None = None,
 ) -> RewardFunction:
     """The function named "file.py:function" or "package.module:function", or what a class so named makes.
 
     A class is called once, with `options`; its instance is the reward. `key` is the setting that names it.
-    Raises RewardError.
+    `columns` are those of the dataset, if they are known. Raises RewardError, also for a function that cannot
+    be called with them.
     """
+    reward = _load(name, key, options)
+    check_signature(reward, f"{key} = {name!r}", columns)
+    return reward
+
+
+def _load(name: str, key: str, options: Mapping[str, Any] | None) -> RewardFunction:
     found = load_attribute(name, key, RewardError)
     if not isinstance(found, type):
         if options:
@@ -81,23 +92,10 @@ def judge(function: RewardFunction, answers: Sequence[Answer]) -> Iterator[Outco
         yield score(function, answer.prompt, answer.text, answer.row)
 
 
-def takes_batches(function: RewardFunction) -> bool:
-    """Whether it judges many answers in one call, as TRL's do.
-
-    It has a parameter `completions` or `prompts`, or takes everything by name.
-    """
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin without signature
-        return False
-    takes_all = [p.kind for p in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]
-    return takes_all or not {"completions", "prompts"}.isdisjoint(parameters)
-
-
 def score(function: RewardFunction, prompt: Prompt, completion: str, row: Mapping[str, Any]) -> Outcome:
     """Judge one answer."""
     value = _call(function, prompt, completion, **row)
-    return value if isinstance(value, Outcome) else _check(value)
+    return value if isinstance(value, Outcome) else _check(value, called(function))
 
 
 def score_batch(function: RewardFunction, answers: Sequence[Answer]) -> list[Outcome]:
@@ -118,8 +116,10 @@ def score_batch(function: RewardFunction, answers: Sequence[Answer]) -> list[Out
         return [values]
     values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
     if not isinstance(values, list | tuple):
-        return [_failure(values, f"a list of {len(answers)} finite floats, one per completion")]
-    outcomes = [_check(value) for value in values]
+        return [
+            _failure(values, called(function), f"a list of {len(answers)} finite floats, one per completion")
+        ]
+    outcomes = [_check(value, called(function)) for value in values]
     if len(outcomes) == len(answers):
         return outcomes
     reason = f"reward returned {len(outcomes)} values for {len(answers)} completions"
@@ -144,11 +144,11 @@ async def _wait_for(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _check(value: object) -> Outcome:
+def _check(value: object, who: str) -> Outcome:
     """Accepts every finite real number, bool, numpy's and tensors of one number included."""
     real = value.item() if hasattr(value, "item") and getattr(value, "size", 1) != 0 else value
     if not isinstance(real, numbers.Real):
-        return _failure(value, "a finite float")
+        return _failure(value, who, "a finite float")
     try:
         number = float(real)
     except OverflowError:  # of an int
@@ -157,15 +157,16 @@ def _check(value: object) -> Outcome:
         return Outcome(
             None,
             f"reward returned {number}",
-            f"the reward function returned {number}; it must return a finite float",
+            f"the reward function {who} returned {number}; it must return a finite float",
         )
     return Outcome(number)
 
 
-def _failure(value: object, wanted: str) -> Outcome:
+def _failure(value: object, who: str, wanted: str) -> Outcome:
     kind = type(value).__name__
+    missing = "; is a `return` missing?" if value is None else ""
     return Outcome(
         None,
         f"reward returned {kind}",
-        f"the reward function returned {value!r} ({kind}); it must return {wanted}",
+        f"the reward function {who} returned {value!r} ({kind}); it must return {wanted}{missing}",
     )

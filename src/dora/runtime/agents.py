@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dora.core.wording import counted
 from dora.errors import ServiceError
 from dora.runtime.plan import Plan
 from dora.runtime.players import Began, Broken, Episode, Observed, Over, Turn
@@ -186,7 +187,7 @@ class Agents:
             if session.deadline_s is not None and self._now_s > session.deadline_s:
                 self._break(session, "session expired")
         if self._seats and not self._sessions and self._now_s > self._alone_s + NOTICE_S:
-            self._notice(f"{len(self._seats)} answers wait for agents, which open no session")
+            self._notice(f"no agent opens a session: {counted(len(self._seats), 'answer')} not begun")
             self._alone_s = self._now_s
 
     @property

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import psutil
 
 from dora.errors import InputError, RunError
+from dora.observe.nearby import JOURNAL, why_no_run
 
 LOOK_S = 0.2  # between two looks into the folder
 PROCESS = "process.json"  # names the driver
@@ -119,8 +120,8 @@ def _check_running(run: Path) -> None:
     try:
         driver = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        ended = "it has ended" if (run / "journal.jsonl").exists() else "it is not the folder of a run"
-        raise InputError(f"{run} is not a running run: {ended}") from error
+        ended = f"{run} is not a running run: it has ended"
+        raise InputError(ended if (run / JOURNAL).exists() else why_no_run(run)) from error
     try:
         process = psutil.Process(driver["pid"])
         is_driver = abs(process.create_time() - driver["created_s"]) < 1.0 and process.is_running()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dora.config import Config
+from dora.core.wording import counted
 from dora.errors import InputError
 from dora.model.folder import load_config
 from dora.observe.audit import MAX_PRINTED
@@ -37,7 +38,7 @@ class Compared:
 
     def __str__(self) -> str:
         return (
-            f"version {self.place.version}: {self.num_samples:,} of {self.num_recorded:,} samples, "
+            f"version {self.place.version}: {self.num_samples:,} of {counted(self.num_recorded, 'sample')}, "
             f"{_describe(self.gaps)} ({self.place.path})"
         )
 
@@ -76,7 +77,7 @@ def check(run: Path, num: int) -> DeepAudit:
         return DeepAudit("this run cannot be checked so", (), (why,))
     there = {key: rows for key, rows in recorded.items() if key[0] in stored}
     compared, other = _compare_versions(run, num, recomputation, there, stored)
-    unchecked = [f"{mixed:,} samples that several versions have drawn"] if mixed else []
+    unchecked = [f"{counted(mixed, 'sample')} that several versions have drawn"] if mixed else []
     return DeepAudit(str(recomputation), tuple(compared), (*unchecked, *_gone(gone), *other))
 
 
@@ -85,9 +86,9 @@ def main(run: Path, num: int) -> int:
     audit = check(run, num)
     findings, gaps = audit.findings, [compared.gaps for compared in audit.compared]
     verdict = "VIOLATED" if findings else "ok" if gaps else "not checked"
-    num_samples = sum(compared.num_samples for compared in audit.compared)
+    samples = counted(sum(compared.num_samples for compared in audit.compared), "sample")
     described = _describe(torch.cat([torch.zeros(0), *gaps]))
-    print(f"log-probs {verdict}  {num_samples:,} samples computed again, {described}; {audit.rule}")
+    print(f"log-probs {verdict}  {samples} computed again, {described}; {audit.rule}")
     for line in (*audit.compared, *findings[:MAX_PRINTED]):
         print(f"   {line}")
     if len(findings) > MAX_PRINTED:
@@ -100,7 +101,7 @@ def main(run: Path, num: int) -> int:
 def _describe(gaps: Tensor) -> str:
     if not len(gaps):
         return "no token"
-    return f"{len(gaps):,} tokens, gap at most {gaps.max():.2g}, mean {gaps.mean():.2g}"
+    return f"{counted(len(gaps), 'token')}, gap at most {gaps.max():.2g}, mean {gaps.mean():.2g}"
 
 
 def _config(run: Path) -> Config:
@@ -132,8 +133,8 @@ def _compare_versions(
         found = read_version(stored[version], digest, recomputation.config.engine.dtype)
         if found is None:
             other.append(
-                f"{len(rows):,} samples of version {version}: their weights have the digest {digest}, what "
-                "is stored has not; the step was redone by a resume, or files were changed"
+                f"{counted(len(rows), 'sample')} of version {version}: their weights have the digest "
+                f"{digest}, what is stored has not; the step was redone by a resume, or files were changed"
             )
             continue
         place, flat = found
@@ -185,6 +186,6 @@ def _gone(recorded: Mapping[Bytes, Sequence[SampleRow]]) -> Iterator[str]:
     first, last = versions[0], versions[-1]
     which = f"{len(versions)} versions from {first} to {last}" if last > first else f"version {first}"
     yield (
-        f"{num:,} samples of {which}, whose weights are no longer stored; a run keeps more with a higher "
-        "trainer.keep_last and a lower trainer.save_freq"
+        f"{counted(num, 'sample')} of {which}, whose weights are no longer stored; a run keeps more with a "
+        "higher trainer.keep_last and a lower trainer.save_freq"
     )

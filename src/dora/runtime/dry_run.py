@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from dora.config import Config
 from dora.core.events import GroupScored, GroupUnscorable
 from dora.core.records import GroupId
+from dora.core.wording import counted
 from dora.errors import ConfigError, RewardError
 from dora.runtime import adapters, devices
 from dora.runtime.environments import try_environment
@@ -47,7 +48,8 @@ def _derived(plan: Plan) -> dict[str, str]:
         f"{config.engine.dtype}",
         "prompts": f"{'put through the service' if plan.num_prompts is None else f'{plan.num_prompts:,}'} "
         f"for training, {len(plan.held_out or ())} held out",
-        "batch": f"{limits.batch_size} groups x {limits.group_size} = {config.samples_per_step} samples, "
+        "batch": f"{counted(limits.batch_size, 'group')} x {limits.group_size} = "
+        f"{counted(config.samples_per_step, 'sample')}, "
         + (f"updates of about {budget} tokens" if (budget := config.trainer.batch_tokens) else "one update"),
         "critic": f"{num:,} parameters" if (num := plan.num_critic_parameters) else "none",
         "policy": f"{rules.update_policy}, max_staleness {limits.max_staleness} ({rules.staleness})"
@@ -59,8 +61,9 @@ def _derived(plan: Plan) -> dict[str, str]:
         if (num_ranks := config.trainer.num_ranks) > 1
         else "one trainer process",
         "placement": rules.placement + (", and the trainer lends itself" if config.trainer.elastic else ""),
-        "window": f"(max_staleness + 1) x batch_size - slack = {config.window} groups admitted and untrained",
-        "rows": f"engines x max_rows = {engines} x {rows} = {config.total_rows} requests at once",
+        "window": f"(max_staleness + 1) x batch_size - slack = {counted(config.window, 'group')} "
+        "admitted and untrained",
+        "rows": f"engines x max_rows = {engines} x {rows} = {counted(config.total_rows, 'request')} at once",
         "version slots": f"{slots} per engine",
         "context": f"{config.data.max_prompt_length} + {config.sampling.max_response_length} tokens",
     }
@@ -88,7 +91,7 @@ def _live_versions(batches_per_version: int | None) -> str:
 def _call_rewards(plan: Plan) -> str:
     """Have every reward task judge an empty answer to the first prompt, in processes as those of a run."""
     config, dataset = plan.config, plan.dataset
-    tasks = reward_tasks(config)
+    tasks = reward_tasks(config, dataset.columns)
     if not tasks:
         return "from the other side of each episode"
     if not len(dataset) or any(task.is_outside for task in tasks):

@@ -33,7 +33,9 @@ RUN_FILES = (
 def check_out(out: Path) -> None:
     """Raises InputError if the folder holds a run already, or cannot be a folder."""
     if any((out / name).exists() for name in RUN_FILES):
-        raise InputError(f"--out {out} already holds a run; choose another folder or remove it")
+        raise InputError(
+            f"--out {out} already holds a run: --resume {out} goes on with it, another --out begins a new one"
+        )
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file; name a folder")
 

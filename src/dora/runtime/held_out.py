@@ -14,6 +14,7 @@ from dora.core.actions import Action, BeginEvaluation, EndEvaluation
 from dora.core.events import Event, GroupScored, RequestFinished
 from dora.core.records import EvaluationRule, GroupId
 from dora.core.state import State
+from dora.core.wording import counted
 from dora.runtime.lengths import percentile
 from dora.runtime.passing import PASSING_REWARD, ks_of, pass_at_k, wilson_interval
 
@@ -112,7 +113,9 @@ class Evaluation:
             told.append("{} {:.3f} ({:.3f} to {:.3f})".format(name, *self.passing()[name]))
         if self.lengths:
             told.append(f"length p50 {self.length_percentile(0.5)}, p99 {self.length_percentile(0.99)}")
-        return ", ".join([*told, *([f"{self.num_failed} prompts failed"] if self.num_failed else [])])
+        if self.num_failed:
+            told.append(f"{counted(self.num_failed, 'prompt')} failed")
+        return ", ".join(told)
 
     def _sum(self, siblings: range) -> float:
         return sum(rewards[k] for rewards in self.rewards.values() for k in siblings)

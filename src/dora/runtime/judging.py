@@ -28,13 +28,17 @@ REWARD = "reward"  # the task of the section [reward]
 
 @dataclass(frozen=True)
 class JudgeSpec:
-    """A reward function or class, named by the setting `key`; the tokenizer of `model` decodes answers."""
+    """A reward function or class, named by the setting `key`; the tokenizer of `model` decodes answers.
+
+    `columns` of the dataset, None where they are not known, are what it is given beside them.
+    """
 
     name: str
     function: str
     key: str
     model: Path
     options: Mapping[str, Any] = field(default_factory=dict)
+    columns: tuple[str, ...] | None = None
 
 
 def question_of(prompt: Prompt, columns: Mapping[str, Any]) -> bytes:
@@ -48,7 +52,7 @@ class Judge:
     def __init__(self, spec: JudgeSpec, still: Callable[[], None]) -> None:
         """`still` is called after each answer that is judged alone. Raises RewardError."""
         self._name, self._still = spec.name, still
-        self._function = load_reward(spec.function, spec.key, spec.options)
+        self._function = load_reward(spec.function, spec.key, spec.options, spec.columns)
         self._decode = Tokenizer(spec.model).decode
 
     def do(self, batch: Batch) -> Given:

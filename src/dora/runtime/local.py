@@ -38,6 +38,7 @@ from dora.core.actions import (
 )
 from dora.core.events import Event, GroupScored, GroupUnscorable, Migrated, Published, StepFailed
 from dora.core.records import GroupId
+from dora.core.wording import nth
 from dora.errors import RunError
 from dora.runtime import messages as m
 from dora.runtime.checkpoints import Checkpoints
@@ -84,7 +85,7 @@ class LocalHands:
         fsync = plan.config.journal.fsync
         self.samples = past.samples if past else SampleStore(plan.out / SAMPLES, fsync=fsync)
         self.weights = WeightStore(make_store_folder(plan.stored_bytes), plan.config.engine.dtype)
-        tasks = reward_tasks(plan.config)
+        tasks = reward_tasks(plan.config, plan.dataset.columns)
         self._feed = Feed(
             self.weights.folder / "stream",
             plan.limits.group_size,
@@ -311,8 +312,8 @@ class LocalHands:
 
     @perform.register
     def _(self, order: ReportStall) -> None:
-        who = ", ".join(map(str, order.requests)) or "its rewards"
-        self.notice(f"step {order.step} waits for group {order.group} ({who}) since {order.since_s:.1f} s")
+        step, who = nth(order.step), ", ".join(map(str, order.requests)) or "its rewards"
+        self.notice(f"step {step} waits for group {order.group} ({who}) since {order.since_s:.1f} s")
 
     def _late(self) -> list[str]:
         late = [w.name for i, w in self.fleet.workers.items() if i not in self.fleet.ready]
@@ -373,7 +374,7 @@ class LocalHands:
     def _repeat(self, message: m.StepRefused) -> None:
         """A step that failed changed nothing, so it is tried again, a few times."""
         self._step_failures[message.step] += 1
-        failed = f"training step {message.step} failed: {message.reason}"
+        failed = f"training step {nth(message.step)} failed: {message.reason}"
         if self._step_failures[message.step] == MAX_STEP_FAILURES:
             raise RunError(f"{failed}; it failed {MAX_STEP_FAILURES} times and changed nothing")
         self.notice(f"{failed}; it changed nothing and is repeated")

@@ -19,6 +19,7 @@ from dora.handover.moves import Received as Received
 from dora.handover.moves import Reserved as Reserved
 from dora.handover.moves import Send as Send
 from dora.handover.moves import Sent as Sent
+from dora.runtime.occupancy import Use
 from dora.trainer.scoring import Scoring
 from dora.turns.words import Finish as Finish
 from dora.turns.words import Observe as Observe
@@ -241,7 +242,7 @@ class WeightsLoaded:
 @dataclass(frozen=True)
 class Completed:
     completions: list[Completion]
-    busy_row_s: float
+    use: Use
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ class Beat:
     """
 
     progress: dict[RequestId, int]
-    busy_row_s: float
+    use: Use
     row_tokens_per_s: float
     kv_share: float
     num_recomputed: int = 0

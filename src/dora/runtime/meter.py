@@ -14,12 +14,13 @@ from itertools import chain
 from typing import NamedTuple
 
 from dora.core.actions import Action, Admit, Fail, Filter, Train
-from dora.core.events import EngineLost, Event, RequestFinished, Resumed, Trained
+from dora.core.events import EngineJoined, EngineLost, Event, RequestFinished, Resumed, Trained
 from dora.core.orchestrator import Orchestrator
 from dora.core.records import GroupId, Limits
 from dora.core.state import State
 from dora.runtime.lengths import Lengths
 from dora.runtime.loads import Loads
+from dora.runtime.occupancy import Occupancy
 from dora.runtime.phases import Phases
 from dora.runtime.stalls import Stalls
 from dora.runtime.telling import Teller
@@ -109,12 +110,9 @@ class Meter:
     phases: Phases = field(default_factory=Phases)
     lengths: Lengths = field(default_factory=Lengths)
     loads: Loads = field(default_factory=Loads)
+    occupancy: Occupancy = field(default_factory=Occupancy)
     began_s: float = 0.0
     now_s: float = 0.0
-    first_admission_s: float | None = None
-    busy_row_s: dict[int, float] = field(default_factory=dict)  # of each engine, up to the last finish
-    busy_row_s_before: dict[int, float] = field(default_factory=dict)
-    row_s: dict[int, float] = field(default_factory=dict)  # rows of each engine x time, as above
     trainer_idle_s: float = 0.0
     exposed_rollout_s: float = 0.0
     live_version_s: float = 0.0  # versions alive, integrated over time
@@ -128,14 +126,12 @@ class Meter:
     staleness: Counter[int] = field(default_factory=Counter)
     trained_tokens: int = 0
     steps: list[StepRecord] = field(default_factory=list)
-    _row_s: dict[int, float] = field(default_factory=dict)  # since the first admission
-    _rows: dict[int, int] = field(default_factory=dict)  # of the engines that are here
     _versions: dict[GroupId, int] = field(default_factory=dict)
     _batch: tuple[GroupId, ...] = ()
+    _has_admitted: bool = False
     _num_live: int = 0
     _is_trainer_idle: bool = True
     _stall_s: float = 0.0
-    _told_before: tuple[float, float] = (0.0, 0.0)  # busy_row_s and row_s, summed, at the last step
 
     def hear(
         self, now: float, event: Event | None, orders: Sequence[Action], state: State
@@ -148,13 +144,14 @@ class Meter:
         match event:
             case RequestFinished():
                 self.num_segmented += len(event.chunks) > 1
-                self.busy_row_s, self.row_s = dict(self.teller.busy_row_s), dict(self._row_s)
+                self.occupancy.finish(self.teller.uses)
+            case EngineJoined(engine, rows):
+                self.occupancy.join(engine, rows, self.teller.uses)
             case EngineLost():
                 self.engine_losses += 1
             case Resumed():  # new engines, whose numbers and clocks begin again
                 self.lives += 1
-                self._row_s, self.row_s, self._told_before = {}, {}, (0.0, 0.0)
-                self.busy_row_s, self.busy_row_s_before = {}, {}
+                self.occupancy = Occupancy()
             case Trained(step):
                 record = self._end_step(step, now, state)
             case _:
@@ -162,7 +159,9 @@ class Meter:
         for order in orders:
             if isinstance(order, Admit):
                 self._versions[order.group] = order.version
-                self.first_admission_s = now if self.first_admission_s is None else self.first_admission_s
+                if not self._has_admitted:
+                    self._has_admitted = True
+                    self.occupancy.begin(self.teller.uses)
             elif isinstance(order, Train):
                 self._batch = order.groups
             elif isinstance(order, Filter | Fail):
@@ -171,7 +170,6 @@ class Meter:
         self.loads.hear(now, event, orders)
         self.stalls.look(state)
         self.phases.look(now, event, orders, state)
-        self._rows = {engine.id: engine.rows for engine in state.engines.values()}
         self._num_live = sum(1 for count in state.unfinished.values() if count)
         self.live_versions_max = max(self.live_versions_max, self._num_live)
         self._is_trainer_idle = state.training is None and state.publishing is None
@@ -181,39 +179,14 @@ class Meter:
         """The training run begins; what the engines did before is not counted."""
         self.began_s = self.now_s = now
         self.phases.begin(now)
-        self.busy_row_s = self.busy_row_s_before = dict(self.teller.busy_row_s)
-        self._told_before = (sum(self.busy_row_s.values()), 0.0)
 
     @property
     def tokens_per_s(self) -> float:
         """Response tokens trained per second of wall time."""
         return self.trained_tokens / max(1e-9, self.now_s - self.began_s)
 
-    def busy_ratios(self) -> dict[int, float]:
-        """Of each engine: occupied rows x step time over rows x time here, first admission to last finish."""
-        return {
-            engine: self._busy_row_s(engine) / row_s for engine, row_s in sorted(self.row_s.items()) if row_s
-        }
-
-    def busy_ratio(self) -> float:
-        """The same over all engines."""
-        return sum(map(self._busy_row_s, self.row_s)) / max(1e-9, sum(self.row_s.values()))
-
-    def _busy_since_last_step(self) -> float:
-        """Occupied rows x step time over rows x time, as last told, since the step before ended."""
-        busy_s, row_s = sum(self.busy_row_s.values()), sum(self.row_s.values())
-        before_busy_s, before_row_s = self._told_before
-        self._told_before = (busy_s, row_s)
-        return round((busy_s - before_busy_s) / max(1e-9, row_s - before_row_s), 4)
-
-    def _busy_row_s(self, engine: int) -> float:
-        return self.busy_row_s.get(engine, 0.0) - self.busy_row_s_before.get(engine, 0.0)
-
     def _integrate(self, now: float) -> None:
         passed_s, self.now_s = now - self.now_s, now
-        if self.first_admission_s is not None:
-            for engine, rows in self._rows.items():
-                self._row_s[engine] = self._row_s.get(engine, 0.0) + rows * passed_s
         if self._is_trainer_idle:
             self.trainer_idle_s += passed_s
         if self._num_live:
@@ -232,7 +205,8 @@ class Meter:
         num_tokens = sum(self.teller.num_tokens.pop(group) for group in self._batch)
         metrics = self.lengths.train(self._batch) | self.teller.step_metrics.pop(0)[1]
         metrics |= _means(by_task)
-        metrics |= self.phases.end_step(state) | {"rollout/busy_ratio": self._busy_since_last_step()}
+        busy_ratio = round(self.occupancy.end_step(self.teller.uses), 4)
+        metrics |= self.phases.end_step(state) | {"rollout/busy_ratio": busy_ratio}
         wall_s = now - (self.steps[-1].t_s if self.steps else self.began_s)
         stall_s = state.stall_s - self._stall_s
         effective = self.limits.max_staleness - state.aging.lowered

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dora.core.records import GroupId
+from dora.core.wording import counted
 from dora.errors import ModelError, RunError, ServiceError
 from dora.runtime import messages as m
 from dora.runtime.process import Inbox, Outbox, Told, Worker
@@ -162,8 +163,10 @@ class OutsideTrainer(Worker):
             raise ServiceError(410 if is_old else 409, f"step {step} {why}; the next is {self.num_trained}")
         groups = self._batches.get(step, [])
         if after > len(groups):
-            known = f"{len(groups)} groups are committed to step {step}"
-            raise ServiceError(422, f"after = {after}: {known} so far; give how many you have")
+            known = counted(len(groups), "group")
+            raise ServiceError(
+                422, f"after = {after}: step {step} has {known} so far; give how many you have"
+            )
         is_whole = len(groups) == self._batch_size
         return Committed(groups[after:], is_whole) if is_whole or len(groups) > after else None
 
@@ -224,6 +227,6 @@ class Patience:
         if isinstance(hands.trainer, OutsideTrainer) and hands.trainer.due is not None:
             yield f"the weights of version {hands.trainer.due + 1}"
         if hands.supply.num_wanted:
-            yield f"{hands.supply.num_wanted} prompts"
+            yield counted(hands.supply.num_wanted, "prompt")
         if hands.plan.config.service.agents:
             yield "agents"

@@ -18,6 +18,7 @@ from dora.config import Config
 from dora.core.actions import Stop
 from dora.errors import InputError
 from dora.observe.journal import FILE_NAME, RecordedRun, read_journal
+from dora.observe.nearby import CONFIG, why_no_run
 from dora.runtime.control import is_running
 from dora.runtime.outside import PARTS
 from dora.settings import read, values
@@ -55,9 +56,9 @@ MAY_CHANGE = (
 
 def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
     """The configuration a run goes on with. Raises InputError if it cannot, or may not."""
-    path = run / "config.toml"
+    path = run / CONFIG
     if not path.is_file():
-        raise InputError(f"--resume {run} is not the folder of a run: it has no config.toml")
+        raise InputError(f"--resume {why_no_run(run, CONFIG)}")
     if is_running(run):
         raise InputError(f"--resume {run}: this run is running; stop it first")
     after = read(path, overrides)

@@ -16,6 +16,7 @@ from typing import Any
 from dora.config import Config
 from dora.core.events import GroupScored, GroupUnscorable
 from dora.core.records import GroupId
+from dora.core.wording import counted
 from dora.errors import RunError
 from dora.runtime import messages as m
 from dora.runtime.collecting import Collector
@@ -74,19 +75,21 @@ class RewardTask:
         )
 
 
-def reward_tasks(config: Config) -> list[RewardTask]:
-    """The task of the section [reward], and one for each [[task]]."""
+def reward_tasks(config: Config, columns: tuple[str, ...] | None = None) -> list[RewardTask]:
+    """The task of the section [reward], and one for each [[task]]; `columns` are those of the dataset."""
     model, reward = Path(config.model.path), config.reward
     tasks = []
     if reward.function is not None:
-        judge = JudgeSpec(REWARD, reward.function, "reward.function", model)
+        judge = JudgeSpec(REWARD, reward.function, "reward.function", model, columns=columns)
         tasks.append(RewardTask(judge, reward.timeout_s, "reward.timeout_s", num_workers=reward.num_workers))
     for task in config.task:
-        judge = JudgeSpec(task.name, task.factory, f"task.{task.name}.class", model, task.options)
+        key = f"task.{task.name}"
+        judge = JudgeSpec(task.name, task.factory, f"{key}.class", model, task.options, columns)
         num_rows = task.micro_batch_rows or (MANY if task.micro_batch_tokens else A_GROUP.num_rows)
         want = Want(num_rows, task.micro_batch_tokens)
-        key = f"task.{task.name}.timeout_s"
-        tasks.append(RewardTask(judge, task.timeout_s, key, task.weight, task.num_workers, want))
+        tasks.append(
+            RewardTask(judge, task.timeout_s, f"{key}.timeout_s", task.weight, task.num_workers, want)
+        )
     return tasks
 
 
@@ -123,8 +126,7 @@ class Rewarding:
     @property
     def headcount(self) -> str:
         """How many processes judge, in words."""
-        num_workers = sum(crew.num_workers for crew in self._crews)
-        return f"{num_workers} rewarder{'s' * (num_workers != 1)}"
+        return counted(sum(crew.num_workers for crew in self._crews), "rewarder")
 
     def by_task(self, group: GroupId) -> dict[str, tuple[float, ...]]:
         """What the rewards of a group that was just scored sum up, if there are several tasks; said once."""

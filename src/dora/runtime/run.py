@@ -18,6 +18,7 @@ from dora.config import Config
 from dora.core import invariants, snapshot
 from dora.core.actions import Action, Commit, Fail, Filter, Publish, SkipEvaluation
 from dora.core.events import Event, Published, Trained
+from dora.core.wording import counted, nth
 from dora.errors import InputError, RunError
 from dora.runtime import adapters, devices, folder, resuming
 from dora.runtime.calls import Calls, Door, Inside, check_door
@@ -183,7 +184,7 @@ class _Session:
         hands, config = self._hands, self._plan.config
         self._calls.open(self._view.notice)
         hands.wait_until_ready()
-        engines = f"{len(hands.engines)} engines ({hands.fleet.kernels})"
+        engines = f"{counted(len(hands.engines), 'engine')} ({hands.fleet.kernels})"
         self._view.notice(f"{engines}, 1 trainer, {hands.rewarding.headcount} are ready")
         if self._past is None:
             self._evaluate_start()
@@ -239,8 +240,8 @@ class _Session:
             self._hands.accumulate(step, groups)  # the trainer of the last life was told
         num_redone = len(past.resumed.redone)
         self._view.notice(
-            f"resumed at {past.checkpoint or 'the start'}: {past.resumed.from_step} steps are trained, "
-            f"{num_redone} more were and are redone"
+            f"resumed at {past.checkpoint or 'the start'}: {counted(past.resumed.from_step, 'trained step')} "
+            f"kept, {num_redone} redone"
         )
 
     def _snapshot(self) -> str:
@@ -275,7 +276,8 @@ class _Session:
 
     def _evaluate(self, version: int, held: Mapping[int, Iterable[int]]) -> Evaluation | None:
         if self._plan.held_out is not None:
-            self._view.notice(f"evaluating version {version} on {len(self._plan.held_out)} held-out prompts")
+            prompts = counted(len(self._plan.held_out), "held-out prompt")
+            self._view.notice(f"evaluating version {version} on {prompts}")
         evaluation = evaluate(self._hands, version, held)
         if evaluation is not None and self._plan.config.eval.every:  # the ends of the curve
             self._curves.write_evaluation(evaluation, len(self._meter.steps), self._hands.now)
@@ -317,7 +319,7 @@ class _Session:
             collect_young()
             if step.metrics.get("actor/num_tokens") == 0 and not self._is_warned:
                 self._is_warned = True
-                self._view.notice(f"step {step.step} had no gradient: the rewards of each group were equal")
+                self._view.notice(f"step {nth(step.step)} had no gradient: each group's rewards were equal")
             self._curves.write(step.to_json())
         self._note_evaluation(event, orders)
         self._view.update(self._meter, state)
@@ -327,8 +329,8 @@ class _Session:
         rule, view = self._plan.limits.evaluation, self._view
         over = self._evaluations.hear(event, orders, rule)
         if over is not None:
-            num_steps = len(self._meter.steps)
-            view.notice(f"after {num_steps} steps, version {over.version} is evaluated: {over.describe()}")
+            num_steps, name = len(self._meter.steps), f"version {over.version}"
+            view.notice(f"after {counted(num_steps, 'step')}, {name} is evaluated: {over.describe()}")
             self._curves.write_evaluation(over, num_steps, self._hands.now)
         for order in [order for order in orders if isinstance(order, SkipEvaluation)]:
             view.notice(f"version {order.version} is not evaluated: version {order.under_way} still is")
@@ -370,8 +372,8 @@ class _Session:
             return
         notice = self._view.notice
         notice(
-            f"{when} training (version {evaluation.version}, {evaluation.num_prompts} held-out prompts): "
-            f"{evaluation.describe()}"
+            f"{when} training (version {evaluation.version}, "
+            f"{counted(evaluation.num_prompts, 'held-out prompt')}): {evaluation.describe()}"
         )
         for prompt, answer, reward in evaluation.examples():
             notice(f"  {prompt} {answer}   reward {reward:g}")

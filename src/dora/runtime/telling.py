@@ -23,6 +23,7 @@ from dora.core.events import (
 from dora.core.records import GroupId, RequestId
 from dora.engine.sequence import Completion
 from dora.runtime import messages as m
+from dora.runtime.occupancy import Use
 from dora.runtime.plan import Plan
 from dora.stream.samples import FinishedSample, SampleStore, Source, Trajectory
 from dora.trainer.corrections import KL_BY_AGE
@@ -46,7 +47,7 @@ class Teller:
         self.task_rewards: dict[GroupId, TaskRewards] = {}  # what these sum up, where there are several tasks
         self.earned: dict[RequestId, float] = {}  # by episodes of groups that are not scored
         self.step_metrics: list[tuple[int, dict[str, float]]] = []  # told by the trainer, not yet read
-        self.busy_row_s: dict[int, float] = {}  # engine -> as last told
+        self.uses: dict[int, Use] = {}  # engine -> as last told
         self.num_recomputed: dict[int, int] = {}  # likewise: tokens, for newer weights
 
     def held_out(self, group: GroupId) -> list[list[int]]:
@@ -102,15 +103,15 @@ class Teller:
         match message:
             case m.WeightsLoaded(version, digest, stop_s):
                 yield Loaded(engine, version, digest, stop_s)
-            case m.Completed(completions, busy_row_s):
-                self.busy_row_s[engine] = busy_row_s
+            case m.Completed(completions, use):
+                self.uses[engine] = use
                 yield from (self._finished(engine, completion) for completion in completions)
             case m.Refused(reasons):
                 yield from (self.failed(engine, request, reason) for request, reason in reasons.items())
             case m.GivenUp(num_tokens):
                 yield RequestsAborted(engine, tuple(num_tokens), sum(num_tokens.values()))
-            case m.Beat(progress, busy_row_s, row_tokens_per_s, kv_share, num_recomputed):
-                self.busy_row_s[engine], self.num_recomputed[engine] = busy_row_s, num_recomputed
+            case m.Beat(progress, use, row_tokens_per_s, kv_share, num_recomputed):
+                self.uses[engine], self.num_recomputed[engine] = use, num_recomputed
                 if progress or self.progress.get(engine):  # an engine that has become idle says so once
                     yield Progressed(engine, tuple(progress.items()), row_tokens_per_s, kv_share)
                 self.progress[engine] = progress

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dora.core.state import State
+from dora.core.wording import counted
 from dora.runtime.meter import Meter
 
 REFRESH_S = 0.25
@@ -30,6 +31,7 @@ class View:
         self._num_steps = num_steps
         self._is_live = console.is_terminal
         self._next_s = 0.0
+        self._num_told = 0  # steps, by the last plain line
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -56,9 +58,10 @@ class View:
         self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def close(self, meter: Meter, state: State) -> None:
-        """Show where the run ended."""
-        self._next_s = 0.0
-        self.update(meter, state)
+        """Show where the run ended; a line is not written twice for the last step."""
+        if self._live or len(meter.steps) > self._num_told:
+            self._next_s = 0.0
+            self.update(meter, state)
 
     def update(self, meter: Meter, state: State) -> None:
         """Show where the run stands, if the last time is long enough ago."""
@@ -70,6 +73,7 @@ class View:
             self._progress.update(self._task, completed=len(meter.steps))
             self._live.update(Group(self._progress, _facts(meter, state), _engines(state)))
         else:
+            self._num_told = len(meter.steps)
             self.notice(plain_line(meter, state, self._num_steps))
 
 
@@ -89,7 +93,7 @@ def _facts(meter: Meter, state: State) -> Table:
     table.add_row("accuracy", f"{_accuracy(meter):.3f}", "staleness", _staleness(meter))
     waits = f", waiting for group {state.stall_group}" if state.stall_group else ""
     table.add_row("alive", _versions(state), "stall", f"{state.stall_s:.1f} s{waits}")
-    table.add_row("moved", f"{meter.travels.migrations.total()} requests")
+    table.add_row("moved", counted(meter.travels.migrations.total(), "request"))
     return table
 
 

@@ -43,6 +43,7 @@ from dora.runtime.messages import (
     TurnsEnded,
     WeightsPublished,
 )
+from dora.runtime.occupancy import Use
 from dora.runtime.process import BEAT_S, Inbox, Outbox
 from dora.runtime.saving import Files, save
 from dora.turns.words import TurnTaking
@@ -73,7 +74,7 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
     mover = engine if isinstance(engine, MovingEngine) else None
     writer = engine if isinstance(engine, TurnTaking) else None
     outbox.send(Ready(engine.kernels, spec.pool if mover else None))
-    beats = _beats(engine)
+    beats = _beats(engine, began := _use(engine))
     while True:
         is_waiting = taking.is_busy or (mover is not None and mover.num_moves > 0)
         wait_s = 0.0 if engine.can_step else MOVE_WAIT_S if is_waiting else IDLE_WAIT_S
@@ -89,7 +90,7 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
         if replies:
             outbox.send(*replies)
         if engine.can_step and (completions := engine.step()):
-            outbox.send(Completed(completions, engine.busy_row_s))
+            outbox.send(Completed(completions, _use(engine).since(began)))
         if writer and (turns := writer.take_turns()):
             outbox.send(TurnsEnded(turns))
         if (beat := next(beats)) is not None:
@@ -209,8 +210,13 @@ def _obey_turn(engine: InferenceEngine, message: Observe | Finish | Break) -> Re
     return None
 
 
-def _beats(engine: InferenceEngine) -> Iterator[Beat | None]:
-    """A beat whenever one is due, else None."""
+def _use(engine: InferenceEngine) -> Use:
+    """What its rows have done so far, by its own clock."""
+    return Use(engine.busy_row_s, time.perf_counter())
+
+
+def _beats(engine: InferenceEngine, began: Use) -> Iterator[Beat | None]:
+    """A beat whenever one is due, else None; `began` is when there was no use of its rows yet."""
     from dora.renewal.engine import RenewingEngine
 
     next_s, num_decoded, busy_row_s = 0.0, 0, 0.0
@@ -223,7 +229,8 @@ def _beats(engine: InferenceEngine) -> Iterator[Beat | None]:
         num_decoded, busy_row_s = engine.num_decoded, engine.busy_row_s
         pace = num_gained / gained_in_s if num_gained else 0.0
         num_recomputed = engine.num_recomputed if isinstance(engine, RenewingEngine) else 0
-        yield Beat(engine.progress(), busy_row_s, pace, engine.kv_share, num_recomputed)
+        use = _use(engine).since(began)
+        yield Beat(engine.progress(), use, pace, engine.kv_share, num_recomputed)
 
 
 def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:

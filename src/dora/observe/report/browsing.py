@@ -35,14 +35,16 @@ class Group(NamedTuple):
     step: int | None
     num_tokens: int  # of its longest answer
     rewards: tuple[float | None, ...]
+    is_mixed: bool = False  # an answer is of several versions
 
 
 def stored_groups(run: Path) -> list[Group]:
     """Every group that has an answer. Raises InputError."""
     with opened(run) as store:
+        segments = "segments" if "segments" in columns(store) else "null"
         rows = store.execute(
-            "select group_id, version, state, trained_step, length(token_ids) / 4, reward from samples "
-            "order by group_id, sibling"
+            f"select group_id, version, state, trained_step, length(token_ids) / 4, reward, {segments} "
+            "from samples order by group_id, sibling"
         ).fetchall()
     found = []
     for name, own in groupby(rows, key=lambda row: row[0]):
@@ -50,7 +52,8 @@ def stored_groups(run: Path) -> list[Group]:
         longest = max(row[4] for row in siblings)
         version, state, step = siblings[0][1:4]
         rewards = tuple(row[5] for row in siblings)
-        found.append(Group(_group(name), version, state, step, longest, rewards))
+        is_mixed = any(row[6] for row in siblings)
+        found.append(Group(_group(name), version, state, step, longest, rewards, is_mixed))
     return found
 
 
@@ -66,6 +69,7 @@ def pick(
         "low reward, late": _late_and_low(groups),
         "filtered": (g.id for g in groups if g.state.startswith("filtered")),
         "failed": (g.id for g in groups if g.state.startswith("failed")),
+        "several versions": (g.id for g in groups if g.is_mixed),
     }
     picked: dict[GroupId, list[str]] = {}
     for kind, ids in kinds.items():

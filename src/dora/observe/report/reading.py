@@ -19,6 +19,7 @@ from dora.core.records import Limits, RequestId
 from dora.errors import InputError
 from dora.observe import audit
 from dora.observe.journal import FILE_NAME, Line, read_header, read_line
+from dora.observe.nearby import why_no_run
 from dora.observe.report import browsing
 from dora.observe.report.curves import Curves
 from dora.observe.report.engines import Engines
@@ -68,8 +69,10 @@ class RunReader:
                     self._open(path, head)
                 file.seek(self._offset)
                 *whole, torn = file.read().split(b"\n")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise InputError(why_no_run(self._run)) from error
         except OSError as error:
-            raise InputError(f"{path} cannot be read ({error.strerror}): give the folder of a run") from error
+            raise InputError(f"{path} cannot be read ({error.strerror})") from error
         for text in whole:
             self._hear(read_line(path, len(self._lines) + 2, text))
             self._offset += len(text) + 1
@@ -107,7 +110,7 @@ class RunReader:
             "dora_version": self._dora_version,
             "from_s": round(began, 3), "to_s": round(now, 3),
             "is_torn": self._is_torn,
-            "is_over": bool(summary),
+            "has_begun": bool(self._lines), "is_over": bool(summary),
             "limits": _told(self._limits, self._num_prompts),
             "policy": _policy(self._limits, config),
             "config": config,

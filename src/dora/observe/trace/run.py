@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from dora.core.wording import counted
 from dora.errors import InputError
 from dora.observe.journal import RecordedRun, read_journal
 from dora.observe.trace.drawing import Event, Ids
@@ -31,7 +32,7 @@ def main(run: Path, out: Path | None = None) -> str:
         raise InputError(f"{out} cannot be written ({error.strerror}): give another --out") from error
     torn = "; the journal's last line was cut off and is left out" if journal.is_torn else ""
     return (
-        f"{out}: {num_events:,} events, {num_moves:,} moves between engines{torn}\n"
+        f"{out}: {counted(num_events, 'event')}, {counted(num_moves, 'move')} between engines{torn}\n"
         "open it at https://ui.perfetto.dev, which keeps it in your browser, or at chrome://tracing"
     )
 

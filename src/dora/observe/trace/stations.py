@@ -34,6 +34,7 @@ from dora.core.events import (
     Trained,
 )
 from dora.core.records import GroupId
+from dora.core.wording import nth
 from dora.observe.trace.drawing import Emit, Ids, Process, Slice
 from dora.observe.trace.engines import version_name
 
@@ -44,25 +45,25 @@ class Trainer:
     def __init__(self, emit: Emit, ids: Ids) -> None:
         self._process = Process(emit, ids, "trainer", rank=1)
         self._phase: Slice | None = None
-        self._next_step = 0
 
     def read(self, t_s: float, record: Event | Action) -> None:
         match record:
             case Train(step, groups):
-                self._begin(t_s, f"train step {step}", step=step, groups=[str(group) for group in groups])
+                num, names = nth(step), [str(group) for group in groups]
+                self._begin(t_s, f"train step {num}", step=num, groups=names)
             case StepFailed(step, reason):
-                self._process.mark(f"step {step} FAILED: {reason}", t_s)
+                self._process.mark(f"step {nth(step)} FAILED: {reason}", t_s)
                 self._end(t_s, end=f"failed: {reason}")
-            case Trained(step, ess, kl):
+            case Trained(_, ess, kl):
                 self._end(t_s, ess=ess, kl=kl)
-                self._next_step = step + 1
             case Publish(version):
                 self._begin(t_s, f"publish {version}", version=version)
             case Published(version, digest):
                 self._end(t_s, digest=digest)
-                self._begin(t_s, f"wait for the batch of step {version}", step=version)
+                num = nth(version)  # the step that begins with it
+                self._begin(t_s, f"wait for the batch of step {num}", step=num)
             case ReportStall(step, group, requests, since_s):
-                name = f"STALL: step {step} waits for group {group}"
+                name = f"STALL: step {nth(step)} waits for group {group}"
                 self._process.mark(name, t_s, requests=[str(each) for each in requests], since_s=since_s)
             case Resumed(from_step):
                 self.close(t_s, "all processes had died")

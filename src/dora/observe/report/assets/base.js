@@ -20,7 +20,8 @@ const DASHES = ["", "7 3", "2 3", "10 3 2 3", "5 2", "1 2"];
 const AGES = ["#2f74b5", "#7cb5cf", "#e5b73b", "#db7a2c", "#a8322d"];
 
 const runColour = (index) => HUES[index % HUES.length];
-const runDash = (index) => DASHES[Math.floor(index) % DASHES.length];
+// Runs of one colour differ in their dash. Of several curves of a run, the k-th has another one.
+const runDash = (index, k = 0) => DASHES[(index + Math.floor(index / HUES.length) + 2 * k) % DASHES.length];
 const versionColour = (version) => HUES[((version % HUES.length) + HUES.length) % HUES.length];
 const ageColour = (age) => AGES[Math.max(0, Math.min(age, AGES.length - 1))];
 // Black or white, whichever stands out more (WCAG's relative luminance).
@@ -50,17 +51,20 @@ function seconds(value) {
   return parts[0] ? `${parts[0]} h ${parts[1]} min` : `${parts[1]} min ${parts[2]} s`;
 }
 const sum = (values) => values.reduce((total, value) => total + value, 0);
+const nth = (step) => step + 1; // the record counts steps from 0, people from 1: after the n-th, n are trained
 const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
 
-// The mark of a run or of a kind: a colour, and a dash for those who do not see it.
-function swatch(colour, dash = "", isLine = true) {
+// The mark of a run or of a kind, as it is drawn: a colour, and a dash for those who do not see it; faint, or hatched.
+function swatch(colour, dash = "", { isLine = true, isFaint = false, isHatched = false } = {}) {
+  const stripes = [1, 7, 13].map((x) => s("line", { x1: x, x2: x + 6, y1: 12, y2: 0, stroke: colour, "stroke-width": 1 }));
   const shape = isLine
-    ? s("line", { x1: 1, x2: 23, y1: 6, y2: 6, stroke: colour, "stroke-width": 3, "stroke-dasharray": dash })
-    : s("rect", { x: 5, y: 0, width: 12, height: 12, rx: 2, fill: colour });
-  return s("svg", { class: "swatch", width: 24, height: 12, "aria-hidden": "true" }, shape);
+    ? s("line", { x1: 1, x2: 27, y1: 6, y2: 6, stroke: colour, "stroke-width": isFaint ? 1 : 2, opacity: isFaint ? 0.4 : 1, "stroke-dasharray": dash })
+    : isHatched ? [s("rect", { x: 1, y: 0, width: 18, height: 12, fill: "var(--hold)" }), stripes]
+      : s("rect", { x: 4, y: 0, width: 12, height: 12, rx: 2, fill: colour });
+  return s("svg", { class: "swatch", width: isLine ? 28 : 20, height: 12, "aria-hidden": "true" }, shape);
 }
 const legend = (entries) =>
-  h("ul", { class: "legend" }, entries.map((e) => h("li", {}, swatch(e.colour, e.dash, e.isLine !== false), e.name)));
+  (entries.length ? h("ul", { class: "legend" }, entries.map((e) => h("li", {}, swatch(e.colour, e.dash, e), e.name))) : null);
 
 const tip = document.getElementById("tip");
 function showTip(text, x, y) {

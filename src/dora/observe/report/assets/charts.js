@@ -249,7 +249,7 @@ function stackedBars(bars, unit) {
           bar.parts.filter((part) => part.value > 0).map((part) => {
             const share = part.value / total;
             const piece = h("span", { style: `width:${100 * share}%;background:${part.colour};color:${inkOn(part.colour)}` },
-              share >= 0.06 ? percent(share) : "");
+              share >= 0.06 ? h("i", { class: share < 0.15 ? "wide-only" : null }, percent(share)) : "");
             piece.addEventListener("pointermove", (event) => showTip(`${part.name}\n${unit(part.value)}, ${percent(share)}`, event.clientX, event.clientY));
             piece.addEventListener("pointerleave", hideTip);
             return piece;

@@ -68,18 +68,22 @@ function runCard(run) {
       const isWaived = waived(name) && one.is_kept;
       return h("li", { class: isWaived ? null : one.is_kept ? "kept" : "broken", title: one.text }, isWaived ? `– ${name} given up by this policy` : `${one.is_kept ? "✓" : "✕"} ${name} ${names[name]}`);
     })
-    : [h("li", {}, run.is_over ? "audit: dora audit RUN" : "audited when it is over")];
+    : [h("li", {}, "audit: ", h("code", {}, `dora audit ${run.folder}`))];
   const findings = run.audit ? Object.values(run.audit).flatMap((one) => one.findings) : [];
   const model = run.config.model?.path?.split("/").pop();
   const stopped = run.summary.stopped;
   return h("li", {},
     runs.length > 1 ? h("strong", {}, swatch(run.colour, run.dash), run.label) : null,
     h("p", {}, `${run.policy}, max_staleness ${limits.max_staleness}, ${limits.batch_size} groups of ${limits.group_size}${model ? `, ${model}` : ""}${run.config.data?.path ? ` on ${run.config.data.path.split("/").pop()}` : ""}`),
-    h("ul", { class: "verdicts" }, verdicts, limits.breaks_c1 ? h("li", {}, "breaks_c1: answers of several versions") : null),
+    isStarting(run) ? h("p", { class: "starting" }, "Starting: models load, and held-out prompts are answered first. What happens is shown from the first group on.") : null,
+    h("ul", { class: "verdicts" }, verdicts, limits.breaks_c1 ? h("li", { title: "breaks_c1" }, "answers under way go on with newer weights, so one may be of several versions") : null),
     findings.map((finding) => h("p", { class: "warn" }, finding)),
     stopped ? h("p", { class: "warn" }, `Stopped early: ${stopped}`) : null,
     run.is_torn && !isLive ? h("p", { class: "warn" }, "The journal’s last line was cut off and is left out.") : null);
 }
+
+// Nothing is recorded yet: processes start, or the first policy is evaluated.
+const isStarting = (run) => !run.has_begun && !run.is_over;
 
 function axisTools() {
   const names = { step: "steps", time: "time", samples: "samples" };
@@ -101,11 +105,16 @@ function drawSection(id) {
 
 function draw() {
   const first = document.getElementById("glance");
+  const isEmpty = runs.every(isStarting);
   first.replaceChildren(
     h("h1", {}, runs.length === 1 ? runs[0].label : `${runs.length} runs side by side`),
-    runs.length === 1 ? "" : h("p", { class: "subtitle" }, "Each run keeps its colour and its dash in every chart."),
-    h("ul", { class: "runs" }, runs.map(runCard)), glance());
-  for (const [id] of SECTIONS) if (!isTyping(document.getElementById(id))) drawSection(id);
+    runs.length === 1 ? "" : h("p", { class: "subtitle" }, "A run has the same colour in every chart, and the dash shown here where it is one curve; of several curves the legend below tells the dashes."),
+    h("ul", { class: "runs" }, runs.map(runCard)), isEmpty ? "" : glance());
+  document.getElementById("nav").hidden = isEmpty;
+  for (const [id] of SECTIONS) {
+    document.getElementById(id).hidden = isEmpty && id !== "settings";
+    if (!isTyping(document.getElementById(id))) drawSection(id);
+  }
   document.body.dataset.ready = "true";
 }
 const isTyping = (section) => section.contains(document.activeElement) && document.activeElement.matches("input[type=search], select");
@@ -134,17 +143,18 @@ function follow() {
     isAsking = true;
     try {
       const answer = await fetch("data");
-      if (answer.ok) { runs = prepare(await answer.json()); draw(); }
+      if (answer.ok) { runs = prepare(await answer.json()); draw(); if (badge.dataset.state === "live") going(); }
     } catch { /* the stream of events tells of a lost connection */ }
     isAsking = false;
     if (isDue) { isDue = false; ask(); }
   };
+  const going = () => show("live", runs.every(isStarting) ? "● starting" : "● live");
   const events = new EventSource("events");
-  events.addEventListener("open", () => show("live", "● live"));
+  events.addEventListener("open", going);
   events.addEventListener("error", () => show("lost", "connection lost, trying again"));
-  events.addEventListener("change", () => { show("live", "● live"); ask(); });
+  events.addEventListener("change", () => { going(); ask(); });
   events.addEventListener("end", () => { show("ended", "ended"); ask(); });
-  show("live", "● live");
+  going();
 }
 
 runs = prepare(JSON.parse(holder.textContent));

@@ -10,6 +10,15 @@ const ORDERS = {
   long: ["longest answer", (a, b) => longest(b) - longest(a)],
   old: ["stalest when trained", (a, b) => staleness(b) - staleness(a)],
 };
+const KINDS = {
+  "the trainer waited for it": "The trainer waited longest for these.",
+  "moved between engines": "An answer of these went on at another engine, with its KV.",
+  "longest answers": "The longest answers of the run.",
+  "low reward, late": "Of the last tenth of the run, the lowest rewards.",
+  "filtered": "Left out, for all rewards were equal.",
+  "failed": "Left out, for an answer was refused or could not be judged.",
+  "several versions": "An answer of these was begun by one version and went on with newer weights.",
+};
 const known = (values) => values.filter(isNumber);
 const mean = (values) => (values.length ? sum(values) / values.length : NaN);
 const meanReward = (group) => mean(known(group.answers.map((answer) => answer.reward))) || 0;
@@ -36,7 +45,7 @@ function sampleBrowser(run, view) {
       .sort(ORDERS[view.order][1]);
     view.num = Math.max(PAGE, view.num || 0);
     list.replaceChildren(...found.slice(0, view.num).map((group) => groupOf(run, group)));
-    count.textContent = `${plural(found.length, "group")} of the ${samples.groups.length} on this page`;
+    count.textContent = [`${plural(found.length, "group")} of the ${samples.groups.length} on this page.`, KINDS[view.only]].filter(Boolean).join(" ");
     if (found.length > view.num) list.append(h("p", {}, h("button", { type: "button", onclick: more }, `Show ${PAGE} more`)));
   };
   // The first new group gets the focus that the button had.
@@ -86,7 +95,7 @@ function groupOf(run, group) {
   const box = h("details", { class: "group", "data-key": `group:${run.index}:${group.group}` },
     h("summary", {},
       h("code", {}, group.group), h("span", {}, `version ${group.version}`),
-      h("span", {}, group.step === null ? group.state : `trained in step ${group.step}, staleness ${staleness(group)}`),
+      h("span", {}, group.step === null ? group.state : `trained in step ${nth(group.step)}, staleness ${staleness(group)}`),
       h("span", {}, rewards.length ? [rewardStrip(rewards, run.rewards), `reward ${number(mean(rewards), 3)}`] : "not judged"),
       h("span", { class: "soft" }, `up to ${plural(longest(group), "token")}`),
       group.kinds.map((kind) => h("span", { class: "tag" }, kind))),

@@ -2,9 +2,9 @@
 
 const COLUMNS = (run) => run.curves.columns;
 const AXES = {
-  step: ["step", (run) => COLUMNS(run).step],
+  step: ["step", (run) => COLUMNS(run).step?.map(nth)],
   time: ["s since the run began", (run) => COLUMNS(run).t_s],
-  samples: ["trained samples", (run) => COLUMNS(run).step?.map((step) => (step + 1) * run.limits.batch_size * run.limits.group_size)],
+  samples: ["trained samples", (run) => COLUMNS(run).step?.map((step) => nth(step) * run.limits.batch_size * run.limits.group_size)],
 };
 const axisOf = (run, view) => AXES[view.axis || "step"][1](run) || [];
 const axisName = (view) => AXES[view.axis || "step"][0];
@@ -18,7 +18,7 @@ function metricFigure(runs, view, { title, note, names, y = {}, smooth = false, 
     const values = COLUMNS(run)[name];
     if (!values?.some(isNumber)) return;
     const colour = runs.length > 1 ? run.colour : HUES[k];
-    const dash = runs.length > 1 ? DASHES[(run.index + 2 * k) % DASHES.length] : runDash(k);
+    const dash = runs.length > 1 ? runDash(run.index, k) : runDash(k);
     const called = [runs.length > 1 ? run.label : null, word].filter(Boolean).join(", ") || title;
     const x = axisOf(run, view);
     const [made, spent] = (rate || []).map((part) => smoothed(COLUMNS(run)[part] || []));
@@ -30,11 +30,18 @@ function metricFigure(runs, view, { title, note, names, y = {}, smooth = false, 
   const words = drawn.map((one) => { const values = known(one.raw); return `${one.name} goes from ${number(values[0])} to ${number(values[values.length - 1])}`; }).join("; ");
   return figure({
     title, note, wide,
-    body: shown ? h("div", {}, lineChart({ series, x: { label: axisName(view) }, y, refs, label: `${title}: ${words}` }), drawn.length > 1 ? legend(drawn) : null)
+    body: shown ? h("div", {}, lineChart({ series, x: { label: axisName(view) }, y, refs, label: `${title}: ${words}` }), legend(keysOf(drawn, smooth)))
       : nothing("This run has no such numbers."),
     head: shown && ["step", ...drawn.map((one) => one.name)],
     rows: () => rowsByStep(drawn),
   });
+}
+// What the lines of a chart are: their names where there are several, and which are means where they are smoothed.
+function keysOf(drawn, smooth) {
+  const names = drawn.length > 1 ? drawn : [];
+  if (!smooth) return names;
+  const [{ colour, dash }] = drawn;
+  return [...(names.length ? names : [{ name: "running mean", colour, dash }]), { name: names.length ? "faint: each step; others: running mean" : "each step", colour, isFaint: true }];
 }
 function rowsByStep(series) {
   const byStep = new Map();
@@ -42,7 +49,7 @@ function rowsByStep(series) {
     if (!byStep.has(step)) byStep.set(step, series.map(() => null));
     byStep.get(step)[k] = one.raw[i];
   }));
-  return [...byStep].sort((a, b) => a[0] - b[0]).map(([step, values]) => [step, ...values]);
+  return [...byStep].sort((a, b) => a[0] - b[0]).map(([step, values]) => [nth(step), ...values]);
 }
 
 function evaluationFigure(runs, view) {
@@ -53,7 +60,7 @@ function evaluationFigure(runs, view) {
     const x = told.map((one) => (view.axis === "time" ? one.t_s : view.axis === "samples" ? one.version * run.limits.batch_size * run.limits.group_size : one.version));
     series.push({
       run, x, y: told.map((one) => one[name]), low: told.map((one) => one[`${name}_low`] ?? null), high: told.map((one) => one[`${name}_high`] ?? null),
-      name: `${runs.length > 1 ? `${run.label}, ` : ""}${word}`, colour: runs.length > 1 ? run.colour : HUES[k], dash: k ? "7 3" : "", hasDots: true, word,
+      name: `${runs.length > 1 ? `${run.label}, ` : ""}${word}`, colour: runs.length > 1 ? run.colour : HUES[k], dash: runs.length > 1 ? runDash(run.index, k) : runDash(k), hasDots: true, word,
     });
   }));
   return figure({
@@ -107,7 +114,7 @@ function stalenessSection(runs, view) {
   const words = runs.map((run, i) => `${run.label}: ${names.map((name, k) => `${percent(series[i].values[k])} at ${name}`).join(", ")}, bound ${run.limits.max_staleness}`).join("; ");
   return [
     figure({
-      title: "Staleness against its bound", note: `The training step less the version that sampled; ${runs.map((run) => `${runs.length > 1 ? `${run.label} has ` : ""}bound ${run.limits.max_staleness}`).join(", ")}.`,
+      title: "Staleness against its bound", note: `Versions made since the one that sampled, when the step began; ${runs.map((run) => `${runs.length > 1 ? `${run.label} has ` : ""}bound ${run.limits.max_staleness}`).join(", ")}.`,
       body: h("div", {}, barChart({ names, series, x: { label: "versions old" }, y: { label: "share of trained samples" }, mark: bounds.size === 1 ? { after: [...bounds][0], text: `bound ${[...bounds][0]}` } : null, label: `Staleness of trained samples. ${words}` }), runs.length > 1 ? legend(series.map((one) => ({ ...one, isLine: false }))) : null),
       head: ["run", "versions old", "samples"], words: [0], rows: () => runs.flatMap((run) => Object.entries(run.groups.staleness).map(([age, num]) => [run.label, Number(age), num])),
     }),
@@ -153,7 +160,7 @@ function waiting(runs) {
     const own = runs.length > 1 && run.rows.length > 1 ? [] : run.rows.slice(0, MAX_BARS).map((one) => ({ name: `engine ${one.engine}${one.life ? ` (life ${one.life + 1})` : ""}, ${plural(one.rows, "row")}`, parts: parts(ROW_CAUSES, one.spent) }));
     return [...named, ...own];
   });
-  const longestWaits = runs.flatMap((run) => run.trainer.waits.map((wait) => [...(runs.length > 1 ? [run.label] : []), wait.step, wait.from, wait.s, wait.request ?? wait.group, wait.engine, wait.answers_s, wait.rewards_s]));
+  const longestWaits = runs.flatMap((run) => run.trainer.waits.map((wait) => [...(runs.length > 1 ? [run.label] : []), nth(wait.step), wait.from, wait.s, wait.request ?? wait.group, wait.engine, wait.answers_s, wait.rewards_s]));
   return [
     figure({ title: "Where the trainer’s time went", note: "A wait is charged to the answers until the last one of the group that completed the batch, then to its rewards.", body: stackedBars(trainers, seconds),
       head: ["run", ...TRAINER_CAUSES.map(([, name]) => `${name} (s)`)], words: [0], rows: () => runs.map((run) => [run.label, ...TRAINER_CAUSES.map(([key]) => run.trainer.sums[key] || 0)]) }),
@@ -172,7 +179,7 @@ function phases(runs, view) {
     const totals = layers.map((layer) => `${layer.name} ${seconds(sum(known(layer.values)) * run.curves.every)}`).join(", ");
     return figure({ title: runs.length > 1 ? `Step time, ${run.label}` : "Step time", note: `In all: ${totals}.${run.curves.num > 100 ? " Drawn are means of neighbouring steps." : ""}`, key: `phases:${run.index}`,
       body: has ? h("div", {}, areaChart({ at: inBins(axisOf(run, view), 100), layers: layers.map((layer) => ({ ...layer, values: inBins(layer.values, 100) })), x: { label: axisName(view) }, y: { label: "s per step" }, label: `Time of each step. ${totals}` }), legend(layers.map((layer) => ({ ...layer, isLine: false })))) : nothing("This run has no such numbers."),
-      head: has && ["step", ...layers.map((layer) => `${layer.name} (s)`)], rows: () => COLUMNS(run).step.map((step, i) => [step, ...layers.map((layer) => layer.values[i])]) });
+      head: has && ["step", ...layers.map((layer) => `${layer.name} (s)`)], rows: () => COLUMNS(run).step.map((step, i) => [nth(step), ...layers.map((layer) => layer.values[i])]) });
   });
   return [
     ...stacked,

@@ -80,15 +80,22 @@ class Timeline {
   entries() {
     const versions = HUES.map((colour, i) => ({ name: `v${i}, v${i + HUES.length}, …`, colour, isLine: false }));
     const bound = this.run.limits.max_staleness;
-    const ages = AGES.slice(0, bound + 1).map((colour, age) => ({ name: age === 0 ? "newest version" : age === AGES.length - 1 && bound > age ? `${age} or more older` : `${age} older`, colour, isLine: false }));
+    const oldest = Math.max(bound, this.oldest());
+    const ages = AGES.slice(0, oldest + 1).map((colour, age) => ({ name: age === 0 ? "newest version" : age === AGES.length - 1 && oldest > age ? `${age} or more older` : `${age} older`, colour, isLine: false }));
     return legend(this.view.mode === "age" ? ages : versions).children;
   }
 
   legend() {
     this.key = h("ul", { class: "legend" }, [...this.entries()]);
-    const trainer = [["trains", "var(--soft)"], ["publishes", "var(--line)"], ["waits (hatched)", "var(--bad)"]].map(([name, colour]) => ({ name: `trainer ${name}`, colour, isLine: false }));
-    const marks = ["empty: a free row", "▬ above an engine: it loads a version", "→ a request moves with its KV", "✕ an engine was lost"];
+    const trainer = [["trains", "var(--soft)"], ["publishes", "var(--line)"], ["waits", "var(--bad)"]].map(([name, colour]) => ({ name: `trainer ${name}`, colour, isLine: false, isHatched: name === "waits" }));
+    const marks = ["empty: a free row", "thin bar above an engine: it loads a version, in its colour; red: the load failed", "arrow: a request moves with its KV", "✕ lost, or left: an engine’s end"];
     return h("div", {}, this.key, h("ul", { class: "legend" }, [...legend(trainer).children], marks.map((text) => h("li", {}, text))));
+  }
+
+  // Versions by which any stay was older than the newest one when it ended; the legend has no others.
+  oldest() {
+    const ages = this.lanes.flatMap((spans) => spans.map((span) => newestAt(this.run.published, span.to) - span.version));
+    return ages.reduce((most, age) => Math.max(most, age), 0);
   }
 
   show(from, to) {
@@ -159,7 +166,7 @@ class Timeline {
     const time = this.time(x);
     if (y >= 18 && y < 18 + TRAINER_HEIGHT) {
       const found = this.run.trainer.intervals.find(([, from, to]) => from <= time && time <= to);
-      if (found) return `trainer\n${found[0] === "train" ? `trains step ${found[3]}` : `publishes version ${found[3]}`}: ${seconds((found[2] - found[1]) / 1000)}`;
+      if (found) return `trainer\n${found[0] === "train" ? `trains step ${nth(found[3])}` : `publishes version ${found[3]}`}: ${seconds((found[2] - found[1]) / 1000)}`;
       return "trainer\nwaits";
     }
     const index = this.tops.findIndex((top) => y >= top.y - LOADS_HEIGHT && y < top.y + top.height);
@@ -182,7 +189,7 @@ class Timeline {
     this.span.textContent = `${seconds(this.view.from / 1000)} – ${seconds(this.view.to / 1000)}, of ${seconds((this.whole[1] - this.whole[0]) / 1000)} in all`;
     pen.font = "12px system-ui, sans-serif";
     pen.fillStyle = this.ink.soft;
-    for (const tick of niceTicks(this.view.from / 1000, this.view.to / 1000, Math.max(2, Math.floor(this.width / 110)))) {
+    for (const tick of niceTicks(this.view.from / 1000, this.view.to / 1000, Math.max(4, Math.floor(this.width / 110)))) {
       const x = this.x(1000 * tick);
       if (x < this.left || x > this.width) continue;
       pen.fillRect(x, 14, 1, 4);
@@ -225,7 +232,7 @@ class Timeline {
       if (doing === "train" && b - a > 26) {
         pen.fillStyle = this.ink.page;
         pen.textAlign = "center";
-        pen.fillText(`${count}`, (a + b) / 2, 18 + TRAINER_HEIGHT / 2 + 4);
+        pen.fillText(`${nth(count)}`, (a + b) / 2, 18 + TRAINER_HEIGHT / 2 + 4);
       }
     }
     pen.textAlign = "left";
@@ -347,7 +354,8 @@ class Timeline {
     pen.strokeRect(place(this.view.from) + 1, 1, width - 2, height - 18);
     pen.fillStyle = this.ink.soft;
     pen.font = "11px system-ui, sans-serif";
-    pen.fillText("busy rows over the whole run; drag to look elsewhere", this.left, height - 4);
+    const where = this.width < 420 ? "busy rows; drag to look elsewhere" : "busy rows over the whole run; drag to look elsewhere";
+    pen.fillText(where, this.left, height - 4);
   }
 
   busyShares(num) {

@@ -1,0 +1,53 @@
+"""The site, opened as a file in a real browser, can be searched."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+ROOT = Path(__file__).parents[2]
+# As mkdocs.yml has it, of two pages: all of them take many seconds to make.
+SMALL = """
+site_name: Small
+use_directory_urls: false
+theme: {name: material, font: false}
+plugins: [search, offline]
+extra: {polyfills: [iframe-worker.js]}
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    pytest.importorskip("material", reason="needs the extra docs")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    shutil.copy(ROOT / "docs" / "iframe-worker.js", docs)
+    (docs / "index.md").write_text("# Beginning\n\nNothing is said here.\n")
+    (docs / "other.md").write_text("# The bound\n\nStaleness is bounded by admission.\n")
+    (tmp_path / "mkdocs.yml").write_text(SMALL)
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    return tmp_path / "site"
+
+
+def test_the_search_of_the_site_needs_no_server(page: Page, site: Path) -> None:
+    page.goto((site / "index.html").as_uri())
+    page.keyboard.press("/")
+    page.locator("input[name=query]").fill("admission")
+    found = page.locator(".md-search-result__link").first
+    found.wait_for()
+    assert "The bound" in found.inner_text()
+
+
+def test_the_site_has_what_the_small_one_has() -> None:
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for part in ("  - offline\n", "    - iframe-worker.js ", "use_directory_urls: false\n"):
+        assert part in config
