@@ -56,6 +56,8 @@ function = "dora.rewards.gcd:reward"
 [trainer]
 batch_size = 2
 lr = 1e-4
+[runtime]
+max_restarts = 0
 [orchestrator]
 level_running = true
 rebalance_interval_s = 0.1

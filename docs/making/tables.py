@@ -37,8 +37,7 @@ def written(text: str, tables: dict[str, Callable[[], str]]) -> str:
 
 
 def tables() -> dict[str, Callable[[], str]]:
-    """What makes each table, by name: sections of a configuration, parts of the metrics, other
-    trainers and results."""
+    """What makes each table, by name: of a configuration, of the metrics, of other trainers, of results."""
     of_keys = {name: _of(section_table, name, section) for name, section in sections()}
     parts = {f"metrics_{part.key}": _of(metrics_table, part.metrics) for part in PARTS}
     words = {name.lower().replace("-", "_"): own for name, own in PHRASEBOOK.items()}

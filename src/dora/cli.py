@@ -212,6 +212,7 @@ for read in (
     cli_reading.report,
     cli_reading.trace,
     cli_reading.dash,
+    cli_reading.status,
     cli_reading.metrics,
 ):
     app.command()(read)

@@ -90,6 +90,16 @@ def dash(
     main(runs, port)
 
 
+def status(
+    run: RunFolder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as one line of JSON.")] = False,
+) -> None:
+    """Print where a run stands, which processes are alive, who waits for whom; exit 1 if all is not well."""
+    from dora.observe import status
+
+    raise typer.Exit(status.main(run, as_json))
+
+
 def metrics(
     word: Annotated[
         str, typer.Argument(metavar="[WORD]", help="A name, or a part of one or of its meaning.")

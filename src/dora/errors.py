@@ -3,7 +3,7 @@
 DoraError
 ├── InputError    what was given is wrong: exit code 2, before anything runs
 │   └── ConfigError, DataError, EnvError, ModelError, RewardError: which part of it
-├── RunError      a run that cannot go on: exit code 1 (NoRoomError: its file system is full)
+├── RunError      a run that cannot go on: exit code 1 (NoRoomError: a full disk, SilentError: one hangs)
 ├── StreamError   a request to the sample stream that cannot be; it is answered, and changes nothing
 └── ServiceError  a request to the service of a run that cannot be; the same
 """
@@ -50,6 +50,10 @@ class RunError(DoraError):
 
 class NoRoomError(RunError):
     """The file system of the sample stream is full: what was to be written is not there."""
+
+
+class SilentError(RunError):
+    """A process that the run cannot replace has shown no sign of life for too long."""
 
 
 class StreamError(DoraError):

@@ -381,7 +381,10 @@ class Runtime(Section):
         default="local", description="where the stations run; local: processes of this machine"
     )
     heartbeat_timeout_s: float = Field(
-        default=5.0, gt=0, description="an engine silent for longer is lost (s)"
+        default=5.0, gt=0, description="an engine or reward process silent for longer is lost (s)"
+    )
+    max_restarts: int = Field(
+        default=3, ge=0, description="times in a row that a lost engine is started again (count)"
     )
     trainer_timeout_s: float = Field(
         default=60.0, gt=0, description="a trainer process that is stopped for longer ends the run (s)"

@@ -61,6 +61,7 @@ ILLEGAL: list[tuple[Event, str]] = [
     (EngineJoined(0, 4, 1), "an engine joins once"),
     (EngineJoined(1, 0, 1), "an engine has rows and version slots"),
     (EngineJoined(1, 4, 0), "an engine has rows and version slots"),
+    (EngineJoined(1, 4, 1, replaces=0), "only a lost engine is replaced"),
     (EngineLost(1, "killed"), UNKNOWN_ENGINE),
     (PromptsFetched(10, (GroupId(0, 10),)), "the dataset has no gap"),
     (PromptsFetched(8, ()), "the dataset has no gap"),

@@ -70,6 +70,10 @@ def drop_under_a_request(records: list[Record]) -> None:
     records.insert(records.index(fact), drop)
 
 
+def replace_an_engine_that_is_there(records: list[Record]) -> None:
+    of(records, "engine_joined", -1)["replaces"] = 99
+
+
 def load_other_bytes(records: list[Record]) -> None:
     of(records, "loaded")["digest"] = "sim-ffffffff"
 
@@ -191,6 +195,7 @@ CHANGES: list[tuple[Change, str, str]] = [
     (move_to_another_engine, "C1", "it was given to engine"),
     (forget_a_load, "C1", "holds"),
     (drop_under_a_request, "C1", "holds"),
+    (replace_an_engine_that_is_there, "C1", "replaces engine 99, which was not lost"),
     (load_other_bytes, "C1", "published is"),
     (sample_from_other_bytes, "C1", "was sampled from"),
     (publish_twice, "C1", "published twice"),

@@ -13,7 +13,7 @@ import pytest
 from tests.observe.recording import record_run, tampered, world_config
 from tests.observe.story import FIRST, SECOND, write_story
 
-from dora.core.events import RequestFinished
+from dora.core.events import EngineJoined, RequestFinished
 from dora.core.records import Chunk, Limits
 from dora.errors import InputError
 from dora.observe.journal import read_journal
@@ -65,6 +65,15 @@ def test_slices_of_one_lane_follow_each_other(good_run: Path, tmp_path: Path) ->
         spans.sort()
         assert all(end >= begin for begin, end in spans)
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
+
+
+def test_an_engine_says_in_whose_place_it_joins(good_run: Path, tmp_path: Path) -> None:
+    events = drawn(good_run, tmp_path / "trace.json")
+    records = [line.record for line in read_journal(good_run).lines]
+    joined = [fact for fact in records if isinstance(fact, EngineJoined) and fact.replaces is not None]
+    assert joined
+    for fact in joined:
+        assert f"joins in the place of engine {fact.replaces}" in marks(events, f"engine {fact.engine}")
 
 
 def test_every_answer_of_the_journal_is_a_slice_that_ends_with_it(good_run: Path, tmp_path: Path) -> None:

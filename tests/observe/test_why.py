@@ -91,8 +91,7 @@ def finish(request: RequestId, *segments: tuple[int, int]) -> RequestFinished:
     ],
 )
 def test_segments_of_other_versions_are_told(segments: list[tuple[int, int]], told: str) -> None:
-    begun, finished = Admit(TRAINED, 0, 3, 5), finish(FIRST, *segments)
-    lines = [Line(seq, seq / 10, record) for seq, record in enumerate((begun, finished))]
+    lines = [Line(0, 0.0, Admit(TRAINED, 0, 3, 5)), Line(1, 0.1, finish(FIRST, *segments))]
     assert why.lives(lines, 1, [FIRST])[FIRST][1] == (0.1, f"finished on engine 1: {told}")
 
 

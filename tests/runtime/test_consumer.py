@@ -43,6 +43,9 @@ class Words:
     def send(self, *messages: object) -> None:
         self.said += messages
 
+    def beat(self) -> None:
+        """Signs of life are no words."""
+
 
 @pytest.fixture
 def asked() -> Iterator[Feed]:

@@ -12,8 +12,8 @@ LINUX_ONLY = pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only L
 
 
 @LINUX_ONLY
-def test_a_full_disk_ends_the_run_in_words(start_run: StartRun) -> None:
-    run = start_run(run__steps=1000)
+def test_a_full_disk_ends_the_run_in_words_and_with_room_it_goes_on(start_run: StartRun) -> None:
+    run = start_run(run__steps=9, engine__pace="20ms")
     run.wait_for_steps(1)
     workers = run.workers()
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (0, 0))  # from now on no file of the driver grows
@@ -26,6 +26,9 @@ def test_a_full_disk_ends_the_run_in_words(start_run: StartRun) -> None:
     assert run.weight_folders() == []
     assert dora("audit", run.out).code == 0
     assert dora("replay", run.out).code == 0
+    resumed = dora("train", "--resume", run.out)
+    assert (resumed.code, resumed.err) == (0, "")
+    assert "C1 kept, C2 kept, C3 kept" in resumed.out
 
 
 @LINUX_ONLY

@@ -47,7 +47,7 @@ def decodes(run: Run, engine: int) -> bool:
 
 
 def test_a_killed_engine_costs_only_its_unfinished_answers(start_run: StartRun) -> None:
-    run = start_run(**SLOW)
+    run = start_run(**SLOW, runtime__max_restarts=0)
     run.wait_until(lambda: decodes(run, 0), "work on engine 0")
     workers = run.workers()
     killed_s = time.monotonic()
@@ -99,7 +99,7 @@ def test_an_engine_that_falls_silent_is_lost_after_its_time(start_run: StartRun)
 
 
 def test_a_run_without_engines_ends_in_words(start_run: StartRun) -> None:
-    run = start_run(**LONG)
+    run = start_run(**LONG, runtime__max_restarts=0)
     run.wait_for_steps(1)
     workers = run.workers()
     for engine in workers[ENGINES]:
@@ -160,4 +160,7 @@ def test_a_trainer_that_hangs_ends_the_run_within_its_timeout(start_run: StartRu
     run.wait_until(lambda: decodes(run, 0), "work on engine 0")
     workers = run.workers()
     workers[TRAINER].suspend()
-    check_ended_badly(run, workers, "the trainer was silent for more than runtime.trainer_timeout_s = 2")
+    why = "the trainer was silent for more than runtime.trainer_timeout_s = 2"
+    ended = check_ended_badly(run, workers, why)
+    assert f"dora train --resume {run.out} does, with a new one" in ended.err
+    assert "waits, in the end, for trainer" in ended.out

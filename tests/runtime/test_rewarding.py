@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +29,7 @@ from dora.stream.lines import Want
 from dora.stream.samples import Trajectory
 
 TASK = """
-import os, time
+import os, signal, time
 from pathlib import Path
 
 
@@ -38,6 +40,9 @@ def reward(prompt, completion, *, mood="good", **row):
     if mood == "kills" or (mood == "kills once" and not flag.exists()):
         flag.touch()
         os.kill(os.getpid(), 9)
+    if mood == "stops" or (mood == "stops once" and not flag.exists()):
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
     if mood == "waits":
         while not flag.exists():
             time.sleep(0.01)
@@ -210,6 +215,29 @@ def test_a_group_that_hangs_fails_and_no_other_does(bench: Bench) -> None:
         GroupUnscorable(hanging, "slow took longer than slow.timeout_s = 2"),
         *(GroupScored(group, (1.0, 2.0)) for group in others),
     }
+
+
+def test_a_worker_that_is_stopped_between_calls_is_replaced_and_costs_nothing(bench: Bench) -> None:
+    """The stream may have lent it a group that it will never begin."""
+    bench.open(bench.task(heartbeat_timeout_s=4.0))
+    groups = [bench.ask(1)]
+    bench.hear(1)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    groups.append(bench.ask(2))
+    assert bench.hear(2) == [GroupScored(group, (1.0, 2.0)) for group in groups]
+    why = "the rewarder was silent for more than runtime.heartbeat_timeout_s = 4"
+    assert bench.notices == [f"the rewarder is replaced: {why}"]
+
+
+def test_a_group_whose_worker_is_stopped_in_its_call_is_judged_by_another_one_once(bench: Bench) -> None:
+    bench.open(bench.task(timeout_s=3.0))
+    once = bench.ask(1, mood="stops once")
+    assert bench.hear(1) == [GroupScored(once, (1.0, 2.0))]
+    always = bench.ask(2, mood="stops")
+    why = "the rewarder was silent when reward.timeout_s = 3 was over"
+    assert bench.hear(2)[1] == GroupUnscorable(always, f"reward stopped its process: {why}")
 
 
 def test_only_the_bad_group_of_a_micro_batch_fails(bench: Bench) -> None:

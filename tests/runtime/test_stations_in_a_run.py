@@ -63,3 +63,14 @@ def test_a_run_is_the_same_to_the_bit_when_engine_reference_and_critic_die(
     (_, flat, state, _), (_, flat_again, state_again, _) = ends
     assert torch.equal(flat, flat_again)
     assert torch.equal(state["critic"]["flat"], state_again["critic"]["flat"])
+
+
+def test_a_station_that_is_stopped_is_replaced(start_run: StartRun) -> None:
+    compares = {"algorithm__kl_loss_coef": 0.1, "trainer__stations": '["reference"]'}
+    run = start_run(run__steps=6, engine__pace="20ms", runtime__trainer_timeout_s=3.0, **compares)
+    run.wait_for_steps(1)
+    run.workers()[REFERENCE].suspend()
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert "reference station was killed by SIGKILL; it is replaced" in ended.out
+    assert summary(run.out)["trained_groups"] == 12

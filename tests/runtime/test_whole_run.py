@@ -44,6 +44,7 @@ KEYS = [
     "migrations",
     "migrated_kv_bytes",
     "engine_losses",
+    "engine_restarts",
     "lives",
     "redone_steps",
     "redone_tokens",

@@ -14,13 +14,15 @@ from dora.core.records import Chunk, GroupId, Member, RequestId
 class EngineJoined:
     """A rollout engine is ready; it holds no version yet.
 
-    One that shares its device with the trainer (`is_colocated`) decodes only while the trainer rests.
+    One that shares its device with the trainer (`is_colocated`) decodes only while the trainer rests. It may
+    have been started because the engine that it `replaces` was lost.
     """
 
     engine: int
     rows: int
     slots: int
     is_colocated: bool = False
+    replaces: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ def joined(event: EngineJoined, state: State) -> list[Action]:
     """One on the trainer's device stands still until it is told to decode."""
     require(event.engine not in state.engines, event, "an engine joins once", event.engine)
     require(event.rows > 0 and event.slots > 0, event, "an engine has rows and version slots", event)
+    require(event.replaces not in state.engines, event, "only a lost engine is replaced", event.replaces)
     engine = Engine(event.engine, event.rows, event.slots, event.is_colocated, is_paused=event.is_colocated)
     state.add(engine)
     state.is_rebalance_due = True

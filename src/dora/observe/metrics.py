@@ -334,7 +334,7 @@ SUMMARY = (
         "s",
         "from order to end, summed; for which engines with requests stood still",
     ),
-    Metric("engine_losses", "engines", "that died or fell silent"),
+    Metric("engine_losses, engine_restarts", "engines", "that died or fell silent; that took their places"),
     Metric("lives", "", "of the run: 1, and one more for each resume"),
     Metric("redone_steps, redone_tokens", "steps, tokens", "that resumes trained once more"),
     Metric("orchestration_share", "share of time", "the orchestrator computed"),

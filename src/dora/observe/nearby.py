@@ -1,4 +1,7 @@
-"""What to say of a folder that is no run: what it lacks, and the newest run that lies beside it."""
+"""What to say of a folder that is no run: what it lacks, and the newest run that lies beside it.
+
+Every command that wants a run says the same.
+"""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ class Provenance:
         self._admitted: dict[GroupId, int] = {}
         self._evaluated: set[int] = set()  # versions that held-out prompts are answered by
         self._held: dict[int, set[int]] = {}
+        self._lost: set[int] = set()  # engines in whose place there is no other
         self._had: dict[int, set[int]] = {}  # by engine: versions that it has held at any time
         self._given: dict[RequestId, int] = {}  # -> the engine that generates it
         self._moving: dict[RequestId, tuple[int, int]] = {}  # -> from and to which engine
@@ -64,11 +65,11 @@ class Provenance:
                 self._end_move(request, source, destination)
             case Drop(engine, version):
                 self._held.get(engine, set()).discard(version)
-            case EngineJoined(engine):
-                self._check(engine not in self._held, f"engine {engine} joined twice")
-                self._held[engine] = set()
+            case EngineJoined():
+                self._join(record)
             case EngineLost(engine):
                 self._close(engine)
+                self._lost.add(engine)
                 self._given = {r: e for r, e in self._given.items() if e != engine}
             case EngineLeft(engine):
                 self._close(engine)
@@ -90,6 +91,15 @@ class Provenance:
             case _:
                 pass
 
+    def _join(self, fact: EngineJoined) -> None:
+        """Once; in the place of a lost engine, if of any, and nobody else is."""
+        self._check(fact.engine not in self._held, f"engine {fact.engine} joined twice")
+        self._held[fact.engine] = set()
+        if fact.replaces is not None:
+            is_lost = fact.replaces in self._lost
+            self._check(is_lost, f"engine {fact.engine} replaces engine {fact.replaces}, which was not lost")
+            self._lost.discard(fact.replaces)
+
     def _publish(self, fact: Published) -> None:
         """Once; after `Resumed` the steps that are redone may round differently, the checkpoint may not."""
         version, digest = fact.version, fact.digest
@@ -107,6 +117,7 @@ class Provenance:
     def _resume(self, fact: Resumed) -> None:
         """Every engine is gone; the versions that were kept are those that were published."""
         self._held.clear()
+        self._lost.clear()
         self._had.clear()
         self._given.clear()
         self._moving.clear()

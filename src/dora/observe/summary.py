@@ -42,7 +42,7 @@ def table(run: Path) -> Table:
         ("moved", _moves(s)),
         ("versions alive", f"{s['live_versions_mean']:.2f} mean, {s['live_versions_max']} max"),
         ("staleness", f"{s['staleness_mean']:.2f} mean, {s['staleness_max']} max"),
-        ("engines busy", f"{s['engine_busy_ratio']:.1%} of their rows, {s['engine_losses']} lost"),
+        ("engines busy", f"{s['engine_busy_ratio']:.1%} of their rows, {_losses(s)}"),
         (
             "trainer idle",
             f"{s['trainer_idle_ratio']:.1%}, of it {s['stall_s']:.1f} s for a group at its deadline",
@@ -89,6 +89,11 @@ def _mismatch(largest: float | None) -> str:
     if largest is None:
         return "log-probs of the same weights were not compared"
     return f"log-probs of the same weights are {f'at most {largest:.1e} apart' if largest else 'equal'}"
+
+
+def _losses(s: dict[str, Any]) -> str:
+    restarts = s.get("engine_restarts", 0)
+    return f"{s['engine_losses']} lost" + (f", {restarts} started again" if restarts else "")
 
 
 def _moves(s: dict[str, Any]) -> str:

@@ -61,6 +61,7 @@ class ConsumerSpec:
 
 def run_consumer(outbox: Outbox, inbox: Inbox, spec: ConsumerSpec) -> None:
     """Serve the consumer until the process is ended; `inbox` ends it with the driver."""
+    outbox.beat()
     place = _Place(spec.name, outbox)
     work = spec.make(place.still)
     with StreamClient(wire.endpoint_of(spec.stream), STOPPED_S) as client:

@@ -20,6 +20,7 @@ import psutil
 
 from dora.errors import InputError, RunError
 from dora.observe.nearby import JOURNAL, why_no_run
+from dora.observe.status import is_alive
 
 LOOK_S = 0.2  # between two looks into the folder
 PROCESS = "process.json"  # names the driver
@@ -122,13 +123,7 @@ def _check_running(run: Path) -> None:
     except (OSError, ValueError) as error:
         ended = f"{run} is not a running run: it has ended"
         raise InputError(ended if (run / JOURNAL).exists() else why_no_run(run)) from error
-    try:
-        process = psutil.Process(driver["pid"])
-        is_driver = abs(process.create_time() - driver["created_s"]) < 1.0 and process.is_running()
-        is_driver = is_driver and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        is_driver = False
-    if not is_driver:
+    if not is_alive(driver["pid"], driver["created_s"]):
         raise InputError(f"{run} is not a running run: its process {driver['pid']} is gone")
 
 

@@ -1,7 +1,7 @@
-"""The workers of one task, as the driver sees them: replaced when they die, ended when a call hangs.
+"""The workers of one task, as the driver sees them: replaced when they die, fall silent or hang in a call.
 
-A group whose worker dies is handed to another one, once: most such deaths have nothing to do with it. One
-that a second worker dies of, or that takes too long, has failed.
+A group whose worker dies or is silent is handed to another one, once: mostly it has nothing to do with it.
+What a second worker is lost with has failed, and so has what takes too long in a process that is well.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from dora.core.records import GroupId
 from dora.errors import InputError, RunError
 from dora.runtime import messages as m
 from dora.runtime.consumer import ConsumerSpec, run_consumer
-from dora.runtime.process import Told, Worker
+from dora.runtime.process import BEAT_S, Pulse, Told, Worker
 
 MAX_FAILED_STARTS = 3  # in a row, before the run ends
 MAX_IDLE_DEATHS = 3  # for each worker, while none of them takes a group
+MISSED_BEATS = 2.5
+MAX_NAMED = 3  # groups that a worker is at
 
 
 @dataclass(frozen=True)
 class CrewSpec:
     """`num_workers` processes called `title`, which do the same; `what` is it that fails or takes too long.
 
-    No call takes longer than `timeout_s`, which is the setting `timeout_key`.
+    No call takes longer than `timeout_s`, which is the setting `timeout_key`; between calls no worker is
+    silent for longer than `heartbeat_timeout_s`. During a call it may be: code that is not Python's need not
+    let the thread that beats have its turn.
     """
 
     consumer: ConsumerSpec
@@ -33,6 +37,7 @@ class CrewSpec:
     num_workers: int
     timeout_s: float
     timeout_key: str
+    heartbeat_timeout_s: float
 
 
 @dataclass
@@ -102,22 +107,34 @@ class Crew:
         return []
 
     def check_deadlines(self, asleep_s: float) -> list[m.Unable]:
-        """End whose call takes too long, our own sleep left out. Raises RunError if one does not start."""
-        found = []
+        """End who is silent or whose call takes too long, our own sleep left out.
+
+        Raises RunError if one does not start.
+        """
+        found: list[m.Unable] = []
         for place, post in enumerate(self._posts):
             post.since_s += asleep_s
+            post.worker.last_heard_s += asleep_s
             waited_s = time.monotonic() - post.since_s
             if not post.is_ready and waited_s > self._start_timeout_s:
                 limit = f"runtime.start_timeout_s = {self._start_timeout_s:g} s"
                 raise RunError(f"the {post.worker.name} did not start within {limit}")
-            is_late = post.is_ready and bool(post.groups) and waited_s > self._spec.timeout_s
-            if is_late and not self._is_over:
+            if not post.is_ready or self._is_over:
+                continue
+            is_late = bool(post.groups) and waited_s > self._spec.timeout_s
+            if (is_late or not post.groups) and post.worker.is_silent(self._silence_s(post)):
+                found += self._fell_silent(place)
+            elif is_late:
                 limit = f"{self._spec.timeout_key} = {self._spec.timeout_s:g}"
                 reason = f"{self._spec.what} took longer than {limit}"
                 self._drop(post.groups)
                 self._replace(place, reason)
                 found.append(m.Unable(post.groups, reason, reason))
         return found
+
+    def pulses(self) -> list[Pulse]:
+        """What is known of each worker: at which groups it is, and how long a call may still take."""
+        return [self._pulse(post) for post in self._posts]
 
     def forget(self, group: GroupId) -> None:
         """The group has its result, or has failed."""
@@ -131,6 +148,16 @@ class Crew:
         spec = self._spec
         name = f"{spec.title} {place}" if spec.num_workers > 1 else spec.title
         return _Post(Worker(name, run_consumer, spec.consumer, self._told), time.monotonic())
+
+    def _pulse(self, post: _Post) -> Pulse:
+        if not post.is_ready:
+            return Pulse(post.worker, False, self._start_timeout_s)
+        if not post.groups:
+            return Pulse(post.worker, True, self._spec.heartbeat_timeout_s)
+        names = ", ".join(f"group {group}" for group in post.groups[:MAX_NAMED])
+        more = f" and {len(post.groups) - MAX_NAMED} more" if len(post.groups) > MAX_NAMED else ""
+        work = f"{names}{more}, for {time.monotonic() - post.since_s:.1f} s"
+        return Pulse(post.worker, True, self._spec.timeout_s, work)
 
     def _replace(self, place: int, why: str) -> None:
         worker = self._posts[place].worker
@@ -161,10 +188,30 @@ class Crew:
             self._check_start(post.worker)
         elif not post.groups:
             self._check_idle(how)
+        return self._lost(place, how, f"{self._spec.what} ended its process: {how}")
+
+    def _silence_s(self, post: _Post) -> float:
+        """After what time without a word it is called silent; when a call is late, a few beats are enough."""
+        limit_s = self._spec.heartbeat_timeout_s
+        return min(limit_s, MISSED_BEATS * BEAT_S) if post.groups else limit_s
+
+    def _fell_silent(self, place: int) -> list[m.Unable]:
+        """It is ended and replaced."""
+        post, spec = self._posts[place], self._spec
+        if post.groups:
+            how = f"the {post.worker.name} was silent when {spec.timeout_key} = {spec.timeout_s:g} was over"
+        else:
+            limit = f"runtime.heartbeat_timeout_s = {spec.heartbeat_timeout_s:g}"
+            how = f"the {post.worker.name} was silent for more than {limit}"
+            self._check_idle(how)
+        return self._lost(place, how, f"{spec.what} stopped its process: {how}")
+
+    def _lost(self, place: int, how: str, reason: str) -> list[m.Unable]:
+        """What it was at is another's to do; what a second one was lost with has failed."""
+        post = self._posts[place]
         again = tuple(group for group in post.groups if group in self._struck)
         self._struck |= {*post.groups}
         if again:
             self._drop(again)
         self._replace(place, how)
-        reason = f"{self._spec.what} ended its process: {how}"
         return [m.Unable(again, reason, reason)] if again else []

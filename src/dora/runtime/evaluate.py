@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from dora.core.actions import Drop, Generate, Load, Resume, Rush, Score
 from dora.core.events import (
+    EngineJoined,
     EngineLeft,
     EngineLost,
     Event,
@@ -88,6 +89,10 @@ class _Round:
                 self._running.setdefault(engine, set())
             case LoadFailed(engine, version):
                 self._hands.perform(Load(engine, version))
+            case EngineJoined(engine) if engine not in self._engines:  # in the place of a lost one
+                self._engines.add(engine)
+                for order in (Resume(engine), Load(engine, self._result.version)):
+                    self._hands.perform(order)
             case EngineLost(engine) | EngineLeft(engine):
                 self._engines.discard(engine)
                 self._waiting.extendleft(self._running.pop(engine, ()))

@@ -1,7 +1,7 @@
 """The engine processes of a run: they start, join, fall silent, are lost, and leave.
 
-An engine is a number that is never used twice. The core hears of one once it has joined, and
-of its end once every move it was part of is settled.
+An engine is a number that is never used twice; another one takes the place of one that is lost. The core
+hears of one once it has joined, and of its end once every move it was part of is settled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dora.errors import RunError
 from dora.runtime import messages as m
 from dora.runtime.moving import Moves, Word
 from dora.runtime.plan import Plan
-from dora.runtime.process import Told, Worker
+from dora.runtime.process import Pulse, Told, Worker
+from dora.runtime.restarts import Restarts
 from dora.runtime.telling import Teller
 from dora.runtime.workers import run_engine
 
@@ -50,13 +51,17 @@ class Fleet:
         self.last_loss = ""  # with its traceback
         timeout_s = plan.config.runtime.move_timeout_s
         self.moves = Moves(folder, timeout_s, facts, self.send, teller.length)
+        self.restarts = Restarts(plan.config.runtime.max_restarts)
         self._pools: dict[int, Path] = {}
         self._started_s: dict[int, float] = {}
+        self._places: dict[int, int] = {}  # engine -> the first engine that stood in its place
+        self._met: set[int] = set()  # engines that the core was told of
+        self._before: dict[int, int] = {}  # engine -> the last one of these that stood in its place
         self._dismissed: set[int] = set()
         self._resting: Counter[int] = Counter()  # engine -> pauses to come that the core did not order
         self._load_failures: Counter[int] = Counter()
         self._untold: dict[int, EngineLost | EngineLeft] = {}  # until their moves are settled
-        self._is_open = False
+        self._is_open = self._was_ready = False
         for _ in range(plan.num_engines):
             self.start()
 
@@ -65,11 +70,18 @@ class Fleet:
         """The engines that have started and were not sent away."""
         return self.ready - self._dismissed
 
-    def start(self) -> int:
-        """Start one more engine, which joins by itself once it is ready; its number."""
+    def start(self, lost: int | None = None) -> int:
+        """Start one more engine, which joins by itself once it is ready; its number.
+
+        It may take the place of one that was `lost`.
+        """
         engine = len(self._started_s)
         self._started_s[engine] = time.monotonic()
-        spec = self._plan.engine_spec(self._folder, engine)
+        self._places[engine] = place = engine if lost is None else self._places[lost]
+        before = lost if lost is None or lost in self._met else self._before.get(lost)
+        if before is not None:
+            self._before[engine] = before
+        spec = self._plan.engine_spec(self._folder, engine, place)
         self.workers[engine] = Worker(f"engine {engine}", run_engine, spec, self._told)
         return engine
 
@@ -119,6 +131,7 @@ class Fleet:
                 self._end(engine, self.workers[engine].how_it_ended)
             case m.Ready(note, pool):
                 self.ready.add(engine)
+                self._was_ready = True
                 self.kernels = note
                 if pool is not None:
                     self._pools[engine] = pool
@@ -151,10 +164,19 @@ class Fleet:
                 self._end(engine, f"silent for more than {limit}")
             elif self._is_open and engine not in self.ready and time.monotonic() > self._late_s(engine):
                 self._end(engine, f"not ready within runtime.start_timeout_s = {runtime.start_timeout_s:g} s")
+        if self._is_open and not self._untold:
+            self._fill_places()
+
+    def pulses(self) -> list[Pulse]:
+        """What is known of each engine's process."""
+        runtime = self._plan.config.runtime
+        limits_s = {True: runtime.heartbeat_timeout_s, False: runtime.start_timeout_s}
+        started = [(worker, engine in self.ready) for engine, worker in sorted(self.workers.items())]
+        return [Pulse(worker, is_ready, limits_s[is_ready]) for worker, is_ready in started]
 
     def check_any(self) -> None:
-        """Raises RunError if no engine is left."""
-        if not self.workers:
+        """Raises RunError if no engine is left, and none is to be started again."""
+        if not self.workers and not (self._is_open and self.restarts.due_s):
             raise RunError(f"the last engine is lost: {self.last_loss}")
 
     def kill(self) -> None:
@@ -168,10 +190,28 @@ class Fleet:
         config = self._plan.config
         rows, slots = config.engine.max_rows, config.version_slots
         self.joined.add(engine)
-        is_colocated = self._plan.is_colocated(engine)
+        self._met.add(engine)
+        is_colocated = self._plan.is_colocated(self._places[engine])
         if is_colocated:
             self.rest(engine)
-        self._facts.append(EngineJoined(engine, rows, slots, is_colocated))
+        self._facts.append(EngineJoined(engine, rows, slots, is_colocated, self._before.get(engine)))
+
+    def _fill_places(self) -> None:
+        """Start engines in the place of lost ones whose time has come; they join like any other."""
+        for lost in self.restarts.take(time.monotonic()):
+            engine = self.start(lost)
+            self._notice(f"engine {engine} starts in the place of engine {lost}")
+
+    def _plan_restart(self, engine: int) -> str:
+        """What becomes of the place of a lost engine, in words; where none could ever start, none will."""
+        if not self._was_ready or not self.restarts.most:
+            return ""
+        now_s = time.monotonic()
+        lived_s = now_s - self._started_s[engine]
+        wait_s = self.restarts.lost(engine, self._places[engine], lived_s, now_s)
+        if wait_s is None:
+            return f"; it was started again runtime.max_restarts = {self.restarts.most} times, and is no more"
+        return f"; another one takes its place in {wait_s:g} s"
 
     def _refuse_load(self, engine: int, version: int, reason: str) -> None:
         self._load_failures[engine] += 1
@@ -193,7 +233,8 @@ class Fleet:
         else:
             self.ends[engine] = f"lost ({reason})"
             self.last_loss = f"{reason}\n{worker.crash}".rstrip()
-            self._notice(f"engine {engine} is lost ({reason}); its requests begin again elsewhere")
+            then = self._plan_restart(engine)
+            self._notice(f"engine {engine} is lost ({reason}); its requests begin again elsewhere{then}")
             self._untold[engine] = EngineLost(engine, reason)
         self.moves.lost(engine)
         self._tell_ends()

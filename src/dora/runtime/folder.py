@@ -13,6 +13,7 @@ from typing import Any
 
 from dora.config import Config
 from dora.errors import InputError
+from dora.observe import status
 from dora.runtime.past import SAMPLES
 from dora.runtime.prompts import PUT_PROMPTS
 from dora.runtime.trackers import KNOWN_AS
@@ -24,6 +25,7 @@ RUN_FILES = (
     "metrics.jsonl",
     *(SAMPLES + end for end in ("", "-wal", "-shm")),
     "summary.json",
+    status.FILE_NAME,
     PUT_PROMPTS,
     KNOWN_AS,
     EVAL_BEFORE,

@@ -49,8 +49,8 @@ from dora.runtime.outside import OutsideTrainer, Patience
 from dora.runtime.past import SAMPLES, Past
 from dora.runtime.plan import Plan
 from dora.runtime.playing import make_player
-from dora.runtime.process import Told, Worker, take, warm_up
-from dora.runtime.ranks import start_ranks
+from dora.runtime.process import Pulse, Told, Worker, take, warm_up
+from dora.runtime.ranks import cannot_go_on, check_beats, start_ranks
 from dora.runtime.rewarding import Rewarding, reward_tasks
 from dora.runtime.stationed import StationedTrainer
 from dora.runtime.supply import Supply
@@ -141,6 +141,12 @@ class LocalHands:
     def engines(self) -> list[int]:
         """The engines that have started and are to stay, in order."""
         return sorted(self.fleet.staying)
+
+    def pulses(self) -> list[Pulse]:
+        """What is known of each process, and when it was last heard."""
+        timeout_s, ready = self.plan.config.runtime.trainer_timeout_s, self._ranks_ready
+        ranks = [Pulse(rank, rank.name in ready, timeout_s) for rank in self._ranks]
+        return [*self.fleet.pulses(), *ranks, *self.rewarding.pulses()]
 
     def join_all(self) -> None:
         """Tell the engines that are alive as joined, holding nothing; later ones join by themselves."""
@@ -353,8 +359,7 @@ class LocalHands:
         if message is None:
             return
         if isinstance(message, m.Gone):
-            sentence = f"{rank.how_it_ended}; the run cannot go on without it"
-            raise RunError(f"{sentence}\n{rank.crash}".rstrip())
+            raise RunError(f"{cannot_go_on(rank.how_it_ended, self.plan)}\n{rank.crash}".rstrip())
         if isinstance(message, m.Ready):
             self._ranks_ready.add(rank.name)
         elif isinstance(message, m.Saved | m.SaveRefused):
@@ -388,11 +393,4 @@ class LocalHands:
         self.fleet.check_silence(asleep_s)
         self.patience.check(asleep_s)
         self._tell_scored(self.rewarding.check_deadlines(asleep_s))
-        timeout_s = self.plan.config.runtime.trainer_timeout_s
-        limit = f"runtime.trainer_timeout_s = {timeout_s:g}"
-        for rank in self._ranks:
-            rank.last_heard_s += asleep_s
-            if rank.name in self._ranks_ready and rank.is_silent(timeout_s):
-                raise RunError(
-                    f"the {rank.name} was silent for more than {limit}; the run cannot go on without it"
-                )
+        check_beats(self.plan, self._ranks, self._ranks_ready, asleep_s)

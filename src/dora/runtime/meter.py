@@ -119,6 +119,7 @@ class Meter:
     rollout_s: float = 0.0  # time with any version alive
     live_versions_max: int = 0
     engine_losses: int = 0
+    engine_restarts: int = 0
     lives: int = 1  # one more each time the run was resumed
     redone_steps: int = 0  # trained before, after a checkpoint that the run went on from
     redone_tokens: int = 0
@@ -149,6 +150,8 @@ class Meter:
                 self.occupancy.join(engine, rows, self.teller.uses)
             case EngineLost():
                 self.engine_losses += 1
+            case EngineJoined():
+                self.engine_restarts += event.replaces is not None
             case Resumed():  # new engines, whose numbers and clocks begin again
                 self.lives += 1
                 self.occupancy = Occupancy()

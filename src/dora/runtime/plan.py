@@ -286,9 +286,12 @@ class Plan:
         most = settings.max_turn_length or settings.max_response_length
         return most if self.config.has_episodes else 0
 
-    def engine_spec(self, weights: Path, engine: int) -> EngineSpec:
-        """Its KV lies beside the weights, where the other engines can map it."""
-        config = self.config
+    def engine_spec(self, weights: Path, engine: int, place: int | None = None) -> EngineSpec:
+        """Its KV lies beside the weights, where the other engines can map it.
+
+        It computes where engine `place` did, of which it takes the place.
+        """
+        config, place = self.config, engine if place is None else place
         return EngineSpec(
             model=Path(config.model.path),
             weights=weights,
@@ -303,7 +306,7 @@ class Plan:
             reads_text=bool(config.sampling.stop),
             returns_routes=config.trainer.routing_replay,
             exact=config.engine.exact,
-            device=self.devices.of_engine(engine, is_colocated=self.is_colocated(engine)),
+            device=self.devices.of_engine(place, is_colocated=self.is_colocated(place)),
             dtype=config.engine.dtype,
             adapter=config.engine.adapter,
             loads_deferred=config.weights.load == "deferred",

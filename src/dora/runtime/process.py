@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -192,6 +192,26 @@ class Worker:
                 if None in messages:  # it is killed
                     return
                 self._connection.send(messages)
+
+
+class Pulse(NamedTuple):
+    """What is known of a process: whether it has started, how long it may be silent, and what it is at."""
+
+    worker: Worker
+    is_ready: bool
+    limit_s: float
+    work: str = ""
+
+    def to_json(self, now_s: float) -> dict[str, Any]:
+        """`now_s` as time.monotonic() has it."""
+        heard_s = max(0.0, now_s - self.worker.last_heard_s)
+        return {
+            "name": self.worker.name,
+            "pid": self.worker.process.pid,
+            "heard_s": round(heard_s, 3),
+            "limit_s": self.limit_s,
+            "at": self.work if self.is_ready else "starting",
+        }
 
 
 def take(told: Told, timeout_s: float) -> Iterator[tuple[Worker | None, Any]]:

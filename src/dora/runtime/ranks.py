@@ -5,12 +5,14 @@ The driver starts and watches all of them, so that the death or the silence of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dora.errors import SilentError
 from dora.runtime.messages import Ready, TrainerSpec
 from dora.runtime.outside import OutsideTrainer
 from dora.runtime.process import Inbox, Outbox, Told, Worker
@@ -47,6 +49,29 @@ def start_ranks(
         spec = replace(first, rank=rank, device=plan.devices.of_trainer(rank))
         ranks.append(Worker(f"trainer's rank {rank}", run_follower, spec, told))
     return ranks
+
+
+def check_beats(plan: Plan, ranks: Sequence[Worker], ready: Container[str], asleep_s: float) -> None:
+    """End a station that says nothing for too long, our own sleep left out: it is replaced, as one that dies.
+
+    Raises SilentError for any other one that is `ready`.
+    """
+    trainer, timeout_s = ranks[0], plan.config.runtime.trainer_timeout_s
+    for rank in ranks:
+        rank.last_heard_s += asleep_s
+        if rank.name not in ready or not rank.is_silent(timeout_s):
+            continue
+        if isinstance(trainer, StationedTrainer) and trainer.can_replace(rank):
+            rank.last_heard_s = time.monotonic()  # once is enough
+            rank.kill()
+        else:
+            what = f"the {rank.name} was silent for more than runtime.trainer_timeout_s = {timeout_s:g} s"
+            raise SilentError(cannot_go_on(what, plan))
+
+
+def cannot_go_on(what: str, plan: Plan) -> str:
+    """Why the run ends when a process of the trainer has, and how it goes on."""
+    return f"{what}; the run cannot go on without it: dora train --resume {plan.out} does, with a new one"
 
 
 def run_follower(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:

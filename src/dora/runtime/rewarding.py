@@ -24,7 +24,7 @@ from dora.runtime.consumer import ConsumerSpec
 from dora.runtime.crew import Crew, CrewSpec
 from dora.runtime.judging import REWARD, Judge, JudgeSpec
 from dora.runtime.lending import SERVICE, OutsideJudge
-from dora.runtime.process import Told, Worker
+from dora.runtime.process import Pulse, Told, Worker
 from dora.stream.feed import Feed, reward_column
 from dora.stream.ledger import FOREVER
 from dora.stream.lines import Want
@@ -44,6 +44,7 @@ class RewardTask:
     weight: float = 1.0
     num_workers: int = 1
     want: Want = A_GROUP
+    heartbeat_timeout_s: float = 5.0
 
     @property
     def name(self) -> str:
@@ -72,24 +73,26 @@ class RewardTask:
             num_workers=self.num_workers,
             timeout_s=self.timeout_s,
             timeout_key=self.timeout_key,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
         )
 
 
 def reward_tasks(config: Config, columns: tuple[str, ...] | None = None) -> list[RewardTask]:
     """The task of the section [reward], and one for each [[task]]; `columns` are those of the dataset."""
     model, reward = Path(config.model.path), config.reward
+    beats_s = config.runtime.heartbeat_timeout_s
     tasks = []
     if reward.function is not None:
         judge = JudgeSpec(REWARD, reward.function, "reward.function", model, columns=columns)
-        tasks.append(RewardTask(judge, reward.timeout_s, "reward.timeout_s", num_workers=reward.num_workers))
+        rules = (1.0, reward.num_workers, A_GROUP, beats_s)
+        tasks.append(RewardTask(judge, reward.timeout_s, "reward.timeout_s", *rules))
     for task in config.task:
         key = f"task.{task.name}"
         judge = JudgeSpec(task.name, task.factory, f"{key}.class", model, task.options, columns)
         num_rows = task.micro_batch_rows or (MANY if task.micro_batch_tokens else A_GROUP.num_rows)
         want = Want(num_rows, task.micro_batch_tokens)
-        tasks.append(
-            RewardTask(judge, task.timeout_s, f"{key}.timeout_s", task.weight, task.num_workers, want)
-        )
+        rules = (task.weight, task.num_workers, want, beats_s)
+        tasks.append(RewardTask(judge, task.timeout_s, f"{key}.timeout_s", *rules))
     return tasks
 
 
@@ -156,6 +159,10 @@ class Rewarding:
         Raises RunError if a worker does not start.
         """
         return [fact for judges in self._judges for fact in self._failed(judges.check_deadlines(asleep_s))]
+
+    def pulses(self) -> list[Pulse]:
+        """What is known of each process that judges."""
+        return [pulse for crew in self._crews for pulse in crew.pulses()]
 
     def kill(self) -> None:
         """End the workers; the collector ends with the stream."""

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from dora.config import Config
 from dora.core import invariants, snapshot
-from dora.core.actions import Action, Commit, Fail, Filter, Publish, SkipEvaluation
+from dora.core.actions import Action, Publish, SkipEvaluation
 from dora.core.events import Event, Published, Trained
 from dora.core.wording import counted, nth
 from dora.errors import InputError, RunError
@@ -27,6 +27,7 @@ from dora.runtime.curves import Curves
 from dora.runtime.desk import Desk
 from dora.runtime.drive import drive
 from dora.runtime.evaluate import evaluate
+from dora.runtime.futility import Futility
 from dora.runtime.garbage import collect_young, no_pauses
 from dora.runtime.held_out import Evaluation, Evaluations, describe_awaited
 from dora.runtime.journal import Journal
@@ -37,14 +38,12 @@ from dora.runtime.past import SAMPLES, Past, read_past
 from dora.runtime.plan import Plan
 from dora.runtime.process import cpu_s
 from dora.runtime.starting import critic_digest
+from dora.runtime.status import TRAINING, Status
 from dora.runtime.stopping import Stopped, Stopper
 from dora.runtime.summary import evaluation_numbers, summarize
 from dora.runtime.travels import Travels
 from dora.runtime.view import View
 from dora.stream.samples import SampleStore
-
-MIN_FILTERED, FILTERED_WINDOWS = 200, 20  # groups filtered in a row, before a run without signal is stopped
-MIN_ENDED = 20  # groups; the failed share is taken of at least so many
 
 
 def train(
@@ -136,8 +135,6 @@ class _Session:
         self._before: Evaluation | None = None
         self._after: Evaluation | None = None
         self._cpu_s = 0.0
-        self._first_failure = ""
-        self._filtered_in_row = 0
         self._is_saved = self._is_warned = False
         told = (past.resumed.from_step, past.evaluations.ended, past.now_s) if past else ()
         self._curves = Curves(config, plan.out, self._view.notice, *told)
@@ -162,6 +159,8 @@ class _Session:
         self._evaluations = past.evaluations if past else Evaluations(config.eval.greedy)
         self._inside = Inside(plan, self._hands, self._core.snapshot, self._meter)
         self._calls = Calls(self._inside, door)
+        self._futility = Futility(config)
+        self._status = Status(plan.out, self._hands, self._core.snapshot, self._view.notice)
 
     def run(self) -> dict[str, Any]:
         stopped = "an error"
@@ -172,7 +171,8 @@ class _Session:
             stopped = str(error)
             self._view.notice(f"stopped by {stopped}")
             self._rescue()
-        except RunError:
+        except RunError as error:
+            self._status.fail(error)
             self._rescue()
             raise
         finally:
@@ -182,8 +182,10 @@ class _Session:
 
     def _train(self) -> None:
         hands, config = self._hands, self._plan.config
+        self._status.look()
         self._calls.open(self._view.notice)
         hands.wait_until_ready()
+        self._status.enter("evaluating")
         engines = f"{counted(len(hands.engines), 'engine')} ({hands.fleet.kernels})"
         self._view.notice(f"{engines}, 1 trainer, {hands.rewarding.headcount} are ready")
         if self._past is None:
@@ -196,6 +198,7 @@ class _Session:
         hands.join_all()
         cpu_before_s = cpu_s()
         self._has_begun = self._inside.is_training = True
+        self._status.enter(TRAINING)
         try:
             with self._view, no_pauses():
                 drive(self._core, hands, self._record, first)
@@ -208,8 +211,10 @@ class _Session:
             for e in self._core.snapshot().engines.values()
         }
         self._warn_of_drift()
+        self._status.enter("saving")
         self._save(self._snapshot())
         self._wait_until_saved()
+        self._status.enter("evaluating")
         self._after = self._evaluate(config.run.steps, held)
         self._show(self._after, "after")
 
@@ -229,6 +234,7 @@ class _Session:
             self._unsaved = None
         self._stopper.check()
         self._calls.look()
+        self._status.look()
         if self._inside.is_training:
             self._desk.look()
 
@@ -303,7 +309,7 @@ class _Session:
         self._note(now, event, orders)
         if isinstance(event, Trained) and self._is_save_due(event.step + 1):
             self._unsaved = self._snapshot()
-        self._check_failures(orders)
+        self._futility.check(orders, self._core.snapshot(), self._hands.rewarding.first_failure)
 
     def _is_save_due(self, step: int) -> bool:
         """The last step is saved when the run is over."""
@@ -312,6 +318,7 @@ class _Session:
 
     def _note(self, now: float, event: Event | None, orders: Sequence[Action]) -> None:
         self._journal.record(now, event, orders)
+        self._status.hear(event)
         state = self._core.snapshot()
         step = self._meter.hear(now, event, orders, state)
         if step is not None:
@@ -342,31 +349,6 @@ class _Session:
         broken = invariants.check(self._core.snapshot())
         assert not broken, "; ".join(broken)
 
-    def _check_failures(self, orders: Sequence[Action]) -> None:
-        """Stop a run that cannot get anywhere: too many groups fail, or none teaches anything."""
-        state, config = self._core.snapshot(), self._plan.config
-        for order in orders:
-            if isinstance(order, Fail):
-                self._first_failure = self._first_failure or f"group {order.group}: {order.reason}"
-            elif isinstance(order, Filter):
-                self._filtered_in_row += 1
-            elif isinstance(order, Commit):
-                self._filtered_in_row = 0
-        in_batches = sum(map(len, state.batches.values()))  # a run that goes on trains some of them again
-        ended = state.num_trained + in_batches + state.num_filtered + state.num_failed
-        share = config.reward.max_failed_share
-        if state.num_failed > share * max(ended, MIN_ENDED):
-            detail = self._hands.rewarding.first_failure or self._first_failure
-            raise RunError(
-                f"{state.num_failed} of {ended} groups failed, more than reward.max_failed_share = {share:g} "
-                f"allows; the first failure:\n{detail.rstrip()}"
-            )
-        if self._filtered_in_row > max(MIN_FILTERED, FILTERED_WINDOWS * config.window):
-            raise RunError(
-                f"the last {self._filtered_in_row} groups were all filtered, for each had equal rewards; "
-                "the task is too easy or too hard for the policy, or the reward is constant"
-            )
-
     def _show(self, evaluation: Evaluation | None, when: str) -> None:
         if evaluation is None:
             return
@@ -396,4 +378,5 @@ class _Session:
         summary["cpu_s"] = round(self._cpu_s, 1)
         summary["stopped"] = stopped
         folder.write_summary(self._plan.out, summary)
+        self._status.end(stopped)
         return summary

@@ -89,6 +89,14 @@ class StationedTrainer(Worker):
         self._learnt = self._done = None
         return replace(done, metrics=done.metrics | learnt.metrics)
 
+    def can_replace(self, worker: Worker) -> bool:
+        """Whether a successor could do all that this one of the company does."""
+        column = self._column_of(worker)
+        return column is not None and column != "values" and self._num_deaths[column] < MAX_DEATHS
+
+    def _column_of(self, worker: Worker) -> str | None:
+        return next((column for column, own in self._stations.items() if own is worker), None)
+
     def _start(self, column: str) -> Worker:
         return Worker(NAMES[column], run_station, self._specs[column], self._all_told)
 
@@ -109,8 +117,8 @@ class StationedTrainer(Worker):
 
     def _replaces(self, worker: Worker) -> bool:
         """Start a successor, if there may be one."""
-        column = next((column for column, own in self._stations.items() if own is worker), None)
-        if column is None or column == "values" or self._num_deaths[column] == MAX_DEATHS:
+        column = self._column_of(worker)
+        if column is None or not self.can_replace(worker):
             return False
         self._num_deaths[column] += 1
         self._notice(f"{worker.how_it_ended}; it is replaced")

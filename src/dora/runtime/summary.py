@@ -65,6 +65,7 @@ def summarize(
         **_moves(meter.travels),
         **meter.loads.to_json(),
         "engine_losses": meter.engine_losses,
+        "engine_restarts": meter.engine_restarts,
         "lives": meter.lives,
         "redone_steps": meter.redone_steps,
         "redone_tokens": meter.redone_tokens,

@@ -57,6 +57,8 @@ class _Run:
         yield CounterMetricFamily("dora_steps", "Training steps done.", now.num_steps_trained)
         yield CounterMetricFamily("dora_trained_tokens", "Answer tokens trained.", meter.trained_tokens)
         yield CounterMetricFamily("dora_engine_losses", "Engines lost.", meter.engine_losses)
+        restarts = meter.engine_restarts
+        yield CounterMetricFamily("dora_engine_restarts", "Engines in the place of lost ones.", restarts)
         yield CounterMetricFamily("dora_stall_seconds", "Time the trainer waited for answers.", now.stall_s)
         yield GaugeMetricFamily("dora_newest_version", "Newest version.", now.newest_version or 0)
         yield GaugeMetricFamily("dora_requests_unfinished", "Answers that are unfinished.", now.num_requests)

@@ -29,6 +29,7 @@ from dora.core.aging import Aging
 from dora.core.bound import num_admissible
 from dora.core.events import (
     DrainAsked,
+    EngineJoined,
     EngineLost,
     Event,
     LoadFailed,
@@ -70,6 +71,7 @@ MARKS = (
     "generate: siblings on two engines",
     "generate: two versions on an engine",
     "generate: with a newer version than its group's",
+    "join: in the place of a lost engine",
     "load: a pinned version that no engine had",
     "load: a version that was left out",
     "load: an engine waits for its turn",
@@ -119,6 +121,7 @@ class Marks:
         self._newest_of: dict[int, int] = {}  # engine -> newest version it was told to load
         self._of_fact: dict[type, Callable[[Any], None]] = {
             DrainAsked: self._drain_asked,
+            EngineJoined: self._engine_joined,
             EngineLost: self._engine_lost,
             LoadFailed: lambda fact: self._mark("load: failed"),
             Migrated: self._migrated,
@@ -193,6 +196,10 @@ class Marks:
     def _drain_asked(self, fact: DrainAsked) -> None:
         if self._seats.engines[fact.engine].seats:
             self._mark("drain: asked of an engine with requests")
+
+    def _engine_joined(self, fact: EngineJoined) -> None:
+        if fact.replaces is not None:
+            self._mark("join: in the place of a lost engine")
 
     def _engine_lost(self, fact: EngineLost) -> None:
         engine = self._seats.engines[fact.engine]

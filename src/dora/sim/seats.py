@@ -65,6 +65,7 @@ class Seats:
         self.begun: set[RequestId] = set()  # and not lost with their engine since
         self.copies: Counter[int] = Counter()  # version -> engines that hold it
         self.tokens: dict[RequestId, int] = {}  # as last told
+        self.lost: set[int] = set()  # engines in whose place there is no other
         self.num_news = 0  # facts so far, but for those that only say that time goes by
         self.arrived_dead: set[RequestId] = set()  # moved although given up; again to be given up
 
@@ -79,11 +80,15 @@ class Seats:
 
     def join(self, fact: EngineJoined) -> None:
         require(fact.engine not in self.engines, f"engine {fact.engine} joins twice")
+        if fact.replaces is not None:
+            require(fact.replaces in self.lost, f"engine {fact.engine} replaces one that was not lost")
+            self.lost.discard(fact.replaces)
         seen = Seen(fact.engine, fact.rows, fact.slots, fact.is_colocated, is_paused=fact.is_colocated)
         self.engines[fact.engine] = seen
 
     def lose(self, fact: EngineLost) -> None:
         engine = self.engines.pop(fact.engine)
+        self.lost.add(fact.engine)
         open_moves = [r for r, ends in self.moving.items() if engine in ends]
         require(not open_moves, f"engine {engine.id} is lost before the moves of {open_moves} are told")
         self.begun -= engine.seats.keys()
@@ -99,6 +104,7 @@ class Seats:
             known.clear()
         for requests in (self.aborting, self.begun, self.arrived_dead):
             requests.clear()
+        self.lost.clear()
 
     def leave(self, fact: EngineLeft) -> None:
         engine = self.engines.pop(fact.engine)

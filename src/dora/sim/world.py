@@ -156,11 +156,12 @@ class World:
 
     # engines come and go
 
-    def _plan_join(self, kind: int, delay_s: float) -> None:
+    def _plan_join(self, kind: int, delay_s: float, lost: int | None = None) -> None:
         self._num_coming += 1
-        self.at(delay_s, self._join, kind)
+        self.at(delay_s, self._join, kind, lost)
 
-    def _join(self, kind: int) -> Event:
+    def _join(self, kind: int, lost: int | None) -> Event:
+        """An engine may be started in the place of one whose loss is known."""
         config, number = self.config, self._next_engine
         self._num_coming -= 1
         self._next_engine += 1  # ids are never used again
@@ -169,7 +170,7 @@ class World:
         speed = 1.0 / config.speeds[kind]
         engine = SimEngine(number, kind, rows, slots, speed, is_colocated, is_paused=is_colocated)
         self.truth.engines[number] = engine
-        return EngineJoined(number, rows, slots, is_colocated)
+        return EngineJoined(number, rows, slots, is_colocated, None if lost in self.truth.engines else lost)
 
     def _plan_mishap(self, interval_s: float | None, happen: Happening) -> None:
         if interval_s is not None and not self.luck.is_healed:
@@ -198,7 +199,7 @@ class World:
         engine.rows = {}
         self.at(self.luck.takes(self.config.faults.detect_s), self._bury, engine)
         if self.rng.random() < self.config.faults.share_returning:
-            self._plan_join(engine.kind, self.luck.takes(self.config.return_s))
+            self._plan_join(engine.kind, self.luck.takes(self.config.return_s), engine.id)
 
     def _bury(self, engine: SimEngine) -> None:
         """Its death is noticed: first what became of its moves is told, then that it is lost."""

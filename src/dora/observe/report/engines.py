@@ -51,6 +51,7 @@ class Track:
     life: int  # of the run, from 0
     rows: int
     is_colocated: bool
+    replaces: int | None
     from_s: float
     to_s: float | None = None
     end: str | None = None  # "lost" or "left"
@@ -96,9 +97,9 @@ class Engines:
 
     def hear(self, now: float, record: Event | Action) -> None:
         match record:
-            case EngineJoined(engine, rows, _, is_colocated):
+            case EngineJoined(engine, rows, _, is_colocated, replaces):
                 self._here[engine] = len(self.tracks)
-                self.tracks.append(Track(engine, self.life, rows, is_colocated, now))
+                self.tracks.append(Track(engine, self.life, rows, is_colocated, replaces, now))
             case EngineLost(engine, reason):
                 self._close(now, engine, "lost", reason)
             case EngineLeft(engine):
@@ -165,7 +166,7 @@ class Engines:
             "tracks": [
                 {
                     "engine": track.engine, "life": track.life, "rows": track.rows,
-                    "colocated": track.is_colocated,
+                    "colocated": track.is_colocated, "replaces": track.replaces,
                     "from": _ms(track.from_s), "to": _ms(now if track.to_s is None else track.to_s),
                     "end": track.end, "why": track.reason,
                     "loads": [[_ms(a), _ms(b), version, round(1e3 * stop_s, 1), failure]

@@ -168,8 +168,9 @@ class Engines:
     def _stand(self, t_s: float, record: Event | Action) -> None:
         """Coming, going, and standing still."""
         match record:
-            case EngineJoined(engine, rows, slots):
-                self._engine(engine).process.mark("joins", t_s, rows=rows, slots=slots)
+            case EngineJoined(engine, rows, slots, _, replaces):
+                name = "joins" if replaces is None else f"joins in the place of engine {replaces}"
+                self._engine(engine).process.mark(name, t_s, rows=rows, slots=slots)
             case EngineLost(engine, reason):
                 self._engine(engine).process.mark(f"LOST: {reason}", t_s)
                 self._end(t_s, engine, f"lost with its engine: {reason}")

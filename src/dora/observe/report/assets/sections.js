@@ -135,7 +135,7 @@ function engineSection(runs, view) {
       head: ["engine", "life", "rows", "from (s)", "to (s)", "loads", "moves in", "moves out", "end"], words: [8],
       rows: () => tracks.map((track, i) => [track.engine, track.life, track.rows, track.from / 1000, track.to / 1000, track.loads.length,
         run.engines.moves.filter((move) => move.to === i).length, run.engines.moves.filter((move) => move.from === i).length,
-        track.end ? `${track.end}${track.why ? `: ${track.why}` : ""}` : "stayed"]),
+        `${track.replaces === null ? "" : `in the place of engine ${track.replaces}; `}${track.end ? `${track.end}${track.why ? `: ${track.why}` : ""}` : "stayed"}`]),
     });
   });
 }

@@ -1,0 +1,104 @@
+"""Lost engines are started again: they join like any other, and the guarantees hold over their deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from tests.runtime.conftest import StartRun
+from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
+
+from dora.runtime.restarts import FIRST_S, LONGEST_S, STAYED_S, Restarts
+
+LONG: dict[str, Any] = {"engine__pace": "20ms", "run__steps": 1000}
+ALONE: dict[str, Any] = {**LONG, "engine__num_engines": 1}
+
+
+def test_each_restart_in_a_row_waits_longer_until_there_are_no_more() -> None:
+    restarts = Restarts(most=3)
+    waits = [restarts.lost(engine, place=0, lived_s=1.0, now_s=100.0) for engine in range(4)]
+    assert waits == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S, None]
+    assert restarts.lost(7, place=7, lived_s=0.0, now_s=100.0) == FIRST_S, "another place has its own"
+    assert restarts.take(100.0 + FIRST_S) == [0, 7]
+    assert restarts.take(100.0 + 4 * FIRST_S) == [1, 2]
+    assert restarts.take(1e9) == []
+
+
+def test_a_place_where_an_engine_has_stayed_has_all_its_restarts_again() -> None:
+    restarts = Restarts(most=1)
+    assert restarts.lost(0, 0, lived_s=1.0, now_s=0.0) == FIRST_S
+    assert restarts.lost(1, 0, lived_s=STAYED_S, now_s=0.0) == FIRST_S
+    assert restarts.lost(2, 0, lived_s=1.0, now_s=0.0) is None
+
+
+def test_no_wait_is_longer_than_the_longest() -> None:
+    restarts = Restarts(most=100)
+    assert max(restarts.lost(engine, 0, 1.0, 0.0) or 0.0 for engine in range(100)) == LONGEST_S
+
+
+def test_none_is_started_again_where_none_is_to_be() -> None:
+    assert Restarts(most=0).lost(0, 0, STAYED_S, 0.0) is None
+
+
+def engine_facts(run: Run, kind: str) -> list[dict[str, Any]]:
+    return [line for line in journal(run.out) if line["kind"] == kind]
+
+
+def has_work(run: Run, engine: int) -> bool:
+    return any(line["engine"] == engine for line in engine_facts(run, "request_finished"))
+
+
+def stop(run: Run) -> str:
+    """End the run, and check its record; what it printed."""
+    os.kill(run.pid, signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 130, ended
+    audit, replay = dora("audit", run.out), dora("replay", run.out)
+    assert (audit.code, replay.code) == (0, 0), (audit, replay)
+    s = summary(run.out)
+    assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
+    return ended.out
+
+
+def test_a_killed_engine_is_started_again_and_generates(start_run: StartRun) -> None:
+    run = start_run(**LONG)
+    run.wait_for_steps(1)
+    run.workers()[0].kill()
+    run.wait_until(lambda: has_work(run, 2), "an answer of the new engine")
+    told = stop(run)
+    lost = "engine 0 is lost (engine 0 was killed by SIGKILL); its requests begin again elsewhere"
+    assert f"{lost}; another one takes its place in 1 s\n" in told
+    assert "engine 2 starts in the place of engine 0\n" in told
+    assert "engine 2 has joined\n" in told
+    joined = {line["engine"]: line["replaces"] for line in engine_facts(run, "engine_joined")}
+    assert joined == {0: None, 1: None, 2: 0}
+    assert (summary(run.out)["engine_losses"], summary(run.out)["engine_restarts"]) == (1, 1)
+
+
+def test_a_run_outlives_the_silence_of_its_only_engine(start_run: StartRun) -> None:
+    """Hung, not dead: only its silence tells. It is ended, and another one takes over what it had."""
+    run = start_run(**ALONE, runtime__heartbeat_timeout_s=3.0)
+    run.wait_for_steps(1)
+    hung = run.workers()[0]
+    hung.suspend()
+    run.wait_until(lambda: has_work(run, 1), "an answer of the new engine")
+    assert wait_until_gone([hung], 2.0) == []
+    told = stop(run)
+    assert "engine 0 is lost (silent for more than runtime.heartbeat_timeout_s = 3)" in told
+    assert [line["reason"] for line in engine_facts(run, "engine_lost")] == [
+        "silent for more than runtime.heartbeat_timeout_s = 3"
+    ]
+
+
+def test_a_run_whose_engine_dies_too_often_ends_in_words(start_run: StartRun) -> None:
+    run = start_run(**ALONE, runtime__max_restarts=1)
+    run.wait_for_steps(1)
+    run.workers()[0].kill()
+    run.wait_until(lambda: len(engine_facts(run, "engine_joined")) == 2, "another engine")
+    run.workers()[-1].kill()
+    ended = run.end(timeout_s=20)
+    assert ended.code == 1, ended
+    assert "the last engine is lost: engine 1 was killed by SIGKILL" in ended.err
+    assert "; it was started again runtime.max_restarts = 1 times, and is no more\n" in ended.out
+    assert dora("audit", run.out).code == 0

@@ -1,0 +1,156 @@
+"""Where a run stands, as its driver writes it and `dora status` reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tests.core.midway import engine, midway, running
+from tests.core.stations import limits
+from tests.runtime.conftest import StartRun
+from tests.runtime.running import Run, dora
+
+from dora.core.events import Progressed, Published, Woken
+from dora.errors import RunError, SilentError
+from dora.observe.status import FILE_NAME, standing_of
+from dora.runtime import status
+from dora.runtime.local import LocalHands
+from dora.runtime.restarts import Restarts
+from dora.runtime.status import TRAINING, Status
+
+
+class Desk:
+    """A status of a run in which the trainer waits for engine 0."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.notices: list[str] = []
+        self.state = midway(limits(num_steps=20, batch_size=1, max_staleness=2), newest=2)
+        engine(self.state, 0, rows=4, held={2})
+        running(self.state, 0, 2, 1)
+        fleet = SimpleNamespace(restarts=Restarts(1))
+        hands = SimpleNamespace(now=7.0, pulses=list, fleet=fleet)
+        self.status = Status(out, cast(LocalHands, hands), lambda: self.state, self.notices.append)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.out / FILE_NAME).read_text())
+        return found
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    """It writes at every look, and has no patience."""
+    monkeypatch.setattr(status, "WRITE_S", 0.0)
+    monkeypatch.setattr(status, "STALL_S", 0.5)
+    return Desk(tmp_path)
+
+
+def test_a_run_in_which_nothing_happens_says_once_who_waits_for_whom(desk: Desk) -> None:
+    desk.status.enter(TRAINING)
+    desk.status.look()
+    assert (desk.notices, standing_of(desk.out).state) == ([], "running")
+    time.sleep(0.6)
+    desk.status.hear(Woken())  # which are no progress
+    desk.status.hear(Progressed(0, (), row_tokens_per_s=0.0))
+    desk.status.look()
+    desk.status.look()
+    (notice,) = desk.notices
+    first, *waits = notice.splitlines()
+    assert first.startswith("nothing has happened for ")
+    assert first.endswith(" s: trainer waits, in the end, for engine 0")
+    assert "  group 0/1 waits for request 0/1/0: its last token, for 0.0 s" in waits
+    assert standing_of(desk.out).state == "stalled"
+    desk.status.hear(Progressed(0, (), row_tokens_per_s=9.0))
+    desk.status.look()
+    assert standing_of(desk.out).state == "running"
+    assert desk.told["patience_s"] > 1.0, "a run that has waited so long before may do so again"
+
+
+def test_a_wait_is_as_old_as_its_first_sight(desk: Desk) -> None:
+    desk.status.enter(TRAINING)
+    desk.status.look()
+    cast(Any, desk.status)._hands.now = 12.0
+    desk.status.look()
+    assert {wait["since_s"] for wait in desk.told["waits"]} == {7.0}
+    running(desk.state, 0, 2, 2)
+    desk.state.engines[0].is_leaving = True
+    desk.status.look()
+    assert {wait["since_s"] for wait in desk.told["waits"]} == {7.0, 12.0}
+
+
+def test_only_training_can_stall(desk: Desk) -> None:
+    desk.status.enter("evaluating")
+    time.sleep(0.6)
+    desk.status.look()
+    assert desk.notices == []
+    assert (desk.told["idle_s"], desk.told["waits"], desk.told["phase"]) == (0.0, [], "evaluating")
+
+
+@pytest.mark.parametrize("error", [SilentError, RunError])
+def test_a_run_that_fails_says_why_and_for_a_silent_process_who_waits(
+    desk: Desk, error: type[RunError]
+) -> None:
+    desk.status.enter(TRAINING)
+    desk.status.fail(error("the trainer was silent\nlong ago"))
+    desk.status.end("an error")
+    standing = standing_of(desk.out)
+    assert standing.state == "failed"
+    assert standing.sentence.startswith("failed: the trainer was silent; training, 0 of 20 steps")
+    assert standing.told["owners"] == ["engine 0"]
+    assert len(desk.notices) == (error is SilentError)
+
+
+def test_a_disk_without_room_does_not_stop_a_run(desk: Desk) -> None:
+    desk.status.hear(Published(2, "v2"))
+    desk.status.look()
+    before = desk.told
+    (desk.out / "status.json.draft").mkdir()  # as good as a disk that takes nothing
+    desk.status.enter("saving")
+    desk.status.look()
+    assert desk.told == before
+
+
+def status_of(run: Run) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(dora("status", run.out, "--json").out)
+    return told
+
+
+def test_a_run_that_goes_and_is_killed_says_so_with_its_processes(start_run: StartRun) -> None:
+    run = start_run(engine__pace="20ms", run__steps=1000)
+    run.wait_for_steps(1)
+    run.wait_until(lambda: status_of(run)["steps"] > 0, "news of the first step")
+    told = status_of(run)
+    assert (told["verdict"], told["phase"], told["pid"]) == ("running", "training", run.pid)
+    names = [process["name"] for process in told["processes"]]
+    assert names == ["engine 0", "engine 1", "trainer", "rewarder"]
+    assert {process["pid"] for process in told["processes"]} == {worker.pid for worker in run.workers()}
+    assert all(process["heard_s"] < process["limit_s"] for process in told["processes"])
+    assert told["waits"]
+    printed = dora("status", run.out)
+    assert printed.code == 0, printed
+    assert "running: training, " in printed.out
+    os.kill(run.pid, signal.SIGKILL)
+    run.end()
+    dead = dora("status", run.out)
+    assert dead.code == 1
+    assert f"died: its driver, process {run.pid}, is gone; training, " in dead.out
+    assert f"dora train --resume {run.out} goes on with it" in dead.out
+
+
+def test_a_run_that_has_finished_says_so_and_what_is_no_run_is_refused(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    run = start_run(run__steps=2)
+    assert run.end().code == 0
+    ended = dora("status", run.out)
+    assert (ended.code, ended.out) == (0, f"{run.out}: finished, 2 steps trained\n"), ended
+    refused = dora("status", tmp_path)
+    assert (refused.code, refused.out) == (2, "")
+    assert "is not the folder of a run" in refused.err
