@@ -31,9 +31,14 @@ def test_an_environment_of_a_file_is_found_beside_the_configuration(played: Path
 
 
 def test_environments_elsewhere_are_named_by_host_and_port(file: Path) -> None:
-    config = read(file, ['env.hosts=["10.0.0.7:7600", "games:7600"]'])
+    (file.parent / "token").write_text("a-token-of-the-tests")
+    hosts = 'env.hosts=["10.0.0.7:7600", "games:7600"]'
+    config = read(file, [hosts, f"env.token_file={file.parent / 'token'}"])
     assert config.env.hosts == ["10.0.0.7:7600", "games:7600"]
+    assert config.env.token_file == str((file.parent / "token").resolve())
     assert config.has_episodes
+    assert "without env.token_file: hosts play for those who show their token" in refusal(file, hosts)
+    assert "does not exist" in refusal(file, hosts, "env.token_file=nowhere")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +46,7 @@ def test_environments_elsewhere_are_named_by_host_and_port(file: Path) -> None:
     [
         (["env.environment=game.py"], "env.environment = 'game.py': must read file.py:name or module:name"),
         (["env.environment=nowhere.py:Game"], "nowhere.py does not exist"),
+        (["env.token_file=game.py"], "env.token_file has no effect without env.hosts"),
         (['env.hosts=["games"]'], "env.hosts = 'games': string should match pattern"),
         (["env.max_turns=0"], "env.max_turns = 0: input should be greater than or equal to 1"),
         (["env.timeout_s=0"], "env.timeout_s = 0: input should be greater than 0"),

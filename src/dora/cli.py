@@ -90,18 +90,28 @@ def environments(
     name: Annotated[str, typer.Argument(metavar="ENVIRONMENT", help='"file.py:Class" or "module:Class".')],
     host: Annotated[str, typer.Option(help="Address to listen at, of a private network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")] = 0,
+    token_file: Annotated[
+        Path, typer.Option(help="File with the token that runs must show; made if it is not there.")
+    ] = Path("environments.token"),
 ) -> None:
     """Play environments for runs elsewhere, until Ctrl-C: see docs/environments.md."""
     import asyncio
 
     from dora.envs.base import load_environment
     from dora.envs.remote import serve_forever
+    from dora.tokens import new_token, read_token, write_private
+
+    make = load_environment(name)
+    if not token_file.exists():
+        write_private(token_file, new_token())
+    token = read_token(token_file, "--token-file")
 
     def announce(port: int) -> None:
         typer.echo(f'{name} is played here: env.hosts = ["{host}:{port}"]')
+        typer.echo(f'for who shows its token: env.token_file = "{token_file.resolve()}", or a copy')
 
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve_forever(load_environment(name), host, port, announce))
+        asyncio.run(serve_forever(make, token, host, port, announce))
 
 
 def _changes(overrides: list[str] | None, steps: int | None, seed: int | None) -> list[str]:

@@ -83,11 +83,15 @@ def dash(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen at, on this machine only; 0: a free one.")
     ] = 3672,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with a token for the address, which then is the same each time."),
+    ] = None,
 ) -> None:
     """Serve the report of runs that go as a page that follows them, until Ctrl-C: see docs/looking.md."""
     from dora.observe.dash.server import main
 
-    main(runs, port)
+    main(runs, port, token_file)
 
 
 def status(

@@ -170,6 +170,11 @@ class Config(Section):
                 f"env.environment = {self.env.environment!r} with env.hosts = {self.env.hosts}: an episode "
                 "is played here or there; remove one of the two"
             )
+        if self.env.hosts and self.env.token_file is None:
+            raise ConfigError(
+                f"env.hosts = {self.env.hosts} without env.token_file: hosts play for those who show their "
+                "token; name a copy of the file that `dora environments` names"
+            )
         if self.env.is_played and self.service.agents:
             raise ConfigError(
                 "service.agents = true with env.environment or env.hosts: an episode has one other side; "

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 import dora
+from dora.errors import RewardError
+from dora.rewards.sandbox.cell import Cells
 
 _PACKAGES = ("torch", "numpy", "numba", "triton", "tokenizers", "safetensors", "transformers")
 
@@ -27,6 +29,7 @@ def report() -> str:
         "engines, cpu": _on_cpu(),
         "engines, cuda": _on_gpus(),
         "trainer": _trainer(),
+        "code rewards": _cells(),
         "torch threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores, "
         f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}; workers of a run use one each",
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -71,6 +74,15 @@ def _trainer() -> str:
     here = {"gloo": found and dist.is_gloo_available(), "NCCL": found and dist.is_nccl_available()}
     ranks = " and ".join(name for name, is_here in here.items() if is_here)
     return f"torch in float32 and bfloat16, on {', '.join(places)}; several ranks by {ranks or 'nothing'}"
+
+
+def _cells() -> str:
+    """Whether programs of answers can be run."""
+    try:
+        Cells()
+    except RewardError as error:
+        return str(error)
+    return "programs of answers run confined by Landlock and seccomp"
 
 
 def _gpus() -> list[str]:

@@ -81,6 +81,8 @@ def _add_those_outside(config: Config, found: dict[str, dict[str, str]]) -> None
         found["sampling"]["max_turn_length"] = "without env.environment, env.hosts or service.agents"
     if not config.env.is_played:
         found["env"] |= dict.fromkeys(("num_workers", "max_turns", "timeout_s"), "without env.environment")
+    if not config.env.hosts:
+        found["env"]["token_file"] = "without env.hosts"
     if config.reward.function is None:
         found["reward"] |= dict.fromkeys(("timeout_s", "num_workers"), "without reward.function")
     if config.reward.function == "service":

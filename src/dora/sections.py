@@ -155,6 +155,9 @@ class Env(Section):
         default=[],
         description='or where they are, see `dora environments` (list, as ["name:port"])',
     )
+    token_file: str | None = Field(
+        default=None, description="file with the token of hosts, as their --token-file (path)"
+    )
     num_workers: Count = Field(default=1, description="processes that they are played in (count)")
     max_turns: Count = Field(default=8, description="turns of an episode, at most (count)")
     timeout_s: float = Field(default=10.0, gt=0, description="longest that a reset or a step may take (s)")

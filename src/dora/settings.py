@@ -202,9 +202,10 @@ def _with_absolute_paths(config: Config, folder_of: Callable[[str], Path]) -> Co
         built_in = BUILT_IN.get(section, ())
         if value not in (None, *built_in):
             changes[section] = {"path": _existing(folder_of(name), value, name, built_in)}
-    if (token_file := config.service.token_file) is not None:
-        name = "service.token_file"
-        changes["service"] = {"token_file": _existing(folder_of(name), token_file, name)}
+    for section in ("service", "env"):
+        value, name = getattr(config, section).token_file, f"{section}.token_file"
+        if value is not None:
+            changes.setdefault(section, {})["token_file"] = _existing(folder_of(name), value, name)
     update: dict[str, Any] = {
         section: getattr(config, section).model_copy(update=new) for section, new in changes.items()
     }

@@ -88,11 +88,11 @@ def test_a_server_that_goes_and_comes_back_is_found_again(page: Page, whole_run:
     rest = rest_of(whole_run, run)
     with served(run) as dash:
         open_page(page, dash.url)
-        before, port = shown(page), dash.server_address[1]
+        before, port, token = shown(page), dash.server_address[1], dash.token
     page.wait_for_selector(f"#live{LOST}")
     assert shown(page) == before
     append(run, rest)
-    with served(run, port=port):
+    with served(run, port=port, token=token):
         page.wait_for_selector(f"#live{LIVE}")
         wait_until_other(page, before)
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import stat
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 from tests.envs.playing import Countdown, settle
@@ -14,18 +19,20 @@ from dora.envs import remote
 from dora.envs.base import Environment, Fault, Step
 from dora.envs.remote import serve
 
+ROOT = Path(__file__).parents[2]
 LOCAL = "127.0.0.1"
+TOKEN = "a-token-of-the-tests"
 
 
-def played_at(hosts: list[str], connect_s: float = 5.0) -> remote.RemoteEnvironment:
-    return remote.RemoteEnvironment(hosts, connect_s)
+def played_at(hosts: list[str], connect_s: float = 5.0, token: str = TOKEN) -> remote.RemoteEnvironment:
+    return remote.RemoteEnvironment(hosts, token, connect_s)
 
 
 def with_host(play: Callable[[str], Awaitable[None]], make: Callable[[], Environment] = Countdown) -> None:
     """Play beside a host, whose name and port are given."""
 
     async def both() -> None:
-        async with await serve(make, LOCAL, 0) as server:
+        async with await serve(make, TOKEN, LOCAL, 0) as server:
             await play(f"{LOCAL}:{server.sockets[0].getsockname()[1]}")
 
     asyncio.run(both())
@@ -79,7 +86,7 @@ def test_a_host_that_cannot_be_reached_is_passed_over() -> None:
     async def play(host: str) -> None:
         passed: list[str] = []
         hosts = [f"{LOCAL}:1", host]
-        environment = remote.RemoteEnvironment(hosts, 5.0, lambda name, reason: passed.append(name))
+        environment = remote.RemoteEnvironment(hosts, TOKEN, 5.0, lambda name, _: passed.append(name))
         assert await environment.reset({"from": 1}, 0) == "1:"
         assert passed == hosts[:1]
         environment.close()
@@ -153,7 +160,66 @@ def test_a_call_that_the_run_has_given_up_is_ended() -> None:
     with_host(play, make)
 
 
-@pytest.mark.parametrize("line", [b'["step"]\n["step"]\n["step"]\n', b"x" * 100])
+@pytest.mark.parametrize("token", ["", "another-token", TOKEN + " ", "é"])
+def test_who_does_not_show_the_token_is_told_so_and_plays_nothing(token: str) -> None:
+    made: list[Countdown] = []
+
+    def make() -> Environment:
+        made.append(Countdown())
+        return made[-1]
+
+    async def play(host: str) -> None:
+        refused, welcome = played_at([host], token=token), played_at([host])
+        with pytest.raises(Fault, match="the host refuses the token"):
+            await refused.reset({"from": 1}, 0)
+        assert made == []
+        assert await welcome.reset({"from": 1}, 0) == "1:"
+        for environment in (refused, welcome):
+            environment.close()
+        await settle()
+
+    with_host(play, make)
+
+
+def test_the_command_makes_a_token_for_its_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+
+    async def play(host: str) -> None:
+        environment = played_at([host], token=file.read_text())
+        assert await environment.reset({"from": 1}, 0) == "1:"
+        environment.close()
+
+    command = [sys.executable, "-m", "dora", "environments", "tests.envs.playing:Countdown"]
+    with subprocess.Popen(
+        [*command, "--token-file", str(file)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    ) as process:
+        assert process.stdout is not None
+        host = process.stdout.readline().split('"')[1]
+        assert f'env.token_file = "{file.resolve()}"' in process.stdout.readline()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        asyncio.run(play(host))
+        process.kill()
+
+
+def test_who_shows_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "TOKEN_S", 0.05)
+
+    async def play(host: str) -> None:
+        reader, writer = await asyncio.open_connection(LOCAL, int(host.rpartition(":")[2]))
+        assert b"the host refuses the token" in await reader.read()
+        writer.close()
+
+    with_host(play)
+
+
+CALLS = f"{TOKEN}\n" + '["step"]\n' * 3
+
+
+@pytest.mark.parametrize("line", [CALLS.encode(), CALLS.encode()[:-1], b"x" * 100])
 def test_who_is_no_run_is_hung_up_on(line: bytes) -> None:
     async def play(host: str) -> None:
         reader, writer = await asyncio.open_connection(LOCAL, int(host.rpartition(":")[2]))

@@ -15,10 +15,10 @@ WAIT_S = 20.0
 
 
 @contextmanager
-def served(*runs: Path, port: int = 0) -> Iterator[Dash]:
+def served(*runs: Path, port: int = 0, token: str | None = None) -> Iterator[Dash]:
     """As `dora dash` serves them, at a free port, with looks as often as the machine allows."""
     watch = Watch(runs, complain=lambda trouble: None, look_s=0.01)
-    with Dash(watch, port) as dash:
+    with Dash(watch, port, token) as dash:
         serving = (watch.follow, lambda: dash.serve_forever(poll_interval=0.01))
         threads = [threading.Thread(target=each) for each in serving]
         for thread in threads:

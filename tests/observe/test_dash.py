@@ -31,11 +31,14 @@ class Browser:
     """What a browser does, without its page."""
 
     def __init__(self, dash: Dash) -> None:
-        self._port = dash.server_address[1]
+        self._port, self._token = dash.server_address[1], dash.token
+
+    def path(self, path: str) -> str:
+        return f"/{self._token}{path}"
 
     def get(self, path: str, host: str = HOST) -> tuple[int, http.client.HTTPMessage, bytes]:
         connection = http.client.HTTPConnection(HOST, self._port, timeout=WAIT_S)
-        connection.request("GET", path, headers={"Host": f"{host}:{self._port}"})
+        connection.request("GET", self.path(path), headers={"Host": f"{host}:{self._port}"})
         response = connection.getresponse()
         return response.status, response.headers, response.read()
 
@@ -49,7 +52,7 @@ class Browser:
     def events(self) -> Iterator[Callable[[], str]]:
         """Gives the name of the next event, whenever it comes."""
         connection = http.client.HTTPConnection(HOST, self._port, timeout=WAIT_S)
-        connection.request("GET", "/events")
+        connection.request("GET", self.path("/events"))
         response = connection.getresponse()
         assert response.headers["Content-Type"] == "text/event-stream"
 
@@ -184,7 +187,7 @@ def test_a_browser_that_does_not_read_holds_up_nobody(run: Path) -> None:
     with opened(run) as browser:
         idle = [browser.connect() for _ in range(5)]
         for connection in idle:
-            connection.sendall(f"GET /data HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode())
+            connection.sendall(f"GET {browser.path('/data')} HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode())
         with browser.events() as next_event:
             assert next_event() == "change"
         assert browser.get("/")[0] == 200
@@ -214,6 +217,15 @@ def test_pages_from_elsewhere_are_refused(run: Path) -> None:
     with opened(run) as browser:
         assert browser.get("/data", host="evil.example")[0] == 403
         assert browser.get("/data", host="localhost")[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/data", "/events", "/another-token/data", "//data", "/%00/"])
+def test_who_does_not_know_the_address_finds_nothing(run: Path, path: str) -> None:
+    with opened(run) as browser, browser.connect() as connection:
+        connection.sendall(f"GET {path} HTTP/1.0\r\nHost: {HOST}\r\n\r\n".encode())
+        answer = connection.makefile("rb").read()
+    assert answer.split()[1] == b"403"
+    assert b"max_staleness" not in answer
 
 
 def test_a_port_that_is_taken_is_named(run: Path) -> None:

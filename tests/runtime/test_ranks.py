@@ -1,9 +1,11 @@
-"""A whole run whose trainer is two processes, until one of them dies."""
+"""A whole run whose trainer is two processes, whom nobody else can reach, until one of them dies."""
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
+import psutil
 import torch
 from tests.runtime.conftest import StartRun
 from tests.runtime.running import Run, dora, metrics, wait_until_gone
@@ -14,6 +16,22 @@ RANK_1 = 3  # among the workers, after two engines and rank 0
 ON_POLICY = {"orchestrator__max_staleness": 0, "trainer__deterministic": "true", "trainer__batch_size": 4}
 
 
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def check_that_nobody_else_can_come_in(run: Run) -> None:
+    """What speaks TCP does so within this machine, and a socket in a file is its owner's alone."""
+    driver = psutil.Process(run.pid)
+    found = [
+        own for each in (driver, *driver.children(recursive=True)) for own in each.net_connections("inet")
+    ]
+    assert found  # the ranks'
+    assert [own for own in found if len(own.laddr) == 2 and own.laddr[0] not in LOOPBACK] == []
+    (folder,) = run.weight_folders()
+    for path, mode in ((folder, 0o700), (folder / "stream" / "stream.sock", 0o600)):
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
 def test_a_run_that_lost_a_rank_says_so_and_ends_with_one_where_one_would_have(
     start_run: StartRun, task: Path, tmp_path: Path
 ) -> None:
@@ -21,6 +39,7 @@ def test_a_run_that_lost_a_rank_says_so_and_ends_with_one_where_one_would_have(
     alone = Run(task, tmp_path / "alone", run__steps=8, **ON_POLICY)  # type: ignore[arg-type]
     run = start_run(run__steps=8, trainer__num_ranks=2, trainer__save_freq=2, **ON_POLICY)
     run.wait_for_steps(3)
+    check_that_nobody_else_can_come_in(run)
     workers = run.workers()
     workers[RANK_1].kill()
     ended = run.end()

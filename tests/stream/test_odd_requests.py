@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import socket
+import stat
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -53,7 +54,8 @@ def client(
     """Both on this machine, though the far one does not know it."""
     if request.param == "far":
         monkeypatch.setattr(wire, "shares_memory", lambda *_: False)
-    with StreamClient(server.endpoints[request.param == "far"], timeout_s=20.0) as made:
+    endpoint = server.endpoints[request.param == "far"]
+    with StreamClient(endpoint, timeout_s=20.0, token=server.token) as made:
         made.declare(TASK, ["ids"])
         yield made
 
@@ -71,6 +73,10 @@ def far(server: Server) -> Iterator[Callable[..., dict[str, Any]]]:
 
     yield ask
     made.close(linger=0)
+
+
+def hello(server: Server, owner: str = "f" * 16) -> bytes:
+    return json.dumps({"do": "hello", "n": 1, "owner": owner, "token": server.token}).encode()
 
 
 def put(client: StreamClient, *which: int, wait_s: float = 10.0) -> None:
@@ -105,7 +111,7 @@ def test_a_lease_may_be_as_long_as_it_likes(client: StreamClient, lease_s: float
 
 
 def test_what_is_no_time_and_no_size_is_refused(
-    client: StreamClient, far: Callable[..., dict[str, Any]]
+    server: Server, client: StreamClient, far: Callable[..., dict[str, Any]]
 ) -> None:
     put(client, 3)
     bad: list[tuple[Callable[[], Any], str]] = [
@@ -120,7 +126,7 @@ def test_what_is_no_time_and_no_size_is_refused(
     for request, fragment in bad:
         with pytest.raises(StreamError, match=fragment):
             request()
-    assert "error" not in far(json.dumps({"do": "hello", "n": 1, "owner": "f" * 16}).encode())
+    assert "error" not in far(hello(server))
     names = {"names": ["ids"], "place": None, "wait_s": NAN}
     assert "nan" in far(json.dumps({"do": "put", "n": 2} | names).encode(), bytes(40), bytes(64))["error"]
     assert "no row" in far(json.dumps({"do": "fill", "n": 3} | names).encode(), b"", bytes(64))["error"]
@@ -139,12 +145,33 @@ def test_a_header_that_is_nested_for_ever_is_refused(
 
 
 def test_a_far_message_of_many_frames_is_as_long_as_all_of_them(
-    far: Callable[..., dict[str, Any]], client: StreamClient, monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    far: Callable[..., dict[str, Any]],
+    client: StreamClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "MAX_MESSAGE_BYTES", 1000)
-    hello = json.dumps({"do": "hello", "n": 1, "owner": "f" * 16}).encode()
-    assert "1000 are the most" in far(hello, *[bytes(900)] * 2)["error"]
-    assert "error" not in far(hello, bytes(900))
+    assert "1000 are the most" in far(hello(server), *[bytes(800)] * 2)["error"]
+    assert "error" not in far(hello(server), bytes(800))
+
+
+@pytest.mark.parametrize("token", [None, "", "0" * 32, "\u00e9", 7])
+def test_who_comes_from_far_without_the_token_is_told_nothing(
+    server: Server, far: Callable[..., dict[str, Any]], token: Any
+) -> None:
+    given = {} if token is None else {"token": token}
+    asked = {"do": "hello", "n": 1, "owner": "f" * 16, **given}
+    assert far(json.dumps(asked).encode()).keys() <= {"n", "error", "is_full"}
+    assert "does not know this client" in far(json.dumps({"do": "status", "n": 2}).encode())["error"]
+    with pytest.raises(StreamError, match="token"):
+        StreamClient(server.endpoints[1], token="0" * 32)
+    with StreamClient(server.endpoints[1], token=server.token) as client:
+        assert client.status()["num_rows"] == 0
+
+
+def test_what_leads_to_a_storage_is_its_owners_alone(server: Server, folder: Path) -> None:
+    assert [stat.S_IMODE((folder / name).stat().st_mode) for name in ("stream.sock", "token")] == [0o600] * 2
+    assert (folder / "token").read_text() == server.token
 
 
 def test_nobody_is_taken_for_somebody_else(server: Server, far: Callable[..., dict[str, Any]]) -> None:
@@ -154,8 +181,7 @@ def test_nobody_is_taken_for_somebody_else(server: Server, far: Callable[..., di
         storage = server._stream._storage
         assert isinstance(storage, Arena)
         for owner in (near._arena.owner, storage.owner):
-            hello = json.dumps({"do": "hello", "n": 1, "owner": owner}).encode()
-            assert "is in use" in far(hello)["error"]
+            assert "is in use" in far(hello(server, owner))["error"]
         put(near, 3)
         assert numbers(get(near)) == [3]
 
@@ -174,7 +200,7 @@ def test_rows_that_the_storage_cannot_hand_out_stay_in_line(
         raise ValueError("it ends behind its segment")
 
     monkeypatch.setattr(wire, "shares_memory", lambda *_: False)
-    with StreamClient(server.endpoints[1]) as client:
+    with StreamClient(server.endpoints[1], token=server.token) as client:
         client.declare(TASK, ["ids"])
         put(client, 3)
         with monkeypatch.context() as patch:
@@ -230,9 +256,9 @@ def test_a_small_put_does_not_overtake_a_large_one(server: Server, folder: Path)
 
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(str(wire.path_of(server.endpoints[0])))
-        hello = message({"n": 0, "do": "hello", "owner": "f" * 16})
+        first = message({"n": 0, "do": "hello", "owner": "f" * 16})
         puts = [put_of(1, 3, 9.0), put_of(2, 4, 900.0), put_of(3, 4, 0.0), put_of(4, 1, 900.0)]
-        raw.sendall(b"".join((hello, *puts, message({"n": 5, "do": "status"}))))
+        raw.sendall(b"".join((first, *puts, message({"n": 5, "do": "status"}))))
         heard, found = connection.Connection(raw), list[dict[str, Any]]()
         while {header["n"] for header in found} < {0, 1, 3, 5}:
             heard.hear()

@@ -49,7 +49,8 @@ class Served:
         self.clients: list[StreamClient] = []
 
     def client(self, is_near: bool = True) -> StreamClient:
-        self.clients.append(StreamClient(self.server.endpoints[0 if is_near else 1], timeout_s=20.0))
+        endpoint, token = self.server.endpoints[0 if is_near else 1], self.server.token
+        self.clients.append(StreamClient(endpoint, timeout_s=20.0, token=token))
         return self.clients[-1]
 
     def close(self) -> None:
@@ -201,7 +202,7 @@ def test_messages_that_make_no_sense_are_answered_and_harm_nobody(
 ) -> None:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(served.server.endpoints[1])
-    hello = {"do": "hello", "n": 1, "owner": "f" * 16, "pid": os.getpid()}
+    hello = {"do": "hello", "n": 1, "owner": "f" * 16, "token": served.server.token}
     get_it = {"do": "get", "n": 1, "consumer": TASK, "want": [1, None, 1, []], "inline": True, "wait_s": 1}
     put_it = {"do": "put", "n": 1, "names": ["ids"], "wait_s": 1}
     eight = np.zeros(5, np.int64).tobytes()
@@ -220,7 +221,7 @@ def test_messages_that_make_no_sense_are_answered_and_harm_nobody(
         [json.dumps(put_it | {"place": [f"{0:016x}-1", 0, 9]}).encode(), eight],
         [json.dumps(put_it | {"place": [f"{15:x}" * 16 + "-1", 0, 9]}).encode(), eight],
         [json.dumps({"do": "commit", "n": 1, "lease": "x"}).encode()],
-        [json.dumps({"do": "hello", "n": 1, "owner": "../..", "pid": 1}).encode()],
+        [json.dumps(hello | {"owner": "../.."}).encode()],
         [json.dumps({"do": "get", "n": 1, "consumer": [], "want": 3}).encode()],
     ]
     for is_known in (False, True):

@@ -57,7 +57,9 @@ class ChatTemplate:
                 "data.chat_template = true needs transformers; run pip install 'dora-rl[data]'"
             ) from error
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # the library raises whatever its readers do
             raise ModelError(f"transformers cannot read the tokenizer of {folder}: {error}") from error
         if not self._tokenizer.chat_template:

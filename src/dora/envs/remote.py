@@ -1,7 +1,7 @@
 """Environments on other machines: `reset` and `step` happen there, learning here.
 
-One connection is one environment. What travels is a line of JSON for each call and one for its
-answer. There is no password: let hosts listen in a private network only.
+One connection is one environment. It begins with a line that is the host's token; then what travels is a line
+of JSON for each call and one for its answer. Nothing is encrypted: let hosts listen in private networks only.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import traceback
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ from dora.envs.base import (
 )
 
 MAX_LINE_BYTES = 16 * 2**20
+TOKEN_S = 10.0  # that the first line may take
+WRONG_TOKEN = "the host refuses the token: env.token_file must have what its --token-file has"
 
 
 class _Gone(Fault):
@@ -38,14 +41,16 @@ class RemoteEnvironment(Environment):
     def __init__(
         self,
         hosts: Sequence[str],
+        token: str,
         connect_s: float,
         pass_over: Callable[[str, str], None] = lambda host, reason: None,
     ) -> None:
-        """`connect_s` is the time for trying all of them, one after the other.
+        """`connect_s` is the time for trying all of them, one after the other; they have the same token.
 
         `pass_over` gets each that cannot be reached, and why.
         """
-        self._hosts, self._connect_s, self._pass_over = hosts, connect_s, pass_over
+        self._hosts, self._token = hosts, token
+        self._connect_s, self._pass_over = connect_s, pass_over
         self._line: tuple[StreamReader, StreamWriter] | None = None
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
@@ -65,13 +70,15 @@ class RemoteEnvironment(Environment):
             self._line[1].close()
 
     async def _connect(self) -> tuple[StreamReader, StreamWriter]:
-        """To the first host that answers; each gets its share of the time."""
+        """To the first host that answers; each gets its share of the time, and is shown the token."""
         share_s, reasons = self._connect_s / len(self._hosts), []
         for host in self._hosts:
             name, _, port = host.rpartition(":")
             try:
                 async with asyncio.timeout(share_s):
-                    return await asyncio.open_connection(name, int(port), limit=MAX_LINE_BYTES)
+                    reader, writer = await asyncio.open_connection(name, int(port), limit=MAX_LINE_BYTES)
+                writer.write(f"{self._token}\n".encode())
+                return reader, writer
             except TimeoutError:
                 reason = f"no answer within {share_s:g} s"
             except OSError as error:
@@ -96,11 +103,20 @@ class RemoteEnvironment(Environment):
         return answer["value"]
 
 
-async def serve(make: Callable[[], Environment], host: str, port: int) -> asyncio.Server:
-    """Listen for runs and play one environment for each connection; port 0 is any free one."""
+async def serve(make: Callable[[], Environment], token: str, host: str, port: int) -> asyncio.Server:
+    """Listen for runs that show the token, and play one environment for each connection.
+
+    Port 0 is any free one.
+    """
 
     async def hear(reader: StreamReader, writer: StreamWriter) -> None:
         """Take calls until the run hangs up, which also ends the one that is being answered."""
+        if not await _is_shown(token, reader):
+            with contextlib.suppress(OSError):
+                writer.write(_line({"fault": WRONG_TOKEN, "detail": ""}))
+                await writer.drain()
+            writer.close()
+            return
         calls = asyncio.Queue[bytes](maxsize=1)
         playing = asyncio.create_task(_play(make, calls, writer))
         try:
@@ -113,6 +129,16 @@ async def serve(make: Callable[[], Environment], host: str, port: int) -> asynci
             writer.close()
 
     return await asyncio.start_server(hear, host, port, limit=MAX_LINE_BYTES)
+
+
+async def _is_shown(token: str, reader: StreamReader) -> bool:
+    """Whether the first line is the token."""
+    try:
+        async with asyncio.timeout(TOKEN_S):
+            shown = await reader.readuntil()
+    except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        return False
+    return secrets.compare_digest(shown, f"{token}\n".encode())
 
 
 async def _play(make: Callable[[], Environment], calls: asyncio.Queue[bytes], writer: StreamWriter) -> None:
@@ -137,10 +163,10 @@ async def _play(make: Callable[[], Environment], calls: asyncio.Queue[bytes], wr
 
 
 async def serve_forever(
-    make: Callable[[], Environment], host: str, port: int, announce: Callable[[int], None]
+    make: Callable[[], Environment], token: str, host: str, port: int, announce: Callable[[int], None]
 ) -> None:
     """The same until it is cancelled; `announce` gets the port."""
-    async with await serve(make, host, port) as server:
+    async with await serve(make, token, host, port) as server:
         announce(server.sockets[0].getsockname()[1])
         await server.serve_forever()
 

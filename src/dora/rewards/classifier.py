@@ -43,9 +43,10 @@ class SequenceClassifier:
             raise RewardError(f"path = {path!r}: there is no such folder; name one of a sequence classifier")
         logging.disable_progress_bar()  # the terminal is the run's
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, **here)
             model, told = AutoModelForSequenceClassification.from_pretrained(
-                path, local_files_only=True, dtype=getattr(torch, dtype), output_loading_info=True
+                path, **here, use_safetensors=True, dtype=getattr(torch, dtype), output_loading_info=True
             )
         except Exception as error:  # the library raises whatever its readers do
             raise RewardError(f"transformers cannot read {path} as a sequence classifier: {error}") from error

@@ -23,11 +23,13 @@ from dora.runtime.process import Inbox, Outbox
 class EnvSpec:
     """Environments of the class named, or those of `hosts`; the model folder whose tokenizer they speak.
 
-    `template` is whether they speak in the model's chat template, then with a `system_prompt`.
+    `token` is what hosts are shown; `template`, whether they speak in the model's chat template, then with
+    a `system_prompt`.
     """
 
     environment: str | None
     hosts: tuple[str, ...]
+    token: str
     rules: Rules
     model: Path
     template: bool
@@ -114,7 +116,7 @@ def _make_environments(spec: EnvSpec, pass_over: Callable[[str, str], None]) -> 
     def make() -> Environment:
         first = next(turns) % len(hosts)
         rotated = [*hosts[first:], *hosts[:first]]
-        return RemoteEnvironment(rotated, spec.rules.timeout_s / 2, pass_over)
+        return RemoteEnvironment(rotated, spec.token, spec.rules.timeout_s / 2, pass_over)
 
     return make
 

@@ -24,6 +24,7 @@ from dora.runtime.messages import Gone, Ready
 from dora.runtime.plan import Plan
 from dora.runtime.players import Episode, Turn
 from dora.runtime.process import Told, Worker, take
+from dora.tokens import read_token
 
 MAX_GAP_S = 1.0  # between two looks at the deadlines; the rest of a longer one the driver slept
 
@@ -164,11 +165,13 @@ class Environments:
 
 
 def env_spec(plan: Plan) -> EnvSpec:
-    """What a process needs to play the environments of a run."""
+    """What a process needs to play the environments of a run. Raises ConfigError for a bad token."""
     config = plan.config
+    file = config.env.token_file
     return EnvSpec(
         environment=config.env.environment,
         hosts=tuple(config.env.hosts),
+        token="" if file is None else read_token(file, "env.token_file"),
         rules=Rules(config.data.max_prompt_length, config.env.max_turns, config.env.timeout_s),
         model=Path(config.model.path),
         template=config.data.chat_template,

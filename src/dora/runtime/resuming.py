@@ -35,6 +35,7 @@ MAY_CHANGE = (
     "engine.kv_blocks",
     "engine.pace",
     "env.hosts",
+    "env.token_file",
     "env.num_workers",
     "env.timeout_s",
     "reward.timeout_s",

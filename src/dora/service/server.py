@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
-import secrets
 import socket
 import threading
 import time
@@ -23,9 +21,9 @@ from dora.runtime.calls import Calls
 from dora.service.connections import BACKLOG, Connection
 from dora.service.routes import make_app
 from dora.serving import Service
+from dora.tokens import new_token, read_token, write_private
 
 ADDRESS = "service.json"  # in the run's folder: where the service is, and its token
-MIN_TOKEN = 16  # characters
 START_S, END_S = 10, 5  # deadlines of the server
 KEEP_S = 75  # that a connection may rest between two calls
 
@@ -36,7 +34,8 @@ class WebDoor:
     def __init__(self, settings: Service, run: Path) -> None:
         """Begin to listen. Raises ConfigError for an address that cannot be listened at, or a bad token."""
         self._settings, self._file = settings, run / ADDRESS
-        self._token = _token(settings.token_file)
+        file = settings.token_file
+        self._token = new_token() if file is None else read_token(file, "service.token_file")
         self._socket = _listen(settings.host, settings.port)
         self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)
@@ -85,30 +84,11 @@ class WebDoor:
 
     def _tell(self, notice: Callable[[str], None]) -> None:
         """Write where the service is, for nobody but who started it."""
-        self._file.unlink(missing_ok=True)
-        with open(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({"url": self.url, "token": self._token}, file)
+        write_private(self._file, json.dumps({"url": self.url, "token": self._token}))
         notice(f"the service listens at {self.url}; its token is in {self._file}")
         host = self._socket.getsockname()[0].partition("%")[0]
         if not ipaddress.ip_address(host).is_loopback:
             notice("other machines can reach the service, and what passes is not encrypted")
-
-
-def _token(file: str | None) -> str:
-    if file is None:
-        return secrets.token_urlsafe(32)
-    try:
-        token = Path(file).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"service.token_file = {file!r}: it cannot be read as ASCII text: {error}"
-        ) from error
-    if len(token) < MIN_TOKEN or not token.isprintable() or " " in token:
-        raise ConfigError(
-            f"service.token_file = {file!r}: a token is one line of {MIN_TOKEN} or more characters without "
-            "blanks; write one, or remove the key, and one is made"
-        )
-    return token
 
 
 def _listen(host: str, port: int) -> socket.socket:

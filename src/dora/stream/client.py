@@ -33,8 +33,11 @@ _TRY_AGAIN_S = 0.02  # while a file system is full
 class StreamClient:
     """Puts and gets rows; what is refused raises StreamError, and RunError says that nobody answers."""
 
-    def __init__(self, endpoint: str, timeout_s: float = 30.0) -> None:
-        """`timeout_s`: how long an answer may take, beyond what was to be waited for. Raises RunError."""
+    def __init__(self, endpoint: str, timeout_s: float = 30.0, token: str = "") -> None:
+        """`timeout_s`: how long an answer may take, beyond what was to be waited for. Raises RunError.
+
+        `token`: what the file `token` in the stream's folder says; needed at a TCP endpoint.
+        """
         self._endpoint, self._timeout_s = endpoint, timeout_s
         self._link: Link = (Near if wire.is_local(endpoint) else Far)(endpoint, timeout_s)
         self._num_asked, self._is_closed = 0, False
@@ -42,8 +45,8 @@ class StreamClient:
         self._reader: Reader | None = None
         owner = secrets.token_hex(8)
         try:
-            hello, _ = self._ask("hello", {"owner": owner})
-        except RunError:
+            hello, _ = self._ask("hello", {"owner": owner, "token": token})
+        except (RunError, StreamError):
             self._link.close()
             raise
         self.fields = {name: wire.field_from_json(name, *rest) for name, *rest in hello["fields"]}

@@ -117,6 +117,7 @@ class Door:
         path.unlink(missing_ok=True)  # of a storage that has died
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(path))
+        path.chmod(0o600)  # whoever may connect to it may put and get
         listening.listen(socket.SOMAXCONN)
         listening.settimeout(0)
         self._listening[listening.fileno()] = listening

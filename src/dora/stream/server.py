@@ -27,6 +27,7 @@ from dora.stream.keeper import rows_of
 from dora.stream.ledger import Lease
 from dora.stream.segments import is_full, is_segment, num_bytes_of
 from dora.stream.stream import Stream, numbers_of_lease
+from dora.tokens import write_private
 
 REFUSED = (StreamError, OSError)  # a request that cannot be, or no room in the storage's file system
 MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError)
@@ -56,9 +57,9 @@ class Server:
         self._gets: dict[str, deque[Held]] = {}
         self._answers: list[tuple[Client, int, wire.Answer]] = []
         self._owners: set[str] = set()  # of segments, said by clients that are here
-        self._token = secrets.token_hex(16)
+        self.token = secrets.token_hex(16)  # that clients of other hosts must show
         if stream.folder is not None:
-            (stream.folder / wire.TOKEN).write_text(self._token)
+            write_private(stream.folder / wire.TOKEN, self.token)
         self._is_stopped = False
 
     def start(self) -> threading.Thread:
@@ -175,8 +176,10 @@ class Server:
         self._door.forget(client)
 
     def _do_hello(self, client: Client, header: dict[str, Any], _: Frames) -> wire.Answer:
-        """Who it is."""
+        """Who it is; from far away, with the token."""
         stream, owner = self._stream, str(header["owner"])
+        if client.far is not None and not secrets.compare_digest(str(header.get("token")), self.token):
+            raise StreamError("the token is missing or wrong: give StreamClient that of the stream's folder")
         if not is_segment(f"{owner}-0"):
             raise StreamError("owner must be 16 hexadecimal digits")
         is_other = bool(client.owner) or owner in self._owners or stream.knows(owner)
@@ -188,7 +191,7 @@ class Server:
         return {
             "fields": [wire.field_to_json(f) for f in stream.fields.values()],
             "folders": [str(path.resolve()) for path in stream.folders],
-            "token": self._token,
+            "token": self.token,
             "host": platform.node(),
         }, ()
 

@@ -6,6 +6,8 @@ What the model exchanges has a deadline: a rank that is gone or stuck becomes an
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -97,6 +99,9 @@ class Company:
     ) -> None:
         """Wait for the others; they meet in the new file `place`. `timeout_s` limits each exchange."""
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
+        if sys.platform == "linux":  # all are on one machine: nobody else is to reach them, unless told
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(

@@ -1,12 +1,14 @@
 """The page over HTTP, on this machine only: the page, its data, and server-sent events that say when to ask.
 
-A browser that is slow or gone holds a thread for some seconds, and nothing else: of news only the newest
-is sent, and the data is fetched by the browser itself.
+Its address begins with a token, so that other users of the machine find nothing. A browser that is slow or
+gone holds a thread for some seconds, and nothing else: of news only the newest is sent, and the data is
+fetched by the browser itself.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,9 +16,11 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import socket
+from urllib.parse import quote
 
 from dora.errors import InputError
 from dora.observe.dash.watch import News, Watch
+from dora.tokens import new_token, read_token
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost", "[::1]")  # by which a browser may have come, whatever the port
@@ -38,9 +42,9 @@ class Dash(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, watch: Watch, port: int) -> None:
-        """Raises InputError where the port is taken."""
-        self.watch = watch
+    def __init__(self, watch: Watch, port: int, token: str | None = None) -> None:
+        """Without a `token` it makes one. Raises InputError where the port is taken."""
+        self.watch, self.token = watch, quote(token or new_token(), safe="")  # as it is in the address
         self._seats = threading.BoundedSemaphore(MAX_CONNECTIONS)
         try:
             super().__init__((HOST, port), Answer)
@@ -51,8 +55,8 @@ class Dash(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
-        return f"http://{HOST}:{self.server_address[1]}/"
+        """Where the page is; who knows it may look."""
+        return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
     def process_request(self, request: socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
         """Connections beyond the most there may be are closed at once."""
@@ -86,13 +90,16 @@ class Answer(BaseHTTPRequestHandler):
         if host not in NAMES:  # a page from elsewhere, whose name was made to lead here
             self.send_error(HTTPStatus.FORBIDDEN, "this page is for this machine only")
             return
-        path = self.path.partition("?")[0]
+        token, _, path = self.path.partition("?")[0][1:].partition("/")
+        if not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            self.send_error(HTTPStatus.FORBIDDEN, "open the address that `dora dash` has printed")
+            return
         try:
-            if path == "/":
+            if path == "":
                 self._send("text/html; charset=utf-8", self.server.watch.page())
-            elif path == "/data":
+            elif path == "data":
                 self._send("application/json", self.server.watch.payload())
-            elif path == "/events":
+            elif path == "events":
                 self._tell()
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
@@ -130,10 +137,14 @@ def _message(news: News) -> bytes:
     return f"event: change\ndata: {news.number}\n\n{ended}".encode()
 
 
-def main(runs: Sequence[Path], port: int) -> None:
-    """Serve the page of these runs until Ctrl-C. Raises InputError for no run, or a port that is taken."""
+def main(runs: Sequence[Path], port: int, token_file: Path | None = None) -> None:
+    """Serve the page of these runs until Ctrl-C.
+
+    Raises InputError for no run, a port that is taken, or a bad token.
+    """
+    token = None if token_file is None else read_token(token_file, "--token-file")
     watch = Watch(runs, complain)
-    with Dash(watch, port) as dash:
+    with Dash(watch, port, token) as dash:
         os.nice(NICE)
         print(f"{', '.join(map(str, runs))} can be looked at here, until Ctrl-C: {dash.url}", flush=True)
         threading.Thread(target=watch.follow, name="watch", daemon=True).start()

@@ -1,0 +1,169 @@
+"""Programs are judged by what they print and return; what is right stays with the judge."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import secrets
+import sys
+from typing import Any
+
+import pytest
+
+from dora.errors import RewardError
+from dora.rewards.base import Answer, judge, load_reward
+from dora.rewards.code import Assertion, PassedTests, program_of, read_tests, split
+
+ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
+SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 7\n", "output": "12"}]
+ADDS = ["assert add(1, 2) == 3", "assert add(5, 7) == 12"]
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"), reason="cells need Linux"
+)
+
+
+@pytest.fixture(scope="module")
+def reward() -> PassedTests:
+    return PassedTests(test_s=1.0, answer_s=3.0)
+
+
+# Looks for what is right wherever Python keeps values, and says it.
+THIEF = """
+import gc, re, sys
+
+def found():
+    frame, holders = sys._getframe(), gc.get_objects()
+    while frame:
+        holders += [frame.f_locals, frame.f_globals]
+        frame = frame.f_back
+    for value in gc.get_referents(*holders):
+        needle = re.search("needle-[0-9a-f]{16}", value) if isinstance(value, str) else None
+        if needle:
+            return needle[0]
+"""
+
+
+def test_what_is_right_cannot_be_found_even_after_it_was_said(reward: PassedTests) -> None:
+    needle = f"needle-{secrets.token_hex(8)}"
+    tests = [{"input": "", "output": needle}, f"assert found() == {needle!r}"]
+    honest = f"def found():\n    return {needle!r}\nprint(found())\n"
+    assert reward("", honest, tests=tests) == 1.0
+    assert reward("", f"{THIEF}\nprint(found())\n", tests=tests) == 0.0
+    told = [{"input": needle, "output": needle}]
+    assert reward("", f"{THIEF}\ntold = input()\nprint(found())\n", tests=told) == 1.0
+
+
+FORGERIES = {
+    "ends early": "import os\nos._exit(0)",
+    "ends early, politely": "exit()",
+    "says it passed": "print('1\\n' * 9, flush=True)",
+    "says it in every file": "import os\nfor fd in range(1, 64):\n"
+    "  try: os.write(fd, b'e1\\n1\\n')\n  except OSError: 0",
+    "replaces comparisons": "class Yes:\n  __eq__ = lambda s, o: True\ndef add(a, b): return Yes()",
+    "replaces them in a number": "class Yes(int):\n  __eq__ = lambda *_: True\ndef add(a, b): return Yes(0)",
+    "says something else": "class Yes(str):\n  __repr__ = lambda s: '3'\ndef add(a, b): return Yes()",
+    "replaces eval": "import builtins\nbuiltins.eval = lambda *a: 3\nadd = None",
+    "replaces the library": "import sys, json\nsys.modules.clear()\njson.load = 0\ndef add(a, b): return 0",
+    "returns no plain value": "def add(a, b): return object()",
+    "raises": "def add(a, b): raise SystemExit(0)",
+}
+
+
+@pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES)
+def test_a_verdict_cannot_be_forged(reward: PassedTests, program: str) -> None:
+    assert reward("", program, tests=[*SUMS, *ADDS]) <= 0.25  # `eval = 3` is right once, as 3 is
+    assert reward("", program + "\n", tests=SUMS) == 0.0
+    assert reward("", "def add(a, b):\n    return a + b\n", tests=ADDS) == 1.0
+
+
+def test_the_reward_is_the_share_of_tests_or_all_of_them(reward: PassedTests) -> None:
+    strict = PassedTests(all_or_nothing=True)
+    three, both = "print(3)", [*SUMS, *ADDS]
+    assert reward("", three, tests=SUMS) == 0.5
+    assert reward("", three + "\ndef add(a, b): return 3", tests=both) == 0.5
+    assert [strict("", program, tests=SUMS) for program in (three, ADD)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "wanted"),
+    [
+        ("def f(a): return sorted(a)", ["assert f([2, 1]) == [1, 2]", "assert set(f((3,))) == {3}"], 1.0),
+        ("class Solution:\n  def f(self, a): return a * 2", ["assert Solution().f(2) == 4"], 1.0),
+        ("def f(a): return a / 3", ["assert math.isclose(f(1), 0.3333, rel_tol=1e-3)"], 1.0),
+        ("def f(a): return float('inf'), -1.5, None, b'\\n', ''", ["assert f(0)[0] > 1e300"], 1.0),
+        ("def f(a): print('noise'); return a", ["assert f('x\\ny') == 'x\\ny', 'equal'"], 1.0),
+        ("def f(a): return {1: (), 'a': frozenset([2])}", ["assert f(0) == {1: (), 'a': {2}}"], 1.0),
+        ("def f(a): return 10 ** 5000", ["assert f(0) == 10 ** 5000"], 1.0),
+        ("def f(a): return a[0]", ["assert f([1]) == 1", "assert f([]) == 1"], 0.5),
+        ("def f(a):\n  while a: pass\n  return 1", ["assert f(0) == 1", "assert f(1) == 1"], 0.5),
+        ("from collections import Counter\ndef f(a): return Counter(a)", ["assert f('aa') == {'a': 2}"], 1.0),
+        ("f = lambda a: True", ["assert f(1) is True", "assert not f(2)"], 0.5),
+    ],
+)
+def test_assertions_hold_or_not(program: str, tests: list[str], wanted: float) -> None:
+    assert PassedTests(test_s=0.5)("", program, tests=tests) == wanted
+
+
+def test_what_is_right_stays_out_of_what_the_program_computes() -> None:
+    assert split("assert f(1)[0] == 'a b'.split()[0]") == Assertion(
+        ("f(1)",), "value_0[0] == 'a b'.split()[0]"
+    )
+    assert split("assert max(f(1), g.h(2)) == min(3, 4)") == Assertion(
+        ("f(1)", "g.h(2)"), "max(value_0, value_1) == min(3, 4)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tests", "complaint"),
+    [
+        (None, "the column tests = None: needs a list of tests"),
+        ([], "needs a list of tests"),
+        ("[{", "the column tests is no JSON"),
+        ([3], 'a test of the column tests = 3: needs {"input": TEXT, "output": TEXT} or "assert ..."'),
+        ([{"input": "1"}], "needs"),
+        (["f(1)"], "it is another statement"),
+        (["assert f(1) =="], "invalid syntax"),
+        (["assert max(1, 2) == 2"], "it calls nothing but what is Python's own"),
+        (["assert all(f(i) for i in range(3))"], "it has names of its own"),
+    ],
+)
+def test_tests_that_cannot_be_read_are_named(tests: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        read_tests(tests, "tests")
+
+
+def test_the_program_is_the_last_fenced_block_or_everything() -> None:
+    assert program_of("print(1)") == "print(1)"
+    assert program_of("First:\n```\na\n```\nbetter:\n```python\nb = 1\nc\n```\nDone.") == "b = 1\nc\n"
+    assert program_of("```python\nnever closed") == "```python\nnever closed"
+
+
+def test_output_is_compared_without_blanks_at_the_ends(reward: PassedTests) -> None:
+    tests = [{"input": "", "output": "1\n\n2"}]
+    programs = (
+        "print('1  \\n\\n2\\n\\n')",
+        "print('1\\n2')",
+        "import sys\nsys.stdout.buffer.write(b'1\\n\\n2\\xff')",
+    )
+    assert [reward("", program, tests=tests) for program in programs] == [1.0, 0.0, 0.0]
+
+
+def test_what_is_read_may_be_long_and_left_unread(reward: PassedTests) -> None:
+    given = "x" * 3_000_000
+    tests = [{"input": given, "output": "3000000"}]
+    assert reward("", "print(len(input()))", tests=tests) == 1.0
+    assert reward("", "print(3000000)", tests=tests) == 1.0
+    assert reward("", "print(input() * 2)", tests=tests) == 0.0
+
+
+def test_it_is_a_reward_like_any_other() -> None:
+    made = load_reward("dora.rewards.code:PassedTests", options={"column": "test_list"})
+    answers = [
+        Answer("add", text, (), {"test_list": json.dumps(SUMS)}) for text in (ADD, "", "import os\n\x00")
+    ]
+    assert [outcome.reward for outcome in judge(made, answers)] == [1.0, 0.0, 0.0]
+    for options in ({"test_s": 0}, {"test_s": 9.0}, {"memory_mb": 1}, {"columns": "x"}):
+        with pytest.raises(RewardError):
+            load_reward("dora.rewards.code:PassedTests", options=options)

@@ -1,0 +1,298 @@
+"""A program gets at nothing outside of its cell, is ended in time, and leaves nothing to the next one."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dora.errors import RewardError
+from dora.rewards.sandbox.cell import Cells, Limits
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+TIME, SHORT = Limits(5.0), Limits(0.3)
+ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"), reason="cells need Linux"
+)
+
+
+@pytest.fixture(scope="module")
+def cells() -> Cells:
+    return Cells()
+
+
+def zygotes() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "dora.rewards.sandbox" in str(each.cmdline())]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cells: Cells) -> Iterator[None]:
+    """Whatever a program has tried: the next one is right, and no process is left but zygotes."""
+    yield
+    ran = cells.run(ADD, b"20 3", TIME)
+    assert (ran.output, ran.is_good) == (b"23\n", True)
+    assert not any(zygote.children(recursive=True) for zygote in zygotes())
+
+
+@pytest.fixture
+def around() -> Iterator[dict[str, Any]]:
+    """What a program could reach if nobody held it back: names, and their values."""
+    with ExitStack() as open_, tempfile.TemporaryDirectory(prefix="dora-") as name:
+        folder = Path(name)
+        secret = folder / "secret"
+        secret.write_text("swordfish")
+        tcp, udp, unix = (
+            open_.enter_context(socket.socket(*kind))
+            for kind in (
+                (socket.AF_INET, socket.SOCK_STREAM),
+                (socket.AF_INET, socket.SOCK_DGRAM),
+                (socket.AF_UNIX, socket.SOCK_STREAM),
+            )
+        )
+        tcp.bind(("127.0.0.1", 0))
+        udp.bind(("127.0.0.1", 0))
+        unix.bind(str(folder / "unix"))
+        tcp.listen()
+        unix.listen()
+        yield {
+            "TCP": tcp.getsockname(),
+            "UDP": udp.getsockname(),
+            "UNIX": unix.getsockname(),
+            "SECRET": str(secret),
+            "NEW": str(folder / "new"),
+            "JUDGE": os.getpid(),
+        }
+
+
+# Each ends well only if it gets what it wants.
+ESCAPES = {
+    "tcp": "import socket\nsocket.create_connection(TCP, 1)",
+    "udp": "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', UDP)",
+    "unix socket": "import socket\nsocket.socket(socket.AF_UNIX).connect(UNIX)",
+    "socket pair": "import socket\nsocket.socketpair()",
+    "secret": "assert open(SECRET).read() == 'swordfish'",
+    "passwords": "open('/etc/passwd')",
+    "folders": "import os\nos.listdir('/')",
+    "environment": "open(f'/proc/{JUDGE}/environ', 'rb')",
+    "memory": "open(f'/proc/{JUDGE}/maps')",
+    "open files": "import os\nos.listdir(f'/proc/{JUDGE}/fd')",
+    "own memory": "open('/proc/self/mem', 'rb')",
+    "write": "open(NEW, 'w')",
+    "append": "open(SECRET, 'a')",
+    "truncate": "import os\nos.open(SECRET, os.O_RDONLY | os.O_TRUNC)",
+    "folder": "import os\nos.mkdir(NEW)",
+    "symlink": "import os\nos.symlink(SECRET, NEW)\nopen(NEW)",
+    "hard link": "import os\nos.link(SECRET, NEW)",
+    "rename": "import os\nos.rename(SECRET, NEW)",
+    "remove": "import os\nos.remove(SECRET)",
+    "rights": "import os\nos.chmod(SECRET, 0o777)",
+    "times": "import os\nos.utime(SECRET)",
+    "memory file": "import os\nos.memfd_create('x')",
+    "fork": "import os\nif os.fork() == 0: os._exit(0)\nos.wait()",
+    "daemon": "import os\nif os.fork() == 0:\n  os.setsid()\n  os.fork()\n  os._exit(0)\nos.wait()",
+    "spawn": "import os\nos.waitpid(os.posix_spawn('/bin/true', ['true'], {}), 0)",
+    "shell": "import os\nassert os.system('true') == 0",
+    "exec": "import os\nos.execv('/bin/true', ['true'])",
+    "thread": "import threading\nt = threading.Thread(target=len, args=('',))\nt.start()\nt.join()",
+    "signal": "import os\nos.kill(JUDGE, 0)",
+    "signal to the parent": "import os\nos.kill(os.getppid(), 0)",
+    "signal by a pipe": "import fcntl\nfcntl.fcntl(1, fcntl.F_SETOWN, JUDGE)",
+    "trace": "import ctypes\nassert ctypes.CDLL(None).ptrace(0, 0, 0, 0) == 0",
+    "limits": "import resource as r\nr.setrlimit(r.RLIMIT_AS, r.getrlimit(r.RLIMIT_AS))",
+    "folder of work": "import os\nos.chdir('/')",
+}
+
+
+TRY = """
+try:
+    exec({program!r})
+except (OSError, RuntimeError, AssertionError):
+    print("held back")
+    exit(1)
+"""
+
+
+@pytest.mark.parametrize("program", ESCAPES.values(), ids=ESCAPES)
+def test_a_program_does_not_get_out(cells: Cells, around: dict[str, Any], program: str) -> None:
+    names = "".join(f"{name} = {value!r}\n" for name, value in around.items())
+    text = names + TRY.format(program=program)
+    ran = cells.run(text, b"", TIME)
+    assert (ran.output, ran.is_good) == (b"held back\n", False)
+    outside = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert outside.returncode == 0, f"nothing held it back: {outside.stdout}{outside.stderr}"
+
+
+def test_system_calls_that_are_not_listed_do_not_exist(cells: Cells) -> None:
+    """io_uring, pidfd_open, clone3, pidfd_getfd, process_madvise and Landlock have one number everywhere."""
+    program = (
+        "import ctypes, errno\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "for number in (425, 434, 435, 438, 440, 444):\n"
+        "    print(libc.syscall(number, 0, 0, 0), ctypes.get_errno() == errno.ENOSYS)\n"
+    )
+    assert cells.run(program, b"", TIME).output == b"-1 True\n" * 6
+
+
+TAKES_ALL = {
+    "memory": "hoard = [bytearray(1 << 24) for _ in range(10**6)]",
+    "one block": "bytearray(1 << 45)",
+    "processes": "import os\nwhile True: os.fork()",
+    "time": "while True: pass",
+    "sleep": "import time\ntime.sleep(100)",
+    "output": "while True: print('x' * 1000)",
+    "deafness": "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass",
+    "silence": "import os\nos.closerange(0, 64)\nwhile True: pass",
+    "recursion": "f = lambda: f()\nf()",
+    "nesting": "eval('(' * 10**5)",
+    "disk": "n = 0\nwhile True:\n  n += 1\n  open(f'/tmp/{n}', 'w').write('x' * 10**6)",
+}
+
+
+@pytest.mark.parametrize("program", TAKES_ALL.values(), ids=TAKES_ALL)
+def test_a_program_that_takes_all_it_can_is_ended(cells: Cells, program: str) -> None:
+    ran = cells.run(program, b"", SHORT)
+    assert not ran.is_good
+    assert len(ran.output) <= SHORT.output_bytes
+
+
+def test_a_cell_finds_nothing_but_its_program(cells: Cells) -> None:
+    program = (
+        "import os, sys\n"
+        "print(dict(os.environ), sys.argv, os.getcwd(), [p for p in sys.path if 'dora' in p])\n"
+        "for fd in range(3, 64):\n"
+        "    try: print(fd, os.fstat(fd))\n"
+        "    except OSError: pass\n"
+    )
+    assert cells.run(program, b"", TIME).output == b"{} ['program'] / []\n"
+
+
+def test_a_program_has_the_standard_library(cells: Cells) -> None:
+    program = (
+        "import csv, dataclasses, datetime, decimal, enum, fractions, hashlib, random, statistics, zlib\n"
+        "print(hashlib.sha256(b'').hexdigest()[:4], random.random() < 1, datetime.date(2000, 1, 1))\n"
+        "print(decimal.Decimal('0.1') * 3, datetime.datetime.now().tzinfo, statistics.mean([1, 2]))\n"
+    )
+    assert cells.run(program, b"", TIME).output == b"e3b0 True 2000-01-01\n0.3 None 1.5\n"
+
+
+def test_each_cell_begins_anew(cells: Cells) -> None:
+    assert cells.run("import builtins, json\nbuiltins.print = json.loads = None", b"", TIME).is_good
+    assert cells.run("import json\nprint(json.loads('[1]'))", b"", TIME).output == b"[1]\n"
+
+
+def script(text: str) -> subprocess.Popen[str]:
+    """Python that has the sandbox, and nothing heavy."""
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    return subprocess.Popen(
+        [sys.executable, "-c", text],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
+def test_a_zygote_that_is_killed_is_replaced() -> None:
+    before = zygotes()
+    own = Cells()
+    (zygote,) = set(zygotes()) - set(before)
+    zygote.kill()
+    with pytest.raises(RewardError, match="the process that forks cells is gone"):
+        own.run(ADD, b"1 2", TIME)
+    assert own.run(ADD, b"1 2", TIME).output == b"3\n"
+
+
+def test_a_cell_dies_with_its_judge() -> None:
+    loop = "Cells().run('print(1, flush=True)\\nwhile True: pass', b'', Limits(60.0))"
+    with script(
+        f"from dora.rewards.sandbox.cell import Cells, Limits\nprint('begun', flush=True)\n{loop}"
+    ) as judge:
+        assert judge.stdout is not None
+        assert judge.stdout.readline() == "begun\n"
+        process = psutil.Process(judge.pid)
+        family: list[psutil.Process] = []
+        while len(family) < 2:  # zygote and cell
+            assert judge.poll() is None
+            family = process.children(recursive=True)
+        judge.send_signal(signal.SIGKILL)
+    _, left = psutil.wait_procs(family, timeout=10)
+    assert [one for one in left if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+# As a container may do it: Landlock's first system call is refused to this process and all that it starts.
+WITHOUT_LANDLOCK = """
+import ctypes, struct
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+program = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))
+libc = ctypes.CDLL(None)
+libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+assert libc.prctl(38, 1, 0, 0, 0) == libc.prctl(22, 2, ctypes.addressof(program), 0, 0) == 0
+from dora.errors import RewardError
+from dora.rewards.sandbox.cell import Cells, Limits
+try:
+    Cells()
+except RewardError as error:
+    print(error)
+print(Cells(is_confined=False).run("print(7)", b"", Limits(5.0)).output)
+"""
+
+
+def test_where_programs_cannot_be_confined_they_are_not_run_unless_that_is_wanted() -> None:
+    with script(WITHOUT_LANDLOCK) as process:
+        said = process.communicate()[0]
+    assert said.startswith(
+        "programs of answers cannot be confined here (Landlock: Operation not permitted): "
+    )
+    assert "set confined = false" in said
+    assert said.endswith("\nb'7\\n'\n")
+
+
+# Whoever it is: below one folder files can be read, and not emptied; elsewhere neither.
+CONFINED = """
+import os, sys
+from dora.rewards.sandbox.confinement import Confinement
+readable, other = sys.stdin.readline().split()
+confinement = Confinement([readable])
+if os.getuid() == 0 and {as_user}:
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+confinement.enter()
+for path, flags in [(readable, os.O_RDONLY), (readable, os.O_RDONLY | os.O_TRUNC), (other, os.O_RDONLY)]:
+    try:
+        print(os.read(os.open(path + "/file", flags), 9))
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+@pytest.mark.parametrize("as_user", [False, True], ids=["as it is", "as a user"])
+def test_root_and_others_are_confined_alike(as_user: bool) -> None:
+    with tempfile.TemporaryDirectory(prefix="dora-") as name:
+        folders = [Path(name) / place for place in ("readable", "other")]
+        for folder in (Path(name), *folders):
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o755)
+        for folder in folders:
+            (folder / "file").write_text("content")
+        done = subprocess.run(
+            [sys.executable, "-c", CONFINED.format(as_user=as_user)],
+            input=" ".join(map(str, folders)) + "\n",
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": SOURCE},
+        )
+        assert (folders[0] / "file").read_text() == "content"
+    refused = "Permission denied"
+    assert (done.stdout.splitlines(), done.stderr) == (["b'content'", refused, refused], "")

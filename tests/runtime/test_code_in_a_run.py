@@ -1,0 +1,28 @@
+"""Programs are judged in a run as any other answers are, and what runs them ends with it."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import psutil
+from tests.runtime.conftest import StartRun
+from tests.runtime.running import wait_until_gone
+from tests.runtime.tiny import write_task
+
+
+def test_answers_are_run_against_the_tests_of_their_row(start_run: StartRun, tmp_path: Path) -> None:
+    """Almost none is a program; what is none fails its tests, and no group."""
+    tests = [{"input": "", "output": ""}, "assert len(answer) == 1"]
+    config = write_task(tmp_path, prompts=[{"prompt": f"{k}:", "tests": tests} for k in range(10, 17)])
+    run = start_run(config, reward__function="dora.rewards.code:PassedTests", reward__num_workers=2)
+    run.wait_for_steps(1)
+    servers = psutil.Process(run.pid).children()
+    zygotes = [zygote for server in servers for worker in server.children() for zygote in worker.children()]
+    assert len(zygotes) == 2  # no other worker starts processes
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert wait_until_gone(zygotes, timeout_s=5.0) == []
+    with sqlite3.connect(run.out / "samples.sqlite") as db:
+        rewards = {reward for (reward,) in db.execute("select reward from samples")}
+    assert rewards <= {0.0, 0.5, 1.0}
