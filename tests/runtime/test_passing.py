@@ -59,7 +59,7 @@ def test_an_evaluation_tells_greedy_and_sampled_answers_apart() -> None:
     assert (metrics["val/pass@2_low"], metrics["val/pass@2_high"]) == wilson_interval(0.5, 2)
     assert metrics["val/response_length_mean"] == 3
     assert found.describe().startswith("sampled 0.250, greedy 0.250, pass@2 0.500 (0.0")
-    assert found.describe().endswith("length p50 4, p99 4, 1 prompts failed")
+    assert found.describe().endswith("length p50 4, p99 4, 1 prompt failed")
 
 
 def test_an_evaluation_may_be_greedy_only_or_sampled_only() -> None:

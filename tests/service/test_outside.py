@@ -188,7 +188,7 @@ def test_log_probs_of_an_episode_are_as_many_as_its_tokens(run: Outside) -> None
 
 def test_batches_that_cannot_be_are_refused(run: Outside) -> None:
     assert "name 2 is none of" in refusal(run.ask("GET", "/v1/batches/0?fields=reward,logits"), 422)
-    assert "0 groups are committed" in refusal(run.ask("GET", "/v1/batches/0?after=1"), 422)
+    assert "step 0 has 0 groups so far" in refusal(run.ask("GET", "/v1/batches/0?after=1"), 422)
     assert "the run has 4 steps" in refusal(run.ask("GET", "/v1/batches/4"), 404)
     assert "step 1 comes later; the next is 0" in refusal(run.ask("GET", "/v1/batches/1"), 409)
     run.make_due()

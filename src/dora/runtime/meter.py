@@ -148,10 +148,9 @@ class Meter:
                 self.occupancy.finish(self.teller.uses)
             case EngineJoined(engine, rows):
                 self.occupancy.join(engine, rows, self.teller.uses)
+                self.engine_restarts += event.replaces is not None
             case EngineLost():
                 self.engine_losses += 1
-            case EngineJoined():
-                self.engine_restarts += event.replaces is not None
             case Resumed():  # new engines, whose numbers and clocks begin again
                 self.lives += 1
                 self.occupancy = Occupancy()
