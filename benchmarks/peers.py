@@ -12,7 +12,7 @@ every trainer got better. A peer that is not there, or fails, has a line that sa
                                [--rows FILE] [--seeds N] [--trials]
 
 With --rows, finished runs are kept in a file and not repeated by the next call. --quick takes fewer steps
-and has one seed and staleness bound; with both peers it takes eight minutes.
+and has one seed; with both peers it takes eight minutes.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def main() -> None:
     parser.add_argument("--trl-python", type=Path, metavar="PYTHON", default=here, help=help_of_trl)
     parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="one that can import vllm")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="keep finished runs here, and use them")
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), metavar="N", help="as many repeats")
+    parser.add_argument(
+        "--seeds", type=int, choices=range(1, len(SEEDS) + 1), default=len(SEEDS), help="repeats"
+    )
     parser.add_argument("--trials", action="store_true", help="measure settings of TRL instead")
     given = parser.parse_args()
     options, peers = options_of(given), Peers(given.trl_python, given.vllm_python)

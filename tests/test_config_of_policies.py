@@ -81,4 +81,4 @@ def test_a_bound_that_another_policy_leaves_out_is_told(
 ) -> None:
     file.write_text(file.read_text() + "[orchestrator]\nmax_staleness = 4\n")
     what = f"orchestrator.max_staleness = 4 in {file} was meant for another update_policy"
-    assert forgotten(file, overrides) == ([] if told is None else [f"{what}: {told}"])
+    assert forgotten(file, overrides, read(file, overrides)) == ([] if told is None else [f"{what}: {told}"])

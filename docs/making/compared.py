@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,15 @@ RIVALS = ("sync", "one_step", "drain", "partial", "inflight")
 
 def tables() -> dict[str, Callable[[], str]]:
     """What makes each table, by name."""
-    runs = {name: _of(runs_of, *which) for name, which in WORKLOADS.items()}
-    ratios = {f"{name}_ratios": _of(ratios_of, *which) for name, which in WORKLOADS.items()}
+    runs = {name: partial(runs_of, *which) for name, which in WORKLOADS.items()}
+    ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
     return {**runs, **ratios, "policies_ladder": ladder, "headline": headline, "peers": peers}
-
-
-def _of(make: Callable[..., str], *given: Any) -> Callable[[], str]:
-    return lambda: make(*given)
 
 
 def runs_of(workload: str, pace: str) -> str:
     """What every policy did, at every bound: medians of its runs."""
     runs = [row for row in rows("policies") if "seed" in row and _is_of(row, workload, pace)]
-    keys = dict.fromkeys((row["policy"], row["S"]) for row in runs)
-    lines = []
-    for policy, bound in keys:
-        own = [row for row in runs if (row["policy"], row["S"]) == (policy, bound)]
-        found = {name: statistics.median(row[name] for row in own) for name, _ in COLUMNS}
-        lines.append([f"`{policy}`", str(bound), *(form.format(found[name]) for name, form in COLUMNS)])
-    return markdown.table(("policy", "S", *(name.replace("_", " ") for name, _ in COLUMNS)), lines)
+    return medians([{**row, "policy": f"`{row['policy']}`"} for row in runs], ("policy", "S"), COLUMNS)
 
 
 COLUMNS = (
@@ -116,12 +107,7 @@ def headline() -> str:
 def peers() -> str:
     """What every trainer did: medians of its seeds."""
     runs = [row for row in rows("peers") if "not_measured" not in row]
-    lines = []
-    for system, bound in dict.fromkeys((row["system"], row["bound"]) for row in runs):
-        own = [row for row in runs if (row["system"], row["bound"]) == (system, bound)]
-        cells = [_median([row[name] for row in own], form) for name, form in OF_PEERS]
-        lines.append([system, str(bound), *cells])
-    return markdown.table(("trainer", "S", *(name.replace("_", " ") for name, _ in OF_PEERS)), lines)
+    return medians(runs, ("system", "bound"), OF_PEERS)
 
 
 OF_PEERS = (
@@ -134,6 +120,15 @@ OF_PEERS = (
     ("staleness_mean", "{:.1f}"),
     ("staleness_max", "{:.0f}"),
 )
+
+
+def medians(runs: Iterable[Found], who: tuple[str, str], columns: Iterable[tuple[str, str]]) -> str:
+    """A line for all runs that have both values of `who` in common; columns with their format."""
+    runs, columns, lines = list(runs), list(columns), []
+    for name, bound in dict.fromkeys((row[who[0]], row[who[1]]) for row in runs):
+        own = [row for row in runs if (row[who[0]], row[who[1]]) == (name, bound)]
+        lines.append([name, str(bound), *(_median([row[key] for row in own], form) for key, form in columns)])
+    return markdown.table((who[0], "S", *(key.replace("_", " ") for key, _ in columns)), lines)
 
 
 def _median(found: list[Any], form: str) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 from docs.making import compared, learned, markdown
 from pydantic.fields import FieldInfo
@@ -38,25 +39,21 @@ def written(text: str, tables: dict[str, Callable[[], str]]) -> str:
 
 def tables() -> dict[str, Callable[[], str]]:
     """What makes each table, by name: of a configuration, of the metrics, of other trainers, of results."""
-    of_keys = {name: _of(section_table, name, section) for name, section in sections()}
-    parts = {f"metrics_{part.key}": _of(metrics_table, part.metrics) for part in PARTS}
+    of_keys = {name: partial(section_table, name, section) for name, section in sections()}
+    parts = {f"metrics_{part.key}": partial(metrics_table, part.metrics) for part in PARTS}
     words = {name.lower().replace("-", "_"): own for name, own in PHRASEBOOK.items()}
-    of_words = {f"words_{name}": _of(words_table, own) for name, own in words.items()}
+    of_words = {f"words_{name}": partial(words_table, own) for name, own in words.items()}
     return {**of_keys, **parts, **of_words, **learned.tables(), **compared.tables()}
-
-
-def _of(make: Callable[..., str], *given: Any) -> Callable[[], str]:
-    return lambda: make(*given)
 
 
 def section_table(name: str, section: type[Section]) -> str:
     """Every key of a section: default, and what it means."""
     found = [(key, field) for own, key, field in keys() if own == name]
-    rows = [(f"`{key}`", default_of(field), meaning_of(field)) for key, field in found]
+    rows = [(f"`{key}`", defaultpartial(field), meaningpartial(field)) for key, field in found]
     return f"{section.__doc__}\n\n{markdown.table(('key', 'default', 'meaning (unit)'), rows)}"
 
 
-def default_of(field: FieldInfo) -> str:
+def defaultpartial(field: FieldInfo) -> str:
     """As it would be written in TOML."""
     if field.is_required():
         return "required"
@@ -65,7 +62,7 @@ def default_of(field: FieldInfo) -> str:
     return f"`{json.dumps(field.default, ensure_ascii=False)}`"
 
 
-def meaning_of(field: FieldInfo) -> str:
+def meaningpartial(field: FieldInfo) -> str:
     """The description, and the values that may be chosen."""
     is_choice = get_origin(field.annotation) is Literal
     choices = ", ".join(f"`{choice}`" for choice in get_args(field.annotation)) if is_choice else ""

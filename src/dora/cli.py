@@ -134,7 +134,7 @@ def _begin(
     if (resume is None) == (config is None) or (resume and out):
         raise typer.BadParameter("give a CONFIG file, or --resume RUN with no more than --set")
     resolved = None if config is None else settings.read(config, changes)
-    for sentence in settings.forgotten(config, changes) if config else ():
+    for sentence in settings.forgotten(config, changes, resolved) if config and resolved else ():
         typer.echo(sentence)
     if not is_dry:
         warm_up()  # while this process does its own imports

@@ -91,11 +91,10 @@ def _split(override: str) -> tuple[str, str, Any]:
         return section, key, text.strip()
 
 
-def forgotten(path: Path, overrides: Sequence[str]) -> list[str]:
-    """What `read` leaves out of a file because an override chooses another update policy, in sentences."""
-    changes = [_split(override) for override in overrides]
+def forgotten(path: Path, overrides: Sequence[str], config: Config) -> list[str]:
+    """What `config` lacks of its file because an override chooses another update policy, in sentences."""
+    changes, chosen = [_split(override) for override in overrides], config.orchestrator
     typed = {f"{section}.{key}" for section, key, _ in changes}
-    chosen = read(path, overrides).orchestrator
     return [
         f"orchestrator.{key} = {value} in {path} was meant for another update_policy: "
         f"with {chosen.update_policy} it is {getattr(chosen, key)}"

@@ -84,15 +84,30 @@ def reward_tasks(config: Config, columns: tuple[str, ...] | None = None) -> list
     tasks = []
     if reward.function is not None:
         judge = JudgeSpec(REWARD, reward.function, "reward.function", model, columns=columns)
-        rules = (1.0, reward.num_workers, A_GROUP, beats_s)
-        tasks.append(RewardTask(judge, reward.timeout_s, "reward.timeout_s", *rules))
+        tasks.append(
+            RewardTask(
+                judge,
+                reward.timeout_s,
+                "reward.timeout_s",
+                num_workers=reward.num_workers,
+                heartbeat_timeout_s=beats_s,
+            )
+        )
     for task in config.task:
         key = f"task.{task.name}"
         judge = JudgeSpec(task.name, task.factory, f"{key}.class", model, task.options, columns)
         num_rows = task.micro_batch_rows or (MANY if task.micro_batch_tokens else A_GROUP.num_rows)
-        want = Want(num_rows, task.micro_batch_tokens)
-        rules = (task.weight, task.num_workers, want, beats_s)
-        tasks.append(RewardTask(judge, task.timeout_s, f"{key}.timeout_s", *rules))
+        tasks.append(
+            RewardTask(
+                judge,
+                task.timeout_s,
+                f"{key}.timeout_s",
+                weight=task.weight,
+                num_workers=task.num_workers,
+                want=Want(num_rows, task.micro_batch_tokens),
+                heartbeat_timeout_s=beats_s,
+            )
+        )
     return tasks
 
 
