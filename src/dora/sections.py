@@ -122,8 +122,11 @@ class Engine(Section):
     )
     adapter: str | None = Field(
         default=None,
-        description='class of another inference engine, "file.py:Class" or "package.module:Class"; unset: '
-        "DORA's own",
+        description='another inference engine: "vllm", or its class as "file.py:Class" or '
+        '"package.module:Class"; unset: DORA\'s own',
+    )
+    options: dict[str, JsonValue] | None = Field(
+        default=None, description="what an adapter's class is made with beside the model (table)"
     )
     exact: bool = Field(
         default=False,

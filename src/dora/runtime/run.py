@@ -183,7 +183,7 @@ class _Session:
         hands, config = self._hands, self._plan.config
         self._calls.open(self._view.notice)
         hands.wait_until_ready()
-        engines = f"{len(hands.engines)} engines ({hands.fleet.kernels})"
+        engines = f"{len(hands.engines)} engines ({', '.join(hands.fleet.kernels)})"
         self._view.notice(f"{engines}, 1 trainer, {hands.rewarding.headcount} are ready")
         if self._past is None:
             self._evaluate_start()
