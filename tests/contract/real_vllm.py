@@ -1,71 +1,32 @@
 """The contract on real vLLM servers, by `make test-vllm VLLM_PYTHON=...`; no other run of the tests has it.
 
-With VLLM_RECORD=FILE what the servers said is written there: it is what `test_vllm.py` goes by.
+The other tests have a server whose answers are made up.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
 import pytest
-from tests.contract.vllm_stand_in import LABEL, key_of
 from tests.runtime.running import wait_until_gone
 
-from dora.backends import vllm_server
 from dora.backends.inside.dora_vllm import TOKEN_KEY
 from dora.backends.vllm import Vllm
-from dora.backends.vllm_server import Body, Server
 from dora.contract.asking import CONFIG, request, weights
 from dora.contract.inference import MAX_CONTEXT, MAX_ROWS, InferenceContract
+from dora.engine.sequence import Completion
 from dora.model.folder import save_folder
 from dora.runtime.stations import Capabilities
 
 PYTHON = os.environ["VLLM_PYTHON"]
-NUM_ANSWERS = 4  # kept to each request
 SERVERS: dict[str, Vllm] = {}  # by dtype: each takes half a minute to start
-CALLS: dict[str, Any] = {}
-ANSWERS: dict[str, list[list[Any]]] = {}
-DTYPES: dict[str, str] = {}  # of servers, by URL
-
-
-class Recording(Server):
-    """Keeps what is said, without the names that weights have for a time."""
-
-    def call(self, path: str, body: Body | None = None, timeout_s: float = vllm_server.CALL_S) -> Any:
-        said = super().call(path, body, timeout_s)
-        match body:
-            case {"method": "dora_about"}:
-                CALLS["dora_about"] = said["results"][0]
-            case {"method": "dora_load"}:
-                pass
-            case _:
-                CALLS[path] = said
-        return said
-
-    def stream(self, path: str, body: Body) -> Iterator[Any]:
-        events = []
-        for event in super().stream(path, body):
-            events.append(event)
-            yield event
-        label, last = str(body["cache_salt"]), events[-1]["choices"][0]
-        kept = ANSWERS.setdefault(key_of(DTYPES[self.url], label, _plain(body)), [])
-        if last["finish_reason"] in ("stop", "length") and len(kept) < NUM_ANSWERS:
-            kept.append(json.loads(json.dumps(events).replace(label, LABEL)))
-
-
-def _plain(body: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON has it."""
-    plain: dict[str, Any] = json.loads(json.dumps(body))
-    return plain
 
 
 class Attached:
@@ -76,7 +37,6 @@ class Attached:
     def __new__(cls, *, model: str, dtype: str, **made_with: Any) -> Vllm:  # type: ignore[misc]
         if dtype not in SERVERS:
             SERVERS[dtype] = Vllm(model=model, dtype=dtype, python=PYTHON, **made_with)
-            DTYPES[SERVERS[dtype].server.url] = dtype
         server = SERVERS[dtype].server
         os.environ[TOKEN_KEY] = server.token
         return Vllm(model=model, dtype=dtype, url=server.url, **made_with)
@@ -84,15 +44,9 @@ class Attached:
 
 @pytest.fixture(autouse=True, scope="module")
 def servers() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_server, "Server", Recording)
-        yield
+    yield
     for engine in SERVERS.values():
         engine.close()
-    if (path := os.environ.get("VLLM_RECORD")) is not None:
-        recorded = {"calls": CALLS, "answers": {key: kept for key, kept in ANSWERS.items() if kept}}
-        text = re.sub(r'"/[^"/]+/[^"/]+/[^"]*"', '"MODEL"', json.dumps(recorded, indent=1))  # where it lay
-        Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 @pytest.mark.timeout(300)
@@ -141,7 +95,7 @@ def test_what_was_given_up_never_meets_other_weights(tmp_path: Path) -> None:
         engine.submit([request(number, version=version) for number in range(2 * MAX_ROWS)])
         engine.step()
         engine.abort([request(number).id for number in range(1, 2 * MAX_ROWS)])
-        answers = []
+        answers: list[Completion] = []
         while not answers:
             answers = engine.step()
         assert [answer.version for answer in answers] == [version]

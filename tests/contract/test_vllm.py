@@ -1,4 +1,7 @@
-"""The adapter of vLLM keeps the contract on what a real server said, and is lost where one goes wrong."""
+"""The adapter of vLLM is lost where its server goes wrong, and says what it refuses.
+
+That it keeps the contract is for `real_vllm.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 import pytest
@@ -22,26 +25,15 @@ from dora.backends.inside.dora_vllm import TOKEN_KEY, Token, digest_of
 from dora.backends.vllm import Vllm
 from dora.backends.weights_file import write_safetensors
 from dora.contract.asking import CONFIG, request, weights
-from dora.contract.inference import MAX_CONTEXT, MAX_ROWS, InferenceContract
+from dora.contract.inference import MAX_CONTEXT, MAX_ROWS
 from dora.engine.sequence import Completion, EngineError
 from dora.errors import ConfigError, RunError
 from dora.model.config import ModelConfig
 from dora.model.folder import save_folder
 from dora.model.weights import Layout, weight_digest
-from dora.runtime.stations import Capabilities
 
 MADE: list[StandIn] = []
 MAX_STEPS = 1000
-
-
-class Attached:
-    """Made as an adapter is, beside a server of its own."""
-
-    capabilities: ClassVar[Capabilities] = Vllm.capabilities
-
-    def __new__(cls, *, dtype: str, **made_with: Any) -> Vllm:  # type: ignore[misc]
-        MADE.append(StandIn(dtype))
-        return Vllm(dtype=dtype, url=MADE[-1].url, **made_with)
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +43,6 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     while MADE:
         MADE.pop().close()
-
-
-class TestRecorded(InferenceContract):
-    """What vLLM 0.32 answered on a CPU."""
-
-    factory = Attached
-    tolerance = 1e-3
 
 
 Make = Callable[..., tuple[Vllm, StandIn]]

@@ -1,7 +1,7 @@
-"""A server that says again what a real vLLM server said, recorded by `real_vllm.py`.
+"""A server with the words of a vLLM server, and answers that are made up; something may be wrong with them.
 
 It is asked over HTTP, as the real one is. Weights are read from the file, and their digest is computed, by
-the code that runs inside vLLM; which tokens they draw was recorded. What goes wrong is chosen by `faults`.
+the code that runs inside vLLM. `real_vllm.py` holds the real one to the same words, and to true answers.
 """
 
 from __future__ import annotations
@@ -9,23 +9,41 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 from dora.backends.inside.dora_vllm import digest_of
 
-RECORDED = Path(__file__).with_name("vllm-0.32.json")
 TOKEN = "of this server"
-LABEL = "LABEL"  # stands for the name of the weights in what was recorded
+INTERVAL = 8  # tokens of an event, after the first one
+CALLS: dict[str, Any] = {
+    "/version": {"version": "0.32.0"},
+    "/v1/models": {"object": "list", "data": [{"id": "MODEL", "object": "model", "max_model_len": 64}]},
+    "/abort_requests": {"status": "aborted", "aborted": 0},
+    "/pause?mode=keep": {"status": "paused"},
+    "/resume": {"status": "resumed"},
+    "/update_weight_version": {"success": True},
+}
 
 
-def key_of(dtype: str, label: str, body: Mapping[str, Any]) -> str:
-    """What decides how a request may be answered; the second word of a label is the version."""
-    version = int(label.split("-")[1])
-    return json.dumps([dtype, version, body["token_ids"], body["sampling_params"]], sort_keys=True)
+def events_of(body: dict[str, Any], label: str) -> Iterator[dict[str, Any]]:
+    """An answer as long as it may be: one token, then so many at a time; the last event names the weights."""
+    num_tokens = body["sampling_params"]["max_tokens"]
+    ends = [*range(1, num_tokens, INTERVAL), num_tokens]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        is_last = end == num_tokens
+        content = [{"token_id": i, "logprob": -1.0, "rank": 1, "top_logprobs": []} for i in range(begin, end)]
+        choice = {
+            "index": 0,
+            "logprobs": {"content": content},
+            "finish_reason": "length" if is_last else None,
+            "stop_reason": None,
+            "token_ids": [*range(begin, end)],
+            "routed_experts": None,
+            "weight_versions": [{"version": label, "start": 0, "end": num_tokens}] if is_last else None,
+        }
+        yield {"request_id": body["request_id"], "choices": [choice], "output_mode": "tokens"}
 
 
 class StandIn(ThreadingHTTPServer):
@@ -35,15 +53,11 @@ class StandIn(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, dtype: str = "float32", **faults: Any) -> None:
+    def __init__(self, **faults: Any) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
-        self.dtype, self.faults = dtype, faults
-        self.calls: dict[str, Any] = recorded["calls"]
-        self.answers: dict[str, list[list[Any]]] = recorded["answers"]
-        self.label = "none-0"
+        self.faults = faults
+        self.label = "none"
         self.given_up: set[str] = set()
-        self.num_answered: Counter[str] = Counter()
         self.num_under_way = 0
         self.changed = threading.Condition()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
@@ -72,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
     server: StandIn
 
     def do_GET(self) -> None:
-        self._reply(200, self.server.calls[self.path])
+        self._reply(200, CALLS[self.path])
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -84,14 +98,13 @@ class Handler(BaseHTTPRequestHandler):
             case "/collective_rpc" if body["method"] == "dora_load":
                 self._load(body["args"][0])
             case "/collective_rpc":
-                about = {**self.server.calls["dora_about"], "dtype": self.server.dtype}
-                self._reply(200, {"results": [about]})
+                self._reply(200, {"results": [{"device": "cpu", "dtype": "float32"}]})
             case "/abort_requests":
                 self._give_up(body)
             case _:
                 if self.path == "/update_weight_version":
                     self.server.label = body["new_version"]
-                self._reply(200, self.server.calls[self.path])
+                self._reply(200, CALLS[self.path])
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing."""
@@ -120,16 +133,13 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 server.given_up |= set(body.get("request_ids", ()))
             server.changed.notify_all()
-        self._reply(200, server.calls["/abort_requests"])
+        self._reply(200, CALLS["/abort_requests"])
 
     def _stream(self, body: dict[str, Any]) -> None:
         server, name = self.server, f"generate-tokens-{body['request_id']}"
         with server.changed:
             server.num_under_way += 1
-            key = key_of(server.dtype, body["cache_salt"], body)
-            known = server.answers[key]
-            events = known[server.num_answered[key] % len(known)]
-            server.num_answered[key] += 1
+            events = [*events_of(body, server.label)]
         try:
             is_whole = self._say_all(name, events)
         finally:
@@ -158,10 +168,9 @@ class Handler(BaseHTTPRequestHandler):
                 self.connection.shutdown(socket.SHUT_RDWR)  # as of a process that dies
                 return False
             (choice,) = event["choices"]
-            if choice["weight_versions"] is not None:
-                spans = json.loads(json.dumps(choice["weight_versions"]).replace(LABEL, server.label))
-                choice = {**choice, "weight_versions": faults.get("spans", spans)}
-            self._say({**event, "choices": [choice]})
+            if choice["finish_reason"] is not None:
+                choice["weight_versions"] = faults.get("spans", choice["weight_versions"])
+            self._say(event)
         return True
 
     def _say(self, event: Any) -> None:
