@@ -1,5 +1,6 @@
 # make demo   install and run the demo
 # make test   install and run every check
+# make test-vllm VLLM_PYTHON=python   install, and run what needs vLLM, which that interpreter has
 # make dash   install, and look at the newest run, or at RUN=DIR
 # make docs   install what makes the site, and write it to build/site
 # PYTHON=python3.12 names the interpreter, TORCH_INDEX=URL the index torch is taken from,
@@ -16,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 # More than one thread per process makes small models slower, not faster.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test dash docs
+.PHONY: demo test test-vllm dash docs
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -28,6 +29,9 @@ test: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/dora simulate swarm --seeds 200
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+test-vllm: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/vllm_fleet.py --quick --vllm-python $(VLLM_PYTHON)
 
 dash: RUN = $(firstword $(shell ls -td runs/*/ 2>/dev/null) runs)
 dash: $(VENV)/.installed

@@ -366,7 +366,7 @@ def test_a_configuration_cannot_be_changed(file: Path) -> None:
 
 def test_the_printed_defaults_are_toml_and_describe_every_key() -> None:
     text = defaults_toml()
-    assert set(tomllib.loads(text)) | {"task"} == set(Config.model_fields)
+    assert set(tomllib.loads(text)) | {"task", "fleet"} == set(Config.model_fields)
     assert "\n# [[task]]\n" in text
     for _, key, field in keys():
         assert field.description

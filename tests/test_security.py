@@ -68,6 +68,10 @@ LISTENS = {
         "loopback, and a meeting place in a file of the owner's",
         "tests/runtime/test_ranks.py::check_that_nobody_else_can_come_in",
     ),
+    "dora.backends.vllm_server": (
+        "vLLM, on loopback: a token in every request, also in those that its own key leaves open",
+        "tests/contract/test_vllm.py::test_no_call_is_answered_without_the_token",
+    ),
     "dora.runtime.process": (
         "Python's fork server: a Unix socket of its owner's alone, in a folder of its owner's alone",
         "tests/test_security.py::test_the_fork_server_of_python_listens_for_its_owner_alone",
@@ -81,7 +85,7 @@ LISTENING = (
     "init_process_group",
     "get_context",
 )
-NO_SOCKETS = ("signature.bind",)  # arguments to the parameters of a function
+NO_SOCKETS = ("signature.bind", "signature(factory).bind")  # arguments to the parameters of a function
 SERVERS = ("HTTPServer", "TCPServer", "UnixStreamServer")
 
 

@@ -3,7 +3,7 @@
 A run is described by one TOML file, one table per section, and by overrides `section.key=value`.
 Unknown keys are refused; paths are relative to the file (those of overrides to the
 working directory). Derived values are properties of `Config`, each with its formula.
-`dora.settings` reads the file; `dora.sections` and `dora.learning` have the keys.
+`dora.settings` reads the file; `dora.sections`, `dora.learning` and `dora.operation` have the keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from pydantic import Field, model_validator
 
 from dora.effects import without_effect
 from dora.errors import ConfigError
+from dora.fleets import Kind, kinds
 from dora.learning import Algorithm, Correction, Critic, Trainer
+from dora.operation import Journal, Metrics, Runtime
 from dora.policy import check_policy
 from dora.sections import (
     BREAKS_C1,
@@ -24,13 +26,10 @@ from dora.sections import (
     Engine,
     Env,
     Eval,
-    Journal,
-    Metrics,
     Model,
     Orchestrator,
     Reward,
     Run,
-    Runtime,
     Sampling,
     Section,
     Task,
@@ -48,6 +47,7 @@ class Config(Section):
     data: Data
     sampling: Sampling
     engine: Engine = Engine()
+    fleet: list[Kind] = Field(default=[])
     env: Env = Env()
     reward: Reward = Reward()
     task: list[Task] = Field(default=[])
@@ -76,7 +76,8 @@ class Config(Section):
     @property
     def total_rows(self) -> int:
         """Requests that decode at once: num_engines * max_rows; one engine more with an elastic trainer."""
-        return (self.engine.num_engines + self.trainer.elastic) * self.engine.max_rows
+        rows = sum(kind.num_engines * kind.max_rows for kind in kinds(self))
+        return rows + self.trainer.elastic * self.engine.max_rows
 
     @property
     def version_slots(self) -> int:
@@ -148,6 +149,7 @@ class Config(Section):
                     f"and nothing would be learnt; {'raise' if key == 'top_k' else 'lower'} it"
                 )
         check_policy(self)
+        self._check_fleet()
         self._check_devices()
         self._check_ranks()
         self._check_stations()
@@ -215,6 +217,12 @@ class Config(Section):
                 "algorithm.filter_groups = true with adv_estimator = gae: equal rewards teach as much as "
                 "others, being compared with a critic's values and not with each other; remove it"
             )
+
+    def _check_fleet(self) -> None:
+        """Raises ConfigError where two kinds of engines have one name."""
+        names = [kind.name for kind in self.fleet]
+        for name in (name for name in names if names.count(name) > 1):
+            raise ConfigError(f"fleet.name = {name!r}: every [[fleet]] needs its own; choose another")
 
     def _check_devices(self) -> None:
         """Raises ConfigError for what cannot be computed, or not shared, on the devices named."""

@@ -64,6 +64,8 @@ def without_effect(config: Config) -> dict[str, dict[str, str]]:
     if config.engine.adapter is not None:
         own = ("kernels", "kv_blocks", "pace", "tail_interval")
         found["engine"] |= dict.fromkeys(own, "with engine.adapter: they are of DORA's own engine")
+    else:
+        found["engine"]["options"] = "without engine.adapter: they are what its class is made with"
     if config.engine.exact:
         found["trainer"]["routing_replay"] = "with engine.exact = true: equal bits are routed alike"
     if not config.trainer.lora_rank:

@@ -64,6 +64,7 @@ def _check_renewal(config: Config, policy: str, slots: int | None) -> None:
     """Raises ConfigError for what cannot be had with answers that go on with newer weights."""
     wanted = {
         "engine.adapter": (config.engine.adapter is not None, "only DORA's own engine does so"),
+        "fleet": (bool(config.fleet), "only DORA's own engine does so"),
         "trainer.routing_replay": (
             config.trainer.routing_replay and policy == "partial",
             "the experts of what is computed again are not those that drew it",

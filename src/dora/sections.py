@@ -1,6 +1,7 @@
 """The settings of each part of a run: name, meaning, unit, default and what one value alone may be.
 
-Those of what is learnt are in `dora.learning`; rules that need several keys are `dora.config`'s.
+Those of what is learnt are in `dora.learning`, those of where it all runs and who watches in
+`dora.operation`; rules that need several keys are `dora.config`'s.
 """
 
 from __future__ import annotations
@@ -122,8 +123,11 @@ class Engine(Section):
     )
     adapter: str | None = Field(
         default=None,
-        description='class of another inference engine, "file.py:Class" or "package.module:Class"; unset: '
-        "DORA's own",
+        description='another inference engine: "vllm", or its class as "file.py:Class" or '
+        '"package.module:Class"; unset: DORA\'s own',
+    )
+    options: dict[str, JsonValue] | None = Field(
+        default=None, description="what an adapter's class is made with beside the model (table)"
     )
     exact: bool = Field(
         default=False,
@@ -350,51 +354,3 @@ class Eval(Section):
                 "two, or eval.num_prompts = 0 for no evaluation"
             )
         return self
-
-
-class Journal(Section):
-    """The record of the run."""
-
-    fsync: bool = Field(
-        default=False, description="survive power loss, not only dead processes; slower (true or false)"
-    )
-
-
-class Metrics(Section):
-    """Who else is told the metrics of each step; metrics.jsonl always has them."""
-
-    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
-        default=[], description='trackers (list, as ["tensorboard"]); each is an extra of the package'
-    )
-    project: str = Field(
-        default="dora", min_length=1, description="where wandb and trackio file the run (name)"
-    )
-    peak_tflops: float | None = Field(
-        default=None,
-        gt=0,
-        description="most that the device of a trainer's process can do, for perf/mfu/actor (TFLOP/s); "
-        "unset: known of common GPUs, of no CPU",
-    )
-
-
-class Runtime(Section):
-    """The processes."""
-
-    kind: Literal["local"] = Field(
-        default="local", description="where the stations run; local: processes of this machine"
-    )
-    heartbeat_timeout_s: float = Field(
-        default=5.0, gt=0, description="an engine or reward process silent for longer is lost (s)"
-    )
-    max_restarts: int = Field(
-        default=3, ge=0, description="times in a row that a lost engine is started again (count)"
-    )
-    trainer_timeout_s: float = Field(
-        default=60.0, gt=0, description="a trainer process that is stopped for longer ends the run (s)"
-    )
-    start_timeout_s: float = Field(
-        default=120.0, gt=0, description="a process that is not ready by then fails the run (s)"
-    )
-    move_timeout_s: float = Field(
-        default=5.0, gt=0, description="a move on which nothing is copied for so long is given up (s)"
-    )

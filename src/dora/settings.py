@@ -8,6 +8,7 @@ trainer with DORA's.
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,16 +20,19 @@ from pydantic_core import ErrorDetails
 
 from dora.config import Config, assignment
 from dora.errors import ConfigError, how_to_download
+from dora.fleets import Kind
 from dora.phrasebook import translated
 from dora.sections import Section, Task
 
 OUTSIDE = "service"  # instead of a path or a class: it comes through the service
 HUB_KINDS = {"model.path": "model", "critic.path": "model", "data.path": "dataset", "eval.path": "dataset"}
-BUILT_IN = {"data": ("gcd", OUTSIDE), "eval": ("gcd",), "reward": (OUTSIDE,)}  # instead of a path
+BUILT_IN = {"data": ("gcd", OUTSIDE), "eval": ("gcd",), "reward": (OUTSIDE,), "engine": ("vllm",)}  # no path
+NAMED: dict[str, type[Section]] = {"fleet": Kind, "task": Task}  # sections of which there may be several
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a TOML file after overrides `section.key=value`, or `task.NAME.key=value`.
+    """The configuration in a TOML file after overrides `section.key=value`, or, of one of several tables
+    [[task]] or [[fleet]], `task.NAME.key=value`.
 
     A value is read as TOML, and as a plain string where it is none. Paths are made absolute: those
     of the file are relative to it, those of overrides to the working directory. Raises ConfigError.
@@ -37,9 +41,9 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     changes = [_split(override) for override in overrides]
     _forget_what_the_old_policy_brought(tables, changes)
     for section, key, value in changes:
-        if section == "task":
+        if section in NAMED:
             name, _, key = key.partition(".")
-            table = _task(tables, name)
+            table = _one_of(tables, section, name)
         else:
             table = tables.setdefault(section, {})
         if isinstance(table, dict):
@@ -64,15 +68,15 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
 
 
-def _task(tables: dict[str, Any], name: str) -> dict[str, Any]:
-    """The table [[task]] of that name. Raises ConfigError."""
-    given = tables.get("task", [])
-    tasks = [task for task in given if isinstance(task, dict)] if isinstance(given, list) else []
-    for task in tasks:
-        if task.get("name") == name:
-            return task
-    names = ", ".join(str(task.get("name")) for task in tasks) or "none"
-    raise ConfigError(f"override task.{name}...: no [[task]] has this name; there are: {names}")
+def _one_of(tables: dict[str, Any], section: str, name: str) -> dict[str, Any]:
+    """The table [[section]] of that name. Raises ConfigError."""
+    given = tables.get(section, [])
+    found = [table for table in given if isinstance(table, dict)] if isinstance(given, list) else []
+    for table in found:
+        if table.get("name") == name:
+            return table
+    names = ", ".join(str(table.get("name")) for table in found) or "none"
+    raise ConfigError(f"override {section}.{name}...: no [[{section}]] has this name; there are: {names}")
 
 
 def _split(override: str) -> tuple[str, str, Any]:
@@ -124,8 +128,8 @@ def _explain(details: ErrorDetails) -> str:
     where = [part for part in details["loc"] if isinstance(part, str)]  # others are places in a list
     name, kind = ".".join(where[:2]), details["type"]
     table, typed = f"[{where[0]}]", name
-    if where[0] == "task":
-        table, typed = "[[task]]", name.replace("task", "task.NAME", 1)
+    if where[0] in NAMED:
+        table, typed = f"[[{where[0]}]]", name.replace(where[0], f"{where[0]}.NAME", 1)
     if kind == "extra_forbidden":
         what = "section" if len(where) == 1 else "key"
         return f"  {name}: unknown {what}; {_suggest(where, [*_leaves(name, details['input'])])}"
@@ -208,6 +212,11 @@ def _with_absolute_paths(config: Config, folder_of: Callable[[str], Path]) -> Co
     update: dict[str, Any] = {
         section: getattr(config, section).model_copy(update=new) for section, new in changes.items()
     }
+    if config.engine.options is not None:
+        engine = update.get("engine", config.engine)
+        options = _with_interpreter(config.engine.options, folder_of("engine.options"))
+        update["engine"] = engine.model_copy(update={"options": options})
+    update["fleet"] = [_with_paths_of_kind(kind, folder_of) for kind in config.fleet]
     update["task"] = [_with_paths_of_task(task, folder_of) for task in config.task]
     return config.model_copy(update=update)
 
@@ -221,6 +230,24 @@ def _with_paths_of_task(task: Task, folder_of: Callable[[str], Path]) -> Task:
     if factory != OUTSIDE:
         factory = _attribute(f"{key}.class", factory, folder_of)
     return task.model_copy(update={"factory": factory, "options": options})
+
+
+def _with_paths_of_kind(kind: Kind, folder_of: Callable[[str], Path]) -> Kind:
+    key, adapter = f"fleet.{kind.name}", kind.adapter
+    if adapter not in BUILT_IN["engine"]:
+        adapter = _attribute(f"{key}.adapter", adapter, folder_of)
+    options = _with_interpreter(kind.options, folder_of(f"{key}.options"))
+    return kind.model_copy(update={"adapter": adapter, "options": options})
+
+
+def _with_interpreter(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """An interpreter called `python` is found where a path leads to it, and is no link's target: that of an
+    environment is one.
+    """
+    python = options.get("python")
+    if not isinstance(python, str) or os.sep not in python:
+        return options
+    return {**options, "python": os.path.abspath(folder / Path(python).expanduser())}
 
 
 def _attribute(key: str, value: str, folder_of: Callable[[str], Path]) -> str:
@@ -246,7 +273,7 @@ def _existing(folder: Path, value: str, name: str, built_in: Sequence[str] = ())
 def sections() -> Iterator[tuple[str, type[Section]]]:
     """Name and class of every section, in order."""
     for name, field in Config.model_fields.items():
-        kind = Task if name == "task" else field.annotation
+        kind = NAMED.get(name, field.annotation)
         assert isinstance(kind, type)
         yield name, kind
 
@@ -259,9 +286,10 @@ def keys() -> Iterator[tuple[str, str, FieldInfo]]:
 
 
 def values(config: Config) -> Iterator[tuple[str, Any]]:
-    """("section.key", value) of every setting; those of a [[task]] are "task.NAME.key"."""
-    tables = [(name, getattr(config, name)) for name in Config.model_fields if name != "task"]
-    for name, table in (*tables, *((f"task.{task.name}", task) for task in config.task)):
+    """("section.key", value) of every setting; those of one of several tables are "section.NAME.key"."""
+    tables = [(name, getattr(config, name)) for name in Config.model_fields if name not in NAMED]
+    tables += [(f"{name}.{table.name}", table) for name in NAMED for table in getattr(config, name)]
+    for name, table in tables:
         for key, field in type(table).model_fields.items():
             yield f"{name}.{field.alias or key}", getattr(table, key)
 
@@ -270,8 +298,8 @@ def defaults_toml() -> str:
     """Every key with meaning, unit and default, as TOML; keys without a default are commented out."""
     lines = []
     for section, kind in sections():
-        is_one_of_many = section == "task"
-        lines += [f"# {kind.__doc__}", "# [[task]]" if is_one_of_many else f"[{section}]"]
+        is_one_of_many = section in NAMED
+        lines += [f"# {kind.__doc__}", f"# [[{section}]]" if is_one_of_many else f"[{section}]"]
         for key, field in ((key, field) for name, key, field in keys() if name == section):
             choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
             lines.append(f"# {field.description}" + (f"; one of: {', '.join(choices)}" if choices else ""))

@@ -54,9 +54,9 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def with_base(tables: dict[str, Any]) -> dict[str, Any]:
     """A fragment of a configuration among what every configuration needs."""
-    merged = {name: {**BASE.get(name, {}), **table} for name, table in tables.items() if name != "task"}
-    tasks = {"task": tables["task"]} if "task" in tables else {}
-    return {**BASE, **merged, **tasks}
+    several = {name: given for name, given in tables.items() if isinstance(given, list)}
+    merged = {n: {**BASE.get(n, {}), **table} for n, table in tables.items() if n not in several}
+    return {**BASE, **merged, **several}
 
 
 def test_every_block_is_of_a_kind_that_is_tried() -> None:

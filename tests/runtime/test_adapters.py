@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.contract.test_inference import EXAMPLES
-from tests.runtime.running import Run, dora, metrics
+from tests.runtime.running import Run, dora, journal, metrics
 from tests.runtime.tiny import write_task
 
 from dora import settings
@@ -47,6 +47,29 @@ def test_a_run_on_other_engines_keeps_its_promises_when_one_of_them_dies(task: P
     verdict = dora("audit", out, "--deep", "4")
     assert verdict.code == 0, verdict.out
     assert len(metrics(out)) == 6
+
+
+def test_engines_of_two_kinds_generate_in_one_run_and_stand_in_for_each_other(tmp_path: Path) -> None:
+    """The one that DORA has not written dies half-way, and what it was answering begins again."""
+    task = write_task(tmp_path)
+    fleet = f'[[fleet]]\nname = "others"\nadapter = "{ENGINE}"\nmax_rows = 2\n'
+    task.write_text(task.read_text() + fleet)
+    changes = {key.replace(".", "__"): value for key, value in FITTING.items() if key != "engine.adapter"}
+    run = Run(task, tmp_path / "run", run__steps=8, engine__num_engines=1, **changes)
+    try:
+        run.wait_for_steps(2)
+        run.workers()[1].kill()
+        ended = run.end()
+    finally:
+        run.kill_all()
+    assert ended.code == 0, ended.err
+    verdict = dora("audit", run.out, "--deep", "8")
+    assert verdict.code == 0, verdict.out
+    facts = journal(run.out)
+    joined = {fact["engine"]: fact["rows"] for fact in facts if fact["kind"] == "engine_joined"}
+    assert joined == {0: 4, 1: 2}
+    assert {fact["engine"] for fact in facts if fact["kind"] == "request_finished"} == {0, 1}
+    assert [fact["engine"] for fact in facts if fact["kind"] == "engine_lost"] == [1]
 
 
 def test_what_an_adapter_cannot_do_is_refused_with_every_remedy(task: Path) -> None:

@@ -20,12 +20,12 @@ from dora.trainer.settings import Sample, TrainerSettings
 
 CONFIG = ModelConfig(
     vocab_size=29,
-    hidden_size=24,
-    intermediate_size=40,
+    hidden_size=32,
+    intermediate_size=48,
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=8,
+    head_dim=32,  # the smallest that vLLM computes on a CPU
     max_position_embeddings=96,
 )
 MAX_TOKENS = 12  # of an answer

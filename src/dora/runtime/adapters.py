@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from inspect import isfunction
+from inspect import isfunction, signature
+from typing import Any
 
 from dora.config import Config
 from dora.errors import ConfigError
+from dora.fleets import Engines, kinds
 from dora.loading import load_attribute
 from dora.runtime.messages import EngineSpec, TrainerSpec
 from dora.runtime.stations import (
@@ -21,7 +23,9 @@ from dora.runtime.stations import (
     members,
 )
 
-KEY, TRAINER_KEY = "engine.adapter", "trainer.adapter"
+TRAINER_KEY = "trainer.adapter"
+BUILT_IN = {"vllm": "dora.backends.vllm:Vllm"}
+MADE_WITH = ("model", "max_rows", "max_context", "version_slots", "device", "dtype")
 
 
 def check(config: Config) -> None:
@@ -32,30 +36,43 @@ def check(config: Config) -> None:
     if config.trainer.adapter is not None:
         trainer = load_attribute(config.trainer.adapter, TRAINER_KEY, ConfigError)
         _check_methods(trainer, TrainingEngine, f"{TRAINER_KEY} = {config.trainer.adapter!r}")
-    if config.engine.adapter is None:
-        return
-    factory = _load(config.engine.adapter)
-    _check_methods(factory, InferenceEngine, f"{KEY} = {config.engine.adapter!r}")
-    can = factory.capabilities
-    lacking = [*_lacking(config, can)]
-    if lacking:
+    for kind in kinds(config):
+        if kind.adapter is not None:
+            _check_kind(config, kind, kind.adapter)
+
+
+def _check_kind(config: Config, kind: Engines, adapter: str) -> None:
+    what = f"{kind.key}.adapter = {adapter!r}"
+    factory = _load(adapter, what)
+    _check_methods(factory, InferenceEngine, what)
+    if lacking := [*_lacking(config, kind, factory.capabilities)]:
+        raise ConfigError(f"{what} cannot do what the configuration asks of it:\n  " + "\n  ".join(lacking))
+    try:
+        signature(factory).bind(**dict.fromkeys((*MADE_WITH, *kind.options)))
+    except TypeError as error:
+        raise ConfigError(f"{kind.key}.options = {kind.options}: {adapter} {error}; remove it") from error
+    num_engines = kind.num_engines + (kind.key == "engine" and config.trainer.elastic)
+    if "url" in kind.options and num_engines > 1:
         raise ConfigError(
-            f"{KEY} = {config.engine.adapter!r} cannot do what the configuration asks of it:\n  "
-            + "\n  ".join(lacking)
+            f"{kind.key}.options has the url of a server, which is one engine, and there are {num_engines}: "
+            "set num_engines = 1, and write a table [[fleet]] for each other server"
         )
 
 
 def make(spec: EngineSpec) -> InferenceEngine:
     """The adapter's engine, in the process it is to live in."""
     assert spec.adapter is not None
-    return _load(spec.adapter)(
+    factory: Any = _load(spec.adapter, f"adapter = {spec.adapter!r}")  # its options are its own
+    engine: InferenceEngine = factory(
         model=str(spec.model),
         max_rows=spec.max_rows,
         max_context=spec.max_context,
         version_slots=spec.version_slots,
         device=spec.device,
         dtype=spec.dtype,
+        **(spec.options or {}),
     )
+    return engine
 
 
 def make_trainer(spec: TrainerSpec) -> TrainingEngine:
@@ -76,11 +93,11 @@ def make_trainer(spec: TrainerSpec) -> TrainingEngine:
     return trainer
 
 
-def _load(name: str) -> InferenceFactory:
-    factory = load_attribute(name, KEY, ConfigError)
+def _load(name: str, what: str) -> InferenceFactory:
+    factory = load_attribute(BUILT_IN.get(name, name), what.partition(" = ")[0], ConfigError)
     if not isinstance(getattr(factory, "capabilities", None), Capabilities):
         raise ConfigError(
-            f"{KEY} = {name!r} has no attribute capabilities; give it one, of the class "
+            f"{what} has no attribute capabilities; give it one, of the class "
             "dora.runtime.stations.Capabilities"
         )
     found: InferenceFactory = factory
@@ -99,13 +116,14 @@ def _check_methods(factory: object, protocol: type, what: str) -> None:
         )
 
 
-def _lacking(config: Config, can: Capabilities) -> Iterator[str]:
-    """What is asked and not offered, with the remedy."""
+def _lacking(config: Config, kind: Engines, can: Capabilities) -> Iterator[str]:
+    """What is asked of a kind of engines and not offered, with the remedy."""
     sampling, engine, orchestrator = config.sampling, config.engine, config.orchestrator
     if not config.is_static:
         yield "its requests stay where they are: set orchestrator.placement = static"
-    if can.max_versions is not None and config.version_slots > can.max_versions:
-        yield f"it holds {can.max_versions} versions at most: set engine.version_slots = {can.max_versions}"
+    if can.max_versions is not None and kind.version_slots > can.max_versions:
+        most = can.max_versions
+        yield f"it holds {most} versions at most: set {kind.key}.version_slots = {most}"
     if orchestrator.rush and not can.rushes:
         yield "its rows do not stand still for a late one: set orchestrator.rush = false"
     if not can.pauses and (orchestrator.placement == "colocated" or config.trainer.elastic):

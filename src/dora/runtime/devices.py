@@ -14,6 +14,7 @@ import torch
 
 from dora.config import Config
 from dora.errors import ConfigError
+from dora.fleets import num_engines
 
 
 def is_gpu(device: str) -> bool:
@@ -36,7 +37,7 @@ class Devices:
         """Without a number: with the GPUs that are here, or where there is none, as many as it takes."""
         engine, trainer = config.engine.device, config.trainer.device
         num_trainers = config.trainer.num_ranks
-        alone = 0 if config.orchestrator.placement == "colocated" else config.engine.num_engines
+        alone = 0 if config.orchestrator.placement == "colocated" else num_engines(config)
         found = torch.cuda.device_count() if num_gpus is None else num_gpus
         wanted = num_trainers * is_gpu(trainer) + alone * is_gpu(engine)
         return cls(engine, trainer, num_trainers, found or wanted, config.trainer.station_device)
@@ -97,7 +98,7 @@ def _check_apart(config: Config, num_gpus: int) -> None:
     if config.orchestrator.placement == "colocated" or "cuda" not in (engine, trainer):
         return
     devices = Devices.of(config, num_gpus)
-    own = {devices.of_engine(number, is_colocated=False) for number in range(config.engine.num_engines)}
+    own = {devices.of_engine(number, is_colocated=False) for number in range(num_engines(config))}
     shared = own & {devices.of_trainer(rank) for rank in range(devices.num_trainers)}
     if shared:
         raise ConfigError(

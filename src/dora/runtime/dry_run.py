@@ -14,6 +14,7 @@ from dora.core.events import GroupScored, GroupUnscorable
 from dora.core.records import GroupId
 from dora.core.wording import counted
 from dora.errors import ConfigError, RewardError
+from dora.fleets import kinds
 from dora.runtime import adapters, devices
 from dora.runtime.environments import try_environment
 from dora.runtime.folder import check_out
@@ -41,7 +42,9 @@ def check(config: Config, out: Path) -> str:
 
 def _derived(plan: Plan) -> dict[str, str]:
     config, limits = plan.config, plan.limits
-    engines, rows, slots = plan.num_engines, config.engine.max_rows, config.version_slots
+    own, *others = kinds(config)
+    engines = [own._replace(num_engines=own.num_engines + config.trainer.elastic), *others]
+    rows = " + ".join(f"{kind.num_engines} x {kind.max_rows}" for kind in engines)
     rules = config.orchestrator
     return {
         "model": f"{plan.num_parameters:,} parameters, {size(plan.version_bytes)} a version in "
@@ -63,8 +66,8 @@ def _derived(plan: Plan) -> dict[str, str]:
         "placement": rules.placement + (", and the trainer lends itself" if config.trainer.elastic else ""),
         "window": f"(max_staleness + 1) x batch_size - slack = {counted(config.window, 'group')} "
         "admitted and untrained",
-        "rows": f"engines x max_rows = {engines} x {rows} = {counted(config.total_rows, 'request')} at once",
-        "version slots": f"{slots} per engine",
+        "rows": f"engines x max_rows = {rows} = {counted(config.total_rows, 'request')} at once",
+        "version slots": f"{', '.join(str(kind.version_slots) for kind in engines)} per engine",
         "context": f"{config.data.max_prompt_length} + {config.sampling.max_response_length} tokens",
     }
 

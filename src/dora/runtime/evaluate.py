@@ -24,6 +24,7 @@ from dora.core.events import (
 )
 from dora.core.records import GroupId, RequestId
 from dora.errors import RunError
+from dora.fleets import kind_of
 from dora.runtime.held_out import Evaluation
 from dora.runtime.local import LocalHands
 
@@ -75,9 +76,9 @@ class _Round:
         return self._result
 
     def _dispatch(self) -> None:
-        rows = self._hands.plan.config.engine.max_rows
+        config = self._hands.plan.config
         for engine, running in self._running.items():
-            count = min(rows - len(running), len(self._waiting))
+            count = min(kind_of(config, engine).max_rows - len(running), len(self._waiting))
             if count > 0:
                 requests = tuple(self._waiting.popleft() for _ in range(count))
                 running.update(requests)

@@ -16,6 +16,7 @@ from dora.core.actions import Migrate
 from dora.core.events import EngineJoined, EngineLeft, EngineLost, Event, LoadFailed, Paused
 from dora.engine.sequence import Request
 from dora.errors import RunError
+from dora.fleets import kind_of
 from dora.runtime import messages as m
 from dora.runtime.moving import Moves, Word
 from dora.runtime.plan import Plan
@@ -46,7 +47,7 @@ class Fleet:
         self.ready: set[int] = set()  # they have started
         self.joined: set[int] = set()  # the core knows them
         self.ends: dict[int, str] = {}  # how engines ended that are here no more
-        self.kernels = ""  # how the engines compute
+        self.kernels: dict[str, None] = {}  # how the engines compute, each way once
         self.digests: dict[int, str] = {}  # of the published versions
         self.last_loss = ""  # with its traceback
         timeout_s = plan.config.runtime.move_timeout_s
@@ -132,7 +133,7 @@ class Fleet:
             case m.Ready(note, pool):
                 self.ready.add(engine)
                 self._was_ready = True
-                self.kernels = note
+                self.kernels[note] = None
                 if pool is not None:
                     self._pools[engine] = pool
                 if self._is_open:
@@ -187,14 +188,15 @@ class Fleet:
         return self._started_s[engine] + self._plan.config.runtime.start_timeout_s
 
     def _join(self, engine: int) -> None:
-        config = self._plan.config
-        rows, slots = config.engine.max_rows, config.version_slots
+        kind = kind_of(self._plan.config, self._places[engine])
         self.joined.add(engine)
         self._met.add(engine)
         is_colocated = self._plan.is_colocated(self._places[engine])
         if is_colocated:
             self.rest(engine)
-        self._facts.append(EngineJoined(engine, rows, slots, is_colocated, self._before.get(engine)))
+        self._facts.append(
+            EngineJoined(engine, kind.max_rows, kind.version_slots, is_colocated, self._before.get(engine))
+        )
 
     def _fill_places(self) -> None:
         """Start engines in the place of lost ones whose time has come; they join like any other."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dora.core.records import GroupId, RequestId
 from dora.engine.sequence import Completion, Request
@@ -56,6 +56,7 @@ class EngineSpec:
     device: str = "cpu"
     dtype: str = "float32"
     adapter: str | None = None  # the class of another engine
+    options: dict[str, Any] | None = None  # what that is made with beside these
     loads_deferred: bool = False
     kv_blocks: int | None = None  # as many as all rows take
     renewal: str | None = None  # "partial" | "inflight": answers go on with newer versions

@@ -20,6 +20,7 @@ from dora.data.tokenizer import Tokenizer
 from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
 from dora.engine.sequence import Request, Sampling
 from dora.engine.workspace import DTYPES
+from dora.fleets import kind_of, num_engines
 from dora.model.config import ModelConfig
 from dora.model.folder import check_folder, load_config
 from dora.runtime import trackers
@@ -155,11 +156,11 @@ class Plan:
     @property
     def num_engines(self) -> int:
         """Engine processes at the start; the last one is the trainer's, if it is elastic."""
-        return self.config.engine.num_engines + self.config.trainer.elastic
+        return num_engines(self.config) + self.config.trainer.elastic
 
     def is_colocated(self, engine: int) -> bool:
         """Whether an engine shares its device with the trainer, and so rests while that one works."""
-        is_lent = self.config.trainer.elastic and engine == self.config.engine.num_engines
+        is_lent = self.config.trainer.elastic and engine == num_engines(self.config)
         return is_lent or self.config.orchestrator.placement == "colocated"
 
     @property
@@ -292,13 +293,14 @@ class Plan:
         It computes where engine `place` did, of which it takes the place.
         """
         config, place = self.config, engine if place is None else place
+        kind = kind_of(config, place)
         return EngineSpec(
             model=Path(config.model.path),
             weights=weights,
             pool=weights / f"pool-{engine}.kv",
-            max_rows=config.engine.max_rows,
+            max_rows=kind.max_rows,
             max_context=config.context,
-            version_slots=config.version_slots,
+            version_slots=kind.version_slots,
             kernels=config.engine.kernels,
             pace_s=config.engine.pace_s,
             tail_interval=config.engine.tail_interval,
@@ -308,7 +310,8 @@ class Plan:
             exact=config.engine.exact,
             device=self.devices.of_engine(place, is_colocated=self.is_colocated(place)),
             dtype=config.engine.dtype,
-            adapter=config.engine.adapter,
+            adapter=kind.adapter,
+            options=kind.options,
             loads_deferred=config.weights.load == "deferred",
             kv_blocks=config.engine.kv_blocks,
             renewal=config.orchestrator.update_policy if config.breaks_c1 else None,

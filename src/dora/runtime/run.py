@@ -186,7 +186,7 @@ class _Session:
         self._calls.open(self._view.notice)
         hands.wait_until_ready()
         self._status.enter("evaluating")
-        engines = f"{counted(len(hands.engines), 'engine')} ({hands.fleet.kernels})"
+        engines = f"{counted(len(hands.engines), 'engine')} ({', '.join(hands.fleet.kernels)})"
         self._view.notice(f"{engines}, 1 trainer, {hands.rewarding.headcount} are ready")
         if self._past is None:
             self._evaluate_start()

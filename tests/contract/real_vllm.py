@@ -1,0 +1,102 @@
+"""The contract on real vLLM servers, by `make test-vllm VLLM_PYTHON=...`; no other run of the tests has it.
+
+The other tests have a server whose answers are made up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+from tests.runtime.running import wait_until_gone
+
+from dora.backends.inside.dora_vllm import TOKEN_KEY
+from dora.backends.vllm import Vllm
+from dora.contract.asking import CONFIG, request, weights
+from dora.contract.inference import MAX_CONTEXT, MAX_ROWS, InferenceContract
+from dora.engine.sequence import Completion
+from dora.model.folder import save_folder
+from dora.runtime.stations import Capabilities
+
+PYTHON = os.environ["VLLM_PYTHON"]
+SERVERS: dict[str, Vllm] = {}  # by dtype: each takes half a minute to start
+
+
+class Attached:
+    """Made as an adapter is; engines of one dtype use the same server, one after another."""
+
+    capabilities: ClassVar[Capabilities] = Vllm.capabilities
+
+    def __new__(cls, *, model: str, dtype: str, **made_with: Any) -> Vllm:  # type: ignore[misc]
+        if dtype not in SERVERS:
+            SERVERS[dtype] = Vllm(model=model, dtype=dtype, python=PYTHON, **made_with)
+        server = SERVERS[dtype].server
+        os.environ[TOKEN_KEY] = server.token
+        return Vllm(model=model, dtype=dtype, url=server.url, **made_with)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def servers() -> Iterator[None]:
+    yield
+    for engine in SERVERS.values():
+        engine.close()
+
+
+@pytest.mark.timeout(300)
+class TestReal(InferenceContract):
+    """vLLM on a CPU."""
+
+    factory = Attached
+    tolerance = 1e-3
+
+
+@pytest.mark.timeout(300)
+def test_a_server_ends_with_the_process_of_its_engine(tmp_path: Path) -> None:
+    """Killed, that has no time to say so."""
+    save_folder(tmp_path / "model", CONFIG, weights(0))
+    body = (
+        "import time\n"
+        "from dora.backends.vllm import Vllm\n"
+        f"engine = Vllm(model={str(tmp_path / 'model')!r}, max_rows={MAX_ROWS}, max_context={MAX_CONTEXT},"
+        f" version_slots=1, device='cpu', dtype='float32', python={PYTHON!r})\n"
+        "print(engine.kernels, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline().startswith("vLLM ")
+        below = psutil.Process(owner.pid).children(recursive=True)
+        assert len(below) >= 3, "a keeper, a server, its engine"
+        owner.send_signal(signal.SIGKILL)
+    assert wait_until_gone(below, timeout_s=30) == []
+
+
+@pytest.mark.timeout(300)
+def test_what_was_given_up_never_meets_other_weights(tmp_path: Path) -> None:
+    """Many rounds of it: requests are given up at once, and the next version is loaded."""
+    save_folder(tmp_path / "model", CONFIG, weights(0))
+    engine = Attached(
+        model=str(tmp_path / "model"),
+        max_rows=MAX_ROWS,
+        max_context=MAX_CONTEXT,
+        version_slots=1,
+        device="cpu",
+        dtype="float32",
+    )
+    for version in 10 * [0, 1]:
+        engine.load(version, weights(version))
+        engine.submit([request(number, version=version) for number in range(2 * MAX_ROWS)])
+        engine.step()
+        engine.abort([request(number).id for number in range(1, 2 * MAX_ROWS)])
+        answers: list[Completion] = []
+        while not answers:
+            answers = engine.step()
+        assert [answer.version for answer in answers] == [version]
+        engine.drop(version)

@@ -1,0 +1,180 @@
+"""A server with the words of a vLLM server, and answers that are made up; something may be wrong with them.
+
+It is asked over HTTP, as the real one is. Weights are read from the file, and their digest is computed, by
+the code that runs inside vLLM. `real_vllm.py` holds the real one to the same words, and to true answers.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from dora.backends.inside.dora_vllm import digest_of
+
+TOKEN = "of this server"
+INTERVAL = 8  # tokens of an event, after the first one
+CALLS: dict[str, Any] = {
+    "/version": {"version": "0.32.0"},
+    "/v1/models": {"object": "list", "data": [{"id": "MODEL", "object": "model", "max_model_len": 64}]},
+    "/abort_requests": {"status": "aborted", "aborted": 0},
+    "/pause?mode=keep": {"status": "paused"},
+    "/resume": {"status": "resumed"},
+    "/update_weight_version": {"success": True},
+}
+
+
+def events_of(body: dict[str, Any], label: str) -> Iterator[dict[str, Any]]:
+    """An answer as long as it may be: one token, then so many at a time; the last event names the weights."""
+    num_tokens = body["sampling_params"]["max_tokens"]
+    ends = [*range(1, num_tokens, INTERVAL), num_tokens]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        is_last = end == num_tokens
+        content = [{"token_id": i, "logprob": -1.0, "rank": 1, "top_logprobs": []} for i in range(begin, end)]
+        choice = {
+            "index": 0,
+            "logprobs": {"content": content},
+            "finish_reason": "length" if is_last else None,
+            "stop_reason": None,
+            "token_ids": [*range(begin, end)],
+            "routed_experts": None,
+            "weight_versions": [{"version": label, "start": 0, "end": num_tokens}] if is_last else None,
+        }
+        yield {"request_id": body["request_id"], "choices": [choice], "output_mode": "tokens"}
+
+
+class StandIn(ThreadingHTTPServer):
+    """`faults` may have: "dies" after so many events of an answer, "holds" answers until they are given up,
+    "deaf" to so many calls that give up, "spans" to tell, "digests" to tell, "refusals" of weights to come.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, **faults: Any) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.faults = faults
+        self.label = "none"
+        self.given_up: set[str] = set()
+        self.num_under_way = 0
+        self.changed = threading.Condition()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def close(self) -> None:
+        with self.changed:
+            self.faults.clear()
+            self.changed.notify_all()
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that are gone are no error."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    protocol_version = "HTTP/1.1"
+    server: StandIn
+
+    def do_GET(self) -> None:
+        self._reply(200, CALLS[self.path])
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != f"Bearer {TOKEN}":
+            return self._reply(401, "show the DORA_VLLM_TOKEN")
+        match self.path:
+            case "/inference/v1/generate":
+                self._stream(body)
+            case "/collective_rpc" if body["method"] == "dora_load":
+                self._load(body["args"][0])
+            case "/collective_rpc":
+                self._reply(200, {"results": [{"device": "cpu", "dtype": "float32"}]})
+            case "/abort_requests":
+                self._give_up(body)
+            case _:
+                if self.path == "/update_weight_version":
+                    self.server.label = body["new_version"]
+                self._reply(200, CALLS[self.path])
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+    def _reply(self, status: int, content: Any) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(text)
+
+    def _load(self, path: str) -> None:
+        faults = self.server.faults
+        assert not self.server.num_under_way, "weights are changed under a request"
+        if faults.get("refusals"):
+            faults["refusals"] -= 1
+            return self._reply(500, {"error": {"message": "no weights now"}})
+        self._reply(200, {"results": faults.get("digests", [digest_of(path)])})
+
+    def _give_up(self, body: dict[str, Any]) -> None:
+        server = self.server
+        with server.changed:
+            if server.faults.get("deaf"):
+                server.faults["deaf"] -= 1
+            else:
+                server.given_up |= set(body.get("request_ids", ()))
+            server.changed.notify_all()
+        self._reply(200, CALLS["/abort_requests"])
+
+    def _stream(self, body: dict[str, Any]) -> None:
+        server, name = self.server, f"generate-tokens-{body['request_id']}"
+        with server.changed:
+            server.num_under_way += 1
+            events = [*events_of(body, server.label)]
+        try:
+            is_whole = self._say_all(name, events)
+        finally:
+            with server.changed:
+                server.num_under_way -= 1
+        if is_whole:
+            self._chunk(b"data: [DONE]\n\n")
+            self._chunk(b"")
+
+    def _say_all(self, name: str, events: list[Any]) -> bool:
+        """Whether there is nothing wrong with the end."""
+        server, faults = self.server, self.server.faults
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for number, event in enumerate(events):
+            if faults.get("holds") and number == 1:
+                with server.changed:
+                    server.changed.wait_for(lambda: name in server.given_up or "holds" not in faults)
+            if name in server.given_up:
+                choice = {"index": 0, "token_ids": [], "finish_reason": "abort", "logprobs": {"content": []}}
+                self._say({"choices": [choice]})
+                break
+            if number == faults.get("dies"):
+                self.connection.shutdown(socket.SHUT_RDWR)  # as of a process that dies
+                return False
+            (choice,) = event["choices"]
+            if choice["finish_reason"] is not None:
+                choice["weight_versions"] = faults.get("spans", choice["weight_versions"])
+            self._say(event)
+        return True
+
+    def _say(self, event: Any) -> None:
+        self._chunk(f"data: {json.dumps(event)}\n\n".encode())
+
+    def _chunk(self, text: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(text), text))
