@@ -6,7 +6,9 @@ What is heavy to import is imported inside its command, so that help answers at 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import shutil
 import sys
 import time
@@ -379,6 +381,7 @@ def version() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script `dora`. Always ends by SystemExit."""
+    atexit.register(gc.freeze)  # a last search of all that is imported would take most of a second
     try:
         app(args=None if arguments is None else list(arguments), prog_name="dora")
     except InputError as error:

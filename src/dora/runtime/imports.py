@@ -7,11 +7,17 @@ waits for both.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
 import os
 
 import dora.data.tokenizer
 import dora.handover.engine
 import dora.runtime.gathering
-import dora.trainer.checkpoint  # noqa: F401
+import dora.trainer.checkpoint
 
+with contextlib.suppress(ImportError, RuntimeError):  # where it cannot run, engines say so
+    import dora.engine.kernels.fused  # noqa: F401  # compiled once, not in each engine
+
+gc.freeze()  # what is imported stays, and pages that nobody looks through stay shared
 atexit.register(os._exit, 0)  # at once; to take apart what is imported takes longer than a second
