@@ -20,7 +20,7 @@ from dora.contract.moving import Table
 from dora.core.records import Chunk
 from dora.engine.sequence import EngineError
 from dora.handover.engine import MovingEngine
-from dora.handover.moves import Kept, NotReceived, Received, Sent
+from dora.handover.moves import Answer, Kept, NotReceived, Received, Sent
 from dora.model.folder import save_folder
 from dora.model.weights import weight_digest
 
@@ -43,10 +43,16 @@ class Stage:
         engine.load(0, weights(version))
         return engine
 
-    def own(self, version: int = 0, **more: int) -> MovingEngine:
-        settings = {"max_rows": MAX_ROWS, "max_context": MAX_CONTEXT, "version_slots": 1, **more}
-        engine = MovingEngine(CONFIG, kernels="eager", pool=self.folder / "pool", **settings)
-        engine.load(0, weights(version))
+    def own(self) -> MovingEngine:
+        engine = MovingEngine(
+            CONFIG,
+            kernels="eager",
+            pool=self.folder / "pool",
+            max_rows=MAX_ROWS,
+            max_context=MAX_CONTEXT,
+            version_slots=1,
+        )
+        engine.load(0, weights(0))
         return engine
 
 
@@ -158,7 +164,7 @@ def test_other_weights_do_not_go_on_with_it(stage: Stage) -> None:
     source.submit([ASKED])
     stage.table.draw(source, ASKED)
     assert stage.table.begin(ASKED, source, destination) == []
-    words = []
+    words: list[Answer] = []
     while not words:
         words = stage.table.poll(source) + stage.table.poll(destination)
     (word,) = words

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.contract.vllm_stand_in import TOKEN, StandIn
@@ -16,7 +17,7 @@ from tests.runtime.tiny import write_task
 from dora.backends.inside.dora_vllm import TOKEN_KEY
 
 KIND = '[[fleet]]\nname = "{name}"\nadapter = "vllm"\noptions = {{url = "{url}"}}\n'
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "run__steps": 8,
     "engine__num_engines": 1,
     "engine__version_slots": 1,
