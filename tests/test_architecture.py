@@ -55,8 +55,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dora.weights": ("dora.core.records", "dora.errors", "dora.model"),
     "dora.backends": (
         "dora.core.records",
+        "dora.engine.rows",
         "dora.engine.sequence",
         "dora.errors",
+        "dora.handover",
         "dora.model",
         "dora.runtime.stations",
         "dora.weights.store",
@@ -67,6 +69,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dora.data.tokenizer",
         "dora.engine.sequence",
         "dora.errors",
+        "dora.handover",
         "dora.model",
         "dora.runtime.stations",
         "dora.trainer",

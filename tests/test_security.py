@@ -68,8 +68,8 @@ LISTENS = {
         "loopback, and a meeting place in a file of the owner's",
         "tests/runtime/test_ranks.py::check_that_nobody_else_can_come_in",
     ),
-    "dora.backends.vllm_server": (
-        "vLLM, on loopback: a token in every request, also in those that its own key leaves open",
+    "dora.backends.server": (
+        "servers of vLLM and SGLang, on loopback: a token in every request, also where their keys ask none",
         "tests/contract/test_vllm.py::test_no_call_is_answered_without_the_token",
     ),
     "dora.runtime.process": (

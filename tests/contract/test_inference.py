@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from dora.contract.inference import InferenceContract
 from dora.data.tokenizer import Tokenizer
+from dora.handover.engine import MovingEngine
 from dora.loading import load_attribute
 from dora.model.folder import load_config
 from dora.runtime.stations import NATIVE, Capabilities, InferenceEngine
@@ -23,15 +24,16 @@ class Native:
     def __new__(  # type: ignore[misc]
         cls, *, model: str, max_rows: int, max_context: int, version_slots: int, device: str, dtype: str
     ) -> InferenceEngine:
-        return TurnTakingEngine(
+        own = {"pool": Path(model) / "pool"} if device == "cpu" else {"device": device}
+        return (MovingEngine if device == "cpu" else TurnTakingEngine)(
             load_config(Path(model)),
             max_rows=max_rows,
             max_context=max_context,
             version_slots=version_slots,
             kernels="eager",
-            device=device,
             dtype=dtype,
             detokenize=Tokenizer(Path(model)).decode,
+            **own,
         )
 
 

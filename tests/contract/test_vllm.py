@@ -17,14 +17,14 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.contract.vllm_stand_in import TOKEN, StandIn
+from tests.contract.vllm_stand_in import TOKEN, StandIn, recorded_events
 from tests.runtime.running import wait_until_gone
 
-from dora.backends import keeping, vllm_server
+from dora.backends import keeping, server
 from dora.backends.inside.dora_vllm import TOKEN_KEY, Token, digest_of
-from dora.backends.vllm import Vllm
+from dora.backends.vllm import PRODUCT, Vllm
 from dora.backends.weights_file import write_safetensors
-from dora.contract.asking import CONFIG, request, weights
+from dora.contract.asking import CONFIG, logprobs_of, request, weights
 from dora.contract.inference import MAX_CONTEXT, MAX_ROWS
 from dora.engine.sequence import Completion, EngineError
 from dora.errors import ConfigError, RunError
@@ -54,9 +54,9 @@ def make(tmp_path: Path) -> Make:
 
     def made(silence_s: float = 60.0, **faults: Any) -> tuple[Vllm, StandIn]:
         save_folder(tmp_path / "model", CONFIG, weights(0))
-        server = StandIn(**faults)
-        MADE.append(server)
-        return engine_at(server.url, tmp_path / "model", silence_s=silence_s), server
+        stand_in = StandIn(**faults)
+        MADE.append(stand_in)
+        return engine_at(stand_in.url, tmp_path / "model", silence_s=silence_s), stand_in
 
     return made
 
@@ -111,21 +111,49 @@ def test_a_server_that_falls_silent_is_lost(make: Make) -> None:
 )
 def test_an_answer_of_other_weights_than_it_began_with_is_none(make: Make, spans: Any) -> None:
     """C1: the engine is lost, and its requests begin again elsewhere."""
-    engine, server = make(spans=spans)
+    engine, stand_in = make(spans=spans)
     engine.load(0, weights(0))
     for span in spans or ():
-        span["version"] = span["version"].replace("LABEL", server.label)
+        span["version"] = span["version"].replace("LABEL", stand_in.label)
     engine.submit([request(0)])
     with pytest.raises(RunError, match="is of version 0"):
         run(engine)
 
 
 def test_a_server_that_is_gone_is_no_refusal_of_weights(make: Make) -> None:
-    engine, server = make()
-    MADE.remove(server)
-    server.close()
+    engine, stand_in = make()
+    MADE.remove(stand_in)
+    stand_in.close()
     with pytest.raises(RunError, match="does not answer"):
         engine.load(0, weights(0))
+
+
+# what a real server has said
+
+
+@pytest.mark.parametrize("name", ["length", "stop"])
+def test_the_words_of_a_real_server_are_understood(make: Make, name: str) -> None:
+    """All of its tokens and log-probs, and how it ended."""
+    engine, _ = make(replays=name)
+    engine.load(0, weights(0))
+    asked = request(0, max_tokens=40)
+    engine.submit([asked])
+    (answer,) = run(engine)
+    said = [choice for event in recorded_events(name) for choice in event["choices"]]
+    assert answer.token_ids == [token for choice in said for token in choice["token_ids"]]
+    assert answer.logprobs == [one["logprob"] for choice in said for one in choice["logprobs"]["content"]]
+    assert answer.finish_reason == name
+    told = logprobs_of(0, asked.prompt_ids, answer.token_ids)
+    assert answer.logprobs == pytest.approx(told, abs=1e-4), "it drew from the weights of version 0"
+
+
+def test_a_real_answer_of_two_versions_is_none(make: Make) -> None:
+    """C1: a real server that took weights in the middle of an answer says so."""
+    engine, _ = make(replays="two versions")
+    engine.load(0, weights(0))
+    engine.submit([request(0, max_tokens=50)])
+    with pytest.raises(RunError, match="dora-1"):
+        run(engine)
 
 
 # what is refused
@@ -133,7 +161,7 @@ def test_a_server_that_is_gone_is_no_refusal_of_weights(make: Make) -> None:
 
 def test_weights_that_are_refused_can_be_given_again(make: Make) -> None:
     engine, _ = make(refusals=1)
-    with pytest.raises(EngineError, match="no weights now"):
+    with pytest.raises(EngineError, match="answers 500"):
         engine.load(0, weights(0))
     assert not engine.versions
     assert engine.load(0, weights(0)) == weight_digest(weights(0))
@@ -165,9 +193,9 @@ def test_another_token_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_server_with_a_shorter_context_is_refused(make: Make, tmp_path: Path) -> None:
-    _, server = make()
-    with pytest.raises(EngineError, match="--max-model-len"):
-        engine_at(server.url, tmp_path / "model", max_context=10**6)
+    _, stand_in = make()
+    with pytest.raises(EngineError, match="takes 64 tokens"):
+        engine_at(stand_in.url, tmp_path / "model", max_context=10**6)
 
 
 @pytest.mark.parametrize("options", [{}, {"python": "python", "url": "http://127.0.0.1:1"}], ids=str)
@@ -179,18 +207,18 @@ def test_a_server_is_either_started_or_there(tmp_path: Path, options: Any) -> No
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1", "https://127.0.0.1:8000"])
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="must read"):
-        vllm_server.attach(url, 1)
+        server.attach(PRODUCT, url, 1)
 
 
 def test_an_interpreter_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such command"):
-        vllm_server.start("no/such/python", (), {})
+        server.start(PRODUCT, "no/such/python", (), {})
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="it would start")
 def test_a_server_that_does_not_start_says_why() -> None:
     with pytest.raises(RunError, match="No module named"):
-        vllm_server.start(sys.executable, (), {})
+        server.start(PRODUCT, sys.executable, (), {})
 
 
 # what is given up
@@ -199,15 +227,15 @@ def test_a_server_that_does_not_start_says_why() -> None:
 @pytest.mark.parametrize("deaf", [0, 2], ids=["at once", "in the end"])
 def test_weights_wait_until_the_server_works_on_nothing(make: Make, deaf: int) -> None:
     """A request may come to the server after it was given up; the stand-in refuses weights meanwhile."""
-    engine, server = make(holds=True, deaf=deaf + 1)  # it begins by giving up what there was
+    engine, stand_in = make(holds=True, deaf=deaf + 1)  # it begins by giving up what there was
     engine.load(0, weights(0))
     engine.submit([request(number) for number in range(MAX_ROWS)])
     engine.step()
     assert len(engine.abort([request(number).id for number in range(MAX_ROWS)])) == MAX_ROWS
     engine.drop(0)
     engine.load(1, weights(1))
-    assert server.num_under_way == 0
-    server.faults.clear()
+    assert stand_in.num_under_way == 0
+    stand_in.faults.clear()
     engine.submit([request(0, version=1)])
     assert [answer.version for answer in run(engine)] == [1]
 

@@ -1,54 +1,79 @@
 """A server with the words of a vLLM server, and answers that are made up; something may be wrong with them.
 
-It is asked over HTTP, as the real one is. Weights are read from the file, and their digest is computed, by
-the code that runs inside vLLM. `real_vllm.py` holds the real one to the same words, and to true answers.
+It is asked over HTTP, as the real one is, and its words are those of a real one that were recorded, with
+other tokens in them. Weights are read from the file, and their digest is computed, by the code that runs
+inside vLLM. `real_vllm.py` holds the real one to the same words, and to true answers.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from dora.backends.inside.dora_vllm import digest_of
 
 TOKEN = "of this server"
 INTERVAL = 8  # tokens of an event, after the first one
-CALLS: dict[str, Any] = {
-    "/version": {"version": "0.32.0"},
-    "/v1/models": {"object": "list", "data": [{"id": "MODEL", "object": "model", "max_model_len": 64}]},
-    "/abort_requests": {"status": "aborted", "aborted": 0},
-    "/pause?mode=keep": {"status": "paused"},
-    "/resume": {"status": "resumed"},
-    "/update_weight_version": {"success": True},
+VOCABULARY = 29  # tokens of the model that is asked for
+RECORDED = json.loads((Path(__file__).parent / "recorded" / "vllm.json").read_text(encoding="utf-8"))
+LABEL = "dora-0"  # what the weights were called when the answers were recorded
+CALLS = {
+    "/version": "GET /version",
+    "/v1/models": "GET /v1/models",
+    "/abort_requests": "abort all",
+    "/pause?mode=keep": "pause",
+    "/resume": "resume",
+    "/update_weight_version": "update_weight_version",
 }
+
+
+def answer_to(call: str) -> Any:
+    """What a real server answered."""
+    return json.loads(RECORDED["answers"][call]["text"])
+
+
+def recorded_events(name: str) -> list[Any]:
+    """The events of an answer that a real server gave."""
+    lines = RECORDED["streams"][name]
+    assert lines[-1] == "data: [DONE]\n"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 def events_of(body: dict[str, Any], label: str) -> Iterator[dict[str, Any]]:
     """An answer as long as it may be: one token, then so many at a time; the last event names the weights."""
-    num_tokens = body["sampling_params"]["max_tokens"]
+    num_tokens, num_before = body["sampling_params"]["max_tokens"], len(body["token_ids"])
+    words = recorded_events("length")
     ends = [*range(1, num_tokens, INTERVAL), num_tokens]
     for begin, end in zip([0, *ends], ends, strict=False):
-        is_last = end == num_tokens
-        content = [{"token_id": i, "logprob": -1.0, "rank": 1, "top_logprobs": []} for i in range(begin, end)]
-        choice = {
-            "index": 0,
-            "logprobs": {"content": content},
-            "finish_reason": "length" if is_last else None,
-            "stop_reason": None,
-            "token_ids": [*range(begin, end)],
-            "routed_experts": None,
-            "weight_versions": [{"version": label, "start": 0, "end": num_tokens}] if is_last else None,
-        }
-        yield {"request_id": body["request_id"], "choices": [choice], "output_mode": "tokens"}
+        event = copy.deepcopy(words[-1] if end == num_tokens else words[0])
+        (choice,) = event["choices"]
+        token = choice["logprobs"]["content"][0]
+        choice["token_ids"] = [(num_before + i) % VOCABULARY for i in range(begin, end)]
+        choice["logprobs"]["content"] = [
+            token | {"token_id": i, "logprob": -1.0} for i in choice["token_ids"]
+        ]
+        if choice["weight_versions"]:
+            choice["weight_versions"] = [{"version": label, "start": 0, "end": num_tokens}]
+        yield event
+
+
+def given_up(label: str, num_tokens: int) -> dict[str, Any]:
+    """The last event of an answer that was given up."""
+    event: dict[str, Any] = recorded_events("aborted")[-1]
+    event["choices"][0]["weight_versions"] = [{"version": label, "start": 0, "end": num_tokens}]
+    return event
 
 
 class StandIn(ThreadingHTTPServer):
     """`faults` may have: "dies" after so many events of an answer, "holds" answers until they are given up,
-    "deaf" to so many calls that give up, "spans" to tell, "digests" to tell, "refusals" of weights to come.
+    "deaf" to so many calls that give up, "spans" to tell, "digests" to tell, "refusals" of weights to come,
+    "replays" the answer of this name as it was recorded, "paces" each event by so many seconds.
     """
 
     daemon_threads = True
@@ -57,6 +82,7 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.faults = faults
         self.label = "none"
+        self.asked: list[dict[str, Any]] = []  # for answers, in order
         self.given_up: set[str] = set()
         self.num_under_way = 0
         self.changed = threading.Condition()
@@ -86,25 +112,25 @@ class Handler(BaseHTTPRequestHandler):
     server: StandIn
 
     def do_GET(self) -> None:
-        self._reply(200, CALLS[self.path])
+        self._reply(200, answer_to(CALLS[self.path]))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
-            return self._reply(401, "show the DORA_VLLM_TOKEN")
+            return self._reply(401, RECORDED["answers"]["no token"]["text"])
         match self.path:
             case "/inference/v1/generate":
                 self._stream(body)
             case "/collective_rpc" if body["method"] == "dora_load":
                 self._load(body["args"][0])
             case "/collective_rpc":
-                self._reply(200, {"results": [{"device": "cpu", "dtype": "float32"}]})
+                self._reply(200, answer_to("about"))
             case "/abort_requests":
                 self._give_up(body)
             case _:
                 if self.path == "/update_weight_version":
                     self.server.label = body["new_version"]
-                self._reply(200, CALLS[self.path])
+                self._reply(200, answer_to(CALLS[self.path]))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing."""
@@ -122,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
         assert not self.server.num_under_way, "weights are changed under a request"
         if faults.get("refusals"):
             faults["refusals"] -= 1
-            return self._reply(500, {"error": {"message": "no weights now"}})
+            return self._reply(500, answer_to("bad load"))
         self._reply(200, {"results": faults.get("digests", [digest_of(path)])})
 
     def _give_up(self, body: dict[str, Any]) -> None:
@@ -133,13 +159,17 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 server.given_up |= set(body.get("request_ids", ()))
             server.changed.notify_all()
-        self._reply(200, CALLS["/abort_requests"])
+        self._reply(200, answer_to(CALLS["/abort_requests"]))
 
     def _stream(self, body: dict[str, Any]) -> None:
         server, name = self.server, f"generate-tokens-{body['request_id']}"
         with server.changed:
             server.num_under_way += 1
+            server.asked.append(body)
             events = [*events_of(body, server.label)]
+        if "replays" in server.faults:
+            text = json.dumps(recorded_events(server.faults["replays"]))
+            events = json.loads(text.replace(LABEL, server.label))
         try:
             is_whole = self._say_all(name, events)
         finally:
@@ -151,7 +181,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _say_all(self, name: str, events: list[Any]) -> bool:
         """Whether there is nothing wrong with the end."""
-        server, faults = self.server, self.server.faults
+        server, faults, num_said = self.server, self.server.faults, 0
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.send_header("Connection", "close")
@@ -160,9 +190,11 @@ class Handler(BaseHTTPRequestHandler):
             if faults.get("holds") and number == 1:
                 with server.changed:
                     server.changed.wait_for(lambda: name in server.given_up or "holds" not in faults)
+            if "paces" in faults:
+                with server.changed:
+                    server.changed.wait_for(lambda: name in server.given_up, faults["paces"])
             if name in server.given_up:
-                choice = {"index": 0, "token_ids": [], "finish_reason": "abort", "logprobs": {"content": []}}
-                self._say({"choices": [choice]})
+                self._say(given_up(server.label, num_said))
                 break
             if number == faults.get("dies"):
                 self.connection.shutdown(socket.SHUT_RDWR)  # as of a process that dies
@@ -171,6 +203,7 @@ class Handler(BaseHTTPRequestHandler):
             if choice["finish_reason"] is not None:
                 choice["weight_versions"] = faults.get("spans", choice["weight_versions"])
             self._say(event)
+            num_said += len(choice["token_ids"])
         return True
 
     def _say(self, event: Any) -> None:

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from dora.contract.asking import CONFIG, MAX_TOKENS, distribution, kept, logprobs_of, request, weights
-from dora.core.records import RequestId
+from dora.contract.moving import Table
+from dora.core.records import Chunk, RequestId
 from dora.data.tokenizer import save_character_tokenizer
 from dora.engine.sequence import Completion, EngineError, Request
+from dora.handover.engine import MovingEngine
+from dora.handover.moves import Received
 from dora.model.folder import save_folder
 from dora.model.weights import weight_digest
 from dora.runtime.stations import Capabilities, InferenceEngine, InferenceFactory, members
@@ -26,6 +29,7 @@ from dora.turns.words import TurnTaking
 MAX_ROWS, MAX_CONTEXT = 4, 64
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz01"  # what the tokens stand for, in order; the last one is <eos>
 ROUGHLY = 0.2  # how far log-probs in bf16 may be off in a model as sharp as this one (nats)
+MAX_ATTEMPTS = 8  # at a move of a request that may finish before
 MAX_STEPS = 10_000  # an engine that needs more of them for a few short answers does not get anywhere
 
 
@@ -274,6 +278,33 @@ class InferenceContract:
         engine.rush([asked[-1].id])
         answers = self._finish(engine, MAX_ROWS)
         assert answers[0].id == asked[-1].id
+
+    @pytest.mark.parametrize("goes_out", [True, False], ids=["to another", "from another"])
+    def test_a_running_request_changes_hands_between_it_and_doras_own_engine(
+        self, engine: InferenceEngine, tmp_path: Path, goes_out: bool
+    ) -> None:
+        """Tokens and log-probs stay, the version is the same, and only KV is computed again."""
+        self._needs(reprefills=self._can.reprefills)
+        own = MovingEngine(
+            CONFIG, max_rows=MAX_ROWS, max_context=MAX_CONTEXT, version_slots=1, pool=tmp_path / "pool"
+        )
+        own.load(0, weights(0))
+        table, (source, destination) = Table(tmp_path), (engine, own) if goes_out else (own, engine)
+        for number in range(MAX_ATTEMPTS):  # one may finish before it moves
+            asked = request(number, max_tokens=MAX_CONTEXT - 9)
+            source.submit([asked])
+            table.draw(source, asked)
+            answers = table.move(asked, source, destination)
+            answer = table.finish(destination, asked)
+            if any(isinstance(word, Received) for word in answers):
+                break
+        (word,) = (word for word in answers if isinstance(word, Received))
+        assert 0 < word.num_tokens < MAX_CONTEXT - 9
+        assert word.num_bytes == 0
+        assert word.num_prefilled >= word.num_tokens
+        assert asked.id not in source.progress()
+        assert answer.chunks == (Chunk(0, weight_digest(weights(0)), len(answer.token_ids)),)
+        assert self._gap(answer, asked) < self.tolerance
 
     def test_an_episode_reads_what_is_said_between_its_turns(self, engine: InferenceEngine) -> None:
         self._needs(episodes=self._can.episodes)

@@ -26,8 +26,9 @@ class Costs:
 
     def heard_move(self, num_tokens: int, num_bytes: int, copy_s: float, stop_s: float) -> None:
         """A request of `num_tokens` has moved."""
-        self.moved_tokens += num_tokens
-        self.moved_bytes += num_bytes
+        if num_bytes:  # else its KV was computed again
+            self.moved_tokens += num_tokens
+            self.moved_bytes += num_bytes
         if copy_s > 0:
             self.copy_bytes_per_s = _smooth(self.copy_bytes_per_s, num_bytes / copy_s)
         self.stop_s = _smooth(self.stop_s, stop_s)

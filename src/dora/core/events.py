@@ -111,7 +111,8 @@ class Migrated:
     """`destination` has taken a running request with its KV, and alone owns it from now on.
 
     `num_tokens` of its answer came along; `num_bytes` of KV took `copy_s` to copy, while the
-    request stood still for `stop_s`.
+    request stood still for `stop_s`. Between engines that cannot read each other's KV it came without, and
+    that of `num_prefilled` tokens, of prompt and answer, is computed again.
     """
 
     request: RequestId
@@ -121,6 +122,7 @@ class Migrated:
     num_bytes: int
     copy_s: float
     stop_s: float
+    num_prefilled: int = 0
 
 
 @dataclass(frozen=True, slots=True)

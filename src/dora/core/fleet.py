@@ -133,7 +133,7 @@ def migrated(event: Migrated, state: State) -> list[Action]:
         state.unseat(request, source)
         state.requests[request].num_tokens = event.num_tokens
         state.seat(request, destination, version)
-    if event.num_bytes:  # nobody has measured a move whose destination died at once
+    if event.num_bytes or event.num_prefilled:  # nobody has measured a move whose destination died at once
         state.costs.heard_move(event.num_tokens, event.num_bytes, event.copy_s, event.stop_s)
     state.touch(source)
     state.touch(destination)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dora.core.records import RequestId
 from dora.engine.plan import Plan
+from dora.engine.runner import Prompt
 from dora.engine.sequence import Completion
 from dora.engine.sequence import Sequence as Seated
 from dora.engine.workspace import DTYPES
@@ -50,7 +51,9 @@ class MovingEngine(TurnTakingEngine):
         super().__init__(config, kv_memory=memory, dtype=dtype, **settings)
         self._dtype, own = dtype, self._workspace.kv
         kv = as_blocks(own.flatten().view(torch.uint8).numpy(), len(own))
-        self._mover = Mover(self._scheduler, self._rows, kv, self._form, self._seats.seat, clock)
+        self._mover = Mover(
+            self._scheduler, self._rows, kv, self._form, self._seats.seat, self._compute_again, clock
+        )
 
     @property
     def num_moves(self) -> int:
@@ -107,6 +110,13 @@ class MovingEngine(TurnTakingEngine):
         for completion in completions:
             self._mover.finished(completion.id)
         return completions
+
+    def _compute_again(self, sequence: Seated, num_known: int) -> None:
+        """Compute the KV of all that a row has, but for its first `num_known` tokens and its next input."""
+        request, stop = sequence.request, self._rows.num_computed(sequence)
+        tokens = (*request.prompt_ids, *self._rows.draft(sequence).token_ids.tolist())[:stop]
+        slot = self._held[request.version].slot
+        self._runner.prefill(slot, [Prompt(tokens, num_known, sequence.blocks)])
 
     def _form(self, version: int) -> KVFormat:
         """What KV of a version held looks like here."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.engine.rows import Draft
+from dora.engine.rows import NUM_LOGPROBS, Draft
 from dora.engine.sequence import Request
 
 FORMAT = 3
@@ -47,12 +47,16 @@ class KVFormat(NamedTuple):
             if theirs != ours:
                 raise TransferError(f"its {name} is {theirs}, here it is {ours}")
 
+    def without_kv(self) -> KVFormat:
+        """What two engines must have in common where no KV moves: the weights."""
+        return self._replace(block_shape=())
+
 
 class Snapshot(NamedTuple):
     """A request at rest. Its KV is in `blocks` of the source's pool, whose words add up to `sums`.
 
-    Both begin behind the blocks that the destination had from the start. `num_computed` tokens
-    have KV. The source's last step ended at `stopped_s`.
+    Both begin behind the blocks that the destination had from the start, and are empty where no KV moves.
+    `num_computed` tokens have KV. The source's last step ended at `stopped_s`.
     """
 
     format: KVFormat
@@ -62,6 +66,21 @@ class Snapshot(NamedTuple):
     blocks: NDArray[np.int64]
     sums: NDArray[np.uint64]
     stopped_s: float
+
+    def check(self, form: KVFormat, request: Request) -> None:
+        """Raises TransferError if it is not this unfinished `request`, of the same weights, whole."""
+        self.format.check_same(form)
+        if self.request != request:
+            raise TransferError("it is another request than was announced")
+        draft, num_stamped = self.draft, sum(chunk.num_tokens for chunk in self.draft.chunks)
+        length = len(request.prompt_ids) + len(draft.token_ids)
+        if not (
+            self.num_computed == length - 1 < request.max_length - 1
+            and len(draft.token_ids) == num_stamped
+            and draft.logprobs.shape == (num_stamped, NUM_LOGPROBS)
+            and len(self.blocks) == len(self.sums)
+        ):
+            raise TransferError("its snapshot contradicts itself")
 
 
 class Table:

@@ -24,8 +24,8 @@ _LEASE_OVER = "its lease is over"
 class Mover:
     """Moves in and out of one engine, whose scheduler, rows and KV it works on.
 
-    `form` says what KV of a version held looks like, `seat` makes a row ready to decode. Leases end by
-    `clock`.
+    `form` says what KV of a version held looks like, `seat` makes a row ready to decode, and `compute`
+    the KV of what a row has, but for so many tokens that have it. Leases end by `clock`.
     """
 
     def __init__(
@@ -35,10 +35,11 @@ class Mover:
         kv: Blocks,
         form: Callable[[int], KVFormat],
         seat: Callable[[Sequence], None],
+        compute: Callable[[Sequence, int], None],
         clock: Callable[[], float],
     ) -> None:
         self._scheduler, self._rows, self._form, self._seat = scheduler, rows, form, seat
-        self._clock = clock
+        self._compute, self._clock = compute, clock
         self._kv = kv
         self._peers: dict[Path, Blocks] = {}
         self._outgoing: dict[int, Outgoing] = {}
@@ -52,7 +53,7 @@ class Mover:
     def receive(self, order: Receive) -> Reserved | NotReceived:
         """Reserve a row and its first blocks for a request that could run here."""
         try:
-            peer = self._peer(order.source_pool)
+            peer = None if order.source_pool is None else self._peer(order.source_pool)
         except (OSError, ValueError) as error:
             return NotReceived(order.move, f"the source's KV cannot be read: {error}")
         place = self._scheduler.reserve(order.request)
@@ -177,10 +178,13 @@ class Mover:
         self._seat(sequence)
         self._rows.resume(sequence, snapshot.draft)
         del self._incoming[move.order.move]
+        num_prefilled = 0
+        if move.is_bare:
+            self._compute(sequence, move.num_known_tokens)
+            num_prefilled = snapshot.num_computed - move.num_known_tokens
         num_tokens, stop_s = len(snapshot.draft.token_ids), self._clock() - snapshot.stopped_s
-        self._answers.append(
-            Received(move.order.move, request.id, num_tokens, move.num_bytes, move.copy_s, stop_s)
-        )
+        cost = move.num_bytes, move.copy_s, stop_s, num_prefilled
+        self._answers.append(Received(move.order.move, request.id, num_tokens, *cost))
 
     def _reason_to_end(self, move: Outgoing | Incoming) -> str:
         return move.reason or (_LEASE_OVER if move.lease.is_over(move.num_copied, self._clock()) else "")

@@ -1,13 +1,15 @@
 """The words of a move: what the two engines are asked, and what they answer.
 
 A move carries a running request and its KV from one engine to another one that holds the same
-version. The driver carries these words; the KV goes from pool to pool.
+version. The driver carries these words; the KV goes from pool to pool. Where one of the two cannot
+read the other's, tokens and log-probs move alone, and the destination computes the KV again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from dora.core.records import RequestId
 from dora.engine.sequence import Request
@@ -18,11 +20,12 @@ class Receive:
     """To the destination: reserve a place for a request that another engine is decoding.
 
     Both engines meet in `folder`. Either side gives up once nothing has been copied for `lease_s`.
+    Without a `source_pool` the request comes without its KV.
     """
 
     move: int
     request: Request
-    source_pool: Path
+    source_pool: Path | None
     folder: Path
     lease_s: float
 
@@ -41,6 +44,7 @@ class Send:
     num_known_blocks: int
     known_hash: str
     lease_s: float
+    carries_kv: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class Received:
     """The destination has taken the request: it alone owns it.
 
     It got `num_tokens` of the answer and `num_bytes` of KV; copying took `copy_s`, and `stop_s`
-    passed from the source's last step to the request's seat here.
+    passed from the source's last step to the request's seat here. The KV of `num_prefilled` tokens, of
+    prompt and answer, is computed again.
     """
 
     move: int
@@ -66,6 +71,7 @@ class Received:
     num_bytes: int
     copy_s: float
     stop_s: float
+    num_prefilled: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,30 @@ class Kept:
 
     move: int
     reason: str
+
+
+@runtime_checkable
+class MovesRequests(Protocol):
+    """What an engine offers beside `InferenceEngine` whose running requests can move to others.
+
+    Requests that another engine may have taken are left out of its `progress`.
+    """
+
+    @property
+    def num_moves(self) -> int:
+        """Moves under way, out and in."""
+
+    def receive(self, order: Receive) -> Reserved | NotReceived:
+        """Reserve a place for a request that another engine is decoding."""
+
+    def send(self, order: Send) -> Kept | None:
+        """Begin to hand a request over. Kept says why that cannot be."""
+
+    def cancel_move(self, move: int) -> None:
+        """End a move, unless its request has been taken by then; it is answered by `poll_moves`."""
+
+    def poll_moves(self) -> list[Answer]:
+        """Take all moves a step further; what is to be answered. To be called between steps."""
 
 
 Answer = Reserved | Received | NotReceived | Sent | Kept

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
-from dora.engine.rows import NUM_LOGPROBS, Draft
+from dora.engine.rows import Draft
 from dora.engine.sequence import Sequence
 from dora.handover.files import Handover, KVFormat, Snapshot, Table, TransferError
 from dora.handover.moves import Receive, Send
@@ -50,16 +50,18 @@ class Outgoing:
         self.is_offered = False
         self.files = Handover(order.folder, order.move)
         self._pool = pool
-        self._table = Table(self.files.table)
+        self._table = Table(self.files.table) if order.carries_kv else None
         self._sums: list[int] = []
 
     @property
     def num_copied(self) -> int:
         """Blocks that the destination has copied so far."""
-        return self._table.num_copied
+        return self._table.num_copied if self._table else 0
 
     def stream(self, sequence: Sequence, num_computed: int) -> bool:
         """Publish what is full; whether the destination has copied every full block."""
+        if self._table is None:
+            return True
         first, num_full = self.order.num_known_blocks, num_computed // BLOCK_SIZE
         start = first + len(self._sums)
         blocks = list(sequence.blocks[start : min(num_full, start + _num_per_poll(self._pool))])
@@ -71,10 +73,12 @@ class Outgoing:
     def offer(self, sequence: Sequence, form: KVFormat, draft: Draft, now_s: float) -> None:
         """Write the snapshot of a request that stands still. Raises OSError, then nothing is offered."""
         num_computed = len(sequence.request.prompt_ids) + len(draft.token_ids) - 1
-        blocks = sequence.blocks[self.order.num_known_blocks : num_blocks_for(num_computed)]
-        self._sums += add_up(self._pool, blocks[len(self._sums) :])
+        blocks: list[int] = []
+        if self._table:
+            blocks = sequence.blocks[self.order.num_known_blocks : num_blocks_for(num_computed)]
+            self._sums += add_up(self._pool, blocks[len(self._sums) :])
         snapshot = Snapshot(
-            format=form,
+            format=form if self._table else form.without_kv(),
             request=sequence.request,
             draft=draft,
             num_computed=num_computed,
@@ -96,12 +100,12 @@ class Incoming:
         num_known: int,
         extend: Callable[[Sequence, int], bool],
         pool: Blocks,
-        peer: Blocks,
+        peer: Blocks | None,
         now_s: float,
     ) -> None:
         """`extend` gives the sequence so many blocks, if free; `pool` is this engine's, `peer` the source's.
 
-        Raises OSError if no table can be made.
+        Without a `peer` no KV comes. Raises OSError if no table can be made.
         """
         self.order, self.lease = order, Lease(order.lease_s, now_s)
         self.reason = ""  # to give up, as soon as there is one
@@ -109,7 +113,8 @@ class Incoming:
         self.copy_s = 0.0
         self._sequence, self._num_known, self._extend = sequence, num_known, extend
         self._pool, self._peer = pool, peer
-        self._table = Table(self.files.table, num_blocks_for(order.request.max_length))
+        num_blocks = num_blocks_for(order.request.max_length)
+        self._table = None if peer is None else Table(self.files.table, num_blocks)
         self._sums: list[int] = []
 
     @property
@@ -118,32 +123,41 @@ class Incoming:
         return len(self._sums)
 
     @property
+    def is_bare(self) -> bool:
+        """Whether it comes without its KV."""
+        return self._table is None
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens of the prompt whose KV was here from the start."""
+        return self._num_known * BLOCK_SIZE
+
+    @property
     def num_bytes(self) -> int:
         """Bytes copied so far."""
         return self.num_copied * block_bytes(self._pool)
 
     def copy_published(self) -> None:
         """Copy some of what the source has published. Raises TransferError for blocks that cannot be."""
+        if self._table is None:
+            return
         blocks = self._table.published(self.num_copied)
         if blocks:
             self._copy(blocks[: _num_per_poll(self._pool)])
             self._table.num_copied = self.num_copied
 
     def finish(self, snapshot: Snapshot, form: KVFormat) -> None:
-        """Copy what is left, and compare everything. Raises TransferError naming what is wrong."""
-        snapshot.format.check_same(form)
-        if snapshot.request != self.order.request:
-            raise TransferError("it is another request than was announced")
-        draft = snapshot.draft
-        length = len(snapshot.request.prompt_ids) + len(draft.token_ids)
-        num_stamped = sum(chunk.num_tokens for chunk in draft.chunks)
-        if not (
-            snapshot.num_computed == length - 1 < snapshot.request.max_length - 1
-            and len(draft.token_ids) == num_stamped
-            and draft.logprobs.shape == (num_stamped, NUM_LOGPROBS)
-            and len(snapshot.blocks) == num_blocks_for(length - 1) - self._num_known >= len(self._sums)
-            and len(snapshot.blocks) == len(snapshot.sums)
-        ):
+        """Copy what is left, and compare everything; without KV, have blocks for it.
+
+        Raises TransferError naming what is wrong.
+        """
+        snapshot.check(form if self._table else form.without_kv(), self.order.request)
+        num_blocks = num_blocks_for(snapshot.num_computed)
+        if self._table is None:
+            if not self._extend(self._sequence, num_blocks):
+                raise TransferError("too few KV blocks are free")
+            return
+        if not len(snapshot.blocks) == num_blocks - self._num_known >= len(self._sums):
             raise TransferError("its snapshot contradicts itself")
         self._copy(snapshot.blocks[len(self._sums) :].tolist())
         wrong = np.flatnonzero(np.array(self._sums, np.uint64) != snapshot.sums)
@@ -157,6 +171,7 @@ class Incoming:
         if not self._extend(self._sequence, stop):
             raise TransferError("too few KV blocks are free")
         own = self._sequence.blocks[start:stop]
+        assert self._peer is not None
         if blocks and not 0 <= min(blocks) <= max(blocks) < len(self._peer):
             raise TransferError("a block of it is not in the source's pool")
         copy_blocks(self._peer, blocks, self._pool, own)

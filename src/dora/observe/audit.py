@@ -31,6 +31,7 @@ class Counts:
     pending: int
     staleness: tuple[int, int] | None  # least and most of a group in a batch; None without any
     max_staleness: int  # the bound
+    prefilled_tokens: int = 0  # whose KV was computed again, for their requests moved without it
     segmented: int | None = None  # trajectories of several versions, where the policy lets go of C1
 
 
@@ -81,6 +82,7 @@ def check(run: Path) -> Audit:
         pending=fates.ends["pending"],
         staleness=(min(staleness), max(staleness)) if staleness else None,
         max_staleness=journal.limits.max_staleness,
+        prefilled_tokens=provenance.num_prefilled,
         segmented=provenance.num_segmented if breaks_c1 else None,
     )
     findings = (
@@ -117,6 +119,8 @@ def describe(counts: Counts) -> dict[str, str]:
     drawn = "each from one version's bytes"
     if counts.segmented is not None:
         drawn = f"{counts.segmented:,} of them from several, by the run's update policy"
+    if counts.prefilled_tokens:
+        drawn += f", {counted(counts.prefilled_tokens, 'token')} re-prefilled in moves"
     return {
         "C1": f"{counted(counts.trajectories, 'answer')}, {counted(counts.versions, 'version')}, {drawn}",
         "C2": f"{counted(counts.admitted, 'group')} admitted = {ends}",

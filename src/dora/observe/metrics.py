@@ -273,8 +273,9 @@ SUMMARY = (
     Metric(
         "reprefill_tokens",
         "tokens",
-        "of prompts and answers that were begun again though no engine was lost; under `partial` also what "
-        "engines computed again for newer weights, in the last life of a resumed run",
+        "of prompts and answers that were begun again though no engine was lost, or that moved without KV; "
+        "also what engines computed again for newer weights (`partial`) or after a move that failed, in the "
+        "last life of a resumed run",
     ),
     Metric("wall_s", "s", "of training, evaluation before and after it not included"),
     Metric("cpu_s", "s", "of all processes of the last life that lived to the end, evaluation not included"),

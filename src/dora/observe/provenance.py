@@ -34,6 +34,7 @@ class Provenance:
         self.num_trajectories = 0
         self.num_segmented = 0  # of them, those that several versions have drawn
         self._breaks_c1 = breaks_c1
+        self.num_prefilled = 0  # tokens whose KV was computed again, for they moved without it
         self.versions: set[int] = set()  # that trajectories were sampled from
         self._samples = samples
         self._published: dict[int, str] = {}
@@ -157,6 +158,7 @@ class Provenance:
             f"{name} of version {version} moved to engine {fact.destination}, which holds {sorted(held)}",
         )
         self._given[fact.request] = fact.destination
+        self.num_prefilled += fact.num_prefilled
 
     def _end_move(self, request: RequestId, source: int, destination: int) -> None:
         ordered = self._moving.pop(request, None)

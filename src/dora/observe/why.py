@@ -245,10 +245,12 @@ class _Life:
     def _moved(self, fact: Migrated) -> str:
         self._engine, self._is_rushed = fact.destination, False
         self.standing = f"pending: it is on engine {fact.destination}"
+        copied = f"{fact.num_bytes / 1e6:.3f} MB of KV copied in {1e3 * fact.copy_s:.1f} ms"
+        if fact.num_prefilled:
+            copied = f"KV of {counted(fact.num_prefilled, 'token')} computed again"
         return (
             f"moved from engine {fact.source} to engine {fact.destination} ({self._move}) with "
-            f"{counted(fact.num_tokens, 'token')}: {fact.num_bytes / 1e6:.3f} MB of KV copied in "
-            f"{1e3 * fact.copy_s:.1f} ms, it stood still for {1e3 * fact.stop_s:.1f} ms"
+            f"{counted(fact.num_tokens, 'token')}: {copied}, it stood still for {1e3 * fact.stop_s:.1f} ms"
         )
 
     def _rushed(self, is_named: bool, is_rush: bool) -> str | None:

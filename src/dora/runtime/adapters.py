@@ -119,7 +119,7 @@ def _check_methods(factory: object, protocol: type, what: str) -> None:
 def _lacking(config: Config, kind: Engines, can: Capabilities) -> Iterator[str]:
     """What is asked of a kind of engines and not offered, with the remedy."""
     sampling, engine, orchestrator = config.sampling, config.engine, config.orchestrator
-    if not config.is_static:
+    if not config.is_static and not can.reprefills:
         yield "its requests stay where they are: set orchestrator.placement = static"
     if can.max_versions is not None and kind.version_slots > can.max_versions:
         most = can.max_versions

@@ -105,8 +105,11 @@ class Fleet:
 
     def move(self, order: Migrate, request: Request) -> None:
         """Have a request change its engine, as it was submitted."""
-        source_pool = self._pools[order.source] if order.source in self.workers else None
-        self.moves.begin(order, request, source_pool)
+        if order.source not in self.workers:
+            self.moves.refuse(order)
+            return
+        can_read = order.destination in self._pools
+        self.moves.begin(order, request, self._pools.get(order.source) if can_read else None)
 
     def announce(self, version: int, digest: str) -> None:
         """A version has been published; engines that load it later bring it near meanwhile."""

@@ -280,7 +280,7 @@ class Beat:
 
     `row_tokens_per_s` is what one decoding row gained per second since the last beat (0: none
     decoded), `kv_share` the share of KV blocks in use. `num_recomputed` tokens so far had their KV computed
-    again for newer weights.
+    again here, for newer weights or after a move that failed.
     """
 
     progress: dict[RequestId, int]

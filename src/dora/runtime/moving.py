@@ -27,6 +27,7 @@ class Move:
 
     id: int
     order: Migrate
+    carries_kv: bool
     is_destination_open: bool = True
     is_source_open: bool = False
     received: m.Received | None = None
@@ -63,16 +64,22 @@ class Moves:
         self.under_way: dict[int, Move] = {}
 
     def begin(self, order: Migrate, request: Request, source_pool: Path | None) -> None:
-        """Ask the destination for a place; without a source or a destination the move has failed."""
-        move = Move(self._count, order)
+        """Ask the destination for a place; without a `source_pool` that it can read, no KV moves.
+
+        Without a destination the move has failed.
+        """
+        move = Move(self._count, order, carries_kv=source_pool is not None)
         self._count += 1
-        if source_pool is None or not self._send(
-            order.destination, m.Receive(move.id, request, source_pool, self._folder, self._lease_s)
-        ):
-            # Before all that waits to be told, for the loss of that engine may be among it.
-            self._facts.appendleft(_failed(order, "an engine is lost"))
+        ask = m.Receive(move.id, request, source_pool, self._folder, self._lease_s)
+        if not self._send(order.destination, ask):
+            self.refuse(order)
             return
         self.under_way[move.id] = move
+
+    def refuse(self, order: Migrate) -> None:
+        """An engine of the move is lost, so that it has failed."""
+        # Before all that waits to be told, for the loss of that engine may be among it.
+        self._facts.appendleft(_failed(order, "an engine is lost"))
 
     def heard(self, word: Word) -> None:
         """One side has answered; a late word about a move that is over changes nothing."""
@@ -124,9 +131,8 @@ class Moves:
         if move.reason:
             return
         order = move.order
-        send = m.Send(
-            move.id, order.request, self._folder, word.num_known_blocks, word.known_hash, self._lease_s
-        )
+        known = word.num_known_blocks, word.known_hash
+        send = m.Send(move.id, order.request, self._folder, *known, self._lease_s, move.carries_kv)
         move.is_source_open = self._send(order.source, send)
 
     def _give_up(self, move: Move, reason: str) -> None:
@@ -159,6 +165,7 @@ class Moves:
             word.num_bytes,
             word.copy_s,
             word.stop_s,
+            word.num_prefilled,
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dora.core.records import RequestId
 from dora.engine.sequence import Completion, Request
@@ -26,7 +26,7 @@ class Capabilities:
     """What an inference engine can do beyond generating; what is not said, it cannot.
 
     A run whose configuration asks for something else is refused before it starts, and so is one that asks an
-    adapter to move running requests, to tell the experts of each token, or for exact log-probs.
+    adapter to tell the experts of each token, or for exact log-probs.
     """
 
     max_versions: int | None = 1  # that one engine holds at once; None: as many as version_slots says
@@ -35,6 +35,7 @@ class Capabilities:
     stop_strings: bool = False
     pauses: bool = False  # stands still between `pause` and `resume`
     rushes: bool = False  # decodes some requests while others stand still
+    reprefills: bool = False  # hands running requests over and takes them, without KV; see `MovesRequests`
     episodes: bool = False  # answers of several turns, with others' words in between; see `TurnTaking`
     dtypes: tuple[str, ...] = ("float32",)
     devices: tuple[str, ...] = ("cpu",)
@@ -47,6 +48,7 @@ NATIVE = Capabilities(
     stop_strings=True,
     pauses=True,
     rushes=True,
+    reprefills=True,
     episodes=True,
     dtypes=("float32", "bfloat16"),
     devices=("cpu", "cuda"),
@@ -113,6 +115,13 @@ class InferenceEngine(Protocol):
 
     def resume(self) -> None:
         """Decode again."""
+
+
+@runtime_checkable
+class Recomputing(Protocol):
+    """What an engine has beside `InferenceEngine` that computes KV again for requests that are its own."""
+
+    num_recomputed: int  # tokens so far
 
 
 class InferenceFactory(Protocol):

@@ -48,7 +48,7 @@ class Teller:
         self.earned: dict[RequestId, float] = {}  # by episodes of groups that are not scored
         self.step_metrics: list[tuple[int, dict[str, float]]] = []  # told by the trainer, not yet read
         self.uses: dict[int, Use] = {}  # engine -> as last told
-        self.num_recomputed: dict[int, int] = {}  # likewise: tokens, for newer weights
+        self.num_recomputed: dict[int, int] = {}  # likewise: tokens
 
     def held_out(self, group: GroupId) -> list[list[int]]:
         """Token ids of the answers to a held-out prompt; they are handed out once. Empty for a group."""

@@ -34,7 +34,7 @@ class Travels:
     failed: Counter[str] = field(default_factory=Counter)  # why it failed -> how many
     kv_bytes: int = 0
     stops_s: list[float] = field(default_factory=list)
-    reprefill_tokens: int = 0  # of prompts and answers begun again though no engine was lost
+    reprefill_tokens: int = 0  # of prompts and answers begun again though no engine was lost, or moved bare
     _reasons: dict[RequestId, str] = field(default_factory=dict)  # of moves under way
     _owners: dict[RequestId, int] = field(default_factory=dict)
     _lengths: dict[RequestId, int] = field(default_factory=dict)  # of answers, as last told
@@ -75,7 +75,8 @@ class Travels:
     def _moved(self, fact: Migrated) -> None:
         self.migrations[self._reasons.pop(fact.request, "unknown")] += 1
         self.kv_bytes += fact.num_bytes
-        if fact.num_bytes:  # else the destination died before it could tell
+        self.reprefill_tokens += fact.num_prefilled
+        if fact.num_bytes or fact.num_prefilled:  # else the destination died before it could tell
             self.stops_s.append(fact.stop_s)
         self._owners[fact.request] = fact.destination
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dora.handover.moves import MovesRequests
 from dora.runtime.messages import (
     Accumulate,
     Beat,
@@ -46,6 +47,7 @@ from dora.runtime.messages import (
 from dora.runtime.occupancy import Use
 from dora.runtime.process import BEAT_S, Inbox, Outbox
 from dora.runtime.saving import Files, save
+from dora.runtime.stations import Recomputing
 from dora.turns.words import TurnTaking
 
 if TYPE_CHECKING:
@@ -71,9 +73,9 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
     torch.set_num_threads(1)
     engine = _make_engine(spec)
     taking = _make_taking(engine, spec)
-    mover = engine if isinstance(engine, MovingEngine) else None
+    mover = engine if isinstance(engine, MovesRequests) else None
     writer = engine if isinstance(engine, TurnTaking) else None
-    outbox.send(Ready(engine.kernels, spec.pool if mover else None))
+    outbox.send(Ready(engine.kernels, spec.pool if isinstance(engine, MovingEngine) else None))
     beats = _beats(engine, began := _use(engine))
     while True:
         is_waiting = taking.is_busy or (mover is not None and mover.num_moves > 0)
@@ -178,9 +180,7 @@ def _obey(engine: InferenceEngine, taking: Taking, message: Any) -> object | Non
 
 def _obey_move(engine: InferenceEngine, message: Receive | Send | CancelMove) -> object | None:
     """The same for the words of a move; engines that cannot move requests hear none."""
-    from dora.handover.engine import MovingEngine
-
-    assert isinstance(engine, MovingEngine), f"{message} to an engine whose requests stay"
+    assert isinstance(engine, MovesRequests), f"{message} to an engine whose requests stay"
     match message:
         case Receive():
             return engine.receive(message)
@@ -217,8 +217,6 @@ def _use(engine: InferenceEngine) -> Use:
 
 def _beats(engine: InferenceEngine, began: Use) -> Iterator[Beat | None]:
     """A beat whenever one is due, else None; `began` is when there was no use of its rows yet."""
-    from dora.renewal.engine import RenewingEngine
-
     next_s, num_decoded, busy_row_s = 0.0, 0, 0.0
     while True:
         if time.monotonic() < next_s:
@@ -228,7 +226,7 @@ def _beats(engine: InferenceEngine, began: Use) -> Iterator[Beat | None]:
         num_gained, gained_in_s = engine.num_decoded - num_decoded, engine.busy_row_s - busy_row_s
         num_decoded, busy_row_s = engine.num_decoded, engine.busy_row_s
         pace = num_gained / gained_in_s if num_gained else 0.0
-        num_recomputed = engine.num_recomputed if isinstance(engine, RenewingEngine) else 0
+        num_recomputed = engine.num_recomputed if isinstance(engine, Recomputing) else 0
         use = _use(engine).since(began)
         yield Beat(engine.progress(), use, pace, engine.kv_share, num_recomputed)
 

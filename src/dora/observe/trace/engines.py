@@ -128,6 +128,7 @@ class Engines:
             "kv_bytes": record.num_bytes,
             "copy_ms": 1e3 * record.copy_s,
             "stop_ms": 1e3 * record.stop_s,
+            "prefilled_tokens": record.num_prefilled,
         }
         if moving is not None:
             engine.process.end(moving, t_s, **cost)

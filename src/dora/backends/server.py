@@ -1,4 +1,4 @@
-"""A vLLM server as DORA speaks to it: JSON over HTTP, with a token in every request.
+"""A server of an inference engine as DORA speaks to it: JSON over HTTP, with a token in every request.
 
 One is started beside an engine, and ends with it, or is there already. What it refuses is an EngineError;
 where there is no answer there is no server any more, and that is a RunError.
@@ -19,11 +19,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from dora.backends.inside.dora_vllm import TOKEN_KEY
 from dora.engine.sequence import EngineError
 from dora.errors import ConfigError, RunError
 
@@ -31,22 +31,33 @@ HERE = Path(__file__).parent
 CALL_S = 30.0  # longest that a call may take
 START_S = 600.0  # longest that a start may take where no run waits for it
 LOOK_S = 0.2
-SERVER = "vllm.entrypoints.openai.api_server"
 _NUM_LAST_WORDS = 20  # lines
 _MAX_TOLD = 2000  # characters of a refusal
 
 Body = Mapping[str, object]
 
 
+@dataclass(frozen=True)
+class Product:
+    """Whose server it is: `python -m module` starts it, `token_key` is the variable that has its token."""
+
+    name: str
+    module: str
+    token_key: str
+    settings: Mapping[str, str]  # variables that are not the user's to choose
+
+
 class Server:
     """One server. Any thread may call it; each call has a connection of its own."""
 
-    def __init__(self, url: str, token: str, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self, product: Product, url: str, token: str, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
         """`process` keeps a server that belongs to us; raises ConfigError for what is no address."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or not parts.port:
             raise ConfigError(f"url = {url!r}: must read http://name:port")
-        self.url, self.token = url, token
+        self.product, self.url, self.token = product, url, token
         self._host, self._port, self._process = parts.hostname, parts.port, process
 
     def call(self, path: str, body: Body | None = None, timeout_s: float = CALL_S) -> Any:
@@ -92,24 +103,29 @@ class Server:
         answer = connection.getresponse()
         if answer.status >= 400:
             told = answer.read().decode(errors="replace")[:_MAX_TOLD]
-            remedy = f"; give it and `dora train` the same {TOKEN_KEY}" if answer.status == 401 else ""
-            raise EngineError(f"the vLLM server answers {answer.status} to {path}: {told}{remedy}")
+            key = self.product.token_key
+            remedy = f"; give it and `dora train` the same {key}" if answer.status == 401 else ""
+            raise EngineError(f"{self} answers {answer.status} to {path}: {told}{remedy}")
         return answer
 
     def _lost(self, error: Exception | None) -> RunError:
         why = "it has ended" if error is None else f"{type(error).__name__}: {error}"
-        return RunError(f"the vLLM server at {self.url} does not answer ({why})")
+        return RunError(f"{self} at {self.url} does not answer ({why})")
+
+    def __str__(self) -> str:
+        return f"the {self.product.name} server"
 
 
-def start(python: str, flags: Sequence[str], settings: Mapping[str, str]) -> Server:
+def start(product: Product, python: str, flags: Sequence[str], settings: Mapping[str, str]) -> Server:
     """A server of our own on a free port of this machine, once it is ready.
 
-    `python` is an interpreter that has vLLM; `settings` are environment variables. Raises ConfigError if
-    there is no such interpreter, RunError if the server ends.
+    `python` is an interpreter that has the product; `settings` are environment variables. Raises ConfigError
+    if there is no such interpreter, RunError if the server ends.
     """
     if (found := shutil.which(python)) is None:
         raise ConfigError(
-            f"python = {python!r}: no such command; name the interpreter of an environment that has vLLM"
+            f"python = {python!r}: no such command; name the interpreter of an environment that has "
+            f"{product.name}"
         )
     token = secrets.token_urlsafe(32)
     with socket.socket() as reserved:
@@ -118,43 +134,34 @@ def start(python: str, flags: Sequence[str], settings: Mapping[str, str]) -> Ser
         port = reserved.getsockname()[1]
         where = ("--host", "127.0.0.1", "--port", str(port))
         process = subprocess.Popen(
-            [sys.executable, str(HERE / "keeping.py"), found, "-m", SERVER, *flags, *where],
+            [sys.executable, str(HERE / "keeping.py"), found, "-m", product.module, *flags, *where],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **settings, **_ours(token)},
+            env={**os.environ, **settings, **product.settings, **_ours(product, token)},
             start_new_session=True,
         )
         assert process.stdout is not None
         last_words: deque[str] = deque(maxlen=_NUM_LAST_WORDS)
         threading.Thread(target=_listen, args=(process.stdout, last_words), daemon=True).start()
-        server = Server(f"http://127.0.0.1:{port}", token, process)
+        server = Server(product, f"http://127.0.0.1:{port}", token, process)
         _wait(server, process, last_words)
     return server
 
 
-def attach(url: str, max_context: int) -> Server:
-    """A server that is there already; what it is working on for others is given up.
-
-    Raises EngineError if its context is shorter than `max_context` tokens.
-    """
-    server = Server(url, os.environ.get(TOKEN_KEY, ""))
+def attach(product: Product, url: str, max_context: int) -> Server:
+    """A server that is there already. Raises EngineError if it takes fewer tokens than `max_context`."""
+    server = Server(product, url, os.environ.get(product.token_key, ""))
     (model, *_) = server.call("/v1/models")["data"]
-    if model["max_model_len"] < max_context:
-        raise EngineError(
-            f"the vLLM server at {url} has --max-model-len {model['max_model_len']}; it takes {max_context}"
-        )
-    server.call("/abort_requests", {})
-    server.call("/resume", {})
+    if (most := model["max_model_len"]) < max_context:
+        raise EngineError(f"{server} at {url} takes {most} tokens; it would be asked for {max_context}")
     return server
 
 
-def _ours(token: str) -> dict[str, str]:
-    """Variables that are not the user's to choose."""
+def _ours(product: Product, token: str) -> dict[str, str]:
+    """What is ours in every server of ours."""
     return {
-        TOKEN_KEY: token,
-        "VLLM_API_KEY": token,
-        "VLLM_SERVER_DEV_MODE": "1",  # its calls for weights
+        product.token_key: token,
         "PYTHONPATH": str(HERE / "inside"),
         "PYTHONSAFEPATH": "1",  # what lies in the working directory is not imported
     }
@@ -177,5 +184,6 @@ def _wait(server: Server, process: subprocess.Popen[bytes], last_words: deque[st
             if process.poll() is not None or time.monotonic() > deadline_s:
                 time.sleep(LOOK_S)  # for its last words
                 server.end()
-                raise RunError("vLLM did not start:\n" + "\n".join(last_words)) from None
+                told = "\n".join(last_words)
+                raise RunError(f"{server.product.name} did not start:\n{told}") from None
         time.sleep(LOOK_S)
