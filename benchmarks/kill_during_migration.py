@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 from report import make_parser, options_of, publish
 
 from dora import settings
@@ -110,7 +111,7 @@ class Killer:
         if not self._has_come_to(moves[0], moment):
             return
         engine = getattr(order, side)
-        self.hands.fleet.workers[engine].process.kill()
+        psutil.Process(self.hands.fleet.workers[engine].pid).kill()
         self.hands.fleet.start()
         self.kills.append((moment, side))
         self._target = None

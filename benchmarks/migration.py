@@ -18,7 +18,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,7 @@ class Bench:
         weights = initial_weights(config, seed=0, std=0.1)
         save_folder(self.folder / "model", config, weights)
         WeightStore(self.folder).publish(0, weights)
-        self._told: Told = SimpleQueue()
+        self._told = Told()
         self._facts: deque[Event] = deque()
         self.moves = Moves(self.folder, WAIT_S, self._facts, self.tell, lambda _: 0)
         self.workers = [self._start(number) for number in range(2)]
@@ -140,7 +139,7 @@ class Bench:
 
     def cpu_s(self) -> list[float]:
         """CPU time so far of both engines and of the driver."""
-        engines = (worker.process.pid for worker in self.workers)
+        engines = (worker.pid for worker in self.workers)
         clocks = [~pid << 3 | PROCESS_CLOCK for pid in engines if pid is not None]
         return [*(time.clock_gettime(clock) for clock in clocks), time.process_time()]
 

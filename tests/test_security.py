@@ -30,6 +30,7 @@ ALLOWED = {
         "dora.handover.files",
         "pickle.loads",
     ): "a file of this run's, in a folder that only its owner can enter",
+    ("dora.runtime.sealed", "pickle.loads"): "what a process of this run has sealed, with a key of its own",
     ("dora.rewards.sandbox.zygote", "exec"): "in a cell: the program that is to be judged",
     ("dora.rewards.sandbox.caller", "exec"): "the same",
     ("dora.rewards.sandbox.caller", "eval"): "in a cell: calls of that program",
@@ -71,6 +72,11 @@ LISTENS = {
     "dora.backends.server": (
         "servers of vLLM and SGLang, on loopback: a token in every request, also where their keys ask none",
         "tests/contract/test_vllm.py::test_no_call_is_answered_without_the_token",
+    ),
+    "dora.runtime.sealed": (
+        "a key for each caller, which came to it through Ray; loopback, unless ray.address says otherwise",
+        "tests/runtime/test_sealed.py::test_what_the_other_end_has_not_sealed_is_never_unpickled",
+        "tests/runtime/test_sealed.py::test_who_has_not_the_key_is_hung_up_on_and_the_right_one_still_comes",
     ),
     "dora.runtime.process": (
         "Python's fork server: a Unix socket of its owner's alone, in a folder of its owner's alone",

@@ -18,7 +18,7 @@ from dora.effects import without_effect
 from dora.errors import ConfigError
 from dora.fleets import Kind, kinds
 from dora.learning import Algorithm, Correction, Critic, Trainer
-from dora.operation import Journal, Metrics, Runtime
+from dora.operation import Journal, Metrics, Ray, Runtime
 from dora.policy import check_policy
 from dora.sections import (
     BREAKS_C1,
@@ -61,6 +61,7 @@ class Config(Section):
     journal: Journal = Journal()
     metrics: Metrics = Metrics()
     runtime: Runtime = Runtime()
+    ray: Ray = Ray()
     service: Service = Service()
 
     @property

@@ -78,7 +78,9 @@ def without_effect(config: Config) -> dict[str, dict[str, str]]:
 
 
 def _add_those_outside(config: Config, found: dict[str, dict[str, str]]) -> None:
-    """The same of what judges answers, or says its part in them, beside the run."""
+    """The same of what judges answers, or says its part in them, beside the run; and of other machines."""
+    if config.runtime.kind != "ray":
+        found["ray"] = dict.fromkeys(type(config.ray).model_fields, "without runtime.kind = ray")
     if not config.has_episodes:
         found["sampling"]["max_turn_length"] = "without env.environment, env.hosts or service.agents"
     if not config.env.is_played:

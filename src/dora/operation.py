@@ -40,8 +40,9 @@ class Metrics(Section):
 class Runtime(Section):
     """The processes."""
 
-    kind: Literal["local"] = Field(
-        default="local", description="where the stations run; local: processes of this machine"
+    kind: Literal["local", "ray"] = Field(
+        default="local",
+        description="where the stations run; local: processes of this machine, ray: actors of a Ray cluster",
     )
     heartbeat_timeout_s: float = Field(
         default=5.0, gt=0, description="an engine or reward process silent for longer is lost (s)"
@@ -58,3 +59,27 @@ class Runtime(Section):
     move_timeout_s: float = Field(
         default=5.0, gt=0, description="a move on which nothing is copied for so long is given up (s)"
     )
+
+
+class Ray(Section):
+    """The Ray cluster of `runtime.kind = "ray"`. The trainer's processes are on the node of the driver."""
+
+    address: str | None = Field(
+        default=None,
+        min_length=1,
+        description='a running cluster (host:port, or "auto": the one that this machine belongs to); unset: '
+        "Ray is started on this machine, and stopped with the run",
+    )
+    spread: bool = Field(
+        default=True,
+        description="engines and judges go round the nodes; false: as few nodes as possible (true or false)",
+    )
+    engine_cpus: float = Field(
+        default=1.0, ge=0, description="CPUs that Ray reserves for each engine (count)"
+    )
+    trainer_cpus: float = Field(
+        default=1.0,
+        ge=0,
+        description="CPUs for each process of the trainer, and each station beside it (count)",
+    )
+    reward_cpus: float = Field(default=1.0, ge=0, description="CPUs for each process that judges (count)")

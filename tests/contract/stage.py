@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,9 +50,9 @@ def simulated(folder: Path) -> Hands:
     return World(config, seed=0)
 
 
-def real(folder: Path) -> Hands:
+def real(folder: Path, *changes: str) -> Hands:
     """Processes, which are ready and have joined."""
-    config = settings.read(write_task(folder), [f"run.steps={LIMITS.num_steps}"])
+    config = settings.read(write_task(folder), [f"run.steps={LIMITS.num_steps}", *changes])
     (folder / "run").mkdir()
     hands = LocalHands(Plan.make(config, folder / "run"), notice=print)
     hands.wait_until_ready()
@@ -59,7 +60,14 @@ def real(folder: Path) -> Hands:
     return hands
 
 
+def on_ray(folder: Path) -> Hands:
+    """Actors, which are ready and have joined."""
+    return real(folder, "runtime.kind=ray")
+
+
 MAKERS: dict[str, Callable[[Path], Hands]] = {"simulated": simulated, "real": real}
+if find_spec("ray") is not None:
+    MAKERS["ray"] = on_ray
 
 
 class Stage:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TypeVar
 
 import pytest
@@ -29,7 +28,7 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._told: list[Told] = [SimpleQueue(), SimpleQueue()]
+        self._told: list[Told] = [Told(), Told()]
         self.workers = [self._start(number) for number in range(2)]
         WeightStore(folder).publish(0, WEIGHTS)
         for number in range(2):

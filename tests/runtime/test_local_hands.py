@@ -58,7 +58,7 @@ def test_an_engine_that_holds_other_bytes_than_the_published_ones_is_lost(hands:
     assert hear(hands) == EngineLost(1, "its bytes of version 0 are not the published ones")
     assert hands.engines == [0]
     hands.perform(Load(1, 0))  # an order to an engine that is lost goes nowhere
-    hands.fleet.workers[0].process.kill()
+    psutil.Process(hands.fleet.workers[0].pid).kill()
     assert hear(hands) == EngineLost(0, "engine 0 was killed by SIGKILL")
     with pytest.raises(RunError, match="the last engine is lost: engine 0 was killed by SIGKILL"):
         hear(hands)
@@ -149,7 +149,7 @@ def test_evaluation_leaves_no_fact_of_a_slow_engine_behind(tmp_path: Path) -> No
         hands.wait_until_ready()
         hands.perform(Publish(0))
         assert isinstance(hear(hands), Published)
-        slow = psutil.Process(hands.fleet.workers[1].process.pid)
+        slow = psutil.Process(hands.fleet.workers[1].pid)
         slow.suspend()
         resumed = threading.Timer(1.0, slow.resume)
         resumed.start()

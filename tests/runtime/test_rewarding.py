@@ -9,7 +9,6 @@ import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.model = folder, save_start(folder / "start")
         (folder / "tasks.py").write_text(TASK)
-        self.told: Told = SimpleQueue()
+        self.told = Told()
         self.facts: list[GroupScored | GroupUnscorable] = []
         self.notices: list[str] = []
 

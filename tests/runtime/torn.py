@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from multiprocessing.connection import Connection
 
 from dora.runtime.process import Inbox, Outbox
 
@@ -11,5 +12,7 @@ from dora.runtime.process import Inbox, Outbox
 def die_while_speaking(outbox: Outbox, inbox: Inbox, spec: object) -> None:
     """Announce 100 bytes as the pipe does, send 10, and go."""
     outbox.send("a whole message")
-    os.write(outbox._connection.fileno(), struct.pack("!i", 100) + bytes(10))
+    line = outbox._line
+    assert isinstance(line, Connection)
+    os.write(line.fileno(), struct.pack("!i", 100) + bytes(10))
     os._exit(0)

@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import urlencode
@@ -82,7 +81,7 @@ class StandingRun:
         config = write_task(folder)
         overrides = [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
         self.plan = Plan.make(settings.read(config, overrides), folder / "run")
-        self.told: Told = SimpleQueue()
+        self.told = Told()
         self.hands = Hands(self.plan, self.told)
         self.core = Orchestrator(self.plan.limits)
         self.core.start(0.0)

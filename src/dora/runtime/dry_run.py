@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from queue import SimpleQueue
 
 from dora.config import Config
 from dora.core.events import GroupScored, GroupUnscorable
@@ -99,7 +98,7 @@ def _call_rewards(plan: Plan) -> str:
         return "from the other side of each episode"
     if not len(dataset) or any(task.is_outside for task in tasks):
         return "not tried: prompts or rewards come from outside"
-    told: Told = SimpleQueue()
+    told = Told()
     with tempfile.TemporaryDirectory(prefix="dora-") as folder:
         leases = {task.name: task.lease_s for task in tasks}
         feed = Feed(Path(folder) / "stream", 1, tasks=leases, num_answers=1)

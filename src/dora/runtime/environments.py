@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from dora.core.records import GroupId, RequestId
@@ -181,7 +180,7 @@ def env_spec(plan: Plan) -> EnvSpec:
 
 def try_environment(plan: Plan) -> str:
     """Begin an episode of the first row, as a run would; how it begins. Raises EnvError if it does not."""
-    told: Told = SimpleQueue()
+    told = Told()
     failures: list[str] = []
     player = Environments(plan, told, failures.append)
     try:

@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import singledispatchmethod
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from dora.core.actions import (
@@ -44,12 +43,13 @@ from dora.runtime import messages as m
 from dora.runtime.checkpoints import Checkpoints
 from dora.runtime.episodes import Episodes
 from dora.runtime.fleet import Fleet
+from dora.runtime.ground import make_ground
 from dora.runtime.judging import question_of
 from dora.runtime.outside import OutsideTrainer, Patience
 from dora.runtime.past import SAMPLES, Past
 from dora.runtime.plan import Plan
 from dora.runtime.playing import make_player
-from dora.runtime.process import Pulse, Told, Worker, take, warm_up
+from dora.runtime.process import Pulse, Told, Worker, take
 from dora.runtime.ranks import cannot_go_on, check_beats, start_ranks
 from dora.runtime.rewarding import Rewarding, reward_tasks
 from dora.runtime.stationed import StationedTrainer
@@ -78,7 +78,7 @@ class LocalHands:
         `check_stop` is called while nothing is half done, and may raise to end the run. With a `past`
         they go on from there.
         """
-        warm_up()
+        self._ground = make_ground(plan, notice)
         self._started_s = self._checked_s = time.monotonic()
         self._began_s = self._started_s  # later, once a run that goes on has started
         self.plan, self.notice, self._check_stop = plan, notice, check_stop
@@ -101,7 +101,7 @@ class LocalHands:
         self.supply = Supply(plan, past.core.snapshot().next_index if past else 0)
         self._past = past
         self._checkpoints = Checkpoints(plan, self.weights, notice)
-        self._told: Told = SimpleQueue()  # by all workers
+        self._told = Told(self._ground.start)  # by all workers
         self.fleet = Fleet(plan, self.weights.folder, self._told, self.facts, self.teller, notice)
         self.refusals: dict[int, str] = {}  # engine -> why it may not leave, until somebody has read it
         self._step_failures: Counter[int] = Counter()
@@ -204,7 +204,7 @@ class LocalHands:
         timeout_s = self.plan.config.runtime.trainer_timeout_s
         deadline_s = time.monotonic() + timeout_s
         while not is_done():
-            if time.monotonic() > deadline_s or not self.trainer.process.is_alive():
+            if time.monotonic() > deadline_s or not self.trainer.is_alive:
                 raise RunError(f"the trainer died or did not {what} within {timeout_s:g} s")
             self._listen(POLL_S)
 
@@ -219,6 +219,7 @@ class LocalHands:
         self.episodes.close()
         for worker in self._ranks:
             worker.kill()
+        self._ground.close()
         self.samples.follow(None)
         self._feed.close()
         self.weights.close()

@@ -23,7 +23,7 @@ from dora.engine.workspace import DTYPES
 from dora.fleets import kind_of, num_engines
 from dora.model.config import ModelConfig
 from dora.model.folder import check_folder, load_config
-from dora.runtime import trackers
+from dora.runtime import ground, trackers
 from dora.runtime.devices import Devices, is_gpu
 from dora.runtime.fitting import check_critic, check_fit, check_tokenizer
 from dora.runtime.messages import CriticSpec, EngineSpec, TrainerSpec
@@ -64,6 +64,7 @@ class Plan:
         check_tokenizer(folder, tokenizer, model)
         check_fit(config, tokenizer, model)
         trackers.check(config.metrics.report_to)
+        ground.check(config)
         numel = check_folder(folder)
         if config.critic.path is not None:
             check_critic(config, model)

@@ -1,11 +1,10 @@
-"""A worker process as the driver sees it: a pipe, a sign of life, and a way to end it.
+"""A worker process as the driver sees it: a line to it, a sign of life, and a way to end it.
 
-Workers are forked from a process that has imported what they need and has done nothing else: they start
-at once, and share the memory of what is imported.
+Workers of this machine are forked from a process that has imported what they need and has done nothing
+else: they start at once, and share the memory of what is imported. `Told.start` says who starts workers.
 
-Sending never blocks the driver: a thread per worker writes to the pipe, so a worker that hangs
-holds up nobody else. What passes a pipe is a list of messages, for a wake-up costs more than a
-message.
+Sending never blocks the driver: a thread per worker writes to the line, so a worker that hangs holds up
+nobody else. What passes a line is a list of messages, for a wake-up costs more than a message.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
@@ -47,19 +46,27 @@ else:  # libraries of a Mac do not survive a fork
 
 BEAT_S = 1.0
 
-Told = queue.SimpleQueue[tuple["Worker | None", Any]]  # None: a nudge, nobody's word
+
+class Line(Protocol):
+    """Lists of messages to the other end and back; its end is an EOFError or an OSError."""
+
+    def send(self, messages: Any, /) -> None:
+        """To the other end."""
+
+    def recv(self) -> Any:
+        """The next list, once it is here."""
 
 
 class Outbox:
     """What this worker tells the driver, from any of its threads."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, line: Line) -> None:
+        self._line = line
         self._lock = threading.Lock()
 
     def send(self, *messages: object) -> None:
         with self._lock:
-            self._connection.send(messages)
+            self._line.send(messages)
 
     def beat(self) -> None:
         """Send signs of life from a thread, for a worker whose main thread works in long pieces."""
@@ -73,11 +80,11 @@ class Outbox:
 
 
 class Inbox:
-    """What the driver sent to this worker; a thread empties the pipe, so the driver's end never fills."""
+    """What the driver sent to this worker; a thread empties the line, so the driver's end never fills."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, line: Line) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._connection = connection
+        self._line = line
         threading.Thread(target=self._receive, daemon=True).start()
 
     def take(self, timeout_s: float | None = 0.0) -> Iterator[Any]:
@@ -92,7 +99,7 @@ class Inbox:
     def _receive(self) -> None:
         try:
             while True:
-                for message in self._connection.recv():
+                for message in self._line.recv():
                     self._queue.put(message)
         except (EOFError, OSError):
             os._exit(0)  # the driver is gone, and nobody is left to tell
@@ -104,15 +111,19 @@ class Inbox:
 Body = Callable[[Outbox, Inbox, Any], None]
 
 
-def _work(connection: Connection, body: Body, spec: object) -> None:
+def live(line: Line, body: Body, spec: object) -> None:
     """A worker's life: run `body` until it ends; tell the driver of an exception."""
-    _ignore_termination()
-    outbox = Outbox(connection)
+    outbox = Outbox(line)
     try:
-        body(outbox, Inbox(connection), spec)
+        body(outbox, Inbox(line), spec)
     except Exception as error:
         refusal = str(error) if isinstance(error, InputError) else ""
         outbox.send(Crashed(traceback.format_exc(), refusal))
+
+
+def _live_forked(connection: Connection, body: Body, spec: object) -> None:
+    _ignore_termination()
+    live(connection, body, spec)
 
 
 def warm_up() -> None:
@@ -123,8 +134,80 @@ def warm_up() -> None:
             forkserver.ensure_running()
 
 
+class Carrier(Line, Protocol):
+    """A worker's process, wherever it runs, and the line to it."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its number on its own machine, once it is known."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended, as far as is known here."""
+
+    @property
+    def how_it_ended(self) -> str:
+        """What became of a dead one, to be read after its name."""
+
+    def kill(self) -> None:
+        """End it now, and wait until it is gone."""
+
+
+class Forked:
+    """A carrier: a process of this machine behind a pipe."""
+
+    def __init__(self, name: str, body: Body, spec: object) -> None:
+        connection, theirs = CONTEXT.Pipe()
+        with _environment(WORKER_ENVIRONMENT), _deaf_to_signals():
+            args = (theirs, body, spec)
+            self._process = CONTEXT.Process(target=_live_forked, args=args, name=name, daemon=True)
+            self._process.start()
+        theirs.close()
+        self._connection = connection
+
+    def send(self, messages: Any, /) -> None:
+        self._connection.send(messages)
+
+    def recv(self) -> Any:
+        return self._connection.recv()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def how_it_ended(self) -> str:
+        self._process.join(timeout=1.0)
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(timeout=5.0)
+
+
+Start = Callable[[str, Body, Any], Carrier]
+
+
+class Told(queue.SimpleQueue[tuple["Worker | None", Any]]):
+    """What all workers of a run say, each beside who says it; None: a nudge, nobody's word.
+
+    `start` starts their processes.
+    """
+
+    def __init__(self, start: Start = Forked) -> None:
+        super().__init__()
+        self.start = start
+
+
 class Worker:
-    """One process of its own. Two threads serve its pipe, so that one that hangs holds up nobody."""
+    """One process of its own. Two threads serve its line, so that one that hangs holds up nobody."""
 
     def __init__(self, name: str, body: Body, spec: object, told: Told) -> None:
         """Start `body(outbox, inbox, spec)` in a new process; both must be picklable.
@@ -132,11 +215,7 @@ class Worker:
         What it says is put into `told` beside the worker; `Gone` comes last.
         """
         self.name = name
-        self._connection, theirs = CONTEXT.Pipe()
-        with _environment(WORKER_ENVIRONMENT), _deaf_to_signals():
-            self.process = CONTEXT.Process(target=_work, args=(theirs, body, spec), name=name, daemon=True)
-            self.process.start()
-        theirs.close()
+        self._carrier = told.start(name, body, spec)
         self.last_heard_s = time.monotonic()
         self.crash = ""  # its traceback, if it told one
         self.refusal = ""  # what is wrong with what it was given, if it ended of that
@@ -154,27 +233,32 @@ class Worker:
         return time.monotonic() - self.last_heard_s > timeout_s
 
     @property
+    def pid(self) -> int | None:
+        """Of its process, on its own machine; None: not known yet."""
+        return self._carrier.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process has not ended."""
+        return self._carrier.is_alive
+
+    @property
     def how_it_ended(self) -> str:
         """A sentence about a dead worker."""
         if self.crash:
             return f"{self.name} failed: {self.crash.strip().splitlines()[-1]}"
-        self.process.join(timeout=1.0)
-        code = self.process.exitcode
-        if code is not None and code < 0:
-            return f"{self.name} was killed by {signal.Signals(-code).name}"
-        return f"{self.name} ended with exit code {code}"
+        return f"{self.name} {self._carrier.how_it_ended}"
 
     def kill(self) -> None:
         """End the process now, and wait until it is gone."""
         self._outbox.put(None)
-        self.process.kill()
-        self.process.join(timeout=5.0)
+        self._carrier.kill()
 
     def _read(self) -> None:
-        """A pipe that ends in the middle of a message ends: its process was killed while it spoke."""
+        """A line that ends in the middle of a message ends: its process was killed while it spoke."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                messages = self._connection.recv()
+                messages = self._carrier.recv()
                 self.last_heard_s = time.monotonic()
                 for message in messages:
                     if isinstance(message, Crashed):
@@ -184,14 +268,14 @@ class Worker:
         self._told.put((self, Gone()))
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(EOFError, OSError):
             while True:
                 messages = [self._outbox.get()]
                 while not self._outbox.empty():
                     messages.append(self._outbox.get())
                 if None in messages:  # it is killed
                     return
-                self._connection.send(messages)
+                self._carrier.send(messages)
 
 
 class Pulse(NamedTuple):
@@ -207,7 +291,7 @@ class Pulse(NamedTuple):
         heard_s = max(0.0, now_s - self.worker.last_heard_s)
         return {
             "name": self.worker.name,
-            "pid": self.worker.process.pid,
+            "pid": self.worker.pid,
             "heard_s": round(heard_s, 3),
             "limit_s": self.limit_s,
             "at": self.work if self.is_ready else "starting",

@@ -1,0 +1,191 @@
+"""Lines between machines: what is said arrives, and what nobody sealed is never read."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora.runtime.sealed import HELLO_BYTES, Address, Listener, SealedLine, call
+
+LOOPBACK = "127.0.0.1"
+
+
+class Trap:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Path.touch, (self._path,)
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = Listener(LOOPBACK)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lines(listener: Listener) -> Iterator[tuple[SealedLine, SealedLine]]:
+    """The listener's end and the caller's."""
+    met: queue.SimpleQueue[tuple[SealedLine, object]] = queue.SimpleQueue()
+    caller = call(listener.expect(lambda line, hello: met.put((line, hello))), "here I am")
+    here, hello = met.get(timeout=10)
+    assert hello == "here I am"
+    yield here, caller
+    here.close()
+    caller.close()
+
+
+def expect(listener: Listener, met: queue.SimpleQueue[object]) -> Address:
+    """A caller, of whom only the first word is wanted."""
+
+    def note(line: SealedLine, hello: object) -> None:
+        line.close()
+        met.put(hello)
+
+    return listener.expect(note)
+
+
+def connected(address: Address) -> socket.socket:
+    return socket.create_connection((address.host, address.port), timeout=10)
+
+
+def is_hung_up(own: socket.socket) -> bool:
+    """Whether the other end closes, without a word."""
+    with own:
+        try:
+            return own.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+
+def test_messages_arrive_in_order_and_both_ways(lines: tuple[SealedLine, SealedLine]) -> None:
+    here, there = lines
+    for number in range(3):
+        here.send(["go", number])
+        there.send(["gone", number])
+    assert [there.recv() for _ in range(3)] == [["go", 0], ["go", 1], ["go", 2]]
+    assert [here.recv() for _ in range(3)] == [["gone", 0], ["gone", 1], ["gone", 2]]
+
+
+def test_a_message_may_be_longer_than_a_socket_holds(lines: tuple[SealedLine, SealedLine]) -> None:
+    here, there = lines
+    sends = threading.Thread(target=there.send, args=(b"x" * 20_000_000,))
+    sends.start()
+    assert here.recv() == b"x" * 20_000_000
+    sends.join()
+
+
+def test_who_waits_hears_that_the_other_end_is_gone(lines: tuple[SealedLine, SealedLine]) -> None:
+    here, there = lines
+    there.close()
+    with pytest.raises(EOFError):
+        here.recv()
+
+
+class Paper:
+    """In the place of a socket: what is sent is written down."""
+
+    def __init__(self) -> None:
+        self.written = bytearray()
+
+    def setsockopt(self, *_: int) -> None:
+        """There is nothing to set."""
+
+    def sendall(self, content: bytes) -> None:
+        self.written += content
+
+
+def as_sent(key: bytes, messages: list[object], *, is_listener: bool = False) -> bytearray:
+    """The bytes of the last of these messages."""
+    paper = Paper()
+    line = SealedLine(paper, key, is_listener=is_listener)  # type: ignore[arg-type]
+    for message in messages:
+        paper.written.clear()
+        line.send(message)
+    return paper.written
+
+
+@pytest.mark.parametrize(
+    "wrong", ["another key", "the way back", "a message again", "another place", "a bit"]
+)
+def test_what_the_other_end_has_not_sealed_is_never_unpickled(
+    listener: Listener, tmp_path: Path, wrong: str
+) -> None:
+    met: queue.SimpleQueue[SealedLine] = queue.SimpleQueue()
+    address, trap = listener.expect(lambda line, _: met.put(line)), tmp_path / "sprung"
+    with connected(address) as own:
+        own.sendall(address.name + as_sent(address.key, ["hello"]))
+        forged = {
+            "another key": lambda: as_sent(bytes(32), ["hello", Trap(trap)]),
+            "the way back": lambda: as_sent(address.key, ["hello", Trap(trap)], is_listener=True),
+            "a message again": lambda: as_sent(address.key, [Trap(trap)]),
+            "another place": lambda: as_sent(address.key, ["hello", "one", Trap(trap)]),
+            "a bit": lambda: as_sent(address.key, ["hello", Trap(trap)]),
+        }[wrong]()
+        forged[-1] ^= wrong == "a bit"
+        own.sendall(forged)
+        here = met.get(timeout=10)
+        with pytest.raises(OSError, match="has not sealed"):
+            here.recv()
+        here.close()
+    assert not trap.exists()
+
+
+def test_a_trap_springs_where_it_is_sealed(lines: tuple[SealedLine, SealedLine], tmp_path: Path) -> None:
+    here, there = lines
+    there.send(Trap(tmp_path / "sprung"))
+    here.recv()
+    assert (tmp_path / "sprung").exists()
+
+
+def test_who_is_not_expected_is_hung_up_on(listener: Listener) -> None:
+    address = listener.expect(lambda line, _: line.close())
+    own = connected(address)
+    own.sendall(bytes(16) + as_sent(address.key, ["hello"]))
+    assert is_hung_up(own)
+
+
+def test_who_has_not_the_key_is_hung_up_on_and_the_right_one_still_comes(listener: Listener) -> None:
+    met: queue.SimpleQueue[object] = queue.SimpleQueue()
+    address = expect(listener, met)
+    own = connected(address)
+    own.sendall(address.name + as_sent(bytes(32), ["I am nobody"]))
+    assert is_hung_up(own)
+    call(address, "it is me").close()
+    assert met.get(timeout=10) == "it is me"
+
+
+def test_each_caller_comes_once(listener: Listener) -> None:
+    met: queue.SimpleQueue[object] = queue.SimpleQueue()
+    address = expect(listener, met)
+    call(address, "first").close()
+    assert met.get(timeout=10) == "first"
+    own = connected(address)
+    own.sendall(address.name + as_sent(address.key, ["second"]))
+    assert is_hung_up(own)
+    assert met.empty()
+
+
+def test_a_caller_who_is_forgotten_does_not_come(listener: Listener) -> None:
+    address = listener.expect(lambda line, _: line.close())
+    listener.forget(address)
+    own = connected(address)
+    own.sendall(address.name + as_sent(address.key, ["hello"]))
+    assert is_hung_up(own)
+
+
+def test_nobody_can_have_much_memory_taken_before_it_is_known(listener: Listener) -> None:
+    address = listener.expect(lambda line, _: line.close())
+    own = connected(address)
+    own.sendall(address.name + struct.pack("<Q16s", HELLO_BYTES + 1, bytes(16)))
+    assert is_hung_up(own)
