@@ -36,7 +36,7 @@ CHANGES = {
     "engine.version_slots": 1,
     "orchestrator.rush": "false",
     "eval.num_prompts": 0,
-    "runtime.start_timeout_s": 300,
+    "runtime.start_timeout_s": 900,  # on two busy cores a server takes minutes
 }
 STAYING = {"orchestrator.placement": "static"}
 MOVING = {"orchestrator.level_running": "true", "orchestrator.rebalance_interval_s": 0.2}
@@ -48,7 +48,7 @@ options = {{ python = {python} }}
 num_engines = {num_servers}
 """
 NUM_DEEP = 64  # samples whose log-probs are computed again
-START_S, STEP_S = 300.0, 20.0  # the most that a start and, on average, a step may take
+START_S, STEP_S = 900.0, 20.0  # the most that a start and, on average, a step may take
 
 
 def tried(python: str) -> Row:
