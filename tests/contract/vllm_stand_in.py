@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from dora.backends.inside.dora_vllm import digest_of
+from dora.backends.inside.dora_digest import digest_of
 
 TOKEN = "of this server"
 INTERVAL = 8  # tokens of an event, after the first one
