@@ -1,6 +1,6 @@
 """The adapter of vLLM is lost where its server goes wrong, and says what it refuses.
 
-That it keeps the contract is for `real_vllm.py`.
+That it keeps the contract is for `real_servers.py`.
 """
 
 from __future__ import annotations
