@@ -42,7 +42,6 @@ def with_token(arguments: list[str]) -> list[str]:
 
 def serve() -> None:
     """Does not return before the server ends."""
-    os.umask(0o077)  # its processes speak through sockets below the folder for temporary files
     sys.argv = with_token(sys.argv)
     runpy.run_module("sglang.launch_server", run_name="__main__")
 
