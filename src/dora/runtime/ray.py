@@ -174,10 +174,9 @@ class Actor:
         self._node = ""
         self._address = cluster.expect(self._met)
         where = PlacementGroupSchedulingStrategy(place.group, place.index)
-        kind = Station.options(  # type: ignore[attr-defined]
-            num_cpus=place.need.cpus, num_gpus=place.need.gpus, scheduling_strategy=where
-        )
-        self._actor = kind.remote()
+        station: Any = Station
+        options = {"num_cpus": place.need.cpus, "num_gpus": place.need.gpus, "scheduling_strategy": where}
+        self._actor = station.options(**options).remote()
         self._end = self._actor.live.remote(self._address, body, _on_its_own_gpu(spec))
         self._end.future().add_done_callback(self._has_ended)
 
