@@ -112,7 +112,7 @@ class Cluster:
         try:
             with _own_signals():
                 ray.init(
-                    address=address,
+                    address=address or "local",  # else it would join one that somebody else has started
                     namespace=f"dora-{secrets.token_hex(8)}",
                     log_to_driver=False,
                     logging_level="ERROR",
