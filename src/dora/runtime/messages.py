@@ -6,9 +6,10 @@ engine's own: see `dora.handover.moves`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dora.core.records import GroupId, RequestId
 from dora.engine.sequence import Completion, Request
@@ -56,7 +57,7 @@ class EngineSpec:
     device: str = "cpu"
     dtype: str = "float32"
     adapter: str | None = None  # the class of another engine
-    options: dict[str, Any] | None = None  # what that is made with beside these
+    options: Mapping[str, object] | None = None  # what that is made with beside these
     loads_deferred: bool = False
     kv_blocks: int | None = None  # as many as all rows take
     renewal: str | None = None  # "partial" | "inflight": answers go on with newer versions
