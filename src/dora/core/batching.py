@@ -30,9 +30,8 @@ def commit(state: State) -> list[Action]:
 
 def train(state: State) -> list[Action]:
     """Start the next step once its batch is complete and its version published; stop after the last."""
-    if state.training is not None or state.publishing is not None or state.is_trainer_lost:
-        return []
-    if state.newest is None:
+    is_busy = state.training is not None or state.publishing is not None
+    if is_busy or state.is_trainer_lost or state.newest is None:
         return []
     step = next(iter(state.redo), state.newest)
     if state.is_trained and not state.redo:
