@@ -30,7 +30,7 @@ def tables() -> dict[str, Callable[[], str]]:
     runs = {name: partial(runs_of, *which) for name, which in WORKLOADS.items()}
     ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
     fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
-    others = {"policies_ladder": ladder, "headline": headline, "peers": peers, "peers_async": peers_async}
+    others = {"policies_ladder": ladder, "headline": headline, "peers": peers}
     return {**runs, **ratios, **fleets, **others}
 
 
@@ -122,14 +122,6 @@ OF_PEERS = (
     ("staleness_mean", "{:.1f}"),
     ("staleness_max", "{:.0f}"),
 )
-
-
-def peers_async() -> str:
-    """Both, with vLLM, at each bound."""
-    return medians(rows("peers_async"), ("system", "S"), OF_PEERS_ASYNC)
-
-
-OF_PEERS_ASYNC = tuple(column for column in OF_PEERS if "accuracy" not in column[0])
 
 
 def fleet(server: str) -> str:

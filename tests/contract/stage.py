@@ -61,8 +61,9 @@ def real(folder: Path, *changes: str) -> Hands:
 
 
 def on_ray(folder: Path) -> Hands:
-    """Actors, which are ready and have joined."""
-    return real(folder, "runtime.kind=ray")
+    """Actors, which are ready and have joined; small, for several of these hands share one Ray."""
+    cpus = (f"ray.{kind}_cpus=0.1" for kind in ("engine", "trainer", "reward"))
+    return real(folder, "runtime.kind=ray", *cpus)
 
 
 MAKERS: dict[str, Callable[[Path], Hands]] = {"simulated": simulated, "real": real}

@@ -44,8 +44,16 @@ def make(tmp_path: Path) -> Make:
     def made(name: str = "length", max_context: int = MAX_CONTEXT, **faults: Any) -> tuple[Sglang, StandIn]:
         save_folder(tmp_path, CONFIG, weights(0))
         MADE.append(StandIn(name, **faults))
-        where = {"model": str(tmp_path), "url": MADE[-1].url, "device": "cpu", "dtype": "float32"}
-        return Sglang(**where, max_rows=MAX_ROWS, max_context=max_context, version_slots=1), MADE[-1]
+        engine = Sglang(
+            model=str(tmp_path),
+            max_rows=MAX_ROWS,
+            max_context=max_context,
+            version_slots=1,
+            device="cpu",
+            dtype="float32",
+            url=MADE[-1].url,
+        )
+        return engine, MADE[-1]
 
     return made
 

@@ -291,7 +291,7 @@ def test_a_paced_step_takes_its_declared_time_and_keeps_its_tokens() -> None:
     paced.load(0, weights())
     requests = [request(i, max_tokens=5) for i in range(4)]
     assert tokens(run(paced, requests)) == tokens(run(engine(), requests))
-    assert paced.busy_row_s >= 4 * 5 * 0.02
+    assert paced.busy_row_s >= 4 * 5 * 0.02 - 1e-6  # what differences of clock readings lose
 
 
 def test_a_pool_there_is_no_space_for_is_refused(tmp_path: Path) -> None:

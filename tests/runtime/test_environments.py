@@ -48,7 +48,7 @@ class Driver:
         chosen = {"environment": f"{folder}/echo.py:Echo", "timeout_s": 0.5, **env}
         changes = [f"env.{key}={value}" for key, value in chosen.items()]
         self.plan = Plan.make(settings.read(config, changes), folder)
-        self._told: Told = queue.SimpleQueue()
+        self._told = Told()
         self.notices: list[str] = []
         self.player = Environments(self.plan, self._told, self.notices.append)
 

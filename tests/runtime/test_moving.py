@@ -40,7 +40,10 @@ class Stage:
         return True
 
     def begin(self) -> None:
-        self.moves.begin(ORDER, ASKED, self.folder / "pool" if SOURCE in self.ends else None)
+        if SOURCE in self.ends:
+            self.moves.begin(ORDER, ASKED, self.folder / "pool")
+        else:
+            self.moves.refuse(ORDER)
 
     def listen(self, engine: int) -> None:
         """Hear the next word of an engine."""

@@ -6,9 +6,10 @@ engine's own: see `dora.handover.moves`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dora.core.records import GroupId, RequestId
 from dora.engine.sequence import Completion, Request
@@ -56,7 +57,7 @@ class EngineSpec:
     device: str = "cpu"
     dtype: str = "float32"
     adapter: str | None = None  # the class of another engine
-    options: dict[str, Any] | None = None  # what that is made with beside these
+    options: Mapping[str, object] | None = None  # what that is made with beside these
     loads_deferred: bool = False
     kv_blocks: int | None = None  # as many as all rows take
     renewal: str | None = None  # "partial" | "inflight": answers go on with newer versions
@@ -74,10 +75,9 @@ class CriticSpec:
 class TrainerSpec:
     """The trainer. It begins at `model`, or goes on from `checkpoint`.
 
-    One that `streams` works on committed groups before their batch is complete. In exact mode it computes
-    log-probs as an engine of `exact` does. Of `num_ranks` processes rank 0 is the one that is spoken to; none
-    waits longer than `rank_timeout_s` for another. Stations beside it make `columns`, each group's within
-    `column_wait_s`.
+    One that `streams` works on groups before their batch is complete. In exact mode it computes log-probs as an
+    engine of `exact` does. Of `num_ranks` processes rank 0 is spoken to; none waits longer than `rank_timeout_s`
+    for another. Stations beside it make `columns`, each group's within `column_wait_s`.
     """
 
     model: Path
@@ -194,6 +194,7 @@ class TrainStep:
 @dataclass(frozen=True)
 class PublishWeights:
     version: int
+    is_stored: bool = True  # else only its digest is told
 
 
 @dataclass(frozen=True)
@@ -324,6 +325,7 @@ class StepRefused:
 class WeightsPublished:
     version: int
     digest: str
+    is_stored: bool = True
 
 
 @dataclass(frozen=True)

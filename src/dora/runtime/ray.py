@@ -112,7 +112,7 @@ class Cluster:
         try:
             with _own_signals():
                 ray.init(
-                    address=address,
+                    address=address or "local",  # else it would join one that somebody else has started
                     namespace=f"dora-{secrets.token_hex(8)}",
                     log_to_driver=False,
                     logging_level="ERROR",
@@ -174,10 +174,9 @@ class Actor:
         self._node = ""
         self._address = cluster.expect(self._met)
         where = PlacementGroupSchedulingStrategy(place.group, place.index)
-        kind = Station.options(  # type: ignore[attr-defined]
-            num_cpus=place.need.cpus, num_gpus=place.need.gpus, scheduling_strategy=where
-        )
-        self._actor = kind.remote()
+        station: Any = Station
+        options = {"num_cpus": place.need.cpus, "num_gpus": place.need.gpus, "scheduling_strategy": where}
+        self._actor = station.options(**options).remote()
         self._end = self._actor.live.remote(self._address, body, _on_its_own_gpu(spec))
         self._end.future().add_done_callback(self._has_ended)
 

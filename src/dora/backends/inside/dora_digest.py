@@ -1,4 +1,7 @@
-"""The digest of a safetensors file's tensors, as whoever reads the file tells it; standard library only."""
+"""The digest of a safetensors file's tensors, as whoever reads the file tells it.
+
+It needs the standard library only.
+"""
 
 from __future__ import annotations
 
