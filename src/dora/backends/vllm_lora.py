@@ -42,8 +42,9 @@ class VllmLora(Vllm):
         version_slots: int,
         device: str,
         dtype: str,
-        python: str,
         rank: int,
+        python: str | None = None,
+        url: str | None = None,
         arguments: Sequence[str] = (),
         silence_s: float = 60.0,
     ) -> None:
@@ -60,6 +61,7 @@ class VllmLora(Vllm):
             device=device,
             dtype=dtype,
             python=python,
+            url=url,
             arguments=(*own, *arguments),
             silence_s=silence_s,
         )
