@@ -31,6 +31,7 @@ SPARE = 8  # tokens of its context that SGLang keeps from a request, and more
 PRODUCT = Product("SGLang", "dora_sglang", TOKEN_KEY, {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"})
 FLAGS = (
     *("--skip-tokenizer-init", "--skip-server-warmup", "--sampling-defaults", "openai"),
+    *("--load-format", "safetensors"),
     *("--stream-interval", "8", "--incremental-streaming-output", "--log-level", "warning"),
     *("--json-model-override-args", '{"eos_token_id": null}'),  # a request says what ends it
 )

@@ -37,7 +37,7 @@ PRODUCT = Product(
 FLAGS = (
     *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
     *("--worker-extension-cls", "dora_vllm.Weights", "--middleware", "dora_vllm.Token"),
-    *("--skip-tokenizer-init", "--stream-interval", "8"),
+    *("--skip-tokenizer-init", "--stream-interval", "8", "--load-format", "safetensors"),
     *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
 )
 SETTINGS = {
