@@ -48,7 +48,7 @@ class Weights:
 
     def dora_digest(self, path: str) -> str:
         """The digest of an adapter's file, as it is read here."""
-        from dora_digest import digest_of  # type: ignore[import-not-found]
+        from dora_digest import digest_of
 
         digest: str = digest_of(path)
         return digest
