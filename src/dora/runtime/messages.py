@@ -75,9 +75,9 @@ class CriticSpec:
 class TrainerSpec:
     """The trainer. It begins at `model`, or goes on from `checkpoint`.
 
-    One that `streams` works on groups before their batch is complete. In exact mode it computes log-probs as an
-    engine of `exact` does. Of `num_ranks` processes rank 0 is spoken to; none waits longer than `rank_timeout_s`
-    for another. Stations beside it make `columns`, each group's within `column_wait_s`.
+    One that `streams` works on groups before their batch is complete. In exact mode it computes as an engine
+    of `exact` does. Rank 0 of `num_ranks` is spoken to; none waits longer than `rank_timeout_s` for another.
+    Stations beside it make `columns`, each group's within `column_wait_s`.
     """
 
     model: Path
@@ -325,7 +325,6 @@ class StepRefused:
 class WeightsPublished:
     version: int
     digest: str
-    is_stored: bool = True
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class Trainers:
         self._may_replace = False  # once the orchestrator hears of it, and until it has stopped
         self._is_done = False  # nobody needs it any more
         self.is_in_step = False
+        self._is_stored = True  # the version that it was told to publish last
         self._begin(checkpoint)
 
     def _begin(self, checkpoint: Path | None) -> None:
@@ -97,6 +98,8 @@ class Trainers:
             if self._owed_since_s is None:
                 self._owed_since_s = time.monotonic()
         self.is_in_step |= isinstance(message, m.TrainStep)
+        if isinstance(message, m.PublishWeights):
+            self._is_stored = message.is_stored
         self.now.send(message)
 
     def hear(self, rank: Worker, message: object) -> None:
@@ -117,9 +120,9 @@ class Trainers:
         match message:
             case m.Saved() | m.SaveRefused():
                 self._checkpoints.hear(message)
-            case m.WeightsPublished(version, digest, is_stored):
+            case m.WeightsPublished(version, digest):
                 self._made(version, digest)
-                if is_stored:
+                if is_stored := self._is_stored:
                     self._announce(version, digest)
                 self._facts.append(Published(version, digest) if is_stored else Attested(version, digest))
             case m.StepRefused():
