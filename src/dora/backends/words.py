@@ -1,4 +1,7 @@
-"""What a server is asked, and what it says: rows and words."""
+"""What a server is asked, and what it says.
+
+A row is a request at the server, a word is news of it.
+"""
 
 from __future__ import annotations
 
