@@ -126,7 +126,9 @@ def of_rewarder(harm: Callable[[Worker], None], inside: Inside, turn: int) -> Wo
 def reward_hangs(inside: Inside, turn: int) -> Wound:
     """The next call of the reward function never returns."""
     before = {pulse.worker for pulse in inside.hands.rewarding.pulses()}
-    Path(inside.plan.config.reward.function.rpartition(":")[0]).with_name(FLAG).touch()
+    function = inside.plan.config.reward.function
+    assert function is not None
+    Path(function.rpartition(":")[0]).with_name(FLAG).touch()
     return Wound(
         "rewarder",
         lambda inside: any(_is_replaced(worker, inside) for worker in before),

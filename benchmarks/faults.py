@@ -26,11 +26,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from fault_kinds import KINDS, REWARD, Wound
-from report import Row, make_parser, options_of, publish
+from report import Options, Row, make_parser, options_of, publish
 from rich.console import Console
 
 from dora import settings
@@ -140,7 +141,7 @@ class Injector:
                 next_s = time.monotonic() + self._gap_s
             time.sleep(LOOK_S)
             for fault in unwell:
-                self._ask(lambda inside, fault=fault: _look(inside, fault), PATIENCE_S)
+                self._ask(partial(_look, fault=fault), PATIENCE_S)
                 waited_s = time.monotonic() - fault.at_s
                 assert waited_s < PATIENCE_S, f"{fault.kind}: not well after {waited_s:.0f} s"
             unwell = [fault for fault in unwell if fault.recovery_s is None]
@@ -257,11 +258,12 @@ def main() -> None:
         count = sum(len(one.injected) for one in trials)
         for what, finding in ((w, f) for w, found in trials[-1].findings.items() for f in found):
             print(f"run {len(trials)}: {what}: {finding}")
-        print(f"run {len(trials)}: {count} of {num_faults} faults, {trials[-1].wall_s:.0f} s", flush=True)
+        paces = f"{trials[-1].tokens_per_s:.0f} tokens/s, {rest[-1].tokens_per_s:.0f} without faults"
+        print(f"run {len(trials)}: {count} of {num_faults}, {trials[-1].wall_s:.0f} s, {paces}", flush=True)
     sys.exit(report(options, trials, rest))
 
 
-def report(options: object, trials: list[Trial], rest: list[Trial]) -> int:
+def report(options: Options, trials: list[Trial], rest: list[Trial]) -> int:
     """Print and write it; the exit code."""
     injected = [fault for one in trials for fault in one.injected]
     broken = Counter({what: 0 for what in (LOST, DOUBLED, MIXED, TOO_STALE)})
@@ -280,7 +282,7 @@ def report(options: object, trials: list[Trial], rest: list[Trial]) -> int:
     }
     for key in ("failed_groups", "regenerated_tokens", "redone_steps"):
         ratios[key] = float(sum(getattr(one, key) for one in trials))
-    publish(options, [*rows_of(injected)], ratios)  # type: ignore[arg-type]
+    publish(options, [*rows_of(injected)], ratios)
     return 1 if broken.total() else 0
 
 

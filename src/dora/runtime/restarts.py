@@ -10,7 +10,7 @@ from collections import Counter
 
 FIRST_S, LONGEST_S = 1.0, 60.0  # before a restart: twice as long each time
 STAYED_S = 300.0  # an engine that lived for so long was well
-WORTH = 10.0  # one that lived for so many times the wait before it: the next wait is the first again
+WORTH = 4.0  # one that lived for so many times the wait before it: the next wait is the first again
 
 
 class Restarts:
