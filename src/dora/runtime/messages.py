@@ -75,10 +75,9 @@ class CriticSpec:
 class TrainerSpec:
     """The trainer. It begins at `model`, or goes on from `checkpoint`.
 
-    One that `streams` works on committed groups before their batch is complete. In exact mode it computes
-    log-probs as an engine of `exact` does. Of `num_ranks` processes rank 0 is the one that is spoken to; none
-    waits longer than `rank_timeout_s` for another. Stations beside it make `columns`, each group's within
-    `column_wait_s`.
+    One that `streams` works on groups before their batch is complete. In exact mode it computes as an engine
+    of `exact` does. Rank 0 of `num_ranks` is spoken to; none waits longer than `rank_timeout_s` for another.
+    Stations beside it make `columns`, each group's within `column_wait_s`.
     """
 
     model: Path
@@ -195,6 +194,7 @@ class TrainStep:
 @dataclass(frozen=True)
 class PublishWeights:
     version: int
+    is_stored: bool = True  # else only its digest is told
 
 
 @dataclass(frozen=True)
