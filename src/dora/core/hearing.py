@@ -262,7 +262,7 @@ def _(event: Published, state: State) -> list[Action]:
     state.newest, state.publishing = event.version, None
     state.store[event.version] = event.digest
     state.touched.update(dict.fromkeys(state.engines))
-    state.is_rebalance_due = True
+    state.is_rebalance_due |= "update" not in state.limits.without
     return [*skipping.skip(state), *evaluating.open_evaluation(state, event.version)]
 
 

@@ -140,6 +140,8 @@ def dismiss(state: State) -> list[Action]:
 
 def _orphans(state: State) -> list[int]:
     """Versions with waiting requests that no engine holds or is to hold."""
+    if not state.waiting:
+        return []  # as after nearly every fact
     lacking = (v for v in state.waiting if v not in state.holders and v not in state.coming)
     return nearest_first(state, (v for v in lacking if v in state.store))  # others are redone first
 
@@ -152,7 +154,7 @@ def _is_overdue(state: State, version: int) -> bool:
 
 def _stranded(state: State) -> list[int]:
     """Versions that only engines on their way out decode, where requests can move."""
-    if state.limits.is_static:
+    if state.limits.is_static or not state.leaving:
         return []
     found = {v for e in state.leaving for v in state.engines[e].requests.values()}
     return nearest_first(state, (v for v in found if v not in state.holders and v not in state.coming))
