@@ -5,7 +5,11 @@ Ray's own tests are Ray's. What is held here is that a run sees for itself who i
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import signal
+import time
 from typing import Any
 
 import psutil
@@ -13,17 +17,25 @@ import pytest
 from tests.runtime.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
+
+from tests.runtime.nodes import add_node, two_nodes
 
 RAY = {"runtime__kind": "ray"}
 
 
-def pid_of(run: Run, name: str) -> int | None:
-    """Of a process of the run, as `dora status` has it."""
+def told(run: Run, name: str) -> dict[str, Any]:
+    """Of a process of the run, as `dora status` has it; nothing: it is not there."""
     path = run.out / "status.json"
-    told: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"processes": []}
-    found = [process["pid"] for process in told["processes"] if process["name"] == name]
-    return found[0] if found else None
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"processes": []}
+    return next((process for process in found["processes"] if process["name"] == name), {})
+
+
+def drain(cluster: Any, node: Any) -> None:
+    """As a cloud does that takes a machine back in a minute."""
+    raylet = importlib.import_module("ray._raylet")  # without annotations
+    until_ms = int((time.time() + 60.0) * 1000)
+    raylet.GcsClient(address=cluster.address).drain_node(node.node_id, 2, "it is taken back", until_ms)
 
 
 def check(run: Run, **wanted: int) -> None:
@@ -38,16 +50,61 @@ def check(run: Run, **wanted: int) -> None:
     assert run.weight_folders() == []
 
 
-def test_a_run_starts_ray_by_itself_survives_an_engine_and_leaves_nothing(start_run: StartRun) -> None:
-    run = start_run(**RAY, run__steps=20, engine__pace="20ms")
+def on(run: Run, name: str) -> str:
+    """The node where it is, other than the driver's."""
+    return str(told(run, name).get("node", ""))
+
+
+def kinds(run: Run, engine: int) -> list[str]:
+    """What has become of an engine."""
+    return [line["kind"] for line in journal(run.out) if line.get("engine") == engine]
+
+
+def test_a_run_starts_ray_by_itself_and_leaves_an_actor_that_hangs(start_run: StartRun) -> None:
+    """To Ray, it is alive."""
+    run = start_run(**RAY, run__steps=20, engine__pace="20ms", runtime__heartbeat_timeout_s=2)
     run.wait_for_steps(1)
     started = psutil.Process(run.pid).children(recursive=True)
     assert any("raylet" in process.name() for process in started)
-    run.wait_until(lambda: pid_of(run, "engine 0") is not None, "engine 0")
-    engine = psutil.Process(pid_of(run, "engine 0"))
+    run.wait_until(lambda: "pid" in told(run, "engine 0"), "engine 0")
+    engine = psutil.Process(told(run, "engine 0")["pid"])
     assert "ray::" in " ".join(engine.cmdline())
-    engine.kill()
-    run.wait_until(lambda: any(line["kind"] == "engine_lost" for line in journal(run.out)), "the loss")
+    engine.suspend()
+    run.wait_until(lambda: "engine_lost" in kinds(run, 0), "the loss")
     check(run, engine_losses=1, trained_groups=40)
+    assert "silent for more than runtime.heartbeat_timeout_s = 2" in run.end().out
     assert "another one takes its place" in run.end().out
     assert wait_until_gone(started, 10.0) == []
+
+
+def test_engines_follow_the_nodes_that_come_and_go(start_run: StartRun) -> None:
+    """An engine takes 3 CPUs: one is with the driver, one on the other node, and the third waits for room."""
+    cluster = two_nodes()
+    changes = {"ray__address": cluster.address, "ray__engine_cpus": 3, "ray__max_engines": 3}
+    run = start_run(**RAY, **changes, run__steps=10_000, engine__pace="50ms")
+    run.wait_for_steps(1)
+    visitor = add_node(cluster, 3)
+    run.wait_until(lambda: "engine_joined" in kinds(run, 2), "engine 2, for which there is room")
+    run.wait_until(lambda: on(run, "engine 2") == visitor.node_id[:8], "engine 2 on the node that came")
+    assert {on(run, "engine 0"), on(run, "engine 1")} == {
+        "",
+        min(cluster.worker_nodes, key=lambda node: node.node_index).node_id[:8],
+    }
+    psutil.Process(visitor.all_processes["raylet"][0].process.pid).kill()
+    run.wait_until(lambda: "engine_lost" in kinds(run, 2), "the loss of a node")
+    guest = add_node(cluster, 3)
+    run.wait_until(lambda: "engine_joined" in kinds(run, 3), "another engine in its place")
+    drain(cluster, guest)
+    run.wait_until(lambda: "engine_left" in kinds(run, 3), "an engine leaves the node that is drained")
+    os.kill(run.pid, signal.SIGTERM)
+    ended = run.end()
+    assert "(raylet)" not in ended.out
+    s = summary(run.out)
+    assert (s["c1"], s["c2"], s["c3"], s["engine_losses"]) == (True, True, True, 1), ended
+    assert s["reprefill_tokens"] == 0
+    assert s["migrated_kv_bytes"] > 0
+    audit, replay = dora("audit", run.out), dora("replay", run.out)
+    assert (audit.code, replay.code) == (0, 0), (audit, replay)
+    assert f"node {guest.node_id[:8]} is drained: engine 3 leaves it" in ended.out
+    for node in (visitor, guest):
+        cluster.remove_node(node)
