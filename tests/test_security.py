@@ -72,6 +72,7 @@ LISTENS = {
     "dora.backends.server": (
         "servers of vLLM and SGLang, on loopback: a token in every request, also where their keys ask none",
         "tests/contract/test_vllm.py::test_no_call_is_answered_without_the_token",
+        "tests/contract/test_sglang.py::test_the_token_comes_from_the_environment_or_there_is_no_server",
     ),
     "dora.runtime.sealed": (
         "a key for each worker and each pool, which comes through Ray; loopback, unless ray.address is set",

@@ -1,4 +1,4 @@
-"""The tables of docs/measured.md, docs/peers.md and README's first screen, from two benchmarks' results."""
+"""The tables of docs/measured.md, docs/peers.md, vllm.md, sglang.md and README's first screen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def tables() -> dict[str, Callable[[], str]]:
     """What makes each table, by name."""
     runs = {name: partial(runs_of, *which) for name, which in WORKLOADS.items()}
     ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
-    return {**runs, **ratios, "policies_ladder": ladder, "headline": headline, "peers": peers}
+    fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
+    others = {"policies_ladder": ladder, "headline": headline, "peers": peers}
+    return {**runs, **ratios, **fleets, **others}
 
 
 def runs_of(workload: str, pace: str) -> str:
@@ -119,6 +121,31 @@ OF_PEERS = (
     ("discarded", "{:.0f}"),
     ("staleness_mean", "{:.1f}"),
     ("staleness_max", "{:.0f}"),
+)
+
+
+def fleet(server: str) -> str:
+    """Fleets of one engine of DORA's and servers: who answered, what moved, what was wrong."""
+    runs = [row for row in rows(f"{server}_fleet") if "run" in row]
+    lines = []
+    for row in runs:
+        moves = sum(value for key, value in row.items() if key.startswith("moved_"))
+        told = row["answers_dora"], row[f"answers_{server}"], row["engines_lost"], moves
+        wrong = row["violations"], row["deep_samples"], row["deep_findings"]
+        counts = (*told, row["reprefill_tokens"], row["regenerated_tokens"], row["staleness_max"], *wrong)
+        lines.append([row["run"], *(f"{count:,}" for count in counts)])
+    return markdown.table(("run", "answers of DORA's", "of servers", *OF_FLEETS), lines)
+
+
+OF_FLEETS = (
+    "engines lost",
+    "moves",
+    "tokens prefilled again",
+    "generated again",
+    "staleness max",
+    "violations of C1 to C3",
+    "samples computed again",
+    "found wrong",
 )
 
 

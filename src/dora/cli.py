@@ -20,6 +20,7 @@ import typer
 
 from dora import cli_reading
 from dora.cli_reading import RunFolder
+from dora.cli_simulate import simulate
 from dora.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-simulate = typer.Typer(help="Run the production orchestrator in virtual time.", no_args_is_help=True)
 app.add_typer(simulate, name="simulate")
 engines = typer.Typer(help="See, add and remove the engines of a run that goes.", no_args_is_help=True)
 app.add_typer(engines, name="engines")
@@ -228,24 +228,6 @@ for read in (
     cli_reading.metrics,
 ):
     app.command()(read)
-
-
-@simulate.command()
-def swarm(
-    seeds: Annotated[int, typer.Option(min=1, help="How many random worlds.")] = 200,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as one last line of JSON.")
-    ] = False,
-) -> None:
-    """Run many random worlds with faults; every fact and order is checked against an independent ledger."""
-    from dora.sim import swarm
-
-    raise typer.Exit(swarm.main(seeds, as_json))
-
-
-@simulate.callback()
-def _simulate() -> None:
-    """Keep `swarm` a command of its own: typer would fold a single command into its parent."""
 
 
 @engines.command("list")

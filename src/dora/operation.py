@@ -48,10 +48,17 @@ class Runtime(Section):
         default=5.0, gt=0, description="an engine or reward process silent for longer is lost (s)"
     )
     max_restarts: int = Field(
-        default=3, ge=0, description="times in a row that a lost engine is started again (count)"
+        default=3,
+        ge=0,
+        description="times in a row that a lost engine, or trainer, is started again (count)",
     )
     trainer_timeout_s: float = Field(
-        default=60.0, gt=0, description="a trainer process that is stopped for longer ends the run (s)"
+        default=60.0, gt=0, description="a trainer process that is stopped for longer is lost (s)"
+    )
+    step_timeout_s: float = Field(
+        default=3600.0,
+        gt=0,
+        description="a trainer that has answered no order for so long is lost (s)",
     )
     start_timeout_s: float = Field(
         default=120.0, gt=0, description="a process that is not ready by then fails the run (s)"

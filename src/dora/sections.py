@@ -123,7 +123,7 @@ class Engine(Section):
     )
     adapter: str | None = Field(
         default=None,
-        description='another inference engine: "vllm", or its class as "file.py:Class" or '
+        description='another inference engine: "vllm", "sglang", or its class as "file.py:Class" or '
         '"package.module:Class"; unset: DORA\'s own',
     )
     options: dict[str, JsonValue] | None = Field(

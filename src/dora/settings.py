@@ -26,7 +26,12 @@ from dora.sections import Section, Task
 
 OUTSIDE = "service"  # instead of a path or a class: it comes through the service
 HUB_KINDS = {"model.path": "model", "critic.path": "model", "data.path": "dataset", "eval.path": "dataset"}
-BUILT_IN = {"data": ("gcd", OUTSIDE), "eval": ("gcd",), "reward": (OUTSIDE,), "engine": ("vllm",)}  # no path
+BUILT_IN = {
+    "data": ("gcd", OUTSIDE),
+    "eval": ("gcd",),
+    "reward": (OUTSIDE,),
+    "engine": ("vllm", "sglang"),
+}  # no path
 NAMED: dict[str, type[Section]] = {"fleet": Kind, "task": Task}  # sections of which there may be several
 
 

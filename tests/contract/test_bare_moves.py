@@ -1,6 +1,6 @@
 """Requests move between servers and DORA's own engines without KV, and are one engine's whatever happens.
 
-Servers are stand-ins. What is computed again is for `real_vllm.py`.
+Servers are stand-ins. What is computed again is for `real_servers.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The adapter of vLLM is lost where its server goes wrong, and says what it refuses.
 
-That it keeps the contract is for `real_vllm.py`.
+That it keeps the contract is for `real_servers.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tests.contract.vllm_stand_in import TOKEN, StandIn, recorded_events
 from tests.runtime.running import wait_until_gone
 
 from dora.backends import keeping, server
-from dora.backends.inside.dora_vllm import TOKEN_KEY, Token, digest_of
+from dora.backends.inside.dora_digest import digest_of
+from dora.backends.inside.dora_vllm import TOKEN_KEY, Token
 from dora.backends.vllm import PRODUCT, Vllm
 from dora.backends.weights_file import write_safetensors
 from dora.contract.asking import CONFIG, logprobs_of, request, weights

@@ -2,7 +2,7 @@
 
 It is asked over HTTP, as the real one is, and its words are those of a real one that were recorded, with
 other tokens in them. Weights are read from the file, and their digest is computed, by the code that runs
-inside vLLM. `real_vllm.py` holds the real one to the same words, and to true answers.
+inside vLLM. `real_servers.py` holds the real one to the same words, and to true answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from dora.backends.inside.dora_vllm import digest_of
+from dora.backends.inside.dora_digest import digest_of
 
 TOKEN = "of this server"
 INTERVAL = 8  # tokens of an event, after the first one

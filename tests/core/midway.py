@@ -56,7 +56,7 @@ def ledger_of(state: State) -> Ledger:
     ledger = Ledger(state.limits)
     ledger.store = set(state.store)
     ledger.next_step, ledger.num_committed = state.next_step, len(state.committed)
-    ledger.num_trained_steps = state.newest or 0
+    ledger.steps.num_trained = state.newest or 0
     for engine in state.engines.values():
         ledger.hear(EngineJoined(engine.id, engine.rows, engine.slots, engine.is_colocated))
         seen = ledger.seats.engines[engine.id]

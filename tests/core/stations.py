@@ -12,6 +12,7 @@ from dora.core import invariants
 from dora.core.actions import (
     Abort,
     Action,
+    Attest,
     Dismiss,
     Fetch,
     Generate,
@@ -25,6 +26,7 @@ from dora.core.actions import (
     Train,
 )
 from dora.core.events import (
+    Attested,
     EngineJoined,
     EngineLeft,
     EngineLost,
@@ -44,6 +46,8 @@ from dora.core.events import (
     Resumed,
     StepFailed,
     Trained,
+    TrainerLost,
+    TrainerReplaced,
 )
 from dora.core.orchestrator import Orchestrator
 from dora.core.records import Chunk, GroupId, Limits, Member, RequestId
@@ -105,7 +109,7 @@ class Stations:
             self.pending.remove(event)
         self._follow(event)
         self.ledger.hear(event)
-        if isinstance(event, Trained):
+        if isinstance(event, Trained) and event.step in self.state.batches:
             groups = [self.state.groups[group] for group in self.state.batches[event.step]]
             self._trained.append(tuple(Member(g.id, g.index, g.version) for g in groups))
         orders = self.core.handle(event, self.now)
@@ -134,6 +138,16 @@ class Stations:
         older = tuple((v, digest) for v, digest in state.store.items() if v < from_step)
         held = tuple(version for version in older if kept is None or version[0] in kept)
         return self.tell(Resumed(from_step, held, redone))
+
+    def lose_trainer(self) -> list[Action]:
+        """The trainer dies alone, with what it was at."""
+        return self.tell(TrainerLost("killed"))
+
+    def replace_trainer(self, from_step: int) -> list[Action]:
+        """Another one begins with the checkpoint of a step."""
+        redone = self._trained[from_step:]
+        batches = tuple(tuple(member.group for member in batch) for batch in redone)
+        return self.tell(TrainerReplaced(from_step, batches))
 
     def refuse(self, request: RequestId) -> list[Action]:
         """The engine of a request fails it."""
@@ -170,6 +184,8 @@ class Stations:
                 self._withdraw(lambda fact: isinstance(fact, Loaded) and fact.engine == engine)
             case StepFailed():
                 self._withdraw(lambda fact: isinstance(fact, Trained))
+            case TrainerLost():
+                self._withdraw(lambda fact: isinstance(fact, Trained | Published | Attested))
             case Paused(engine):
                 self._paused.add(engine)
             case Progressed(_, lengths):
@@ -244,6 +260,8 @@ class Stations:
                 return [Trained(step)]
             case Publish(version):
                 return [Published(version, f"v{version}")]
+            case Attest(version):
+                return [Attested(version, f"v{version} again")]
             case Load(engine, version):
                 return [Loaded(engine, version, f"v{version}")]
             case _:

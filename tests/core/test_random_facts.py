@@ -116,6 +116,21 @@ class RandomFacts(RuleBasedStateMachine):
         self.from_step = max(self.from_step, num_trained - num_redone)
         self.num_joined = 0
 
+    @precondition(is_going)
+    @rule()
+    def the_trainer_is_lost(self) -> None:
+        if not self.stations.state.is_trainer_lost:
+            self.stations.lose_trainer()
+
+    @precondition(is_going)
+    @rule(num_redone=st.integers(0, 2))
+    def the_trainer_is_replaced(self, num_redone: int) -> None:
+        state = self.stations.state
+        if state.is_trainer_lost:
+            num_trained = state.num_trained // state.limits.batch_size
+            self.from_step = max(self.from_step, num_trained - num_redone)
+            self.stations.replace_trainer(self.from_step)
+
     @precondition(has_answers)
     @rule(data=st.data())
     def any_answer_comes(self, data: st.DataObject) -> None:
@@ -212,6 +227,7 @@ class RandomFacts(RuleBasedStateMachine):
             return
         if self.is_going() and all(engine.is_leaving for engine in self.stations.state.engines.values()):
             self.stations.tell(EngineJoined(self.num_joined, 1, 1))
+        self.the_trainer_is_replaced(0) if self.is_going() else None
         for _ in range(MAX_FACTS_TO_THE_END):
             if self.stations.core.done:
                 return self.stations.ledger.close()

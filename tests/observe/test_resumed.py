@@ -42,7 +42,7 @@ def two_lives(tmp_path_factory: pytest.TempPathFactory) -> Path:
             batches.append(batch_of(state, event.step))
         orders = core.handle(event, world.now)
         journal.record(world.now, event, orders)
-    world.die(state.next_index)
+    world.die(state.next_index, FROM_STEP)
     kept = tuple((v, digest) for v, digest in state.store.items() if v < FROM_STEP)
     drive(core, world, journal.record, Resumed(FROM_STEP, kept, tuple(batches[FROM_STEP:])))
     journal.close()

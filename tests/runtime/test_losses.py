@@ -108,8 +108,8 @@ def test_a_run_without_engines_ends_in_words(start_run: StartRun) -> None:
     assert summary(run.out)["engine_losses"] == 2
 
 
-def test_a_run_without_its_trainer_ends_in_words(start_run: StartRun) -> None:
-    run = start_run(**LONG)
+def test_a_run_whose_trainer_is_not_to_be_replaced_ends_in_words(start_run: StartRun) -> None:
+    run = start_run(**LONG, runtime__max_restarts=0)
     run.wait_for_steps(1)
     workers = run.workers()
     workers[TRAINER].kill()
@@ -156,7 +156,7 @@ def test_a_run_that_is_asked_to_stop_while_it_starts_ends_cleanly(start_run: Sta
 
 
 def test_a_trainer_that_hangs_ends_the_run_within_its_timeout(start_run: StartRun) -> None:
-    run = start_run(**LONG, runtime__trainer_timeout_s=2.0)
+    run = start_run(**LONG, runtime__trainer_timeout_s=2.0, runtime__max_restarts=0)
     run.wait_until(lambda: decodes(run, 0), "work on engine 0")
     workers = run.workers()
     workers[TRAINER].suspend()

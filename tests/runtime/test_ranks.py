@@ -1,4 +1,4 @@
-"""A whole run whose trainer is two processes, whom nobody else can reach, until one of them dies."""
+"""A whole run whose trainer is two processes, whom nobody else can reach; one of them dies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_that_nobody_else_can_come_in(run: Run) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
-def test_a_run_that_lost_a_rank_says_so_and_ends_with_one_where_one_would_have(
+def test_a_run_that_lost_a_rank_ends_with_the_weights_of_one_that_had_none(
     start_run: StartRun, task: Path, tmp_path: Path
 ) -> None:
     """On-policy and in a fixed order, so that two ranks and one see the same samples."""
@@ -43,12 +43,9 @@ def test_a_run_that_lost_a_rank_says_so_and_ends_with_one_where_one_would_have(
     workers = run.workers()
     workers[RANK_1].kill()
     ended = run.end()
-    assert ended.code == 1
-    assert "trainer's rank 1 was killed by SIGKILL; the run cannot go on without it" in ended.err
+    assert ended.code == 0, ended
+    assert "the trainer is lost (trainer's rank 1 was killed by SIGKILL); engines go on" in ended.out
     assert not wait_until_gone(workers, timeout_s=5.0)
-
-    resumed = Run(None, run.out, trainer__num_ranks=1).end()
-    assert resumed.code == 0, resumed
     assert dora("audit", run.out).code == 0
     assert alone.end().code == 0, alone.end()
     found, expected = (load_checkpoint(one.out / "checkpoints" / "step-8")[1] for one in (run, alone))

@@ -1,4 +1,4 @@
-"""Lost engines are started again: they join like any other, and the guarantees hold over their deaths."""
+"""What is lost is started again, engines and the trainer, and the guarantees hold over their deaths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from tests.runtime.conftest import StartRun
-from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
+from tests.runtime.running import Run, dora, journal, metrics, summary, wait_until_gone
 
 from dora.runtime.restarts import FIRST_S, LONGEST_S, STAYED_S, Restarts
 
@@ -89,6 +89,30 @@ def test_a_run_outlives_the_silence_of_its_only_engine(start_run: StartRun) -> N
     assert [line["reason"] for line in engine_facts(run, "engine_lost")] == [
         "silent for more than runtime.heartbeat_timeout_s = 3"
     ]
+
+
+def test_training_goes_on_without_a_killed_trainer_while_engines_generate(start_run: StartRun) -> None:
+    """From the last checkpoint, with the same batches; on this machine they give the same bits."""
+    run = start_run(**LONG, trainer__save_freq=2)
+    run.wait_for_steps(3)
+    run.workers()[2].kill()
+    run.wait_for_steps(7)
+    told = stop(run)
+    assert (
+        "the trainer is lost (trainer was killed by SIGKILL); engines go on, and another one begins" in told
+    )
+    lines = journal(run.out)
+    (lost,), (new,) = (engine_facts(run, kind) for kind in ("trainer_lost", "trainer_replaced"))
+    assert new["from_step"] >= 2
+    assert any(line["kind"] == "request_finished" for line in lines[lost["seq"] : new["seq"]])
+    published = {line["version"]: line["digest"] for line in engine_facts(run, "published")}
+    attested = engine_facts(run, "attested")
+    assert len(attested) == len(new["redone"]) + 1
+    assert all(published[line["version"]] == line["digest"] for line in attested)
+    s = summary(run.out)
+    assert (s["trainer_losses"], s["lives"], s["redone_steps"]) == (1, 1, len(new["redone"]))
+    assert s["trainer_recovery_s_max"] > FIRST_S
+    assert [line["step"] for line in metrics(run.out)] == [*range(s["steps"])]
 
 
 def test_a_run_whose_engine_dies_too_often_ends_in_words(start_run: StartRun) -> None:

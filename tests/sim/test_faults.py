@@ -10,6 +10,7 @@ from tests.sim.faults_in_evaluation import FAULTS as IN_EVALUATION
 from tests.sim.faults_in_groups import FAULTS as IN_GROUPS
 from tests.sim.faults_in_loading import FAULTS as IN_LOADING
 from tests.sim.faults_in_renewing import FAULTS as IN_RENEWING
+from tests.sim.faults_in_trainers import FAULTS as IN_TRAINERS
 
 from dora.sim import swarm
 
@@ -22,6 +23,7 @@ FAULTS: list[tuple[Fault, str]] = [
     *IN_EVALUATION,
     *IN_LOADING,
     *IN_RENEWING,
+    *IN_TRAINERS,
 ]
 
 

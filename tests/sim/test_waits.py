@@ -28,7 +28,8 @@ def check(state: State) -> None:
         ends = owners([wait, *found])
         assert ends, f"{wait} is part of a circle: {found}"
         assert all(STATION.fullmatch(end) for end in ends), f"{wait} ends at {ends}: {found}"
-    is_idle = state.training is None and state.publishing is None
+    is_behind = state.is_trainer_lost or state.redo
+    is_idle = not is_behind and state.training is None and state.publishing is None
     if is_idle and state.newest is not None and not state.is_trained:
         assert any(wait.who == "trainer" for wait in found), found
 

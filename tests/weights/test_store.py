@@ -99,7 +99,7 @@ def test_a_version_that_is_held_outlives_its_drop(store: WeightStore) -> None:
 def test_a_recent_version_is_handed_out_as_it_was_published(store: WeightStore) -> None:
     rounded = WeightStore(store.folder, "bfloat16")
     recent = Recent(rounded, num=1)
-    recent.add(0, rounded.publish(0, weights(0)))
+    recent.publish(0, weights(0))
     rounded.drop(0)
     found, again = recent(0), recent(0)
     assert found is not None
@@ -114,7 +114,7 @@ def test_the_digest_of_a_recent_version_is_that_of_its_newest_bytes(store: Weigh
     store.publish(0, weights(0))
     assert recent.digest(0) == weight_digest(weights(0))
     for version, shift in ((0, 7), (1, 0), (2, 0)):
-        recent.add(version, store.publish(version, weights(version + shift)))
+        recent.publish(version, weights(version + shift))
         assert recent.digest(version) == weight_digest(weights(version + shift))
     store.drop(0)
     assert recent.digest(0) is None

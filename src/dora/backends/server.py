@@ -140,6 +140,7 @@ def start(product: Product, python: str, flags: Sequence[str], settings: Mapping
             stderr=subprocess.STDOUT,
             env={**os.environ, **settings, **product.settings, **_ours(product, token)},
             start_new_session=True,
+            umask=0o077,  # its processes speak through sockets below the folder for temporary files
         )
         assert process.stdout is not None
         last_words: deque[str] = deque(maxlen=_NUM_LAST_WORDS)

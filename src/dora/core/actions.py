@@ -139,6 +139,13 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Attest:
+    """Trainer: say the digest of `version`, made again; the weight store keeps what it has of it."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Engine: free the slot of `version`."""
 
@@ -223,6 +230,7 @@ Action = (
     | Commit
     | Train
     | Publish
+    | Attest
     | Drop
     | Load
     | Skip

@@ -61,7 +61,7 @@ def _may_fill(state: State, version: int) -> bool:
     """Rows of an engine that keeps an old version may be filled with it, unless it is about to expire."""
     limits = state.limits
     is_later = deadline_at(state, version) > state.next_step
-    return is_later and not limits.is_static and limits.batches_per_version is None
+    return is_later and not (limits.is_static or "fill" in limits.without or limits.batches_per_version)
 
 
 def _admit(state: State, version: int) -> Action:

@@ -30,18 +30,20 @@ def commit(state: State) -> list[Action]:
 
 def train(state: State) -> list[Action]:
     """Start the next step once its batch is complete and its version published; stop after the last."""
-    if state.training is not None or state.publishing is not None or state.newest is None:
+    is_busy = state.training is not None or state.publishing is not None
+    if is_busy or state.is_trainer_lost or state.newest is None:
         return []
-    if state.is_trained:
+    step = next(iter(state.redo), state.newest)
+    if state.is_trained and not state.redo:
         if state.evaluation is not None:
             return []  # the run waits for it
         already, state.stopped = state.stopped, True
         return [] if already else [Stop()]
-    batch = state.batches.get(state.newest)
+    batch = state.redo.get(step) or state.batches.get(step)
     if batch is None or not state.is_device_free:
         return []
-    state.training = state.newest
-    return [Train(state.newest, batch)]
+    state.training = step
+    return [Train(step, batch)]
 
 
 def _may_commit(state: State) -> bool:

@@ -75,7 +75,7 @@ def _urgent(state: State, engine: Engine) -> tuple[RequestId, ...]:
 def _straggler(state: State) -> GroupId | None:
     """The first open group that step n must contain, while the trainer has nothing to do."""
     idle = state.training is None and state.publishing is None and state.newest == state.next_step
-    if not idle or state.next_step >= state.limits.num_steps:
+    if not idle or state.is_trainer_lost or state.redo or state.next_step >= state.limits.num_steps:
         return None
     late = (next(iter(groups)) for t, groups in state.unscored.items() if t.deadline <= state.next_step)
     return min(late, key=lambda group: state.groups[group].index, default=None)

@@ -182,6 +182,32 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerLost:
+    """The trainer is gone, with the step it was in. What it has published stays."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReplaced:
+    """A new trainer is ready, with the checkpoint of `from_step` trained steps; engines have gone on.
+
+    `redone` are the batches of the later steps that were trained, in order, each as it was committed.
+    """
+
+    from_step: int
+    redone: tuple[tuple[GroupId, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attested:
+    """A new trainer has come to `version`, with bytes of this digest; what was published stays as it is."""
+
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """An engine holds `version`; the digest is of the bytes it holds.
 
@@ -239,6 +265,9 @@ Event = (
     | Trained
     | StepFailed
     | Published
+    | TrainerLost
+    | TrainerReplaced
+    | Attested
     | Loaded
     | LoadFailed
     | Resumed

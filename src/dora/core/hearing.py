@@ -11,8 +11,8 @@ import bisect
 from functools import singledispatch
 from itertools import pairwise
 
-from dora.core import evaluating, fleet, resuming, skipping
-from dora.core.actions import Abort, Action, Fail, Filter, Publish, Score, Train
+from dora.core import evaluating, fleet, replacing, resuming, skipping
+from dora.core.actions import Abort, Action, Fail, Filter, Score, Train
 from dora.core.engines import Engine
 from dora.core.events import (
     Event,
@@ -147,6 +147,9 @@ for _of_fleet in (
     fleet.migration_failed,
     fleet.loaded,
     fleet.load_failed,
+    replacing.lost,
+    replacing.replaced,
+    replacing.attested,
     resuming.resumed,
 ):
     _hear.register(_of_fleet)
@@ -235,29 +238,31 @@ def _(event: GroupUnscorable, state: State) -> list[Action]:
 def _(event: Trained, state: State) -> list[Action]:
     require(event.step == state.training, event, "the step was ordered", state.training)
     state.training = None
+    if state.redo.pop(event.step, None) is not None:
+        return replacing.publish(state, event.step + 1)
     groups = [state.groups.pop(group) for group in state.batches.pop(event.step)]
     oldest = event.step - min(group.version for group in groups)
     state.aging.hear(state.limits, event.step, oldest, event.ess, event.kl)
     state.divergence.hear(state.limits, event.step, event.kls)
     state.num_trained += state.limits.batch_size
-    state.publishing = event.step + 1
-    return [Publish(state.publishing)]
+    return replacing.publish(state, event.step + 1)
 
 
 @_hear.register
 def _(event: StepFailed, state: State) -> list[Action]:
     """It is repeated, with the same batch."""
     require(event.step == state.training, event, "the step was ordered", state.training)
-    return [Train(event.step, state.batches[event.step])]
+    return [Train(event.step, state.redo.get(event.step) or state.batches[event.step])]
 
 
 @_hear.register
 def _(event: Published, state: State) -> list[Action]:
-    require(event.version == state.publishing, event, "the publication was ordered", state.publishing)
+    is_due = event.version == state.publishing and not replacing.is_out(state, event.version)
+    require(is_due, event, "the publication was ordered", state.publishing)
     state.newest, state.publishing = event.version, None
     state.store[event.version] = event.digest
     state.touched.update(dict.fromkeys(state.engines))
-    state.is_rebalance_due = True
+    state.is_rebalance_due |= "update" not in state.limits.without
     return [*skipping.skip(state), *evaluating.open_evaluation(state, event.version)]
 
 

@@ -20,7 +20,7 @@ from dora.core.state import Move, State
 
 def migrate(state: State) -> list[Migrate]:
     """Moves that are due now, the needed ones first."""
-    if state.limits.is_static:
+    if state.limits.is_static or "moves" in state.limits.without:
         return []
     berths = _Berths(state)
     orders = _evacuate(state, berths)

@@ -35,7 +35,8 @@ def place(state: State) -> list[Action]:
 
 def is_due(state: State) -> bool:
     """Whether engines and requests are to be looked at again: something happened, or time has passed."""
-    if not state.is_rebalance_due and state.now_s < state.rebalanced_s + state.limits.rebalance_interval_s:
+    is_later = state.now_s >= state.rebalanced_s + state.limits.rebalance_interval_s
+    if not state.is_rebalance_due and (not is_later or "period" in state.limits.without):
         return False
     state.is_rebalance_due, state.rebalanced_s = False, state.now_s
     return True
@@ -46,7 +47,8 @@ def repartition(state: State) -> bool:
 
     Returns whether it stopped at `max_moves`, so that it is to go on at the next event.
     """
-    if state.limits.is_static or state.newest is None or state.is_trained:
+    limits = state.limits
+    if limits.is_static or "shares" in limits.without or state.newest is None or state.is_trained:
         return False
     flips = _Flips(state)
     engines = sorted(state.engines.values(), key=lambda e: (e.kv_tokens.total(), e.id))
@@ -84,6 +86,12 @@ def shares(requests: Mapping[int, int], total: int, order: Sequence[int]) -> dic
     return result
 
 
+def rounded(requests: Mapping[int, int], total: int, order: Sequence[int]) -> dict[int, int]:
+    """Step 2 of Algorithm 1 as it is printed: the sum may differ from `total`, a version may get none."""
+    num_requests = sum(requests.values())
+    return {v: int(total * requests[v] / num_requests + 0.5) if num_requests else 0 for v in order}
+
+
 def _share_out(state: State, engines: list[Engine], flips: _Flips) -> None:
     """Engines of one slot: whole engines change their version until shares are met.
 
@@ -97,7 +105,8 @@ def _share_out(state: State, engines: list[Engine], flips: _Flips) -> None:
         have[state.posts[engine.id].top] += units[engine.id]
     requests = _requests(state)
     order = sorted(nearest_first(state, requests), key=state.is_only_evaluated)
-    target = shares(requests, sum(units.values()), order)
+    divide = rounded if "remainders" in state.limits.without else shares
+    target = divide(requests, sum(units.values()), order)
     for version in order:
         is_newest = version == state.newest
         lacking = state.num_waiting(version) - _rows_of(state, version)

@@ -64,6 +64,10 @@ class Chunk(NamedTuple):
     num_tokens: int
 
 
+# Parts of the rules that a run may do without, so that what each is worth can be measured.
+ABLATIONS = ("moves", "shares", "fill", "update", "pressure", "period", "remainders")
+
+
 @dataclass(frozen=True, slots=True)
 class AgingRule:
     """What a batch must still say for its age to be allowed; `Aging` has the rule that reads it."""
@@ -122,6 +126,7 @@ class Limits:
     kv_watermark: float = 0.9  # share of an engine's KV in use above which requests move away
     evaluation: EvaluationRule | None = None  # None: not during training
     aging: AgingRule | None = None  # how S is lowered while old samples say little; None: never
+    without: tuple[str, ...] = ()  # of ABLATIONS
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_size", "group_size", "max_moves"):
@@ -139,6 +144,8 @@ class Limits:
             raise ValueError(f"max_staleness = {self.max_staleness} must be at least 0")
         if self.aging is not None and self.max_staleness == 0:
             raise ValueError("max_staleness = 0 leaves nothing for aging to lower")
+        if not {*self.without} <= {*ABLATIONS}:
+            raise ValueError(f"without = {self.without} names parts other than {ABLATIONS}")
         if self.filter_groups and self.group_size == 1:
             raise ValueError("filter_groups with group_size = 1 would filter every group")
 

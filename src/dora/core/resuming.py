@@ -32,6 +32,7 @@ def resumed(event: Resumed, state: State) -> list[Action]:
     state.divergence = Divergence()  # it is measured again, on the way
     state.redo_until = max(state.redo_until, state.newest or 0)
     state.training, state.newest, state.publishing = None, None, event.from_step
+    state.is_trainer_lost, state.redo = False, {}
     state.store, state.num_fetching, state.stopped = kept, 0, False
     state.is_rebalance_due = True
     unjudged = [g for g in state.groups.values() if not (g.unfinished or g.scored)]

@@ -29,7 +29,9 @@ def share(state: State) -> list[Action]:
 
 
 def _trainer_needs_device(state: State) -> bool:
-    is_busy = state.training is not None or state.publishing is not None
+    is_busy = state.training is not None or state.publishing is not None or bool(state.redo)
+    if state.is_trainer_lost:
+        return False
     return is_busy or (state.newest is not None and state.newest in state.batches)
 
 

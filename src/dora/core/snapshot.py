@@ -19,7 +19,7 @@ from dora.core import invariants
 from dora.core.records import ProtocolError
 from dora.core.state import State
 
-SCHEMA = 5
+SCHEMA = 6
 INDEXES = ("touched", "changed", "holders", "idle", "coming", "takers", "fresh_rows", "unscored", "posts")
 _COUNTED = ("colocated", "leaving", "loaders", "num_rows")  # by State.restore
 

@@ -74,6 +74,8 @@ class State:
     committed: list[GroupId] = field(default_factory=list)  # to step n; c = len(committed)
     batches: dict[int, tuple[GroupId, ...]] = field(default_factory=dict)  # complete, not yet trained
     training: int | None = None
+    is_trainer_lost: bool = False  # and not replaced yet
+    redo: dict[int, tuple[GroupId, ...]] = field(default_factory=dict)  # steps the new one has to come to
     # versions
     newest: int | None = None  # newest published
     publishing: int | None = None

@@ -71,10 +71,14 @@ def _of_step(state: State, groups: Sequence[GroupId]) -> Iterator[Wait]:
     """What the next step waits for, or the end of the run."""
     step, limits = _next(state), state.limits
     is_idle = False
-    if state.publishing is not None:
+    if state.is_trainer_lost:
+        yield Wait(step, TRAINER, "another one takes its place")
+    elif state.publishing is not None:
         yield Wait(step, TRAINER, f"version {state.publishing} is published")
     elif state.training is not None:
         yield Wait(step, TRAINER, f"step {nth(state.training)} is trained")
+    elif state.redo:
+        yield Wait(step, TRAINER, f"step {nth(next(iter(state.redo)))} is redone")
     elif state.newest in state.batches:
         yield Wait(step, TRAINER, f"step {state.newest} is trained")
         working = (e for e in map(state.engines.__getitem__, state.colocated) if not e.is_paused)

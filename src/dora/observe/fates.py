@@ -10,7 +10,16 @@ import math
 from collections import Counter
 
 from dora.core.actions import Action, Admit, Fail, Filter, Stop, Train
-from dora.core.events import Event, GroupScored, PromptsFetched, RequestFinished, Resumed, StepFailed, Trained
+from dora.core.events import (
+    Event,
+    GroupScored,
+    PromptsFetched,
+    RequestFinished,
+    Resumed,
+    StepFailed,
+    Trained,
+    TrainerReplaced,
+)
 from dora.core.records import GroupId, Limits, RequestId
 from dora.core.wording import counted, nth
 from dora.observe.samples import SampleRow
@@ -38,6 +47,7 @@ class Fates:
         self._rewards: dict[GroupId, tuple[float, ...]] = {}
         self._batches: list[tuple[GroupId, ...]] = []  # ordered, one per step
         self._num_trained_steps = 0
+        self._num_ever_trained = 0  # by the trainers of this life
         self._is_repeat_due = False  # of the step that failed last
         self._redone: list[int] = []  # steps to be ordered again, with the batches they had
         self._end_of: dict[GroupId, str] = {}
@@ -66,6 +76,7 @@ class Fates:
                     f"step {nth(step)} was trained, the step ordered and due was {self._due}",
                 )
                 self._num_trained_steps += 1
+                self._num_ever_trained = max(self._num_ever_trained, self._num_trained_steps)
             case StepFailed(step):
                 self._check(
                     step == self._num_trained_steps < len(self._batches) and not self._is_repeat_due,
@@ -73,13 +84,18 @@ class Fates:
                 )
                 self._is_repeat_due = True
             case Resumed():
-                self._resume(record)
+                self._go_back(record)
+                self._is_stopped, self._num_ever_trained = False, record.from_step
+            case TrainerReplaced(from_step, redone):
+                had = tuple(self._batches[from_step : self._num_ever_trained])
+                self._check(redone == had, f"a new trainer after step {from_step} redoes other batches")
+                self._go_back(record)
             case Stop():
                 self._is_stopped = True
             case _:
                 pass
 
-    def _resume(self, fact: Resumed) -> None:
+    def _go_back(self, fact: Resumed | TrainerReplaced) -> None:
         """Steps after the checkpoint are void, and due again with the batches they had."""
         self._check(
             fact.from_step <= self._num_trained_steps,
@@ -88,7 +104,7 @@ class Fates:
         )
         self._num_trained_steps = fact.from_step
         self._redone = [*range(fact.from_step, len(self._batches))]
-        self._is_repeat_due = self._is_stopped = False
+        self._is_repeat_due = False
 
     def close(self) -> None:
         """Judge what only the whole journal can tell."""

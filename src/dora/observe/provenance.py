@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dora.core.actions import Action, Admit, BeginEvaluation, Drop, Generate, Migrate
 from dora.core.events import (
+    Attested,
     EngineJoined,
     EngineLeft,
     EngineLost,
@@ -21,6 +22,7 @@ from dora.core.events import (
     RequestFinished,
     RequestsAborted,
     Resumed,
+    TrainerReplaced,
 )
 from dora.core.records import GroupId, RequestId
 from dora.observe.samples import SampleRow
@@ -38,8 +40,9 @@ class Provenance:
         self.versions: set[int] = set()  # that trajectories were sampled from
         self._samples = samples
         self._published: dict[int, str] = {}
+        self._made: dict[int, str] = {}  # by the trainer lately, which may have redone it
         self._redone: set[int] = set()  # published before a resume, and due again
-        self._resumed_from = -1
+        self._checkpoint = -1  # version that the last checkpoint gone on from must give back
         self._admitted: dict[GroupId, int] = {}
         self._evaluated: set[int] = set()  # versions that held-out prompts are answered by
         self._held: dict[int, set[int]] = {}
@@ -83,6 +86,10 @@ class Provenance:
                     self._given.pop(request, None)
             case Published():
                 self._publish(record)
+            case Attested():
+                self._attest(record)
+            case TrainerReplaced(from_step):
+                self._checkpoint = from_step
             case Resumed():
                 self._resume(record)
             case Loaded():
@@ -103,17 +110,27 @@ class Provenance:
 
     def _publish(self, fact: Published) -> None:
         """Once; after `Resumed` the steps that are redone may round differently, the checkpoint may not."""
-        version, digest = fact.version, fact.digest
-        before = self._published.get(version, digest)
+        version = fact.version
         is_due = version not in self._published or version in self._redone
         self._check(is_due, f"version {version} is published twice")
-        self._check(
-            before == digest or version > self._resumed_from,
-            f"version {version} was published as {before}, and after a resume as {digest}",
-        )
+        self._make(fact)
         self._redone.discard(version)
         if is_due:
-            self._published[version] = digest
+            self._published[version] = fact.digest
+
+    def _attest(self, fact: Attested) -> None:
+        """A new trainer has made a version again: engines go on with the bytes that they were told of."""
+        self._check(fact.version in self._published, f"version {fact.version} is attested, not published")
+        self._make(fact)
+
+    def _make(self, fact: Published | Attested) -> None:
+        version, digest = fact.version, fact.digest
+        before = self._made.get(version, digest)
+        self._check(
+            before == digest or version != self._checkpoint,
+            f"version {version} was published as {before}, and its checkpoint gave {digest}",
+        )
+        self._made[version] = digest
 
     def _resume(self, fact: Resumed) -> None:
         """Every engine is gone; the versions that were kept are those that were published."""
@@ -122,7 +139,7 @@ class Provenance:
         self._had.clear()
         self._given.clear()
         self._moving.clear()
-        self._resumed_from = fact.from_step
+        self._checkpoint = fact.from_step
         self._redone = {version for version in self._published if version >= fact.from_step}
         for version, digest in fact.kept:
             published = self._published.get(version)

@@ -38,6 +38,7 @@ from dora.core.events import (
     Resumed,
     StepFailed,
     Trained,
+    TrainerReplaced,
 )
 from dora.core.records import Chunk, GroupId, RequestId
 from dora.core.wording import counted, nth
@@ -96,7 +97,7 @@ def _concerned(
             return siblings.get(record.group, ())
         case Rush() | Paused() | Resume() | EngineLost() | Train() | StepFailed() | Trained():
             return [reader for reader in readers.values() if reader.standing]  # those that have no end yet
-        case Resumed() | BeginEvaluation():
+        case Resumed() | TrainerReplaced() | BeginEvaluation():
             return readers.values()
         case _:
             return ()
@@ -237,6 +238,9 @@ class _Life:
                 self.standing = f"pending: step {nth(self._step)} is not trained"
                 trained = counted(from_step, "step")
                 return f"the run was resumed after {trained}; step {nth(self._step)} is redone"
+            case TrainerReplaced(from_step, redone) if any(self._group in batch for batch in redone):
+                self.standing = f"pending: step {nth(self._step or 0)} is redone"
+                return f"the trainer was lost, and another began after {counted(from_step, 'step')}"
             case Trained(step) if step == self._step:
                 return self._end(self._group, f"trained in step {nth(step)}")
             case _:

@@ -24,7 +24,7 @@ from dora.runtime.stations import (
 )
 
 TRAINER_KEY = "trainer.adapter"
-BUILT_IN = {"vllm": "dora.backends.vllm:Vllm"}
+BUILT_IN = {"vllm": "dora.backends.vllm:Vllm", "sglang": "dora.backends.sglang:Sglang"}
 MADE_WITH = ("model", "max_rows", "max_context", "version_slots", "device", "dtype")
 
 

@@ -1,13 +1,13 @@
 """The hands of a run: engine, trainer and rewarder processes, on the ground that the run has.
 
 Orders become messages, messages become facts. An engine that dies or falls silent is a fact;
-the death of the last engine or of the trainer ends the run with RunError. `fleet` has the engines.
+the death of the last engine ends the run with RunError. `fleet` has the engines, `trainers` the trainer.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import singledispatchmethod
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from dora.core.actions import (
     Abort,
     Action,
+    Attest,
     Commit,
     Dismiss,
     Drop,
@@ -35,7 +36,7 @@ from dora.core.actions import (
     Score,
     Train,
 )
-from dora.core.events import Event, GroupScored, GroupUnscorable, Migrated, Published, StepFailed
+from dora.core.events import Event, GroupScored, GroupUnscorable, Migrated
 from dora.core.records import GroupId
 from dora.core.wording import nth
 from dora.errors import RunError
@@ -51,17 +52,15 @@ from dora.runtime.past import SAMPLES, Past
 from dora.runtime.plan import Plan
 from dora.runtime.playing import make_player
 from dora.runtime.process import Pulse, Told, Worker, take
-from dora.runtime.ranks import cannot_go_on, check_beats, start_ranks
 from dora.runtime.rewarding import Rewarding, reward_tasks
-from dora.runtime.stationed import StationedTrainer
 from dora.runtime.supply import Supply
 from dora.runtime.telling import Teller
+from dora.runtime.trainers import Trainers
 from dora.stream.feed import Feed
 from dora.stream.samples import SampleStore
 from dora.weights.store import WeightStore, make_store_folder
 
 POLL_S = 0.2  # how often deadlines are looked at while nothing arrives
-MAX_STEP_FAILURES = 3  # of one training step, before the run ends
 
 
 class LocalHands:
@@ -105,15 +104,21 @@ class LocalHands:
         self.fleet = Fleet(plan, self.weights.folder, self._told, self.facts, self.teller, notice)
         self._elastic = Elastic(plan, self._ground, self.fleet, self.facts, notice)
         self.refusals: dict[int, str] = {}  # engine -> why it may not leave, until somebody has read it
-        self._step_failures: Counter[int] = Counter()
         self.fleet.digests.update(kept)
-        checkpoint = past.checkpoint if past else None
-        places = self.weights.folder, self._feed.folder
-        self._ranks = start_ranks(plan, *places, checkpoint, self._told, notice)
-        self.trainer = self._ranks[0]
-        self._ranks_ready: set[str] = set()
+        start = (past.resumed.from_step, past.checkpoint) if past else (0, None)
+        self.trainers = Trainers(
+            plan,
+            (self.weights.folder, self._feed.folder),
+            start,
+            self._told,
+            self.facts,
+            self.teller,
+            self._checkpoints,
+            self._announce,
+            notice,
+        )
         self.patience = Patience(self)
-        self._is_training = self.is_held = False  # held: no fact is told, so no order is given
+        self.is_held = False  # held: no fact is told, so no order is given
         limit_s = plan.config.runtime.start_timeout_s
         self.rewarding = Rewarding(tasks, self._feed, limit_s, self._told, notice)
         player = make_player(plan, self._told, notice)
@@ -139,19 +144,23 @@ class LocalHands:
             self._began_s = time.monotonic() - self._past.now_s
 
     @property
+    def trainer(self) -> Worker:
+        """The trainer's first process, of the day."""
+        return self.trainers.now
+
+    @property
     def engines(self) -> list[int]:
         """The engines that have started and are to stay, in order."""
         return sorted(self.fleet.staying)
 
     def pulses(self) -> list[Pulse]:
         """What is known of each process, and when it was last heard."""
-        timeout_s, ready = self.plan.config.runtime.trainer_timeout_s, self._ranks_ready
-        ranks = [Pulse(rank, rank.name in ready, timeout_s) for rank in self._ranks]
-        return [*self.fleet.pulses(), *ranks, *self.rewarding.pulses()]
+        return [*self.fleet.pulses(), *self.trainers.pulses(), *self.rewarding.pulses()]
 
     def join_all(self) -> None:
         """Tell the engines that are alive as joined, holding nothing; later ones join by themselves."""
         self.fleet.open()
+        self.trainers.open(may_replace=True)
 
     def settle(self) -> None:
         """Wait until no move is under way, and give up what was moved: nobody needs it any more."""
@@ -178,19 +187,25 @@ class LocalHands:
         if self.plan.config.streams or self.plan.columns:
             self.samples.commit()  # so that the trainer can read them
             for group in groups:
-                self.trainer.send(m.Accumulate(step, group))
+                self.trainers.send(m.Accumulate(step, group))
+
+    def brief(self, groups: Sequence[GroupId]) -> None:
+        """A new trainer has to find these groups in the stream, whatever the last one did with them."""
+        self.samples.offer_again(groups)
 
     def save(self, core: str, versions: Sequence[int]) -> None:
         """Have the trainer write a checkpoint, once it has done what it was told before.
 
         `core` is what the orchestrator knows now; older `versions` are those that may still be needed.
         """
-        self.trainer.send(self._checkpoints.order(core, versions))
+        self.trainers.send(self._checkpoints.order(core, versions))
 
     def wait_until_saved(self) -> Path:
         """The folder of the last checkpoint, once it is there. Raises RunError if it could not be written."""
         self._wait_for_trainer(lambda: not self._checkpoints.num_pending, "save")
-        return self._checkpoints.newest()
+        newest = self._checkpoints.newest()
+        self.trainers.excuse()
+        return newest
 
     def wait_until_trained(self) -> None:
         """Until the trainer has ended the step it is in, if any. Raises RunError if it does not."""
@@ -199,11 +214,12 @@ class LocalHands:
     def _is_in_step(self) -> bool:
         """Whether a step may end at any moment: one outside only does once its weights are here."""
         trainer = self.trainer
-        return trainer.is_taking if isinstance(trainer, OutsideTrainer) else self._is_training
+        return trainer.is_taking if isinstance(trainer, OutsideTrainer) else self.trainers.is_in_step
 
     def _wait_for_trainer(self, is_done: Callable[[], bool], what: str) -> None:
         timeout_s = self.plan.config.runtime.trainer_timeout_s
         deadline_s = time.monotonic() + timeout_s
+        self.trainers.open(may_replace=False)
         while not is_done():
             if time.monotonic() > deadline_s or not self.trainer.is_alive:
                 raise RunError(f"the trainer died or did not {what} within {timeout_s:g} s")
@@ -218,8 +234,7 @@ class LocalHands:
         self.fleet.kill()
         self.rewarding.kill()
         self.episodes.close()
-        for worker in self._ranks:
-            worker.kill()
+        self.trainers.kill()
         self._ground.close()
         self.samples.follow(None)
         self._feed.close()
@@ -307,12 +322,15 @@ class LocalHands:
     def _(self, order: Train) -> None:
         self.samples.commit()
         self.teller.batch = order.groups
-        self._is_training = True
-        self.trainer.send(m.TrainStep(order.step, order.groups))
+        self.trainers.send(m.TrainStep(order.step, order.groups))
 
     @perform.register
     def _(self, order: Publish) -> None:
-        self.trainer.send(m.PublishWeights(order.version))
+        self.trainers.send(m.PublishWeights(order.version))
+
+    @perform.register
+    def _(self, order: Attest) -> None:
+        self.trainers.send(m.PublishWeights(order.version, is_stored=False))
 
     @perform.register
     def _(self, order: Retire) -> None:
@@ -325,8 +343,7 @@ class LocalHands:
 
     def _late(self) -> list[str]:
         late = [w.name for i, w in self.fleet.workers.items() if i not in self.fleet.ready]
-        late += [f"the {rank.name}" for rank in self._ranks if rank.name not in self._ranks_ready]
-        return late + self.rewarding.late + self.episodes.late
+        return late + self.trainers.late + self.rewarding.late + self.episodes.late
 
     def _listen(self, timeout_s: float) -> None:
         """Wait for messages, turn them into facts, and look at the deadlines."""
@@ -341,8 +358,8 @@ class LocalHands:
         """What is said by a worker that was replaced or given up is not heard any more."""
         if (judged := self.rewarding.hear(worker, message)) is not None:
             self._tell_scored(judged)
-        elif isinstance(worker, Worker) and worker in self._ranks:
-            self._hear_trainer(worker, message)
+        elif worker in self.trainers.ranks:
+            self.trainers.hear(worker, message)
         elif (engine := self.fleet.number_of(worker)) is not None:
             self.episodes.hear_engine(engine, message)
             self.fleet.hear(engine, message)
@@ -353,39 +370,10 @@ class LocalHands:
         for fact in facts:
             self.facts.append(self.teller.scored(fact, self.rewarding.by_task(fact.group)))
 
-    def _hear_trainer(self, rank: Worker, message: Any) -> None:
-        if isinstance(self.trainer, StationedTrainer):
-            message = self.trainer.hear(rank, message)
-        elif isinstance(self.trainer, OutsideTrainer):
-            message = self.trainer.hear(message)
-        if message is None:
-            return
-        if isinstance(message, m.Gone):
-            raise RunError(f"{cannot_go_on(rank.how_it_ended, self.plan)}\n{rank.crash}".rstrip())
-        if isinstance(message, m.Ready):
-            self._ranks_ready.add(rank.name)
-        elif isinstance(message, m.Saved | m.SaveRefused):
-            self._checkpoints.hear(message)
-        elif isinstance(message, m.WeightsPublished):
-            if self._past is not None:
-                self._past.check_published(message.version, message.digest, self.plan)
-            self.fleet.announce(message.version, message.digest)
-            self.facts.append(Published(message.version, message.digest))
-        elif isinstance(message, m.StepRefused):
-            self._is_training = False
-            self._repeat(message)
-        else:
-            self._is_training = False
-            self.facts.append(self.teller.trained(message))
-
-    def _repeat(self, message: m.StepRefused) -> None:
-        """A step that failed changed nothing, so it is tried again, a few times."""
-        self._step_failures[message.step] += 1
-        failed = f"training step {nth(message.step)} failed: {message.reason}"
-        if self._step_failures[message.step] == MAX_STEP_FAILURES:
-            raise RunError(f"{failed}; it failed {MAX_STEP_FAILURES} times and changed nothing")
-        self.notice(f"{failed}; it changed nothing and is repeated")
-        self.facts.append(StepFailed(message.step, message.reason))
+    def _announce(self, version: int, digest: str) -> None:
+        if self._past is not None:
+            self._past.check_published(version, digest, self.plan)
+        self.fleet.announce(version, digest)
 
     def _check_silence(self) -> None:
         """Who gave no sign of life for too long is lost; time we slept ourselves is no silence."""
@@ -396,4 +384,4 @@ class LocalHands:
         self._elastic.look()
         self.patience.check(asleep_s)
         self._tell_scored(self.rewarding.check_deadlines(asleep_s))
-        check_beats(self.plan, self._ranks, self._ranks_ready, asleep_s)
+        self.trainers.check(asleep_s)

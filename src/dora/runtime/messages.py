@@ -112,6 +112,7 @@ class TrainStep:
 @dataclass(frozen=True)
 class PublishWeights:
     version: int
+    is_stored: bool = True  # else only its digest is told
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from dora.runtime.lengths import Lengths
 from dora.runtime.loads import Loads
 from dora.runtime.occupancy import Occupancy
 from dora.runtime.phases import Phases
+from dora.runtime.recoveries import Recoveries
 from dora.runtime.stalls import Stalls
 from dora.runtime.telling import Teller
 from dora.runtime.travels import Travels
@@ -111,6 +112,7 @@ class Meter:
     lengths: Lengths = field(default_factory=Lengths)
     loads: Loads = field(default_factory=Loads)
     occupancy: Occupancy = field(default_factory=Occupancy)
+    recoveries: Recoveries = field(default_factory=Recoveries)
     began_s: float = 0.0
     now_s: float = 0.0
     trainer_idle_s: float = 0.0
@@ -121,7 +123,7 @@ class Meter:
     engine_losses: int = 0
     engine_restarts: int = 0
     lives: int = 1  # one more each time the run was resumed
-    redone_steps: int = 0  # trained before, after a checkpoint that the run went on from
+    redone_steps: int = 0  # trained before, after a checkpoint that the run or its trainer went on from
     redone_tokens: int = 0
     num_segmented: int = 0  # answers of several versions, under policies that break C1
     staleness: Counter[int] = field(default_factory=Counter)
@@ -154,6 +156,10 @@ class Meter:
             case Resumed():  # new engines, whose numbers and clocks begin again
                 self.lives += 1
                 self.occupancy = Occupancy()
+            case Trained(step) if step < len(self.steps):  # it was measured when it was trained first
+                self.teller.step_metrics.pop(0)
+                self.redone_steps += 1
+                self.redone_tokens += self.steps[step].num_tokens
             case Trained(step):
                 record = self._end_step(step, now, state)
             case _:
@@ -172,6 +178,7 @@ class Meter:
         self.loads.hear(now, event, orders)
         self.stalls.look(state)
         self.phases.look(now, event, orders, state)
+        self.recoveries.hear(now, event, state)
         self._num_live = sum(1 for count in state.unfinished.values() if count)
         self.live_versions_max = max(self.live_versions_max, self._num_live)
         self._is_trainer_idle = state.training is None and state.publishing is None
@@ -209,6 +216,7 @@ class Meter:
         metrics |= _means(by_task)
         busy_ratio = round(self.occupancy.end_step(self.teller.uses), 4)
         metrics |= self.phases.end_step(state) | {"rollout/busy_ratio": busy_ratio}
+        metrics |= self.recoveries.end_step()
         wall_s = now - (self.steps[-1].t_s if self.steps else self.began_s)
         stall_s = state.stall_s - self._stall_s
         effective = self.limits.max_staleness - state.aging.lowered

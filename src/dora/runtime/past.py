@@ -15,6 +15,7 @@ from typing import Any
 from dora.core import snapshot
 from dora.core.actions import Action, Commit, Fail, Filter, Train
 from dora.core.events import (
+    Attested,
     Event,
     GroupScored,
     GroupUnscorable,
@@ -115,7 +116,8 @@ def read_past(plan: Plan, journal: RecordedRun, samples: SampleStore) -> Past:
     resumed = told.resumed(step, checkpoint)
     _check_versions(plan, resumed, checkpoint)
     _restore(plan, told.core.snapshot(), resumed, told.teller, samples, unsettled)
-    digests = [r.digest for _, _, r in lines if isinstance(r, Published) and r.version == step]
+    made = (r for _, _, r in lines if isinstance(r, Published | Attested))
+    digests = [fact.digest for fact in made if fact.version == step]
     return Past(
         core=told.core,
         meter=told.meter,
@@ -155,8 +157,8 @@ class _Told:
         first = fact or orders[0]
         event, state = None if fact is None else fact.record, self.core.snapshot()
         assert not isinstance(event, Action)
-        if isinstance(event, Trained):
-            batch = [state.groups[group] for group in state.batches.get(event.step, ())]
+        if isinstance(event, Trained) and event.step in state.batches:  # else it is redone
+            batch = [state.groups[group] for group in state.batches[event.step]]
             self._members[event.step] = tuple(Member(g.id, g.index, g.version) for g in batch)
         try:
             given = self.core.start(first.t_s) if event is None else self.core.handle(event, first.t_s)

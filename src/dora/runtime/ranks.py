@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dora.errors import SilentError
 from dora.runtime.messages import Ready, TrainerSpec
 from dora.runtime.outside import OutsideTrainer
 from dora.runtime.process import Inbox, Outbox, Told, Worker
@@ -37,7 +36,11 @@ def start_ranks(
     told: Told,
     notice: Callable[[str], None],
 ) -> list[Worker]:
-    """All processes of the trainer and stations beside it, rank 0 first; of one outside, its stand-in."""
+    """All processes of a trainer and stations beside it, rank 0 first; of one outside, its stand-in.
+
+    It may be one after another, whose processes have ended.
+    """
+    (weights / MEETING_PLACE).unlink(missing_ok=True)
     first = plan.trainer_spec(weights, stream, checkpoint)
     if plan.config.service.trainer == "external":
         return [OutsideTrainer(first, plan.limits.batch_size, told)]
@@ -51,27 +54,24 @@ def start_ranks(
     return ranks
 
 
-def check_beats(plan: Plan, ranks: Sequence[Worker], ready: Container[str], asleep_s: float) -> None:
-    """End a station that says nothing for too long, our own sleep left out: it is replaced, as one that dies.
+def silent_ranks(
+    ranks: Sequence[Worker], ready: Container[str], timeout_s: float, asleep_s: float
+) -> list[Worker]:
+    """Those that were `ready` and say nothing for too long, our own sleep left out.
 
-    Raises SilentError for any other one that is `ready`.
+    A station among them that can be replaced is ended instead, and replaced as one that dies.
     """
-    trainer, timeout_s = ranks[0], plan.config.runtime.trainer_timeout_s
+    found: list[Worker] = []
     for rank in ranks:
         rank.last_heard_s += asleep_s
         if rank.name not in ready or not rank.is_silent(timeout_s):
             continue
-        if isinstance(trainer, StationedTrainer) and trainer.can_replace(rank):
+        if isinstance(ranks[0], StationedTrainer) and ranks[0].can_replace(rank):
             rank.last_heard_s = time.monotonic()  # once is enough
             rank.kill()
         else:
-            what = f"the {rank.name} was silent for more than runtime.trainer_timeout_s = {timeout_s:g} s"
-            raise SilentError(cannot_go_on(what, plan))
-
-
-def cannot_go_on(what: str, plan: Plan) -> str:
-    """Why the run ends when a process of the trainer has, and how it goes on."""
-    return f"{what}; the run cannot go on without it: dora train --resume {plan.out} does, with a new one"
+            found.append(rank)
+    return found
 
 
 def run_follower(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from dora.config import Config
 from dora.core import invariants, snapshot
 from dora.core.actions import Action, Publish, SkipEvaluation
-from dora.core.events import Event, Published, Trained
+from dora.core.events import Event, Published, Trained, TrainerReplaced
 from dora.core.wording import counted, nth
 from dora.errors import InputError, RunError
 from dora.runtime import adapters, devices, folder, resuming
@@ -241,14 +241,18 @@ class _Session:
     def _go_on(self, past: Past) -> None:
         """Record what the last life had no time to, and say where this one begins."""
         self._journal.record(past.now_s, None, past.unrecorded)
-        state = self._core.snapshot()
-        for step, groups in (*state.batches.items(), (state.next_step, state.committed)):
-            self._hands.accumulate(step, groups)  # the trainer of the last life was told
+        self._brief()
         num_redone = len(past.resumed.redone)
         self._view.notice(
             f"resumed at {past.checkpoint or 'the start'}: {counted(past.resumed.from_step, 'trained step')} "
             f"kept, {num_redone} redone"
         )
+
+    def _brief(self) -> None:
+        """Tell a new trainer what the one before it was told of steps to come."""
+        state = self._core.snapshot()
+        for step, groups in (*state.batches.items(), (state.next_step, state.committed)):
+            self._hands.accumulate(step, groups)
 
     def _snapshot(self) -> str:
         """What the orchestrator knows now, and how much of the journal that is."""
@@ -309,6 +313,11 @@ class _Session:
         self._note(now, event, orders)
         if isinstance(event, Trained) and self._is_save_due(event.step + 1):
             self._unsaved = self._snapshot()
+        if isinstance(event, TrainerReplaced):
+            state = self._core.snapshot()
+            batches = (*event.redone, *state.batches.values(), state.committed)
+            self._hands.brief([group for batch in batches for group in batch])
+            self._brief()
         self._futility.check(orders, self._core.snapshot(), self._hands.rewarding.first_failure)
 
     def _is_save_due(self, step: int) -> bool:

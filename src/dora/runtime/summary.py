@@ -66,6 +66,7 @@ def summarize(
         **meter.loads.to_json(),
         "engine_losses": meter.engine_losses,
         "engine_restarts": meter.engine_restarts,
+        **meter.recoveries.to_json(),
         "lives": meter.lives,
         "redone_steps": meter.redone_steps,
         "redone_tokens": meter.redone_tokens,

@@ -276,10 +276,9 @@ def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
                     else:
                         reader.commit(groups)
                         outbox.send(StepDone(step, metrics | speed.end_step(metrics.get("actor/tflop", 0.0))))
-                case PublishWeights(version):
-                    digest = store.publish(version, trainer.flat)
-                    outbox.send(WeightsPublished(version, digest))
-                    recent.add(version, digest)
+                case PublishWeights(version, is_stored):
+                    make = recent.publish if is_stored else recent.keep
+                    outbox.send(WeightsPublished(version, make(version, trainer.flat)))
                     gathering.begin(version)
                 case Save():
                     extras = partial(_extras, trainer, spec)

@@ -15,6 +15,7 @@ from dora.core.actions import (
     Abort,
     Action,
     Admit,
+    Attest,
     BeginEvaluation,
     Commit,
     Dismiss,
@@ -58,6 +59,8 @@ from dora.core.events import (
     Resumed,
     StepFailed,
     Trained,
+    TrainerLost,
+    TrainerReplaced,
 )
 from dora.core.records import GroupId, Limits, RequestId
 from dora.sim import admissions
@@ -67,6 +70,7 @@ from dora.sim.held_out import HeldOut
 from dora.sim.loads import Loads
 from dora.sim.renewals import Renewals
 from dora.sim.seats import Seats, require
+from dora.sim.steps import Steps
 
 __all__ = ["Ledger", "Violation"]
 
@@ -94,9 +98,7 @@ class Ledger:
         self.next_index = 0
         self.next_step = 0  # n
         self.num_committed = 0  # c
-        self.num_trained_steps = 0
-        self.training: Train | None = None
-        self.failed_step: Train | None = None  # to be repeated as it was
+        self.steps = Steps()
         self.redo_until = 0  # version that is published again before anything is admitted
         self.max_seen_staleness = 0
 
@@ -121,7 +123,7 @@ class Ledger:
         """At the end of a whole run every admitted group has an end, and every step was trained."""
         left = self.version_of.keys() - self.end_of.keys()
         require(not left, f"C2: {sorted(left)[:3]} were admitted and have no end")
-        require(self.num_trained_steps == self.limits.num_steps, f"{self.num_trained_steps} steps trained")
+        self.steps.end(self.limits.num_steps)
 
     # facts
 
@@ -171,15 +173,16 @@ class Ledger:
 
     def _published(self, fact: Published) -> None:
         self.store.add(fact.version)
+        self.steps.published(fact)
         self.loads.published(fact)
         self.held_out.published(fact.version)
 
     def _trained(self, fact: Trained) -> None:
-        if self.training is not None:
-            self.ages.hear(fact, fact.step - min(self.version_of[group] for group in self.training.groups))
-        self.loads.trained(fact)
-        self.training = None
-        self.num_trained_steps += 1
+        """Of one that is redone nothing new is learnt."""
+        is_redo = self.steps.is_redo
+        if (order := self.steps.trained()) is not None and not is_redo:
+            self.ages.hear(fact, fact.step - min(self.version_of[group] for group in order.groups))
+            self.loads.trained(fact)
 
     def _resumed(self, fact: Resumed) -> None:
         """Steps after the checkpoint are trained again, with the groups that ended in them."""
@@ -187,11 +190,7 @@ class Ledger:
         self.loads.resumed(fact)
         self.redo_until = max({self.redo_until, *self.store})
         self.store = {version for version, _ in fact.kept}
-        self.num_trained_steps = fact.from_step
-        self.training = self.failed_step = None
-
-    def _step_failed(self, fact: StepFailed) -> None:
-        self.training, self.failed_step = None, self.training
+        self.steps.resumed(fact.from_step)
 
     # orders
 
@@ -269,10 +268,7 @@ class Ledger:
 
     def _train(self, order: Train) -> None:
         step, groups = order.step, order.groups
-        require(self.training is None, f"step {step} begins during another")
-        require(step == self.num_trained_steps, f"step {step} is trained out of order")
-        require(self.failed_step in (None, order), f"C2: step {step} is repeated with other groups")
-        self.training, self.failed_step = order, None
+        self.steps.train(order)
         self.seats.check_device()
         require(len(set(groups)) == self.limits.batch_size, f"C2: batch {step} has {len(groups)} groups")
         for group in groups:
@@ -286,9 +282,6 @@ class Ledger:
             require(0 <= staleness <= self.limits.max_staleness, f"C3: {group} has staleness {staleness}")
             require(step <= self.deadline_of[group], f"C3: {group} is trained after its deadline")
             self.max_seen_staleness = max(self.max_seen_staleness, staleness)
-
-    def _publish(self, order: Publish) -> None:
-        require(order.version == self.num_trained_steps, f"version {order.version} is published untrained")
 
     def _migrate(self, order: Migrate) -> None:
         require(not self.limits.is_static, f"{order.request} is moved, and is_static = true")
@@ -319,7 +312,7 @@ class Ledger:
         self.store.discard(version)
 
     def _resume(self, order: Resume) -> None:
-        require(self.training is None, f"engine {order.engine} is resumed during a step")
+        require(self.steps.training is None, f"engine {order.engine} is resumed during a step")
         self.seats.resume(order.engine)
 
     def _rush(self, order: Rush) -> None:
@@ -327,6 +320,7 @@ class Ledger:
         self.seats.rush(order)
 
     def _stop(self, order: Stop) -> None:
+        self.steps.end(self.limits.num_steps)
         require(self.limits.num_steps in self.store, "the run stops before its last version is published")
         require(self.held_out.version is None, "the run stops under an evaluation")
 
@@ -360,7 +354,9 @@ _FACTS: dict[type, Note] = {
     GroupScored: Ledger._judge,
     GroupUnscorable: Ledger._judge,
     Trained: Ledger._trained,
-    StepFailed: Ledger._step_failed,
+    StepFailed: lambda ledger, fact: ledger.steps.has_failed(),
+    TrainerLost: lambda ledger, fact: ledger.steps.lost(),
+    TrainerReplaced: lambda ledger, fact: ledger.steps.replaced(fact),
     Resumed: Ledger._resumed,
     Published: Ledger._published,
     Loaded: Ledger._loaded,
@@ -381,7 +377,8 @@ _ORDERS: dict[type, Note] = {
     Fail: Ledger._end_untrained,
     Commit: Ledger._commit,
     Train: Ledger._train,
-    Publish: Ledger._publish,
+    Publish: lambda ledger, order: ledger.steps.publish(order),
+    Attest: lambda ledger, order: ledger.steps.attest(order),
     Drop: Ledger._drop,
     Load: Ledger._load,
     Skip: Ledger._skip,

@@ -27,7 +27,9 @@ class Deaths:
         self._batches: dict[int, tuple[Member, ...]] = {}  # trained, as a journal has them
 
     def note(self, event: Trained, state: State) -> None:
-        """Before the orchestrator forgets the batch."""
+        """Before the orchestrator forgets the batch; one that is redone is known."""
+        if event.step not in state.batches:
+            return
         groups = [state.groups[group] for group in state.batches[event.step]]
         self._batches[event.step] = tuple(Member(g.id, g.index, g.version) for g in groups)
 

@@ -23,6 +23,7 @@ class Faults:
     drain_interval_s: float | None = None  # mean time between the wishes that an engine leave
     crash_every: int | None = None  # facts between crashes of the orchestrator
     die_every: int | None = None  # facts between deaths of everything
+    trainer_loss_interval_s: float | None = None  # mean time between the deaths of a trainer
     share_loads_failed: float = 0.0
     share_loads_slow: float = 0.0
     share_moves_failed: float = 0.0
@@ -38,6 +39,7 @@ def draw_faults(rng: Random, unit_s: float) -> dict[str, Any]:
     """
     crash_every = rng.choice((None, None, None, 70, 150, 200))
     die_every = Random(f"deaths {crash_every} {unit_s}").choice((None, None, 41, 90))  # other draws stay
+    trainer_loss_interval_s = Random(f"trainers {unit_s}").choice((None, None, 2 * unit_s, 20 * unit_s))
     calm = {"share_failed": 0.0, "share_refused": 0.0, "loss_interval_s": None, "return_s": 1.0}
     if rng.random() < 0.3:
         return calm | {"faults": Faults(crash_every=crash_every, die_every=die_every)}
@@ -53,6 +55,7 @@ def draw_faults(rng: Random, unit_s: float) -> dict[str, Any]:
             drain_interval_s=rng.choice((None, None, 2 * unit_s, 10 * unit_s)),
             crash_every=crash_every,
             die_every=die_every,
+            trainer_loss_interval_s=trainer_loss_interval_s,
             share_loads_failed=rng.choice((0.0, 0.1, 0.5)),
             share_loads_slow=rng.choice((0.0, 0.2)),
             share_moves_failed=rng.choice((0.0, 0.2, 0.6)),

@@ -39,6 +39,8 @@ from dora.core.events import (
     RequestFinished,
     Resumed,
     Trained,
+    TrainerLost,
+    TrainerReplaced,
 )
 from dora.core.state import State
 from dora.sim.checker import Ledger
@@ -106,6 +108,11 @@ MARKS = (
     "train: older than aging allows by now",
     "train: repeated",
     "train: the bound is used up",
+    "trainer: again where it was, with nothing to redo",
+    "trainer: lost again while steps are redone",
+    "trainer: lost in a step",
+    "trainer: lost while an engine loads",
+    "trainer: replaced, with steps to redo",
 )
 
 
@@ -130,6 +137,8 @@ class Marks:
             RequestFinished: self._finished,
             Resumed: self._resumed,
             Trained: self._trained,
+            TrainerLost: self._trainer_lost,
+            TrainerReplaced: self._trainer_replaced,
         }
         self._of_order: dict[type, Callable[[Any], None]] = {
             Admit: self._admit,
@@ -245,8 +254,23 @@ class Marks:
             self._mark(f"evaluation: {'of a version that waits to be redone' if is_void else GOES_ON}")
         if any(count and version > fact.from_step for version, count in ledger.pins.items()):
             self._mark("resume: requests wait for a version to be redone")
-        if ledger.next_step > ledger.num_trained_steps:
+        if ledger.next_step > ledger.steps.num_trained:
             self._mark("resume: with batches that were complete")
+
+    def _trainer_lost(self, fact: TrainerLost) -> None:
+        steps = self._ledger.steps
+        if steps.is_redo:
+            self._mark("trainer: lost again while steps are redone")
+        if steps.training is not None:
+            self._mark("trainer: lost in a step")
+        if any(engine.loading is not None for engine in self._seats.engines.values()):
+            self._mark("trainer: lost while an engine loads")
+
+    def _trainer_replaced(self, fact: TrainerReplaced) -> None:
+        is_there = (
+            "replaced, with steps to redo" if fact.redone else "again where it was, with nothing to redo"
+        )
+        self._mark(f"trainer: {is_there}")
 
     # orders
 
@@ -291,9 +315,9 @@ class Marks:
             self._mark("evaluation: an answer again, after a loss")
         if order.version < max(ledger.store):
             self._mark("evaluation: at a version that is not the newest")
-        if ledger.training is not None:
+        if ledger.steps.training is not None:
             self._mark("evaluation: while a step is trained")
-        if ledger.num_trained_steps == ledger.limits.num_steps:
+        if ledger.steps.num_trained == ledger.limits.num_steps:
             self._mark("evaluation: goes on after the last step")
 
     def _load(self, order: Load) -> None:
@@ -312,7 +336,7 @@ class Marks:
 
     def _train(self, order: Train) -> None:
         ledger = self._ledger
-        if ledger.failed_step is not None:
+        if ledger.steps.failed is not None:
             self._mark("train: repeated")
         oldest = order.step - min(ledger.version_of[group] for group in order.groups)
         if oldest == ledger.limits.max_staleness:

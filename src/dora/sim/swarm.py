@@ -126,8 +126,9 @@ class Run:
         if self.world.luck.is_healed or not self._deaths.is_due(self.outcome.num_events):
             return None
         state, self._dead = self.core.snapshot(), None
-        self.world.die(state.next_index)
-        return self._deaths.resume(state)
+        resumed = self._deaths.resume(state)
+        self.world.die(state.next_index, resumed.from_step)
+        return resumed
 
     def _crash(self) -> None:
         """The orchestrator dies and another goes on from what was written of its state."""
@@ -181,6 +182,7 @@ def main(num_seeds: int, as_json: bool, first_seed: int = 0) -> int:
         "migrations": seen["Migrated"],
         "migrations_failed": seen["MigrationFailed"],
         "steps_repeated": seen["StepFailed"],
+        "trainer_losses": seen["TrainerLost"],
         "crashes": seen["crash"],
         "deaths": seen["Resumed"],
         "drains": seen["EngineLeft"],

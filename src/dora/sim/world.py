@@ -12,7 +12,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from dora.core.actions import Action, Fetch, Migrate, Publish, Score, Train
+from dora.core.actions import Action, Attest, Fetch, Migrate, Publish, Score, Train
 from dora.core.events import (
     DrainAsked,
     EngineJoined,
@@ -21,18 +21,15 @@ from dora.core.events import (
     GroupScored,
     GroupUnscorable,
     PromptsFetched,
-    Published,
-    StepFailed,
-    Trained,
 )
 from dora.core.records import GroupId
 from dora.sim.ages import Drift
 from dora.sim.engines import SimEngine, Stage, Truth
 from dora.sim.faults import Luck
-from dora.sim.loads import draw_kls
 from dora.sim.models import WorldConfig
 from dora.sim.moves import Moves
-from dora.sim.rollout import Rollout, digest_of
+from dora.sim.rollout import Rollout
+from dora.sim.trainers import Trainers
 
 Happening = Callable[..., Event | None]
 
@@ -50,7 +47,6 @@ class World:
         self.rng = Random(f"world {seed}")
         self.luck = Luck(config.faults, self.rng)
         self.drift = Drift(config.limits.aging, Random(f"drift {seed}"))
-        self._of_versions = Random(f"versions {seed}")
         self.truth = Truth()
         self.moves = Moves(self)
         self.rollout = Rollout(self)
@@ -60,12 +56,14 @@ class World:
         self._cursor = 0
         self._num_coming = 0  # engines on their way
         self._next_engine = 0
+        self._trainers = Trainers(self, seed)
         self._orders: dict[type, Callable[[Any], None]] = {
             Fetch: self._fetch,
             Migrate: self.moves.begin,
             Score: self._score,
-            Train: self._train,
-            Publish: self._publish,
+            Train: self._trainers.train,
+            Publish: self._trainers.publish,
+            Attest: self._trainers.publish,
         }
         self._begin()
 
@@ -76,12 +74,15 @@ class World:
         self._plan_mishap(config.loss_interval_s, self._lose_some)
         self._plan_mishap(config.faults.drain_interval_s, self._ask_drain)
 
-    def die(self, cursor: int) -> None:
-        """Nothing is left of all stations; new ones start, and the dataset goes on at `cursor`."""
+    def die(self, cursor: int, from_step: int) -> None:
+        """Nothing is left of all stations; new ones start, the dataset goes on at `cursor`, the trainer after
+        so many steps.
+        """
         self._heap.clear()
         self.due.clear()
         self.truth = Truth()
         self._cursor, self._num_coming, self._next_engine = cursor, 0, 0
+        self._trainers.die(from_step)
         self._begin()
 
     def perform(self, order: Action) -> None:
@@ -115,7 +116,7 @@ class World:
         self._num_planned += 1
         heapq.heappush(self._heap, (self.now + delay_s, self._num_planned, happen, args))
 
-    # dataset, rewarder, trainer
+    # dataset, rewarder
 
     def _tell(self, delay_s: float, event: Event) -> None:
         self.at(delay_s, lambda: event)
@@ -137,22 +138,6 @@ class World:
             size = limits.evaluation.num_answers
         rewards = tuple(1.0 if is_flat else float(k % 2) for k in range(size))
         self._tell(delay_s, GroupScored(order.group, rewards))
-
-    def _train(self, order: Train) -> None:
-        self.truth.is_training = True
-        self.truth.check_device()
-        faults = self.config.faults
-        self.at(self.luck.takes(self.config.step_s, faults.share_steps_slow), self._trained, order.step)
-
-    def _trained(self, step: int) -> Event:
-        self.truth.is_training = False
-        if self.luck.fails(self.config.faults.share_steps_failed):
-            return StepFailed(step, "simulated step failure")
-        kls = draw_kls(self._of_versions, step, self.config.limits.max_staleness)
-        return Trained(step, *self.drift.measure(), kls)
-
-    def _publish(self, order: Publish) -> None:
-        self._tell(0.001, Published(order.version, digest_of(order.version)))
 
     # engines come and go
 

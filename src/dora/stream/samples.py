@@ -137,8 +137,22 @@ class SampleStore:
         self._follower = follower
         if follower is None:
             return
+        self._tell(follower, self._rows("state in ('finished', 'scored', 'committed')"))
+
+    def offer_again(self, groups: Iterable[GroupId]) -> None:
+        """Have the follower forget scored groups, whatever was done with them, and tell it of them anew."""
+        if self._follower is None:
+            return
+        self.commit()
+        self._follower.end(groups)
+        self._follower.flush()
+        for group in groups:
+            self._tell(self._follower, self._rows("group_id = ?", str(group)))
+
+    @staticmethod
+    def _tell(follower: Follower, rows: Iterable[tuple[Trajectory, float | None, float | None]]) -> None:
         judged: dict[GroupId, list[tuple[float, float | None]]] = {}
-        for trajectory, reward, advantage in self._unended():
+        for trajectory, reward, advantage in rows:
             follower.put(trajectory)
             if reward is not None:
                 judged.setdefault(trajectory.request.group, []).append((reward, advantage))
@@ -265,12 +279,13 @@ class SampleStore:
         self.commit()
         self._db.close()
 
-    def _unended(self) -> Iterator[tuple[Trajectory, float | None, float | None]]:
-        """Answers whose group has not ended, with reward and advantage where they are known."""
+    def _rows(self, condition: str, *values: str) -> Iterator[tuple[Trajectory, float | None, float | None]]:
+        """Answers with reward and advantage, where they are known."""
         rows = self._db.execute(
             "select group_id, sibling, version, weight_digest, prompt_ids, token_ids, logprobs, routes, "
             "loss_mask, iif(state = 'finished', null, reward), advantage from samples "
-            "where state in ('finished', 'scored', 'committed') order by group_id, sibling"
+            f"where {condition} order by group_id, sibling",
+            values,
         )
         for name, sibling, version, digest, prompt, answer, logprobs, routes, mask, reward, advantage in rows:
             prompt_ids, token_ids = _ids(prompt), _ids(answer)

@@ -70,9 +70,24 @@ class Recent:
         self._mapped: dict[int, Tensor] = {}
         self._digests: dict[int, str] = {}
 
-    def add(self, version: int, digest: str) -> None:
-        """A version has been published, with bytes of this digest."""
-        self._mapped[version], self._digests[version] = self._store.fetch(version), digest
+    def publish(self, version: int, flat: Tensor) -> str:
+        """As `WeightStore.publish`."""
+        digest = self._store.publish(version, flat)
+        self._add(version, self._store.fetch(version), digest)
+        return digest
+
+    def keep(self, version: int, flat: Tensor) -> str:
+        """Round a version as if it were published, for this process alone; the digest of its bytes.
+
+        Under its number the store may have others.
+        """
+        own = self._store.rounded(flat).clone()
+        digest = weight_digest(own)
+        self._add(version, own, digest)
+        return digest
+
+    def _add(self, version: int, own: Tensor, digest: str) -> None:
+        self._mapped[version], self._digests[version] = own, digest
         self._mapped = {v: flat for v, flat in self._mapped.items() if v > version - self._num}
         self._digests = {v: digest for v, digest in self._digests.items() if v > version - self._num}
 
@@ -105,7 +120,7 @@ class WeightStore:
         """Copy `flat` ([numel], fp32, on any device) in, rounded; returns the digest of the stored bytes."""
         path = self._path(version)
         draft = path.with_suffix(".draft")
-        draft.write_bytes(self._on_host(flat.detach().to(self._dtype)).view(torch.uint8).numpy().data)
+        draft.write_bytes(self.rounded(flat).view(torch.uint8).numpy().data)
         os.replace(draft, path)
         return weight_digest(self.fetch(version))
 
@@ -148,6 +163,10 @@ class WeightStore:
     def close(self) -> None:
         """Remove the folder and everything in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def rounded(self, flat: Tensor) -> Tensor:
+        """What engines hold of `flat`, on the host; it may be the same memory."""
+        return self._on_host(flat.detach().to(self._dtype))
 
     def _on_host(self, flat: Tensor) -> Tensor:
         """Through pinned memory, which a GPU copies to several times as fast."""

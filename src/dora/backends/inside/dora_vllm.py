@@ -8,14 +8,11 @@ It runs in vLLM's own processes and imports what is there: torch, safetensors an
 from __future__ import annotations
 
 import hmac
-import mmap
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
-from hashlib import blake2b
 from typing import Any
 
 TOKEN_KEY = "DORA_VLLM_TOKEN"
-_PIECE_BYTES = 2**26  # as in dora.model.weights
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -35,9 +32,10 @@ class Weights:
 
     def dora_load(self, path: str) -> str:
         """Take a safetensors file's tensors in place of the model's; returns the digest of their bytes."""
+        from dora_digest import digest_of  # type: ignore[import-not-found]
         from safetensors import safe_open
 
-        digest = digest_of(path)
+        digest: str = digest_of(path)
         with safe_open(path, "pt") as stored:
             named = ((name, stored.get_tensor(name)) for name in stored.keys())  # noqa: SIM118
             self.model_runner.reload_weights(weights_iterator=named)
@@ -70,20 +68,3 @@ class Token:
         else:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": f"show the {TOKEN_KEY}".encode()})
-
-
-def digest_of(path: str) -> str:
-    """Digest (32 hex digits) of the tensors' bytes in a safetensors file, in its order.
-
-    Where that is the order of the flat buffer, it is `dora.model.weights.weight_digest` of it.
-    """
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        begin = 8 + int.from_bytes(mapped[:8], "little")
-        with memoryview(mapped) as whole:
-            pieces = [
-                blake2b(whole[i : i + _PIECE_BYTES], digest_size=16)
-                for i in range(begin, len(whole), _PIECE_BYTES)
-            ]
-    if len(pieces) == 1:
-        return pieces[0].hexdigest()
-    return blake2b(b"".join(piece.digest() for piece in pieces), digest_size=16).hexdigest()

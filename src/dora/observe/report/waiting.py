@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from dora.core.actions import (
     Action,
     Admit,
+    Attest,
     Fail,
     Filter,
     Generate,
@@ -26,6 +27,7 @@ from dora.core.actions import (
     Train,
 )
 from dora.core.events import (
+    Attested,
     EngineJoined,
     EngineLeft,
     EngineLost,
@@ -41,6 +43,7 @@ from dora.core.events import (
     Resumed,
     StepFailed,
     Trained,
+    TrainerLost,
 )
 from dora.core.records import GroupId, Limits, RequestId
 
@@ -86,6 +89,10 @@ class TrainerTime:
             case Published(version):
                 self._turn(now, "wait", version)
                 self._cause = None
+            case Attest(version):
+                self._turn(now, "publish", version)
+            case TrainerLost() | Attested():
+                self._turn(now, "wait", self._doing[1])
             case StepFailed(step):
                 self._turn(now, "wait", step)
             case Resumed(from_step):
@@ -195,9 +202,9 @@ class RowTime:
                 self._judged.discard(group)
             case Train():
                 self._trainer = "train"
-            case Publish():
+            case Publish() | Attest():
                 self._trainer = "publish"
-            case Trained() | StepFailed() | Published():
+            case Trained() | StepFailed() | Published() | Attested() | TrainerLost():
                 self._trainer = ""
             case Resumed():
                 self._trainer = ""

@@ -10,6 +10,7 @@ import statistics
 from dora.core.actions import (
     Action,
     Admit,
+    Attest,
     BeginEvaluation,
     Commit,
     EndEvaluation,
@@ -24,6 +25,7 @@ from dora.core.actions import (
     Train,
 )
 from dora.core.events import (
+    Attested,
     Event,
     GroupScored,
     GroupUnscorable,
@@ -32,6 +34,8 @@ from dora.core.events import (
     Resumed,
     StepFailed,
     Trained,
+    TrainerLost,
+    TrainerReplaced,
 )
 from dora.core.records import GroupId
 from dora.core.wording import nth
@@ -62,6 +66,14 @@ class Trainer:
                 self._end(t_s, digest=digest)
                 num = nth(version)  # the step that begins with it
                 self._begin(t_s, f"wait for the batch of step {num}", step=num)
+            case TrainerLost(reason):
+                self._begin(t_s, "LOST: another one begins", reason=reason)
+            case TrainerReplaced(from_step, redone):
+                self._process.mark(f"REPLACED after step {from_step}, {len(redone)} to redo", t_s)
+            case Attest(version):
+                self._begin(t_s, f"make version {version} again", version=version)
+            case Attested(version, digest):
+                self._end(t_s, digest=digest)
             case ReportStall(step, group, requests, since_s):
                 name = f"STALL: step {nth(step)} waits for group {group}"
                 self._process.mark(name, t_s, requests=[str(each) for each in requests], since_s=since_s)

@@ -1,6 +1,6 @@
-"""The contract on real vLLM servers, by `make test-vllm VLLM_PYTHON=...`; no other run of the tests has it.
+"""The contract on real servers, by `make test-vllm VLLM_PYTHON=...` or `make test-sglang SGLANG_PYTHON=...`.
 
-The other tests have a server whose answers are made up.
+No other run of the tests has it: theirs have servers whose answers are made up, or were recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 import pytest
 from tests.runtime.running import wait_until_gone
 
-from dora.backends.inside.dora_vllm import TOKEN_KEY
+from dora.backends.sglang import Sglang
 from dora.backends.vllm import Vllm
 from dora.contract.asking import CONFIG, request, weights
 from dora.contract.inference import MAX_CONTEXT, MAX_ROWS, InferenceContract
@@ -25,21 +25,22 @@ from dora.engine.sequence import Completion
 from dora.model.folder import save_folder
 from dora.runtime.stations import Capabilities
 
-PYTHON = os.environ["VLLM_PYTHON"]
-SERVERS: dict[str, Vllm] = {}  # by dtype: each takes half a minute to start
+Engine: type[Vllm] | type[Sglang] = Sglang if "SGLANG_PYTHON" in os.environ else Vllm
+PYTHON = os.environ["SGLANG_PYTHON" if Engine is Sglang else "VLLM_PYTHON"]
+SERVERS: dict[str, Vllm | Sglang] = {}  # by dtype: each takes half a minute to start
 
 
 class Attached:
     """Made as an adapter is; engines of one dtype use the same server, one after another."""
 
-    capabilities: ClassVar[Capabilities] = Vllm.capabilities
+    capabilities: ClassVar[Capabilities] = Engine.capabilities
 
-    def __new__(cls, *, model: str, dtype: str, **made_with: Any) -> Vllm:  # type: ignore[misc]
+    def __new__(cls, *, model: str, dtype: str, **made_with: Any) -> Vllm | Sglang:  # type: ignore[misc]
         if dtype not in SERVERS:
-            SERVERS[dtype] = Vllm(model=model, dtype=dtype, python=PYTHON, **made_with)
+            SERVERS[dtype] = Engine(model=model, dtype=dtype, python=PYTHON, **made_with)
         server = SERVERS[dtype].server
-        os.environ[TOKEN_KEY] = server.token
-        return Vllm(model=model, dtype=dtype, url=server.url, **made_with)
+        os.environ[server.product.token_key] = server.token
+        return Engine(model=model, dtype=dtype, url=server.url, **made_with)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,7 +52,7 @@ def servers() -> Iterator[None]:
 
 @pytest.mark.timeout(300)
 class TestReal(InferenceContract):
-    """vLLM on a CPU."""
+    """On a CPU."""
 
     factory = Attached
     tolerance = 1e-3
@@ -63,15 +64,15 @@ def test_a_server_ends_with_the_process_of_its_engine(tmp_path: Path) -> None:
     save_folder(tmp_path / "model", CONFIG, weights(0))
     body = (
         "import time\n"
-        "from dora.backends.vllm import Vllm\n"
-        f"engine = Vllm(model={str(tmp_path / 'model')!r}, max_rows={MAX_ROWS}, max_context={MAX_CONTEXT},"
+        f"from {Engine.__module__} import {Engine.__name__} as Engine\n"
+        f"engine = Engine(model={str(tmp_path / 'model')!r}, max_rows={MAX_ROWS}, max_context={MAX_CONTEXT},"
         f" version_slots=1, device='cpu', dtype='float32', python={PYTHON!r})\n"
         "print(engine.kernels, flush=True)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
-        assert owner.stdout.readline().startswith("vLLM ")
+        assert owner.stdout.readline().startswith(("vLLM ", "SGLang "))
         below = psutil.Process(owner.pid).children(recursive=True)
         assert len(below) >= 3, "a keeper, a server, its engine"
         owner.send_signal(signal.SIGKILL)

@@ -1,0 +1,109 @@
+"""`dora simulate`: the production orchestrator in virtual time, on random worlds or on described hardware.
+
+`dora.cli` has the group among its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dora.sim.forecast.lengths import Lengths
+
+simulate = typer.Typer(help="Run the production orchestrator in virtual time.", no_args_is_help=True)
+
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")]
+Model = Annotated[str, typer.Option(help="A preset's name; a wrong one prints them all.")]
+DeviceName = Annotated[str, typer.Option("--device", help="H800, H100, H200, A100, 910B or CPU.")]
+Batch = Annotated[int, typer.Option(help="Groups of a training step.")]
+Group = Annotated[int, typer.Option(help="Answers of a group.")]
+Mean = Annotated[float, typer.Option(help="Mean answer (tokens).")]
+Limit = Annotated[int, typer.Option(help="Longest answer (tokens).")]
+Tail = Annotated[float, typer.Option(help="Sigma of a lognormal, or alpha of a Pareto.")]
+Family = Annotated[str, typer.Option(help="Of the lengths: lognormal, pareto or trace.")]
+Trace = Annotated[Path | None, typer.Option(metavar="CSV", help="Lengths, in its column GeneratedTokens.")]
+Prompt = Annotated[int, typer.Option(help="Tokens of a prompt.")]
+Steps = Annotated[int, typer.Option(min=1, help="Training steps to simulate.")]
+Tensor = Annotated[int, typer.Option(help="Devices that an engine's attention is split over.")]
+Expert = Annotated[int, typer.Option(help="Ranks of an engine that share its experts.")]
+
+
+@simulate.callback()
+def _simulate() -> None:
+    """Each command is one of its own: typer would fold a single one into its parent."""
+
+
+@simulate.command()
+def swarm(
+    seeds: Annotated[int, typer.Option(min=1, help="How many random worlds.")] = 200,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as one last line of JSON.")
+    ] = False,
+) -> None:
+    """Run many random worlds with faults; every fact and order is checked against an independent ledger."""
+    from dora.sim import swarm
+
+    raise typer.Exit(swarm.main(seeds, as_json))
+
+
+@simulate.command()
+def run(
+    model: Model = "qwen2.5-32b",
+    device: DeviceName = "H800",
+    devices: Annotated[int, typer.Option(min=1, help="How many, for training and rollout.")] = 64,
+    trainer: Annotated[int | None, typer.Option(help="How many of them train.", show_default="half")] = None,
+    policies: Annotated[str, typer.Option(help="Names, separated by commas.")] = "sync,one_step,partial,dora",
+    staleness: Annotated[str, typer.Option("--staleness", "-S", help="Bounds, separated by commas.")] = "1,2",
+    without: Annotated[str, typer.Option(help="Parts of DORA to leave out, by commas.")] = "",
+    batch: Batch = 128,
+    group: Group = 16,
+    mean: Mean = 2300.0,
+    limit: Limit = 30720,
+    tail: Tail = 1.2,
+    family: Family = "lognormal",
+    trace: Trace = None,
+    prompt: Prompt = 110,
+    tensor: Tensor = 4,
+    expert: Expert = 1,
+    rows: Annotated[int | None, typer.Option(min=1, help="Of an engine.", show_default="by its KV")] = None,
+    slack: Annotated[int, typer.Option(min=0, help="Groups by which admission stays below the bound.")] = 0,
+    elastic: Annotated[bool, typer.Option(help="The trainer's devices decode while it waits.")] = False,
+    steps: Steps = 12,
+    json: Json = None,
+) -> None:
+    """Forecast policies side by side, on hardware that is described by its data sheet."""
+    from dora.sim.forecast.cluster import Job, Layout
+    from dora.sim.forecast.compare import compare, layouts
+    from dora.sim.forecast.hardware import device_of
+    from dora.sim.forecast.shapes import shape_of
+
+    lengths = lengths_of(family, mean, limit, tail, prompt, trace)
+    job = Job(shape_of(model), lengths, batch, group)
+    num_train = trainer if trainer is not None else devices // 2
+    train = (device_of(device), num_train)
+    base = Layout(
+        "dora", 0, train, tensor=tensor, expert=expert, rows=rows, slack=slack,
+        without=tuple(filter(None, without.split(","))), is_elastic=elastic,
+    )  # fmt: skip
+    found = [*layouts(policies.split(","), numbers(staleness), train, devices - num_train, base)]
+    raise typer.Exit(compare(job, found, steps, json))
+
+
+def lengths_of(family: str, mean: float, limit: int, tail: float, prompt: int, trace: Path | None) -> Lengths:
+    """Raises InputError where they do not fit together."""
+    from dora.sim.forecast.lengths import Lengths, read_trace
+
+    if trace is not None:
+        return Lengths(limit, family="trace", prompt=prompt, trace=read_trace(trace))
+    return Lengths(limit, mean, family, tail, prompt)
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers, separated by commas. Raises BadParameter."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no list of whole numbers, such as 1,2,4") from error

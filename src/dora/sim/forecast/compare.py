@@ -1,0 +1,91 @@
+"""Layouts of one job side by side: what `dora simulate run` prints.
+
+All are checked before the first is played.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from dora.errors import InputError
+from dora.sim.forecast.cluster import Job, Layout, Setup
+from dora.sim.forecast.hardware import Device
+from dora.sim.forecast.rules import policy_of
+
+WIDTH = 160  # of the table, also where nobody looks
+Row = dict[str, str | int | float]
+SHOWN = {
+    "policy": "policy", "S": "S", "trainer": "trainer", "rollout": "rollout", "step_s": "step s",
+    "tokens_per_s": "tokens/s", "exposed": "exposed", "busy_engines": "engines busy",
+    "busy_rows": "rows busy", "staleness": "staleness", "staleness_max": "max", "versions": "versions",
+    "moves": "moves", "refilled": "refilled", "dropped": "dropped",
+}  # fmt: skip
+
+
+def layouts(
+    policies: Sequence[str], bounds: Sequence[int], train: tuple[Device, int], num_rollout: int, base: Layout
+) -> Iterator[Layout]:
+    """Every policy at its own bound, or at each of `bounds`; colocated ones have all devices for both."""
+    device, num_train = train
+    for name in policies:
+        policy = policy_of(name)
+        for staleness in bounds if policy.max_staleness is None else [policy.max_staleness]:
+            without = base.without if name == "dora" else ()
+            one = replace(base, policy=name, max_staleness=staleness, without=without)
+            if policy.is_colocated:
+                yield replace(one, train=(device, num_train + num_rollout), rollout=(), is_elastic=False)
+            else:
+                yield replace(one, train=train, rollout=base.rollout or ((device, num_rollout),))
+
+
+def row_of(setup: Setup) -> Row:
+    """One layout's figures, and what it is. Times in seconds, per training step."""
+    layout = setup.layout
+    return {
+        "policy": " - ".join((layout.policy, *layout.without)),
+        "S": layout.max_staleness,
+        "trainer": layout.train[1],
+        "rollout": sum(num for _, num in layout.rollout),
+        "rows": setup.num_rows,
+        **setup.figures(),
+    }
+
+
+def compare(job: Job, found: Sequence[Layout], num_steps: int, path: Path | None) -> int:
+    """Play each, print the table, and write it if asked to."""
+    if not found:
+        raise InputError("nothing to simulate: give at least one policy")
+    setups = [Setup(job, layout, num_steps) for layout in found]
+    for setup in setups:
+        _ = (setup.engines, setup.trainer)  # what cannot be is refused before the first is played
+    console = Console(stderr=True)
+    rows: list[Row] = []
+    for setup in setups:
+        with console.status(f"{setup.layout.policy}, S = {setup.layout.max_staleness}"):
+            rows.append(row_of(setup))
+    Console(width=WIDTH).print(table_of(rows))
+    if path is not None:
+        path.write_text(json.dumps({"rows": rows}, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in SHOWN.values():
+        table.add_column(title, justify="left" if title == "policy" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(shown(row[key]) for key in SHOWN))
+    return table
+
+
+def shown(value: str | int | float) -> str:
+    """Three digits that count; whole numbers whole."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 or value.is_integer() else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else value

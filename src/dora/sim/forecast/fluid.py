@@ -1,0 +1,199 @@
+"""A rollout engine whose decoding is a clock: its rows advance together, one token a step.
+
+Nothing happens between two events but that the clock runs, at the pace that the engine's costs give for the
+rows and contexts it has. So an answer of a thousand tokens costs two events, not a thousand.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+
+from dora.core.records import RequestId
+from dora.sim.forecast.costs import EngineCost, Pace
+
+NEVER = float("inf")
+NEARLY = 1e-4  # of a token, by which rounding may miss an end
+
+
+class Row:
+    """One request on an engine."""
+
+    __slots__ = ("done", "is_active", "length", "prompt", "rank", "request", "since", "stop", "version")
+
+    def __init__(self, request: RequestId, version: int, prompt: int, length: int, stop: int) -> None:
+        self.request, self.version = request, version
+        self.prompt, self.length = prompt, length
+        self.stop = stop  # tokens at which it pauses: the end of its answer, or of a turn
+        self.done = 0.0  # tokens, when the clock was `since`
+        self.since = 0.0
+        self.rank = 0
+        self.is_active = False
+
+
+class FluidEngine:
+    """Rows, a clock in decode steps, and seconds in which the engine does something else first."""
+
+    def __init__(self, number: int, cost: EngineCost, rows: int, is_colocated: bool = False) -> None:
+        self.id, self.cost, self.rows, self.is_colocated = number, cost, rows, is_colocated
+        self.running: dict[RequestId, Row] = {}
+        self.is_paused = is_colocated
+        self.now = 0.0
+        self.free_s = 0.0  # it decodes nothing before
+        self.clock = 0.0
+        self.num_active = 0
+        self.rushing: frozenset[RequestId] = frozenset()
+        self.versions: Counter[int] = Counter()  # of active rows
+        self.swapped: list[Row] = []  # rows without room for their KV, the last to leave first to return
+        self.row_s = 0.0  # row seconds decoded
+        self.decoded_s = 0.0
+        self.epoch = 0  # of what is planned for it
+        self._rank_rows = [0] * cost.expert
+        self._rank_context = [0.0] * cost.expert
+        self._ends: list[tuple[float, int, Row]] = []
+        self._num_ends = 0
+        self._pace: Pace | None = None
+
+    def advance(self, now: float) -> None:
+        """Decode until `now`."""
+        began = max(self.now, self.free_s)
+        self.now = now
+        if now <= began or not self.num_active or self.is_paused:
+            return
+        took = now - began
+        steps = self.pace().steps(took)
+        self.clock += steps
+        self.row_s += took * self.num_active
+        self.decoded_s += took
+        for rank, num in enumerate(self._rank_rows):
+            self._rank_context[rank] += num * steps
+        self._pace = None
+
+    def pace(self) -> Pace:
+        """Of the rows it decodes now."""
+        if self._pace is None:
+            fullest = max(range(len(self._rank_rows)), key=self._rank_context.__getitem__)
+            rows, context = max(self._rank_rows), self._rank_context[fullest]
+            self._pace = self.cost.pace(self.num_active, rows, context, max(1, len(self.versions)))
+        return self._pace
+
+    def next_s(self) -> float:
+        """When a row comes to its stop, or the KV is full; NEVER while it decodes nothing."""
+        if self.is_paused or not self.num_active:
+            return NEVER
+        while self._ends and not self._is_valid(*self._ends[0][::2]):
+            heapq.heappop(self._ends)
+        room = self.cost.kv_tokens - sum(self._rank_context)
+        is_full = self.num_active > 1 and room < self.num_active * (self._ends[0][0] - self.clock)
+        steps = max(0.0, room / self.num_active if is_full else self._ends[0][0] - self.clock)
+        return max(self.now, self.free_s) + self.pace().seconds(steps)
+
+    def stopped(self) -> list[Row]:
+        """Rows that have come to their stop; they are decoded no more."""
+        found: list[Row] = []
+        while self._ends and self._ends[0][0] <= self.clock + NEARLY:
+            end, _, row = heapq.heappop(self._ends)
+            if self._is_valid(end, row):
+                self.halt(row)
+                row.done = float(row.stop)
+                found.append(row)
+        return found
+
+    def spill(self) -> float:
+        """Swap out the youngest rows while KV lacks, and in again where there is room; seconds it takes."""
+        took = 0.0
+        room = self.cost.kv_tokens - sum(self._rank_context)
+        while room < self.num_active and self.num_active > 1:
+            row = next(r for r in reversed(self.running.values()) if r.is_active)
+            room += row.prompt + self.tokens(row)
+            self.halt(row)
+            self.swapped.append(row)
+            took += self.cost.swap_s(row.prompt + row.done)
+        while self.swapped and not self.rushing:
+            row = self.swapped[-1]
+            need = row.prompt + row.done
+            if self.num_active and room - need < 0.05 * self.cost.kv_tokens:
+                break
+            self.swapped.pop()
+            room -= need
+            self.go_on(row)
+            took += self.cost.swap_s(need)
+        return took
+
+    def take(self, row: Row) -> None:
+        """A row begins here, or goes on."""
+        self.running[row.request] = row
+        row.rank = min(range(len(self._rank_rows)), key=self._rank_rows.__getitem__)
+        if not self.rushing or row.request in self.rushing:
+            self.go_on(row)
+
+    def give(self, request: RequestId) -> Row:
+        """A row ends here."""
+        row = self.running.pop(request)
+        self.halt(row)
+        if row in self.swapped:
+            self.swapped.remove(row)
+        return row
+
+    def go_on(self, row: Row) -> None:
+        """Decode it from now on."""
+        if row.is_active or row.done >= row.stop:
+            return
+        row.is_active, row.since = True, self.clock
+        self.num_active += 1
+        self.versions[row.version] += 1
+        self._rank_rows[row.rank] += 1
+        self._rank_context[row.rank] += row.prompt + row.done
+        self._num_ends += 1
+        heapq.heappush(self._ends, (self._end(row), self._num_ends, row))
+        self._pace = None
+
+    def halt(self, row: Row) -> None:
+        """Decode it no more for now."""
+        if not row.is_active:
+            return
+        row.done = self.tokens(row)
+        row.is_active = False
+        self.num_active -= 1
+        self.versions[row.version] -= 1
+        if not self.versions[row.version]:
+            del self.versions[row.version]
+        self._rank_rows[row.rank] -= 1
+        self._rank_context[row.rank] -= row.prompt + row.done
+        self._pace = None
+
+    def rush(self, requests: tuple[RequestId, ...]) -> None:
+        """Decode only these; none: all."""
+        self.rushing = frozenset(requests)
+        for request, row in self.running.items():
+            if requests and request not in self.rushing:
+                self.halt(row)
+            elif row not in self.swapped:
+                self.go_on(row)
+
+    def renew(self, version: int) -> float:
+        """All rows go on with a newer version; tokens of their contexts."""
+        for row in self.running.values():
+            row.version = max(row.version, version)
+        self.versions = Counter({version: self.num_active} if self.num_active else {})
+        self._pace = None
+        return sum(self._rank_context)
+
+    def busy(self, seconds: float) -> None:
+        """Do something else for so long before decoding goes on."""
+        self.free_s = max(self.free_s, self.now) + seconds
+
+    def tokens(self, row: Row) -> float:
+        """Of its answer, so far."""
+        return row.done + self.clock - row.since if row.is_active else row.done
+
+    @property
+    def kv_share(self) -> float:
+        return sum(self._rank_context) / self.cost.kv_tokens
+
+    def _end(self, row: Row) -> float:
+        """The clock at its stop."""
+        return row.since + row.stop - row.done
+
+    def _is_valid(self, end: float, row: Row) -> bool:
+        return row.is_active and row.request in self.running and self._end(row) == end

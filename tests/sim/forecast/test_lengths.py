@@ -1,0 +1,63 @@
+"""Lengths of answers: their mean, their tail, what siblings share, and traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora.errors import InputError
+from dora.sim.forecast.lengths import Lengths, read_trace
+
+
+@pytest.mark.parametrize(("family", "tail"), [("lognormal", 0.5), ("lognormal", 1.3), ("pareto", 1.6)])
+def test_the_mean_is_that_of_answers_as_they_are_cut_off(family: str, tail: float) -> None:
+    lengths = Lengths(30_000, 2000.0, family, tail)
+    drawn = np.concatenate([np.array(lengths.draw(chunk, 16, 8)).ravel() for chunk in range(8)])
+    assert drawn.mean() == pytest.approx(2000, rel=0.04)
+    assert drawn.max() <= 30_000
+    assert drawn.min() >= 1
+
+
+def test_siblings_share_as_much_of_their_length_as_they_are_told() -> None:
+    def correlation(alike: float) -> float:
+        drawn = np.log(np.array(Lengths(10**6, 500.0, tail=0.8, alike=alike).draw(0, 2, 8), float))
+        return float(np.corrcoef(drawn[:, 0], drawn[:, 1])[0, 1])
+
+    assert correlation(0.0) == pytest.approx(0.0, abs=0.1)
+    assert correlation(0.6) == pytest.approx(0.6, abs=0.06)
+
+
+def test_the_same_group_has_the_same_lengths_whoever_asks_and_drift_lets_later_ones_grow() -> None:
+    lengths = Lengths(1000, 100.0)
+    assert lengths.draw(3, 4, 8) == lengths.draw(3, 4, 64)
+    still, grown = (np.array(Lengths(10**6, 100.0, drift=d).draw(1, 4, 8)).mean() for d in (0.0, 0.01))
+    assert grown == pytest.approx(still * (1 + 0.01 * 192), rel=0.02)
+
+
+def test_a_trace_is_drawn_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,10\ny,2,20\nz,3,70\n")
+    lengths = Lengths(100, family="trace", trace=read_trace(path))
+    drawn = np.array(lengths.draw(0, 16, 8))
+    assert set(drawn.ravel().tolist()) == {10, 20, 70}
+    assert drawn.mean() == pytest.approx(100 / 3, rel=0.03)
+
+
+def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(InputError, match="no column 'GeneratedTokens'; its columns are a, b"):
+        read_trace(path)
+    path.write_text("GeneratedTokens\n12\n-3\n")
+    with pytest.raises(InputError, match="line 3: '-3' is no number of tokens"):
+        read_trace(path)
+    with pytest.raises(InputError, match=r"longest answer of the trace has 70 tokens, .* leaves 50"):
+        Lengths(50, family="trace", trace=(70,))
+    with pytest.raises(
+        InputError, match=r"prompt 128 \+ limit 900 = 1028 tokens is beyond the context of 1000"
+    ):
+        Lengths(900, 100.0).check_context(1000)
+    with pytest.raises(InputError, match="mean length 1000 must be at least 1 and below the limit 900"):
+        Lengths(900, 1000)

@@ -1,0 +1,138 @@
+"""The production orchestrator on described hardware: every policy, its bound, and what its parts do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dora.cli import app
+from dora.errors import InputError
+from dora.sim.forecast.cluster import Job, Layout, Setup
+from dora.sim.forecast.hardware import DEVICES, Efficiency
+from dora.sim.forecast.lengths import Lengths
+from dora.sim.forecast.rules import POLICIES
+from dora.sim.forecast.shapes import SHAPES
+
+H800 = DEVICES["H800"]
+LENGTHS = Lengths(16_000, 1000.0, tail=1.2, prompt=100)
+JOB = Job(SHAPES["qwen2.5-7b"], LENGTHS, 8, 4, Efficiency(train=0.1, train_s=1.0))
+
+
+def setup_of(name: str, staleness: int = 2, job: Job = JOB, num_steps: int = 10, **changes: object) -> Setup:
+    policy = POLICIES[name]
+    staleness = staleness if policy.max_staleness is None else policy.max_staleness
+    apart = () if policy.is_colocated else ((H800, 4),)
+    layout = Layout(name, staleness, (H800, 4), apart, rows=10)
+    return Setup(job, replace(layout, **changes), num_steps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_trains_every_step_and_no_answer_twice(name: str) -> None:
+    setup = setup_of(name)
+    player = setup.player()
+    outcome = player.play()
+    assert [step.answers for step in outcome.steps] == [32] * 10
+    assert not player.engines[0].cost.kv_tokens < 0
+    trained = sum(step.tokens for step in outcome.steps)
+    assert trained > 0
+    assert (outcome.num_dropped > 0) == (name == "oversample_drop")
+    assert (outcome.num_refilled > 0) == (name == "partial")
+
+
+@pytest.mark.parametrize("staleness", range(9))
+def test_dora_keeps_its_bound_and_every_trained_group_is_the_next_of_the_dataset(staleness: int) -> None:
+    outcome = setup_of("dora", staleness, num_steps=2 * staleness + 5).play()
+    assert max(age for step in outcome.steps for age in step.ages) <= staleness
+    drawn = [LENGTHS.draw(0, 4, 8)[k] for k in range(8 * len(outcome.steps))]
+    assert sum(step.tokens for step in outcome.steps) == sum(sum(group) + 4 * 100 for group in drawn)
+
+
+def test_a_forecast_is_the_same_every_time_and_asynchrony_pays() -> None:
+    figures = [setup_of("dora", 4, num_steps=16).figures() for _ in range(2)]
+    assert figures[0] == figures[1]
+    assert figures[0]["tokens_per_s"] > 1.2 * setup_of("sync_split").figures()["tokens_per_s"]
+
+
+def test_decoding_costs_events_by_answers_and_not_by_tokens() -> None:
+    long = replace(JOB, lengths=replace(LENGTHS, limit=160_000, mean=10_000.0))
+    few, many = (setup_of("dora", job=job, interval_s=1e6).play().num_events for job in (JOB, long))
+    assert many < 1.2 * few
+
+
+def test_an_answer_takes_the_time_of_its_tokens() -> None:
+    """One row on one engine: the decode steps of 500 tokens, one after another."""
+    lengths = Lengths(500, family="trace", trace=(500,), prompt=100)
+    setup = Setup(replace(JOB, lengths=lengths, batch_size=1, group_size=1),
+                  Layout("sync_split", 0, (H800, 4), ((H800, 1),)), 3)  # fmt: skip
+    cost = setup.engines[0].cost
+    decode_s = sum(cost.pace(1, 1, 100 + k).seconds(1) for k in range(500))
+    waits_s = cost.prefill_s(100) + cost.load_s() + setup.trainer.publish_s()
+    steps = setup.play().steps
+    took_s = steps[1].began_s - steps[0].ended_s
+    assert took_s == pytest.approx(decode_s + waits_s, rel=1e-3)
+
+
+def test_kv_that_does_not_fit_is_swapped_and_everything_still_ends() -> None:
+    lengths = Lengths(16_000, family="trace", trace=(2_000,), prompt=100)
+    tight = replace(H800, memory_bytes=20e9)
+    layout = Layout("dora", 2, (H800, 4), ((tight, 2),), rows=40)
+    outcome = Setup(replace(JOB, lengths=lengths), layout, 8).play()
+    assert len(outcome.steps) == 8
+    assert outcome.kv_peak == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_part_that_is_left_out_does_nothing() -> None:
+    whole, none, refilled = (
+        setup_of("dora", 4, num_steps=14, without=without).figures()
+        for without in ((), ("moves", "shares"), ("kv",))
+    )
+    assert whole["moves"] > 0
+    assert whole["refilled"] == 0
+    assert none["moves"] == 0
+    assert refilled["refilled"] > 0
+
+
+def test_episodes_wait_for_their_environment_between_turns() -> None:
+    apart = replace(JOB, lengths=replace(LENGTHS, turns=4, delay_s=5.0))
+    at_once = setup_of("sync_split").figures()["step_s"]
+    assert setup_of("sync_split", job=apart).figures()["step_s"] > at_once + 10
+
+
+def test_a_mixed_fleet_decodes_faster_than_its_slow_half() -> None:
+    slow = setup_of("dora", rollout=((DEVICES["A100"], 2),)).figures()["tokens_per_s"]
+    mixed = setup_of("dora", rollout=((DEVICES["A100"], 2), (H800, 2))).figures()["tokens_per_s"]
+    assert mixed > slow
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"staleness": -1}, "S = -1 must be at least 0"),
+        ({"name": "sync", "max_staleness": 3}, "S = 3: policy sync has S = 0 by its definition"),
+        ({"rollout": ((H800, 3),), "tensor": 2}, "3 x H800 cannot be shared out .* = 2 devices"),
+        ({"rollout": ()}, "policy dora has devices of its own, and 0 are for rollout"),
+        ({"name": "sync", "rollout": ((H800, 2),)}, "policy sync shares all devices .* 2 are for rollout"),
+        ({"without": ("luck",)}, "without luck: the parts of policy dora are moves, shares"),
+        ({"num_steps": 6}, "6 steps are too few at S = 2: .* simulate at least 9"),
+        ({"train": (H800, 1)}, r"takes 122 GB, and 1 x H800 have 72 GB"),
+        ({"rollout": ((replace(H800, memory_bytes=17e9), 2),)}, "room for the KV of .* need 16,100; raise"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_numbers_that_clash(
+    changes: dict[str, object], message: str
+) -> None:
+    given = {"name": "dora"} | changes
+    with pytest.raises(InputError, match=message):
+        setup_of(**given).figures()  # type: ignore[arg-type]
+
+
+def test_the_command_prints_a_row_for_every_policy_and_bound(
+    capsys: pytest.CaptureFixture[str], tmp_path: object
+) -> None:
+    command = "simulate run --model qwen2.5-7b --devices 8 --batch 4 --group 2 --steps 9 --tensor 1 -S 0,2"
+    app(command.split(), standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["sync", "0"], ["one_step", "1"], ["partial", "0"], ["partial", "2"], ["dora", "0"], ["dora", "2"],
+    ]  # fmt: skip
