@@ -32,6 +32,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dora import __version__
 from dora.errors import RunError
 from dora.runtime import far, sealed
 from dora.runtime.consumer import ConsumerSpec
@@ -63,6 +64,7 @@ class Home:
     spans: bool
     stored_bytes: int  # of an engine's KV, and of the versions that it loads, where it is on another
     desk: sealed.Address | None = None
+    version: str = __version__  # the driver's
 
 
 class Cluster:
@@ -324,6 +326,8 @@ class Station:
     def live(self, address: sealed.Address, body: Body, spec: Any, home: Home) -> None:
         """As `process.live`."""
         node = ray.get_runtime_context().get_node_id()
+        if home.version != __version__:
+            raise RunError(f"DORA {__version__} is on node {node}, and {home.version} is the driver's")
         spec = self._made_for(spec, home, node == home.node)
         line = sealed.call(address, (os.getpid(), node))
         try:
