@@ -134,7 +134,7 @@ def test_a_move_that_is_cancelled_leaves_the_request_where_it_was(stage: Stage) 
     assert stage.table.poll(destination) == [NotReceived(1, "it was cancelled")]
     assert source.progress() == {ASKED.id: 1}
     assert source.num_recomputed == NUM_PROMPT + 1
-    stage.servers[0].faults.clear()
+    stage.servers[0].mend()
     assert len(stage.table.finish(source, ASKED).token_ids) == 30
     destination.drop(0)
 
@@ -147,7 +147,7 @@ def test_a_request_that_ends_while_it_is_halted_is_answered_there(stage: Stage) 
     assert stage.table.begin(ASKED, source, destination) == []
     stage.servers[0].faults["deaf"] = 1
     assert stage.table.poll(source) == []
-    stage.servers[0].faults.clear()
+    stage.servers[0].mend()
     with stage.servers[0].changed:
         stage.servers[0].changed.notify_all()
     words: list[object] = []

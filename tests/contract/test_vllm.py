@@ -236,7 +236,7 @@ def test_weights_wait_until_the_server_works_on_nothing(make: Make, deaf: int) -
     engine.drop(0)
     engine.load(1, weights(1))
     assert stand_in.num_under_way == 0
-    stand_in.faults.clear()
+    stand_in.mend()
     engine.submit([request(0, version=1)])
     assert [answer.version for answer in run(engine)] == [1]
 

@@ -93,10 +93,14 @@ class StandIn(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def close(self) -> None:
+    def mend(self) -> None:
+        """No faults any more; what is held goes on."""
         with self.changed:
             self.faults.clear()
             self.changed.notify_all()
+
+    def close(self) -> None:
+        self.mend()
         self.shutdown()
         self.server_close()
         self._thread.join()
