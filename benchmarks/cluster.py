@@ -40,7 +40,9 @@ MANY = 8
 BLOCK_BYTES, NUM_PER_POLL = 2**16, 64  # 4 MiB at once
 PUBLISHING = (
     "runtime.kind=ray",
-    "engine.pace=250ms",
+    "engine.pace=50ms",
+    "sampling.max_response_length=16",
+    "trainer.batch_size=1",
     "engine.max_rows=8",
     "ray.engine_cpus=0.1",
     "eval.num_prompts=0",
@@ -232,7 +234,7 @@ def median(rows: list[Row], key: str, **chosen: object) -> float:
 
 def main() -> None:
     options = parse_options(__doc__ or "")
-    num_repeats, steps, many = (1, 6, 3) if options.quick else (3, 60, MANY)
+    num_repeats, steps, many = (1, 6, 3) if options.quick else (3, 30, MANY)
     paths = path_rows(2**24 if options.quick else 2**27, 3 if options.quick else 9)
     demo = [demo_row(kind, repeat, steps) for repeat in range(num_repeats) for kind in KINDS]
     held = [
