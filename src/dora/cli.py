@@ -20,7 +20,7 @@ import typer
 
 from dora import cli_reading
 from dora.cli_reading import RunFolder
-from dora.cli_simulate import simulate
+from dora.cli_simulate import plan, simulate
 from dora.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -226,6 +226,7 @@ for read in (
     cli_reading.dash,
     cli_reading.status,
     cli_reading.metrics,
+    plan,
 ):
     app.command()(read)
 

@@ -92,6 +92,45 @@ def run(
     raise typer.Exit(compare(job, found, steps, json))
 
 
+@simulate.command()
+def paper(json: Json = None) -> None:
+    """Forecast the tables of DORA's and AsyncFlow's papers, beside what these print: some minutes."""
+    from dora.sim.forecast import paper
+
+    raise typer.Exit(paper.main(json))
+
+
+def plan(
+    model: Model = "qwen2.5-32b",
+    device: DeviceName = "H800",
+    devices: Annotated[int, typer.Option(min=1, help="How many, for training and rollout.")] = 64,
+    staleness: Annotated[int, typer.Option("--staleness", "-S", help="Largest bound.")] = 2,
+    policies: Annotated[str, typer.Option(help="Names, separated by commas.")] = "sync,one_step,dora",
+    batch: Batch = 64,
+    group: Group = 16,
+    mean: Mean = 2300.0,
+    limit: Limit = 30720,
+    tail: Tail = 1.2,
+    family: Family = "lognormal",
+    trace: Trace = None,
+    prompt: Prompt = 110,
+    expert: Expert = 1,
+    context: Annotated[int, typer.Option(help="Longest context of the model (tokens).")] = 32768,
+    played: Annotated[int, typer.Option(min=1, help="Layouts that are played, the best by a formula.")] = 8,
+    json: Json = None,
+) -> None:
+    """Search for the policy, split, parallel size and bound with most trained tokens a second."""
+    from dora.sim.forecast import plan
+    from dora.sim.forecast.cluster import Job
+    from dora.sim.forecast.hardware import device_of
+    from dora.sim.forecast.shapes import shape_of
+
+    lengths = lengths_of(family, mean, limit, tail, prompt, trace)
+    job = Job(shape_of(model), lengths, batch, group, context=context)
+    asked = plan.Question(job, device_of(device), devices, staleness, tuple(policies.split(",")), expert)
+    raise typer.Exit(plan.main(asked, played, json))
+
+
 def lengths_of(family: str, mean: float, limit: int, tail: float, prompt: int, trace: Path | None) -> Lengths:
     """Raises InputError where they do not fit together."""
     from dora.sim.forecast.lengths import Lengths, read_trace

@@ -6,7 +6,7 @@ some of the group's requests decode nothing else (rush), for fewer rows make fas
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from dora.core.actions import Action, ReportStall, Rush
 from dora.core.engines import Engine
@@ -56,13 +56,23 @@ def rush(state: State) -> list[Action]:
     else:
         engines = [e.id for e in state.engines.values() if e.rushing or is_rushing]
     state.is_rushing = is_rushing
+    is_mixed = _mixture(state)
     orders: list[Action] = []
     for engine in [state.engines[e] for e in sorted(engines)]:
-        requests = _urgent(state, engine) if is_rushing else ()
+        requests = _urgent(state, engine) if is_rushing and is_mixed(engine) else ()
         if requests != engine.rushing:
             engine.rushing = requests
             orders.append(Rush(engine.id, requests))
     return orders
+
+
+def _mixture(state: State) -> Callable[[Engine], bool]:
+    """Whether an engine may decode both what the trainer waits for and something else, by versions alone."""
+    late = {term.version for term in state.unscored if term.deadline <= state.next_step}
+    other = {term.version for term in state.unscored if term.deadline > state.next_step}
+    if state.evaluation is not None or state.limits.breaks_c1:  # versions on engines are not those of groups
+        return lambda _: bool(late and (other or state.evaluation))
+    return lambda engine: bool(late & engine.running.keys() and other & engine.running.keys())
 
 
 def _urgent(state: State, engine: Engine) -> tuple[RequestId, ...]:

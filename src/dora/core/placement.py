@@ -22,6 +22,8 @@ from dora.core.state import State
 
 def place(state: State) -> list[Action]:
     """Give waiting requests the free rows of engines that hold their version."""
+    if not state.waiting:
+        return []
     orders: list[Action] = []
     for version in nearest_first(state, state.waiting):
         placed: dict[int, list[RequestId]] = {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from dora.core.orchestrator import Orchestrator
 from dora.errors import InputError
 from dora.sim.forecast.costs import EngineCost, TrainerCost
 from dora.sim.forecast.fluid import FluidEngine
@@ -20,7 +21,7 @@ from dora.sim.forecast.rules import limits_of, manner_of, policy_of
 from dora.sim.forecast.shapes import Shape
 
 ROOMY = 0.9  # share of the KV that rows of usual length may take
-MAX_ROWS = 512  # of one rank, unless asked for more
+MAX_ROWS = 1024  # of one rank, unless asked for more
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,20 @@ class Setup:
                 f"an engine of {cost.num_devices} x {device.name} has room for the KV of {cost.kv_tokens:,} "
                 f"tokens beside {job.shape.name}, and one answer may need {longest:,}; raise tensor"
             )
-        fitting = int(ROOMY * cost.kv_tokens / job.lengths.resident)
-        rows = layout.rows or max(1, min(fitting, MAX_ROWS * layout.expert))
+        rows = layout.rows or self._rows(cost)
         return [Placed(cost, rows, is_colocated)] * (num // cost.num_devices)
+
+    def _rows(self, cost: EngineCost) -> int:
+        """As many as the KV has room for, and no more than its share of the answers that may be open."""
+        job, layout, policy = self.job, self.layout, policy_of(self.layout.policy)
+        is_together = policy.one_version or policy.is_colocated  # all rows begin at the same time
+        usual = job.lengths.crowded if is_together else job.lengths.resident
+        fitting = min(int(ROOMY * cost.kv_tokens / usual), MAX_ROWS * layout.expert)
+        bound = 1 if policy.one_version else layout.max_staleness + 1
+        num_open = max(job.batch_size, bound * job.batch_size - layout.slack) * job.group_size
+        num_devices = layout.num_devices if policy.is_colocated else sum(num for _, num in layout.rollout)
+        share = -(-num_open * cost.num_devices // max(1, num_devices))
+        return max(1, min(fitting, share) if policy.mind is Orchestrator else fitting)
 
     @property
     def num_rows(self) -> int:

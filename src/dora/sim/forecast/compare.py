@@ -69,19 +69,20 @@ def compare(job: Job, found: Sequence[Layout], num_steps: int, path: Path | None
     for setup in setups:
         with console.status(f"{setup.layout.policy}, S = {setup.layout.max_staleness}"):
             rows.append(row_of(setup))
-    Console(width=WIDTH).print(table_of(rows))
+    show([{title: row[key] for key, title in SHOWN.items()} for row in rows])
     if path is not None:
         path.write_text(json.dumps({"rows": rows}, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def table_of(rows: Sequence[Row]) -> Table:
+def show(rows: Sequence[Row]) -> None:
+    """Print rows that have the same columns as a table."""
     table = Table(box=None, pad_edge=False)
-    for title in SHOWN.values():
-        table.add_column(title, justify="left" if title == "policy" else "right", no_wrap=True)
+    for column, value in rows[0].items():
+        table.add_column(column, justify="left" if isinstance(value, str) else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(shown(row[key]) for key in SHOWN))
-    return table
+        table.add_row(*map(shown, row.values()))
+    Console(width=WIDTH).print(table)
 
 
 def shown(value: str | int | float) -> str:

@@ -50,6 +50,20 @@ class Pace(NamedTuple):
         return min(most, (self.floor_s - self.start_s) / self.slope_s) if self.slope_s > 0 else most
 
 
+class Terms(NamedTuple):
+    """Seconds of a decode step: at least; beside; to read weights, a token of KV, a token of each row."""
+
+    floor_s: float
+    beside_s: float
+    read_s: float
+    kv_s: float
+    slope_s: float
+
+    def pace(self, rank_context: float, num_versions: int) -> Pace:
+        start_s = self.read_s * num_versions + self.kv_s * rank_context + self.beside_s
+        return Pace(self.floor_s, start_s, self.slope_s)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineCost:
     """What one engine of `tensor` x `expert` devices takes.
@@ -106,15 +120,16 @@ class EngineCost:
 
     def pace(self, num_rows: int, rank_rows: int, rank_context: float, num_versions: int = 1) -> Pace:
         """Of decode steps for `num_rows` rows; `rank_rows` with `rank_context` tokens on the fullest rank."""
+        return self.terms(num_rows, rank_rows).pace(rank_context, num_versions)
+
+    def terms(self, num_rows: int, rank_rows: int) -> Terms:
+        """What of a pace depends on the number of rows alone."""
         shape, experts = self.shape, self._experts(num_rows)
         kv_s = shape.kv_bytes / self.tensor / self._memory
         read_s = (shape.dense_bytes / self.tensor + experts * shape.expert_bytes / self.tensor) / self._memory
         beside_s = self.efficiency.step_s + self._collectives_s(num_rows, rank_rows)
-        return Pace(
-            self._compute_s(num_rows, rank_rows) + beside_s,
-            read_s * num_versions + kv_s * rank_context + beside_s,
-            kv_s * rank_rows,
-        )
+        floor_s = self._compute_s(num_rows, rank_rows) + beside_s
+        return Terms(floor_s, beside_s, read_s, kv_s, kv_s * rank_rows)
 
     def _experts(self, num_rows: int) -> float:
         """Experts of a rank that a step reads."""

@@ -10,7 +10,7 @@ import heapq
 from collections import Counter
 
 from dora.core.records import RequestId
-from dora.sim.forecast.costs import EngineCost, Pace
+from dora.sim.forecast.costs import EngineCost, Pace, Terms
 
 NEVER = float("inf")
 NEARLY = 1e-4  # of a token, by which rounding may miss an end
@@ -19,12 +19,15 @@ NEARLY = 1e-4  # of a token, by which rounding may miss an end
 class Row:
     """One request on an engine."""
 
-    __slots__ = ("done", "is_active", "length", "prompt", "rank", "request", "since", "stop", "version")
+    __slots__ = (
+        "began_s", "done", "is_active", "length", "prompt", "rank", "request", "since", "stop", "version",
+    )  # fmt: skip
 
     def __init__(self, request: RequestId, version: int, prompt: int, length: int, stop: int) -> None:
         self.request, self.version = request, version
         self.prompt, self.length = prompt, length
         self.stop = stop  # tokens at which it pauses: the end of its answer, or of a turn
+        self.began_s = 0.0
         self.done = 0.0  # tokens, when the clock was `since`
         self.since = 0.0
         self.rank = 0
@@ -47,7 +50,10 @@ class FluidEngine:
         self.swapped: list[Row] = []  # rows without room for their KV, the last to leave first to return
         self.row_s = 0.0  # row seconds decoded
         self.decoded_s = 0.0
+        self.stalled_s = 0.0  # of them, the share by which the mean rank has less KV than the fullest
         self.epoch = 0  # of what is planned for it
+        self._kv_tokens = cost.kv_tokens
+        self._terms: dict[tuple[int, int], Terms] = {}
         self._rank_rows = [0] * cost.expert
         self._rank_context = [0.0] * cost.expert
         self._ends: list[tuple[float, int, Row]] = []
@@ -65,6 +71,8 @@ class FluidEngine:
         self.clock += steps
         self.row_s += took * self.num_active
         self.decoded_s += took
+        if len(self._rank_rows) > 1 and (fullest := max(self._rank_context)) > 0:
+            self.stalled_s += took * (1 - sum(self._rank_context) / len(self._rank_context) / fullest)
         for rank, num in enumerate(self._rank_rows):
             self._rank_context[rank] += num * steps
         self._pace = None
@@ -72,9 +80,10 @@ class FluidEngine:
     def pace(self) -> Pace:
         """Of the rows it decodes now."""
         if self._pace is None:
-            fullest = max(range(len(self._rank_rows)), key=self._rank_context.__getitem__)
-            rows, context = max(self._rank_rows), self._rank_context[fullest]
-            self._pace = self.cost.pace(self.num_active, rows, context, max(1, len(self.versions)))
+            key = (self.num_active, max(self._rank_rows))
+            if key not in self._terms:
+                self._terms[key] = self.cost.terms(*key)
+            self._pace = self._terms[key].pace(max(self._rank_context), len(self.versions) or 1)
         return self._pace
 
     def next_s(self) -> float:
@@ -83,7 +92,7 @@ class FluidEngine:
             return NEVER
         while self._ends and not self._is_valid(*self._ends[0][::2]):
             heapq.heappop(self._ends)
-        room = self.cost.kv_tokens - sum(self._rank_context)
+        room = self._kv_tokens - sum(self._rank_context)
         is_full = self.num_active > 1 and room < self.num_active * (self._ends[0][0] - self.clock)
         steps = max(0.0, room / self.num_active if is_full else self._ends[0][0] - self.clock)
         return max(self.now, self.free_s) + self.pace().seconds(steps)
@@ -102,7 +111,7 @@ class FluidEngine:
     def spill(self) -> float:
         """Swap out the youngest rows while KV lacks, and in again where there is room; seconds it takes."""
         took = 0.0
-        room = self.cost.kv_tokens - sum(self._rank_context)
+        room = self._kv_tokens - sum(self._rank_context)
         while room < self.num_active and self.num_active > 1:
             row = next(r for r in reversed(self.running.values()) if r.is_active)
             room += row.prompt + self.tokens(row)
@@ -112,7 +121,7 @@ class FluidEngine:
         while self.swapped and not self.rushing:
             row = self.swapped[-1]
             need = row.prompt + row.done
-            if self.num_active and room - need < 0.05 * self.cost.kv_tokens:
+            if self.num_active and room - need < 0.05 * self._kv_tokens:
                 break
             self.swapped.pop()
             room -= need
@@ -189,7 +198,7 @@ class FluidEngine:
 
     @property
     def kv_share(self) -> float:
-        return sum(self._rank_context) / self.cost.kv_tokens
+        return sum(self._rank_context) / self._kv_tokens
 
     def _end(self, row: Row) -> float:
         """The clock at its stop."""

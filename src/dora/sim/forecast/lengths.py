@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -111,10 +111,40 @@ class Lengths:
             return scale * (1 + math.log(most / scale))
         return scale * (tail - math.pow(scale / most, tail - 1)) / (tail - 1)
 
+    def heavier(self, times: float = 2.0) -> Lengths:
+        """The same median, and a 99th percentile so many times as long."""
+        if self.family == "trace":
+            return replace(self, trace=self._stretched(times))
+        if self.family == "lognormal":
+            tail = self.tail + math.log(times) / 2.3263
+            median = self._scale
+        else:
+            tail = 1 / (1 / self.tail + math.log(times) / math.log(50))  # from the median to the 99th
+            median = self._scale * math.pow(2, 1 / self.tail)
+        grown = replace(self, tail=tail)
+        scale = median if self.family == "lognormal" else median * math.pow(2, -1 / tail)
+        return replace(grown, mean=min(grown._mean_at(scale), 0.9 * self.limit))
+
+    def _stretched(self, times: float) -> tuple[int, ...]:
+        """What is above the median, by a power of how far it is above."""
+        ordered = np.sort(np.array(self.trace, float))
+        middle, late = float(np.median(ordered)), float(np.quantile(ordered, 0.99))
+        power = math.log(times) / math.log(late / middle) if late > middle else 0.0
+        far = np.maximum(1.0, ordered / middle)
+        grown = np.minimum(self.limit, ordered * far**power)
+        return tuple(int(tokens) for tokens in grown)
+
     @cached_property
     def sample(self) -> Floats:
         """Some thousand answers, for estimates."""
         return np.array(self.draw(0, 16, CHUNK), float).ravel()
+
+    @property
+    def crowded(self) -> float:
+        """Mean context, over all rows, at the worst moment after they have begun together."""
+        answers = np.sort(self.sample)
+        alive = 1 - np.arange(len(answers)) / len(answers)
+        return float(((self.prompt + answers) * alive).max())
 
     @property
     def resident(self) -> float:

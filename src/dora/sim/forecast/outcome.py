@@ -32,15 +32,18 @@ class Outcome:
     num_moves: int = 0
     moved_bytes: float = 0.0
     move_s: float = 0.0  # in which moved requests stood still
+    copy_s: float = 0.0  # in which their KV was on its way, mostly while they went on
+    load_s: float = 0.0  # in which engines loaded weights
+    num_answers: int = 0  # that ended
+    answer_s: float = 0.0  # from their first placing to their end, summed
     num_refilled: int = 0  # tokens whose KV was computed again
     num_dropped: int = 0  # tokens of answers that were begun and not trained
     num_loads: int = 0
     num_versions: int = 0  # most alive at once
     row_s: float = 0.0  # rows that were decoded, times seconds
     decoded_s: float = 0.0  # engines that decoded, times seconds
+    stalled_s: float = 0.0  # of them, ranks that waited for the fullest one
     kv_peak: float = 0.0  # share of the fullest engine
-    trained: list[int] = field(default_factory=list)  # lengths of trained answers
-    generated: list[int] = field(default_factory=list)  # of all answers that ended
 
     def figures(self, num_engines: int, num_rows: int, max_staleness: int) -> dict[str, float]:
         """Means over the middle of the run. Raises InputError where it is too short to have one."""
@@ -63,6 +66,7 @@ class Outcome:
             "exposed_s": step_s - train_s,
             "exposed": 1 - train_s / step_s,
             "busy_engines": self.decoded_s / (end_s * num_engines),
+            "stalled": self.stalled_s / max(self.decoded_s, 1e-9),
             "busy_rows": self.row_s / (end_s * num_rows),
             "staleness": sum(age * n for age, n in ages.items()) / ages.total(),
             "staleness_max": float(max(ages)),
@@ -73,4 +77,7 @@ class Outcome:
             "dropped": self.num_dropped / len(self.steps),
             "kv_peak": self.kv_peak,
             "loads": self.num_loads / len(self.steps),
+            "load_share": self.load_s / (end_s * num_engines),
+            "copy_share": self.copy_s / (end_s * num_engines),
+            "answer_s": self.answer_s / max(1, self.num_answers),
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,23 +91,33 @@ class Player:
 
     def play(self) -> Outcome:
         """Everything, to the end. Raises Deadlock where it cannot come."""
+        for _ in self.steps():
+            pass
+        return self.outcome
+
+    def steps(self) -> Iterator[int]:
+        """Play on, and say so whenever one more training step is over."""
         self._obey(self.mind.start(0.0))
         for engine in self.engines.values():
             self._at(0.0, self._told, fact.EngineJoined(
                 engine.id, engine.rows, self.manner.slots, engine.is_colocated
             ))  # fmt: skip
             self._at(self.manner.report_s * (1 + engine.id / len(self.engines)), self._report, engine)
+        num_told = 0
         while not self.mind.done:
-            if not self._heap or self.outcome.num_events > 1e9:
+            if not self._heap:
                 raise Deadlock("everyone waits, and no fact is under way")
             self.now, _, happen, args = heapq.heappop(self._heap)
             for event in happen(*args):
                 self.outcome.num_events += 1
                 self._obey(self.mind.handle(event, self.now))
+            if len(self.outcome.steps) > num_told:
+                num_told += 1
+                yield num_told
         for engine in self.engines.values():
             self.outcome.row_s += engine.row_s
             self.outcome.decoded_s += engine.decoded_s
-        return self.outcome
+            self.outcome.stalled_s += engine.stalled_s
 
     def _at(self, delay_s: float, happen: Happening, *args: Any) -> None:
         self._num_planned += 1
@@ -178,7 +188,9 @@ class Player:
             if place not in self._prefilled:
                 self._prefilled.add(place)
                 engine.busy(engine.cost.prefill_s(prompt))
-            engine.take(Row(request, it.version, prompt, length, stop))
+            row = Row(request, it.version, prompt, length, stop)
+            row.began_s = self.now
+            engine.take(row)
 
     def _stop(self, engine: FluidEngine, epoch: int) -> Iterable[Event]:
         """Rows have come to a stop, or the KV is full."""
@@ -197,7 +209,8 @@ class Player:
                 facts.append(self._finish(engine, row))
         if took_s := engine.spill():
             engine.busy(took_s)
-        self._plan()
+        if not facts:
+            self._plan()
         yield from facts
 
     def _go_on(self, row: Row) -> Iterable[Event]:
@@ -214,6 +227,8 @@ class Player:
         if group in self._work:
             work_s, num = self._work[group]
             self._work[group] = (work_s + self.trainer.work_s(tokens), num + tokens)
+        self.outcome.num_answers += 1
+        self.outcome.answer_s += self.now - row.began_s
         chunk = Chunk(row.version, f"v{row.version}", row.length)
         return fact.RequestFinished(engine.id, row.request, row.version, row.length, (chunk,), "stop")
 
@@ -244,6 +259,7 @@ class Player:
         if engine.running and self.manner.slots > 1:
             engine.busy(load_s)  # its requests stand still
         self.outcome.num_loads += 1
+        self.outcome.load_s += load_s
         self._at(load_s, self._loaded, engine, it.version)
 
     def _loaded(self, engine: FluidEngine, version: int) -> Iterable[Event]:
@@ -307,6 +323,7 @@ class Player:
         found.num_moves += 1
         found.moved_bytes += num_bytes
         found.move_s += stop_s
+        found.copy_s += copy_s
         found.num_refilled += num_refilled
         yield fact.Migrated(
             it.request, it.source, it.destination, tokens, num_bytes, copy_s, stop_s, num_refilled
