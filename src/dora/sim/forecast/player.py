@@ -23,6 +23,7 @@ from dora.sim.forecast.lengths import CHUNK, Lengths
 from dora.sim.forecast.outcome import Outcome, Step
 
 Happening = Callable[..., Iterable[Event]]
+Listener = Callable[[float, Event | Action], None]  # of every fact and order, with its time
 
 
 class Mind(Protocol):
@@ -63,11 +64,12 @@ class Player:
         lengths: Lengths,
         sizes: tuple[int, int],
         manner: Manner,
+        listener: Listener | None = None,
     ) -> None:
         self.mind, self.trainer, self.lengths, self.manner = mind, trainer, lengths, manner
         self.engines = {engine.id: engine for engine in engines}
         self.batch_size, self.group_size = sizes
-        self.outcome = Outcome()
+        self.outcome, self._listener = Outcome(), listener
         self.now = 0.0
         self._heap: list[tuple[float, int, Happening, tuple[Any, ...]]] = []
         self._num_planned = 0
@@ -110,6 +112,8 @@ class Player:
             self.now, _, happen, args = heapq.heappop(self._heap)
             for event in happen(*args):
                 self.outcome.num_events += 1
+                if self._listener is not None:
+                    self._listener(self.now, event)
                 self._obey(self.mind.handle(event, self.now))
             if len(self.outcome.steps) > num_told:
                 num_told += 1
@@ -128,6 +132,8 @@ class Player:
 
     def _obey(self, orders: Iterable[Action]) -> None:
         for one in orders:
+            if self._listener is not None:
+                self._listener(self.now, one)
             carry_out = self._carry_out.get(type(one))
             if carry_out is not None:
                 carry_out(one)
