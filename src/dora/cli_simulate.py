@@ -104,6 +104,26 @@ def paper(json: Json = None) -> None:
     raise typer.Exit(paper.main(json))
 
 
+@simulate.command()
+def calibrate(
+    run: RunFolder,
+    others: Annotated[
+        list[Path] | None, typer.Option("--check", metavar="RUN", help="Forecast this run, too; repeatable.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Measure a real run's costs, and print how far forecasts made of them are from it, and from others."""
+    from dora.observe.journal import read_journal
+    from dora.sim.forecast import checking
+    from dora.sim.forecast.calibration import read
+
+    runs = {}
+    for path in (run, *(others or [])):
+        journal = read_journal(path)
+        runs[path.as_posix()] = read(journal.limits, ((line.t_s, line.record) for line in journal.lines))
+    raise typer.Exit(checking.main(runs, json))
+
+
 @simulate.command("timeline")
 def draw_timeline(
     run: RunFolder,
