@@ -39,6 +39,7 @@ class Engine:
     kv_tokens: Counter[int] = field(default_factory=Counter)  # version -> tokens of running requests
     row_tokens_per_s: float = 0.0  # 0: not measured yet
     kv_share: float = 0.0
+    lag: int = 0  # doublings by which it is slower than the fastest
 
     @property
     def free_rows(self) -> int:
@@ -85,8 +86,8 @@ def post_of(engine: Engine) -> Post:
     """What the indexes should say of an engine now.
 
     Requests that wait already may also go to an engine that clears their version, but there last.
-    Engines that decode older versions beside it get them after the others, for the fewer rows an
-    engine decodes the faster are the tokens of those that are nearer their deadline.
+    Slower engines get them after faster ones. Engines that decode older versions beside it get them after the
+    others, for the fewer rows an engine decodes the faster are those that are nearer their deadline.
     """
     free, top = engine.free_rows, engine.top
     held = frozenset() if engine.is_leaving else frozenset(engine.held)
@@ -96,6 +97,6 @@ def post_of(engine: Engine) -> Post:
     takes: dict[int, Key] = {}
     if is_taker:
         oldest = min((v for v, num in engine.running.items() if num), default=top)
-        takes = {v: (int(v == engine.clearing), int(oldest < v), -free) for v in engine.held}
+        takes = {v: (int(v == engine.clearing), engine.lag, int(oldest < v), -free) for v in engine.held}
     fresh = free if is_taker and engine.is_open(top) else 0
     return Post(held, idle, coming, takes, top, fresh)

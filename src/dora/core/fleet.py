@@ -143,6 +143,8 @@ def migrated(event: Migrated, state: State) -> list[Action]:
 def migration_failed(event: MigrationFailed, state: State) -> list[Action]:
     source, destination = _ends(event, state)
     _settle(event.request, destination, state)
+    if event.request in state.requests:
+        state.requests[event.request].stuck_s = state.now_s
     state.touch(source)
     state.touch(destination)
     return []

@@ -10,12 +10,13 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 
+from dora.core import moving
 from dora.core.actions import Migrate
 from dora.core.costs import VERSION_OVERHEAD
 from dora.core.engines import Engine
 from dora.core.lengths import horizon_tokens, is_long
 from dora.core.records import RequestId
-from dora.core.state import Move, State
+from dora.core.state import State
 
 
 def migrate(state: State) -> list[Migrate]:
@@ -90,7 +91,7 @@ def _gather(state: State, berths: _Berths) -> list[Migrate]:
             if host is None or not _is_gain(state, engine, version):
                 continue
             mine = [r for r, v in engine.requests.items() if v == version and r not in state.moves]
-            orders += [_move(state, request, engine, host, "gather") for request in mine]
+            orders += [moving.begin(state, request, engine, host, "gather") for request in mine]
     return orders
 
 
@@ -148,7 +149,7 @@ def _level(state: State) -> list[Migrate]:
             if loads[most] - loads[least.id] < 2 or least.free_rows == 0:
                 break
             request = staying[most].pop()
-            orders.append(_move(state, request, state.engines[most], least, "level"))
+            orders.append(moving.begin(state, request, state.engines[most], least, "level"))
             loads[most] -= 1
             loads[least.id] += 1
     return orders
@@ -170,12 +171,4 @@ def _move_off(
 
 def _move_to(state: State, request: RequestId, source: Engine, berths: _Berths, reason: str) -> list[Migrate]:
     destination = berths.take(source.requests[request], request)
-    return [] if destination is None else [_move(state, request, source, destination, reason)]
-
-
-def _move(state: State, request: RequestId, source: Engine, destination: Engine, reason: str) -> Migrate:
-    version = source.requests[request]
-    state.moves[request] = Move(source.id, destination.id, version)
-    destination.arriving[request] = version
-    destination.running[version] += 1
-    return Migrate(request, source.id, destination.id, version, reason)
+    return [] if destination is None else [moving.begin(state, request, source, destination, reason)]

@@ -16,6 +16,7 @@ from dora.core import (
     placement,
     renewing,
     sharing,
+    slowness,
     versions,
 )
 from dora.core.actions import Action, Publish
@@ -71,11 +72,14 @@ class Orchestrator:
         orders += placement.place(state)  # what begins again comes before what moves
         versions.listen(state)
         is_due = placement.is_due(state)
+        if is_due:
+            slowness.measure(state)
         is_cut_short = is_due and placement.repartition(state)
         orders += versions.load(state, is_due)
         if is_due or state.is_rebalance_due:  # a version without engine may have got one to be cleared
             state.is_rebalance_due = is_cut_short
             orders += migration.migrate(state)
+        orders += slowness.escape(state)
         orders += admission.admit(state)
         evaluating.begin(state)
         orders += placement.place(state)

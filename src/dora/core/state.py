@@ -30,6 +30,7 @@ class Request:
     version: int
     engine: int | None = None
     num_tokens: int = 0  # as last reported
+    stuck_s: float = 0.0  # when a move of it failed last; 0: none has
 
 
 class Move(NamedTuple):

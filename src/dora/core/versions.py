@@ -8,6 +8,7 @@ or wait until it has a free row, and for its turn (`is_deferred`).
 
 from __future__ import annotations
 
+from dora.core import slowness
 from dora.core.actions import Action, Dismiss, Drop, Load, Retire
 from dora.core.bound import deadline_at, num_admissible
 from dora.core.deadlines import nearest_first
@@ -42,6 +43,8 @@ def load(state: State, is_due: bool = True) -> list[Action]:
             _adopt(state, version, may_clear=True)
     for version in _stranded(state):
         _adopt(state, version, may_clear=False)
+    for version in slowness.stranded(state):
+        _adopt(state, version, may_clear=False, most_lag=0)
     may_clear = state.is_newest_asked or state.limits.is_static
     if state.newest is not None and (is_due or may_clear) and _must_have(state, state.newest):
         _adopt(state, state.newest, may_clear=may_clear)
@@ -198,19 +201,20 @@ def _reconsider(state: State) -> None:
             state.touch(engine)
 
 
-def _adopt(state: State, version: int, *, may_clear: bool) -> None:
-    """Choose an engine for a version that none has: one with room, else one that can move its
-    requests elsewhere, else, if it `may_clear`, one that waits for them."""
+def _adopt(state: State, version: int, *, may_clear: bool, most_lag: int | None = None) -> None:
+    """Choose an engine, which lags at most so, for a version that no such one has: one with room, else one
+    that can move its requests elsewhere, else, if it `may_clear`, one that waits for them."""
     free = [e for e in state.engines.values() if e.loading is None and e.wanted is None and not e.is_leaving]
+    free = free if most_lag is None else [e for e in free if e.lag <= most_lag]
     roomy = [e for e in free if len(e.held) < e.slots or _victim(state, e) is not None]
     if roomy:
-        engine = min(roomy, key=lambda e: (e.is_colocated, -e.free_rows, e.id))
+        engine = min(roomy, key=lambda e: (e.is_colocated, e.lag, -e.free_rows, e.id))
     else:
         movable = [] if state.limits.is_static else [e for e in free if _can_move(state, e)]
         choice = movable or (free if may_clear else [])
         if not choice:
             return
-        engine = min(choice, key=lambda e: (e.is_colocated, len(e.requests), e.id))
+        engine = min(choice, key=lambda e: (e.is_colocated, e.lag, len(e.requests), e.id))
         engine.clearing = _cheapest(engine)
         state.is_rebalance_due = True
     engine.wanted = version
@@ -258,7 +262,8 @@ def _victim(state: State, engine: Engine) -> int | None:
 def _may_drop(state: State, engine: Engine, version: int) -> bool:
     if engine.running[version] > 0 or version in state.waiting:
         return False
-    is_last_copy = len(state.holders.get(version, ())) == 1
+    others = (state.engines[e] for e in state.holders.get(version, ()) if e != engine.id)
+    is_last_copy = all(other.lag > engine.lag for other in others)
     run = state.evaluation
     is_kept = run is not None and run.version == version != engine.clearing and run.num_left > 0
     is_needed = state.is_pinned(version) and not state.limits.breaks_c1  # else who needs it has it

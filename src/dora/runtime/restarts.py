@@ -1,7 +1,7 @@
 """Which lost engines are started again, and when: soon at first, and ever later while nothing gets better.
 
 An engine stands in a place: the one it was started in, or that of the engine it takes over from. Each place
-has so many restarts, and has all of them again once an engine has stayed there.
+has so many restarts, and has all of them again once an engine has stayed there. The trainer has a place, too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import Counter
 
 FIRST_S, LONGEST_S = 1.0, 60.0  # before a restart: twice as long each time
 STAYED_S = 300.0  # an engine that lived for so long was well
+WORTH = 4.0  # one that lived for so many times the wait before it: the next wait is the first again
 
 
 class Restarts:
@@ -20,6 +21,7 @@ class Restarts:
         self.most = most
         self.due_s: dict[int, float] = {}  # lost engine -> when another takes its place
         self._num: Counter[int] = Counter()  # place -> restarts in a row
+        self._wait_s: dict[int, float] = {}  # place -> before the last one
 
     def lost(self, engine: int, place: int, lived_s: float, now_s: float) -> float | None:
         """How long its place stays empty (s); None: for ever."""
@@ -27,7 +29,9 @@ class Restarts:
             del self._num[place]
         if self._num[place] >= self.most:
             return None
-        wait_s = min(LONGEST_S, FIRST_S * 2.0 ** self._num[place])
+        before_s = self._wait_s.get(place, 0.0)
+        wait_s = min(LONGEST_S, 2 * before_s) if lived_s < WORTH * before_s else FIRST_S
+        self._wait_s[place] = wait_s
         self._num[place] += 1
         self.due_s[engine] = now_s + wait_s
         return wait_s

@@ -88,6 +88,7 @@ MARKS = (
     "migrate: leave",
     "migrate: level",
     "migrate: reclaim",
+    "migrate: slow",
     "move: came too late to give it up",
     "move: failed, for it ended first",
     "move: failed, for an engine is dead",

@@ -1,0 +1,290 @@
+"""Faults of every kind, one every few seconds, in real runs: what is lost, and how soon all is well again.
+
+Runs of the demo's task with paced engines, some without faults, to compare with. Into the others faults are
+injected from outside: processes get SIGKILL or SIGSTOP, connections are cut, a reward function never
+returns, no file may grow any more, an engine has a tenth of its time. Stations are hit side by side, each
+again only once it is well. Every run is audited and replayed: lost, doubled, mixed and too_stale are what
+that finds, and make the exit code 1. --faults N sets how many; 204, and 12 with --quick.
+
+detection_s is from the fault to the moment at which the driver knows, recovery_s to the moment at which all
+is as it was: another process has taken the place, and a trainer has redone its steps. Throughput is tokens
+trained a second, with faults over without.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from fault_kinds import KINDS, REWARD, Wound
+from report import Options, Row, make_parser, options_of, publish
+from rich.console import Console
+
+from dora import settings
+from dora.errors import ServiceError
+from dora.observe import audit, replay
+from dora.observe.journal import read_journal
+from dora.runtime import run
+from dora.runtime.calls import Calls, Inside
+
+MODEL = Path(__file__).parent.parent / "examples" / "gcd-start"
+CONFIG = """
+[run]
+steps = 100000
+seed = {seed}
+[model]
+path = "{model}"
+[data]
+path = "gcd"
+max_prompt_length = 8
+[sampling]
+group_size = 4
+max_response_length = 60
+[engine]
+kernels = "eager"
+num_engines = 4
+max_rows = 8
+pace = "40ms"
+[reward]
+function = "{reward}:reward"
+timeout_s = 2.0
+num_workers = 2
+[trainer]
+batch_size = 8
+lr = 1e-4
+save_freq = 2
+deterministic = true
+[eval]
+num_prompts = 0
+[orchestrator]
+max_staleness = 8
+[runtime]
+kind = "{kind}"
+heartbeat_timeout_s = 4.0
+trainer_timeout_s = 4.0
+max_restarts = 1000
+"""
+LOOK_S = 0.1  # between two looks at what is not well
+PATIENCE_S = 60.0  # until all is well after a fault
+LOST, DOUBLED, MIXED, TOO_STALE = "lost", "doubled", "mixed", "too_stale"
+T = TypeVar("T")
+AGAIN = (
+    "twice",
+    "again",
+    " was already ",
+    "two ",
+)  # findings against C2 that are of too much, not too little
+
+
+@dataclass
+class Injected:
+    """One fault; times in seconds."""
+
+    kind: str
+    wound: Wound
+    at_s: float
+    detection_s: float | None = None
+    recovery_s: float | None = None
+
+
+class Injector:
+    """A door through which faults come, from a thread of its own; it ends the run after the last one."""
+
+    def __init__(self, kinds: list[str], gap_s: float, least_s: float) -> None:
+        """One fault every `gap_s` at most; without any, the run goes for `least_s`."""
+        self.done: list[Injected] = []
+        self.failures: list[str] = []
+        self._kinds, self._gap_s, self._least_s = kinds, gap_s, least_s
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def open(self, calls: Calls, notice: Callable[[str], None]) -> None:
+        self._calls = calls
+        self._thread.start()
+
+    def close(self) -> None:
+        """The run is over."""
+
+    def _work(self) -> None:
+        try:
+            self._ask(_has_begun, PATIENCE_S)
+            began_s = time.monotonic()
+            self._strike_all()
+            time.sleep(max(0.0, began_s + self._least_s - time.monotonic()))
+        except (ServiceError, TimeoutError, AssertionError) as error:
+            self.failures.append(f"{type(error).__name__}: {error}")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _strike_all(self) -> None:
+        left = list(enumerate(self._kinds))
+        unwell: list[Injected] = []
+        next_s = 0.0
+        while left or unwell:
+            busy = {fault.wound.station for fault in unwell}
+            free = next((one for one in left if _station_of(one[1]) not in busy), None)
+            if free is not None and time.monotonic() >= next_s:
+                left.remove(free)
+                unwell.append(self._strike(*free))
+                next_s = time.monotonic() + self._gap_s
+            time.sleep(LOOK_S)
+            for fault in unwell:
+                self._ask(partial(_look, fault=fault), PATIENCE_S)
+                waited_s = time.monotonic() - fault.at_s
+                assert waited_s < PATIENCE_S, f"{fault.kind}: not well after {waited_s:.0f} s"
+            unwell = [fault for fault in unwell if fault.recovery_s is None]
+
+    def _strike(self, number: int, kind: str) -> Injected:
+        at_s = time.monotonic()
+        wound = self._ask(lambda inside: KINDS[kind](inside, number), PATIENCE_S)
+        self.done.append(Injected(kind, wound, at_s))
+        return self.done[-1]
+
+    def _ask(self, function: Callable[[Inside], T | None], wait_s: float) -> T:
+        answer: Future[T | None] = self._calls.ask(function, wait_s)
+        found = answer.result(timeout=wait_s + 5.0)
+        assert found is not None, "the run does not get there"
+        return found
+
+
+def _station_of(kind: str) -> str:
+    return "rewarder" if kind.startswith("reward") else kind.partition(" ")[0].removesuffix("'s")
+
+
+def _has_begun(inside: Inside) -> bool | None:
+    """Once a few steps are trained, so that the first things are done."""
+    return True if inside.is_training and len(inside.meter.steps) >= 2 else None
+
+
+def _look(inside: Inside, fault: Injected) -> bool:
+    """Note what has become of a fault."""
+    passed_s, wound = time.monotonic() - fault.at_s, fault.wound
+    if wound.is_noticed is not None and fault.detection_s is None and wound.is_noticed(inside):
+        fault.detection_s = passed_s
+    if (wound.is_noticed is None or fault.detection_s is not None) and wound.is_over(inside):
+        fault.recovery_s = passed_s
+    return True
+
+
+@dataclass
+class Trial:
+    """One run and what was found in its record."""
+
+    injected: list[Injected]
+    findings: dict[str, list[str]]
+    tokens_per_s: float
+    wall_s: float
+    failed_groups: int
+    regenerated_tokens: int
+    redone_steps: int
+
+
+def trial(seed: int, kinds: list[str], gap_s: float, least_s: float, runtime: str) -> Trial:
+    """A run with these faults, or with none for at least so long."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, reward, path = Path(folder) / "run", Path(folder) / "judge.py", Path(folder) / "task.toml"
+        reward.write_text(REWARD)
+        path.write_text(CONFIG.format(seed=seed, model=MODEL.resolve(), reward=reward, kind=runtime))
+        injector = Injector(kinds, gap_s, least_s)
+        log = (Path(folder) / "log.txt").open("w")
+        run.train(settings.read(path), out, Console(file=log, width=200), door=injector)
+        s = json.loads((out / "summary.json").read_text())
+        found = judged(out)
+        found[LOST] += injector.failures + ([] if s["stopped"] == "SIGTERM" else [f"ended by {s['stopped']}"])
+    keys = ("tokens_per_s", "wall_s", "failed_groups", "regenerated_tokens", "redone_steps")
+    return Trial(injector.done, found, *(s[key] for key in keys))
+
+
+def judged(out: Path) -> dict[str, list[str]]:
+    """What audit and replay find, by what it means."""
+    verdict = audit.check(out)
+    found = {LOST: [], DOUBLED: [], MIXED: [*verdict.against("C1")], TOO_STALE: [*verdict.against("C3")]}
+    for finding in verdict.against("C2"):
+        found[DOUBLED if any(word in finding for word in AGAIN) else LOST].append(finding)
+    if (difference := replay.first_difference(read_journal(out))) is not None:
+        found[LOST].append(f"replay: {difference}")
+    return found
+
+
+def rows_of(injected: list[Injected]) -> Iterator[Row]:
+    """One for each kind."""
+    for kind in KINDS:
+        own = [fault for fault in injected if fault.kind == kind]
+        if own:
+            noticed = [fault.detection_s for fault in own if fault.detection_s is not None]
+            over = [fault.recovery_s for fault in own if fault.recovery_s is not None]
+            yield {
+                "kind": kind,
+                "injected": len(own),
+                **_spread("detection_s", noticed),
+                **_spread("recovery_s", over),
+            }
+
+
+def _spread(name: str, times_s: list[float]) -> Row:
+    if not times_s:
+        return {f"{name}_p50": "", f"{name}_max": ""}
+    return {f"{name}_p50": round(statistics.median(times_s), 3), f"{name}_max": round(max(times_s), 3)}
+
+
+def main() -> None:
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--faults", type=int, metavar="N", help="how many; 204, and 12 with --quick")
+    parser.add_argument("--kinds", metavar="K,K", help=f"which: {', '.join(KINDS)}; all")
+    parser.add_argument("--runtime", default="local", choices=("local", "ray"), help="where stations run")
+    given = parser.parse_args()
+    options = options_of(given)
+    num_faults, per_run = given.faults or (12 if options.quick else 204), 12 if options.quick else 34
+    chosen = itertools.cycle(given.kinds.split(",") if given.kinds else KINDS)
+    gap_s, calm_s = (0.5, 8.0) if options.quick else (6.0, 60.0)
+    trials, rest = list[Trial](), list[Trial]()
+    while (left := num_faults - sum(len(one.injected) for one in trials)) > 0 and len(trials) < num_faults:
+        if len(rest) < (1 if options.quick else 3):
+            rest.append(trial(len(rest), [], gap_s, calm_s, given.runtime))
+        kinds = [next(chosen) for _ in range(min(left, per_run))]
+        trials.append(trial(len(trials), kinds, gap_s, 0.0, given.runtime))
+        count = sum(len(one.injected) for one in trials)
+        for what, finding in ((w, f) for w, found in trials[-1].findings.items() for f in found):
+            print(f"run {len(trials)}: {what}: {finding}")
+        paces = f"{trials[-1].tokens_per_s:.0f} tokens/s, {rest[-1].tokens_per_s:.0f} without faults"
+        print(f"run {len(trials)}: {count} of {num_faults}, {trials[-1].wall_s:.0f} s, {paces}", flush=True)
+    sys.exit(report(options, trials, rest))
+
+
+def report(options: Options, trials: list[Trial], rest: list[Trial]) -> int:
+    """Print and write it; the exit code."""
+    injected = [fault for one in trials for fault in one.injected]
+    broken = Counter({what: 0 for what in (LOST, DOUBLED, MIXED, TOO_STALE)})
+    for one in (*trials, *rest):
+        broken.update({what: len(found) for what, found in one.findings.items()})
+    wall_s = sum(one.wall_s for one in trials)
+    with_faults = sum(one.tokens_per_s * one.wall_s for one in trials) / wall_s
+    without = statistics.median(one.tokens_per_s for one in rest)
+    ratios = {"injected": float(len(injected)), **{what: float(num) for what, num in broken.items()}}
+    ratios |= {
+        "runs": float(len(trials)),
+        "seconds_per_fault": wall_s / max(1, len(injected)),
+        "tokens_per_s_with_faults": with_faults,
+        "tokens_per_s_without": without,
+        "throughput_with_over_without": with_faults / without,
+    }
+    for key in ("failed_groups", "regenerated_tokens", "redone_steps"):
+        ratios[key] = float(sum(getattr(one, key) for one in trials))
+    publish(options, [*rows_of(injected)], ratios)
+    return 1 if broken.total() else 0
+
+
+if __name__ == "__main__":
+    main()
