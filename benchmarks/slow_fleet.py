@@ -91,7 +91,7 @@ _no_moves: Callable[..., list[object]] = lambda state: []  # noqa: E731
 
 def main() -> None:
     options = parse_options(str(__doc__))
-    num_steps, seeds = (20, range(2)) if options.quick else (60, range(10))
+    num_steps, seeds = (20, range(2)) if options.quick else (40, range(4))
     rows = [
         measure(fleet, rules, max_staleness, num_steps, seeds)
         for max_staleness in (1, 4)

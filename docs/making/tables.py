@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from docs.making import compared, forecast, learned, markdown
+from docs.making import compared, faults, forecast, learned, markdown
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -43,7 +43,8 @@ def tables() -> dict[str, Callable[[], str]]:
     parts = {f"metrics_{part.key}": partial(metrics_table, part.metrics) for part in PARTS}
     words = {name.lower().replace("-", "_"): own for name, own in PHRASEBOOK.items()}
     of_words = {f"words_{name}": partial(words_table, own) for name, own in words.items()}
-    return {**of_keys, **parts, **of_words, **learned.tables(), **compared.tables(), **forecast.tables()}
+    of_results = learned.tables() | compared.tables() | forecast.tables() | faults.tables()
+    return {**of_keys, **parts, **of_words, **of_results}
 
 
 def section_table(name: str, section: type[Section]) -> str:

@@ -37,7 +37,7 @@ def write(run: Path, **changes: Any) -> Path:
         "idle_s": 1.0,
         "patience_s": 60.0,
         "processes": [{"name": "engine 1", "pid": 7, "heard_s": 0.5, "limit_s": 5.0, "at": ""}],
-        "restarts": [{"engine": 0, "in_s": 1.5}],
+        "restarts": [{"who": "engine 0", "in_s": 1.5}],
         "waits": [WAIT, GROUP],
         "owners": ["engine 1"],
     }

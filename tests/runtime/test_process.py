@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from tests.runtime.torn import die_while_speaking
+import os
+import socket
+
+import psutil
+from tests.runtime.running import wait_until_gone
+from tests.runtime.torn import die_while_speaking, speak
 
 from dora.runtime.messages import Gone
-from dora.runtime.process import Told, Worker
+from dora.runtime.process import Forked, Told, Worker
 
 
 def test_a_worker_that_dies_in_the_middle_of_a_message_is_gone_after_its_last_whole_one() -> None:
@@ -14,4 +19,16 @@ def test_a_worker_that_dies_in_the_middle_of_a_message_is_gone_after_its_last_wh
     assert told.get(timeout=30) == (worker, "a whole message")
     assert told.get(timeout=30) == (worker, Gone())
     assert worker.how_it_ended == "a worker ended with exit code 0"
+    worker.kill()
+
+
+def test_a_worker_whose_line_is_cut_is_gone_and_ends_by_itself() -> None:
+    told = Told()
+    worker = Worker("a worker", speak, None, told)
+    assert told.get(timeout=30) == (worker, "a message")
+    assert isinstance(worker._carrier, Forked)
+    with socket.socket(fileno=os.dup(worker._carrier._connection.fileno())) as line:
+        line.shutdown(socket.SHUT_RDWR)
+    assert told.get(timeout=30) == (worker, Gone())
+    assert wait_until_gone([psutil.Process(worker.pid)], timeout_s=5.0) == []
     worker.kill()

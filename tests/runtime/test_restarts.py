@@ -9,7 +9,7 @@ from typing import Any
 from tests.runtime.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, metrics, summary, wait_until_gone
 
-from dora.runtime.restarts import FIRST_S, LONGEST_S, STAYED_S, Restarts
+from dora.runtime.restarts import FIRST_S, LONGEST_S, STAYED_S, WORTH, Restarts
 
 LONG: dict[str, Any] = {"engine__pace": "20ms", "run__steps": 1000}
 ALONE: dict[str, Any] = {**LONG, "engine__num_engines": 1}
@@ -30,6 +30,13 @@ def test_a_place_where_an_engine_has_stayed_has_all_its_restarts_again() -> None
     assert restarts.lost(0, 0, lived_s=1.0, now_s=0.0) == FIRST_S
     assert restarts.lost(1, 0, lived_s=STAYED_S, now_s=0.0) == FIRST_S
     assert restarts.lost(2, 0, lived_s=1.0, now_s=0.0) is None
+
+
+def test_a_wait_that_was_worth_it_is_followed_by_the_first_again() -> None:
+    restarts = Restarts(most=9)
+    lives = [(0, 1.0), (1, 1.0), (2, 1.0), (3, WORTH * 4 * FIRST_S), (4, 0.0)]
+    waits = [restarts.lost(engine, 0, lived_s, now_s=0.0) for engine, lived_s in lives]
+    assert waits == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S, FIRST_S, 2 * FIRST_S]
 
 
 def test_no_wait_is_longer_than_the_longest() -> None:

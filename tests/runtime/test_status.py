@@ -34,8 +34,8 @@ class Desk:
         self.state = midway(limits(num_steps=20, batch_size=1, max_staleness=2), newest=2)
         engine(self.state, 0, rows=4, held={2})
         running(self.state, 0, 2, 1)
-        fleet = SimpleNamespace(restarts=Restarts(1))
-        hands = SimpleNamespace(now=7.0, pulses=list, fleet=fleet)
+        fleet, self.trainers = SimpleNamespace(restarts=Restarts(1)), SimpleNamespace(due_s=None)
+        hands = SimpleNamespace(now=7.0, pulses=list, fleet=fleet, trainers=self.trainers)
         self.status = Status(out, cast(LocalHands, hands), lambda: self.state, self.notices.append)
 
     @property

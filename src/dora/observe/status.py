@@ -24,7 +24,7 @@ from dora.errors import InputError
 from dora.observe.nearby import why_no_run
 
 FILE_NAME = "status.json"
-SCHEMA = 1
+SCHEMA = 2
 QUIET_S = 10.0  # a driver that goes writes about once a second
 QUIET_ELSEWHERE_S = 60.0  # on another machine, whose processes cannot be seen and whose clock may differ
 
@@ -123,7 +123,7 @@ def _parts(told: Mapping[str, Any]) -> list[Table | str]:
     if told.get("processes"):
         parts.append(_processes(told["processes"]))
     parts += [
-        f"engine {restart['engine']} is started again in {_time(restart['in_s'])}"
+        f"{restart['who']} is started again in {_time(restart['in_s'])}"
         for restart in told.get("restarts", ())
     ]
     found = [Wait(**wait) for wait in told.get("waits", ())]

@@ -118,9 +118,11 @@ class Status:
             w._replace(since_s=self._since_s[w.who, w.on] if w.since_s is None else w.since_s) for w in found
         ]
 
-    def _restarts(self, now_s: float) -> list[dict[str, float]]:
-        due_s = self._hands.fleet.restarts.due_s.items()
-        return [{"engine": engine, "in_s": round(max(0.0, at_s - now_s), 3)} for engine, at_s in due_s]
+    def _restarts(self, now_s: float) -> list[dict[str, Any]]:
+        due_s = {f"engine {engine}": at_s for engine, at_s in self._hands.fleet.restarts.due_s.items()}
+        if (trainer_s := self._hands.trainers.due_s) is not None:
+            due_s["the trainer"] = trainer_s
+        return [{"who": who, "in_s": round(max(0.0, at_s - now_s), 3)} for who, at_s in due_s.items()]
 
     def _write(self, state: str, why: str, found: Sequence[Wait]) -> None:
         """In one piece, or not at all."""

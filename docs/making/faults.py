@@ -1,0 +1,55 @@
+"""The tables of docs/faults.md, from what two benchmarks have measured: `faults` and `slow_fleet`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from docs.making import markdown
+from docs.making.benchmarks import figure
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RULES = {"both": "both rules", "first": "without moves", "neither": "without both"}
+
+
+def tables() -> dict[str, Callable[[], str]]:
+    """What makes each table, by name."""
+    return {one.__name__: one for one in (faults_totals, faults_kinds, faults_slow)}
+
+
+def faults_totals() -> str:
+    """What was injected, what was found, and what it cost."""
+    found = _read("faults")["ratios"]
+    named = {"injected": "faults injected", "seconds_per_fault": "seconds of run time for each"}
+    named |= {name: f"`{name}`" for name in ("lost", "doubled", "mixed", "too_stale")}
+    named |= {
+        "throughput_with_over_without": "throughput, with faults over without",
+        "failed_groups": "groups that failed by name",
+        "regenerated_tokens": "tokens generated again",
+        "redone_steps": "steps redone",
+    }
+    return markdown.table(("", ""), [(text, figure(found[name])) for name, text in named.items()])
+
+
+def faults_kinds() -> str:
+    """Detection and recovery of each kind."""
+    columns = ("kind", "injected", "detection, median (s)", "max", "recovery, median (s)", "max")
+    keys = ("injected", "detection_s_p50", "detection_s_max", "recovery_s_p50", "recovery_s_max")
+    rows = _read("faults")["rows"]
+    return markdown.table(columns, [(row["kind"], *(figure(row[key]) for key in keys)) for row in rows])
+
+
+def faults_slow() -> str:
+    """Seconds of a step, by fleet and rules."""
+    columns = ("fleet", "rules", "max_staleness", "a step takes (s)")
+    return markdown.table(columns, [
+        (row["fleet"], RULES[row["rules"]], figure(row["S"]), f"{row['step_s']:.2f}")
+        for row in _read("slow_fleet")["rows"]
+    ])  # fmt: skip
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
