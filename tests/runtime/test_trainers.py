@@ -179,6 +179,12 @@ def test_a_checkpoint_that_gives_other_bytes_than_it_was_written_of_ends_the_run
         scene.says(m.WeightsPublished(0, "other"))
 
 
+def test_one_that_is_ready_though_nobody_waits_for_it_is_no_successor(scene: Scene) -> None:
+    """As a station beside it that was replaced."""
+    scene.says(m.Ready())
+    assert not scene.facts
+
+
 def test_once_all_is_saved_its_death_is_no_loss(scene: Scene) -> None:
     scene.trainers.excuse()
     scene.puppet.kill()

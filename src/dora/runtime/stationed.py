@@ -1,7 +1,7 @@
 """The driver's side of stations beside the trainer: they hear what the trainer hears.
 
 One that dies is replaced, and its successor told what is left to do: after the commit of a group nothing
-may fail it. A critic cannot be replaced, for it has learnt; its death ends the run, which can be resumed.
+may fail it. A critic cannot be replaced, for it has learnt; its death is the trainer's own.
 """
 
 from __future__ import annotations

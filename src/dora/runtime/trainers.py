@@ -1,7 +1,7 @@
 """The trainer of a run as the driver sees it: its processes, their deadlines, and their successors.
 
 These begin with the newest checkpoint, and redo the steps after it while engines generate. A trainer outside
-the run and one with stations beside it have none: their death ends the run, which can be resumed.
+the run and one with a proximal station have none: their death ends the run, which can be resumed.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Trainers:
         self._step_failures: Counter[int] = Counter()
         self._restarts = Restarts(plan.config.runtime.max_restarts)
         self._may_replace = False  # once the orchestrator hears of it, and until it has stopped
+        self._is_awaited = False  # the orchestrator waits for a successor
         self._is_done = False  # nobody needs it any more
         self.is_in_step = False
         self._is_stored = True  # the version that it was told to publish last
@@ -160,10 +161,11 @@ class Trainers:
             rank.kill()
 
     def _is_ready(self, rank: Worker) -> None:
-        """The orchestrator hears of a successor once all its ranks are there."""
+        """The orchestrator hears of a successor once all its ranks are there; of a new station, never."""
         self._ready.add(rank.name)
-        if not self._may_replace or self.late:
+        if not self._is_awaited or self.late:
             return
+        self._is_awaited = False
         steps = range(self._from_step, self._num_trained)
         done = counted(self._from_step, "step")
         self._notice(f"another trainer begins after {done}; {len(steps)} are redone")
@@ -173,7 +175,8 @@ class Trainers:
         """It is gone, with what it was at. Raises RunError if it has no successor."""
         if self._is_done:
             return
-        has_successor = type(self.now) is Worker and self._may_replace
+        is_last = isinstance(self.now, OutsideTrainer) or "proximal" in self._plan.columns
+        has_successor = self._may_replace and not is_last
         now_s = time.monotonic()
         wait_s = None
         if has_successor:
@@ -194,7 +197,7 @@ class Trainers:
         folder = self._plan.out / "checkpoints"
         restore(folder)
         found = {step: path for step, path in whole_checkpoints(folder).items() if step <= self._num_trained}
-        self._from_step = max(found, default=0)
+        self._from_step, self._is_awaited = max(found, default=0), True
         self._begin(found.get(self._from_step))
 
     def _made(self, version: int, digest: str) -> None:
