@@ -1,7 +1,7 @@
 """DORA and TRL's AsyncGRPOTrainer, both on vLLM for the CPU: how much is trained, and how much is lost.
 
 The demo's task, as in `peers.py`: the same model, prompts, reward, groups, batches, schedule and bound S, one
-vLLM server of one version for each, one thread per process. One after the other on the same cores. Rates
+vLLM server for each, one thread per process. One after the other on the same cores. Rates
 leave out starts and the first steps; `discarded` counts answers that were generated and never trained. A peer
 that is not there, or fails, has a line that says why. It fails if DORA has discarded an answer, or has broken
 its bound.
@@ -88,18 +88,30 @@ def is_as_promised(row: Row) -> bool:
 
 
 def ratios_of(rows: Sequence[Row]) -> dict[str, float]:
-    """At each bound: samples trained in a second, DORA over TRL, and answers discarded."""
+    """At each bound: what is trained in a second, of CPU time too, DORA over TRL; what is discarded."""
     ratios: dict[str, float] = {}
     for bound in dict.fromkeys(int(row["S"]) for row in rows):
         found = {str(row["system"]): row for row in rows if row["S"] == bound and "not_measured" not in row}
         if DORA in found and TRL in found:
-            rates = float(found[DORA]["samples_per_s"]), float(found[TRL]["samples_per_s"])
-            ratios[f"samples_per_s_dora_vs_trl_s{bound}"] = rates[0] / rates[1]
+            own, other = (rates_of(found[name]) for name in (DORA, TRL))
+            ratios |= {f"{key}_dora_vs_trl_s{bound}": own[key] / other[key] for key in own}
         names = {DORA: "dora", TRL: "trl"}
         ratios |= {
             f"discarded_{names[name]}_s{bound}": float(row["discarded"]) for name, row in found.items()
         }
     return ratios
+
+
+def rates_of(row: Row) -> dict[str, float]:
+    """CPU time is steadier than wall time where others work on the same cores."""
+    per_cpu_s = float(row["steps"]) / float(row["cpu_s"])  # batches are of one size
+    length = float(row["trained_tokens"])
+    return {
+        "samples_per_s": float(row["samples_per_s"]),
+        "trained_tokens_per_s": float(row["samples_per_s"]) * length,
+        "samples_per_cpu_s": per_cpu_s,
+        "trained_tokens_per_cpu_s": per_cpu_s * length,
+    }
 
 
 if __name__ == "__main__":

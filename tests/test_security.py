@@ -75,7 +75,7 @@ LISTENS = {
         "tests/contract/test_sglang.py::test_the_token_comes_from_the_environment_or_there_is_no_server",
     ),
     "dora.runtime.sealed": (
-        "a key for each caller, which came to it through Ray; loopback, unless ray.address says otherwise",
+        "a key for each worker and each pool, which comes through Ray; loopback, unless ray.address is set",
         "tests/runtime/test_sealed.py::test_what_the_other_end_has_not_sealed_is_never_unpickled",
         "tests/runtime/test_sealed.py::test_who_has_not_the_key_is_hung_up_on_and_the_right_one_still_comes",
     ),

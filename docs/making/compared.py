@@ -30,7 +30,7 @@ def tables() -> dict[str, Callable[[], str]]:
     runs = {name: partial(runs_of, *which) for name, which in WORKLOADS.items()}
     ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
     fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
-    others = {"policies_ladder": ladder, "headline": headline, "peers": peers}
+    others = {"policies_ladder": ladder, "headline": headline, "peers": peers, "peers_async": peers_async}
     return {**runs, **ratios, **fleets, **others}
 
 
@@ -122,6 +122,16 @@ OF_PEERS = (
     ("staleness_mean", "{:.1f}"),
     ("staleness_max", "{:.0f}"),
 )
+
+
+def peers_async() -> str:
+    """Both, with vLLM, at each bound."""
+    runs = [row for row in rows("peers_async") if "not_measured" not in row]
+    return medians(runs, ("system", "S"), (*OF_PEERS_ASYNC, *OF_ANSWERS))
+
+
+OF_PEERS_ASYNC = tuple(column for column in OF_PEERS if "accuracy" not in column[0])
+OF_ANSWERS = (("generated_tokens", "{:.1f}"), ("trained_tokens", "{:.1f}"), ("reward_last", "{:.2f}"))
 
 
 def fleet(server: str) -> str:

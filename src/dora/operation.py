@@ -81,6 +81,12 @@ class Ray(Section):
         default=True,
         description="engines and judges go round the nodes; false: as few nodes as possible (true or false)",
     )
+    max_engines: int | None = Field(
+        default=None,
+        ge=1,
+        description="engines join until there are so many, as soon as nodes have room for them (count); "
+        "unset: engine.num_engines",
+    )
     engine_cpus: float = Field(
         default=1.0, ge=0, description="CPUs that Ray reserves for each engine (count)"
     )

@@ -123,8 +123,8 @@ class Engine(Section):
     )
     adapter: str | None = Field(
         default=None,
-        description='another inference engine: "vllm", "sglang", or its class as "file.py:Class" or '
-        '"package.module:Class"; unset: DORA\'s own',
+        description='another inference engine: "vllm", "vllm-lora", "sglang", or its class as '
+        '"file.py:Class" or "package.module:Class"; unset: DORA\'s own',
     )
     options: dict[str, JsonValue] | None = Field(
         default=None, description="what an adapter's class is made with beside the model (table)"

@@ -30,7 +30,7 @@ BUILT_IN = {
     "data": ("gcd", OUTSIDE),
     "eval": ("gcd",),
     "reward": (OUTSIDE,),
-    "engine": ("vllm", "sglang"),
+    "engine": ("vllm", "vllm-lora", "sglang"),
 }  # no path
 NAMED: dict[str, type[Section]] = {"fleet": Kind, "task": Task}  # sections of which there may be several
 

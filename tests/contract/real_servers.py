@@ -19,11 +19,16 @@ from tests.runtime.running import wait_until_gone
 
 from dora.backends.sglang import Sglang
 from dora.backends.vllm import Vllm
+from dora.backends.vllm_lora import VllmLora
 from dora.contract.asking import CONFIG, request, weights
 from dora.contract.inference import MAX_CONTEXT, MAX_ROWS, InferenceContract
+from dora.contract.lora import RANK, lora_weights
 from dora.engine.sequence import Completion
 from dora.model.folder import save_folder
+from dora.model.weights import weight_digest
 from dora.runtime.stations import Capabilities
+from dora.trainer.logprobs import GroupLogprobs
+from dora.trainer.settings import Sample, TrainerSettings
 
 Engine: type[Vllm] | type[Sglang] = Sglang if "SGLANG_PYTHON" in os.environ else Vllm
 PYTHON = os.environ["SGLANG_PYTHON" if Engine is Sglang else "VLLM_PYTHON"]
@@ -101,3 +106,40 @@ def test_what_was_given_up_never_meets_other_weights(tmp_path: Path) -> None:
             answers = engine.step()
         assert [answer.version for answer in answers] == [version]
         engine.drop(version)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(Engine is Sglang, reason="its adapter holds one version")
+def test_versions_that_lora_trains_generate_side_by_side_in_one_server(tmp_path: Path) -> None:
+    """Each answer has the log-probs of its version's merged weights, whichever are loaded meanwhile."""
+    save_folder(tmp_path / "model", CONFIG, weights(0))
+    engine = VllmLora(
+        model=str(tmp_path / "model"),
+        max_rows=MAX_ROWS,
+        max_context=MAX_CONTEXT,
+        version_slots=3,
+        device="cpu",
+        dtype="float32",
+        python=PYTHON,
+        rank=RANK,
+    )
+    plain = GroupLogprobs(CONFIG, TrainerSettings(lr=0.0, num_steps=1), "cpu")
+    answers: list[Completion] = []
+    for version in range(8):
+        if version >= 3:
+            while (version - 3) in {id.sibling for id in engine.progress()}:
+                answers += engine.step()
+            engine.drop(version - 3)
+        assert engine.load(version, lora_weights(version)) == weight_digest(lora_weights(version))
+        engine.submit([request(version, version=version, max_tokens=40)])
+        engine.step()
+    while engine.can_step:
+        answers += engine.step()
+    engine.close()
+    assert {answer.id.sibling: answer.version for answer in answers} == {
+        version: version for version in range(8)
+    }
+    for answer in answers:
+        plain.use(lora_weights(answer.version))
+        told = plain([Sample(answer.prompt_ids, answer.token_ids, [0.0] * len(answer.token_ids), 0.0)])
+        assert answer.logprobs == pytest.approx(told[0].tolist(), abs=1e-3)

@@ -61,9 +61,10 @@ def real(folder: Path, *changes: str) -> Hands:
 
 
 def on_ray(folder: Path) -> Hands:
-    """Actors, which are ready and have joined; small, for several of these hands share one Ray."""
-    cpus = (f"ray.{kind}_cpus=0.1" for kind in ("engine", "trainer", "reward"))
-    return real(folder, "runtime.kind=ray", *cpus)
+    """Actors, which are ready and have joined, on two nodes."""
+    from tests.runtime.nodes import two_nodes
+
+    return real(folder, "runtime.kind=ray", f"ray.address={two_nodes().address}")
 
 
 MAKERS: dict[str, Callable[[Path], Hands]] = {"simulated": simulated, "real": real}

@@ -272,7 +272,7 @@ def test_an_engine_that_is_dismissed_leaves_and_hears_no_more(stage: Stage) -> N
     assert {fact.engine for fact in finished} == {0}
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", ["simulated", "real"])  # whole runs on Ray are in tests/runtime
 def test_a_new_orchestrator_drives_a_run_to_its_end(kind: str, tmp_path: Path) -> None:
     hands, core, ledger = MAKERS[kind](tmp_path), Orchestrator(LIMITS), Ledger(LIMITS)
     times: list[float] = []

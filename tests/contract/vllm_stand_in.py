@@ -82,6 +82,7 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.faults = faults
         self.label = "none"
+        self.adapters: dict[str, Path] = {}
         self.asked: list[dict[str, Any]] = []  # for answers, in order
         self.given_up: set[str] = set()
         self.num_under_way = 0
@@ -127,8 +128,16 @@ class Handler(BaseHTTPRequestHandler):
                 self._stream(body)
             case "/collective_rpc" if body["method"] == "dora_load":
                 self._load(body["args"][0])
+            case "/collective_rpc" if body["method"] == "dora_digest":
+                self._reply(200, {"results": [digest_of(body["args"][0])]})
             case "/collective_rpc":
                 self._reply(200, answer_to("about"))
+            case "/v1/load_lora_adapter":
+                self.server.adapters[body["lora_name"]] = Path(body["lora_path"])
+                self._say_that(f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+            case "/v1/unload_lora_adapter":
+                del self.server.adapters[body["lora_name"]]
+                self._say_that(f"Success: LoRA adapter '{body['lora_name']}' removed successfully.")
             case "/abort_requests":
                 self._give_up(body)
             case _:
@@ -140,7 +149,10 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
     def _reply(self, status: int, content: Any) -> None:
-        text = json.dumps(content).encode()
+        self._say_that(json.dumps(content), status)
+
+    def _say_that(self, words: str, status: int = 200) -> None:
+        text = words.encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.send_header("Connection", "close")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.engine.tiny import TINY, weights
 
@@ -10,6 +11,7 @@ from dora.core.records import RequestId
 from dora.engine.sequence import Completion, Request
 from dora.handover.engine import MovingEngine
 from dora.handover.moves import Answer, Kept, NotReceived, Receive, Received, Reserved, Send, Sent
+from dora.handover.ways import Ways
 from dora.model.config import ModelConfig
 
 LEASE_S = 10.0
@@ -49,6 +51,7 @@ class Stage:
             dtype=self.dtype,
             pool=self.pool(name),
             clock=lambda: self.now_s,
+            ways=self.ways(),
         )
         for version in versions:
             made.load(version, weights(version))
@@ -56,6 +59,14 @@ class Stage:
 
     def pool(self, name: str) -> Path:
         return self.folder / f"pool-{name}.kv"
+
+    def ways(self) -> Ways | None:
+        """How a new engine reaches the others."""
+        return None
+
+    def kv(self, name: str) -> Any:
+        """Where others read the KV of one."""
+        return self.pool(name)
 
     def step(self, name: str, num_steps: int = 1) -> None:
         """Let one engine decode; nobody finishes twice."""
@@ -79,7 +90,7 @@ class Stage:
     def ask(self, request: Request, source: str, destination: str) -> Reserved | NotReceived:
         """The first word of a new move."""
         self._num_moves += 1
-        order = Receive(self._num_moves, request, self.pool(source), self.folder, LEASE_S)
+        order = Receive(self._num_moves, request, self.kv(source), self.folder, LEASE_S)
         return self.engines[destination].receive(order)
 
     def send(self, request: Request, source: str, place: Reserved) -> Kept | None:

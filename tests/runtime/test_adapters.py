@@ -92,6 +92,14 @@ def test_a_configuration_that_fits_is_not_refused(task: Path) -> None:
     adapters.check(settings.read(task, [f"{key}={value}" for key, value in FITTING.items()]))
 
 
+def test_versions_that_are_adapters_are_for_runs_that_train_adapters(task: Path) -> None:
+    fitting = {**FITTING, "engine.adapter": "vllm-lora", "engine.options": '{python = "python", rank = 4}'}
+    asked = [f"{key}={value}" for key, value in fitting.items()]
+    with pytest.raises(ConfigError, match=r"set trainer\.lora_rank"):
+        adapters.check(settings.read(task, asked))
+    adapters.check(settings.read(task, [*asked, "trainer.lora_rank=4"]))
+
+
 def test_a_class_that_does_not_say_what_it_can_do_is_refused(task: Path) -> None:
     with pytest.raises(ConfigError, match="has no attribute capabilities"):
         adapters.check(settings.read(task, [f"engine.adapter={TRAINER}"]))

@@ -28,8 +28,8 @@ NAMES = vars(messages) | {  # which messages.py imports for its checker only
     "CriticSettings": CriticSettings,
     "TrainerSettings": TrainerSettings,
 }
-# object: a column of the dataset; int16: the experts that tokens were sent to
-LEAVES = {int, float, str, bool, type(None), Path, object, np.int16}
+# object: a column of the dataset; int16: the experts that tokens were sent to; bytes: keys of lines
+LEAVES = {int, float, str, bytes, bool, type(None), Path, object, np.int16}
 
 
 def leaves(hint: Any) -> Iterator[type]:

@@ -5,7 +5,12 @@ Ray's own tests are Ray's. What is held here is that a run sees for itself who i
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import signal
+import time
+from functools import partial
 from typing import Any
 
 import psutil
@@ -13,17 +18,26 @@ import pytest
 from tests.runtime.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
+
+from tests.runtime.nodes import add_node, two_nodes
 
 RAY = {"runtime__kind": "ray"}
+ENGINES = tuple(f"engine {number}" for number in range(3))
 
 
-def pid_of(run: Run, name: str) -> int | None:
-    """Of a process of the run, as `dora status` has it."""
+def told(run: Run, name: str) -> dict[str, Any]:
+    """Of a process of the run, as `dora status` has it; nothing: it is not there."""
     path = run.out / "status.json"
-    told: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"processes": []}
-    found = [process["pid"] for process in told["processes"] if process["name"] == name]
-    return found[0] if found else None
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"processes": []}
+    return next((process for process in found["processes"] if process["name"] == name), {})
+
+
+def drain(cluster: Any, node: Any) -> None:
+    """As a cloud does that takes a machine back in a minute."""
+    raylet = importlib.import_module("ray._raylet")  # without annotations
+    until_ms = int((time.time() + 60.0) * 1000)
+    raylet.GcsClient(address=cluster.address).drain_node(node.node_id, 2, "it is taken back", until_ms)
 
 
 def check(run: Run, **wanted: int) -> None:
@@ -38,16 +52,55 @@ def check(run: Run, **wanted: int) -> None:
     assert run.weight_folders() == []
 
 
-def test_a_run_starts_ray_by_itself_survives_an_engine_and_leaves_nothing(start_run: StartRun) -> None:
-    run = start_run(**RAY, run__steps=20, engine__pace="20ms")
+def on(run: Run, name: str) -> str:
+    """The node where it is, other than the driver's."""
+    return str(told(run, name).get("node", ""))
+
+
+def kinds(run: Run, engine: int) -> list[str]:
+    """What has become of an engine."""
+    return [line["kind"] for line in journal(run.out) if line.get("engine") == engine]
+
+
+def test_a_run_starts_ray_by_itself_and_leaves_an_actor_that_hangs(start_run: StartRun) -> None:
+    """To Ray, it is alive."""
+    run = start_run(**RAY, run__steps=20, engine__pace="20ms", runtime__heartbeat_timeout_s=2)
     run.wait_for_steps(1)
     started = psutil.Process(run.pid).children(recursive=True)
     assert any("raylet" in process.name() for process in started)
-    run.wait_until(lambda: pid_of(run, "engine 0") is not None, "engine 0")
-    engine = psutil.Process(pid_of(run, "engine 0"))
+    run.wait_until(lambda: "pid" in told(run, "engine 0"), "engine 0")
+    engine = psutil.Process(told(run, "engine 0")["pid"])
     assert "ray::" in " ".join(engine.cmdline())
-    engine.kill()
-    run.wait_until(lambda: any(line["kind"] == "engine_lost" for line in journal(run.out)), "the loss")
+    engine.suspend()
+    run.wait_until(lambda: "engine_lost" in kinds(run, 0), "the loss")
     check(run, engine_losses=1, trained_groups=40)
+    assert "silent for more than runtime.heartbeat_timeout_s = 2" in run.end().out
     assert "another one takes its place" in run.end().out
     assert wait_until_gone(started, 10.0) == []
+
+
+@pytest.mark.timeout(300)
+def test_engines_follow_the_nodes_that_come_and_go(start_run: StartRun) -> None:
+    """An engine takes 3 CPUs, so that there is one on each node, and room for a third on a third one."""
+    cluster = two_nodes()
+    visitor = add_node(cluster, 3)
+    changes = {"ray__address": cluster.address, "ray__engine_cpus": 3, "engine__num_engines": 3}
+    run = start_run(**RAY, **changes, run__steps=10_000, engine__pace="50ms")
+    run.wait_for_steps(1)
+    run.wait_until(lambda: visitor.node_id[:8] in map(partial(on, run), ENGINES), "an engine on each node")
+    drained = next(number for number, name in enumerate(ENGINES) if on(run, name) == visitor.node_id[:8])
+    drain(cluster, visitor)
+    run.wait_until(lambda: "engine_left" in kinds(run, drained), "an engine leaves the node that is drained")
+    cluster.remove_node(visitor)
+    guest = add_node(cluster, 3)
+    run.wait_until(lambda: "engine_joined" in kinds(run, 3), "an engine joins where there is room")
+    psutil.Process(guest.all_processes["raylet"][0].process.pid).kill()
+    run.wait_until(lambda: "engine_lost" in kinds(run, 3), "the loss of a node")
+    os.kill(run.pid, signal.SIGTERM)
+    ended, s = run.end(), summary(run.out)
+    assert (s["c1"], s["c2"], s["c3"], s["engine_losses"], s["reprefill_tokens"]) == (True, True, True, 1, 0)
+    audit, replay = dora("audit", run.out), dora("replay", run.out)
+    assert (audit.code, replay.code) == (0, 0), (audit, replay)
+    assert f"node {visitor.node_id[:8]} is drained: engine {drained} leaves it" in ended.out
+    assert "(raylet)" not in ended.out
+    cluster.remove_node(guest)

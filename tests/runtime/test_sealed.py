@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.runtime.sealed import HELLO_BYTES, Address, Listener, SealedLine, call
+from dora.runtime.sealed import HELLO_BYTES, NONCE_BYTES, Address, Listener, SealedLine, call, key_of_line
 
 LOOPBACK = "127.0.0.1"
 
@@ -45,18 +45,25 @@ def lines(listener: Listener) -> Iterator[tuple[SealedLine, SealedLine]]:
     caller.close()
 
 
-def expect(listener: Listener, met: queue.SimpleQueue[object]) -> Address:
-    """A caller, of whom only the first word is wanted."""
+def expect(listener: Listener, met: queue.SimpleQueue[object], *, once: bool = True) -> Address:
+    """Callers, of whom only the first word is wanted."""
 
     def note(line: SealedLine, hello: object) -> None:
         line.close()
         met.put(hello)
 
-    return listener.expect(note)
+    return listener.expect(note, once=once)
 
 
 def connected(address: Address) -> socket.socket:
     return socket.create_connection((address.host, address.port), timeout=10)
+
+
+def introduced(address: Address) -> tuple[socket.socket, bytes]:
+    """Whoever knows the name, and the key of this line for who knows the key."""
+    own = connected(address)
+    own.sendall(address.name)
+    return own, key_of_line(address.key, own.recv(NONCE_BYTES, socket.MSG_WAITALL))
 
 
 def is_hung_up(own: socket.socket) -> bool:
@@ -116,21 +123,23 @@ def as_sent(key: bytes, messages: list[object], *, is_listener: bool = False) ->
 
 
 @pytest.mark.parametrize(
-    "wrong", ["another key", "the way back", "a message again", "another place", "a bit"]
+    "wrong", ["another key", "another line", "the way back", "a message again", "another place", "a bit"]
 )
 def test_what_the_other_end_has_not_sealed_is_never_unpickled(
     listener: Listener, tmp_path: Path, wrong: str
 ) -> None:
     met: queue.SimpleQueue[SealedLine] = queue.SimpleQueue()
     address, trap = listener.expect(lambda line, _: met.put(line)), tmp_path / "sprung"
-    with connected(address) as own:
-        own.sendall(address.name + as_sent(address.key, ["hello"]))
+    own, key = introduced(address)
+    with own:
+        own.sendall(as_sent(key, ["hello"]))
         forged = {
             "another key": lambda: as_sent(bytes(32), ["hello", Trap(trap)]),
-            "the way back": lambda: as_sent(address.key, ["hello", Trap(trap)], is_listener=True),
-            "a message again": lambda: as_sent(address.key, [Trap(trap)]),
-            "another place": lambda: as_sent(address.key, ["hello", "one", Trap(trap)]),
-            "a bit": lambda: as_sent(address.key, ["hello", Trap(trap)]),
+            "another line": lambda: as_sent(key_of_line(address.key, bytes(16)), ["hello", Trap(trap)]),
+            "the way back": lambda: as_sent(key, ["hello", Trap(trap)], is_listener=True),
+            "a message again": lambda: as_sent(key, [Trap(trap)]),
+            "another place": lambda: as_sent(key, ["hello", "one", Trap(trap)]),
+            "a bit": lambda: as_sent(key, ["hello", Trap(trap)]),
         }[wrong]()
         forged[-1] ^= wrong == "a bit"
         own.sendall(forged)
@@ -158,8 +167,8 @@ def test_who_is_not_expected_is_hung_up_on(listener: Listener) -> None:
 def test_who_has_not_the_key_is_hung_up_on_and_the_right_one_still_comes(listener: Listener) -> None:
     met: queue.SimpleQueue[object] = queue.SimpleQueue()
     address = expect(listener, met)
-    own = connected(address)
-    own.sendall(address.name + as_sent(bytes(32), ["I am nobody"]))
+    own, _ = introduced(address)
+    own.sendall(as_sent(bytes(32), ["I am nobody"]))
     assert is_hung_up(own)
     call(address, "it is me").close()
     assert met.get(timeout=10) == "it is me"
@@ -171,9 +180,17 @@ def test_each_caller_comes_once(listener: Listener) -> None:
     call(address, "first").close()
     assert met.get(timeout=10) == "first"
     own = connected(address)
-    own.sendall(address.name + as_sent(address.key, ["second"]))
+    own.sendall(address.name)
     assert is_hung_up(own)
     assert met.empty()
+
+
+def test_an_address_may_be_for_many(listener: Listener) -> None:
+    met: queue.SimpleQueue[object] = queue.SimpleQueue()
+    address = expect(listener, met, once=False)
+    for name in ("first", "second"):
+        call(address, name).close()
+        assert met.get(timeout=10) == name
 
 
 def test_a_caller_who_is_forgotten_does_not_come(listener: Listener) -> None:
@@ -186,6 +203,6 @@ def test_a_caller_who_is_forgotten_does_not_come(listener: Listener) -> None:
 
 def test_nobody_can_have_much_memory_taken_before_it_is_known(listener: Listener) -> None:
     address = listener.expect(lambda line, _: line.close())
-    own = connected(address)
-    own.sendall(address.name + struct.pack("<Q16s", HELLO_BYTES + 1, bytes(16)))
+    own, _ = introduced(address)
+    own.sendall(struct.pack("<Q16s", HELLO_BYTES + 1, bytes(16)))
     assert is_hung_up(own)

@@ -8,7 +8,7 @@ import pytest
 from tests.sim.breaking import Fault, after_hearing, before_hearing, instead_of_hearing, without
 
 from dora.core import deadlines, hearing, migration, moving, placement, sharing, versions
-from dora.core.actions import Abort, Action, Resume, Rush
+from dora.core.actions import Abort, Action, Migrate, Resume, Rush
 from dora.core.engines import Engine
 from dora.core.events import (
     DrainAsked,
@@ -117,7 +117,7 @@ def aborts_free_their_rows_at_once(patch: pytest.MonkeyPatch) -> None:
 def no_row_is_kept_for_a_moving_request(patch: pytest.MonkeyPatch) -> None:
     right = moving.begin
 
-    def move(state: State, request: RequestId, source: Engine, destination: Engine, reason: str) -> Action:
+    def move(state: State, request: RequestId, source: Engine, destination: Engine, reason: str) -> Migrate:
         order = right(state, request, source, destination, reason)
         destination.rows += 1
         state.touch(destination)
@@ -129,7 +129,7 @@ def no_row_is_kept_for_a_moving_request(patch: pytest.MonkeyPatch) -> None:
 def a_request_moves_to_an_engine_without_its_version(patch: pytest.MonkeyPatch) -> None:
     right = moving.begin
 
-    def move(state: State, request: RequestId, source: Engine, destination: Engine, reason: str) -> Action:
+    def move(state: State, request: RequestId, source: Engine, destination: Engine, reason: str) -> Migrate:
         version = source.requests[request]
         lacking = [e for e in state.engines.values() if version not in e.held and e.free_rows > 0]
         return right(state, request, source, lacking[0] if lacking else destination, reason)

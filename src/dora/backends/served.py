@@ -1,7 +1,8 @@
-"""An engine behind an HTTP server: token ids in, token ids and log-probs out, one version at a time.
+"""An engine behind an HTTP server: token ids in, token ids and log-probs out.
 
 What all such engines have in common; a subclass has the words of one product. A thread listens to each
-answer. Weights are changed when the server works on nothing. Running requests move to other engines and
+answer. A server has one version at a time, unless a subclass says more, and its weights are changed when it
+works on nothing. Running requests move to other engines and
 come from them without KV: what they have so far becomes part of the prompt.
 """
 
@@ -16,15 +17,15 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from dora.backends.server import Body, Server
 from dora.backends.weights_file import write_safetensors
+from dora.backends.words import Row, Word
 from dora.core.records import Chunk, RequestId
 from dora.engine.rows import Draft
 from dora.engine.sequence import Completion, EngineError, Request
@@ -41,47 +42,12 @@ WAIT_S = 0.02  # longest that a step waits for the server
 GIVE_UP_S = 30.0  # longest that the server may go on with what was given up
 
 
-class Word(NamedTuple):
-    """What a server says of an answer: new tokens, their log-probs, and with the last ones how it ended.
-
-    `spans` are the names of the weights that drew its tokens, as in vLLM's `weight_versions`.
-    """
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    finish_reason: str | None = None
-    spans: Sequence[Mapping[str, object]] | None = None
-
-
-@dataclass(eq=False)
-class Row:
-    """A request at the server, which knows it by its `name` and has drawn all but `num_before` tokens."""
-
-    request: Request
-    name: str
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    raw: list[float] = field(default_factory=list)  # at temperature 1; NaN where nobody told
-    num_before: int = 0
-    is_halting: bool = False  # the server was told to stop
-    is_still: bool = False  # and has
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """What the server is to continue."""
-        return [*self.request.prompt_ids, *self.token_ids[: self.num_before]]
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that the server may draw."""
-        return self.request.sampling.max_tokens - self.num_before
-
-
 class Served(ABC):
-    """One server, which has the weights of one version at a time."""
+    """One server."""
 
     capabilities: ClassVar[Capabilities]
     kernels: str
+    num_slots = 1  # versions that it holds at most
 
     def __init__(
         self, server: Server, *, model: str, max_rows: int, max_context: int, dtype: str, silence_s: float
@@ -92,7 +58,7 @@ class Served(ABC):
         self._layout = Layout(self._config)
         self._max_rows, self._max_context = max_rows, max_context
         self._held: dict[int, str] = {}
-        self._label = ""  # of the weights that are loaded, at the server
+        self._labels: dict[int, str] = {}  # what the versions held are called at the server
         self._waiting: deque[Request] = deque()
         self._rows: dict[RequestId, Row] = {}
         self._streams: set[Row] = set()  # that the server may still be working on
@@ -142,31 +108,41 @@ class Served(ABC):
         return not self._is_paused and bool(self._rows or self._waiting or self._done)
 
     def load(self, version: int, source: Tensor) -> str:
-        if self._held:
+        if version in self._held or len(self._held) >= self.num_slots:
             raise EngineError(f"no place for version {version}: version {[*self._held]} is held; drop it")
         if (source.numel(), str(source.dtype)) != (self._layout.numel, f"torch.{self._dtype}"):
             raise EngineError(
                 f"version {version} has {source.numel()} weights in {source.dtype}, not {self._layout.numel} "
                 f"in {self._dtype}"
             )
-        self._settle()
-        folder = make_store_folder(source.nbytes)
+        if not self._held:
+            self._settle()
         label = f"dora-{version}-{secrets.token_hex(8)}"
+        self._held[version], self._labels[version] = self._give(label, source), label
+        return self._held[version]
+
+    def _give(self, label: str, source: Tensor) -> str:
+        """Have the server take these weights under a name; the digest of what it took."""
+        folder = make_store_folder(source.nbytes)
         try:
             write_safetensors(folder / "model.safetensors", self._layout, source)
-            digest = self._put(folder, label)
+            return self._put(folder, label)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        self._label, self._held[version] = label, digest
-        return digest
+
+    def _drew(self, version: int) -> str:
+        """What the server calls the weights that draw a version's tokens."""
+        return self._labels[version]
 
     def drop(self, version: int) -> None:
         self._mover.let_go()
         if version not in self._held:
             raise EngineError(f"version {version} is not held; held: {[*self._held]}")
-        if num := len(self._rows) + len(self._waiting) + self._mover.num_arriving:
+        own = [row.request for row in self._rows.values()] + [*self._waiting]
+        num = sum(request.version == version for request in own) + self._mover.num_arriving_of(version)
+        if num:
             raise EngineError(f"version {version} has {num} unfinished requests")
-        del self._held[version]
+        del self._held[version], self._labels[version]
 
     def submit(self, requests: Sequence[Request]) -> None:
         reasons = {request.id: self._reason_to_refuse(request) for request in requests}
@@ -353,9 +329,10 @@ class Served(ABC):
         is_ended = reason in ("stop", "length") or (reason == "abort" and row.is_halting)
         if not is_ended or not len(row.logprobs) == len(row.raw) == num_tokens:
             raise RunError(f"request {row.request.id} ended as no answer does: {word}")
-        if word.spans != [{"version": self._label, "start": 0, "end": num_tokens - row.num_before}]:
+        label = self._drew(version)
+        if word.spans != [{"version": label, "start": 0, "end": num_tokens - row.num_before}]:
             raise RunError(
-                f"request {row.request.id} is of version {version}, {self._label} at {self.server}, which "
+                f"request {row.request.id} is of version {version}, {label} at {self.server}, which "
                 f"says that the weights were {word.spans}; does somebody else use it?"
             )
         if reason == "abort":

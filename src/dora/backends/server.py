@@ -62,12 +62,16 @@ class Server:
 
     def call(self, path: str, body: Body | None = None, timeout_s: float = CALL_S) -> Any:
         """The answer to a POST with a body, or to a GET without one. Raises EngineError, RunError."""
+        text = self.tell(path, body, timeout_s)
+        return json.loads(text) if text else None
+
+    def tell(self, path: str, body: Body | None = None, timeout_s: float = CALL_S) -> bytes:
+        """The same, and the answer is no JSON."""
         try:
             with closing(self._connect(timeout_s)) as connection:
-                text = self._ask(connection, path, body).read()
+                return self._ask(connection, path, body).read()
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from error
-        return json.loads(text) if text else None
 
     def stream(self, path: str, body: Body) -> Iterator[Any]:
         """The events that answer a POST, as they come. Raises EngineError, RunError."""

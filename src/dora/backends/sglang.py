@@ -19,8 +19,9 @@ from typing import Any
 
 from dora.backends import server
 from dora.backends.inside.dora_sglang import TOKEN_KEY, TOLD
-from dora.backends.served import Row, Served, Word
+from dora.backends.served import Served
 from dora.backends.server import Body, Product
+from dora.backends.words import Row, Word
 from dora.engine.sequence import EngineError
 from dora.errors import ConfigError
 from dora.runtime.stations import Capabilities
@@ -30,6 +31,7 @@ SPARE = 8  # tokens of its context that SGLang keeps from a request, and more
 PRODUCT = Product("SGLang", "dora_sglang", TOKEN_KEY, {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"})
 FLAGS = (
     *("--skip-tokenizer-init", "--skip-server-warmup", "--sampling-defaults", "openai"),
+    *("--load-format", "safetensors"),
     *("--stream-interval", "8", "--incremental-streaming-output", "--log-level", "warning"),
     *("--json-model-override-args", '{"eos_token_id": null}'),  # a request says what ends it
 )
@@ -100,7 +102,7 @@ class Sglang(Served):
         return "/generate", {
             "rid": row.name,
             "input_ids": row.prompt_ids,
-            "extra_key": self._label,  # KV of one version never serves another
+            "extra_key": self._labels[row.request.version],  # KV of one version never serves another
             "stream": True,
             "return_logprob": True,
             "sampling_params": {

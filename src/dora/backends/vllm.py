@@ -19,8 +19,9 @@ from typing import Any
 
 from dora.backends import server
 from dora.backends.inside.dora_vllm import TOKEN_KEY
-from dora.backends.served import Row, Served, Word
+from dora.backends.served import Served
 from dora.backends.server import Body, Product
+from dora.backends.words import Row, Word
 from dora.engine.sequence import EngineError
 from dora.errors import ConfigError
 from dora.model.folder import load_config
@@ -31,12 +32,12 @@ PRODUCT = Product(
     "vLLM",
     "vllm.entrypoints.openai.api_server",
     TOKEN_KEY,
-    {"VLLM_SERVER_DEV_MODE": "1"},  # its calls for weights
+    {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},  # its calls for weights
 )
 FLAGS = (
     *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
     *("--worker-extension-cls", "dora_vllm.Weights", "--middleware", "dora_vllm.Token"),
-    *("--skip-tokenizer-init", "--stream-interval", "8"),
+    *("--skip-tokenizer-init", "--stream-interval", "8", "--load-format", "safetensors"),
     *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
 )
 SETTINGS = {
@@ -110,7 +111,7 @@ class Vllm(Served):
         return "/inference/v1/generate", {
             "request_id": row.name,
             "token_ids": row.prompt_ids,
-            "cache_salt": self._label,  # KV of one version never serves another
+            "cache_salt": self._labels[row.request.version],  # KV of one version never serves another
             "stream": True,
             "sampling_params": {
                 "temperature": sampling.temperature,

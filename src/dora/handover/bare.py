@@ -77,6 +77,11 @@ class BareMover:
         """Requests that a place is kept for."""
         return len(self._incoming)
 
+    def num_arriving_of(self, version: int) -> int:
+        """Those among them that are of this version."""
+        orders = (move.order for move in self._incoming.values())
+        return sum(isinstance(order, Receive) and order.request.version == version for order in orders)
+
     def receive(self, order: Receive) -> Reserved | NotReceived:
         """Keep a place for a request."""
         self.let_go()  # the request may come back

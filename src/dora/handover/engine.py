@@ -24,6 +24,7 @@ from dora.handover.files import FORMAT, KVFormat
 from dora.handover.mover import Mover
 from dora.handover.moves import Answer, Kept, NotReceived, Receive, Reserved, Send
 from dora.handover.pool import as_blocks, make_pool
+from dora.handover.ways import Ways
 from dora.model.config import ModelConfig
 from dora.turns.engine import TurnTakingEngine
 
@@ -31,8 +32,8 @@ from dora.turns.engine import TurnTakingEngine
 class MovingEngine(TurnTakingEngine):
     """An engine, on the CPU, that hands requests over and takes them; see there for `settings`.
 
-    Its KV lies in the file `pool`, where other engines can read it. Leases of moves end by `clock`,
-    which all engines share.
+    Its KV lies in the file `pool`, where other engines can read it; it reaches them by `ways`. Leases of
+    moves end by `clock`, which all engines of a machine share.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class MovingEngine(TurnTakingEngine):
         *,
         pool: Path,
         clock: Callable[[], float] = time.monotonic,
+        ways: Ways | None = None,
         dtype: str = "float32",
         **settings: Any,
     ) -> None:
@@ -50,10 +52,9 @@ class MovingEngine(TurnTakingEngine):
 
         super().__init__(config, kv_memory=memory, dtype=dtype, **settings)
         self._dtype, own = dtype, self._workspace.kv
-        kv = as_blocks(own.flatten().view(torch.uint8).numpy(), len(own))
-        self._mover = Mover(
-            self._scheduler, self._rows, kv, self._form, self._seats.seat, self._compute_again, clock
-        )
+        self.blocks = as_blocks(own.flatten().view(torch.uint8).numpy(), len(own))
+        how = self._form, self._seats.seat, self._compute_again
+        self._mover = Mover(self._scheduler, self._rows, self.blocks, *how, clock, ways or Ways())
 
     @property
     def num_moves(self) -> int:

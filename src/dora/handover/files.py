@@ -129,19 +129,33 @@ class Handover:
             stem + name for name in ("table", "draft", "offered", "taken", "kept")
         )
 
+    def open_table(self, num_blocks: int | None = None) -> Table:
+        """Make the table of the move for `num_blocks`, or open the one that is there. Raises OSError."""
+        return Table(self.table, num_blocks)
+
     def offer(self, snapshot: Snapshot) -> None:
         """Whoever is first may have the request now. Raises OSError, for instance on a full disk."""
         content = pickle.dumps(snapshot, protocol=pickle.HIGHEST_PROTOCOL)
+        self.put_offer(_digest(content) + content)
+
+    def put_offer(self, content: bytes) -> None:
+        """Have these bytes under the name that the other side looks for."""
         with open(self._draft, "wb", buffering=0) as file:
-            file.write(_digest(content) + content)
+            file.write(content)
         os.rename(self._draft, self._offered)
 
-    def offered(self) -> Snapshot | None:
-        """What the source offers, if it does. Raises TransferError if the file is damaged."""
+    def get_offer(self) -> bytes | None:
+        """The bytes under that name, if there are any."""
         try:
             with open(self._offered, "rb", buffering=0) as file:
-                found = file.read()
+                return file.read()
         except FileNotFoundError:
+            return None
+
+    def offered(self) -> Snapshot | None:
+        """What the source offers, if it does. Raises TransferError if it is damaged."""
+        found = self.get_offer()
+        if found is None:
             return None
         digest, content = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
         if _digest(content) != digest:

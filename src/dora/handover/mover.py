@@ -7,7 +7,6 @@ request belongs to exactly one engine throughout (see `handover`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from dora.core.records import RequestId
 from dora.engine.rows import Rows
@@ -15,8 +14,9 @@ from dora.engine.scheduler import Scheduler
 from dora.engine.sequence import Sequence
 from dora.handover.files import KVFormat, TransferError
 from dora.handover.moves import Answer, Kept, NotReceived, Receive, Received, Reserved, Send, Sent
-from dora.handover.pool import Blocks, block_bytes, open_pool
+from dora.handover.pool import Blocks, block_bytes
 from dora.handover.transfer import Incoming, Outgoing
+from dora.handover.ways import Ways
 
 _LEASE_OVER = "its lease is over"
 
@@ -25,7 +25,8 @@ class Mover:
     """Moves in and out of one engine, whose scheduler, rows and KV it works on.
 
     `form` says what KV of a version held looks like, `seat` makes a row ready to decode, and `compute`
-    the KV of what a row has, but for so many tokens that have it. Leases end by `clock`.
+    the KV of what a row has, but for so many tokens that have it. Leases end by `clock`. Other engines
+    are reached by `ways`.
     """
 
     def __init__(
@@ -37,11 +38,11 @@ class Mover:
         seat: Callable[[Sequence], None],
         compute: Callable[[Sequence, int], None],
         clock: Callable[[], float],
+        ways: Ways,
     ) -> None:
         self._scheduler, self._rows, self._form, self._seat = scheduler, rows, form, seat
         self._compute, self._clock = compute, clock
-        self._kv = kv
-        self._peers: dict[Path, Blocks] = {}
+        self._kv, self._ways = kv, ways
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
         self._answers: list[Answer] = []
@@ -53,7 +54,8 @@ class Mover:
     def receive(self, order: Receive) -> Reserved | NotReceived:
         """Reserve a row and its first blocks for a request that could run here."""
         try:
-            peer = None if order.source_pool is None else self._peer(order.source_pool)
+            pool = order.source_pool
+            peer = None if pool is None else self._ways.peer(pool, block_bytes(self._kv))
         except (OSError, ValueError) as error:
             return NotReceived(order.move, f"the source's KV cannot be read: {error}")
         place = self._scheduler.reserve(order.request)
@@ -62,8 +64,9 @@ class Mover:
         num_known, name = place
         sequence = self._scheduler.arriving[order.request.id]
         try:
+            files = self._ways.meet(order.folder, order.move)
             self._incoming[order.move] = Incoming(
-                order, sequence, num_known, self._scheduler.extend, self._kv, peer, self._clock()
+                order, files, sequence, num_known, self._scheduler.extend, self._kv, peer, self._clock()
             )
         except OSError as error:
             self._scheduler.remove(order.request.id)
@@ -75,7 +78,8 @@ class Mover:
         reason = self._reason_not_to_send(order)
         if not reason:
             try:
-                self._outgoing[order.move] = Outgoing(order, self._kv, self._clock())
+                files = self._ways.meet(order.folder, order.move)
+                self._outgoing[order.move] = Outgoing(order, files, self._kv, self._clock())
             except OSError as error:
                 reason = f"the move's files cannot be read: {error}"
         return Kept(order.move, reason) if reason else None
@@ -182,7 +186,7 @@ class Mover:
         if move.is_bare:
             self._compute(sequence, move.num_known_tokens)
             num_prefilled = snapshot.num_computed - move.num_known_tokens
-        num_tokens, stop_s = len(snapshot.draft.token_ids), self._clock() - snapshot.stopped_s
+        num_tokens, stop_s = len(snapshot.draft.token_ids), max(0.0, self._clock() - snapshot.stopped_s)
         cost = move.num_bytes, move.copy_s, stop_s, num_prefilled
         self._answers.append(Received(move.order.move, request.id, num_tokens, *cost))
 
@@ -217,10 +221,3 @@ class Mover:
         if order.num_known_blocks and names[last : last + 1] != (order.known_hash,):
             return "the destination knows another prompt, or other weights"
         return ""
-
-    def _peer(self, path: Path) -> Blocks:
-        """Another engine's pool; those whose files are gone are let go."""
-        if path not in self._peers:
-            self._peers = {known: pool for known, pool in self._peers.items() if known.exists()}
-            self._peers[path] = open_pool(path, block_bytes(self._kv))
-        return self._peers[path]

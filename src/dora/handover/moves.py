@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from dora.core.records import RequestId
 from dora.engine.sequence import Request
@@ -20,12 +20,12 @@ class Receive:
     """To the destination: reserve a place for a request that another engine is decoding.
 
     Both engines meet in `folder`. Either side gives up once nothing has been copied for `lease_s`.
-    Without a `source_pool` the request comes without its KV.
+    Where its KV is, `Ways` know by `source_pool`; without one the request comes without its KV.
     """
 
     move: int
     request: Request
-    source_pool: Path | None
+    source_pool: Any
     folder: Path
     lease_s: float
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,28 @@ from numpy.typing import NDArray
 from dora.engine.sequence import EngineError
 
 Blocks = NDArray[np.uint64]  # [blocks, words of a block]
+
+
+class Peer(Protocol):
+    """Another engine's pool, of so many blocks (`len`)."""
+
+    def __len__(self) -> int: ...
+
+    def copy(self, sources: Sequence[int], pool: Blocks, targets: Sequence[int], /) -> None:
+        """pool[targets] = its blocks `sources`. Raises OSError where they cannot be had."""
+
+
+class Mapped:
+    """A peer on this machine."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def copy(self, sources: Sequence[int], pool: Blocks, targets: Sequence[int], /) -> None:
+        copy_blocks(self._blocks, sources, pool, targets)
 
 
 def make_pool(path: Path, num_bytes: int) -> NDArray[np.uint8]:

@@ -15,9 +15,9 @@ import numpy as np
 from dora.engine.blocks import BLOCK_SIZE, num_blocks_for
 from dora.engine.rows import Draft
 from dora.engine.sequence import Sequence
-from dora.handover.files import Handover, KVFormat, Snapshot, Table, TransferError
+from dora.handover.files import Handover, KVFormat, Snapshot, TransferError
 from dora.handover.moves import Receive, Send
-from dora.handover.pool import Blocks, add_up, block_bytes, copy_blocks
+from dora.handover.pool import Blocks, Peer, add_up, block_bytes
 
 _BYTES_PER_POLL = 4 * 2**20
 
@@ -43,14 +43,14 @@ class Lease:
 class Outgoing:
     """A request on its way out of this engine."""
 
-    def __init__(self, order: Send, pool: Blocks, now_s: float) -> None:
+    def __init__(self, order: Send, files: Handover, pool: Blocks, now_s: float) -> None:
         """Raises OSError if the destination has made no table."""
         self.order, self.lease = order, Lease(order.lease_s, now_s)
         self.reason = ""  # to keep the request, as soon as there is one
         self.is_offered = False
-        self.files = Handover(order.folder, order.move)
+        self.files = files
         self._pool = pool
-        self._table = Table(self.files.table) if order.carries_kv else None
+        self._table = files.open_table() if order.carries_kv else None
         self._sums: list[int] = []
 
     @property
@@ -96,11 +96,12 @@ class Incoming:
     def __init__(
         self,
         order: Receive,
+        files: Handover,
         sequence: Sequence,
         num_known: int,
         extend: Callable[[Sequence, int], bool],
         pool: Blocks,
-        peer: Blocks | None,
+        peer: Peer | None,
         now_s: float,
     ) -> None:
         """`extend` gives the sequence so many blocks, if free; `pool` is this engine's, `peer` the source's.
@@ -109,12 +110,12 @@ class Incoming:
         """
         self.order, self.lease = order, Lease(order.lease_s, now_s)
         self.reason = ""  # to give up, as soon as there is one
-        self.files = Handover(order.folder, order.move)
+        self.files = files
         self.copy_s = 0.0
         self._sequence, self._num_known, self._extend = sequence, num_known, extend
         self._pool, self._peer = pool, peer
         num_blocks = num_blocks_for(order.request.max_length)
-        self._table = None if peer is None else Table(self.files.table, num_blocks)
+        self._table = None if peer is None else files.open_table(num_blocks)
         self._sums: list[int] = []
 
     @property
@@ -174,6 +175,9 @@ class Incoming:
         assert self._peer is not None
         if blocks and not 0 <= min(blocks) <= max(blocks) < len(self._peer):
             raise TransferError("a block of it is not in the source's pool")
-        copy_blocks(self._peer, blocks, self._pool, own)
+        try:
+            self._peer.copy(blocks, self._pool, own)
+        except OSError as error:
+            raise TransferError(f"the source's KV cannot be read: {error}") from error
         self._sums += add_up(self._pool, own)
         self.copy_s += time.perf_counter() - started_s

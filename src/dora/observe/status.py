@@ -138,7 +138,8 @@ def _processes(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("process", "pid", "last heard", "may be silent for", "is at", title_justify="left")
     for row in rows:
         cells = (_time(row["heard_s"]) + " ago", _time(row["limit_s"]), row["at"])
-        table.add_row(row["name"], str(row["pid"]), *cells)
+        where = f" on {row['node']}" if row.get("node") else ""
+        table.add_row(row["name"], f"{row['pid']}{where}", *cells)
     return table
 
 

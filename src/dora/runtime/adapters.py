@@ -24,7 +24,11 @@ from dora.runtime.stations import (
 )
 
 TRAINER_KEY = "trainer.adapter"
-BUILT_IN = {"vllm": "dora.backends.vllm:Vllm", "sglang": "dora.backends.sglang:Sglang"}
+BUILT_IN = {
+    "vllm": "dora.backends.vllm:Vllm",
+    "vllm-lora": "dora.backends.vllm_lora:VllmLora",
+    "sglang": "dora.backends.sglang:Sglang",
+}
 MADE_WITH = ("model", "max_rows", "max_context", "version_slots", "device", "dtype")
 
 
@@ -124,6 +128,8 @@ def _lacking(config: Config, kind: Engines, can: Capabilities) -> Iterator[str]:
     if can.max_versions is not None and kind.version_slots > can.max_versions:
         most = can.max_versions
         yield f"it holds {most} versions at most: set {kind.key}.version_slots = {most}"
+    if can.are_adapters and not config.trainer.lora_rank:
+        yield "its versions are LoRA adapters: set trainer.lora_rank, or take another adapter"
     if orchestrator.rush and not can.rushes:
         yield "its rows do not stand still for a late one: set orchestrator.rush = false"
     if not can.pauses and (orchestrator.placement == "colocated" or config.trainer.elastic):

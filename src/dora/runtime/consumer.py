@@ -50,13 +50,20 @@ class ConsumerSpec:
     """What a worker needs: its consumer's name, the stream's folder, and how to `make` its work.
 
     `make` must be picklable; it is called in the worker with a function that starts the time of a call
-    anew, for work that is many calls. `want` says how much is taken at once.
+    anew, for work that is many calls. `want` says how much is taken at once. On another machine the stream is
+    at the TCP endpoint `far`, which comes with its token.
     """
 
     name: str
     stream: Path
     make: Callable[[Callable[[], None]], Work]
     want: Want
+    far: tuple[str, str] | None = None
+
+    def open_stream(self) -> StreamClient:
+        """A client of the stream, from wherever this is called. Raises RunError."""
+        endpoint, token = self.far or (wire.endpoint_of(self.stream), "")
+        return StreamClient(endpoint, STOPPED_S, token)
 
 
 def run_consumer(outbox: Outbox, inbox: Inbox, spec: ConsumerSpec) -> None:
@@ -64,7 +71,7 @@ def run_consumer(outbox: Outbox, inbox: Inbox, spec: ConsumerSpec) -> None:
     outbox.beat()
     place = _Place(spec.name, outbox)
     work = spec.make(place.still)
-    with StreamClient(wire.endpoint_of(spec.stream), STOPPED_S) as client:
+    with spec.open_stream() as client:
         outbox.send(m.Ready())
         try:
             while True:

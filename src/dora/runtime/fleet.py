@@ -22,6 +22,7 @@ from dora.runtime.moving import Moves, Word
 from dora.runtime.plan import Plan
 from dora.runtime.process import Pulse, Told, Worker
 from dora.runtime.restarts import Restarts
+from dora.runtime.sealed import Address
 from dora.runtime.telling import Teller
 from dora.runtime.workers import run_engine
 
@@ -54,6 +55,7 @@ class Fleet:
         self.moves = Moves(folder, timeout_s, facts, self.send, teller.length)
         self.restarts = Restarts(plan.config.runtime.max_restarts)
         self._pools: dict[int, Path] = {}
+        self._doors: dict[int, Address] = {}
         self._started_s: dict[int, float] = {}
         self._places: dict[int, int] = {}  # engine -> the first engine that stood in its place
         self._met: set[int] = set()  # engines that the core was told of
@@ -108,8 +110,14 @@ class Fleet:
         if order.source not in self.workers:
             self.moves.refuse(order)
             return
-        can_read = order.destination in self._pools
-        self.moves.begin(order, request, self._pools.get(order.source) if can_read else None)
+        self.moves.begin(order, request, self._way(order.source, order.destination))
+
+    def _way(self, source: int, destination: int) -> Path | Address | None:
+        """Where the destination of a move reads the source's KV; None: it cannot."""
+        if destination not in self._pools:
+            return None
+        is_near = self.workers[source].node == self.workers[destination].node
+        return self._pools.get(source) if is_near else self._doors.get(source)
 
     def announce(self, version: int, digest: str) -> None:
         """A version has been published; engines that load it later bring it near meanwhile."""
@@ -133,12 +141,14 @@ class Fleet:
         match message:
             case m.Gone():
                 self._end(engine, self.workers[engine].how_it_ended)
-            case m.Ready(note, pool):
+            case m.Ready(note, pool, door):
                 self.ready.add(engine)
                 self._was_ready = True
                 self.kernels[note] = None
                 if pool is not None:
                     self._pools[engine] = pool
+                if door is not None:
+                    self._doors[engine] = door
                 if self._is_open:
                     self._join(engine)
                     self._notice(f"engine {engine} has joined")
@@ -255,5 +265,6 @@ class Fleet:
             if engine in self.joined or not self._is_open:  # an evaluation hears of all engines
                 self._facts.append(fact)
             self.joined.discard(engine)
+            self._doors.pop(engine, None)
             if engine in self._pools:
                 self._pools.pop(engine).unlink(missing_ok=True)

@@ -5,12 +5,14 @@ The driver, with the orchestrator and the journal, is on this machine in either 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dora.config import Config
 from dora.errors import ConfigError
+from dora.fleets import num_engines
 from dora.runtime.process import Body, Carrier, Forked, warm_up
 
 if TYPE_CHECKING:
@@ -18,7 +20,20 @@ if TYPE_CHECKING:
 
 
 class Ground(Protocol):
-    """Starts processes, wherever it may."""
+    """Starts processes, wherever it may.
+
+    `host` is where processes of other machines reach this one; None: there are none. Machines that are
+    `leaving` are those of `Worker.node`, and `num_free` engines more could start now.
+    """
+
+    @property
+    def host(self) -> str | None: ...
+
+    @property
+    def leaving(self) -> frozenset[str]: ...
+
+    @property
+    def num_free(self) -> int: ...
 
     def start(self, name: str, body: Body, spec: Any) -> Carrier:
         """As `Told.start`. Raises RunError where there is no place for it."""
@@ -29,6 +44,10 @@ class Ground(Protocol):
 
 class Here:
     """This machine, whose workers are forked."""
+
+    host = None
+    leaving: frozenset[str] = frozenset()
+    num_free = 0
 
     def __init__(self) -> None:
         warm_up()
@@ -49,6 +68,11 @@ def check(config: Config) -> None:
             'runtime.kind = "ray": Ray is not installed here; pip install "dora-rl[ray]", or set '
             "runtime.kind = local"
         )
+    if config.ray.max_engines is not None and config.ray.max_engines < num_engines(config):
+        raise ConfigError(
+            f"ray.max_engines = {config.ray.max_engines} is less than the {num_engines(config)} engines that "
+            "the run begins with: raise it, or lower engine.num_engines"
+        )
     if config.trainer.elastic or config.orchestrator.placement == "colocated":
         raise ConfigError(
             'runtime.kind = "ray" gives each engine a place of its own, not one that it shares with the '
@@ -59,6 +83,7 @@ def check(config: Config) -> None:
 def make_ground(plan: Plan, notice: Callable[[str], None]) -> Ground:
     """That of a run; `notice` gets sentences for the person watching. Raises RunError without a cluster."""
     if plan.config.runtime.kind == "ray":
+        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")  # Ray's log is not the run's to print
         from dora.runtime.ray import Cluster
 
         return Cluster(plan, notice)

@@ -1,4 +1,4 @@
-"""The hands of a run on one machine: engine, trainer and rewarder processes behind pipes.
+"""The hands of a run: engine, trainer and rewarder processes, on the ground that the run has.
 
 Orders become messages, messages become facts. An engine that dies or falls silent is a fact;
 the death of the last engine ends the run with RunError. `fleet` has the engines, `trainers` the trainer.
@@ -42,6 +42,7 @@ from dora.core.wording import nth
 from dora.errors import RunError
 from dora.runtime import messages as m
 from dora.runtime.checkpoints import Checkpoints
+from dora.runtime.elastic import Elastic
 from dora.runtime.episodes import Episodes
 from dora.runtime.fleet import Fleet
 from dora.runtime.ground import make_ground
@@ -63,7 +64,7 @@ POLL_S = 0.2  # how often deadlines are looked at while nothing arrives
 
 
 class LocalHands:
-    """All stations of a run as processes of this machine; `close` ends them."""
+    """All stations of a run as processes; `close` ends them."""
 
     def __init__(
         self,
@@ -72,10 +73,8 @@ class LocalHands:
         check_stop: Callable[[], None] = lambda: None,
         past: Past | None = None,
     ) -> None:
-        """Start the processes; `notice` gets sentences for the person watching.
-
-        `check_stop` is called while nothing is half done, and may raise to end the run. With a `past`
-        they go on from there.
+        """Start the processes. `notice` gets sentences for the person watching, `check_stop` is called while
+        nothing is half done, and may raise to end the run. With a `past` they go on from there.
         """
         self._ground = make_ground(plan, notice)
         self._started_s = self._checked_s = time.monotonic()
@@ -91,6 +90,7 @@ class LocalHands:
             plan.columns,
             {task.name: task.lease_s for task in tasks},
             plan.evaluation.num_answers if plan.evaluation else 0,
+            self._ground.host,
         )
         self.stream_folder = self._feed.folder
         self.samples.follow(self._feed)
@@ -102,6 +102,7 @@ class LocalHands:
         self._checkpoints = Checkpoints(plan, self.weights, notice)
         self._told = Told(self._ground.start)  # by all workers
         self.fleet = Fleet(plan, self.weights.folder, self._told, self.facts, self.teller, notice)
+        self._elastic = Elastic(plan, self._ground, self.fleet, self.facts, notice)
         self.refusals: dict[int, str] = {}  # engine -> why it may not leave, until somebody has read it
         self.fleet.digests.update(kept)
         start = (past.resumed.from_step, past.checkpoint) if past else (0, None)
@@ -380,6 +381,7 @@ class LocalHands:
         asleep_s = max(0.0, now_s - self._checked_s - 1.0)
         self._checked_s = now_s
         self.fleet.check_silence(asleep_s)
+        self._elastic.look()
         self.patience.check(asleep_s)
         self._tell_scored(self.rewarding.check_deadlines(asleep_s))
         self.trainers.check(asleep_s)

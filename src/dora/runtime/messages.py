@@ -6,10 +6,8 @@ engine's own: see `dora.handover.moves`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dora.core.records import GroupId, RequestId
 from dora.engine.sequence import Completion, Request
@@ -21,94 +19,14 @@ from dora.handover.moves import Reserved as Reserved
 from dora.handover.moves import Send as Send
 from dora.handover.moves import Sent as Sent
 from dora.runtime.occupancy import Use
-from dora.trainer.scoring import Scoring
+from dora.runtime.sealed import Address
+from dora.runtime.specs import CriticSpec as CriticSpec
+from dora.runtime.specs import EngineSpec as EngineSpec
+from dora.runtime.specs import StationSpec as StationSpec
+from dora.runtime.specs import TrainerSpec as TrainerSpec
 from dora.turns.words import Finish as Finish
 from dora.turns.words import Observe as Observe
 from dora.turns.words import TurnEnded
-
-if TYPE_CHECKING:  # they bring torch, which a rewarder does not need
-    from dora.trainer.critic import CriticSettings
-    from dora.trainer.trainer import TrainerSettings
-
-# specifications: everything a worker needs to start
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """A rollout engine; lengths in tokens. Its KV blocks lie in the file `pool`, which it makes; on a GPU
-    they lie there, and there is none.
-
-    One that `reads_text` knows stop strings, one that `returns_routes` tells the experts of each token.
-    """
-
-    model: Path
-    weights: Path
-    pool: Path
-    max_rows: int
-    max_context: int
-    version_slots: int
-    kernels: str
-    pace_s: float
-    tail_interval: int
-    max_staleness: int
-    exact: bool = False
-    reads_text: bool = False
-    returns_routes: bool = False
-    device: str = "cpu"
-    dtype: str = "float32"
-    adapter: str | None = None  # the class of another engine
-    options: Mapping[str, object] | None = None  # what that is made with beside these
-    loads_deferred: bool = False
-    kv_blocks: int | None = None  # as many as all rows take
-    renewal: str | None = None  # "partial" | "inflight": answers go on with newer versions
-
-
-@dataclass(frozen=True)
-class CriticSpec:
-    """A critic, which begins as the decoder in the folder `model`."""
-
-    model: Path
-    settings: CriticSettings
-
-
-@dataclass(frozen=True)
-class TrainerSpec:
-    """The trainer. It begins at `model`, or goes on from `checkpoint`.
-
-    One that `streams` works on groups before their batch is complete. In exact mode it computes as an engine
-    of `exact` does. Rank 0 of `num_ranks` is spoken to; none waits longer than `rank_timeout_s` for another.
-    Stations beside it make `columns`, each group's within `column_wait_s`.
-    """
-
-    model: Path
-    weights: Path
-    stream: Path
-    settings: TrainerSettings
-    scoring: Scoring
-    streams: bool
-    max_staleness: int = 0
-    exact: EngineSpec | None = None
-    checkpoint: Path | None = None
-    device: str = "cpu"
-    published_dtype: str = "float32"
-    peak_tflops: float | None = None
-    rank: int = 0
-    num_ranks: int = 1
-    rank_timeout_s: float = 600.0
-    critic: CriticSpec | None = None
-    columns: tuple[str, ...] = ()
-    column_wait_s: float | None = None
-    adapter: str | None = None  # the class of another trainer
-
-
-@dataclass(frozen=True)
-class StationSpec:
-    """A station beside the `trainer`, which makes one of its columns."""
-
-    column: str
-    trainer: TrainerSpec
-    device: str = "cpu"
-
 
 # to a worker
 
@@ -226,10 +144,14 @@ class Save:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker has started; `note` says what it runs on, `pool` is the file of an engine's KV, if any."""
+    """The worker has started; `note` says what it runs on, `pool` is the file of an engine's KV, if any.
+
+    Engines of other machines read it at the `door`.
+    """
 
     note: str = ""
     pool: Path | None = None
+    door: Address | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dora.core.actions import Migrate
 from dora.core.events import Event, Migrated, MigrationFailed, RequestFailed, RequestFinished
@@ -63,7 +64,7 @@ class Moves:
         self._count = 0
         self.under_way: dict[int, Move] = {}
 
-    def begin(self, order: Migrate, request: Request, source_pool: Path | None) -> None:
+    def begin(self, order: Migrate, request: Request, source_pool: Any) -> None:
         """Ask the destination for a place; without a `source_pool` that it can read, no KV moves.
 
         Without a destination the move has failed.

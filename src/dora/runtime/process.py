@@ -142,6 +142,10 @@ class Carrier(Line, Protocol):
         """Its number on its own machine, once it is known."""
 
     @property
+    def node(self) -> str:
+        """The machine it is on; those of one node share memory and files. "": the driver's, or not known."""
+
+    @property
     def is_alive(self) -> bool:
         """Whether it has not ended, as far as is known here."""
 
@@ -155,6 +159,8 @@ class Carrier(Line, Protocol):
 
 class Forked:
     """A carrier: a process of this machine behind a pipe."""
+
+    node = ""
 
     def __init__(self, name: str, body: Body, spec: object) -> None:
         connection, theirs = CONTEXT.Pipe()
@@ -238,6 +244,11 @@ class Worker:
         return self._carrier.pid
 
     @property
+    def node(self) -> str:
+        """See `Carrier`."""
+        return self._carrier.node
+
+    @property
     def is_alive(self) -> bool:
         """Whether its process has not ended."""
         return self._carrier.is_alive
@@ -292,6 +303,7 @@ class Pulse(NamedTuple):
         return {
             "name": self.worker.name,
             "pid": self.worker.pid,
+            "node": self.worker.node[:8],
             "heard_s": round(heard_s, 3),
             "limit_s": self.limit_s,
             "at": self.work if self.is_ready else "starting",

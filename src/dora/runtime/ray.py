@@ -1,7 +1,8 @@
 """A run on a Ray cluster: its workers are actors in placement groups. The only file that imports Ray.
 
-Ray finds places for processes, starts and ends them. What they and the driver say to one another goes
-over lines of our own (`sealed`), and who lives is told by that: to Ray, an actor that hangs is alive.
+Ray finds places for processes, starts and ends them, and takes weights to other nodes. What processes and
+the driver say to one another goes over lines of our own (`sealed`, `far`), and who lives is told by that: to
+Ray, an actor that hangs is alive.
 """
 
 from __future__ import annotations
@@ -9,45 +10,41 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
+from ray._private import state as gcs
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dora import __version__
 from dora.errors import RunError
-from dora.runtime import sealed
+from dora.runtime import far, sealed
 from dora.runtime.consumer import ConsumerSpec
-from dora.runtime.devices import is_gpu
-from dora.runtime.messages import EngineSpec, StationSpec, TrainerSpec
+from dora.runtime.messages import EngineSpec, LoadWeights, StageWeights
+from dora.runtime.needs import Need, engine_need, kind_of, needs_of, on_its_own_gpu, sum_of
 from dora.runtime.plan import Plan
 from dora.runtime.process import WORKER_ENVIRONMENT, Body, Carrier, Forked, live
-from dora.runtime.rewarding import reward_tasks
+from dora.weights.store import WeightStore, make_store_folder
 
 NODE = "ray.io/node-id"  # a label of each node
-END_S = 5.0  # that Ray may take to say that an actor has ended
-
-
-@dataclass(frozen=True)
-class Need:
-    """What an actor of a kind takes."""
-
-    kind: str
-    cpus: float
-    gpus: float = 0.0
-    node: str | None = None  # where it must be
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """As placement groups have it, which know no empty one."""
-        wanted = {"CPU": self.cpus, "GPU": self.gpus}
-        return {name: amount for name, amount in wanted.items() if amount} or {"CPU": 0.001}
+END_S = 1.0  # that Ray may take to say that an actor has ended, and how
+LOOK_S = 1.0  # between two looks at which nodes there are
 
 
 @dataclass(frozen=True)
@@ -59,45 +56,95 @@ class Place:
     need: Need
 
 
+@dataclass(frozen=True)
+class Home:
+    """What an actor has to know of the driver's node; a run that `spans` several has a line to its desk."""
+
+    node: str
+    spans: bool
+    stored_bytes: int  # of an engine's KV, and of the versions that it loads, where it is on another
+    desk: sealed.Address | None = None
+    version: str = __version__  # the driver's
+
+
 class Cluster:
     """A ground: where Ray has room."""
 
     def __init__(self, plan: Plan, notice: Callable[[str], None]) -> None:
         """Join the cluster, or start one, and reserve what the run begins with. Raises RunError."""
         self._config, self._notice = plan.config.ray, notice
-        self._start_timeout_s = plan.config.runtime.start_timeout_s
+        self.patience_s = plan.config.runtime.start_timeout_s
         self._is_own = not ray.is_initialized()
-        needs = _needs(plan, None)
+        needs = needs_of(plan)
         if self._is_own:
-            self._join(sum(need.bundle["CPU"] for need in needs))
-        self.home: str = ray.get_runtime_context().get_node_id()
-        self._needs = {need.kind: need for need in _needs(plan, self.home)}
-        host = "127.0.0.1" if self._config.address is None else ray.util.get_node_ip_address()
-        self._listener = sealed.Listener(host)
+            self._join(sum_of(needs)["CPU"])
+        self._spans = self._config.address is not None
+        self.host = ray.util.get_node_ip_address() if self._spans else None
+        self._listener = sealed.Listener(self.host or "127.0.0.1")
+        stored_bytes = plan.pool_bytes + 2 * plan.version_bytes
+        self.home = Home(ray.get_runtime_context().get_node_id(), self._spans, stored_bytes)
+        self._needs = {need.kind: need for need in needs}
         self._groups: list[PlacementGroup] = []
         self._free: list[Place] = []
-        self._lock = threading.Lock()
-        self._reserve(_needs(plan, self.home))
+        self._versions: dict[int, ray.ObjectRef] = {}  # in Ray's memory
+        self._lock, self._is_closed = threading.Lock(), threading.Event()
+        self._leaving: frozenset[str] = frozenset()
+        self._num_free = 0
+        self._reserve(needs)
+        for _ in range((self._config.max_engines or 0) - plan.num_engines):
+            self._group([engine_need(plan)])  # which a cluster that scales itself sees waiting
+        if self._spans:
+            threading.Thread(target=self._watch, name="watches nodes", daemon=True).start()
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Nodes that are being drained."""
+        return self._leaving
+
+    @property
+    def num_free(self) -> int:
+        """Places in which an engine could start now."""
+        return self._num_free
 
     def start(self, name: str, body: Body, spec: Any) -> Carrier:
         """Environments stay with the driver; they have ways of their own to other machines."""
-        kind = _kind_of(spec)
-        return Forked(name, body, spec) if kind is None else Actor(self, self._take(kind), body, spec)
+        kind = kind_of(spec)
+        if kind is None:
+            return Forked(name, body, spec)
+        home = self.home
+        if self._spans and isinstance(spec, EngineSpec):
+            folder = spec.weights
+            home = replace(home, desk=self.expect(lambda line, _: far.attend(line, folder)))
+        return Actor(self, self._take(kind), body, spec, home)
 
     def expect(self, met: sealed.Met) -> sealed.Address:
         """As `Listener.expect`."""
         return self._listener.expect(met)
 
     def give_back(self, place: Place) -> None:
-        """Nobody is there any more."""
+        """Nobody is there any more; who takes it waits there until Ray, too, knows that."""
         with self._lock:
             self._free.append(place)
 
+    def shipped(self, store: WeightStore, version: int) -> ray.ObjectRef:
+        """A version in Ray's memory, where it is put once; those that have been retired leave it.
+
+        Raises FileNotFoundError if this one is.
+        """
+        with self._lock:
+            stored = store.versions()
+            self._versions = {known: ref for known, ref in self._versions.items() if known in stored}
+            if version not in self._versions:
+                self._versions[version] = ray.put(as_bytes(store, version))
+            return self._versions[version]
+
     def close(self) -> None:
+        self._is_closed.set()
         self._listener.close()
         with contextlib.suppress(RayError):
             for group in self._groups:
                 remove_placement_group(group)
+        self._versions.clear()
         if self._is_own:
             ray.shutdown()
 
@@ -112,7 +159,7 @@ class Cluster:
         try:
             with _own_signals():
                 ray.init(
-                    address=address or "local",  # else it would join one that somebody else has started
+                    address=address or "local",  # else it joins any that runs here
                     namespace=f"dora-{secrets.token_hex(8)}",
                     log_to_driver=False,
                     logging_level="ERROR",
@@ -126,26 +173,22 @@ class Cluster:
     def _reserve(self, needs: list[Need]) -> None:
         """All at once: a run begins with everything, or not at all. Raises RunError."""
         group = self._group(needs)
-        try:
-            ray.get(group.ready(), timeout=self._start_timeout_s)
-        except GetTimeoutError as error:
-            asked: dict[str, float] = {}
-            for need in needs:
-                for name, amount in need.bundle.items():
-                    asked[name] = asked.get(name, 0.0) + amount
+        if not group.wait(self.patience_s):
+            asked = sum_of(needs)
             have = {name: ray.cluster_resources().get(name, 0.0) for name in asked}
+            remove_placement_group(group)
             raise RunError(
                 f"the cluster had no room for the run within runtime.start_timeout_s = "
-                f"{self._start_timeout_s:g} s: it asks for {asked}, and all nodes together have {have}; "
+                f"{self.patience_s:g} s: it asks for {asked}, and all nodes together have {have}; "
                 "lower engine.num_engines or ray.*_cpus, or add nodes"
-            ) from error
+            )
 
     def _group(self, needs: list[Need]) -> PlacementGroup:
         """A new group, whose places are free."""
         group = placement_group(
             [need.bundle for need in needs],
             strategy="SPREAD" if self._config.spread else "PACK",
-            bundle_label_selector=[{} if need.node is None else {NODE: need.node} for need in needs],
+            bundle_label_selector=[{NODE: self.home.node} if need.is_home else {} for need in needs],
         )
         with self._lock:
             self._groups.append(group)
@@ -153,35 +196,59 @@ class Cluster:
         return group
 
     def _take(self, kind: str) -> Place:
-        """One that is free, or a new one, for which a cluster that scales itself finds a node."""
+        """One that is free, on a node that stays if there is one; or a new one."""
         while True:
             with self._lock:
-                found = next((place for place in self._free if place.need.kind == kind), None)
-                if found is not None:
-                    self._free.remove(found)
-                    return found
+                free = [place for place in self._free if place.need.kind == kind]
+            if free:
+                place = next(filter(self._is_well, free), free[0]) if len(free) > 1 else free[0]
+                with self._lock:
+                    self._free.remove(place)
+                return place
             self._group([self._needs[kind]])
+
+    def _is_well(self, place: Place) -> bool:
+        """Whether it has a node, which stays."""
+        nodes = placement_group_table(place.group).get("bundles_to_node_id", {})
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return nodes.get(place.index) in alive - self._leaving
+
+    def _watch(self) -> None:
+        """See nodes come and go, until the run ends."""
+        while not self._is_closed.wait(LOOK_S):
+            with contextlib.suppress(RayError, RuntimeError):
+                self._leaving = frozenset(gcs.state.get_draining_nodes())
+                with self._lock:
+                    free = [place for place in self._free if place.need.kind == "engine"]
+                self._num_free = sum(map(self._is_well, free))
 
 
 class Actor:
     """A carrier: an actor, whose process calls the driver as soon as it has a place."""
 
-    def __init__(self, cluster: Cluster, place: Place, body: Body, spec: Any) -> None:
-        self._cluster, self._place = cluster, place
+    def __init__(self, cluster: Cluster, place: Place, body: Body, spec: Any, home: Home) -> None:
+        self._cluster, self._places, self._home = cluster, [place], home.node
+        self._store = WeightStore(spec.weights, spec.dtype) if isinstance(spec, EngineSpec) else None
         self._line: Future[sealed.SealedLine] = Future()
         self._ended = threading.Event()
         self._pid: int | None = None
-        self._node = ""
-        self._address = cluster.expect(self._met)
+        self._node = home.node
+        address = cluster.expect(self._met)
         where = PlacementGroupSchedulingStrategy(place.group, place.index)
         station: Any = Station
         options = {"num_cpus": place.need.cpus, "num_gpus": place.need.gpus, "scheduling_strategy": where}
+        options |= {"max_concurrency": 1 if self._store is None else 2}
         self._actor = station.options(**options).remote()
-        self._end = self._actor.live.remote(self._address, body, _on_its_own_gpu(spec))
+        self._end = self._actor.live.remote(address, body, on_its_own_gpu(spec), home)
         self._end.future().add_done_callback(self._has_ended)
 
-    def send(self, messages: Any, /) -> None:
-        self._line.result().send(messages)
+    def send(self, messages: Sequence[Any], /) -> None:
+        """What is to be loaded is there when the order to load it is."""
+        line = self._line.result()
+        for message in messages:
+            if isinstance(message, LoadWeights | StageWeights) and self.node:
+                self._bring(message.version)
+        line.send(messages)
 
     def recv(self) -> Any:
         return self._line.result().recv()
@@ -191,12 +258,16 @@ class Actor:
         return self._pid
 
     @property
+    def node(self) -> str:
+        return "" if self._node == self._home else self._node
+
+    @property
     def is_alive(self) -> bool:
         return not self._ended.is_set()
 
     @property
     def how_it_ended(self) -> str:
-        where = f"(pid {self._pid}, node {self._node[:8]}) " if self._node else ""
+        where = f"(pid {self._pid}, node {self._node[:8]}) " if self._pid else ""
         return f"{where}has ended: {self._why()}"
 
     def kill(self) -> None:
@@ -206,18 +277,32 @@ class Actor:
         if self._line.done() and self._line.exception() is None:
             self._line.result().close()
         self._ended.wait(END_S)
+        self._leave()
 
     def _met(self, line: sealed.SealedLine, hello: Any) -> None:
         self._pid, self._node = hello
         if self._line.set_running_or_notify_cancel():
             self._line.set_result(line)
 
+    def _bring(self, version: int) -> None:
+        """To its node; what has gone wrong is said by the engine, which does not find it."""
+        assert self._store is not None
+        with contextlib.suppress(FileNotFoundError, RayError):
+            ref = self._cluster.shipped(self._store, version)
+            names = [self._store.name_of(stored) for stored in self._store.versions()]
+            brought = self._actor.bring.remote(self._store.name_of(version), ref, names)
+            ray.get(brought, timeout=self._cluster.patience_s)
+
     def _has_ended(self, _: Future[Any]) -> None:
-        if not self._ended.is_set():
-            self._ended.set()
-            self._cluster.give_back(self._place)
+        self._ended.set()
+        self._leave()
         if not self._line.done():
             self._line.set_exception(EOFError("it has ended before it could say anything"))
+
+    def _leave(self) -> None:
+        """Once, by whoever knows first that it has ended."""
+        with contextlib.suppress(IndexError):
+            self._cluster.give_back(self._places.pop())
 
     def _why(self) -> str:
         self._ended.wait(END_S)
@@ -235,39 +320,52 @@ class Actor:
 class Station:
     """A process of the run on some node."""
 
-    def live(self, address: sealed.Address, body: Body, spec: Any) -> None:
-        """As `process.live`, in the main thread."""
-        line = sealed.call(address, (os.getpid(), ray.get_runtime_context().get_node_id()))
+    def __init__(self) -> None:
+        self._folder: Path | None = None  # of its own, where it is not on the driver's node
+
+    def live(self, address: sealed.Address, body: Body, spec: Any, home: Home) -> None:
+        """As `process.live`."""
+        node = ray.get_runtime_context().get_node_id()
+        if home.version != __version__:
+            raise RunError(f"DORA {__version__} is on node {node}, and {home.version} is the driver's")
+        spec = self._made_for(spec, home, node == home.node)
+        line = sealed.call(address, (os.getpid(), node))
         try:
             live(line, body, spec)
         finally:
             line.close()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def bring(self, name: str, content: NDArray[np.uint8], names: list[str]) -> None:
+        """A version is here: put it where this process looks for it, and forget those not among `names`."""
+        assert self._folder is not None
+        for file in self._folder.glob("[0-9]*"):
+            if file.name not in names:
+                file.unlink()
+        draft = self._folder / f"{name}.draft"
+        draft.write_bytes(content.data)
+        os.replace(draft, self._folder / name)
+
+    def _made_for(self, spec: Any, home: Home, is_home: bool) -> Any:
+        """A worker's specification, with the places of this node."""
+        if isinstance(spec, ConsumerSpec):
+            return replace(spec, far=None) if is_home else spec
+        if not isinstance(spec, EngineSpec) or not home.spans:
+            return spec
+        spec = replace(spec, host=ray.util.get_node_ip_address())
+        if is_home:
+            return spec
+        self._folder = make_store_folder(home.stored_bytes)
+        return replace(spec, weights=self._folder, pool=self._folder / spec.pool.name, desk=home.desk)
 
 
-def _needs(plan: Plan, home: str | None) -> list[Need]:
-    """Of all actors that a run begins with; the trainer's processes have to be at `home`."""
-    config = plan.config
-    cluster, trainer = config.ray, config.trainer
-    num_trainers = plan.config.trainer.num_ranks + len(plan.columns)
-    num_judges = sum(task.num_workers for task in reward_tasks(config) if not task.is_outside)
-    return [
-        *[Need("trainer", cluster.trainer_cpus, float(is_gpu(trainer.device)), home)] * num_trainers,
-        *[Need("reward", cluster.reward_cpus)] * num_judges,
-        *[Need("engine", cluster.engine_cpus, float(is_gpu(config.engine.device)))] * plan.num_engines,
-    ]
+def as_bytes(store: WeightStore, version: int) -> NDArray[np.uint8]:
+    """As Ray takes it without a copy more than its own."""
+    import torch
 
-
-def _kind_of(spec: Any) -> str | None:
-    """What an actor is for; None: it is none."""
-    kinds = {EngineSpec: "engine", ConsumerSpec: "reward", TrainerSpec: "trainer", StationSpec: "trainer"}
-    return kinds.get(type(spec))
-
-
-def _on_its_own_gpu(spec: Any) -> Any:
-    """Ray shows an actor the GPU that it has reserved, and no other."""
-    if isinstance(spec, EngineSpec | TrainerSpec | StationSpec) and is_gpu(spec.device):
-        return replace(spec, device="cuda:0")
-    return spec
+    content: NDArray[np.uint8] = store.fetch(version).view(torch.uint8).numpy()
+    return content
 
 
 @contextlib.contextmanager

@@ -67,7 +67,9 @@ class RewardTask:
     def crew_spec(self, feed: Feed) -> CrewSpec:
         """Its workers, at the stream of a feed."""
         return CrewSpec(
-            ConsumerSpec(reward_column(self.name), feed.folder, partial(Judge, self.judge), self.want),
+            ConsumerSpec(
+                reward_column(self.name), feed.folder, partial(Judge, self.judge), self.want, feed.far
+            ),
             title="rewarder" if self.name == REWARD else self.name,
             what=self.name,
             num_workers=self.num_workers,

@@ -1,8 +1,8 @@
 """Lines between machines, on which only what the other end has sealed is read.
 
-Both ends have a key that came to them by another way, and that no other line has. A message carries a
-keyed digest of its direction, its number and its content (BLAKE2b): what somebody else sends, repeats,
-leaves out or changes ends the line before it is unpickled. Nothing is encrypted.
+Both ends have a key that came to them by another way, and with it make one that no other line has. A message
+carries a keyed digest of its direction, its number and its content (BLAKE2b): what somebody else sends,
+repeats, leaves out or changes ends the line before it is unpickled. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-KEY_BYTES, NAME_BYTES, SEAL_BYTES = 32, 16, 16
+KEY_BYTES, NAME_BYTES, SEAL_BYTES, NONCE_BYTES = 32, 16, 16, 16
 MAX_BYTES = 2**30  # of a message
 HELLO_BYTES = 2**16  # of the first one, before which nothing is known of the caller
 HELLO_S = 10.0  # that who connects may take to say who it is
@@ -74,12 +74,13 @@ class SealedLine:
         self._socket.close()
 
     def _receive(self, num_bytes: int) -> bytearray:
-        received = bytearray()
-        while len(received) < num_bytes:
-            part = self._socket.recv(min(num_bytes - len(received), 2**20))
-            if not part:
-                raise EOFError("the other end has hung up")
-            received += part
+        received, num_received = bytearray(num_bytes), 0
+        with memoryview(received) as rest:
+            while num_received < num_bytes:
+                num_more = self._socket.recv_into(rest[num_received:])
+                if not num_more:
+                    raise EOFError("the other end has hung up")
+                num_received += num_more
         return received
 
     def _seal(self, direction: bytes, number: int, content: bytes | bytearray) -> bytes:
@@ -92,32 +93,45 @@ class SealedLine:
 def call(address: Address, hello: Any) -> SealedLine:
     """Connect, and say `hello`, which the listener gets with the line. Raises OSError."""
     own = socket.create_connection((address.host, address.port), timeout=HELLO_S)
-    own.settimeout(None)
-    own.sendall(address.name)
-    line = SealedLine(own, address.key, is_listener=False)
-    line.send(hello)
+    try:
+        own.sendall(address.name)
+        nonce = own.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        own.settimeout(None)
+        line = SealedLine(own, key_of_line(address.key, nonce), is_listener=False)
+        line.send(hello)
+    except OSError:
+        own.close()
+        raise
     return line
+
+
+def key_of_line(key: bytes, nonce: bytes) -> bytes:
+    """What was said on another line, by the same key, is nothing on this one."""
+    return hashlib.blake2b(nonce, key=key, person=b"line", digest_size=KEY_BYTES).digest()
 
 
 Met = Callable[[SealedLine, Any], None]
 
 
 class Listener:
-    """Waits for callers, each of whom is expected by its name, and once."""
+    """Waits for callers, each of whom is expected by its name."""
 
     def __init__(self, host: str) -> None:
         """Listens from now on, at a free port. Raises OSError."""
         self._socket = socket.create_server((host, 0))
         self.host, self.port = self._socket.getsockname()[:2]
-        self._expected: dict[bytes, tuple[bytes, Met]] = {}
+        self._expected: dict[bytes, tuple[bytes, Met, bool]] = {}
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
-    def expect(self, met: Met) -> Address:
-        """For one caller: `met` gets its line and what it said first, in a thread of its own."""
+    def expect(self, met: Met, *, once: bool = True) -> Address:
+        """`met` gets the line of who calls and what it said first, in a thread of its own.
+
+        For one caller, or for everybody who has the address.
+        """
         address = Address(
             self.host, self.port, secrets.token_bytes(NAME_BYTES), secrets.token_bytes(KEY_BYTES)
         )
-        self._expected[address.name] = address.key, met
+        self._expected[address.name] = address.key, met, once
         return address
 
     def forget(self, address: Address) -> None:
@@ -141,10 +155,12 @@ class Listener:
         try:
             own.settimeout(HELLO_S)
             name = own.recv(NAME_BYTES, socket.MSG_WAITALL)
-            key, met = self._expected[name]
-            line = SealedLine(own, key, is_listener=True)
+            key, met, once = self._expected[name]
+            own.sendall(nonce := secrets.token_bytes(NONCE_BYTES))
+            line = SealedLine(own, key_of_line(key, nonce), is_listener=True)
             hello = line.recv(HELLO_BYTES)
-            self._expected.pop(name)  # KeyError: somebody was faster
+            if once:
+                self._expected.pop(name)  # KeyError: somebody was faster
         except (OSError, EOFError, KeyError):
             own.close()
             return

@@ -30,6 +30,7 @@ class Capabilities:
     """
 
     max_versions: int | None = 1  # that one engine holds at once; None: as many as version_slots says
+    are_adapters: bool = False  # versions are low-rank adapters of the model that the run begins with
     is_seeded: bool = False  # a request's tokens depend on its seed alone, not on what else is generated
     filters: bool = False  # top_k, top_p, min_p
     stop_strings: bool = False

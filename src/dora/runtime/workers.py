@@ -68,14 +68,12 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
     """Step while there is work; between steps, do what the driver says and take moves further."""
     import torch
 
-    from dora.handover.engine import MovingEngine
-
     torch.set_num_threads(1)
     engine = _make_engine(spec)
     taking = _make_taking(engine, spec)
     mover = engine if isinstance(engine, MovesRequests) else None
     writer = engine if isinstance(engine, TurnTaking) else None
-    outbox.send(Ready(engine.kernels, spec.pool if isinstance(engine, MovingEngine) else None))
+    outbox.send(_ready(engine, spec))
     beats = _beats(engine, began := _use(engine))
     while True:
         is_waiting = taking.is_busy or (mover is not None and mover.num_moves > 0)
@@ -99,6 +97,17 @@ def run_engine(outbox: Outbox, inbox: Inbox, spec: EngineSpec) -> None:
             outbox.send(beat)
 
 
+def _ready(engine: InferenceEngine, spec: EngineSpec) -> Ready:
+    """What others have to know of it, where its KV is among this."""
+    from dora.handover.engine import MovingEngine
+    from dora.runtime.far import PoolDoor
+
+    if not isinstance(engine, MovingEngine):
+        return Ready(engine.kernels)
+    door = None if spec.host is None else PoolDoor(spec.host, engine.blocks).address
+    return Ready(engine.kernels, spec.pool, door)
+
+
 def _make_engine(spec: EngineSpec) -> InferenceEngine:
     """On a GPU KV is not where other engines can read it, and requests stay where they are."""
     if spec.adapter is not None:
@@ -113,6 +122,10 @@ def _make_engine(spec: EngineSpec) -> InferenceEngine:
     from dora.turns.engine import TurnTakingEngine
 
     kind: Callable[..., TurnTakingEngine] = partial(MovingEngine, pool=spec.pool)
+    if spec.host is not None:
+        from dora.runtime.far import FarWays
+
+        kind = partial(kind, ways=FarWays(spec.desk), clock=time.time)
     device = use_device(spec.device)
     if spec.renewal is not None:
         from dora.renewal.engine import RenewingEngine

@@ -88,17 +88,21 @@ class Feed:
         columns: Sequence[str] = (),
         tasks: Mapping[str, float] | None = None,
         num_answers: int = 0,
+        host: str | None = None,
     ) -> None:
         """Blocks and the socket lie in `folder`, which is made. `columns` are those of COLUMNS that the
         trainer needs; who makes one is the consumer of its name. `tasks` judge what is asked, also the
-        `num_answers` to each held-out prompt, each on a lease of so many seconds.
+        `num_answers` to each held-out prompt, each on a lease of so many seconds. Other machines reach the
+        stream at `host`, by the endpoint and the token that are `far`.
         """
         self.folder = folder
         folder.mkdir()
         made = [Field(name, "<f4", (None,)) for name in columns]
         rewards = {reward_column(task): lease_s for task, lease_s in (tasks or {}).items()}
         made += [Field(QUESTION, "u1", (None,)), *(Field(name, "<f8") for name in rewards)]
-        self._server = Server(Stream([*FIELDS, *made], folder), [wire.endpoint_of(folder)])
+        endpoints = [wire.endpoint_of(folder), *([] if host is None else [f"tcp://{host}:*"])]
+        self._server = Server(Stream([*FIELDS, *made], folder), endpoints)
+        self.far = None if host is None else (self._server.endpoints[1], self._server.token)
         self._thread = self._server.start()
         self._client = StreamClient(wire.endpoint_of(folder), STOPPED_S)
         self._is_full = False  # no room was found once, so the run ends; the record has it all

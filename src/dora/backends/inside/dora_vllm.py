@@ -46,6 +46,13 @@ class Weights:
             head.quant_method.process_weights_after_loading(head)
         return digest
 
+    def dora_digest(self, path: str) -> str:
+        """The digest of an adapter's file, as it is read here."""
+        from dora_digest import digest_of
+
+        digest: str = digest_of(path)
+        return digest
+
 
 class Token:
     """Answers 401 to whoever does not show the token in the environment.
