@@ -109,8 +109,9 @@ def of_trainer(harm: Callable[[Worker], None], inside: Inside, turn: int) -> Wou
     harm(worker)
 
     def is_over(inside: Inside) -> bool:
-        state = inside.state()
-        return not (state.is_trainer_lost or state.redo) and not inside.hands.trainers.late
+        state, trainers = inside.state(), inside.hands.trainers
+        is_there = trainers.now is not worker and not trainers.late
+        return is_there and not (state.is_trainer_lost or state.redo)
 
     return Wound("trainer", lambda inside: worker not in inside.hands.trainers.ranks, is_over)
 
