@@ -2,8 +2,8 @@
 
 `fitted` rows are those that the unknown inputs were fitted on, and `predicted` ones are not; an error is the
 forecast over the printed figure, less 1. Each is played in part, with as much of the batch as of the
-devices: colocated rows and sweeps a quarter, others half. See docs/paper.md. With --quick one
-row of each kind is played, with inputs of the last fit.
+devices: colocated rows and sweeps a quarter, splits half, and whole at the end. See
+docs/paper.md. With --quick one row of each kind is played, with inputs of the last fit.
 
     python benchmarks/paper.py [--quick] [--again KINDS] [--json FILE]
 """
