@@ -34,11 +34,18 @@ def faults_totals() -> str:
 
 
 def faults_kinds() -> str:
-    """Detection and recovery of each kind."""
+    """Detection and recovery of each kind; recovery of trainers is from the second campaign."""
     columns = ("kind", "injected", "detection, median (s)", "max", "recovery, median (s)", "max")
     keys = ("injected", "detection_s_p50", "detection_s_max", "recovery_s_p50", "recovery_s_max")
-    rows = _read("faults")["rows"]
+    rows = [row | _recovered(row["kind"]) for row in _read("faults")["rows"]]
     return markdown.table(columns, [(row["kind"], *(figure(row[key]) for key in keys)) for row in rows])
+
+
+def _recovered(kind: str) -> dict[str, Any]:
+    """What the second campaign has of this kind."""
+    rows: list[dict[str, Any]] = _read("faults_trainer")["rows"]
+    own = next((row for row in rows if row["kind"] == kind), dict[str, Any]())
+    return {key: value for key, value in own.items() if key.startswith("recovery_s")}
 
 
 def faults_slow() -> str:
