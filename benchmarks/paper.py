@@ -2,18 +2,19 @@
 
 `fitted` rows are those that the unknown inputs were fitted on, and `predicted` ones are not; an error is the
 forecast over the printed figure, less 1. Each is played in part, with as much of the batch as of the
-devices: colocated rows and sweeps a quarter, others half. See docs/paper.md. With --quick one
-row of each kind is played, with inputs of the last fit.
+devices: colocated rows and sweeps a quarter, splits half, and whole at the end. See
+docs/paper.md. With --quick one row of each kind is played, with inputs of the last fit.
 
-    python benchmarks/paper.py [--quick] [--json FILE]
+    python benchmarks/paper.py [--quick] [--again KINDS] [--json FILE]
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import cache
 
-from report import Row, parse_options, publish
+from report import Row, make_parser, options_of, publish
 
 from dora.runtime.garbage import no_pauses
 from dora.sim.forecast import fit, paper
@@ -41,18 +42,25 @@ def few() -> list[Row]:
 
 
 def main() -> None:
-    options = parse_options(str(__doc__))
+    parser = make_parser(str(__doc__))
+    parser.add_argument(
+        "--again", metavar="KINDS", help="play only these anew, by commas; the rest is --json's"
+    )
+    given = parser.parse_args()
+    options = options_of(given)
     if options.quick:
         rows = few()
+    elif given.again:
+        before = json.loads(options.json.read_text(encoding="utf-8"))["rows"]
+        rows = paper.everything(play, given.again.split(","), before)
     else:
-        found = paper.everything(play)
-        rows = [{"kind": kind, **row} for kind, own in found.items() for row in own]
+        rows = paper.everything(play)
     errors = {
-        f"{row['policy']}_S{row['S']}_{row['gpus']}_{row['metric']}": float(row["error"])
+        f"error_{row['policy']}_S{row['S']}_{row['gpus']}_{row['metric']}": float(row["error"])
         for row in rows
         if row.get("policy") == "dora" and row.get("metric") in ("step_min", "tokens_per_s")
     }
-    publish(options, rows, {f"error_{name}": error for name, error in errors.items()})
+    publish(options, rows, errors)
 
 
 if __name__ == "__main__":

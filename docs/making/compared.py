@@ -1,4 +1,4 @@
-"""The tables of docs/measured.md, docs/peers.md, vllm.md, sglang.md and README's first screen."""
+"""The tables of docs/measured.md, docs/peers.md, scale.md, vllm.md, sglang.md and README's first screen."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def tables() -> dict[str, Callable[[], str]]:
     ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
     fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
     others = {"policies_ladder": ladder, "headline": headline, "peers": peers, "peers_async": peers_async}
+    others |= {"cluster_paths": paths}
     return {**runs, **ratios, **fleets, **others}
 
 
@@ -157,6 +158,13 @@ OF_FLEETS = (
     "samples computed again",
     "found wrong",
 )
+
+
+def paths() -> str:
+    """Ways between processes of one node and of two."""
+    ways = [row for row in rows("cluster") if "path" in row]
+    lines = [[row["path"], f"{row['mb']:.0f}", f"{row['ms']:.0f}", f"{row['gb_per_s']:.2f}"] for row in ways]
+    return markdown.table(("way", "MB", "ms", "GB/s"), lines)
 
 
 def medians(runs: Iterable[Found], who: tuple[str, str], columns: Iterable[tuple[str, str]]) -> str:

@@ -22,7 +22,9 @@ def tables() -> dict[str, Callable[[], str]]:
     return {
         "paper_inputs": partial(of_kind, "inputs", ("what", "value")),
         "paper_fitted": partial(of_kind, "fitted", COMPARED),
-        "paper_predicted": partial(of_kind, "predicted", COMPARED),
+        "paper_splits": partial(of_kind, "splits", COMPARED),
+        "paper_asyncflow": partial(of_kind, "asyncflow", COMPARED),
+        "paper_moe": partial(of_kind, "moe", COMPARED),
         "paper_bounds": partial(swept, "speed against S"),
         "paper_parts": partial(swept, "parts, S = 2"),
         "paper_fleets": partial(swept, "fleets, S = 2"),

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dora.cli_reading import RunFolder
+
 if TYPE_CHECKING:
     from dora.sim.forecast.lengths import Lengths
 
@@ -72,11 +74,13 @@ def run(
     slack: Annotated[int, typer.Option(min=0, help="Groups by which admission stays below the bound.")] = 0,
     elastic: Annotated[bool, typer.Option(help="The trainer's devices decode while it waits.")] = False,
     steps: Steps = 12,
+    timeline: Annotated[Path | None, typer.Option(metavar="SVG", help="Draw the last row's engines.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="SVG", help="Draw tokens/s against S.")] = None,
     json: Json = None,
 ) -> None:
     """Forecast policies side by side, on hardware that is described by its data sheet."""
     from dora.sim.forecast.cluster import Job, Layout
-    from dora.sim.forecast.compare import compare, layouts
+    from dora.sim.forecast.compare import Pictures, compare, layouts
     from dora.sim.forecast.hardware import device_of
     from dora.sim.forecast.shapes import shape_of
 
@@ -89,7 +93,7 @@ def run(
         without=tuple(filter(None, without.split(","))), is_elastic=elastic,
     )  # fmt: skip
     found = [*layouts(policies.split(","), numbers(staleness), train, devices - num_train, base)]
-    raise typer.Exit(compare(job, found, steps, json))
+    raise typer.Exit(compare(job, found, steps, json, Pictures(timeline, plot)))
 
 
 @simulate.command()
@@ -98,6 +102,41 @@ def paper(json: Json = None) -> None:
     from dora.sim.forecast import paper
 
     raise typer.Exit(paper.main(json))
+
+
+@simulate.command()
+def calibrate(
+    run: RunFolder,
+    others: Annotated[
+        list[Path] | None, typer.Option("--check", metavar="RUN", help="Forecast this run, too; repeatable.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Measure a real run's costs, and print how far forecasts made of them are from it, and from others."""
+    from dora.observe.journal import read_journal
+    from dora.sim.forecast import checking
+    from dora.sim.forecast.calibration import read
+
+    runs = {}
+    for path in (run, *(others or [])):
+        journal = read_journal(path)
+        runs[path.as_posix()] = read(journal.limits, ((line.t_s, line.record) for line in journal.lines))
+    raise typer.Exit(checking.main(runs, json))
+
+
+@simulate.command("timeline")
+def draw_timeline(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="SVG", help="File to write.")],
+) -> None:
+    """Draw a real run's engines over time, as `dora simulate run --timeline` draws a simulated one's."""
+    from dora.observe.journal import read_journal
+    from dora.sim.forecast.pictures import Timeline, timeline_svg
+
+    drawn = Timeline()
+    for line in read_journal(run).lines:
+        drawn.hear(line.t_s, line.record)
+    out.write_text(timeline_svg(drawn, f"{run.resolve().name}: rows by version"), encoding="utf-8")
 
 
 def plan(

@@ -132,7 +132,7 @@ def test_versions_that_lora_trains_generate_side_by_side_in_one_server(tmp_path:
             engine.drop(version - 3)
         assert engine.load(version, lora_weights(version)) == weight_digest(lora_weights(version))
         engine.submit([request(version, version=version, max_tokens=40)])
-        engine.step()
+        answers += engine.step()
     while engine.can_step:
         answers += engine.step()
     engine.close()

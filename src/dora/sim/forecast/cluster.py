@@ -16,7 +16,7 @@ from dora.sim.forecast.fluid import FluidEngine
 from dora.sim.forecast.hardware import Device, Efficiency
 from dora.sim.forecast.lengths import Lengths
 from dora.sim.forecast.outcome import Outcome
-from dora.sim.forecast.player import Manner, Player
+from dora.sim.forecast.player import Listener, Manner, Player
 from dora.sim.forecast.rules import limits_of, manner_of, policy_of
 from dora.sim.forecast.shapes import Shape
 
@@ -141,7 +141,7 @@ class Setup:
     def num_rows(self) -> int:
         return sum(rows for _, rows, _ in self.engines)
 
-    def player(self) -> Player:
+    def player(self, listener: Listener | None = None) -> Player:
         """Everything, ready to be played."""
         job, layout, policy = self.job, self.layout, policy_of(self.layout.policy)
         sizes = (job.batch_size, job.group_size)
@@ -155,7 +155,7 @@ class Setup:
         )  # fmt: skip
         engines = [FluidEngine(number, *engine) for number, engine in enumerate(self.engines)]
         manner = manner_of(policy, base, layout.without)
-        return Player(policy.mind(limits), engines, self.trainer, job.lengths, sizes, manner)
+        return Player(policy.mind(limits), engines, self.trainer, job.lengths, sizes, manner, listener)
 
     def play(self) -> Outcome:
         return self.player().play()

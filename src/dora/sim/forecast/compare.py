@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.table import Table
 from dora.errors import InputError
 from dora.sim.forecast.cluster import Job, Layout, Setup
 from dora.sim.forecast.hardware import Device
+from dora.sim.forecast.pictures import Timeline, curves_svg, timeline_svg
 from dora.sim.forecast.rules import policy_of
 
 WIDTH = 160  # of the table, also where nobody looks
@@ -57,7 +58,29 @@ def row_of(setup: Setup) -> Row:
     }
 
 
-def compare(job: Job, found: Sequence[Layout], num_steps: int, path: Path | None) -> int:
+@dataclass(frozen=True)
+class Pictures:
+    """Files to draw: the last layout's engines over time, and tokens a second against S."""
+
+    timeline: Path | None = None
+    plot: Path | None = None
+
+    def draw(self, last: Setup, rows: Sequence[Row]) -> None:
+        if self.timeline is not None:
+            run = Timeline()
+            last.player(run.hear).play()
+            title = f"{last.layout.policy}, S = {last.layout.max_staleness}: rows by version"
+            self.timeline.write_text(timeline_svg(run, title), encoding="utf-8")
+        if self.plot is not None:
+            curves: dict[str, list[tuple[float, float]]] = {}
+            for row in rows:
+                point = (float(row["S"]), float(row["tokens_per_s"]))
+                curves.setdefault(str(row["policy"]), []).append(point)
+            drawn = curves_svg(curves, "S", "trained tokens a second", "speed against S")
+            self.plot.write_text(drawn, encoding="utf-8")
+
+
+def compare(job: Job, found: Sequence[Layout], num_steps: int, path: Path | None, pictures: Pictures) -> int:
     """Play each, print the table, and write it if asked to."""
     if not found:
         raise InputError("nothing to simulate: give at least one policy")
@@ -70,6 +93,7 @@ def compare(job: Job, found: Sequence[Layout], num_steps: int, path: Path | None
         with console.status(f"{setup.layout.policy}, S = {setup.layout.max_staleness}"):
             rows.append(row_of(setup))
     show([{title: row[key] for key, title in SHOWN.items()} for row in rows])
+    pictures.draw(setups[-1], rows)
     if path is not None:
         path.write_text(json.dumps({"rows": rows}, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -105,6 +105,11 @@ class EngineCost:
         return max(0, int(room * self.num_devices / self.shape.kv_bytes))
 
     @property
+    def kv_bytes(self) -> float:
+        """Of one token."""
+        return self.shape.kv_bytes
+
+    @property
     def _rank_bytes(self) -> float:
         """Weights on one device."""
         shape = self.shape
@@ -215,6 +220,11 @@ class TrainerCost:
         """One sequence of prompt and answer: forward, backward and what is forward beside."""
         flops = (3 + self.num_forwards) * self.shape.forward_flops(tokens, tokens)
         return flops / (self.num_devices * self.device.flops * self.efficiency.train)
+
+    @property
+    def fixed_s(self) -> float:
+        """Of a step, whatever is in it."""
+        return self.efficiency.train_s
 
     def publish_s(self) -> float:
         """Weights to where engines load them from, each device its share."""

@@ -8,12 +8,30 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from typing import Protocol
 
 from dora.core.records import RequestId
-from dora.sim.forecast.costs import EngineCost, Pace, Terms
+from dora.sim.forecast.costs import Pace, Terms
 
 NEVER = float("inf")
 NEARLY = 1e-4  # of a token, by which rounding may miss an end
+
+
+class Cost(Protocol):
+    """What an engine takes: by roofline (`EngineCost`), or as measured."""
+
+    @property
+    def expert(self) -> int: ...
+    @property
+    def kv_tokens(self) -> int: ...
+    @property
+    def kv_bytes(self) -> float: ...
+    def terms(self, num_rows: int, rank_rows: int) -> Terms: ...
+    def pace(self, num_rows: int, rank_rows: int, rank_context: float, num_versions: int = 1) -> Pace: ...
+    def prefill_s(self, tokens: float) -> float: ...
+    def move_s(self, tokens: float) -> float: ...
+    def swap_s(self, tokens: float) -> float: ...
+    def load_s(self) -> float: ...
 
 
 class Row:
@@ -37,7 +55,7 @@ class Row:
 class FluidEngine:
     """Rows, a clock in decode steps, and seconds in which the engine does something else first."""
 
-    def __init__(self, number: int, cost: EngineCost, rows: int, is_colocated: bool = False) -> None:
+    def __init__(self, number: int, cost: Cost, rows: int, is_colocated: bool = False) -> None:
         self.id, self.cost, self.rows, self.is_colocated = number, cost, rows, is_colocated
         self.running: dict[RequestId, Row] = {}
         self.is_paused = is_colocated

@@ -7,7 +7,7 @@ for which the split of devices is the best one found.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,10 @@ LEFT_OUT = (
     ("moves", "shares"), ("moves",), ("shares",), ("fill",), ("update",), ("period",), ("remainders",),
     ("kv",),
 )  # fmt: skip
+FITTED = (
+    "trainer MFU", "fixed s of a training step", "s of a decode step beside the roofline",
+    "correlation of siblings' lengths",
+)  # fmt: skip
 QUARTER = 4  # sweeps have a quarter of the devices and of the batch
 
 
@@ -38,13 +42,17 @@ def fitted(play: Play) -> tuple[Job, list[Row]]:
     alike = fit.fit_alike(play, step_s, train, train_s)
     job = fit.job_with(step_s, train, train_s, alike)
     found: list[Row] = [
-        {"what": "trainer MFU", "value": train},
-        {"what": "fixed s of a training step", "value": train_s},
-        {"what": "s of a decode step beside the roofline", "value": step_s},
-        {"what": "correlation of siblings' lengths", "value": alike},
+        *[Row(what=what, value=v) for what, v in zip(FITTED, (train, train_s, step_s, alike), strict=True)],
         *[Row(what=f"assumed: {name}", value=value) for name, value in fit.ASSUMED.items()],
     ]
     return job, found
+
+
+def job_of(inputs: Sequence[Row]) -> Job:
+    """The job of inputs that were fitted before."""
+    values = {str(one["what"]): float(one["value"]) for one in inputs}
+    train, train_s, step_s, alike = (values[what] for what in FITTED)
+    return fit.job_with(step_s, train, train_s, alike)
 
 
 def known(play: Play, job: Job) -> Iterator[Row]:
@@ -56,16 +64,16 @@ def known(play: Play, job: Job) -> Iterator[Row]:
 
 
 def apart(play: Play, job: Job) -> Iterator[Row]:
-    """The rows that are predictions, and how much the split matters: a node more or less."""
+    """The rows that are predictions, and how much the split matters: four GPUs more or fewer."""
     for policy, bounds in (("one_step", (1,)), ("dora", BOUNDS)):
         for staleness in bounds:
             for gpus in SIZES:
                 best, tried = fit.split(play, job, policy, staleness, gpus)
                 yield from compared(policy, gpus, staleness, best, tried[best])
-                near = [tried[n]["step_s"] / 60 for n in (best - fit.NODE, best + fit.NODE) if n in tried]
+                near = [tried[n]["step_s"] / 60 for n in (best - 4, best + 4) if n in tried]
                 yield {
                     "policy": policy, "S": staleness, "gpus": gpus, "trainer": best,
-                    "metric": "step_min, a node moved", "paper": "", "predicted": max(near, default=0.0),
+                    "metric": "step_min, 4 GPUs moved", "paper": "", "predicted": max(near, default=0.0),
                     "error": "",
                 }  # fmt: skip
 
@@ -103,9 +111,12 @@ def parts(play: Play, job: Job, num_train: int) -> Iterator[Row]:
 
     for staleness in (0, 1, 2, 3, 4, 6, 8):
         yield sweep("speed against S", f"S = {staleness}", found(staleness))
-    yield sweep("parts, S = 2", "all", found(2))
+    whole = found(2)
+    yield sweep("parts, S = 2", "all", whole)
     for without in LEFT_OUT:
         yield sweep("parts, S = 2", f"without {', '.join(without)}", found(2, *without))
+    reached = found(2, "kv")["answer_s"] / whole["answer_s"]
+    yield ratio("dora", 128, "an answer without KV reuse, over with", KV_REUSE, reached)
 
 
 def sweep(table: str, name: str, found: Figures) -> Row:
@@ -121,14 +132,6 @@ def sweep(table: str, name: str, found: Figures) -> Row:
         "copy_share",
     )
     return {"table": table, "case": name, **{key: found[key] for key in kept}}
-
-
-def kv_reuse(rows: list[Row]) -> Row:
-    """Time of an answer without KV reuse, over with."""
-    times = {str(r["case"]): float(r["answer_s"]) for r in rows if r.get("table") == "parts, S = 2"}
-    return ratio(
-        "dora", 128, "rollout without KV reuse, over with", KV_REUSE, times["without kv"] / times["all"]
-    )
 
 
 def asyncflow(play: Play) -> Iterator[Row]:
@@ -209,15 +212,35 @@ def fleets(play: Play, job: Job) -> Iterator[Row]:
         yield sweep("fleets, S = 2", name, fit.in_part(play, Setup(job, layout, 14), QUARTER))
 
 
-def everything(play: Play) -> dict[str, list[Row]]:
-    """All of it: what was fitted, what is predicted, and what the paper leaves open."""
-    job, inputs = fitted(play)
-    rows = list(known(play, job))
-    predicted = list(apart(play, job))
-    best = next(int(r["trainer"]) for r in predicted if (r["policy"], r["S"], r["gpus"]) == ("dora", 2, 128))
-    opened = [*parts(play, job, best), *fleets(play, job)]
-    predicted += [kv_reuse(opened), *asyncflow(play), *moe(play)]
-    return {"inputs": inputs, "fitted": rows, "predicted": predicted, "open": [*opened, *tails(play)]}
+STAGES: dict[str, Callable[[Play, Job, list[Row]], Iterator[Row]]] = {
+    "fitted": lambda play, job, _: known(play, job),
+    "splits": lambda play, job, _: apart(play, job),
+    "parts": lambda play, job, found: parts(play, job, best_split(found)),
+    "fleets": lambda play, job, _: fleets(play, job),
+    "asyncflow": lambda play, *_: asyncflow(play),
+    "moe": lambda play, *_: moe(play),
+    "tails": lambda play, *_: tails(play),
+}
+PREDICTED = ("splits", "asyncflow", "moe")
+
+
+def everything(play: Play, again: Collection[str] = STAGES, before: Sequence[Row] = ()) -> list[Row]:
+    """All stages, each row with its `kind`; those not to be played `again` are taken from `before`."""
+    old = [row for row in before if row["kind"] == "inputs"]
+    job, inputs = (job_of(old), old) if old else fitted(play)
+    rows: list[Row] = [{**row, "kind": "inputs"} for row in inputs]
+    for kind, stage in STAGES.items():
+        if kind in again:
+            rows += [{**row, "kind": kind} for row in stage(play, job, rows)]
+        else:
+            rows += [row for row in before if row["kind"] == kind]
+    return rows
+
+
+def best_split(rows: list[Row]) -> int:
+    """The trainer's GPUs of 128, at S = 2."""
+    mine = [r for r in rows if (r.get("policy"), r.get("S"), r.get("gpus")) == ("dora", 2, 128)]
+    return int(mine[0]["trainer"])
 
 
 def main(path: Path | None) -> int:
@@ -232,9 +255,12 @@ def main(path: Path | None) -> int:
             return setup.figures()
 
         found = everything(play)
-    for rows in found.values():
-        for columns in dict.fromkeys(tuple(one) for one in rows):
-            show([one for one in rows if tuple(one) == columns])
+    for columns in dict.fromkeys(tuple(one) for one in found):
+        show([one for one in found if tuple(one) == columns])
     if path is not None:
-        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        told = {"inputs": ("inputs",), "fitted": ("fitted",), "predicted": PREDICTED}
+        sorted_out = {name: [one for one in found if one["kind"] in kinds] for name, kinds in told.items()}
+        taken = {kind for kinds in told.values() for kind in kinds}
+        sorted_out["open"] = [one for one in found if one["kind"] not in taken]
+        path.write_text(json.dumps(sorted_out, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -17,12 +17,12 @@ from dora.core import events as fact
 from dora.core.actions import Action
 from dora.core.events import Event
 from dora.core.records import Chunk, GroupId
-from dora.sim.forecast.costs import TrainerCost
 from dora.sim.forecast.fluid import NEVER, FluidEngine, Row
-from dora.sim.forecast.lengths import CHUNK, Lengths
+from dora.sim.forecast.lengths import CHUNK
 from dora.sim.forecast.outcome import Outcome, Step
 
 Happening = Callable[..., Iterable[Event]]
+Listener = Callable[[float, Event | Action], None]  # of every fact and order, with its time
 
 
 class Mind(Protocol):
@@ -32,6 +32,27 @@ class Mind(Protocol):
     def handle(self, event: Event, now: float) -> list[Action]: ...
     @property
     def done(self) -> bool: ...
+
+
+class Trainer(Protocol):
+    """What a trainer takes."""
+
+    def work_s(self, tokens: float) -> float: ...
+    @property
+    def fixed_s(self) -> float: ...
+    def publish_s(self) -> float: ...
+
+
+class Answers(Protocol):
+    """How long answers are, by position in the dataset."""
+
+    @property
+    def prompt(self) -> int: ...
+    @property
+    def turns(self) -> int: ...
+    @property
+    def delay_s(self) -> float: ...
+    def draw(self, chunk: int, group_size: int, batch_size: int) -> list[list[int]]: ...
 
 
 class Deadlock(Exception):
@@ -59,15 +80,16 @@ class Player:
         self,
         mind: Mind,
         engines: list[FluidEngine],
-        trainer: TrainerCost,
-        lengths: Lengths,
+        trainer: Trainer,
+        lengths: Answers,
         sizes: tuple[int, int],
         manner: Manner,
+        listener: Listener | None = None,
     ) -> None:
         self.mind, self.trainer, self.lengths, self.manner = mind, trainer, lengths, manner
         self.engines = {engine.id: engine for engine in engines}
         self.batch_size, self.group_size = sizes
-        self.outcome = Outcome()
+        self.outcome, self._listener = Outcome(), listener
         self.now = 0.0
         self._heap: list[tuple[float, int, Happening, tuple[Any, ...]]] = []
         self._num_planned = 0
@@ -110,6 +132,8 @@ class Player:
             self.now, _, happen, args = heapq.heappop(self._heap)
             for event in happen(*args):
                 self.outcome.num_events += 1
+                if self._listener is not None:
+                    self._listener(self.now, event)
                 self._obey(self.mind.handle(event, self.now))
             if len(self.outcome.steps) > num_told:
                 num_told += 1
@@ -128,6 +152,8 @@ class Player:
 
     def _obey(self, orders: Iterable[Action]) -> None:
         for one in orders:
+            if self._listener is not None:
+                self._listener(self.now, one)
             carry_out = self._carry_out.get(type(one))
             if carry_out is not None:
                 carry_out(one)
@@ -313,7 +339,7 @@ class Player:
     def _arrive(self, it: order.Migrate, row: Row, copy_s: float, stop_s: float) -> Iterable[Event]:
         destination, cost = self._engine(it.destination), self.engines[it.destination].cost
         tokens = int(row.done)
-        num_bytes, num_refilled = int((row.prompt + tokens) * cost.shape.kv_bytes), 0
+        num_bytes, num_refilled = int((row.prompt + tokens) * cost.kv_bytes), 0
         if not self.manner.reuses_kv:
             num_bytes, num_refilled = 0, row.prompt + tokens
             destination.busy(cost.prefill_s(num_refilled))
@@ -347,7 +373,7 @@ class Player:
         rest_s = work_s
         if self.manner.is_streamed:
             rest_s = self._early.pop(it.step, 0.0) + max(0.0, self._trainer_s - self.now)
-        fixed_s = self.trainer.efficiency.train_s
+        fixed_s = self.trainer.fixed_s
         self._at(rest_s + fixed_s, self._trained, it, work_s + fixed_s)
 
     def _trained(self, it: order.Train, took_s: float) -> Iterable[Event]:
