@@ -104,3 +104,27 @@ def test_engines_follow_the_nodes_that_come_and_go(start_run: StartRun) -> None:
     assert f"node {visitor.node_id[:8]} is drained: engine {drained} leaves it" in ended.out
     assert "(raylet)" not in ended.out
     cluster.remove_node(guest)
+
+
+def test_a_trainer_and_then_the_driver_die_and_the_run_goes_on(start_run: StartRun) -> None:
+    """The one is replaced while the run goes; after the other it is resumed, without Ray."""
+    cluster = two_nodes()
+    run = start_run(
+        **RAY, ray__address=cluster.address, run__steps=12, trainer__save_freq=2, engine__pace="20ms"
+    )
+    run.wait_for_steps(3)
+    psutil.Process(told(run, "trainer")["pid"]).kill()
+    run.wait_until(
+        lambda: any(line["kind"] == "trainer_replaced" for line in journal(run.out)), "another trainer"
+    )
+    os.kill(run.pid, signal.SIGKILL)
+    run.end()
+    gone_on = Run(None, run.out, runtime__kind="local")
+    try:
+        assert gone_on.end().code == 0, gone_on.end()
+    finally:
+        gone_on.kill_all()
+    s = summary(run.out)
+    assert (s["c1"], s["c2"], s["c3"], s["trained_groups"], s["pending_groups"]) == (True, True, True, 24, 0)
+    audit, replay = dora("audit", run.out), dora("replay", run.out)
+    assert (audit.code, replay.code) == (0, 0), (audit, replay)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import resource
+import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from dora.runtime import sealed
 from dora.runtime.sealed import HELLO_BYTES, NONCE_BYTES, Address, Listener, SealedLine, call, key_of_line
 
 LOOPBACK = "127.0.0.1"
@@ -61,9 +67,9 @@ def connected(address: Address) -> socket.socket:
 
 def introduced(address: Address) -> tuple[socket.socket, bytes]:
     """Whoever knows the name, and the key of this line for who knows the key."""
-    own = connected(address)
-    own.sendall(address.name)
-    return own, key_of_line(address.key, own.recv(NONCE_BYTES, socket.MSG_WAITALL))
+    own, nonce = connected(address), bytes(NONCE_BYTES)
+    own.sendall(address.name + nonce)
+    return own, key_of_line(address.key, nonce, sealed.receive(own, NONCE_BYTES))
 
 
 def is_hung_up(own: socket.socket) -> bool:
@@ -135,7 +141,9 @@ def test_what_the_other_end_has_not_sealed_is_never_unpickled(
         own.sendall(as_sent(key, ["hello"]))
         forged = {
             "another key": lambda: as_sent(bytes(32), ["hello", Trap(trap)]),
-            "another line": lambda: as_sent(key_of_line(address.key, bytes(16)), ["hello", Trap(trap)]),
+            "another line": lambda: as_sent(
+                key_of_line(address.key, bytes(16), bytes(16)), ["hello", Trap(trap)]
+            ),
             "the way back": lambda: as_sent(key, ["hello", Trap(trap)], is_listener=True),
             "a message again": lambda: as_sent(key, [Trap(trap)]),
             "another place": lambda: as_sent(key, ["hello", "one", Trap(trap)]),
@@ -179,9 +187,8 @@ def test_each_caller_comes_once(listener: Listener) -> None:
     address = expect(listener, met)
     call(address, "first").close()
     assert met.get(timeout=10) == "first"
-    own = connected(address)
-    own.sendall(address.name)
-    assert is_hung_up(own)
+    with pytest.raises(ConnectionAbortedError, match="no line to 127"):
+        call(address, "second")
     assert met.empty()
 
 
@@ -206,3 +213,59 @@ def test_nobody_can_have_much_memory_taken_before_it_is_known(listener: Listener
     own, _ = introduced(address)
     own.sendall(struct.pack("<Q16s", HELLO_BYTES + 1, bytes(16)))
     assert is_hung_up(own)
+
+
+def test_a_caller_does_not_take_for_new_what_another_was_told(tmp_path: Path) -> None:
+    """Whoever is in between has written down all that a listener said, its nonce first, and says it again."""
+    trap, key, nonce = tmp_path / "sprung", bytes(32), bytes(NONCE_BYTES)
+    said = as_sent(key_of_line(key, nonce, nonce), [Trap(trap)], is_listener=True)
+    with socket.create_server((LOOPBACK, 0)) as between, ThreadPoolExecutor(1) as beside:
+        address = Address(LOOPBACK, between.getsockname()[1], bytes(16), key)
+        calling = beside.submit(call, address, "hello")
+        with between.accept()[0] as own:
+            own.sendall(nonce + said)
+            with (
+                contextlib.closing(calling.result()) as caller,
+                pytest.raises(OSError, match="has not sealed"),
+            ):
+                caller.recv()
+    assert not trap.exists()
+
+
+def test_the_whole_greeting_has_to_be_there_in_time(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed, "HELLO_S", 0.3)
+    address = listener.expect(lambda line, _: line.close())
+    own, key = introduced(address)
+    with own:
+        for byte in as_sent(key, ["I am in no hurry"]):
+            with contextlib.suppress(OSError):
+                own.sendall(bytes([byte]))
+            if select.select([own], [], [], 0.05)[0]:
+                break
+        assert is_hung_up(own)
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """For this process, for a while."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_who_calls_while_there_is_no_room_for_one_more_comes_later(listener: Listener) -> None:
+    """The first is let in, for whom there was room before."""
+    address = listener.expect(lambda line, _: line.close(), once=False)
+    with socket.socket() as first, socket.socket() as second:
+        with no_more_files():
+            for own in (first, second):
+                own.connect((address.host, address.port))
+                own.sendall(address.name + bytes(NONCE_BYTES))
+            sealed.receive(first, NONCE_BYTES)
+            time.sleep(0.05)  # the listener tries in vain
+        assert sealed.receive(second, NONCE_BYTES, time.monotonic() + 10)

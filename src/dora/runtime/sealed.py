@@ -1,8 +1,9 @@
 """Lines between machines, on which only what the other end has sealed is read.
 
-Both ends have a key that came to them by another way, and with it make one that no other line has. A message
-carries a keyed digest of its direction, its number and its content (BLAKE2b): what somebody else sends,
-repeats, leaves out or changes ends the line before it is unpickled. Nothing is encrypted.
+Both ends have a key that came to them by another way. With it, and a random number of each, they make one
+that no other line has: neither takes for new what was said on another. A message carries a keyed digest of
+its direction, its number and its content (BLAKE2b): what somebody else sends, repeats, leaves out or changes
+ends the line before it is unpickled. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,8 @@ from typing import Any
 KEY_BYTES, NAME_BYTES, SEAL_BYTES, NONCE_BYTES = 32, 16, 16, 16
 MAX_BYTES = 2**30  # of a message
 HELLO_BYTES = 2**16  # of the first one, before which nothing is known of the caller
-HELLO_S = 10.0  # that who connects may take to say who it is
+HELLO_S = 10.0  # that both ends may take, all in all, until each knows the other
+AGAIN_S = 0.1  # until callers are let in again, where there was no room for one
 _HEADER = struct.Struct(f"<Q{SEAL_BYTES}s")
 _NUMBER = struct.Struct("<QQ")
 
@@ -52,19 +55,22 @@ class SealedLine:
         self._socket.sendall(content)
         self._num_sent += 1
 
-    def recv(self, max_bytes: int = MAX_BYTES) -> Any:
-        """Raises EOFError if the other end is gone, and OSError for what it has not sealed."""
-        num_bytes, seal = _HEADER.unpack(self._receive(_HEADER.size))
+    def recv(self, max_bytes: int = MAX_BYTES, until: float | None = None) -> Any:
+        """Raises EOFError if the other end is gone, and OSError for what it has not sealed.
+
+        All of it must be there `until` then, on the monotonic clock.
+        """
+        num_bytes, seal = _HEADER.unpack(receive(self._socket, _HEADER.size, until))
         if num_bytes > max_bytes:
             raise ConnectionAbortedError(f"a message of {num_bytes} bytes, and {max_bytes} are the most")
-        content = self._receive(num_bytes)
+        content = receive(self._socket, num_bytes, until)
         if not secrets.compare_digest(seal, self._seal(self._hears, self._num_heard, content)):
             raise ConnectionAbortedError("a message that the other end has not sealed")
         self._num_heard += 1
         return pickle.loads(content)
 
     def wait_at_most(self, timeout_s: float | None) -> None:
-        """From now on, for each message; None: for ever."""
+        """From now on, for the next bytes; None: for ever."""
         self._socket.settimeout(timeout_s)
 
     def close(self) -> None:
@@ -73,16 +79,6 @@ class SealedLine:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _receive(self, num_bytes: int) -> bytearray:
-        received, num_received = bytearray(num_bytes), 0
-        with memoryview(received) as rest:
-            while num_received < num_bytes:
-                num_more = self._socket.recv_into(rest[num_received:])
-                if not num_more:
-                    raise EOFError("the other end has hung up")
-                num_received += num_more
-        return received
-
     def _seal(self, direction: bytes, number: int, content: bytes | bytearray) -> bytes:
         salt = _NUMBER.pack(number, len(content))
         return hashlib.blake2b(
@@ -90,24 +86,42 @@ class SealedLine:
         ).digest()
 
 
+def receive(own: socket.socket, num_bytes: int, until: float | None = None) -> bytearray:
+    """Exactly so many. Raises EOFError if the other end is gone, OSError if they are not there `until`."""
+    received, num_received = bytearray(num_bytes), 0
+    with memoryview(received) as rest:
+        while num_received < num_bytes:
+            if until is not None:
+                if (left_s := until - time.monotonic()) <= 0.0:
+                    raise TimeoutError("what was to be said is not there in time")
+                own.settimeout(left_s)
+            num_more = own.recv_into(rest[num_received:])
+            if not num_more:
+                raise EOFError("the other end has hung up")
+            num_received += num_more
+    return received
+
+
 def call(address: Address, hello: Any) -> SealedLine:
     """Connect, and say `hello`, which the listener gets with the line. Raises OSError."""
+    until = time.monotonic() + HELLO_S
     own = socket.create_connection((address.host, address.port), timeout=HELLO_S)
     try:
-        own.sendall(address.name)
-        nonce = own.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        own.sendall(address.name + (nonce := secrets.token_bytes(NONCE_BYTES)))
+        key = key_of_line(address.key, nonce, receive(own, NONCE_BYTES, until))
         own.settimeout(None)
-        line = SealedLine(own, key_of_line(address.key, nonce), is_listener=False)
+        line = SealedLine(own, key, is_listener=False)
         line.send(hello)
-    except OSError:
+    except (OSError, EOFError) as error:
         own.close()
-        raise
+        raise ConnectionAbortedError(f"no line to {address.host}:{address.port}: {error}") from error
     return line
 
 
-def key_of_line(key: bytes, nonce: bytes) -> bytes:
-    """What was said on another line, by the same key, is nothing on this one."""
-    return hashlib.blake2b(nonce, key=key, person=b"line", digest_size=KEY_BYTES).digest()
+def key_of_line(key: bytes, of_caller: bytes | bytearray, of_listener: bytes | bytearray) -> bytes:
+    """What was said on another line by the same key is nothing on this one: to each end, its nonce is new."""
+    nonces = of_caller + of_listener
+    return hashlib.blake2b(nonces, key=key, person=b"line", digest_size=KEY_BYTES).digest()
 
 
 Met = Callable[[SealedLine, Any], None]
@@ -121,6 +135,7 @@ class Listener:
         self._socket = socket.create_server((host, 0))
         self.host, self.port = self._socket.getsockname()[:2]
         self._expected: dict[bytes, tuple[bytes, Met, bool]] = {}
+        self._is_closed = threading.Event()
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
     def expect(self, met: Met, *, once: bool = True) -> Address:
@@ -139,26 +154,30 @@ class Listener:
         self._expected.pop(address.name, None)
 
     def close(self) -> None:
+        self._is_closed.set()
         self._expected.clear()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed
-            while True:
+        while not self._is_closed.is_set():
+            try:
                 own, _ = self._socket.accept()
                 threading.Thread(target=self._greet, args=(own,), daemon=True).start()
+            except (OSError, RuntimeError):  # no file or thread is left for one more; or it is closed
+                self._is_closed.wait(AGAIN_S)
 
     def _greet(self, own: socket.socket) -> None:
         """Hang up on who does not show in time that it has the key of a name that is expected."""
+        until = time.monotonic() + HELLO_S
         try:
-            own.settimeout(HELLO_S)
-            name = own.recv(NAME_BYTES, socket.MSG_WAITALL)
+            name = bytes(receive(own, NAME_BYTES, until))
             key, met, once = self._expected[name]
+            of_caller = receive(own, NONCE_BYTES, until)
             own.sendall(nonce := secrets.token_bytes(NONCE_BYTES))
-            line = SealedLine(own, key_of_line(key, nonce), is_listener=True)
-            hello = line.recv(HELLO_BYTES)
+            line = SealedLine(own, key_of_line(key, of_caller, nonce), is_listener=True)
+            hello = line.recv(HELLO_BYTES, until)
             if once:
                 self._expected.pop(name)  # KeyError: somebody was faster
         except (OSError, EOFError, KeyError):
