@@ -134,6 +134,8 @@ def test_an_unknown_section_is_answered_with_the_nearest(file: Path) -> None:
         ("algorithm.loss_agg_mode=mean", "input should be 'token-mean'"),
         ("orchestrator.update_policy=[]", "orchestrator.update_policy = []"),
         ("reward.function=reward.py", "must read file.py:name"),
+        ("ray.address=ray://head:10001", "a running cluster (host:port, or"),
+        ("ray.address=foo", "ray.address = 'foo': string should match pattern"),
     ],
 )
 def test_a_value_out_of_range_names_key_value_and_rule(file: Path, override: str, complaint: str) -> None:

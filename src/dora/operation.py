@@ -5,7 +5,7 @@ As in `dora.sections`: name, meaning, unit, default and what one value alone may
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -71,9 +71,8 @@ class Runtime(Section):
 class Ray(Section):
     """The Ray cluster of `runtime.kind = "ray"`. The trainer's processes are on the node of the driver."""
 
-    address: str | None = Field(
+    address: Annotated[str, Field(pattern=r"^(auto|[^:/\s]+:\d+)$")] | None = Field(
         default=None,
-        min_length=1,
         description='a running cluster (host:port, or "auto": the one that this machine belongs to); unset: '
         "Ray is started on this machine, and stopped with the run",
     )

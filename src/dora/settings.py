@@ -45,6 +45,8 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     tables = _parse(path)
     changes = [_split(override) for override in overrides]
     _forget_what_the_old_policy_brought(tables, changes)
+    if ("runtime", "kind", "local") in changes:
+        tables.pop("ray", None)  # a file's [ray] is of the cluster that an override goes without
     for section, key, value in changes:
         if section in NAMED:
             name, _, key = key.partition(".")

@@ -67,7 +67,8 @@ def test_a_run_starts_ray_by_itself_and_leaves_an_actor_that_hangs(start_run: St
     run = start_run(**RAY, run__steps=20, engine__pace="20ms", runtime__heartbeat_timeout_s=2)
     run.wait_for_steps(1)
     started = psutil.Process(run.pid).children(recursive=True)
-    assert any("raylet" in process.name() for process in started)
+    raylet = next(process for process in started if "raylet" in process.name())
+    assert raylet.environ()["RAY_AUTH_MODE"] == "token"
     run.wait_until(lambda: "pid" in told(run, "engine 0"), "engine 0")
     engine = psutil.Process(told(run, "engine 0")["pid"])
     assert "ray::" in " ".join(engine.cmdline())

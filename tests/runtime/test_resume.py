@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.runtime.running import Ended, Run, dora, journal, metrics, summary, wait_until_gone
-from tests.runtime.tiny import MODEL, PROMPTS
+from tests.runtime.tiny import MODEL, PROMPTS, write_task
 
+from dora import settings
 from dora.core.snapshot import SCHEMA
 from dora.errors import InputError
 from dora.model.folder import save_folder
 from dora.model.weights import initial_weights
-from dora.runtime.resuming import recorded
+from dora.runtime.resuming import MAY_CHANGE, recorded, resumed_config
 from dora.runtime.run import resume
 
 STEPS, BATCH_SIZE = 6, 2
@@ -213,6 +214,24 @@ def test_what_cannot_go_on_is_refused_in_words(life: Life, tmp_path: Path) -> No
     with sqlite3.connect(life.out / "samples.sqlite") as db:
         db.execute("delete from samples where trained_step = 0 and sibling = 1")
     assert "lacks answers of group" in refusal(life.out)
+
+
+def test_a_run_goes_on_when_its_cluster_is_gone(tmp_path: Path) -> None:
+    changes = ["runtime.kind=ray", "ray.address=gone:6379", "ray.engine_cpus=2"]
+    written = settings.read(write_task(tmp_path), changes).to_toml()
+    (tmp_path / "config.toml").write_text(written)
+    here = resumed_config(tmp_path, ["runtime.kind=local"])
+    assert (here.runtime.kind, here.ray.address) == ("local", None)
+    there = resumed_config(tmp_path, ["ray.address=other:6379"])
+    assert (there.ray.address, there.ray.engine_cpus) == ("other:6379", 2)
+    with pytest.raises(InputError, match=r"ray\.address has no effect without runtime\.kind = ray"):
+        resumed_config(tmp_path, ["runtime.kind=local", "ray.address=other:6379"])
+
+
+def test_the_page_names_all_that_may_change() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "resume.md").read_text()
+    named = [pattern if pattern.endswith(".*") else pattern.replace("*", "NAME") for pattern in MAY_CHANGE]
+    assert [pattern for pattern in named if f"`{pattern}`" not in page] == []
 
 
 @contextlib.contextmanager

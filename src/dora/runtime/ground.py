@@ -6,17 +6,20 @@ The driver, with the orchestrator and the journal, is on this machine in either 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dora.config import Config
-from dora.errors import ConfigError
+from dora.errors import ConfigError, RunError
 from dora.fleets import num_engines
 from dora.runtime.process import Body, Carrier, Forked, warm_up
 
 if TYPE_CHECKING:
     from dora.runtime.plan import Plan
+
+REACH_S = 3.0  # that a cluster may take to answer
 
 
 class Ground(Protocol):
@@ -78,11 +81,33 @@ def check(config: Config) -> None:
             'runtime.kind = "ray" gives each engine a place of its own, not one that it shares with the '
             "trainer: remove trainer.elastic and orchestrator.placement = colocated"
         )
+    if config.ray.address is None and (mode := os.environ.get("RAY_AUTH_MODE", "token")).lower() != "token":
+        raise ConfigError(
+            f"RAY_AUTH_MODE = {mode!r}: the run would start Ray, which listens on all addresses, for whoever "
+            "comes; unset it, or start Ray yourself and set ray.address"
+        )
+
+
+def reach(address: str) -> None:
+    """Raises RunError if nobody is at `host:port`, where Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise RunError(
+            f"ray.address = {address!r}: nobody answers there ({error}); start Ray there with "
+            "`ray start --head`, or remove ray.address"
+        ) from error
 
 
 def make_ground(plan: Plan, notice: Callable[[str], None]) -> Ground:
     """That of a run; `notice` gets sentences for the person watching. Raises RunError without a cluster."""
     if plan.config.runtime.kind == "ray":
+        address = plan.config.ray.address
+        if address is None:
+            os.environ["RAY_AUTH_MODE"] = "token"  # of what it starts; Ray reads it when it is imported
+        elif address != "auto":
+            reach(address)
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")  # Ray's log is not the run's to print
         from dora.runtime.ray import Cluster
 

@@ -1,0 +1,45 @@
+"""Before Ray is asked: what it would wait for in vain, or open to everybody, is refused. Needs no Ray."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.runtime.tiny import write_task
+
+from dora import settings
+from dora.errors import ConfigError, RunError
+from dora.runtime import ground
+
+
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    """Bound; it listens if it is told to."""
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        yield made
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once(server: socket.socket) -> None:
+    address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(RunError, match=f"ray.address = '{address}': nobody answers there .*ray start --head"):
+        ground.reach(address)
+    server.listen()
+    ground.reach(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "no..name:6379"])
+def test_an_address_that_cannot_be_is_refused(address: str) -> None:
+    with pytest.raises(RunError, match="nobody answers there"):
+        ground.reach(address)
+
+
+def test_ray_is_not_started_for_whoever_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ground, "find_spec", lambda name: name)  # as if Ray were installed
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    config = settings.read(write_task(tmp_path), ["runtime.kind=ray"])
+    with pytest.raises(ConfigError, match=r"RAY_AUTH_MODE = 'disabled'.*unset it, or start Ray yourself"):
+        ground.check(config)
+    ground.check(settings.read(tmp_path / "task.toml", ["runtime.kind=ray", "ray.address=auto"]))
