@@ -1,7 +1,7 @@
 """The faults of a campaign: how each is done to a real process of a run, and when the run is over it.
 
-A kind is a function of a run's insides, called by the driver between two facts. Others may be added to
-`KINDS`, as those of a cluster are; `victims` gives each engine its turn.
+A kind is a function of a run's insides and of a number by which engines and judges have their turns; the
+driver calls it between two facts. `KINDS` has all of them.
 """
 
 from __future__ import annotations

@@ -132,6 +132,9 @@ def test_what_a_kind_cannot_do_is_refused_by_its_name(file: Path, changes: list[
 
 
 def test_a_fleet_that_fits_is_not_refused(file: Path) -> None:
+    python = file.parent / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
     adapters.check(read(file, FITTING))
 
 

@@ -211,9 +211,12 @@ def test_what_is_no_address_is_refused(url: str) -> None:
         server.attach(PRODUCT, url, 1)
 
 
-def test_an_interpreter_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no such command"):
-        server.start(PRODUCT, "no/such/python", (), {})
+def test_who_finds_no_server_is_told_in_a_line_to_start_it(make: Make, tmp_path: Path) -> None:
+    _, stand_in = make()
+    MADE.remove(stand_in)
+    stand_in.close()
+    with pytest.raises(ConfigError, match=r"does not answer .*; start it, see docs/vllm\.md$"):
+        engine_at(stand_in.url, tmp_path / "model")
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="it would start")

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from collections import deque
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.contract.test_inference import EXAMPLES
+from tests.runtime.puppets import Stage
 from tests.runtime.running import Run, dora, journal, metrics
 from tests.runtime.tiny import write_task
 
 from dora import settings
-from dora.errors import ConfigError
+from dora.errors import ConfigError, InputError
 from dora.runtime import adapters
+from dora.runtime.fleet import Fleet
+from dora.runtime.messages import Crashed
+from dora.runtime.plan import Plan
+from dora.runtime.process import Told
+from dora.runtime.telling import Teller
+from dora.stream.samples import SampleStore
 
 ENGINE = f"{EXAMPLES / 'transformers_engine.py'}:Transformers"
 TRAINER = f"{EXAMPLES / 'transformers_trainer.py'}:Transformers"
@@ -93,11 +103,55 @@ def test_a_configuration_that_fits_is_not_refused(task: Path) -> None:
 
 
 def test_versions_that_are_adapters_are_for_runs_that_train_adapters(task: Path) -> None:
-    fitting = {**FITTING, "engine.adapter": "vllm-lora", "engine.options": '{python = "python", rank = 4}'}
+    options = f'{{python = "{sys.executable}", rank = 4}}'
+    fitting = {**FITTING, "engine.adapter": "vllm-lora", "engine.options": options}
     asked = [f"{key}={value}" for key, value in fitting.items()]
     with pytest.raises(ConfigError, match=r"set trainer\.lora_rank"):
         adapters.check(settings.read(task, asked))
     adapters.check(settings.read(task, [*asked, "trainer.lora_rank=4"]))
+
+
+@pytest.mark.parametrize("adapter", ["vllm", "sglang", "vllm-lora"])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    {
+        "": "give .* either python, an interpreter, or url, a server",
+        'python = "python3", url = "http://here:1"': "either python",
+        'python = "nope"': "python = 'nope': no such command",
+        "python = 3": "python = 3: no such command",
+        'url = "here:8000"': "must read http://name:port",
+        'url = "http://here:99999"': "must read http://name:port",
+        'url = "http://here:8000/v1"': "must read http://name:port",
+    }.items(),
+    ids=["nothing", "both", "nope", "number", "no scheme", "no port", "a path"],
+)
+def test_options_with_which_there_can_be_no_server_are_refused_before_anything_starts(
+    task: Path, adapter: str, options: str, told: str
+) -> None:
+    rank = "rank = 4" if adapter == "vllm-lora" else ""
+    given = {**FITTING, "trainer.lora_rank": 4, "engine.adapter": adapter}
+    given["engine.options"] = f"{{{', '.join(filter(None, (options, rank)))}}}"
+    with pytest.raises(ConfigError, match=rf"engine\.options = .*{told}"):
+        adapters.check(settings.read(task, [f"{key}={value}" for key, value in given.items()]))
+
+
+def test_where_no_engine_can_start_for_what_it_was_given_that_line_is_the_end(
+    task: Path, tmp_path: Path
+) -> None:
+    plan, stage = Plan.make(settings.read(task), tmp_path / "run"), Stage()
+    told = Told(stage.start)
+    with closing(SampleStore(tmp_path / "samples.sqlite")) as samples:
+        fleet = Fleet(plan, tmp_path, told, deque(), Teller(plan, samples), print)
+        for puppet in stage.puppets:
+            puppet.say(Crashed("a traceback", "there is no server; start it"))
+            puppet.kill()
+        while fleet.workers:
+            worker, message = told.get(timeout=10.0)
+            engine = fleet.number_of(worker)
+            assert engine is not None
+            fleet.hear(engine, message)
+        with pytest.raises(InputError, match=r"^there is no server; start it$"):
+            fleet.check_any()
 
 
 def test_a_class_that_does_not_say_what_it_can_do_is_refused(task: Path) -> None:

@@ -54,11 +54,8 @@ class Server:
         self, product: Product, url: str, token: str, process: subprocess.Popen[bytes] | None = None
     ) -> None:
         """`process` keeps a server that belongs to us; raises ConfigError for what is no address."""
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or not parts.port:
-            raise ConfigError(f"url = {url!r}: must read http://name:port")
         self.product, self.url, self.token = product, url, token
-        self._host, self._port, self._process = parts.hostname, parts.port, process
+        (self._host, self._port), self._process = _address(url), process
 
     def call(self, path: str, body: Body | None = None, timeout_s: float = CALL_S) -> Any:
         """The answer to a POST with a body, or to a GET without one. Raises EngineError, RunError."""
@@ -120,25 +117,34 @@ class Server:
         return f"the {self.product.name} server"
 
 
-def start(product: Product, python: str, flags: Sequence[str], settings: Mapping[str, str]) -> Server:
-    """A server of our own on a free port of this machine, once it is ready.
-
-    `python` is an interpreter that has the product; `settings` are environment variables. Raises ConfigError
-    if there is no such interpreter, RunError if the server ends.
-    """
-    if (found := shutil.which(python)) is None:
+def check(product: Product, python: object = None, url: object = None) -> None:
+    """Raises ConfigError unless one of them is given, and is the name of a command or an address."""
+    if (python is None) == (url is None):
+        raise ConfigError(f"give {product.name} either python, an interpreter, or url, a server")
+    if python is None:
+        _address(url)
+    elif not isinstance(python, str) or shutil.which(python) is None:
         raise ConfigError(
             f"python = {python!r}: no such command; name the interpreter of an environment that has "
             f"{product.name}"
         )
+
+
+def start(product: Product, python: str, flags: Sequence[str], settings: Mapping[str, str]) -> Server:
+    """A server of our own on a free port of this machine, once it is ready.
+
+    `python` is an interpreter that has the product; `settings` are environment variables. Raises RunError if
+    the server ends.
+    """
     token = secrets.token_urlsafe(32)
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server may listen, nobody else
         port = reserved.getsockname()[1]
         where = ("--host", "127.0.0.1", "--port", str(port))
+        command = (shutil.which(python) or python, "-m", product.module, *flags, *where)
         process = subprocess.Popen(
-            [sys.executable, str(HERE / "keeping.py"), found, "-m", product.module, *flags, *where],
+            [sys.executable, str(HERE / "keeping.py"), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -155,12 +161,29 @@ def start(product: Product, python: str, flags: Sequence[str], settings: Mapping
 
 
 def attach(product: Product, url: str, max_context: int) -> Server:
-    """A server that is there already. Raises EngineError if it takes fewer tokens than `max_context`."""
+    """A server that is there already.
+
+    Raises ConfigError if it is not, EngineError if it takes fewer tokens than `max_context`.
+    """
     server = Server(product, url, os.environ.get(product.token_key, ""))
-    (model, *_) = server.call("/v1/models")["data"]
+    try:
+        (model, *_) = server.call("/v1/models")["data"]
+    except RunError as error:
+        raise ConfigError(f"{error}; start it, see docs/{product.name.lower()}.md") from error
     if (most := model["max_model_len"]) < max_context:
         raise EngineError(f"{server} at {url} takes {most} tokens; it would be asked for {max_context}")
     return server
+
+
+def _address(url: object) -> tuple[str, int]:
+    """Host and port. Raises ConfigError."""
+    try:
+        parts = urlsplit(str(url))
+        if parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/"):
+            return parts.hostname, parts.port
+    except ValueError:  # its port is no port
+        pass
+    raise ConfigError(f"url = {url!r}: must read http://name:port")
 
 
 def _ours(product: Product, token: str) -> dict[str, str]:

@@ -23,7 +23,6 @@ from dora.backends.served import Served
 from dora.backends.server import Body, Product
 from dora.backends.words import Row, Word
 from dora.engine.sequence import EngineError
-from dora.errors import ConfigError
 from dora.runtime.stations import Capabilities
 
 LOAD_S = 600.0  # longest that a load may take
@@ -46,6 +45,11 @@ class Sglang(Served):
         pauses=True, reprefills=True, dtypes=("float32", "bfloat16"), devices=("cpu", "cuda")
     )
 
+    @staticmethod
+    def check_options(*, python: object = None, url: object = None, **_: object) -> None:
+        """Raises ConfigError for options with which there cannot be a server."""
+        server.check(PRODUCT, python, url)
+
     def __init__(
         self,
         *,
@@ -64,8 +68,7 @@ class Sglang(Served):
 
         One that says nothing for `silence_s` while it has requests is lost.
         """
-        if (python is None) == (url is None):
-            raise ConfigError("engine.options: give SGLang either python, an interpreter, or url, a server")
+        server.check(PRODUCT, python, url)
         if python is not None:
             kind, _, number = device.partition(":")
             context = max_context + SPARE

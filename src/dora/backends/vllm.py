@@ -23,7 +23,6 @@ from dora.backends.served import Served
 from dora.backends.server import Body, Product
 from dora.backends.words import Row, Word
 from dora.engine.sequence import EngineError
-from dora.errors import ConfigError
 from dora.model.folder import load_config
 from dora.runtime.stations import Capabilities
 
@@ -60,6 +59,11 @@ class Vllm(Served):
         pauses=True, reprefills=True, dtypes=("float32", "bfloat16"), devices=("cpu", "cuda")
     )
 
+    @staticmethod
+    def check_options(*, python: object = None, url: object = None, **_: object) -> None:
+        """Raises ConfigError for options with which there cannot be a server."""
+        server.check(PRODUCT, python, url)
+
     def __init__(
         self,
         *,
@@ -78,8 +82,7 @@ class Vllm(Served):
 
         One that says nothing for `silence_s` while it has requests is lost.
         """
-        if (python is None) == (url is None):
-            raise ConfigError("engine.options: give vLLM either python, an interpreter, or url, a server")
+        server.check(PRODUCT, python, url)
         if python is not None:
             kv_bytes = load_config(Path(model)).kv_bytes_per_token * max_rows * max_context
             sizes = ("--max-model-len", f"{max_context}", "--max-num-seqs", f"{max_rows}")

@@ -33,6 +33,12 @@ class VllmLora(Vllm):
 
     capabilities = replace(Vllm.capabilities, max_versions=None, are_adapters=True, dtypes=("float32",))
 
+    @staticmethod
+    def check_options(*, rank: object = 0, **others: object) -> None:
+        """The same, and vLLM has room for adapters of this rank."""
+        Vllm.check_options(**others)
+        _room_for(rank)
+
     def __init__(
         self,
         *,
@@ -49,9 +55,7 @@ class VllmLora(Vllm):
         silence_s: float = 60.0,
     ) -> None:
         """`rank` is that of the adapters; all else is as in `Vllm`."""
-        if (room := next((one for one in RANKS if one >= rank > 0), None)) is None:
-            raise ConfigError(f"engine.options: rank = {rank}, and vLLM has room for 1 to {RANKS[-1]}")
-        slots = f"{version_slots}"
+        slots, room = f"{version_slots}", _room_for(rank)
         own = ("--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", f"{room}")
         super().__init__(
             model=model,
@@ -109,3 +113,10 @@ class VllmLora(Vllm):
     def _ask(self, row: Row) -> tuple[str, Body]:
         path, body = super()._ask(row)
         return path, {**body, "model": self._labels[row.request.version]}
+
+
+def _room_for(rank: object) -> int:
+    """The least of `RANKS` that a rank fits in. Raises ConfigError."""
+    if isinstance(rank, int) and 0 < rank <= RANKS[-1]:
+        return next(room for room in RANKS if room >= rank)
+    raise ConfigError(f"rank = {rank!r}: vLLM has room for 1 to {RANKS[-1]}")

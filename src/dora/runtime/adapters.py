@@ -55,6 +55,11 @@ def _check_kind(config: Config, kind: Engines, adapter: str) -> None:
         signature(factory).bind(**dict.fromkeys((*MADE_WITH, *kind.options)))
     except TypeError as error:
         raise ConfigError(f"{kind.key}.options = {kind.options}: {adapter} {error}; remove it") from error
+    if (check_options := getattr(factory, "check_options", None)) is not None:
+        try:
+            check_options(**kind.options)
+        except ConfigError as error:
+            raise ConfigError(f"{kind.key}.options = {kind.options}: {error}") from error
     num_engines = kind.num_engines + (kind.key == "engine" and config.trainer.elastic)
     if "url" in kind.options and num_engines > 1:
         raise ConfigError(

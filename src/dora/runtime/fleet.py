@@ -15,7 +15,7 @@ from typing import Any
 from dora.core.actions import Migrate
 from dora.core.events import EngineJoined, EngineLeft, EngineLost, Event, LoadFailed, Paused
 from dora.engine.sequence import Request
-from dora.errors import RunError
+from dora.errors import InputError, RunError
 from dora.fleets import kind_of
 from dora.runtime import messages as m
 from dora.runtime.moving import Moves, Word
@@ -51,6 +51,7 @@ class Fleet:
         self.kernels: dict[str, None] = {}  # how the engines compute, each way once
         self.digests: dict[int, str] = {}  # of the published versions
         self.last_loss = ""  # with its traceback
+        self._refusal = ""  # what was wrong with what the last one lost was given
         timeout_s = plan.config.runtime.move_timeout_s
         self.moves = Moves(folder, timeout_s, facts, self.send, teller.length)
         self.restarts = Restarts(plan.config.runtime.max_restarts)
@@ -189,8 +190,13 @@ class Fleet:
         return [Pulse(worker, is_ready, limits_s[is_ready]) for worker, is_ready in started]
 
     def check_any(self) -> None:
-        """Raises RunError if no engine is left, and none is to be started again."""
+        """Raises RunError if no engine is left, and none is to be started again.
+
+        InputError if none could start, for what the last one was given.
+        """
         if not self.workers and not (self._is_open and self.restarts.due_s):
+            if self._refusal and not self._was_ready:
+                raise InputError(self._refusal)
             raise RunError(f"the last engine is lost: {self.last_loss}")
 
     def kill(self) -> None:
@@ -247,7 +253,8 @@ class Fleet:
             self._untold[engine] = EngineLeft(engine)
         else:
             self.ends[engine] = f"lost ({reason})"
-            self.last_loss = f"{reason}\n{worker.crash}".rstrip()
+            self._refusal = worker.refusal
+            self.last_loss = reason if worker.refusal else f"{reason}\n{worker.crash}".rstrip()
             then = self._plan_restart(engine)
             self._notice(f"engine {engine} is lost ({reason}); its requests begin again elsewhere{then}")
             self._untold[engine] = EngineLost(engine, reason)

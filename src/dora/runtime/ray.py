@@ -62,7 +62,7 @@ class Home:
 
     node: str
     spans: bool
-    stored_bytes: int  # of an engine's KV, and of the versions that it loads, where it is on another
+    stored_bytes: int  # of an engine's KV, and of versions as the store may have, where it is on another
     desk: sealed.Address | None = None
     version: str = __version__  # the driver's
 
@@ -81,7 +81,7 @@ class Cluster:
         self._spans = self._config.address is not None
         self.host = ray.util.get_node_ip_address() if self._spans else None
         self._listener = sealed.Listener(self.host or "127.0.0.1")
-        stored_bytes = plan.pool_bytes + 2 * plan.version_bytes
+        stored_bytes = plan.pool_bytes + plan.weights_bytes
         self.home = Home(ray.get_runtime_context().get_node_id(), self._spans, stored_bytes)
         self._needs = {need.kind: need for need in needs}
         self._groups: list[PlacementGroup] = []
