@@ -27,8 +27,9 @@ def test_a_worker_whose_line_is_cut_is_gone_and_ends_by_itself() -> None:
     worker = Worker("a worker", speak, None, told)
     assert told.get(timeout=30) == (worker, "a message")
     assert isinstance(worker._carrier, Forked)
+    process = psutil.Process(worker.pid)
     with socket.socket(fileno=os.dup(worker._carrier._connection.fileno())) as line:
         line.shutdown(socket.SHUT_RDWR)
     assert told.get(timeout=30) == (worker, Gone())
-    assert wait_until_gone([psutil.Process(worker.pid)], timeout_s=5.0) == []
+    assert wait_until_gone([process], timeout_s=5.0) == []
     worker.kill()
