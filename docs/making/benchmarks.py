@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 MAX_ROWS = 120  # of one table
 MADE_BY = {
     "engine_grid": "engine",
-    "faults_trainer": "faults",
+    "faults_idle": "faults",
     "policies_search": "policies",
     "sglang_fleet": "vllm_fleet",
 }  # results whose file has not the benchmark's name
