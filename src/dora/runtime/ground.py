@@ -109,6 +109,7 @@ def make_ground(plan: Plan, notice: Callable[[str], None]) -> Ground:
         elif address != "auto":
             reach(address)
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")  # Ray's log is not the run's to print
+        os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")  # nor is `print` Ray's to replace
         from dora.runtime.ray import Cluster
 
         return Cluster(plan, notice)
