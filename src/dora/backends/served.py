@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from dora.backends.server import Body, Server
+from dora.backends.server import Body, Product, Server, check
 from dora.backends.weights_file import write_safetensors
 from dora.backends.words import Row, Word
 from dora.core.records import Chunk, RequestId
@@ -45,6 +45,7 @@ GIVE_UP_S = 30.0  # longest that the server may go on with what was given up
 class Served(ABC):
     """One server."""
 
+    product: ClassVar[Product]
     capabilities: ClassVar[Capabilities]
     kernels: str
     num_slots = 1  # versions that it holds at most
@@ -69,6 +70,11 @@ class Served(ABC):
         self._is_paused = False
         self.num_decoded, self.busy_row_s = 0, 0.0
         self.num_recomputed = 0  # tokens of requests that were halted to move, and stayed
+
+    @classmethod
+    def check_options(cls, *, python: object = None, url: object = None, **_: object) -> None:
+        """Raises ConfigError for options with which there cannot be a server."""
+        check(cls.product, python, url)
 
     # the words of a product
 

@@ -41,14 +41,10 @@ SETTINGS = {"HF_HUB_OFFLINE": "1"}
 class Sglang(Served):
     """An SGLang server."""
 
+    product = PRODUCT
     capabilities = Capabilities(
         pauses=True, reprefills=True, dtypes=("float32", "bfloat16"), devices=("cpu", "cuda")
     )
-
-    @staticmethod
-    def check_options(*, python: object = None, url: object = None, **_: object) -> None:
-        """Raises ConfigError for options with which there cannot be a server."""
-        server.check(PRODUCT, python, url)
 
     def __init__(
         self,

@@ -33,10 +33,10 @@ class VllmLora(Vllm):
 
     capabilities = replace(Vllm.capabilities, max_versions=None, are_adapters=True, dtypes=("float32",))
 
-    @staticmethod
-    def check_options(*, rank: object = 0, **others: object) -> None:
+    @classmethod
+    def check_options(cls, *, rank: object = 0, **others: object) -> None:
         """The same, and vLLM has room for adapters of this rank."""
-        Vllm.check_options(**others)
+        super().check_options(**others)
         _room_for(rank)
 
     def __init__(

@@ -5,6 +5,7 @@ They hear the same facts and give the same orders, so that stations cannot tell 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -37,7 +38,7 @@ class Seats:
         return self.rows - len(self.running)
 
 
-class Foreign:
+class Foreign(ABC):
     """The part of a mind that all have. `_decide` is each one's own."""
 
     def __init__(self, limits: Limits) -> None:
@@ -59,8 +60,9 @@ class Foreign:
     def handle(self, event: Event, now: float) -> list[Action]:
         return [*self._hear(event), *([] if self.done else self._decide(now))]
 
+    @abstractmethod
     def _decide(self, now: float) -> list[Action]:
-        raise NotImplementedError
+        """What is to be done, after each fact."""
 
     def _hear(self, event: Event) -> list[Action]:
         match event:
