@@ -101,9 +101,9 @@ def reach(address: str) -> None:
 
 
 def quiet_ray() -> None:
-    """What Ray reads when it is imported: it prints no log, replaces no `print`, and joins no cluster by itself.
+    """What Ray reads when it is imported: no log is printed, no `print` replaced, no cluster joined by itself.
 
-    Else a thread that asks it something after the run has left its cluster joins any other that runs here.
+    Else a thread that asks Ray something when the run has left its cluster would join any other one here.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")
     os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
