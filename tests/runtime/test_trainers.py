@@ -175,7 +175,7 @@ def test_the_run_ends_when_too_many_have_died(scene: Scene) -> None:
 
 
 def test_who_follows_a_trainer_that_got_on_starts_soon(scene_of_many: Scene) -> None:
-    """By a step that nobody had trained: a trainer that dies every few seconds is not waited for ever longer."""
+    """By a step that nobody had trained: one that dies every few seconds is not waited for ever longer."""
     scene = scene_of_many
     scene.puppet.kill()
     scene.hear()
