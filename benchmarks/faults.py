@@ -269,9 +269,9 @@ class Scale:
 
 SCALES = {  # runtime, whether it is quick
     ("local", False): Scale(204, 34, 6.0, 60.0, 3),
-    ("local", True): Scale(12, 12, 0.5, 8.0, 1),
+    ("local", True): Scale(12, 12, 0.3, 5.0, 1),
     ("ray", False): Scale(52, 26, 3.0, 40.0, 2),
-    ("ray", True): Scale(13, 13, 0.5, 8.0, 1),
+    ("ray", True): Scale(13, 13, 0.3, 5.0, 1),
 }
 
 
