@@ -81,7 +81,7 @@ trainer_timeout_s = 4.0
 max_restarts = 1000
 """
 LOOK_S = 0.1  # between two looks at what is not well
-PATIENCE_S = 60.0  # until all is well after a fault
+PATIENCE_S = 120.0  # until all is well after a fault: a restart may wait for a minute
 LOST, DOUBLED, MIXED, TOO_STALE = "lost", "doubled", "mixed", "too_stale"
 NUM_SAID = 40  # last lines of a run in which something was found
 T = TypeVar("T")
