@@ -1,4 +1,7 @@
-"""Who waits for a place to start in: a cluster may have none for a process that is to replace another."""
+"""Who waits for a place to start in: a cluster may have none for a process that is to replace another.
+
+Read from the processes alone, of which the orchestrator knows nothing until they have started.
+"""
 
 from __future__ import annotations
 
