@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dora.core.actions import Action
@@ -11,21 +12,29 @@ from dora.core.events import Event
 from dora.core.orchestrator import Orchestrator
 from dora.core.records import Limits
 from dora.errors import InputError
-from dora.sim.forecast.calibration import Line, Measured, Recorded, forecast_speed, read
+from dora.sim.forecast.bench import Contention
+from dora.sim.forecast.calibration import forecast_speed
+from dora.sim.forecast.checking import UNCALIBRATED, calibrated, stated
 from dora.sim.forecast.fluid import FluidEngine
 from dora.sim.forecast.lengths import Lengths
+from dora.sim.forecast.measured import Line, Measured, Points, fitted, integral, measure
 from dora.sim.forecast.player import Manner, Player
+from dora.sim.forecast.recorded import Recorded, read
 
 COSTS = Measured(
-    Line(0.009, 0.0002), Line(0.8, 0.05), loading_s=0.3, publishing_s=0.2, reward_s=0.05, moving_s=0.01
-)
+    Line(0.009, 0.0004), Line(0.8, 0.05), version_s=0.001, telling_s=0.02, loading_s=0.3, stopping_s=0.05,
+    publishing_s=0.2, reward_s=0.05, moving_s=0.01,
+)  # fmt: skip
+SHARED = replace(COSTS, contention=Contention(0.3, 0.6))
 
 
 def recorded(limits: Limits, costs: Measured = COSTS, seed: int = 0) -> Recorded:
     """A run that was never real."""
     lines: list[tuple[float, Event | Action]] = []
     engines = [FluidEngine(number, costs, 8) for number in range(3)]
-    manner = Manner(reward_s=costs.reward_s, report_s=1.0, slots=2)
+    manner = Manner(
+        reward_s=costs.reward_s, telling_s=costs.telling_s, contention=costs.contention, report_s=1.0, slots=2
+    )
     lengths = Lengths(800, 120.0, prompt=0, seed=seed)
     sizes = (limits.batch_size, limits.group_size)
     Player(
@@ -35,40 +44,69 @@ def recorded(limits: Limits, costs: Measured = COSTS, seed: int = 0) -> Recorded
 
 
 LIMITS = Limits(num_steps=14, batch_size=8, group_size=4, max_staleness=2)
+SYNC = replace(LIMITS, max_staleness=0, batches_per_version=1)
 
 
 def test_costs_are_found_again() -> None:
-    found = recorded(LIMITS).measured
-    assert found.decode.at(6) == pytest.approx(COSTS.decode.at(6), rel=0.1)
+    found = measure([recorded(LIMITS)])
+    assert found.decode.at(6) == pytest.approx(COSTS.decode.at(6), rel=0.05)
+    assert found.decode.each_s == pytest.approx(COSTS.decode.each_s, rel=0.3)
     assert found.train.at(4) == pytest.approx(COSTS.train.at(4), rel=0.02)
     assert found.loading_s == pytest.approx(0.3)
     assert found.publishing_s == pytest.approx(0.2)
     assert found.reward_s == pytest.approx(0.05)
 
 
+def test_two_runs_say_what_engines_and_trainer_do_to_each_other() -> None:
+    found = measure([recorded(SYNC, SHARED), recorded(LIMITS, SHARED)])
+    assert found.contention.decode == pytest.approx(0.3, abs=0.1)
+    assert found.contention.train == pytest.approx(0.6, abs=0.1)
+    assert found.train.at(4) == pytest.approx(SHARED.train.at(4), rel=0.1)
+
+
+def test_where_they_always_work_together_what_each_costs_alone_is_not_guessed() -> None:
+    """The cost is as it was."""
+    took_s, ones = np.array([2.0, 2.2, 1.8]), np.ones(3)
+    (found_s,), slower = fitted([Points(took_s, ones[:, None], ones, ones)], 1.0)
+    assert (found_s, slower) == pytest.approx((2.0, 0.0))
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_what_was_measured_at_one_bound_predicts_others(staleness: int) -> None:
     other = recorded(replace(LIMITS, max_staleness=staleness), seed=1)
-    assert forecast_speed(other, recorded(LIMITS).measured) == pytest.approx(other.tokens_per_s, rel=0.1)
+    assert forecast_speed(other, measure([recorded(LIMITS)])) == pytest.approx(other.tokens_per_s, rel=0.1)
+
+
+def test_a_run_on_shared_cores_is_predicted_from_others() -> None:
+    costs = measure([recorded(SYNC, SHARED), recorded(LIMITS, SHARED)])
+    other = recorded(replace(LIMITS, max_staleness=4), SHARED, seed=1)
+    assert forecast_speed(other, costs) == pytest.approx(other.tokens_per_s, rel=0.1)
+    assert forecast_speed(other, replace(costs, contention=Contention())) > 1.1 * other.tokens_per_s
 
 
 def test_a_run_that_says_too_little_is_refused() -> None:
-    with pytest.raises(InputError, match=r"0 training steps and 0 reports .* at least 3 and 1"):
-        _ = read(LIMITS, []).measured
+    with pytest.raises(InputError, match=r"0 training steps and 0 answers .* at least 3 of each"):
+        measure([read(LIMITS, [])])
 
 
-@pytest.mark.parametrize(
-    ("points", "fixed_s", "each_s"),
-    [
-        ([(1.0, 3.0), (2.0, 5.0)], 1.0, 2.0),
-        ([(2.0, 3.0), (2.0, 5.0)], 4.0, 0.0),
-        ([(1.0, 5.0), (2.0, 3.0)], 4.0, 0.0),  # never falling
-        ([(2.0, 1.0), (4.0, 8.0)], 0.0, 1.5),  # nor below zero at none
-        ([], 0.0, 0.0),
-    ],
-)
-def test_a_line_is_what_something_can_take(
-    points: list[tuple[float, float]], fixed_s: float, each_s: float
-) -> None:
-    line = Line.through(points)
-    assert [line.fixed_s, line.each_s] == pytest.approx([fixed_s, each_s])
+def test_what_would_take_less_than_nothing_takes_nothing() -> None:
+    parts = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    falling = Points(np.array([5.0, 4.0, 3.0]), parts, np.zeros(3), np.ones(3))
+    (fixed_s, each_s), slower = fitted([falling], 1.0)
+    assert (fixed_s, each_s, slower) == pytest.approx((4.0, 0.0, 0.0))
+
+
+def test_what_changes_now_and_then_is_summed_over_time() -> None:
+    rows = integral([(3.0, -2.0), (1.0, 2.0), (2.0, 1.0)])
+    assert [rows(at_s) for at_s in (0.0, 1.5, 2.0, 4.0)] == pytest.approx([0.0, 1.0, 2.0, 5.0])
+
+
+def test_the_error_of_calibration_is_stated() -> None:
+    own, other = recorded(LIMITS), recorded(SYNC, seed=1)
+    rows = calibrated({"own": own}, {"other": other})
+    assert [row["calibrates"] for row in rows] == ["yes", "no"]
+    said = stated(rows)
+    assert "% of own (trained tokens/s)" in said
+    assert "not calibrated on, " in said
+    assert "% of other." in said
+    assert stated([]) == UNCALIBRATED
