@@ -30,7 +30,7 @@ from dora.runtime.plan import Plan
 from dora.sim.forecast.checking import calibrated
 from dora.sim.forecast.measured import Measured, measure
 
-PACE = "15ms"
+PACE = "30ms"
 SHAPES: dict[str, type[Plan]] = {"tail": ForcedTail, "light": ForcedLight}
 PAIR: Changes = {"engine.num_engines": 2, "engine.max_rows": 16}
 FOUR: Changes = {"engine.num_engines": 4, "engine.max_rows": 8}
@@ -81,12 +81,12 @@ class Trial:
 
 
 TRIALS = (
-    Trial(PACE, "sync", 0, "tail", 7, PAIR, calibrates=True),
-    Trial(PACE, "dora", 2, "light", 30, PAIR, calibrates=True),
-    Trial(PACE, "one_step", 1, "tail", 8, PAIR),
-    Trial(PACE, "dora", 2, "tail", 18, PAIR),
-    Trial(PACE, "dora", 4, "tail", 22, FOUR),
-    Trial(PACE, "partial", 2, "tail", 18, PAIR),
+    Trial(PACE, "sync", 0, "tail", 5, PAIR, calibrates=True),
+    Trial(PACE, "dora", 2, "light", 18, PAIR, calibrates=True),
+    Trial(PACE, "one_step", 1, "tail", 6, PAIR),
+    Trial(PACE, "dora", 2, "tail", 12, PAIR),
+    Trial(PACE, "dora", 4, "tail", 14, FOUR),
+    Trial(PACE, "partial", 2, "tail", 12, PAIR),
     Trial("none", "sync", 0, "tail", 110, WIDE, calibrates=True),
     Trial("none", "dora", 2, "tail", 160, WIDE, calibrates=True),
     Trial("none", "one_step", 1, "light", 200, WIDE),
@@ -95,9 +95,9 @@ TRIALS = (
     Trial("none", "dora", 1, "tail", 140, {**WIDE, **ONE_SLOT}),
 )
 QUICK = (
-    Trial(PACE, "sync", 0, "light", 6, PAIR, calibrates=True),
-    Trial(PACE, "dora", 2, "light", 10, PAIR, calibrates=True),
-    Trial(PACE, "one_step", 1, "light", 7, PAIR),
+    Trial(PACE, "sync", 0, "light", 4, PAIR, calibrates=True),
+    Trial(PACE, "dora", 2, "light", 6, PAIR, calibrates=True),
+    Trial(PACE, "one_step", 1, "light", 5, PAIR),
 )
 
 

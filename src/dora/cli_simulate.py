@@ -127,18 +127,35 @@ def calibrate(
 
 def recorded(paths: Iterable[Path]) -> dict[str, Recorded]:
     """Runs as they can be forecast, by path. Raises InputError where there is none, or it cannot be read."""
-    from dora import settings
     from dora.observe.journal import read_journal
-    from dora.observe.nearby import CONFIG
     from dora.sim.forecast.recorded import read
 
     found = {}
     for path in paths:
-        journal, config = read_journal(path), settings.read(path / CONFIG)
-        least_early = config.trainer.micro_batch_tokens * config.trainer.num_ranks if config.streams else None
+        journal = read_journal(path)
         lines = ((line.t_s, line.record) for line in journal.lines)
-        found[path.as_posix()] = read(journal.limits, lines, works(path), least_early)
+        found[path.as_posix()] = read(journal.limits, lines, works(path), least_early(path))
     return found
+
+
+def least_early(run: Path) -> int | None:
+    """Tokens of an incomplete batch from which on the trainer worked on it; None: it waited.
+
+    Raises InputError. What the configuration names by path need not be there any more.
+    """
+    import tomllib
+
+    from dora.config import Config
+    from dora.errors import InputError
+    from dora.observe.nearby import CONFIG, why_no_run
+
+    try:
+        config = Config.model_validate(tomllib.loads((run / CONFIG).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(why_no_run(run, CONFIG)) from error
+    except ValueError as error:
+        raise InputError(f"{run / CONFIG} is not what a run wrote: {error}") from error
+    return config.trainer.micro_batch_tokens * config.trainer.num_ranks if config.streams else None
 
 
 def works(run: Path) -> dict[int, float]:
