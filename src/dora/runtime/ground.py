@@ -145,7 +145,7 @@ def own_signals() -> Iterator[None]:
 
 
 def quiet_ray() -> None:
-    """What Ray reads when it is imported: it prints no log, replaces no `print`, joins no cluster by itself.
+    """What Ray reads when it is imported: its log is not printed, and it joins no cluster by itself.
 
     Else a thread that asks Ray something when the run has left its cluster would join any other one here.
     """

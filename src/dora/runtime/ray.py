@@ -90,6 +90,7 @@ class Cluster:
         self._free: list[Place] = []
         self._versions: dict[int, ray.ObjectRef] = {}  # in Ray's memory
         self._lock, self._is_closed = threading.Lock(), threading.Event()
+        self.unmet: set[Actor] = set()  # those of whom nothing is known yet
         self._leaving: frozenset[str] = frozenset()
         self._num_free = 0
         with _asking():
@@ -139,7 +140,7 @@ class Cluster:
             stored = store.versions()
             self._versions = {known: ref for known, ref in self._versions.items() if known in stored}
             if version not in self._versions:
-                self._versions[version] = ray.put(as_bytes(store, version))
+                self._versions[version] = ray.put(store.raw(version))
             return self._versions[version]
 
     def close(self) -> None:
@@ -230,13 +231,17 @@ class Cluster:
                 with self._lock:
                     free = [place for place in self._free if place.need.kind == "engine"]
                 self._num_free = sum(map(self._is_well, free))
+                for actor in [*self.unmet]:
+                    actor.awaits = "" if self._is_well(actor.place) else "the cluster"
 
 
 class Actor:
     """A carrier: an actor, whose process calls the driver as soon as it has a place."""
 
     def __init__(self, cluster: Cluster, place: Place, body: Body, spec: Any, home: Home) -> None:
-        self._cluster, self._places, self._home = cluster, [place], home.node
+        self._cluster, self.place, self._places, self._home = cluster, place, [place], home.node
+        self.awaits = ""
+        cluster.unmet.add(self)
         self._store = WeightStore(spec.weights, spec.dtype) if isinstance(spec, EngineSpec) else None
         self._line: Future[sealed.SealedLine] = Future()
         self._ended = threading.Event()
@@ -290,6 +295,8 @@ class Actor:
 
     def _met(self, line: sealed.SealedLine, hello: Any) -> None:
         self._pid, self._node = hello
+        self._cluster.unmet.discard(self)
+        self.awaits = ""
         if self._line.set_running_or_notify_cancel():
             self._line.set_result(line)
 
@@ -319,6 +326,7 @@ class Actor:
 
     def _leave(self) -> None:
         """Once, by whoever knows first that it has ended."""
+        self._cluster.unmet.discard(self)
         with contextlib.suppress(IndexError):
             self._cluster.give_back(self._places.pop())
 
@@ -376,14 +384,6 @@ class Station:
             return spec
         self._folder = make_store_folder(home.stored_bytes)
         return replace(spec, weights=self._folder, pool=self._folder / spec.pool.name, desk=home.desk)
-
-
-def as_bytes(store: WeightStore, version: int) -> NDArray[np.uint8]:
-    """As Ray takes it without a copy more than its own."""
-    import torch
-
-    content: NDArray[np.uint8] = store.fetch(version).view(torch.uint8).numpy()
-    return content
 
 
 @contextlib.contextmanager
