@@ -6,31 +6,81 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dora.cli_reading import RunFolder
+from dora.errors import InputError
 
 if TYPE_CHECKING:
     from dora.sim.forecast.lengths import Lengths
 
 simulate = typer.Typer(help="Run the production orchestrator in virtual time.", no_args_is_help=True)
 
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")]
-Model = Annotated[str, typer.Option(help="A preset's name; a wrong one prints them all.")]
-DeviceName = Annotated[str, typer.Option("--device", help="H800, H100, H200, A100, 910B or CPU.")]
-Batch = Annotated[int, typer.Option(help="Groups of a training step.")]
-Group = Annotated[int, typer.Option(help="Answers of a group.")]
-Mean = Annotated[float, typer.Option(help="Mean answer (tokens).")]
-Limit = Annotated[int, typer.Option(help="Longest answer (tokens).")]
-Tail = Annotated[float, typer.Option(help="Sigma of a lognormal, or alpha of a Pareto.")]
-Family = Annotated[str, typer.Option(help="Of the lengths: lognormal, pareto or trace.")]
-Trace = Annotated[Path | None, typer.Option(metavar="CSV", help="Lengths, in its column GeneratedTokens.")]
-Prompt = Annotated[int, typer.Option(help="Tokens of a prompt.")]
-Steps = Annotated[int, typer.Option(min=1, help="Training steps to simulate.")]
-Tensor = Annotated[int, typer.Option(help="Devices that an engine's attention is split over.")]
-Expert = Annotated[int, typer.Option(help="Ranks of an engine that share its experts.")]
+JOB, LENGTHS, LAYOUT, OUTPUT = "Job", "Answers", "Layout", "Output"  # panels of the help
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the figures as JSON.", rich_help_panel=OUTPUT),
+]
+Model = Annotated[str, typer.Option(help="A preset's name; a wrong one prints all.", rich_help_panel=JOB)]
+Batch = Annotated[int, typer.Option(help="Groups of a training step.", rich_help_panel=JOB)]
+Group = Annotated[int, typer.Option(help="Answers of a group.", rich_help_panel=JOB)]
+Context = Annotated[int, typer.Option(help="Longest context of the model (tokens).", rich_help_panel=JOB)]
+Reward = Annotated[float, typer.Option(min=0, help="Seconds to score a group.", rich_help_panel=JOB)]
+Skew = Annotated[
+    float,
+    typer.Option(min=0, help="By which the most wanted rank of experts is wanted more.", rich_help_panel=JOB),
+]
+Mean = Annotated[
+    float | None, typer.Option(help="Mean answer (tokens).", show_default="2300", rich_help_panel=LENGTHS)
+]
+Limit = Annotated[int, typer.Option(help="Longest answer (tokens).", rich_help_panel=LENGTHS)]
+Tail = Annotated[
+    float | None,
+    typer.Option(
+        help="Sigma of a lognormal, or alpha of a Pareto.", show_default="1.2", rich_help_panel=LENGTHS
+    ),
+]
+Family = Annotated[
+    str | None,
+    typer.Option(help="lognormal or pareto.", show_default="lognormal", rich_help_panel=LENGTHS),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="CSV|RUN", help="Lengths of a CSV's --column, or of a run's answers.", rich_help_panel=LENGTHS
+    ),
+]
+Column = Annotated[
+    str | None,
+    typer.Option(help="Of the CSV.", show_default="GeneratedTokens", rich_help_panel=LENGTHS),
+]
+Alike = Annotated[
+    float, typer.Option(help="Correlation of a group's answers, 0 to 1.", rich_help_panel=LENGTHS)
+]
+Drift = Annotated[
+    float, typer.Option(help="Growth of answers in each step, 0.01 for 1 %.", rich_help_panel=LENGTHS)
+]
+Prompt = Annotated[int, typer.Option(help="Tokens of a prompt.", rich_help_panel=LENGTHS)]
+Turns = Annotated[int, typer.Option(help="Of an episode, equally long.", rich_help_panel=LENGTHS)]
+Delay = Annotated[
+    float, typer.Option(help="Seconds of the environment after each turn.", rich_help_panel=LENGTHS)
+]
+DeviceName = Annotated[
+    str, typer.Option("--device", help="H800, H100, H200, A100, 910B or CPU.", rich_help_panel=LAYOUT)
+]
+Devices = Annotated[
+    int, typer.Option(min=1, help="How many, for training and rollout.", rich_help_panel=LAYOUT)
+]
+Policies = Annotated[str, typer.Option(help="Names, separated by commas.", rich_help_panel=LAYOUT)]
+Steps = Annotated[int, typer.Option(min=1, help="Training steps to simulate.", rich_help_panel=OUTPUT)]
+Tensor = Annotated[
+    int, typer.Option(help="Devices that an engine's attention is split over.", rich_help_panel=LAYOUT)
+]
+Rows = Annotated[
+    int | None, typer.Option(min=1, help="Of an engine.", show_default="by its KV", rich_help_panel=LAYOUT)
+]
 
 
 @simulate.callback()
@@ -54,45 +104,79 @@ def swarm(
 @simulate.command()
 def run(
     model: Model = "qwen2.5-32b",
-    device: DeviceName = "H800",
-    devices: Annotated[int, typer.Option(min=1, help="How many, for training and rollout.")] = 64,
-    trainer: Annotated[int | None, typer.Option(help="How many of them train.", show_default="half")] = None,
-    policies: Annotated[str, typer.Option(help="Names, separated by commas.")] = "sync,one_step,partial,dora",
-    staleness: Annotated[str, typer.Option("--staleness", "-S", help="Bounds, separated by commas.")] = "1,2",
-    without: Annotated[str, typer.Option(help="Parts of DORA to leave out, by commas.")] = "",
     batch: Batch = 128,
     group: Group = 16,
-    mean: Mean = 2300.0,
+    context: Context = 32768,
+    reward: Reward = 0.0,
+    skew: Skew = 0.1,
+    mean: Mean = None,
     limit: Limit = 30720,
-    tail: Tail = 1.2,
-    family: Family = "lognormal",
+    tail: Tail = None,
+    family: Family = None,
     trace: Trace = None,
+    column: Column = None,
+    alike: Alike = 0.0,
+    drift: Drift = 0.0,
     prompt: Prompt = 110,
+    turns: Turns = 1,
+    delay: Delay = 0.0,
+    policies: Policies = "sync,one_step,partial,dora",
+    staleness: Annotated[
+        str, typer.Option("--staleness", "-S", help="Bounds, separated by commas.", rich_help_panel=LAYOUT)
+    ] = "1,2",
+    device: DeviceName = "H800",
+    devices: Devices = 64,
+    trainer: Annotated[
+        int | None, typer.Option(min=1, help="How many train.", show_default="half", rich_help_panel=LAYOUT)
+    ] = None,
+    rollout: Annotated[
+        str,
+        typer.Option(
+            metavar="FLEET", help="Other devices for rollout: H800:16,A100:32.", rich_help_panel=LAYOUT
+        ),
+    ] = "",
     tensor: Tensor = 4,
-    expert: Expert = 1,
-    rows: Annotated[int | None, typer.Option(min=1, help="Of an engine.", show_default="by its KV")] = None,
-    slack: Annotated[int, typer.Option(min=0, help="Groups by which admission stays below the bound.")] = 0,
-    elastic: Annotated[bool, typer.Option(help="The trainer's devices decode while it waits.")] = False,
+    expert: Annotated[
+        int, typer.Option(help="Ranks of an engine that share its experts.", rich_help_panel=LAYOUT)
+    ] = 1,
+    rows: Rows = None,
+    slack: Annotated[
+        int, typer.Option(min=0, help="Groups kept below the bound by admission.", rich_help_panel=LAYOUT)
+    ] = 0,
+    elastic: Annotated[
+        bool, typer.Option(help="The trainer's devices decode while it waits.", rich_help_panel=LAYOUT)
+    ] = False,
+    without: Annotated[
+        str, typer.Option(help="Parts of dora to leave out, by commas.", rich_help_panel=LAYOUT)
+    ] = "",
     steps: Steps = 12,
-    timeline: Annotated[Path | None, typer.Option(metavar="SVG", help="Draw the last row's engines.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="SVG", help="Draw tokens/s against S.")] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="SVG", help="Draw the last row's engines.", rich_help_panel=OUTPUT),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="SVG", help="Draw tokens/s against S.", rich_help_panel=OUTPUT)
+    ] = None,
     json: Json = None,
 ) -> None:
     """Forecast policies side by side, on hardware that is described by its data sheet."""
     from dora.sim.forecast.cluster import Job, Layout
     from dora.sim.forecast.compare import Pictures, compare, layouts
-    from dora.sim.forecast.hardware import device_of
+    from dora.sim.forecast.hardware import device_of, fleet_of
     from dora.sim.forecast.shapes import shape_of
 
-    lengths = lengths_of(family, mean, limit, tail, prompt, trace)
-    job = Job(shape_of(model), lengths, batch, group)
-    num_train = trainer if trainer is not None else devices // 2
+    lengths = lengths_of(
+        limit, mean, family, tail, trace, column,
+        prompt=prompt, alike=alike, drift=drift, turns=turns, delay_s=delay,
+    )  # fmt: skip
+    job = Job(shape_of(model), lengths, batch, group, context=context, reward_s=reward, expert_skew=skew)
+    num_train = trainer if trainer is not None else (devices + 1) // 2
     train = (device_of(device), num_train)
     base = Layout(
-        "dora", 0, train, tensor=tensor, expert=expert, rows=rows, slack=slack,
-        without=tuple(filter(None, without.split(","))), is_elastic=elastic,
+        "dora", 0, train, fleet_of(rollout), tensor, expert, rows,
+        slack=slack, without=tuple(names(without)), is_elastic=elastic,
     )  # fmt: skip
-    found = [*layouts(policies.split(","), numbers(staleness), train, devices - num_train, base)]
+    found = [*layouts(names(policies), numbers(staleness), train, devices - num_train, base)]
     raise typer.Exit(compare(job, found, steps, json, Pictures(timeline, plot)))
 
 
@@ -141,47 +225,102 @@ def draw_timeline(
 
 def plan(
     model: Model = "qwen2.5-32b",
-    device: DeviceName = "H800",
-    devices: Annotated[int, typer.Option(min=1, help="How many, for training and rollout.")] = 64,
-    staleness: Annotated[int, typer.Option("--staleness", "-S", help="Largest bound.")] = 2,
-    policies: Annotated[str, typer.Option(help="Names, separated by commas.")] = "sync,one_step,dora",
     batch: Batch = 64,
     group: Group = 16,
-    mean: Mean = 2300.0,
+    context: Context = 32768,
+    reward: Reward = 0.0,
+    skew: Skew = 0.1,
+    mean: Mean = None,
     limit: Limit = 30720,
-    tail: Tail = 1.2,
-    family: Family = "lognormal",
+    tail: Tail = None,
+    family: Family = None,
     trace: Trace = None,
+    column: Column = None,
+    alike: Alike = 0.0,
+    drift: Drift = 0.0,
     prompt: Prompt = 110,
-    expert: Expert = 1,
-    context: Annotated[int, typer.Option(help="Longest context of the model (tokens).")] = 32768,
-    played: Annotated[int, typer.Option(min=1, help="Layouts that are played, the best by a formula.")] = 8,
+    turns: Turns = 1,
+    delay: Delay = 0.0,
+    policies: Policies = "sync,one_step,dora",
+    staleness: Annotated[
+        int, typer.Option("--staleness", "-S", help="Largest bound.", rich_help_panel=LAYOUT)
+    ] = 2,
+    device: DeviceName = "H800",
+    devices: Devices = 64,
+    expert: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Ranks that share the experts.", show_default="searched", rich_help_panel=LAYOUT
+        ),
+    ] = None,
+    played: Annotated[
+        int, typer.Option(min=1, help="Layouts that are played at most.", rich_help_panel=OUTPUT)
+    ] = 24,
+    shown: Annotated[
+        int, typer.Option(min=1, help="Plans that are printed, the best.", rich_help_panel=OUTPUT)
+    ] = 8,
     json: Json = None,
 ) -> None:
-    """Search for the policy, split, parallel size and bound with most trained tokens a second."""
+    """Search for the policy, split, sizes, rows and bound with most trained tokens a second."""
     from dora.sim.forecast import plan
     from dora.sim.forecast.cluster import Job
     from dora.sim.forecast.hardware import device_of
+    from dora.sim.forecast.search import Question
     from dora.sim.forecast.shapes import shape_of
 
-    lengths = lengths_of(family, mean, limit, tail, prompt, trace)
-    job = Job(shape_of(model), lengths, batch, group, context=context)
-    asked = plan.Question(job, device_of(device), devices, staleness, tuple(policies.split(",")), expert)
-    raise typer.Exit(plan.main(asked, played, json))
+    lengths = lengths_of(
+        limit, mean, family, tail, trace, column,
+        prompt=prompt, alike=alike, drift=drift, turns=turns, delay_s=delay,
+    )  # fmt: skip
+    job = Job(shape_of(model), lengths, batch, group, context=context, reward_s=reward, expert_skew=skew)
+    asked = Question(job, device_of(device), devices, staleness, tuple(names(policies)), expert)
+    raise typer.Exit(plan.main(asked, played, shown, json))
 
 
-def lengths_of(family: str, mean: float, limit: int, tail: float, prompt: int, trace: Path | None) -> Lengths:
+def lengths_of(
+    limit: int,
+    mean: float | None,
+    family: str | None,
+    tail: float | None,
+    trace: Path | None,
+    column: str | None,
+    **others: Any,
+) -> Lengths:
     """Raises InputError where they do not fit together."""
     from dora.sim.forecast.lengths import Lengths, read_trace
 
-    if trace is not None:
-        return Lengths(limit, family="trace", prompt=prompt, trace=read_trace(trace))
-    return Lengths(limit, mean, family, tail, prompt)
+    if trace is None:
+        if column is not None:
+            raise InputError(f"--column {column} is of a --trace, and none is given")
+        return Lengths(limit, mean or 2300.0, family or "lognormal", tail or 1.2, **others)
+    given = {"--mean": mean, "--tail": tail, "--family": family}
+    if clash := [name for name, value in given.items() if value is not None]:
+        raise InputError(f"{', '.join(clash)} would say what --trace {trace} says already; leave one out")
+    answers = answers_of(trace) if trace.is_dir() else read_trace(trace, column or "GeneratedTokens")
+    return Lengths(limit, family="trace", trace=answers, **others)
+
+
+def answers_of(run: Path) -> tuple[int, ...]:
+    """Tokens of the answers that a run has finished."""
+    from dora.core.events import RequestFinished
+    from dora.observe.journal import read_journal
+
+    records = (line.record for line in read_journal(run).lines)
+    return tuple(
+        record.num_tokens
+        for record in records
+        if isinstance(record, RequestFinished) and not record.request.is_held_out
+    )
+
+
+def names(text: str) -> list[str]:
+    """Words, separated by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def numbers(text: str) -> list[int]:
     """Whole numbers, separated by commas. Raises BadParameter."""
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(word) for word in names(text)]
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is no list of whole numbers, such as 1,2,4") from error
