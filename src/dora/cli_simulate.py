@@ -81,6 +81,33 @@ Tensor = Annotated[
 Rows = Annotated[
     int | None, typer.Option(min=1, help="Of an engine.", show_default="by its KV", rich_help_panel=LAYOUT)
 ]
+Bounds = Annotated[
+    str, typer.Option("--staleness", "-S", help="Bounds, separated by commas.", rich_help_panel=LAYOUT)
+]
+Trainer = Annotated[
+    int | None, typer.Option(min=1, help="How many train.", show_default="half", rich_help_panel=LAYOUT)
+]
+Fleet = Annotated[
+    str,
+    typer.Option(metavar="FLEET", help="Other devices for rollout: H800:16,A100:32.", rich_help_panel=LAYOUT),
+]
+Expert = Annotated[
+    int, typer.Option(help="Ranks of an engine that share its experts.", rich_help_panel=LAYOUT)
+]
+Slack = Annotated[
+    int, typer.Option(min=0, help="Groups kept below the bound by admission.", rich_help_panel=LAYOUT)
+]
+Elastic = Annotated[
+    bool, typer.Option(help="The trainer's devices decode while it waits.", rich_help_panel=LAYOUT)
+]
+Without = Annotated[str, typer.Option(help="Parts of dora to leave out, by commas.", rich_help_panel=LAYOUT)]
+TimelineFile = Annotated[
+    Path | None,
+    typer.Option(metavar="SVG", help="Draw the last row's engines.", rich_help_panel=OUTPUT),
+]
+PlotFile = Annotated[
+    Path | None, typer.Option(metavar="SVG", help="Draw tokens/s against S.", rich_help_panel=OUTPUT)
+]
 
 
 @simulate.callback()
@@ -121,42 +148,20 @@ def run(
     turns: Turns = 1,
     delay: Delay = 0.0,
     policies: Policies = "sync,one_step,partial,dora",
-    staleness: Annotated[
-        str, typer.Option("--staleness", "-S", help="Bounds, separated by commas.", rich_help_panel=LAYOUT)
-    ] = "1,2",
+    staleness: Bounds = "1,2",
     device: DeviceName = "H800",
     devices: Devices = 64,
-    trainer: Annotated[
-        int | None, typer.Option(min=1, help="How many train.", show_default="half", rich_help_panel=LAYOUT)
-    ] = None,
-    rollout: Annotated[
-        str,
-        typer.Option(
-            metavar="FLEET", help="Other devices for rollout: H800:16,A100:32.", rich_help_panel=LAYOUT
-        ),
-    ] = "",
+    trainer: Trainer = None,
+    rollout: Fleet = "",
     tensor: Tensor = 4,
-    expert: Annotated[
-        int, typer.Option(help="Ranks of an engine that share its experts.", rich_help_panel=LAYOUT)
-    ] = 1,
+    expert: Expert = 1,
     rows: Rows = None,
-    slack: Annotated[
-        int, typer.Option(min=0, help="Groups kept below the bound by admission.", rich_help_panel=LAYOUT)
-    ] = 0,
-    elastic: Annotated[
-        bool, typer.Option(help="The trainer's devices decode while it waits.", rich_help_panel=LAYOUT)
-    ] = False,
-    without: Annotated[
-        str, typer.Option(help="Parts of dora to leave out, by commas.", rich_help_panel=LAYOUT)
-    ] = "",
+    slack: Slack = 0,
+    elastic: Elastic = False,
+    without: Without = "",
     steps: Steps = 12,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(metavar="SVG", help="Draw the last row's engines.", rich_help_panel=OUTPUT),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="SVG", help="Draw tokens/s against S.", rich_help_panel=OUTPUT)
-    ] = None,
+    timeline: TimelineFile = None,
+    plot: PlotFile = None,
     json: Json = None,
 ) -> None:
     """Forecast policies side by side, on hardware that is described by its data sheet."""
@@ -215,12 +220,28 @@ def draw_timeline(
 ) -> None:
     """Draw a real run's engines over time, as `dora simulate run --timeline` draws a simulated one's."""
     from dora.observe.journal import read_journal
+    from dora.sim.forecast.compare import check_files
     from dora.sim.forecast.pictures import Timeline, timeline_svg
 
+    check_files(out)
     drawn = Timeline()
     for line in read_journal(run).lines:
         drawn.hear(line.t_s, line.record)
     out.write_text(timeline_svg(drawn, f"{run.resolve().name}: rows by version"), encoding="utf-8")
+
+
+@simulate.command()
+def speed(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs that have ended.")],
+    out: Annotated[Path, typer.Option(metavar="SVG", help="File to write.")] = Path("speed.svg"),
+) -> None:
+    """Draw real runs' trained tokens a second against S, a line for each policy."""
+    from dora.observe.report.reading import speed_of
+    from dora.sim.forecast.compare import check_files
+    from dora.sim.forecast.pictures import speed_svg
+
+    check_files(out)
+    out.write_text(speed_svg(speed_of(run) for run in runs), encoding="utf-8")
 
 
 def plan(
@@ -292,7 +313,8 @@ def lengths_of(
     if trace is None:
         if column is not None:
             raise InputError(f"--column {column} is of a --trace, and none is given")
-        return Lengths(limit, mean or 2300.0, family or "lognormal", tail or 1.2, **others)
+        mean, tail = 2300.0 if mean is None else mean, 1.2 if tail is None else tail
+        return Lengths(limit, mean, family or "lognormal", tail, **others)
     given = {"--mean": mean, "--tail": tail, "--family": family}
     if clash := [name for name, value in given.items() if value is not None]:
         raise InputError(f"{', '.join(clash)} would say what --trace {trace} says already; leave one out")

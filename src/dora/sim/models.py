@@ -66,7 +66,7 @@ def draw_config(seed: int) -> WorldConfig:
     limits = _draw_evaluation(Random(f"evaluation {seed}"), limits)
     limits = _draw_loading(Random(f"loading {seed}"), limits)
     limits = _draw_renewal(Random(f"renewal {seed}"), limits)
-    limits = _draw_without(Random(f"without {seed}"), limits)
+    limits = _draw_without(seed, limits)
     max_rows = 12 if num_engines < 16 else 3
     slots = (
         (2, 2, 3)
@@ -159,11 +159,13 @@ def _draw_renewal(rng: Random, limits: Limits) -> Limits:
     return replace(limits, breaks_c1=True, is_static=True)
 
 
-def _draw_without(rng: Random, limits: Limits) -> Limits:
-    """In some worlds parts of the rules are left out: one, or several at once."""
+def _draw_without(seed: int, limits: Limits) -> Limits:
+    """In some worlds parts of the rules are left out; a part that is new changes nothing of the others."""
+    rng = Random(f"without {seed}")
     if rng.random() > 0.2:
         return limits
-    parts = rng.sample(ABLATIONS, rng.choice((1, 1, 2, 3, len(ABLATIONS))))
+    share = rng.choice((0.15, 0.4, 1.0))
+    parts = [part for part in ABLATIONS if Random(f"without {part} {seed}").random() < share]
     return replace(limits, without=tuple(parts))
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from dora.errors import InputError
 from dora.sim.forecast.cluster import Job, Layout, Setup
 from dora.sim.forecast.hardware import Device
-from dora.sim.forecast.pictures import Timeline, curves_svg, timeline_svg
+from dora.sim.forecast.pictures import Timeline, speed_svg, timeline_svg
 from dora.sim.forecast.rules import policy_of
 
 WIDTH = 160  # of the table, also where nobody looks
@@ -86,12 +86,8 @@ class Pictures:
             title = f"{last.layout.policy}, S = {last.layout.max_staleness}: rows by version"
             self.timeline.write_text(timeline_svg(run, title), encoding="utf-8")
         if self.plot is not None:
-            curves: dict[str, list[tuple[float, float]]] = {}
-            for row in rows:
-                point = (float(row["S"]), float(row["tokens_per_s"]))
-                curves.setdefault(str(row["policy"]), []).append(point)
-            drawn = curves_svg(curves, "S", "trained tokens a second", "speed against S")
-            self.plot.write_text(drawn, encoding="utf-8")
+            points = [(str(row["policy"]), int(row["S"]), float(row["tokens_per_s"])) for row in rows]
+            self.plot.write_text(speed_svg(points), encoding="utf-8")
 
 
 def check_files(*paths: Path | None) -> None:

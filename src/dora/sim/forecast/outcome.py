@@ -79,7 +79,7 @@ class Outcome:
 
 
 def middle(num_steps: int, max_staleness: int) -> tuple[int, int]:
-    """The steps, first to before last, in which the pipeline is full. Raises InputError where there are none."""
+    """The steps, first to before last, in which the pipeline is full. Raises InputError if none."""
     first, last = max_staleness + 2, num_steps - max_staleness - 1
     if last - first < 1:
         raise InputError(

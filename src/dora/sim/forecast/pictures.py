@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -180,6 +180,14 @@ def _arrows(run: Timeline, lane_of: Mapping[int, float], x_of: float) -> Iterato
             f'fill="none" stroke-width="{min(3.0, 0.8 + drawn[move] / 20):.1f}" stroke-opacity=".75" '
             f'marker-end="url(#tip)"><title>{tip}</title></path>'
         )
+
+
+def speed_svg(points: Iterable[tuple[str, int, float]]) -> str:
+    """Policy, S and trained tokens a second of some runs."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for name, staleness, tokens_per_s in points:
+        curves.setdefault(name, []).append((staleness, tokens_per_s))
+    return curves_svg(curves, "S", "trained tokens a second", "speed against S")
 
 
 def curves_svg(curves: Mapping[str, Sequence[tuple[float, float]]], across: str, up: str, title: str) -> str:
