@@ -5,109 +5,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dora import cli_options as option
 from dora.cli_reading import RunFolder
 from dora.errors import InputError
 
 if TYPE_CHECKING:
     from dora.sim.forecast.lengths import Lengths
+    from dora.sim.forecast.recorded import Recorded
 
 simulate = typer.Typer(help="Run the production orchestrator in virtual time.", no_args_is_help=True)
-
-JOB, LENGTHS, LAYOUT, OUTPUT = "Job", "Answers", "Layout", "Output"  # panels of the help
-Json = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the figures as JSON.", rich_help_panel=OUTPUT),
-]
-Model = Annotated[str, typer.Option(help="A preset's name; a wrong one prints all.", rich_help_panel=JOB)]
-Batch = Annotated[int, typer.Option(help="Groups of a training step.", rich_help_panel=JOB)]
-Group = Annotated[int, typer.Option(help="Answers of a group.", rich_help_panel=JOB)]
-Context = Annotated[int, typer.Option(help="Longest context of the model (tokens).", rich_help_panel=JOB)]
-Reward = Annotated[float, typer.Option(min=0, help="Seconds to score a group.", rich_help_panel=JOB)]
-Skew = Annotated[
-    float,
-    typer.Option(min=0, help="By which the most wanted rank of experts is wanted more.", rich_help_panel=JOB),
-]
-Mean = Annotated[
-    float | None, typer.Option(help="Mean answer (tokens).", show_default="2300", rich_help_panel=LENGTHS)
-]
-Limit = Annotated[int, typer.Option(help="Longest answer (tokens).", rich_help_panel=LENGTHS)]
-Tail = Annotated[
-    float | None,
-    typer.Option(
-        help="Sigma of a lognormal, or alpha of a Pareto.", show_default="1.2", rich_help_panel=LENGTHS
-    ),
-]
-Family = Annotated[
-    str | None,
-    typer.Option(help="lognormal or pareto.", show_default="lognormal", rich_help_panel=LENGTHS),
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="CSV|RUN", help="Lengths of a CSV's --column, or of a run's answers.", rich_help_panel=LENGTHS
-    ),
-]
-Column = Annotated[
-    str | None,
-    typer.Option(help="Of the CSV.", show_default="GeneratedTokens", rich_help_panel=LENGTHS),
-]
-Alike = Annotated[
-    float, typer.Option(help="Correlation of a group's answers, 0 to 1.", rich_help_panel=LENGTHS)
-]
-Drift = Annotated[
-    float, typer.Option(help="Growth of answers in each step, 0.01 for 1 %.", rich_help_panel=LENGTHS)
-]
-Prompt = Annotated[int, typer.Option(help="Tokens of a prompt.", rich_help_panel=LENGTHS)]
-Turns = Annotated[int, typer.Option(help="Of an episode, equally long.", rich_help_panel=LENGTHS)]
-Delay = Annotated[
-    float, typer.Option(help="Seconds of the environment after each turn.", rich_help_panel=LENGTHS)
-]
-DeviceName = Annotated[
-    str, typer.Option("--device", help="H800, H100, H200, A100, 910B or CPU.", rich_help_panel=LAYOUT)
-]
-Devices = Annotated[
-    int, typer.Option(min=1, help="How many, for training and rollout.", rich_help_panel=LAYOUT)
-]
-Policies = Annotated[str, typer.Option(help="Names, separated by commas.", rich_help_panel=LAYOUT)]
-Steps = Annotated[int, typer.Option(min=1, help="Training steps to simulate.", rich_help_panel=OUTPUT)]
-Tensor = Annotated[
-    int, typer.Option(help="Devices that an engine's attention is split over.", rich_help_panel=LAYOUT)
-]
-Rows = Annotated[
-    int | None, typer.Option(min=1, help="Of an engine.", show_default="by its KV", rich_help_panel=LAYOUT)
-]
-Bounds = Annotated[
-    str, typer.Option("--staleness", "-S", help="Bounds, separated by commas.", rich_help_panel=LAYOUT)
-]
-Trainer = Annotated[
-    int | None, typer.Option(min=1, help="How many train.", show_default="half", rich_help_panel=LAYOUT)
-]
-Fleet = Annotated[
-    str,
-    typer.Option(metavar="FLEET", help="Other devices for rollout: H800:16,A100:32.", rich_help_panel=LAYOUT),
-]
-Expert = Annotated[
-    int, typer.Option(help="Ranks of an engine that share its experts.", rich_help_panel=LAYOUT)
-]
-Slack = Annotated[
-    int, typer.Option(min=0, help="Groups kept below the bound by admission.", rich_help_panel=LAYOUT)
-]
-Elastic = Annotated[
-    bool, typer.Option(help="The trainer's devices decode while it waits.", rich_help_panel=LAYOUT)
-]
-Without = Annotated[str, typer.Option(help="Parts of dora to leave out, by commas.", rich_help_panel=LAYOUT)]
-TimelineFile = Annotated[
-    Path | None,
-    typer.Option(metavar="SVG", help="Draw the last row's engines.", rich_help_panel=OUTPUT),
-]
-PlotFile = Annotated[
-    Path | None, typer.Option(metavar="SVG", help="Draw tokens/s against S.", rich_help_panel=OUTPUT)
-]
 
 
 @simulate.callback()
@@ -130,39 +43,39 @@ def swarm(
 
 @simulate.command()
 def run(
-    model: Model = "qwen2.5-32b",
-    batch: Batch = 128,
-    group: Group = 16,
-    context: Context = 32768,
-    reward: Reward = 0.0,
-    skew: Skew = 0.1,
-    mean: Mean = None,
-    limit: Limit = 30720,
-    tail: Tail = None,
-    family: Family = None,
-    trace: Trace = None,
-    column: Column = None,
-    alike: Alike = 0.0,
-    drift: Drift = 0.0,
-    prompt: Prompt = 110,
-    turns: Turns = 1,
-    delay: Delay = 0.0,
-    policies: Policies = "sync,one_step,partial,dora",
-    staleness: Bounds = "1,2",
-    device: DeviceName = "H800",
-    devices: Devices = 64,
-    trainer: Trainer = None,
-    rollout: Fleet = "",
-    tensor: Tensor = 4,
-    expert: Expert = 1,
-    rows: Rows = None,
-    slack: Slack = 0,
-    elastic: Elastic = False,
-    without: Without = "",
-    steps: Steps = 12,
-    timeline: TimelineFile = None,
-    plot: PlotFile = None,
-    json: Json = None,
+    model: option.Model = "qwen2.5-32b",
+    batch: option.Batch = 128,
+    group: option.Group = 16,
+    context: option.Context = 32768,
+    reward: option.Reward = 0.0,
+    skew: option.Skew = 0.1,
+    mean: option.Mean = None,
+    limit: option.Limit = 30720,
+    tail: option.Tail = None,
+    family: option.Family = None,
+    trace: option.Trace = None,
+    column: option.Column = None,
+    alike: option.Alike = 0.0,
+    drift: option.Drift = 0.0,
+    prompt: option.Prompt = 110,
+    turns: option.Turns = 1,
+    delay: option.Delay = 0.0,
+    policies: option.Policies = "sync,one_step,partial,dora",
+    staleness: option.Bounds = "1,2",
+    device: option.DeviceName = "H800",
+    devices: option.Devices = 64,
+    trainer: option.Trainer = None,
+    rollout: option.Fleet = "",
+    tensor: option.Tensor = 4,
+    expert: option.Expert = 1,
+    rows: option.Rows = None,
+    slack: option.Slack = 0,
+    elastic: option.Elastic = False,
+    without: option.Without = "",
+    steps: option.Steps = 12,
+    timeline: option.TimelineFile = None,
+    plot: option.PlotFile = None,
+    json: option.Json = None,
 ) -> None:
     """Forecast policies side by side, on hardware that is described by its data sheet."""
     from dora.sim.forecast.cluster import Job, Layout
@@ -186,7 +99,7 @@ def run(
 
 
 @simulate.command()
-def paper(json: Json = None) -> None:
+def paper(json: option.Json = None) -> None:
     """Forecast the tables of DORA's and AsyncFlow's papers, beside what these print: some minutes."""
     from dora.sim.forecast import paper
 
@@ -196,21 +109,60 @@ def paper(json: Json = None) -> None:
 @simulate.command()
 def calibrate(
     run: RunFolder,
-    others: Annotated[
-        list[Path] | None, typer.Option("--check", metavar="RUN", help="Forecast this run, too; repeatable.")
+    more: Annotated[
+        list[Path] | None, typer.Option("--with", metavar="RUN", help="Measure this run, too; repeatable.")
     ] = None,
-    json: Json = None,
+    others: option.Check = None,
+    json: option.Json = None,
 ) -> None:
-    """Measure a real run's costs, and print how far forecasts made of them are from it, and from others."""
-    from dora.observe.journal import read_journal
+    """Measure real runs' costs, and print how far forecasts made of them are from these, and from others."""
     from dora.sim.forecast import checking
-    from dora.sim.forecast.calibration import read
 
-    runs = {}
-    for path in (run, *(others or [])):
+    raise typer.Exit(checking.main(recorded([run, *(more or [])]), recorded(others or []), json))
+
+
+def recorded(paths: Iterable[Path]) -> dict[str, Recorded]:
+    """Runs as they can be forecast, by path. Raises InputError where there is none, or it cannot be read."""
+    from dora.observe.journal import read_journal
+    from dora.sim.forecast.recorded import read
+
+    found = {}
+    for path in paths:
         journal = read_journal(path)
-        runs[path.as_posix()] = read(journal.limits, ((line.t_s, line.record) for line in journal.lines))
-    raise typer.Exit(checking.main(runs, json))
+        lines = ((line.t_s, line.record) for line in journal.lines)
+        found[path.as_posix()] = read(journal.limits, lines, works(path), least_early(path))
+    return found
+
+
+def least_early(run: Path) -> int | None:
+    """Tokens of an incomplete batch from which on the trainer worked on it; None: it waited.
+
+    Raises InputError. What the configuration names by path need not be there any more.
+    """
+    import tomllib
+
+    from dora.config import Config
+    from dora.observe.nearby import CONFIG, why_no_run
+
+    try:
+        config = Config.model_validate(tomllib.loads((run / CONFIG).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(why_no_run(run, CONFIG)) from error
+    except ValueError as error:
+        raise InputError(f"{run / CONFIG} is not what a run wrote: {error}") from error
+    return config.trainer.micro_batch_tokens * config.trainer.num_ranks if config.streams else None
+
+
+def works(run: Path) -> dict[int, float]:
+    """Seconds that the trainer computed, by step, as far as the run's metrics say."""
+    import json
+
+    found = {}
+    with contextlib.suppress(OSError, json.JSONDecodeError):  # a torn last line
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            step = json.loads(line)
+            found[int(step["step"])] = float(step.get("timing_s/update_actor", 0.0))
+    return found
 
 
 @simulate.command("timeline")
@@ -245,45 +197,36 @@ def speed(
 
 
 def plan(
-    model: Model = "qwen2.5-32b",
-    batch: Batch = 64,
-    group: Group = 16,
-    context: Context = 32768,
-    reward: Reward = 0.0,
-    skew: Skew = 0.1,
-    mean: Mean = None,
-    limit: Limit = 30720,
-    tail: Tail = None,
-    family: Family = None,
-    trace: Trace = None,
-    column: Column = None,
-    alike: Alike = 0.0,
-    drift: Drift = 0.0,
-    prompt: Prompt = 110,
-    turns: Turns = 1,
-    delay: Delay = 0.0,
-    policies: Policies = "sync,one_step,dora",
-    staleness: Annotated[
-        int, typer.Option("--staleness", "-S", help="Largest bound.", rich_help_panel=LAYOUT)
-    ] = 2,
-    device: DeviceName = "H800",
-    devices: Devices = 64,
-    expert: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Ranks that share the experts.", show_default="searched", rich_help_panel=LAYOUT
-        ),
-    ] = None,
-    played: Annotated[
-        int, typer.Option(min=1, help="Layouts that are played at most.", rich_help_panel=OUTPUT)
-    ] = 24,
-    shown: Annotated[
-        int, typer.Option(min=1, help="Plans that are printed, the best.", rich_help_panel=OUTPUT)
-    ] = 8,
-    json: Json = None,
+    model: option.Model = "qwen2.5-32b",
+    batch: option.Batch = 64,
+    group: option.Group = 16,
+    context: option.Context = 32768,
+    reward: option.Reward = 0.0,
+    skew: option.Skew = 0.1,
+    mean: option.Mean = None,
+    limit: option.Limit = 30720,
+    tail: option.Tail = None,
+    family: option.Family = None,
+    trace: option.Trace = None,
+    column: option.Column = None,
+    alike: option.Alike = 0.0,
+    drift: option.Drift = 0.0,
+    prompt: option.Prompt = 110,
+    turns: option.Turns = 1,
+    delay: option.Delay = 0.0,
+    policies: option.Policies = "sync,one_step,dora",
+    staleness: option.Bound = 2,
+    device: option.DeviceName = "H800",
+    devices: option.Devices = 64,
+    expert: option.Searched = None,
+    played: option.Played = 24,
+    shown: option.Shown = 8,
+    run: option.Known = None,
+    check: option.Check = None,
+    json: option.Json = None,
 ) -> None:
     """Search for the policy, split, sizes, rows and bound with most trained tokens a second."""
-    from dora.sim.forecast import plan
+    from dora.sim.forecast import checking, plan
     from dora.sim.forecast.cluster import Job
     from dora.sim.forecast.hardware import device_of
     from dora.sim.forecast.search import Question
@@ -295,7 +238,10 @@ def plan(
     )  # fmt: skip
     job = Job(shape_of(model), lengths, batch, group, context=context, reward_s=reward, expert_skew=skew)
     asked = Question(job, device_of(device), devices, staleness, tuple(names(policies)), expert)
-    raise typer.Exit(plan.main(asked, played, shown, json))
+    if check and run is None:
+        raise typer.BadParameter("--check forecasts with costs measured in another run: name it with --run")
+    checked = checking.calibrated(recorded([run]), recorded(check or [])) if run is not None else []
+    raise typer.Exit(plan.main(asked, played, shown, json, checked))
 
 
 def lengths_of(

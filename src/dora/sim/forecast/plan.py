@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from dora.sim.forecast.checking import stated
 from dora.sim.forecast.compare import Row, check_files, show
 from dora.sim.forecast.search import Plan, Question, heavier, search
 from dora.sim.forecast.shapes import TRAINED_BYTES
@@ -42,8 +43,10 @@ def row_of(plan: Plan) -> Row:
     }
 
 
-def main(asked: Question, num_played: int, num_shown: int, path: Path | None) -> int:
-    """Search, print the best plans and what becomes of the best if the tail doubles."""
+def main(
+    asked: Question, num_played: int, num_shown: int, path: Path | None, checked: Sequence[Row] = ()
+) -> int:
+    """Search, print the best plans, what if the tail doubles, and how far forecasts are off."""
     check_files(path)
     plans = sorted(followed(asked, num_played), key=lambda plan: -plan.tokens_per_s)
     best, rows = plans[0], [row_of(plan) for plan in plans[:num_shown]]
@@ -52,11 +55,12 @@ def main(asked: Question, num_played: int, num_shown: int, path: Path | None) ->
     heavy = heavier(best)
     print(
         f"If the 99th percentile of answers doubles, the best plan steps in {heavy['step_s']:,.0f} s in "
-        f"place of {best.figures['step_s']:,.0f} and trains {heavy['tokens_per_s']:,.0f} tokens/s.\nCosts "
-        "are those of data sheets, not calibrated: docs/paper.md says how far they were off there."
+        f"place of {best.figures['step_s']:,.0f} and trains {heavy['tokens_per_s']:,.0f} tokens/s.\n"
+        f"{stated(checked)}"
     )
     if path is not None:
-        path.write_text(json.dumps({"rows": rows, "tail_doubled": heavy}, indent=2) + "\n", encoding="utf-8")
+        written = {"rows": rows, "tail_doubled": heavy, "calibration": [*checked]}
+        path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
