@@ -57,6 +57,11 @@ def on(run: Run, name: str) -> str:
     return str(told(run, name).get("node", ""))
 
 
+def is_another(run: Run, storage: int) -> bool:
+    """Whether there is a storage, and it is not that one."""
+    return told(run, "storage").get("pid") not in (None, storage)
+
+
 def kinds(run: Run, engine: int) -> list[str]:
     """What has become of an engine."""
     return [line["kind"] for line in journal(run.out) if line.get("engine") == engine]
@@ -88,7 +93,7 @@ def test_a_storage_that_dies_takes_no_sample_with_it(start_run: StartRun) -> Non
         storage = psutil.Process(told(run, "storage")["pid"])
         assert "ray::" in " ".join(storage.cmdline())
         harm(storage)
-        run.wait_until(lambda pid=storage.pid: told(run, "storage").get("pid", pid) != pid, "another storage")
+        run.wait_until(partial(is_another, run, storage.pid), "another storage")
     check(run, trained_groups=60, engine_losses=0)
     assert run.end().out.count("the storage of the sample stream is lost") == 2
 
