@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +16,7 @@ from dora.cli_reading import RunFolder
 
 if TYPE_CHECKING:
     from dora.sim.forecast.lengths import Lengths
+    from dora.sim.forecast.recorded import Recorded
 
 simulate = typer.Typer(help="Run the production orchestrator in virtual time.", no_args_is_help=True)
 
@@ -31,6 +34,9 @@ Prompt = Annotated[int, typer.Option(help="Tokens of a prompt.")]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps to simulate.")]
 Tensor = Annotated[int, typer.Option(help="Devices that an engine's attention is split over.")]
 Expert = Annotated[int, typer.Option(help="Ranks of an engine that share its experts.")]
+Check = Annotated[
+    list[Path] | None, typer.Option("--check", metavar="RUN", help="Forecast this run, too; repeatable.")
+]
 
 
 @simulate.callback()
@@ -107,21 +113,61 @@ def paper(json: Json = None) -> None:
 @simulate.command()
 def calibrate(
     run: RunFolder,
-    others: Annotated[
-        list[Path] | None, typer.Option("--check", metavar="RUN", help="Forecast this run, too; repeatable.")
+    more: Annotated[
+        list[Path] | None, typer.Option("--with", metavar="RUN", help="Measure this run, too; repeatable.")
     ] = None,
+    others: Check = None,
     json: Json = None,
 ) -> None:
-    """Measure a real run's costs, and print how far forecasts made of them are from it, and from others."""
-    from dora.observe.journal import read_journal
+    """Measure real runs' costs, and print how far forecasts made of them are from these, and from others."""
     from dora.sim.forecast import checking
-    from dora.sim.forecast.calibration import read
 
-    runs = {}
-    for path in (run, *(others or [])):
+    raise typer.Exit(checking.main(recorded([run, *(more or [])]), recorded(others or []), json))
+
+
+def recorded(paths: Iterable[Path]) -> dict[str, Recorded]:
+    """Runs as they can be forecast, by path. Raises InputError where there is none, or it cannot be read."""
+    from dora.observe.journal import read_journal
+    from dora.sim.forecast.recorded import read
+
+    found = {}
+    for path in paths:
         journal = read_journal(path)
-        runs[path.as_posix()] = read(journal.limits, ((line.t_s, line.record) for line in journal.lines))
-    raise typer.Exit(checking.main(runs, json))
+        lines = ((line.t_s, line.record) for line in journal.lines)
+        found[path.as_posix()] = read(journal.limits, lines, works(path), least_early(path))
+    return found
+
+
+def least_early(run: Path) -> int | None:
+    """Tokens of an incomplete batch from which on the trainer worked on it; None: it waited.
+
+    Raises InputError. What the configuration names by path need not be there any more.
+    """
+    import tomllib
+
+    from dora.config import Config
+    from dora.errors import InputError
+    from dora.observe.nearby import CONFIG, why_no_run
+
+    try:
+        config = Config.model_validate(tomllib.loads((run / CONFIG).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(why_no_run(run, CONFIG)) from error
+    except ValueError as error:
+        raise InputError(f"{run / CONFIG} is not what a run wrote: {error}") from error
+    return config.trainer.micro_batch_tokens * config.trainer.num_ranks if config.streams else None
+
+
+def works(run: Path) -> dict[int, float]:
+    """Seconds that the trainer computed, by step, as far as the run's metrics say."""
+    import json
+
+    found = {}
+    with contextlib.suppress(OSError, json.JSONDecodeError):  # a torn last line
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            step = json.loads(line)
+            found[int(step["step"])] = float(step.get("timing_s/update_actor", 0.0))
+    return found
 
 
 @simulate.command("timeline")
@@ -156,10 +202,15 @@ def plan(
     expert: Expert = 1,
     context: Annotated[int, typer.Option(help="Longest context of the model (tokens).")] = 32768,
     played: Annotated[int, typer.Option(min=1, help="Layouts that are played, the best by a formula.")] = 8,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="A run to say how far the simulator is off, calibrated."),
+    ] = None,
+    check: Check = None,
     json: Json = None,
 ) -> None:
     """Search for the policy, split, parallel size and bound with most trained tokens a second."""
-    from dora.sim.forecast import plan
+    from dora.sim.forecast import checking, plan
     from dora.sim.forecast.cluster import Job
     from dora.sim.forecast.hardware import device_of
     from dora.sim.forecast.shapes import shape_of
@@ -167,7 +218,10 @@ def plan(
     lengths = lengths_of(family, mean, limit, tail, prompt, trace)
     job = Job(shape_of(model), lengths, batch, group, context=context)
     asked = plan.Question(job, device_of(device), devices, staleness, tuple(policies.split(",")), expert)
-    raise typer.Exit(plan.main(asked, played, json))
+    if check and run is None:
+        raise typer.BadParameter("--check forecasts with costs measured in another run: name it with --run")
+    checked = checking.calibrated(recorded([run]), recorded(check or [])) if run is not None else []
+    raise typer.Exit(plan.main(asked, played, json, checked))
 
 
 def lengths_of(family: str, mean: float, limit: int, tail: float, prompt: int, trace: Path | None) -> Lengths:

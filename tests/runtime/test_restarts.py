@@ -39,6 +39,12 @@ def test_a_wait_that_was_worth_it_is_followed_by_the_first_again() -> None:
     assert waits == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S, FIRST_S, 2 * FIRST_S]
 
 
+def test_the_wait_after_one_that_got_on_is_the_first_again() -> None:
+    restarts = Restarts(most=9)
+    waits = [restarts.lost(engine, 0, 0.5, 0.0, got_on=engine == 2) for engine in range(4)]
+    assert waits == [FIRST_S, 2 * FIRST_S, FIRST_S, 2 * FIRST_S]
+
+
 def test_no_wait_is_longer_than_the_longest() -> None:
     restarts = Restarts(most=100)
     assert max(restarts.lost(engine, 0, 1.0, 0.0) or 0.0 for engine in range(100)) == LONGEST_S

@@ -178,7 +178,8 @@ class Fleet:
                 limit = f"runtime.heartbeat_timeout_s = {runtime.heartbeat_timeout_s:g}"
                 self._end(engine, f"silent for more than {limit}")
             elif self._is_open and engine not in self.ready and time.monotonic() > self._late_s(engine):
-                self._end(engine, f"not ready within runtime.start_timeout_s = {runtime.start_timeout_s:g} s")
+                limit = f"runtime.start_timeout_s = {runtime.start_timeout_s:g} s"
+                self._end(engine, f"not ready within {limit}{worker.why_late}")
         if self._is_open and not self._untold:
             self._fill_places()
 

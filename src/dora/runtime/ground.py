@@ -101,7 +101,7 @@ def reach(address: str) -> None:
 
 
 def quiet_ray() -> None:
-    """What Ray reads when it is imported: print no log, replace no `print`, join no cluster by yourself.
+    """What Ray reads when it is imported: its log is not printed, and it joins no cluster by itself.
 
     Else a thread that asks Ray something when the run has left its cluster would join any other one here.
     """

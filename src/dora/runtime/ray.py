@@ -88,6 +88,7 @@ class Cluster:
         self._free: list[Place] = []
         self._versions: dict[int, ray.ObjectRef] = {}  # in Ray's memory
         self._lock, self._is_closed = threading.Lock(), threading.Event()
+        self.unmet: set[Actor] = set()  # those of whom nothing is known yet
         self._leaving: frozenset[str] = frozenset()
         self._num_free = 0
         self._reserve(needs)
@@ -221,13 +222,17 @@ class Cluster:
                 with self._lock:
                     free = [place for place in self._free if place.need.kind == "engine"]
                 self._num_free = sum(map(self._is_well, free))
+                for actor in [*self.unmet]:
+                    actor.awaits = "" if self._is_well(actor.place) else "the cluster"
 
 
 class Actor:
     """A carrier: an actor, whose process calls the driver as soon as it has a place."""
 
     def __init__(self, cluster: Cluster, place: Place, body: Body, spec: Any, home: Home) -> None:
-        self._cluster, self._places, self._home = cluster, [place], home.node
+        self._cluster, self.place, self._places, self._home = cluster, place, [place], home.node
+        self.awaits = ""
+        cluster.unmet.add(self)
         self._store = WeightStore(spec.weights, spec.dtype) if isinstance(spec, EngineSpec) else None
         self._line: Future[sealed.SealedLine] = Future()
         self._ended = threading.Event()
@@ -284,6 +289,8 @@ class Actor:
 
     def _met(self, line: sealed.SealedLine, hello: Any) -> None:
         self._pid, self._node = hello
+        self._cluster.unmet.discard(self)
+        self.awaits = ""
         if self._line.set_running_or_notify_cancel():
             self._line.set_result(line)
 
@@ -313,6 +320,7 @@ class Actor:
 
     def _leave(self) -> None:
         """Once, by whoever knows first that it has ended."""
+        self._cluster.unmet.discard(self)
         with contextlib.suppress(IndexError):
             self._cluster.give_back(self._places.pop())
 

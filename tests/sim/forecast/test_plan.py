@@ -11,6 +11,7 @@ import pytest
 
 from dora.cli import app
 from dora.errors import InputError
+from dora.sim.forecast.checking import UNCALIBRATED
 from dora.sim.forecast.cluster import Job
 from dora.sim.forecast.hardware import DEVICES
 from dora.sim.forecast.lengths import Lengths
@@ -68,3 +69,4 @@ def test_the_command_prints_plans_bars_and_what_a_heavier_tail_does(
     printed = capsys.readouterr().out
     assert printed.count("#") > 40
     assert "If the 99th percentile of answers doubles" in printed
+    assert UNCALIBRATED in printed

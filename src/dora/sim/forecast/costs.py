@@ -196,6 +196,10 @@ class EngineCost:
         """A version from the devices that have it to those of the engine, all at once."""
         return self._rank_bytes / (self.device.net_bytes_per_s * self.efficiency.link)
 
+    def load_stop_s(self) -> float:
+        """Of it, what requests of other versions on the engine stand still."""
+        return self.load_s()
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerCost:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,18 @@ from dora.errors import InputError
 CHUNK = 1024  # groups that are drawn at once
 FAMILIES = ("lognormal", "pareto", "trace")
 Floats = NDArray[np.float64]
+
+
+class Answers(Protocol):
+    """How long answers are, by position in the dataset."""
+
+    @property
+    def prompt(self) -> int: ...
+    @property
+    def turns(self) -> int: ...
+    @property
+    def delay_s(self) -> float: ...
+    def draw(self, chunk: int, group_size: int, batch_size: int) -> list[list[int]]: ...
 
 
 @dataclass(frozen=True)

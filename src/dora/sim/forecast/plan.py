@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 from dora.errors import InputError
+from dora.sim.forecast.checking import stated
 from dora.sim.forecast.cluster import Job, Layout, Setup
 from dora.sim.forecast.compare import Row, show
 from dora.sim.forecast.fit import Figures
@@ -123,8 +124,8 @@ def row_of(setup: Setup, found: Figures) -> Row:
     }
 
 
-def main(asked: Question, num_played: int, path: Path | None) -> int:
-    """Search, print the best plans and what becomes of them if the tail doubles."""
+def main(asked: Question, num_played: int, path: Path | None, checked: Sequence[Row] = ()) -> int:
+    """Search, print the best plans, what if the tail doubles, and how far forecasts are off."""
     ranked = sorted(candidates(asked), key=estimate)
     chosen = _variety(ranked, num_played)
     console = Console(stderr=True)
@@ -137,11 +138,11 @@ def main(asked: Question, num_played: int, path: Path | None) -> int:
     print(
         f"If the 99th percentile of answers doubles, the best plan steps in {heavy['step_s']:,.0f} s in "
         f"place of {played[0][1]['step_s']:,.0f} and trains {heavy['tokens_per_s']:,.0f} tokens/s. "
-        f"{len(ranked)} layouts fit, {len(rows)} were played.\nCosts are those of data sheets, not "
-        "calibrated: docs/paper.md says how far they were off there."
+        f"{len(ranked)} layouts fit, {len(rows)} were played.\n{stated(checked)}"
     )
     if path is not None:
-        path.write_text(json.dumps({"rows": rows, "tail_doubled": heavy}, indent=2) + "\n", encoding="utf-8")
+        written = {"rows": rows, "tail_doubled": heavy, "calibration": [*checked]}
+        path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
