@@ -277,9 +277,6 @@ class Actor:
 
     def kill(self) -> None:
         """Ray kills one that is stopped, too, but after seconds; nobody waits for that."""
-        if self._pid and not (self.node or self._ended.is_set()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
         if self._line.done():

@@ -6,8 +6,11 @@ On Ray it is an actor on the driver's node. It begins empty each time, and the d
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -106,7 +109,7 @@ class InProcess:
 
     def lose(self, why: str) -> None:
         """It is gone, or does not answer. Raises RunError once it was replaced too often."""
-        self._worker.kill()
+        self._end()
         self.is_there, self._is_lost = False, True
         now_s = time.monotonic()
         wait_s = self._restarts.lost(_PLACE, _PLACE, now_s - self._started_s, now_s)
@@ -118,4 +121,11 @@ class InProcess:
         self._notice(f"the storage of the sample stream is lost ({why}); another one begins in {wait_s:g} s")
 
     def close(self) -> None:
+        self._worker.kill()
+
+    def _end(self) -> None:
+        """At once, also one that is stopped: Ray takes seconds, and its clients would wait for so long."""
+        if self._worker.is_alive and self._worker.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._worker.pid, signal.SIGKILL)
         self._worker.kill()
