@@ -64,7 +64,7 @@ class Plan:
 
 
 def candidates(asked: Question) -> dict[Place, Setup]:
-    """Layouts that can be, by their choices. Raises InputError where none can, that of the largest engines."""
+    """Layouts that can be, by their choices. Raises InputError, of the largest engines, if none can."""
     refusals: dict[int, InputError] = {}  # by the devices of an engine
     found: dict[Place, Setup] = {}
     for place, layout, share in _layouts(asked):
