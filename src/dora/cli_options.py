@@ -111,7 +111,12 @@ Searched = Annotated[
     ),
 ]
 Played = Annotated[int, typer.Option(min=1, help="Layouts that are played at most.", rich_help_panel=OUTPUT)]
-Shown = Annotated[int, typer.Option(min=1, help="Plans that are printed, the best.", rich_help_panel=OUTPUT)]
+Shown = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Best plans that are printed, beside the best of each policy.", rich_help_panel=OUTPUT
+    ),
+]
 Known = Annotated[
     Path | None,
     typer.Option(metavar="RUN", help="A run to say how far the simulator is off.", rich_help_panel=OUTPUT),

@@ -49,7 +49,9 @@ def main(
     """Search, print the best plans, what if the tail doubles, and how far forecasts are off."""
     check_files(path)
     plans = sorted(followed(asked, num_played), key=lambda plan: -plan.tokens_per_s)
-    best, rows = plans[0], [row_of(plan) for plan in plans[:num_shown]]
+    first = {plan.setup.layout.policy: plan for plan in reversed(plans)}
+    listed = [plan for k, plan in enumerate(plans) if k < num_shown or plan in first.values()]
+    best, rows = plans[0], [row_of(plan) for plan in listed]
     show(rows)
     print(f"\n{bars(rows)}\n")
     heavy = heavier(best)

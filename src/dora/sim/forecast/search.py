@@ -64,8 +64,8 @@ class Plan:
 
 
 def candidates(asked: Question) -> dict[Place, Setup]:
-    """Layouts that can be, by their choices. Raises InputError where none can: why not the last one tried."""
-    refusal: InputError | None = None
+    """Layouts that can be, by their choices. Raises InputError, of the largest engines, if none can."""
+    refusals: dict[int, InputError] = {}  # by the devices of an engine
     found: dict[Place, Setup] = {}
     for place, layout, share in _layouts(asked):
         setup = Setup(asked.job, layout, 2 * asked.max_staleness + 3 + WINDOW)
@@ -73,12 +73,13 @@ def candidates(asked: Question) -> dict[Place, Setup]:
             rows = int(setup.engines[0].rows * share)
             _ = setup.trainer
         except InputError as error:
-            refusal = error
+            refusals.setdefault(layout.tensor * layout.expert, error)
             continue
         if rows:
             found[place] = setup if share == 1 else setup.changed(rows=rows)
     if not found:
-        raise refusal or InputError(f"{asked.num_devices} devices leave nothing to choose")
+        nothing = InputError(f"{asked.num_devices} devices leave nothing to choose")
+        raise refusals[max(refusals)] if refusals else nothing
     return found
 
 
