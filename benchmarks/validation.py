@@ -12,6 +12,7 @@ a folder and used again.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import zlib
 from collections.abc import Sequence
@@ -83,16 +84,16 @@ class Trial:
 TRIALS = (
     Trial(PACE, "sync", 0, "tail", 5, PAIR, calibrates=True),
     Trial(PACE, "dora", 2, "light", 18, PAIR, calibrates=True),
-    Trial(PACE, "one_step", 1, "tail", 6, PAIR),
-    Trial(PACE, "dora", 2, "tail", 12, PAIR),
-    Trial(PACE, "dora", 4, "tail", 14, FOUR),
-    Trial(PACE, "partial", 2, "tail", 12, PAIR),
-    Trial("none", "sync", 0, "tail", 110, WIDE, calibrates=True),
-    Trial("none", "dora", 2, "tail", 160, WIDE, calibrates=True),
-    Trial("none", "one_step", 1, "light", 200, WIDE),
-    Trial("none", "dora", 4, "light", 220, {**WIDE, **ONE_SLOT}),
-    Trial("none", "drain", 4, "tail", 160, {**WIDE, **DRAIN}),
-    Trial("none", "dora", 1, "tail", 140, {**WIDE, **ONE_SLOT}),
+    Trial(PACE, "one_step", 1, "tail", 5, PAIR),
+    Trial(PACE, "dora", 2, "tail", 10, PAIR),
+    Trial(PACE, "dora", 4, "tail", 12, FOUR),
+    Trial(PACE, "partial", 2, "tail", 10, PAIR),
+    Trial("none", "sync", 0, "tail", 90, WIDE, calibrates=True),
+    Trial("none", "dora", 2, "tail", 130, WIDE, calibrates=True),
+    Trial("none", "one_step", 1, "light", 160, WIDE),
+    Trial("none", "dora", 4, "light", 180, {**WIDE, **ONE_SLOT}),
+    Trial("none", "drain", 4, "tail", 130, {**WIDE, **DRAIN}),
+    Trial("none", "dora", 1, "tail", 120, {**WIDE, **ONE_SLOT}),
 )
 QUICK = (
     Trial(PACE, "sync", 0, "light", 4, PAIR, calibrates=True),
@@ -165,8 +166,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.runs or Path(scratch)
         for trial in trials:
-            if not (folder / trial.folder / "summary.json").exists():
-                trial.run(folder / trial.folder)
+            if not ((out := folder / trial.folder) / "summary.json").exists():
+                shutil.rmtree(out, ignore_errors=True)  # of a run that was cut off
+                trial.run(out)
         paces = dict.fromkeys(trial.pace for trial in trials)
         rows = [row for pace in paces for row in compare([t for t in trials if t.pace == pace], folder)]
     publish(options, rows, summary(rows))

@@ -393,5 +393,6 @@ class Player:
         yield fact.Trained(it.step)
 
     def _publish(self, it: order.Publish) -> None:
-        self.outcome.num_versions = max(self.outcome.num_versions, len(set(self._versions.values())))
+        alive = {*self._versions.values(), it.version}
+        self.outcome.num_versions = max(self.outcome.num_versions, len(alive))
         self._at(self.trainer.publish_s(), self._told, fact.Published(it.version, f"v{it.version}"))
