@@ -1,4 +1,4 @@
-"""The tables of docs/paper.md, from the forecast of the papers' tables.
+"""The tables of docs/paper.md, from the forecast of the papers' tables, and of what a forecast itself costs.
 
 Rows are told apart by their kind, and those of `open` by the table that they name.
 """
@@ -14,6 +14,10 @@ from typing import Any
 from docs.making import markdown
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SCALE = (
+    "devices", "engines", "answers_per_step", "steps", "events", "cpu_s", "event_us", "event_us_early", "event_us_late",
+    "memory_gb", "simulated_hours",
+)  # fmt: skip
 SWEPT = ("step_s", "tokens_per_s", "exposed", "busy_rows", "staleness", "moves")
 
 
@@ -29,6 +33,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "paper_parts": partial(swept, "parts, S = 2"),
         "paper_fleets": partial(swept, "fleets, S = 2"),
         "paper_tails": tails,
+        "scale": lambda: written(rows("scale"), SCALE),
     }
 
 
@@ -66,7 +71,7 @@ def shown(column: str, value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def rows() -> list[dict[str, Any]]:
-    content = json.loads((RESULTS / "paper.json").read_text(encoding="utf-8"))
+def rows(name: str = "paper") -> list[dict[str, Any]]:
+    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     found: list[dict[str, Any]] = content["rows"]
     return found
