@@ -1,6 +1,6 @@
-"""The tables of docs/paper.md, from the forecast of the papers' tables, and of what a forecast itself costs.
+"""The tables of docs/paper.md, from the forecast of the papers' tables, and of docs/simulate.md.
 
-Rows are told apart by their kind, and those of `open` by the table that they name.
+The papers' rows are told apart by their kind, and those of `open` by the table that they name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from docs.making import markdown
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SCALE = (
-    "devices", "engines", "answers_per_step", "steps", "events", "cpu_s", "event_us", "event_us_early", "event_us_late",
-    "memory_gb", "simulated_hours",
+    "devices", "engines", "answers_per_step", "steps", "events", "cpu_s",
+    "event_us", "event_us_early", "event_us_late", "memory_gb", "simulated_hours",
 )  # fmt: skip
 SWEPT = ("step_s", "tokens_per_s", "exposed", "busy_rows", "staleness", "moves")
 
@@ -34,6 +34,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "paper_fleets": partial(swept, "fleets, S = 2"),
         "paper_tails": tails,
         "scale": lambda: written(rows("scale"), SCALE),
+        "validation": validation,
     }
 
 
@@ -53,6 +54,16 @@ def tails() -> str:
     found = [row for row in rows() if row.get("table") == "tail x experts"]
     columns = [column for column in found[0] if column not in ("kind", "table")] if found else ["alpha"]
     return written(found, columns)
+
+
+def validation() -> str:
+    """Real runs and what was predicted of them."""
+    content = json.loads((RESULTS / "validation.json").read_text(encoding="utf-8"))
+    columns = (
+        "pace", "policy", "S", "lengths", "engines", "calibrates", "tokens_per_s", "predicted", "error",
+        "within",
+    )  # fmt: skip
+    return written([row for row in content["rows"] if "policy" in row], columns)
 
 
 def written(found: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """The trainer of a run as the driver sees it: its processes, their deadlines, and their successors.
 
-These begin with the newest checkpoint, and redo the steps after it while engines generate. A trainer outside
-the run and one with a proximal station have none: their death ends the run, which can be resumed.
+These begin with the newest checkpoint, and redo the steps after it while engines generate. The stand-in of a
+trainer outside has none: what has trained its steps is not here to redo them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Trainers:
         self._begin(checkpoint)
 
     def _begin(self, checkpoint: Path | None) -> None:
-        self._started_s = time.monotonic()
+        self._started_s, self._num_trained_before = time.monotonic(), self._num_trained
         self._ready: set[str] = set()
         self._owed_since_s: float | None = None  # when the first order was given that has no answer
         self._num_owed = 0
@@ -175,12 +175,12 @@ class Trainers:
         """It is gone, with what it was at. Raises RunError if it has no successor."""
         if self._is_done:
             return
-        is_last = isinstance(self.now, OutsideTrainer) or "proximal" in self._plan.columns
-        has_successor = self._may_replace and not is_last
+        has_successor = self._may_replace and not isinstance(self.now, OutsideTrainer)
         now_s = time.monotonic()
         wait_s = None
         if has_successor:
-            wait_s = self._restarts.lost(_PLACE, _PLACE, now_s - self._started_s, now_s)
+            got_on = self._num_trained > self._num_trained_before  # by a step that nobody had trained
+            wait_s = self._restarts.lost(_PLACE, _PLACE, now_s - self._started_s, now_s, got_on=got_on)
             if wait_s is None and self._restarts.most:
                 why += f"; it was started again runtime.max_restarts = {self._restarts.most} times"
         if wait_s is None:
