@@ -14,6 +14,10 @@ from typing import Any
 from docs.making import markdown
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SCALE = (
+    "devices", "engines", "answers_per_step", "steps", "events", "cpu_s",
+    "event_us", "event_us_early", "event_us_late", "memory_gb", "simulated_hours",
+)  # fmt: skip
 SWEPT = ("step_s", "tokens_per_s", "exposed", "busy_rows", "staleness", "moves")
 
 
@@ -29,6 +33,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "paper_parts": partial(swept, "parts, S = 2"),
         "paper_fleets": partial(swept, "fleets, S = 2"),
         "paper_tails": tails,
+        "scale": lambda: written(rows("scale"), SCALE),
         "validation": validation,
     }
 
@@ -77,7 +82,7 @@ def shown(column: str, value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def rows() -> list[dict[str, Any]]:
-    content = json.loads((RESULTS / "paper.json").read_text(encoding="utf-8"))
+def rows(name: str = "paper") -> list[dict[str, Any]]:
+    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     found: list[dict[str, Any]] = content["rows"]
     return found

@@ -47,6 +47,6 @@ def train(state: State) -> list[Action]:
 
 
 def _may_commit(state: State) -> bool:
-    opened = state.open.copy()
-    opened[state.ready[0][0]] -= 1
+    nearest, _, _ = state.ready[0]
+    opened = {**state.open, nearest: state.open[nearest] - 1}
     return bound_holds(opened, state.next_step, len(state.committed) + 1, state.limits)

@@ -5,13 +5,13 @@ Update policies and slack admit less than the bound allows, never more.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 
 from dora.core.records import Limits
 from dora.core.state import State
 
 
-def bound_holds(opened: Counter[int], next_step: int, num_committed: int, limits: Limits) -> bool:
+def bound_holds(opened: Mapping[int, int], next_step: int, num_committed: int, limits: Limits) -> bool:
     """Whether every open group can still be trained by its deadline.
 
     For every d: #{open groups with deadline <= d} <= max(0, P * (d - n + 1) - c).
@@ -37,11 +37,12 @@ def num_admissible(state: State, version: int) -> int:
         return 0
     deadline, num_open = deadline_at(state, version), 0
     room = _quota(state, version)
-    for other in sorted({deadline, *state.open}):
+    for other in sorted(state.open.keys() | {deadline}):
         num_open += state.open.get(other, 0)
         if other >= deadline:
             num_places = limits.batch_size * (other - state.next_step + 1) - len(state.committed)
-            room = min(room, num_places - num_open)
+            if num_places - num_open < room:
+                room = num_places - num_open
     if limits.slack:  # never below one batch, or that batch could not be completed
         staleness = limits.max_staleness - state.aging.lowered
         most = max(limits.batch_size, (staleness + 1) * limits.batch_size - limits.slack)

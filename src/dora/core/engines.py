@@ -1,11 +1,12 @@
 """One rollout engine as the orchestrator knows it.
 
-A `Post` is what the state's indexes say of an engine; `State.touch` keeps the two in step.
+Its `Post` and its `Room` are what the state's indexes say of it; `State.touch` keeps them in step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,9 +55,10 @@ class Engine:
     def top(self) -> int:
         """The newest version it holds or is to hold; -1 without any."""
         newest = max(self.held, default=-1)
-        for coming in (self.loading, self.wanted):
-            if coming is not None and coming > newest:
-                newest = coming
+        if self.loading is not None and self.loading > newest:
+            newest = self.loading
+        if self.wanted is not None and self.wanted > newest:
+            newest = self.wanted
         return newest
 
     def kv_share_of(self, version: int) -> float:
@@ -74,34 +76,46 @@ class Engine:
 
 
 class Post(NamedTuple):
-    """What the indexes say of one engine."""
+    """What the indexes say of an engine's versions and pace, which change seldom."""
 
     held: frozenset[int]
     idle: frozenset[int]  # held and not decoded
-    coming: frozenset[int]  # loading or wanted
-    open: dict[int, Key]  # version -> rank among its takers
+    loading: int | None
+    wanted: int | None
+    lag: int
+
+    @property
+    def coming(self) -> Set[int]:
+        return {v for v in (self.loading, self.wanted) if v is not None}
+
+
+class Room(NamedTuple):
+    """What they say of its free rows, which change with most facts."""
+
+    ranks: dict[int, Key]  # version -> rank among its takers
     top: int
-    fresh_rows: int
+    fresh_rows: int  # for groups of version `top`
 
 
-NOWHERE = Post(frozenset(), frozenset(), frozenset(), {}, -1, 0)
+NOWHERE = Post(frozenset(), frozenset(), None, None, 0)
+NO_ROOM = Room({}, -1, 0)
 
 
 def post_of(engine: Engine) -> Post:
-    """What the indexes should say of an engine now.
+    held = frozenset() if engine.is_leaving else frozenset(engine.held)
+    return Post(held, held.difference(engine.running), engine.loading, engine.wanted, engine.lag)
 
-    Requests that wait already may also go to an engine that clears their version, but there last.
+
+def room_of(engine: Engine) -> Room:
+    """Requests that wait already may also go to an engine that clears their version, but there last.
+
     Slower engines get them after faster ones. Engines that decode older versions beside it get them after the
     others, for the fewer rows an engine decodes the faster are those that are nearer their deadline.
     """
-    free, top = engine.free_rows, engine.top
-    held = frozenset() if engine.is_leaving else frozenset(engine.held)
-    idle = frozenset(v for v in held if not engine.running.get(v))
-    coming = frozenset(v for v in (engine.loading, engine.wanted) if v is not None)
-    is_taker = engine.is_working and free > 0
-    takes: dict[int, Key] = {}
-    if is_taker:
-        oldest = min((v for v, num in engine.running.items() if num), default=top)
-        takes = {v: (int(v == engine.clearing), engine.lag, int(oldest < v), -free) for v in engine.held}
-    fresh = free if is_taker and engine.is_open(top) else 0
-    return Post(held, idle, coming, takes, top, fresh)
+    free = engine.free_rows
+    if free <= 0 or not engine.is_working:
+        return NO_ROOM
+    top, clearing, lag = engine.top, engine.clearing, engine.lag
+    oldest = min(engine.running, default=top)
+    ranks: dict[int, Key] = {v: (int(v == clearing), lag, int(oldest < v), -free) for v in engine.held}
+    return Room(ranks, top, free if engine.is_open(top) else 0)

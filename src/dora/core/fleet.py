@@ -22,8 +22,9 @@ from dora.core.events import (
     Paused,
     Progressed,
 )
+from dora.core.indexes import take_one
 from dora.core.records import ProtocolError, RequestId
-from dora.core.state import State, take_one
+from dora.core.state import State
 
 
 def require(condition: bool, event: object, rule: str, found: object) -> None:

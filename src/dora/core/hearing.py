@@ -29,13 +29,14 @@ from dora.core.events import (
 )
 from dora.core.fleet import engine_of, require
 from dora.core.group import Group
+from dora.core.indexes import take_one
 from dora.core.records import ProtocolError, RequestId
-from dora.core.state import State, take_one
+from dora.core.state import State
 
 
 def hear(state: State, event: Event) -> list[Action]:
     """Apply one fact; returns the orders that follow from it alone."""
-    return _hear(event, state)
+    return _hear.registry.get(type(event), _hear)(event, state)  # a look-up is quicker than to dispatch
 
 
 def _awaited(state: State, event: GroupScored | GroupUnscorable) -> Group:

@@ -156,7 +156,7 @@ def _indexes(state: State) -> list[str]:
             broken.append(f"{name} is {kept}, should be {getattr(fresh, name)}")
     if state.num_rows != fresh.num_rows:
         broken.append(f"num_rows is {state.num_rows}, should be {fresh.num_rows}")
-    for name in ("fresh_rows", "colocated", "leaving", "loaders"):
+    for name in ("fresh_rows", "colocated", "leaving", "loaders", "laggards"):
         if dict(getattr(state, name)) != dict(getattr(fresh, name)):
             broken.append(f"{name} is {getattr(state, name)}, should be {getattr(fresh, name)}")
     if {v: sorted(r) for v, r in state.takers.items()} != {v: sorted(r) for v, r in fresh.takers.items()}:

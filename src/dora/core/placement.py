@@ -104,7 +104,7 @@ def _share_out(state: State, engines: list[Engine], flips: _Flips) -> None:
     units = _units(engines)
     have: Counter[int] = Counter()
     for engine in engines:
-        have[state.posts[engine.id].top] += units[engine.id]
+        have[engine.top] += units[engine.id]
     requests = _requests(state)
     order = sorted(nearest_first(state, requests), key=state.is_only_evaluated)
     divide = rounded if "remainders" in state.limits.without else shares
@@ -113,7 +113,7 @@ def _share_out(state: State, engines: list[Engine], flips: _Flips) -> None:
         is_newest = version == state.newest
         lacking = state.num_waiting(version) - _rows_of(state, version)
         for engine in engines:
-            unit, old = units[engine.id], state.posts[engine.id].top
+            unit, old = units[engine.id], engine.top
             if have[version] >= target[version] or (lacking <= 0 and not is_newest) or flips.num_left <= 0:
                 break  # more engines would find nothing to do, or that is enough for now
             is_due = have[version] + unit / 2 <= target[version]

@@ -7,13 +7,14 @@ of its own, for a group keeps the version it was admitted at and its deadline. H
 from __future__ import annotations
 
 from dora.core.engines import Engine
+from dora.core.indexes import take_one
 from dora.core.records import RequestId
-from dora.core.state import State, take_one
+from dora.core.state import State
 
 
 def front(state: State) -> int | None:
     """The newest version that an engine holds and the store keeps: all that begins, begins with it."""
-    return max((v for v in state.holders if v in state.store), default=None)
+    return max(state.holders.keys() & state.store.keys(), default=None)
 
 
 def renew(state: State, engine: Engine, version: int) -> None:

@@ -14,6 +14,8 @@ from dora.core.state import State
 def share(state: State) -> list[Action]:
     """Give the device to whom it belongs now."""
     orders: list[Action] = []
+    if not state.colocated:
+        return orders
     is_needed = _trainer_needs_device(state)
     for engine in [e for e in _colocated(state) if not e.is_dismissed]:
         if is_needed and not (engine.is_pausing or engine.is_paused):

@@ -7,6 +7,7 @@ included, as soon as a row is free there.
 
 from __future__ import annotations
 
+from itertools import chain
 from math import log2
 
 from dora.core import moving
@@ -36,14 +37,16 @@ def measure(state: State) -> None:
 
 def escape(state: State) -> list[Migrate]:
     """Moves of what the trainer waits for, off engines that lag."""
-    if state.stall_group is None or state.limits.is_static:
-        return []
+    better = {} if state.stall_group is None or state.limits.is_static else _better(state)
     orders: list[Migrate] = []
-    for request in _late(state):
-        source = _engine_of(state, request)
-        if source is not None and (destination := _sooner(state, request, source)) is not None:
+    for request in _late(state) if better else ():
+        record = state.requests[request]
+        destination = better.get((record.engine, record.version))
+        source = None if destination is None else _engine_of(state, request)
+        if source and destination and _is_sooner(state, request, source, destination):
             orders.append(moving.begin(state, request, source, destination, "slow"))
             state.touch(destination)
+            better = _better(state)
     return orders
 
 
@@ -52,8 +55,33 @@ def stranded(state: State) -> list[int]:
     group = state.groups.get(state.stall_group) if state.stall_group is not None else None
     if group is None or not group.unfinished or group.version not in state.store:
         return []
-    engines = [*state.holders.get(group.version, ()), *state.coming.get(group.version, ())]
-    return [] if any(state.engines[e].lag == 0 for e in engines) else [group.version]
+    engines = chain(state.holders.get(group.version, ()), state.coming.get(group.version, ()))
+    return [] if any(e not in state.laggards for e in engines) else [group.version]
+
+
+def _better(state: State) -> dict[tuple[int | None, int], Engine]:
+    """By engine and late version: the best row elsewhere, where it makes tokens so much faster.
+
+    Nearly never is there any. Engines say so, of which few lag; late requests may be thousands.
+    """
+    better: dict[tuple[int | None, int], Engine] = {}
+    laggards = [state.engines[e] for e in state.laggards]
+    late = {term.version for term in state.unscored if term.deadline <= state.next_step} if laggards else ()
+    for version in late:
+        sources = [e for e in laggards if version in e.running]
+        best = _best(state, version) if sources else None
+        if best is not None:
+            pace = best.row_tokens_per_s or 1.0
+            beaten = (e for e in sources if e.lag > best.lag and pace > GAIN * e.row_tokens_per_s)
+            better |= {(e.id, version): best for e in beaten}
+    return better
+
+
+def _best(state: State, version: int) -> Engine | None:
+    """Of the engines with a free row for requests of `version`, the one that lags least."""
+    engines = (state.engines[e] for e in state.takers.get(version, ()))
+    fit = [e for e in engines if state.may_receive(e, version)]
+    return min(fit, key=lambda e: (e.lag, -e.free_rows, e.id), default=None)
 
 
 def _late(state: State) -> list[RequestId]:
@@ -70,16 +98,9 @@ def _engine_of(state: State, request: RequestId) -> Engine | None:
     return None if is_stuck and record.stuck_s else state.engines[record.engine]
 
 
-def _sooner(state: State, request: RequestId, source: Engine) -> Engine | None:
-    """The engine with a free row that will have ended it first, if that is soon enough."""
-    record, left = state.requests[request], remaining_tokens(state, request)
-    engines = (state.engines[e] for e in state.takers.get(record.version, ()))
-    fit = [
-        e for e in engines if e.lag < source.lag and e.free_rows > 0 and state.may_receive(e, record.version)
-    ]
-    best = min(fit, key=lambda e: (e.lag, -e.free_rows, e.id), default=None)
-    if best is None:
-        return None
-    move_s = state.costs.of_move(1, record.num_tokens, 1.0)
-    is_worth_it = left / source.row_tokens_per_s > GAIN * (left / (best.row_tokens_per_s or 1.0) + move_s)
-    return best if is_worth_it else None
+def _is_sooner(state: State, request: RequestId, source: Engine, destination: Engine) -> bool:
+    """Whether it would end there soon enough."""
+    left, num_tokens = remaining_tokens(state, request), state.requests[request].num_tokens
+    move_s = state.costs.of_move(1, num_tokens, 1.0)
+    there_s = left / (destination.row_tokens_per_s or 1.0) + move_s
+    return left / source.row_tokens_per_s > GAIN * there_s

@@ -16,18 +16,18 @@ from types import UnionType
 from typing import Any
 
 from dora.core import invariants
+from dora.core.indexes import Indexes
 from dora.core.records import ProtocolError
 from dora.core.state import State
 
 SCHEMA = 6
-INDEXES = ("touched", "changed", "holders", "idle", "coming", "takers", "fresh_rows", "unscored", "posts")
-_COUNTED = ("colocated", "leaving", "loaders", "num_rows")  # by State.restore
+_COUNTED = ("colocated", "leaving", *(f.name for f in fields(Indexes)))  # by State.restore
 
 
 def to_json(state: State) -> dict[str, Any]:
     """The state as an object of JSON's own types."""
     values = {f.name: getattr(state, f.name) for f in fields(State)}
-    kept = {name: _plain(value) for name, value in values.items() if name not in (*INDEXES, *_COUNTED)}
+    kept = {name: _plain(value) for name, value in values.items() if name not in _COUNTED}
     return {"schema": SCHEMA, **kept}
 
 
@@ -40,7 +40,7 @@ def from_json(raw: Mapping[str, Any]) -> State:
         values = {
             name: _read(hints[name], raw[name])
             for name in (f.name for f in fields(State))
-            if name not in (*INDEXES, *_COUNTED)
+            if name not in _COUNTED
         }
         engines = values.pop("engines")
         state = State(**values)

@@ -1,24 +1,21 @@
 """Everything the orchestrator knows, in plain printable records.
 
-What the rules decide from is kept beside what it is counted from, so that no rule scans all
-groups, requests or engines for one fact; `invariants.check` recounts it. Whoever changes an
-engine calls `touch`.
+Whoever changes an engine calls `touch`, which keeps the indexes right.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dora.core.aging import Aging
 from dora.core.costs import Costs
 from dora.core.divergence import Divergence
-from dora.core.engines import NOWHERE, Engine, Post, post_of
-from dora.core.group import Group, Term
+from dora.core.engines import Engine, post_of, room_of
+from dora.core.group import Group
 from dora.core.held_out import Evaluation
-from dora.core.ranking import Ranking
+from dora.core.indexes import Indexes, take_one
 from dora.core.records import GroupId, Limits, RequestId
 
 
@@ -42,7 +39,7 @@ class Move(NamedTuple):
 
 
 @dataclass(slots=True)
-class State:
+class State(Indexes):
     """The whole state of a run."""
 
     limits: Limits
@@ -101,20 +98,6 @@ class State:
     num_regenerated_tokens: int = 0
     num_aborted_tokens: int = 0
     stopped: bool = False
-    # indexes, all counted from the above
-    touched: dict[int, None] = field(default_factory=dict, repr=False)  # engines that may load or drop now
-    changed: dict[int, None] = field(default_factory=dict, repr=False)  # engines changed by the last fact
-    holders: dict[int, dict[int, None]] = field(default_factory=dict, repr=False)  # version -> who stays
-    idle: dict[int, dict[int, None]] = field(default_factory=dict, repr=False)  # of them, not decoding it
-    coming: dict[int, dict[int, None]] = field(default_factory=dict, repr=False)  # ... who loads or wants it
-    takers: dict[int, Ranking] = field(default_factory=dict, repr=False)  # version -> engines with free rows
-    fresh_rows: Counter[int] = field(
-        default_factory=Counter, repr=False
-    )  # version -> free where it is the top
-    unscored: dict[Term, dict[GroupId, None]] = field(default_factory=dict, repr=False)
-    posts: dict[int, Post] = field(default_factory=dict, repr=False)
-    loaders: dict[int, None] = field(default_factory=dict, repr=False)  # engines that load now
-    num_rows: int = field(default=0, repr=False)  # of all engines
 
     def seat(self, request: RequestId, engine: Engine, version: int) -> None:
         """The request runs on the engine from now on."""
@@ -134,11 +117,8 @@ class State:
     def touch(self, engine: Engine) -> None:
         """Keep the indexes right after `engine` has changed."""
         self.touched[engine.id] = self.changed[engine.id] = None
-        if engine.loading is None:
-            self.loaders.pop(engine.id, None)
-        else:
-            self.loaders[engine.id] = None
-        self._index(engine.id, post_of(engine))
+        for version in self.enter(engine.id, post_of(engine), room_of(engine)):
+            self.touch_idle(version)  # its first holder is no more the last copy
 
     def add(self, engine: Engine) -> None:
         self.engines[engine.id] = engine
@@ -161,9 +141,9 @@ class State:
     def remove(self, engine: Engine) -> None:
         del self.engines[engine.id]
         self.num_rows -= engine.rows
-        for index in (self.colocated, self.leaving, self.loaders, self.line, self.touched, self.changed):
+        self.forget(engine.id)
+        for index in (self.colocated, self.leaving, self.line, self.touched, self.changed):
             index.pop(engine.id, None)
-        self._index(engine.id, None)
 
     def touch_idle(self, version: int) -> None:
         """Engines may drop `version`, or want it no more, though they have not changed."""
@@ -250,48 +230,3 @@ class State:
 
     def num_waiting(self, version: int) -> int:
         return len(self.waiting.get(version, ()))
-
-    def _index(self, engine: int, new: Post | None) -> None:
-        old = self.posts.pop(engine, NOWHERE)
-        if new is not None:
-            self.posts[engine] = new
-        else:
-            new = NOWHERE
-        if old == new:
-            return
-        _move(engine, old.idle, new.idle, self.idle)
-        _move(engine, old.held, new.held, self.holders)
-        for version in new.held - old.held:
-            if len(self.holders[version]) == 2:
-                self.touch_idle(version)  # the first is no more the last copy
-        _move(engine, old.coming, new.coming, self.coming)
-        for version in old.open:
-            if version not in new.open:
-                self.takers[version].discard(engine)
-                if not len(self.takers[version]):
-                    del self.takers[version]
-        for version, key in new.open.items():
-            self.takers.setdefault(version, Ranking()).put(engine, key)
-        if old.fresh_rows:
-            self.fresh_rows[old.top] -= old.fresh_rows
-            if not self.fresh_rows[old.top]:
-                del self.fresh_rows[old.top]
-        if new.fresh_rows:
-            self.fresh_rows[new.top] += new.fresh_rows
-
-
-def _move(engine: int, old: Set[int], new: Set[int], index: dict[int, dict[int, None]]) -> None:
-    """Enter an engine under its `new` versions, and no more under its `old` ones."""
-    for version in old - new:
-        del index[version][engine]
-        if not index[version]:
-            del index[version]
-    for version in sorted(new - old):
-        index.setdefault(version, {})[engine] = None
-
-
-def take_one(counts: Counter[int], key: int) -> None:
-    """Count one less, and forget a key that has none left: a run has as many versions as steps."""
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]

@@ -21,7 +21,7 @@ ENGINES_PER_LOAD = 4  # engines for each that may load at a time, where loads ar
 
 def listen(state: State) -> None:
     """Whether the newest is needed, for what engines hold may not, or should not, be admitted at."""
-    held = max((v for v in state.holders if v in state.store), default=None)
+    held = front(state)
     was_asked = state.is_newest_asked
     is_late = held is not None and deadline_at(state, held) <= state.next_step
     state.is_newest_asked = held is None or is_late or num_admissible(state, held) == 0
@@ -115,15 +115,16 @@ def _is_turn(state: State) -> bool:
 
 def retire(state: State) -> list[Action]:
     """Let go of stored versions that are neither pinned, nor coming, nor open to admission."""
+    loose = [v for v in state.store if v not in state.unfinished and v not in state.coming]
+    if not loose or loose == [state.newest]:
+        return []  # as after nearly every fact
     newest_held = max(state.holders, default=None)
     evaluated = state.evaluation.version if state.evaluation else None
     orders: list[Action] = []
-    for version in sorted(state.store):
-        is_kept = version in (state.newest, newest_held, evaluated) or version in state.coming
-        if not is_kept and not state.is_pinned(version):
-            del state.store[version]
-            state.touched.update(state.holders.get(version, {}))  # nothing can be begun with it any more
-            orders.append(Retire(version))
+    for version in sorted({*loose} - {state.newest, newest_held, evaluated}):
+        del state.store[version]
+        state.touched.update(state.holders.get(version, {}))  # nothing can be begun with it any more
+        orders.append(Retire(version))
     return orders
 
 

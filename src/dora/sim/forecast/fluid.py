@@ -39,7 +39,7 @@ class Row:
     """One request on an engine."""
 
     __slots__ = (
-        "began_s", "done", "is_active", "length", "prompt", "rank", "request", "since", "stop", "version",
+        "began_s", "done", "end", "length", "prompt", "rank", "request", "since", "stop", "version",
     )  # fmt: skip
 
     def __init__(self, request: RequestId, version: int, prompt: int, length: int, stop: int) -> None:
@@ -50,7 +50,14 @@ class Row:
         self.done = 0.0  # tokens, when the clock was `since`
         self.since = 0.0
         self.rank = 0
-        self.is_active = False
+        self.end: End | None = None  # while it is decoded
+
+    @property
+    def is_active(self) -> bool:
+        return self.end is not None
+
+
+End = tuple[float, int, Row]  # the clock at a row's stop, in order of their beginnings
 
 
 class FluidEngine:
@@ -76,7 +83,7 @@ class FluidEngine:
         self._terms: dict[tuple[int, int], Terms] = {}
         self._rank_rows = [0] * cost.expert
         self._rank_context = [0.0] * cost.expert
-        self._ends: list[tuple[float, int, Row]] = []
+        self._ends: list[End] = []  # outdated ones, which are no row's `end` any more, among them
         self._num_ends = 0
         self._pace: Pace | None = None
 
@@ -115,19 +122,21 @@ class FluidEngine:
         """When a row comes to its stop, or the KV is full; NEVER while it decodes nothing."""
         if self.is_paused or not self.num_active:
             return NEVER
-        while self._ends and not self._is_valid(*self._ends[0][::2]):
-            heapq.heappop(self._ends)
-        room = self._kv_tokens - sum(self._rank_context)
-        is_full = self.num_active > 1 and room < self.num_active * (self._ends[0][0] - self.clock)
-        steps = max(0.0, room / self.num_active if is_full else self._ends[0][0] - self.clock)
+        ends = self._ends
+        while ends[0] is not ends[0][2].end:
+            heapq.heappop(ends)
+        left, room = ends[0][0] - self.clock, self._kv_tokens - sum(self._rank_context)
+        is_full = self.num_active > 1 and room < self.num_active * left
+        steps = max(0.0, room / self.num_active if is_full else left)
         return max(self.now, self.free_s) + self.pace().seconds(steps)
 
     def stopped(self) -> list[Row]:
         """Rows that have come to their stop; they are decoded no more."""
         found: list[Row] = []
         while self._ends and self._ends[0][0] <= self.clock + NEARLY:
-            end, _, row = heapq.heappop(self._ends)
-            if self._is_valid(end, row):
+            end = heapq.heappop(self._ends)
+            row = end[2]
+            if row.end is end:
                 self.halt(row)
                 row.done = float(row.stop)
                 found.append(row)
@@ -173,21 +182,22 @@ class FluidEngine:
         """Decode it from now on."""
         if row.is_active or row.done >= row.stop:
             return
-        row.is_active, row.since = True, self.clock
+        row.since = self.clock
         self.num_active += 1
         self.versions[row.version] += 1
         self._rank_rows[row.rank] += 1
         self._rank_context[row.rank] += row.prompt + row.done
         self._num_ends += 1
-        heapq.heappush(self._ends, (self._end(row), self._num_ends, row))
+        row.end = (row.since + row.stop - row.done, self._num_ends, row)
+        heapq.heappush(self._ends, row.end)
         self._pace = None
 
     def halt(self, row: Row) -> None:
         """Decode it no more for now."""
-        if not row.is_active:
+        if row.end is None:
             return
         row.done = self.tokens(row)
-        row.is_active = False
+        row.end = None
         self.num_active -= 1
         self.versions[row.version] -= 1
         if not self.versions[row.version]:
@@ -219,15 +229,8 @@ class FluidEngine:
 
     def tokens(self, row: Row) -> float:
         """Of its answer, so far."""
-        return row.done + self.clock - row.since if row.is_active else row.done
+        return row.done if row.end is None else row.done + self.clock - row.since
 
     @property
     def kv_share(self) -> float:
         return sum(self._rank_context) / self._kv_tokens
-
-    def _end(self, row: Row) -> float:
-        """The clock at its stop."""
-        return row.since + row.stop - row.done
-
-    def _is_valid(self, end: float, row: Row) -> bool:
-        return row.is_active and row.request in self.running and self._end(row) == end
