@@ -33,7 +33,7 @@ def test_inputs_are_fitted_on_synchronous_and_partial_rows_alone() -> None:
 
     found = fit.fitted(heard)
     assert {*policies} == {"sync", "partial"}
-    assert 50_000 * found.step_s - 300 * fit.LIKELY == pytest.approx(60 * (14.9 + 14.8) / 2, rel=0.01)
+    assert 50_000 * found.step_s - 300 * found.alike == pytest.approx(60 * (14.9 + 14.8) / 2, rel=0.01)
 
 
 def test_the_search_for_a_split_ends_at_the_shortest_step() -> None:

@@ -82,13 +82,14 @@ def in_part(play: Play, setup: Setup, by: int) -> Figures:
 
 
 def fitted(play: Play) -> Fitted:
-    """Everything, one after the other."""
+    """Everything, one after the other; engines again at the end, for siblings matter a little to them."""
     train, train_s = fit_trainer()
     found = replace(Fitted(), train=train, train_s=train_s)
     found = replace(found, step_s=fit_engine(play, found))
     at_bounds = [replace(found, partial_bound=bound) for bound in PARTIAL_BOUNDS]
     found = min(at_bounds, key=lambda one: abs(_exposed_error(play, "partial", one)))
-    return replace(found, alike=fit_alike(play, found))
+    found = replace(found, alike=fit_alike(play, found))
+    return replace(found, step_s=fit_engine(play, found))
 
 
 def fit_trainer() -> tuple[float, float]:
@@ -122,7 +123,12 @@ def solve(error: Callable[[float], float], first: float, second: float, num_trie
 
 def fit_engine(play: Play, found: Fitted) -> float:
     """Seconds of a decode step beside the roofline."""
-    return solve(lambda step_s: _exposed_error(play, "sync", replace(found, step_s=step_s)), 0.016, 0.018, 3)
+    first = found.step_s
+
+    def error(step_s: float) -> float:
+        return _exposed_error(play, "sync", replace(found, step_s=step_s))
+
+    return solve(error, first, 1.05 * first, 3)
 
 
 def fit_alike(play: Play, found: Fitted) -> float:

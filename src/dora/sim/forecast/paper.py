@@ -207,12 +207,12 @@ def _parts_of_asyncflow(play: Play, guess: str) -> Iterator[Row]:
 
 
 def moe(play: Play) -> Iterator[Row]:
-    """LongCat-Flash on 4,096 accelerators of 60 GB, engines of 128 ranks, from half of it."""
+    """LongCat-Flash on 4,096 accelerators of 60 GB, engines of 128 ranks, from a quarter of it."""
     single = Lengths(studies.MOE_LIMIT, 8000.0, tail=1.0, prompt=500, alike=0.3)
     jobs = {"reasoning": single, "agents": replace(single, turns=16, delay_s=20.0)}
     for name, lengths in jobs.items():
         job = Job(SHAPES["longcat-flash"], lengths, 256, 16)
-        found = studies.gain(play, job, 4096, 128, 2, by=2)
+        found = studies.gain(play, job, 4096, 128, 2, by=4)
         yield beside("dora", 4096, f"rollout, times sync's: {name}", MOE[name], found["rollout"])
         yield beside("dora", 4096, f"step, times sync's: {name}", MOE["step"], found["step"])
 

@@ -24,7 +24,7 @@ LEFT_OUT = (
 BEGUN = {"S + 1 batches": 0, "S + 1/2": BATCH // 2, "S": BATCH}  # groups at most -> fewer than that
 NUM_TRAIN = 80  # of 128 GPUs
 FEW = 128  # rows of an engine
-MIDDLE = 16  # steps more than filling and draining take, so that the longest answers of a step even out
+MIDDLE = 12  # steps more than filling and draining take, so that the longest answers of a step even out
 SHOWN = (
     "step_s", "tokens_per_s", "exposed", "busy_rows", "staleness", "moves", "answer_s", "load_share",
     "copy_share",
@@ -34,7 +34,7 @@ ROOMY_DEVICE = replace(
     MOE_DEVICE, name="260 GB", memory_bytes=260e9 / 0.9
 )  # so that 8 ranks hold the weights
 MOE_LIMIT = 65_536
-ALPHAS, EXPERTS = (1.1, 1.5, 2.0, 3.0), (8, 16, 32, 64, 128)
+ALPHAS, EXPERTS = (1.1, 1.5, 3.0), (8, 16, 32, 64, 128)
 
 
 def sweep(table: str, name: str, found: Figures) -> Row:
