@@ -1,6 +1,6 @@
-"""The tables of docs/paper.md, from the forecast of the papers' tables.
+"""The tables of docs/paper.md, from the forecast of the papers' tables, and of docs/simulate.md.
 
-Rows are told apart by their kind, and those of `open` by the table that they name.
+The papers' rows are told apart by their kind, and those of `open` by the table that they name.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "paper_begun": partial(swept, "begun, S = 2"),
         "paper_fleets": partial(swept, "fleets, S = 2"),
         "paper_tails": partial(of_table, "tail x experts"),
+        "validation": validation,
     }
 
 
@@ -54,6 +55,16 @@ def of_table(table: str) -> str:
     """All columns of what is compared with nothing."""
     found = [row for row in rows() if row.get("table") == table]
     return written(found, [column for column in (found or [{}])[0] if column not in ("kind", "table")])
+
+
+def validation() -> str:
+    """Real runs and what was predicted of them."""
+    content = json.loads((RESULTS / "validation.json").read_text(encoding="utf-8"))
+    columns = (
+        "pace", "policy", "S", "lengths", "engines", "calibrates", "tokens_per_s", "predicted", "error",
+        "within",
+    )  # fmt: skip
+    return written([row for row in content["rows"] if "policy" in row], columns)
 
 
 def written(found: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
