@@ -1,27 +1,25 @@
 """The tables of DORA's and AsyncFlow's papers, forecast by the production orchestrator in virtual time.
 
-`fitted` rows are those that the unknown inputs were fitted on, and `predicted` ones are not; an error is the
-forecast over the printed figure, less 1. Each is played in part, with as much of the batch as of the
-devices: colocated rows and sweeps a quarter, splits half, and whole at the end. See
+`fitted` rows are those that the unknown inputs were fitted on; other rows with a printed figure are
+predictions; an error is the forecast over that figure, less 1. Each is played in part, with as much of the
+batch as of the devices: colocated rows and sweeps a quarter, splits half, and whole at the end. See
 docs/paper.md. With --quick one row of each kind is played, with inputs of the last fit.
 
-    python benchmarks/paper.py [--quick] [--again KINDS] [--json FILE]
+    python benchmarks/paper.py [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
-import json
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 
-from report import Row, make_parser, options_of, publish
+from report import Row, parse_options, publish
 
 from dora.runtime.garbage import no_pauses
 from dora.sim.forecast import fit, paper
 from dora.sim.forecast.cluster import Setup
 from dora.sim.forecast.fit import Figures
-
-LAST = {"step_s": 0.016, "train": 0.224, "train_s": 145.0, "alike": 0.6}
 
 
 @cache
@@ -34,27 +32,17 @@ def play(setup: Setup) -> Figures:
 
 
 def few() -> list[Row]:
-    """A synchronous row and DORA's, at 64 GPUs."""
-    job = fit.job_with(**LAST)
-    sync = fit.colocated(play, job, "sync", 64)
-    dora = fit.in_part(play, Setup(job, fit.layout_of("dora", 2, 64, 48), 9), 4)
-    return [*paper.compared("sync", 64, 0, 64, sync), *paper.compared("dora", 64, 2, 48, dora)]
+    """A synchronous row and DORA's, at 128 GPUs, from a quarter of each."""
+    found = fit.Fitted()
+    sync = fit.colocated(play, found, "sync", 128)
+    dora = fit.in_part(play, Setup(found.job, fit.layout_of("dora", 2, 128, 80), 9), fit.QUARTER)
+    return [*paper.compared("sync", 128, 0, 128, sync), *paper.compared("dora", 128, 2, 80, dora)]
 
 
 def main() -> None:
-    parser = make_parser(str(__doc__))
-    parser.add_argument(
-        "--again", metavar="KINDS", help="play only these anew, by commas; the rest is --json's"
-    )
-    given = parser.parse_args()
-    options = options_of(given)
-    if options.quick:
-        rows = few()
-    elif given.again:
-        before = json.loads(options.json.read_text(encoding="utf-8"))["rows"]
-        rows = paper.everything(play, given.again.split(","), before)
-    else:
-        rows = paper.everything(play)
+    options = parse_options(str(__doc__))
+    with ProcessPoolExecutor(2) as pool:
+        rows = few() if options.quick else paper.everything(play, pool.map)
     errors = {
         f"error_{row['policy']}_S{row['S']}_{row['gpus']}_{row['metric']}": float(row["error"])
         for row in rows

@@ -27,13 +27,19 @@ def tables() -> dict[str, Callable[[], str]]:
         "paper_inputs": partial(of_kind, "inputs", ("what", "value")),
         "paper_fitted": partial(of_kind, "fitted", COMPARED),
         "paper_splits": partial(of_kind, "splits", COMPARED),
+        "paper_moved": partial(of_table, "4 GPUs moved"),
+        "paper_ratios": partial(
+            of_kind, "ratios", ("policy", "gpus", "metric", "paper", "predicted", "error")
+        ),
+        "paper_reuse": partial(of_kind, "reuse", COMPARED),
         "paper_asyncflow": partial(of_kind, "asyncflow", COMPARED),
         "paper_moe": partial(of_kind, "moe", COMPARED),
         "paper_bounds": partial(swept, "speed against S"),
         "paper_parts": partial(swept, "parts, S = 2"),
+        "paper_begun": partial(swept, "begun, S = 2"),
         "paper_fleets": partial(swept, "fleets, S = 2"),
-        "paper_tails": tails,
         "scale": lambda: written(rows("scale"), SCALE),
+        "paper_tails": partial(of_table, "tail x experts"),
         "validation": validation,
     }
 
@@ -42,18 +48,18 @@ COMPARED = ("policy", "S", "gpus", "trainer", "metric", "paper", "predicted", "e
 
 
 def of_kind(kind: str, columns: Sequence[str]) -> str:
-    """Rows of one kind, with an error as a percentage."""
-    return written([row for row in rows() if row["kind"] == kind], columns)
+    """Rows of one kind, with an error as a percentage; not those of a table of their own."""
+    return written([row for row in rows() if row["kind"] == kind and "table" not in row], columns)
 
 
 def swept(table: str) -> str:
     return written([row for row in rows() if row.get("table") == table], ("case", *SWEPT))
 
 
-def tails() -> str:
-    found = [row for row in rows() if row.get("table") == "tail x experts"]
-    columns = [column for column in found[0] if column not in ("kind", "table")] if found else ["alpha"]
-    return written(found, columns)
+def of_table(table: str) -> str:
+    """All columns of what is compared with nothing."""
+    found = [row for row in rows() if row.get("table") == table]
+    return written(found, [column for column in (found or [{}])[0] if column not in ("kind", "table")])
 
 
 def validation() -> str:

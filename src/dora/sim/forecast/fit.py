@@ -1,14 +1,15 @@
 """What DORA's paper does not say, found from its synchronous and partial-rollout rows alone.
 
 The trainer's MFU and fixed time are a line through four points; the engines' time beside the roofline is that
-at which a synchronous step's rollout takes what it took; how alike siblings are in length is that at
-which partial rollout's does. Everything else is assumed, and listed.
+at which a synchronous step's rollout takes what it took; how old partial rollout's answers may be, and how
+alike siblings are in length, are those at which its rollout does. Everything else is assumed, and listed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from dora.sim.forecast.cluster import Job, Layout, Setup
 from dora.sim.forecast.hardware import DEVICES, Efficiency
@@ -24,26 +25,37 @@ ASSUMED = {
     "tensor": 4,  # devices of an engine
     "memory": 0.9,  # share of the memory's speed
     "flops": 0.75,  # share of the compute, while decoding
-    "partial_S": 1,
     "partial_extra": 0.25,  # groups that partial rollout begins beyond a batch, of a batch
 }
 NODE = 8  # GPUs, which go to rollout or to the trainer together
 MOST_ALIKE = 0.9
 LIKELY = 0.5  # correlation of siblings, before it is fitted
+PARTIAL_BOUNDS = (1, 2, 3)  # S of partial rollout, which the paper does not print
+QUARTER = 4  # of the devices and of the batch, for what is played often
 Figures = dict[str, float]
 Play = Callable[[Setup], Figures]
 
 
-def job_with(step_s: float, train: float, train_s: float, alike: float) -> Job:
-    """The paper's job; answers as long as in its synchronous rows."""
-    tokens = sum(row("sync", gpus).mega_tokens for gpus in SIZES) / len(SIZES) * 1e6
-    lengths = Lengths(
-        LIMIT, tokens / (BATCH * GROUP) - PROMPT, tail=ASSUMED["sigma"], prompt=PROMPT, alike=alike
-    )
-    efficiency = Efficiency(
-        memory=ASSUMED["memory"], flops=ASSUMED["flops"], train=train, train_s=train_s, step_s=step_s
-    )
-    return Job(SHAPES["qwen2.5-32b"], lengths, BATCH, GROUP, efficiency)
+@dataclass(frozen=True)
+class Fitted:
+    """What was fitted, and the paper's job with it; answers are as long as in its synchronous rows."""
+
+    train: float = 0.2244  # MFU
+    train_s: float = 145.0  # of a training step, however many devices share it
+    step_s: float = 0.0181  # of a decode step, beside the roofline
+    partial_bound: float = 2  # S of partial rollout
+    alike: float = LIKELY  # correlation of siblings' lengths
+
+    @cached_property
+    def job(self) -> Job:
+        tokens = sum(row("sync", gpus).mega_tokens for gpus in SIZES) / len(SIZES) * 1e6
+        mean = tokens / (BATCH * GROUP) - PROMPT
+        lengths = Lengths(LIMIT, mean, tail=ASSUMED["sigma"], prompt=PROMPT, alike=self.alike)
+        efficiency = Efficiency(
+            memory=ASSUMED["memory"], flops=ASSUMED["flops"], train=self.train, train_s=self.train_s,
+            step_s=self.step_s,
+        )  # fmt: skip
+        return Job(SHAPES["qwen2.5-32b"], lengths, BATCH, GROUP, efficiency)
 
 
 def layout_of(policy: str, staleness: int, gpus: int, num_train: int | None = None, slack: int = 0) -> Layout:
@@ -69,6 +81,17 @@ def in_part(play: Play, setup: Setup, by: int) -> Figures:
     return {**found, **{name: found[name] * by for name in ("tokens_per_s", "tokens_per_step", "moves")}}
 
 
+def fitted(play: Play) -> Fitted:
+    """Everything, one after the other; engines again at the end, for siblings matter a little to them."""
+    train, train_s = fit_trainer()
+    found = replace(Fitted(), train=train, train_s=train_s)
+    found = replace(found, step_s=fit_engine(play, found))
+    at_bounds = [replace(found, partial_bound=bound) for bound in PARTIAL_BOUNDS]
+    found = min(at_bounds, key=lambda one: abs(_exposed_error(play, "partial", one)))
+    found = replace(found, alike=fit_alike(play, found))
+    return replace(found, step_s=fit_engine(play, found))
+
+
 def fit_trainer() -> tuple[float, float]:
     """MFU and fixed seconds of a training step: least squares over the rows' time beside rollout."""
     rows = [found for found in DORA if found.policy in FITTED_ON]
@@ -82,7 +105,7 @@ def fit_trainer() -> tuple[float, float]:
 
 def _work_s(gpus: int) -> float:
     """A token's training on so many devices at their peak, in a sequence of mean length."""
-    cost = Setup(job_with(0.01, 1.0, 0.0, LIKELY), layout_of("sync", 0, gpus), 1).trainer
+    cost = Setup(Fitted(1.0, 0.0).job, layout_of("sync", 0, gpus), 1).trainer
     return cost.work_s(MEAN) / MEAN
 
 
@@ -98,43 +121,43 @@ def solve(error: Callable[[float], float], first: float, second: float, num_trie
     return then
 
 
-def fit_engine(play: Play, train: float, train_s: float) -> float:
+def fit_engine(play: Play, found: Fitted) -> float:
     """Seconds of a decode step beside the roofline."""
+    first = found.step_s
 
     def error(step_s: float) -> float:
-        job = job_with(step_s, train, train_s, LIKELY)
-        return _exposed_error(play, "sync", job)
+        return _exposed_error(play, "sync", replace(found, step_s=step_s))
 
-    return solve(error, 0.014, 0.016, 3)
+    return solve(error, first, 1.05 * first, 3)
 
 
-def fit_alike(play: Play, step_s: float, train: float, train_s: float) -> float:
+def fit_alike(play: Play, found: Fitted) -> float:
     """How alike siblings are: the more, the fewer groups have a long one, and hold up partial rollout."""
 
     def error(alike: float) -> float:
-        return _exposed_error(play, "partial", job_with(step_s, train, train_s, within(alike)))
+        return _exposed_error(play, "partial", replace(found, alike=within(alike)))
 
     def within(alike: float) -> float:
         return min(MOST_ALIKE, max(0.0, alike))
 
-    return within(solve(error, 0.4, 0.7, 4))
+    return within(solve(error, LIKELY, 0.7, 3))
 
 
-def colocated(play: Play, job: Job, policy: str, gpus: int) -> Figures:
+def colocated(play: Play, found: Fitted, policy: str, gpus: int) -> Figures:
     """A row that is fitted on, from a quarter of it."""
-    staleness = int(ASSUMED["partial_S"]) if policy == "partial" else 0
-    slack = staleness * BATCH - int(ASSUMED["partial_extra"] * BATCH) if staleness else 0
-    layout = layout_of(policy, staleness, gpus, slack=slack)
-    return in_part(play, Setup(job, layout, 2 * staleness + 6), 4)
+    bound = int(found.partial_bound) if policy == "partial" else 0
+    slack = bound * BATCH - int(ASSUMED["partial_extra"] * BATCH) if bound else 0
+    layout = layout_of(policy, bound, gpus, slack=slack)
+    return in_part(play, Setup(found.job, layout, 2 * bound + 6), QUARTER)
 
 
-def _exposed_error(play: Play, policy: str, job: Job) -> float:
+def _exposed_error(play: Play, policy: str, found: Fitted) -> float:
     """Minutes of exposed rollout beyond the paper's, mean over both sizes."""
     wrong = 0.0
     for gpus in SIZES:
         printed = row(policy, gpus).exposed_min
         assert printed is not None
-        wrong += colocated(play, job, policy, gpus)["exposed_s"] / 60 - printed
+        wrong += colocated(play, found, policy, gpus)["exposed_s"] / 60 - printed
     return wrong / len(SIZES)
 
 

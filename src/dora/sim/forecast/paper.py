@@ -1,81 +1,75 @@
 """The tables of DORA's and AsyncFlow's papers, forecast by the production orchestrator.
 
 What the paper leaves out is fitted on its synchronous and partial rows (`fit`); the others are predictions,
-for which the split of devices is the best one found.
+for which the split of devices is the best one found. What it leaves open is in `studies`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import cache, partial
 from pathlib import Path
 
 from rich.console import Console
 
-from dora.sim.forecast import fit
+from dora.errors import InputError
+from dora.sim.forecast import fit, studies
 from dora.sim.forecast.cluster import Job, Layout, Setup
 from dora.sim.forecast.compare import Row, show
-from dora.sim.forecast.fit import SIZES, Figures, Play
-from dora.sim.forecast.hardware import DEVICES, Device, Efficiency
+from dora.sim.forecast.fit import SIZES, Figures, Fitted, Play
+from dora.sim.forecast.hardware import DEVICES, Efficiency
 from dora.sim.forecast.lengths import Lengths
-from dora.sim.forecast.published import ASYNCFLOW, ASYNCFLOW_PARTS, FITTED_ON, KV_REUSE, MOE_ROLLOUT, row
+from dora.sim.forecast.published import (
+    ASYNCFLOW,
+    ASYNCFLOW_LINEAR,
+    ASYNCFLOW_MEAN,
+    ASYNCFLOW_PARTS,
+    FITTED_ON,
+    KV_REUSE,
+    MOE,
+    OVERHEADS,
+    Range,
+    row,
+)  # fmt: skip
 from dora.sim.forecast.shapes import SHAPES
 
-BOUNDS = (2, 3)  # the paper's k = 3 can be read as either
-LEFT_OUT = (
-    ("moves", "shares"), ("moves",), ("shares",), ("fill",), ("update",), ("period",), ("remainders",),
-    ("kv",),
-)  # fmt: skip
-FITTED = (
-    "trainer MFU", "fixed s of a training step", "s of a decode step beside the roofline",
-    "correlation of siblings' lengths",
-)  # fmt: skip
-QUARTER = 4  # sweeps have a quarter of the devices and of the batch
+BOUNDS = (2, 3)  # the paper's k = 3 is S = 2 where k counts living versions, S = 3 where it counts steps
+NAMES = {
+    "train": "trainer MFU",
+    "train_s": "fixed s of a training step",
+    "step_s": "s of a decode step beside the roofline",
+    "partial_bound": "S of partial rollout",
+    "alike": "correlation of siblings' lengths",
+}
 
 
-def fitted(play: Play) -> tuple[Job, list[Row]]:
-    """The job with what was fitted, and how well its rows are met."""
-    train, train_s = fit.fit_trainer()
-    step_s = fit.fit_engine(play, train, train_s)
-    alike = fit.fit_alike(play, step_s, train, train_s)
-    job = fit.job_with(step_s, train, train_s, alike)
-    found: list[Row] = [
-        *[Row(what=what, value=v) for what, v in zip(FITTED, (train, train_s, step_s, alike), strict=True)],
-        *[Row(what=f"assumed: {name}", value=value) for name, value in fit.ASSUMED.items()],
-    ]
-    return job, found
+def inputs(found: Fitted) -> Iterator[Row]:
+    """What was fitted, and what is assumed."""
+    values = asdict(found)
+    yield from (Row(what=what, value=values[name]) for name, what in NAMES.items())
+    yield from (Row(what=f"assumed: {name}", value=value) for name, value in fit.ASSUMED.items())
 
 
-def job_of(inputs: Sequence[Row]) -> Job:
-    """The job of inputs that were fitted before."""
-    values = {str(one["what"]): float(one["value"]) for one in inputs}
-    train, train_s, step_s, alike = (values[what] for what in FITTED)
-    return fit.job_with(step_s, train, train_s, alike)
-
-
-def known(play: Play, job: Job) -> Iterator[Row]:
+def known(play: Play, found: Fitted) -> Iterator[Row]:
     """The rows that were fitted on."""
     for policy in FITTED_ON:
         for gpus in SIZES:
-            staleness = int(fit.ASSUMED["partial_S"]) if policy == "partial" else 0
-            yield from compared(policy, gpus, staleness, gpus, fit.colocated(play, job, policy, gpus))
+            staleness = int(found.partial_bound) if policy == "partial" else 0
+            yield from compared(policy, gpus, staleness, gpus, fit.colocated(play, found, policy, gpus))
 
 
-def apart(play: Play, job: Job) -> Iterator[Row]:
-    """The rows that are predictions, and how much the split matters: four GPUs more or fewer."""
-    for policy, bounds in (("one_step", (1,)), ("dora", BOUNDS)):
-        for staleness in bounds:
-            for gpus in SIZES:
-                best, tried = fit.split(play, job, policy, staleness, gpus)
-                yield from compared(policy, gpus, staleness, best, tried[best])
-                near = [tried[n]["step_s"] / 60 for n in (best - 4, best + 4) if n in tried]
-                yield {
-                    "policy": policy, "S": staleness, "gpus": gpus, "trainer": best,
-                    "metric": "step_min, 4 GPUs moved", "paper": "", "predicted": max(near, default=0.0),
-                    "error": "",
-                }  # fmt: skip
+def apart(play: Play, found: Fitted, policy: str, staleness: int) -> Iterator[Row]:
+    """Rows that are predictions, and how much the split matters: four GPUs more or fewer."""
+    for gpus in SIZES:
+        best, tried = fit.split(play, found.job, policy, staleness, gpus)
+        yield from compared(policy, gpus, staleness, best, tried[best])
+        near = [tried[n]["step_s"] / 60 for n in (best - 4, best + 4) if n in tried]
+        yield {
+            "table": "4 GPUs moved", "policy": policy, "S": staleness, "gpus": gpus, "trainer": best,
+            "step_min": tried[best]["step_s"] / 60, "worst_step_min": max(near, default=0.0),
+        }  # fmt: skip
 
 
 def compared(policy: str, gpus: int, staleness: int, num_train: int, found: Figures) -> Iterator[Row]:
@@ -87,160 +81,176 @@ def compared(policy: str, gpus: int, staleness: int, num_train: int, found: Figu
     }
     if printed.exposed_min is not None:
         metrics["exposed_min"] = (printed.exposed_min, found["exposed_s"] / 60)
+        metrics["exposed_share"] = (printed.exposed_min / printed.step_min, found["exposed"])
+    if policy == "dora":
+        for name, share in OVERHEADS[gpus].items():
+            metrics[name] = (share, found[name])
     for metric, (paper, predicted) in metrics.items():
-        yield {
-            "policy": policy, "S": staleness, "gpus": gpus, "trainer": num_train, "metric": metric,
-            "paper": paper, "predicted": predicted, "error": predicted / paper - 1,
-        }  # fmt: skip
+        yield beside(policy, gpus, metric, paper, predicted, staleness, num_train)
 
 
-def ratio(policy: str, gpus: int, metric: str, paper: float, predicted: float, staleness: int = 2) -> Row:
+def beside(
+    policy: str,
+    gpus: int,
+    metric: str,
+    paper: float | Range,
+    predicted: float,
+    staleness: int = 2,
+    num_train: int | str = "",
+) -> Row:
+    """A figure beside the paper's. Within a range that is printed, there is no error."""
+    low, high = (paper, paper) if isinstance(paper, float | int) else paper
+    nearest = min(max(predicted, low), high)
     return {
-        "policy": policy, "S": staleness, "gpus": gpus, "trainer": "", "metric": metric,
-        "paper": paper, "predicted": predicted, "error": predicted / paper - 1,
+        "policy": policy, "S": staleness, "gpus": gpus, "trainer": num_train, "metric": metric,
+        "paper": low if low == high else f"{low:g} to {high:g}", "predicted": predicted,
+        "error": predicted / nearest - 1,
     }  # fmt: skip
 
 
-def parts(play: Play, job: Job, num_train: int) -> Iterator[Row]:
-    """Speed against S, and DORA without its parts, on a quarter of 128 GPUs."""
+def ratios(before: Sequence[Row]) -> Iterator[Row]:
+    """How many times as fast DORA is as the others, and 128 GPUs as 64; by the rows above."""
+    values = {
+        (str(r["policy"]), r["gpus"], r["metric"]): (float(r["paper"]), float(r["predicted"]), int(r["S"]))
+        for r in before
+        if r["kind"] in ("fitted", "splits") and "paper" in r and (r["policy"], r["S"]) != ("dora", 3)
+    }
 
-    def found(staleness: int, *without: str) -> Figures:
-        layout = fit.layout_of("dora", staleness, 128, num_train // 16 * 16)
-        setup = Setup(job, replace(layout, without=without), 2 * staleness + 10)
-        return fit.in_part(play, setup, QUARTER)
+    def times(policy: str, gpus: int, metric: str, name: str, over: tuple[str, int]) -> Row:
+        (paper, mine, staleness), (paper_base, base, _) = values[policy, gpus, metric], values[*over, metric]
+        is_time = metric == "step_min"
+        found = (paper_base / paper, base / mine) if is_time else (paper / paper_base, mine / base)
+        return beside(policy, gpus, f"{'step' if is_time else 'tokens/s'}, {name}", *found, staleness)
 
-    for staleness in (0, 1, 2, 3, 4, 6, 8):
-        yield sweep("speed against S", f"S = {staleness}", found(staleness))
-    whole = found(2)
-    yield sweep("parts, S = 2", "all", whole)
-    for without in LEFT_OUT:
-        yield sweep("parts, S = 2", f"without {', '.join(without)}", found(2, *without))
-    reached = found(2, "kv")["answer_s"] / whole["answer_s"]
-    yield ratio("dora", 128, "an answer without KV reuse, over with", KV_REUSE, reached)
+    for metric in ("step_min", "tokens_per_s"):
+        for gpus in SIZES:
+            for policy in ("sync", "one_step", "partial"):
+                yield times("dora", gpus, metric, f"times {policy}'s", (policy, gpus))
+        for policy in ("sync", "partial", "dora"):
+            yield times(policy, 128, metric, "times that of 64 GPUs", (policy, 64))
 
 
-def sweep(table: str, name: str, found: Figures) -> Row:
-    kept = (
-        "step_s",
-        "tokens_per_s",
-        "exposed",
-        "busy_rows",
-        "staleness",
-        "moves",
-        "answer_s",
-        "load_share",
-        "copy_share",
+def reuse(before: Sequence[Row]) -> Iterator[Row]:
+    """What KV reuse is worth to an answer, by the parts above."""
+    took = {str(r["case"]): float(r["answer_s"]) for r in before if r.get("table") == "parts, S = 2"}
+    yield beside(
+        "dora", 128, "an answer without KV reuse, over with", KV_REUSE, took["without kv"] / took["all"]
     )
-    return {"table": table, "case": name, **{key: found[key] for key in kept}}
+
+
+# Answers, prompts x answers a step: neither is printed. One guess is of long thinking, one of short answers.
+GUESSES = {
+    "long": (Lengths(8192, 2000.0, tail=0.9, prompt=100, alike=0.3), 256, 8),
+    "short": (Lengths(4096, 800.0, tail=0.6, prompt=100, alike=0.3), 1024, 8),
+}
+RESHARD_S = 5.0  # by which a colocated baseline goes over from training to decoding, or back
+SHARES = (1 / 4, 1 / 2, 3 / 4)  # of the devices, for the trainer: AsyncFlow plans its resources
 
 
 def asyncflow(play: Play) -> Iterator[Row]:
-    """Nothing is fitted: efficiency as by default, 8K answers with a mean of 2K, 256 x 8 a step."""
-    device = DEVICES["910B"]
-    lengths = Lengths(8192, 2000.0, tail=0.9, prompt=100, alike=0.3)
-    for (model, gpus), printed in ASYNCFLOW.items():
-        job = Job(SHAPES[model], lengths, 256, 8, Efficiency())
-        tensor = 2 if model == "qwen2.5-7b" else 8
-        base = Layout("sync", 0, (device, gpus), tensor=tensor)
-        half = replace(base, train=(device, gpus // 2), rollout=((device, gpus // 2),))
-        baseline = play(Setup(job, base, 5))["tokens_per_s"]
-        flow = replace(half, policy="asyncflow", max_staleness=1)
-        one = play(Setup(job, flow, 8))["tokens_per_s"]
-        yield ratio("asyncflow", gpus, f"{model}: over sync, colocated", printed, one / baseline, 1)
-        if (model, gpus) == ("qwen2.5-7b", 512):
-            plain = play(Setup(job, replace(half, policy="sync_split"), 5))["tokens_per_s"]
-            streamed = replace(half, policy="sync_split", is_streamed=True)
-            reached = {
-                "sync_split, streamed": play(Setup(job, streamed, 5))["tokens_per_s"],
-                "asyncflow": one,
-            }
-            for name, value in reached.items():
-                metric = f"{model}: {name} over sync_split"
-                yield ratio("asyncflow", gpus, metric, ASYNCFLOW_PARTS[name], value / plain, 1)
+    """Nothing is fitted: efficiency is as by default, and there are two guesses of what is not printed."""
+    for guess in GUESSES:
+        sizes = {*ASYNCFLOW, *((model, num) for model in ASYNCFLOW_LINEAR for num in (32, 512))}
+        found = {key: _over_colocated(play, guess, *key) for key in sorted(sizes)}
+        for (model, gpus), printed in ASYNCFLOW.items():
+            metric = f"{model}, {guess}: over colocated"
+            yield beside("asyncflow", gpus, metric, printed, found[model, gpus][0], 1)
+        mean = sum(gained for gained, _ in found.values()) / len(found)
+        yield beside("asyncflow", 512, f"{guess}: over colocated, mean", ASYNCFLOW_MEAN, mean, 1)
+        for model, linear in ASYNCFLOW_LINEAR.items():
+            grown = found[model, 512][1] / found[model, 32][1] / 16
+            yield beside("asyncflow", 512, f"{model}, {guess}: linearity from 32", linear, grown, 1)
+        yield from _parts_of_asyncflow(play, guess)
 
 
-MOE_DEVICE = replace(DEVICES["910B"], name="60 GB", memory_bytes=60e9 / 0.9)
-MOE_LIMIT = 65_536
+def _npus(guess: str, model: str, gpus: int) -> tuple[Job, Layout]:
+    lengths, prompts, answers = GUESSES[guess]
+    job = Job(SHAPES[model], lengths, prompts, answers, Efficiency())
+    tensor = 2 if model == "qwen2.5-7b" else 8
+    return job, Layout("sync", 0, (DEVICES["910B"], gpus), tensor=tensor, switch_s=RESHARD_S)
+
+
+def _speed(play: Play, job: Job, layout: Layout, num_steps: int) -> float:
+    by = 4 if layout.num_devices >= 256 else 1
+    return fit.in_part(play, Setup(job, layout, num_steps), by)["tokens_per_s"]
+
+
+def _over_colocated(play: Play, guess: str, model: str, gpus: int) -> tuple[float, float]:
+    """AsyncFlow's speed over the baseline's, and in tokens a second; its best split."""
+    job, base = _npus(guess, model, gpus)
+    baseline, speeds = _speed(play, job, base, 5), []
+    for num_train in (round(share * gpus) for share in SHARES):
+        try:
+            speeds.append(_speed(play, job, _split(base, "asyncflow", num_train), 7))
+        except InputError:  # the model does not fit
+            continue
+    return max(speeds) / baseline, max(speeds)
+
+
+def _split(base: Layout, policy: str, num_train: int) -> Layout:
+    device, num = base.train
+    apart = {"train": (device, num_train), "rollout": ((device, num - num_train),)}
+    return replace(base, policy=policy, max_staleness=int(policy == "asyncflow"), switch_s=0.0, **apart)  # type: ignore[arg-type]
+
+
+def _parts_of_asyncflow(play: Play, guess: str) -> Iterator[Row]:
+    """With devices in halves: tasks one after the other, streamed, and with a step's delay."""
+    model, gpus = "qwen2.5-7b", 512
+    job, base = _npus(guess, model, gpus)
+    plain = _split(base, "sync_split", gpus // 2)
+    speed = _speed(play, job, plain, 5)
+    layouts = {"streamed": replace(plain, is_streamed=True), "deferred": _split(base, "asyncflow", gpus // 2)}
+    for name, layout in layouts.items():
+        gained = _speed(play, job, layout, 7) / speed
+        metric = f"{model}, {guess}: {name}, over one after the other"
+        yield beside("asyncflow", gpus, metric, ASYNCFLOW_PARTS[name], gained, 1)
 
 
 def moe(play: Play) -> Iterator[Row]:
-    """LongCat-Flash on 4,096 accelerators of 60 GB, engines of 128 ranks: rollout, DORA's over sync's."""
-    job = Job(SHAPES["longcat-flash"], Lengths(MOE_LIMIT, 8000.0, tail=1.0, prompt=500, alike=0.3), 256, 16)
-    found = gain(play, job, 4096, 128, 2)
-    yield ratio("dora", 4096, "rollout, times a synchronous one's", MOE_ROLLOUT, found["rollout"])
+    """LongCat-Flash on 4,096 accelerators of 60 GB, engines of 128 ranks, from a quarter of it."""
+    single = Lengths(studies.MOE_LIMIT, 8000.0, tail=1.0, prompt=500, alike=0.3)
+    jobs = {"reasoning": single, "agents": replace(single, turns=16, delay_s=20.0)}
+    for name, lengths in jobs.items():
+        job = Job(SHAPES["longcat-flash"], lengths, 256, 16)
+        found = studies.gain(play, job, 4096, 128, 2, by=4)
+        yield beside("dora", 4096, f"rollout, times sync's: {name}", MOE[name], found["rollout"])
+        yield beside("dora", 4096, f"step, times sync's: {name}", MOE["step"], found["step"])
 
 
-def gain(
-    play: Play, job: Job, num_devices: int, expert: int, staleness: int, device: Device = MOE_DEVICE
-) -> Figures:
-    """A synchronous run's exposed rollout and steps over those of DORA, on two halves of the devices."""
-    half = num_devices // 2
-    base = Layout("sync_split", 0, (device, half), ((device, half),), expert=expert)
-    sync = play(Setup(job, base, 5))
-    dora = play(Setup(job, replace(base, policy="dora", max_staleness=staleness), 2 * staleness + 6))
-    return {
-        "rollout": (sync["step_s"] - sync["train_s"]) / max(dora["step_s"] - dora["train_s"], 1e-9),
-        "step": sync["step_s"] / dora["step_s"],
-        "rows busy, sync": sync["busy_rows"],
-        "rows busy, dora": dora["busy_rows"],
-        "stalled, sync": sync["stalled"],
-        "stalled, dora": dora["stalled"],
-    }
-
-
-def tails(play: Play) -> Iterator[Row]:
-    """What the paper names as future work: heavier tails under wider expert parallelism."""
-    for alpha in (1.1, 1.5, 3.0):
-        for expert in (16, 128):
-            lengths = Lengths(MOE_LIMIT, 6000.0, "pareto", alpha, prompt=500, alike=0.3)
-            device = replace(MOE_DEVICE, memory_bytes=140e9)  # so that few ranks have room for the weights
-            found = gain(play, Job(SHAPES["longcat-flash"], lengths, 32, 16), 512, expert, 2, device)
-            yield {"table": "tail x experts", "alpha": alpha, "expert": expert, **found}
-
-
-def fleets(play: Play, job: Job) -> Iterator[Row]:
-    """The same number of rollout devices, of one kind or of two."""
-    h800, h200, a100 = (DEVICES[name] for name in ("H800", "H200", "A100"))
-    mixes = {
-        "48 H800": ((h800, 48),),
-        "32 H800 + 16 H200": ((h800, 32), (h200, 16)),
-        "32 H800 + 16 A100": ((h800, 32), (a100, 16)),
-        "16 H800 + 32 A100": ((h800, 16), (a100, 32)),
-    }
-    for name, rollout in mixes.items():
-        layout = replace(fit.layout_of("dora", 2, 128, 80), rollout=rollout)
-        yield sweep("fleets, S = 2", name, fit.in_part(play, Setup(job, layout, 14), QUARTER))
-
-
-STAGES: dict[str, Callable[[Play, Job, list[Row]], Iterator[Row]]] = {
-    "fitted": lambda play, job, _: known(play, job),
-    "splits": lambda play, job, _: apart(play, job),
-    "parts": lambda play, job, found: parts(play, job, best_split(found)),
-    "fleets": lambda play, job, _: fleets(play, job),
-    "asyncflow": lambda play, *_: asyncflow(play),
-    "moe": lambda play, *_: moe(play),
-    "tails": lambda play, *_: tails(play),
+STAGES: dict[str, Callable[[Play, Fitted], Iterator[Row]]] = {  # none needs the rows of another
+    "fitted": known,
+    "splits, one_step": lambda play, found: apart(play, found, "one_step", 1),
+    **{f"splits, dora {s}": partial(apart, policy="dora", staleness=s) for s in BOUNDS},
+    "parts": lambda play, found: studies.parts(play, found.job),
+    "moe": lambda play, _: moe(play),
+    "asyncflow": lambda play, _: asyncflow(play),
+    "fleets": lambda play, found: studies.fleets(play, found.job),
+    "tails": lambda play, _: studies.tails(play),
 }
-PREDICTED = ("splits", "asyncflow", "moe")
+DERIVED: dict[str, Callable[[Sequence[Row]], Iterator[Row]]] = {"ratios": ratios, "reuse": reuse}
 
 
-def everything(play: Play, again: Collection[str] = STAGES, before: Sequence[Row] = ()) -> list[Row]:
-    """All stages, each row with its `kind`; those not to be played `again` are taken from `before`."""
-    old = [row for row in before if row["kind"] == "inputs"]
-    job, inputs = (job_of(old), old) if old else fitted(play)
-    rows: list[Row] = [{**row, "kind": "inputs"} for row in inputs]
-    for kind, stage in STAGES.items():
-        if kind in again:
-            rows += [{**row, "kind": kind} for row in stage(play, job, rows)]
-        else:
-            rows += [row for row in before if row["kind"] == kind]
-    return rows
+def played(play: Play, found: Fitted, stage: str) -> list[Row]:
+    """One stage's rows, each with its `kind`."""
+    return [{**row, "kind": stage.split(",")[0]} for row in STAGES[stage](play, found)]
 
 
-def best_split(rows: list[Row]) -> int:
-    """The trainer's GPUs of 128, at S = 2."""
-    mine = [r for r in rows if (r.get("policy"), r.get("S"), r.get("gpus")) == ("dora", 2, 128)]
-    return int(mine[0]["trainer"])
+def everything(play: Play, each: Callable[..., Iterable[list[Row]]] = map) -> list[Row]:
+    """All rows. Stages are played by `each`, which may have several at a time."""
+    found = fit.fitted(play)
+    rows = [{**row, "kind": "inputs"} for row in inputs(found)]
+    for stage in each(partial(played, play, found), STAGES):
+        rows += stage
+    return rows + [{**row, "kind": kind} for kind, derive in DERIVED.items() for row in derive(rows)]
+
+
+def told(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by what they are: inputs, what was fitted on, predictions, and what the paper leaves open."""
+    found: dict[str, list[Row]] = {"inputs": [], "fitted": [], "predicted": [], "open": []}
+    for one in rows:
+        kind = one["kind"] if one["kind"] in found else "predicted" if "paper" in one else "open"
+        found[str(kind)].append(one)
+    return found
 
 
 def main(path: Path | None) -> int:
@@ -258,9 +268,5 @@ def main(path: Path | None) -> int:
     for columns in dict.fromkeys(tuple(one) for one in found):
         show([one for one in found if tuple(one) == columns])
     if path is not None:
-        told = {"inputs": ("inputs",), "fitted": ("fitted",), "predicted": PREDICTED}
-        sorted_out = {name: [one for one in found if one["kind"] in kinds] for name, kinds in told.items()}
-        taken = {kind for kinds in told.values() for kind in kinds}
-        sorted_out["open"] = [one for one in found if one["kind"] not in taken]
-        path.write_text(json.dumps(sorted_out, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(told(found), indent=2) + "\n", encoding="utf-8")
     return 0

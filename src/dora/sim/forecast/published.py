@@ -42,13 +42,22 @@ DORA = (
 )
 FITTED_ON = ("sync", "partial")
 KV_REUSE = 183 / 166  # time of rollout without, over with
-MOE_ROLLOUT = 3.6  # on 4,096 accelerators, at most 64K tokens, over a tuned synchronous run
-ASYNCFLOW = {  # (model, NPUs) -> times the colocated baseline's throughput
+OVERHEADS = {  # GPUs -> shares of the time: loading weights and what goes with it, requests on their way
+    64: {"load_share": 0.00414, "copy_share": 0.03627},
+    128: {"load_share": 0.01519, "copy_share": 0.02123},
+}
+Range = tuple[float, float]
+# Over a tuned synchronous run on 4,096 accelerators, at most 64K tokens; steps, of all production jobs.
+MOE: dict[str, float | Range] = {"reasoning": 3.6, "agents": 6.2, "step": (2.0, 4.0)}
+ASYNCFLOW: dict[tuple[str, int], float | Range] = {  # (model, NPUs) -> times the colocated baseline's speed
+    ("qwen2.5-7b", 32): 1.334,  # printed for 32 NPUs, without the model
     ("qwen2.5-7b", 256): 2.03,
     ("qwen2.5-7b", 512): 1.76,
     ("qwen2.5-32b", 512): 1.82,
 }
-ASYNCFLOW_PARTS = {"sync_split": 1.0, "sync_split, streamed": 2.01, "asyncflow": 2.74}  # 7B on 512 NPUs
+ASYNCFLOW_MEAN = 1.59
+ASYNCFLOW_LINEAR = {"qwen2.5-7b": 0.65, "qwen2.5-32b": 0.88}  # speed for 16 times the NPUs, over 16
+ASYNCFLOW_PARTS = {"streamed": 2.01, "deferred": 2.74}  # 7B on 512 NPUs, over tasks one after the other
 
 
 def row(policy: str, gpus: int) -> Published:
