@@ -1,7 +1,7 @@
 """The faults of a campaign: how each is done to a real process of a run, and when the run is over it.
 
 A kind is a function of a run's insides and of a number by which engines and judges have their turns; the
-driver calls it between two facts. `KINDS` has all of them.
+driver calls it between two facts. `KINDS` has those of every run, `fault_nodes` one of clusters.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ def reward(prompt, completion, **row):
         time.sleep(1e6)
     return right(prompt, completion, **row)
 """
+
+
+REACH = {"raylet": ("engine", "rewarder")}  # who is hit with that station
 
 
 @dataclass
@@ -118,22 +121,22 @@ def of_trainer(harm: Callable[[Worker], None], inside: Inside, turn: int) -> Wou
 
 def of_rewarder(harm: Callable[[Worker], None], inside: Inside, turn: int) -> Wound:
     """Over once another one is ready."""
-    workers = [pulse.worker for pulse in inside.hands.rewarding.pulses()]
+    workers = judges(inside)
     worker = workers[turn % len(workers)]
     harm(worker)
-    return Wound("rewarder", partial(_is_replaced, worker), _are_judges_ready)
+    return Wound("rewarder", partial(_is_replaced, worker), are_judges_ready)
 
 
 def reward_hangs(inside: Inside, turn: int) -> Wound:
     """The next call of the reward function never returns."""
-    before = {pulse.worker for pulse in inside.hands.rewarding.pulses()}
+    before = judges(inside)
     function = inside.plan.config.reward.function
     assert function is not None
     Path(function.rpartition(":")[0]).with_name(FLAG).touch()
     return Wound(
         "rewarder",
         lambda inside: any(_is_replaced(worker, inside) for worker in before),
-        _are_judges_ready,
+        are_judges_ready,
     )
 
 
@@ -153,12 +156,28 @@ KINDS: dict[str, Strike] = {
 }
 
 
-def _is_replaced(worker: Worker, inside: Inside) -> bool:
-    return all(pulse.worker is not worker for pulse in inside.hands.rewarding.pulses())
+def station_of(kind: str) -> str:
+    """Its first word, but for reward functions, which are a rewarder's."""
+    return "rewarder" if kind.startswith("reward") else kind.partition(" ")[0].removesuffix("'s")
 
 
-def _are_judges_ready(inside: Inside) -> bool:
+def reach_of(station: str) -> set[str]:
+    """All that have to be well before it may be hit, and are not to be hit until it is well again."""
+    return {station, *REACH.get(station, ())}
+
+
+def judges(inside: Inside) -> list[Worker]:
+    """The processes that judge."""
+    return [pulse.worker for pulse in inside.hands.rewarding.pulses()]
+
+
+def are_judges_ready(inside: Inside) -> bool:
+    """Whether each has started."""
     return not inside.hands.rewarding.late
+
+
+def _is_replaced(worker: Worker, inside: Inside) -> bool:
+    return all(judge is not worker for judge in judges(inside))
 
 
 def _signal(worker: Worker, number: signal.Signals) -> None:

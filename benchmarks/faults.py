@@ -2,9 +2,10 @@
 
 Runs of the demo's task with paced engines, some without faults, to compare with. Into the others faults are
 injected from outside: processes get SIGKILL or SIGSTOP, connections are cut, a reward function never
-returns, no file may grow any more, an engine has a tenth of its time. Stations are hit side by side, each
-again only once it is well. Every run is audited and replayed: lost, doubled, mixed and too_stale are what
-that finds, and make the exit code 1. --faults N sets how many; 204, and 12 with --quick.
+returns, no file may grow any more, an engine has a tenth of its time. With --runtime ray a run has two nodes
+of a cluster, one of which loses its raylet and is replaced. Stations are hit side by side, each again only
+once it is well. Every run is audited and replayed: lost, doubled, mixed and too_stale are what that finds,
+and make the exit code 1.
 
 detection_s is from the fault to the moment at which the driver knows, recovery_s to the moment at which all
 is as it was: another process has taken the place, and a trainer has redone its steps. Throughput is tokens
@@ -24,14 +25,16 @@ import threading
 import time
 from argparse import ArgumentTypeError
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from fault_kinds import KINDS, REWARD, Wound
+from fault_kinds import KINDS, REWARD, Strike, Wound, reach_of, station_of
+from fault_nodes import RAYLET_KILLED, kinds_on, two_nodes
 from report import Options, Row, make_parser, options_of, publish
 from rich.console import Console
 
@@ -73,7 +76,6 @@ num_prompts = 0
 [orchestrator]
 max_staleness = 8
 [runtime]
-kind = "{kind}"
 heartbeat_timeout_s = 4.0
 trainer_timeout_s = 4.0
 max_restarts = 1000
@@ -81,6 +83,7 @@ max_restarts = 1000
 LOOK_S = 0.1  # between two looks at what is not well
 PATIENCE_S = 60.0  # until all is well after a fault
 LOST, DOUBLED, MIXED, TOO_STALE = "lost", "doubled", "mixed", "too_stale"
+NUM_SAID = 40  # last lines of a run in which something was found
 T = TypeVar("T")
 AGAIN = (
     "twice",
@@ -104,11 +107,11 @@ class Injected:
 class Injector:
     """A door through which faults come, from a thread of its own; it ends the run after the last one."""
 
-    def __init__(self, kinds: list[str], gap_s: float, least_s: float) -> None:
+    def __init__(self, strikes: Sequence[tuple[str, Strike]], gap_s: float, least_s: float) -> None:
         """One fault every `gap_s` at most; without any, the run goes for `least_s`."""
         self.done: list[Injected] = []
         self.failures: list[str] = []
-        self._kinds, self._gap_s, self._least_s = kinds, gap_s, least_s
+        self._strikes, self._gap_s, self._least_s = strikes, gap_s, least_s
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def open(self, calls: Calls, notice: Callable[[str], None]) -> None:
@@ -130,15 +133,13 @@ class Injector:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _strike_all(self) -> None:
-        left = list(enumerate(self._kinds))
+        left = [(number, kind, strike) for number, (kind, strike) in enumerate(self._strikes)]
         unwell: list[Injected] = []
         next_s = 0.0
         while left or unwell:
-            busy = {fault.wound.station for fault in unwell}
-            free = next((one for one in left if _station_of(one[1]) not in busy), None)
+            free = _first_free([kind for _, kind, _ in left], [fault.wound.station for fault in unwell])
             if free is not None and time.monotonic() >= next_s:
-                left.remove(free)
-                unwell.append(self._strike(*free))
+                unwell.append(self._strike(*left.pop(free)))
                 next_s = time.monotonic() + self._gap_s
             time.sleep(LOOK_S)
             for fault in unwell:
@@ -147,9 +148,9 @@ class Injector:
                 assert waited_s < PATIENCE_S, f"{fault.kind}: not well after {waited_s:.0f} s"
             unwell = [fault for fault in unwell if fault.recovery_s is None]
 
-    def _strike(self, number: int, kind: str) -> Injected:
+    def _strike(self, number: int, kind: str, strike: Strike) -> Injected:
         at_s = time.monotonic()
-        wound = self._ask(lambda inside: KINDS[kind](inside, number), PATIENCE_S)
+        wound = self._ask(lambda inside: strike(inside, number), PATIENCE_S)
         self.done.append(Injected(kind, wound, at_s))
         return self.done[-1]
 
@@ -160,8 +161,15 @@ class Injector:
         return found
 
 
-def _station_of(kind: str) -> str:
-    return "rewarder" if kind.startswith("reward") else kind.partition(" ")[0].removesuffix("'s")
+def _first_free(kinds: Sequence[str], unwell: Sequence[str]) -> int | None:
+    """The place of the first whose stations are well, and that nobody before it waits for."""
+    taken = set[str]().union(*map(reach_of, unwell))
+    for place, kind in enumerate(kinds):
+        wanted = reach_of(station_of(kind))
+        if not wanted & taken:
+            return place
+        taken |= wanted
+    return None
 
 
 def _has_begun(inside: Inside) -> bool | None:
@@ -192,18 +200,24 @@ class Trial:
     redone_steps: int
 
 
-def trial(seed: int, kinds: list[str], gap_s: float, least_s: float, runtime: str) -> Trial:
-    """A run with these faults, or with none for at least so long."""
+def trial(
+    seed: int, strikes: Sequence[tuple[str, Strike]], gap_s: float, least_s: float, ground: Sequence[str]
+) -> Trial:
+    """A run with these faults, or with none for at least so long; `ground` says where."""
     with tempfile.TemporaryDirectory() as folder:
         out, reward, path = Path(folder) / "run", Path(folder) / "judge.py", Path(folder) / "task.toml"
         reward.write_text(REWARD)
-        path.write_text(CONFIG.format(seed=seed, model=MODEL.resolve(), reward=reward, kind=runtime))
-        injector = Injector(kinds, gap_s, least_s)
-        log = (Path(folder) / "log.txt").open("w")
-        run.train(settings.read(path), out, Console(file=log, width=200), door=injector)
+        path.write_text(CONFIG.format(seed=seed, model=MODEL.resolve(), reward=reward))
+        injector = Injector(strikes, gap_s, least_s)
+        with (Path(folder) / "log.txt").open("w+") as log:
+            run.train(settings.read(path, ground), out, Console(file=log, width=200), door=injector)
+            log.seek(0)
+            said = log.readlines()
         s = json.loads((out / "summary.json").read_text())
         found = judged(out)
         found[LOST] += injector.failures + ([] if s["stopped"] == "SIGTERM" else [f"ended by {s['stopped']}"])
+        if any(found.values()):
+            print("".join(said[-NUM_SAID:]))
     keys = ("tokens_per_s", "wall_s", "failed_groups", "regenerated_tokens", "redone_steps")
     return Trial(injector.done, found, *(s[key] for key in keys))
 
@@ -221,7 +235,7 @@ def judged(out: Path) -> dict[str, list[str]]:
 
 def rows_of(injected: list[Injected]) -> Iterator[Row]:
     """One for each kind; what nobody has to notice has no recovery, it ends when the benchmark ends it."""
-    for kind in KINDS:
+    for kind in (*KINDS, RAYLET_KILLED):
         own = [fault for fault in injected if fault.kind == kind]
         if own:
             noticed = [fault.detection_s for fault in own if fault.detection_s is not None]
@@ -242,37 +256,72 @@ def _spread(name: str, times_s: list[float]) -> Row:
     return {f"{name}_p50": round(statistics.median(times_s), 3), f"{name}_max": round(max(times_s), 3)}
 
 
+@dataclass(frozen=True)
+class Scale:
+    """How many faults in all and in a run, one every `gap_s`; runs without any for `calm_s`."""
+
+    num_faults: int
+    per_run: int
+    gap_s: float
+    calm_s: float
+    num_calm: int
+
+
+SCALES = {  # runtime, whether it is quick
+    ("local", False): Scale(204, 34, 6.0, 60.0, 3),
+    ("local", True): Scale(12, 12, 0.5, 8.0, 1),
+    ("ray", False): Scale(52, 26, 3.0, 40.0, 2),
+    ("ray", True): Scale(13, 13, 0.5, 8.0, 1),
+}
+
+
 def _kinds(text: str) -> list[str]:
     """Those that --kinds names."""
-    if unknown := set(text.split(",")) - KINDS.keys():
-        raise ArgumentTypeError(f"no kind: {', '.join(sorted(unknown))}; there are: {', '.join(KINDS)}")
+    if unknown := set(text.split(",")) - {*KINDS, RAYLET_KILLED}:
+        known = ", ".join([*KINDS, RAYLET_KILLED])
+        raise ArgumentTypeError(f"no kind: {', '.join(sorted(unknown))}; there are: {known}")
     return text.split(",")
 
 
 def main() -> None:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--faults", type=int, metavar="N", help="how many; 204, and 12 with --quick")
+    parser.add_argument("--faults", type=int, metavar="N", help="how many")
     parser.add_argument(
-        "--kinds", type=_kinds, default=[*KINDS], metavar="K,K", help=f"of {', '.join(KINDS)}"
+        "--kinds", type=_kinds, metavar="K,K", help=f"of {', '.join([*KINDS, RAYLET_KILLED])}"
     )
     parser.add_argument("--runtime", default="local", choices=("local", "ray"), help="where stations run")
     given = parser.parse_args()
     options = options_of(given)
-    num_faults, per_run = given.faults or (12 if options.quick else 204), 12 if options.quick else 34
-    chosen = itertools.cycle(given.kinds)
-    gap_s, calm_s = (0.5, 8.0) if options.quick else (6.0, 60.0)
+    scale = SCALES[given.runtime, options.quick]
+    with ExitStack() as stack:
+        strikes, ground = KINDS, list[str]()
+        if given.runtime == "ray":
+            nodes = stack.enter_context(two_nodes())
+            strikes, ground = KINDS | kinds_on(nodes), ["runtime.kind=ray", f"ray.address={nodes.address}"]
+        if unknown := set(given.kinds or ()) - strikes.keys():
+            parser.error(f"with --runtime {given.runtime} there is no {', '.join(unknown)}")
+        chosen = {kind: strikes[kind] for kind in given.kinds or strikes}
+        trials, rest = campaign(given.faults or scale.num_faults, scale, chosen, ground)
+    sys.exit(report(options, trials, rest))
+
+
+def campaign(
+    num_faults: int, scale: Scale, strikes: Mapping[str, Strike], ground: Sequence[str]
+) -> tuple[list[Trial], list[Trial]]:
+    """Runs with so many faults, and runs without any."""
+    chosen = itertools.cycle(strikes.items())
     trials, rest = list[Trial](), list[Trial]()
     while (left := num_faults - sum(len(one.injected) for one in trials)) > 0 and len(trials) < num_faults:
-        if len(rest) < (1 if options.quick else 3):
-            rest.append(trial(len(rest), [], gap_s, calm_s, given.runtime))
-        kinds = [next(chosen) for _ in range(min(left, per_run))]
-        trials.append(trial(len(trials), kinds, gap_s, 0.0, given.runtime))
+        if len(rest) < scale.num_calm:
+            rest.append(trial(len(rest), [], scale.gap_s, scale.calm_s, ground))
+        struck = [next(chosen) for _ in range(min(left, scale.per_run))]
+        trials.append(trial(len(trials), struck, scale.gap_s, 0.0, ground))
         count = sum(len(one.injected) for one in trials)
         for what, finding in ((w, f) for w, found in trials[-1].findings.items() for f in found):
             print(f"run {len(trials)}: {what}: {finding}")
         paces = f"{trials[-1].tokens_per_s:.0f} tokens/s, {rest[-1].tokens_per_s:.0f} without faults"
         print(f"run {len(trials)}: {count} of {num_faults}, {trials[-1].wall_s:.0f} s, {paces}", flush=True)
-    sys.exit(report(options, trials, rest))
+    return trials, rest
 
 
 def report(options: Options, trials: list[Trial], rest: list[Trial]) -> int:

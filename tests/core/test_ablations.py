@@ -33,6 +33,12 @@ def flips(state: State) -> bool:
     return any(e.wanted is not None for e in state.engines.values())
 
 
+def stays_without_room(state: State) -> bool:
+    for number in (0, 1):
+        state.engines[number].kv_share = 0.6
+    return not flips(state)
+
+
 def moves(state: State) -> bool:
     state.engines[0].clearing, state.engines[0].wanted = 0, 1
     state.touch(state.engines[0])
@@ -68,6 +74,7 @@ PARTS: dict[str, Any] = {
     "update": looks_after_an_update,
     "pressure": looks_when_kv_is_short,
     "period": looks_after_a_period,
+    "room": stays_without_room,
 }
 
 

@@ -93,6 +93,13 @@ def test_log_probs_before_a_step_are_those_of_the_version_it_begins_with() -> No
         assert numbers(shelf.filled[group]) == expected(START * 1.1, group)
 
 
+def test_a_station_that_comes_too_late_for_a_step_waits_for_the_next_one() -> None:
+    shelf = Shelf()
+    station = LogprobStation(shelf, logprobs(START), {1: START * 1.1}.get)
+    tell(station, WeightsPublished(0, "digest"), WeightsPublished(1, "digest"), Accumulate(1, GROUPS[0]))
+    assert numbers(shelf.filled[GROUPS[0]]) == expected(START * 1.1, GROUPS[0])
+
+
 def test_a_step_that_is_redone_goes_before_those_that_were_committed_earlier() -> None:
     shelf = Shelf()
     station = LogprobStation(shelf, GroupLogprobs(MODEL, SETTINGS, "cpu"), lambda version: START)

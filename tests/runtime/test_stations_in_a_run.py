@@ -50,14 +50,13 @@ def test_a_run_is_the_same_to_the_bit_when_engine_reference_and_critic_die(
     broken.wait_for_steps(3)
     workers[CRITIC].kill()
     ended = broken.end()
-    assert ended.code == 1, ended
+    assert (ended.code, ended.err) == (0, ""), ended
     assert "reference station was killed by SIGKILL; it is replaced" in ended.out
-    assert "critic was killed by SIGKILL; the run cannot go on without it" in ended.err
-    assert len(metrics(broken.out)) < STEPS
-    again = dora("train", "--resume", broken.out)
-    assert again.code == 0, again
+    assert "the trainer is lost (critic was killed by SIGKILL); engines go on" in ended.out
     assert dora("audit", broken.out).code == 0
-    assert summary(broken.out)["pending_groups"] == 0
+    s = summary(broken.out)
+    assert (s["trainer_losses"], s["engine_losses"], s["lives"], s["pending_groups"]) == (1, 1, 1, 0)
+    assert s["redone_steps"] > 0
 
     ends = [load_checkpoint(out / "checkpoints" / f"step-{STEPS}") for out in (whole, broken.out)]
     (_, flat, state, _), (_, flat_again, state_again, _) = ends

@@ -108,6 +108,20 @@ def test_a_recent_version_is_handed_out_as_it_was_published(store: WeightStore) 
     assert recent(1) is None
 
 
+def test_a_version_that_is_redone_lies_apart_until_the_next_one_is_made(store: WeightStore) -> None:
+    (apart := store.folder / "redone").mkdir()
+    redone = WeightStore(apart)
+    recent = Recent(store, num=9, redone=redone)
+    recent.publish(1, weights(1))
+    for version in (0, 1):
+        recent.keep(version, weights(version + 7))
+        assert redone.versions() == [version]
+        assert torch.equal(redone.fetch(version), weights(version + 7))
+    assert torch.equal(store.fetch(1), weights(1))
+    recent.publish(2, weights(2))
+    assert redone.versions() == []
+
+
 def test_the_digest_of_a_recent_version_is_that_of_its_newest_bytes(store: WeightStore) -> None:
     """Versions of a former life are only in the store, and one that is published again may have changed."""
     recent = Recent(store, num=2)

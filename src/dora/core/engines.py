@@ -59,6 +59,11 @@ class Engine:
                 newest = coming
         return newest
 
+    def kv_share_of(self, version: int) -> float:
+        """What of its KV is that of one version's requests."""
+        tokens = self.kv_tokens.total()
+        return self.kv_share * self.kv_tokens[version] / tokens if tokens else 0.0
+
     def is_open(self, version: int) -> bool:
         """Whether it may get new requests of `version`, rows permitting."""
         return self.is_working and version in self.held and version != self.clearing

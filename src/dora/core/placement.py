@@ -161,11 +161,14 @@ class _Flips:
         self._state = state
         self.num_left = state.limits.max_moves
         self._spare: Counter[int] = Counter()  # version -> rows that requests may move to
+        self._room: dict[int, float] = {}  # ... and for how much KV, in that of an engine
         for version, takers in state.takers.items():
-            self._spare[version] = sum(_spare_rows(state, state.engines[e], version) for e in takers)
+            engines = [state.engines[e] for e in takers]
+            self._spare[version] = sum(_spare_rows(state, e, version) for e in engines)
+            self._room[version] = sum(_spare_kv(state, e, version) for e in engines)
 
     def flip(self, engine: Engine, old: int, new: int) -> bool:
-        """Have it clear `old` for `new`, if its requests find rows elsewhere and it is worth it."""
+        """Have it clear `old` for `new`, if its requests find rows and KV elsewhere and it is worth it."""
         state = self._state
         if self.num_left <= 0 or engine.loading is not None or engine.wanted is not None:
             return False
@@ -175,11 +178,15 @@ class _Flips:
             return False
         num_requests = engine.running[old]
         rows_elsewhere = self._spare[old] - _spare_rows(state, engine, old)
-        if num_requests and (num_requests > rows_elsewhere or not _is_worth_it(state, engine, old)):
+        room_elsewhere = self._room.get(old, 0.0) - _spare_kv(state, engine, old)
+        kv = engine.kv_share_of(old) if "room" not in state.limits.without else 0.0
+        if num_requests > rows_elsewhere or kv > max(0.0, room_elsewhere):
+            return False
+        if num_requests and not _is_worth_it(state, engine, old):
             return False
         if state.is_pinned(old) and len(state.holders[old]) == 1:
             return False
-        self._spare[old] = rows_elsewhere - num_requests
+        self._spare[old], self._room[old] = rows_elsewhere - num_requests, room_elsewhere - kv
         self.num_left -= num_requests
         engine.clearing, engine.wanted = old, new
         state.touch(engine)
@@ -205,6 +212,10 @@ def _is_worth_it(state: State, engine: Engine, old: int) -> bool:
 
 def _spare_rows(state: State, engine: Engine, version: int) -> int:
     return engine.free_rows if state.may_receive(engine, version) else 0
+
+
+def _spare_kv(state: State, engine: Engine, version: int) -> float:
+    return state.limits.kv_watermark - engine.kv_share if state.may_receive(engine, version) else 0.0
 
 
 def _fill(state: State, engine: Engine, version: int) -> list[RequestId]:

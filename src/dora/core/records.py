@@ -65,7 +65,7 @@ class Chunk(NamedTuple):
 
 
 # Parts of the rules that a run may do without, so that what each is worth can be measured.
-ABLATIONS = ("moves", "shares", "fill", "update", "pressure", "period", "remainders")
+ABLATIONS = ("moves", "shares", "fill", "update", "pressure", "period", "remainders", "room")
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ from dora.weights.store import WeightStore
 
 Rows = Sequence[NDArray[np.float32]]  # [tokens] of each answer of a group
 _POLL_S = 0.01
+_REDONE = "redone"  # a folder beside the versions
 Shaped = Callable[[Sequence[Sequence[float]], Sequence[Sequence[int]]], list[list[float]]]
 
 
@@ -97,9 +98,12 @@ class LogprobStation:
     """Log-probs under weights that stay for a whole step, or for good."""
 
     def __init__(
-        self, groups: Groups, logprobs: GroupLogprobs, sources: Callable[[int], Tensor] | None = None
+        self, groups: Groups, logprobs: GroupLogprobs, sources: Callable[[int], Tensor | None] | None = None
     ) -> None:
-        """`sources` gives the version that a step begins with; None: the weights never change."""
+        """`sources` gives the version that a step begins with, or None where that step is over.
+
+        Without it the weights never change.
+        """
         self._columns = Columns(groups, float("inf") if sources is None else -1)
         self._logprobs, self._sources = logprobs, sources
 
@@ -115,8 +119,9 @@ class LogprobStation:
             case Accumulate(step, group):
                 self._columns.commit(step, group)
             case WeightsPublished(version) if self._sources is not None:
-                self._logprobs.use(self._sources(version))
-                self._columns.begin(version)
+                if (flat := self._sources(version)) is not None:
+                    self._logprobs.use(flat)
+                    self._columns.begin(version)
         return None
 
     def _compute(self, group: GroupId, stored: Sequence[StoredSample]) -> Rows:
@@ -227,7 +232,23 @@ def _make(spec: StationSpec, groups: Groups) -> Station:
         logprobs.use(start)
         return LogprobStation(groups, logprobs)
     logprobs = GroupLogprobs(config, trainer.settings, device, make_score(trainer, config))
-    return LogprobStation(groups, logprobs, WeightStore(trainer.weights, trainer.published_dtype).fetch)
+    published, redone = WeightStore(trainer.weights, trainer.published_dtype), redone_store(trainer)
+
+    def begun_with(version: int) -> Tensor | None:
+        """A step that is redone begins with bytes of its own."""
+        again = None if redone is None else redone.find(version)
+        return published.find(version) if again is None else again
+
+    return LogprobStation(groups, logprobs, begun_with)
+
+
+def redone_store(spec: TrainerSpec) -> WeightStore | None:
+    """Where a proximal station finds the version with which a step begins that is redone, if there is one."""
+    if "proximal" not in spec.columns:
+        return None
+    folder = spec.weights / _REDONE
+    folder.mkdir(exist_ok=True)
+    return WeightStore(folder, spec.published_dtype)
 
 
 def make_critic(spec: TrainerSpec, device: str) -> Critic:

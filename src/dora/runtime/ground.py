@@ -100,6 +100,16 @@ def reach(address: str) -> None:
         ) from error
 
 
+def quiet_ray() -> None:
+    """What Ray reads when it is imported: no log is printed, no `print` replaced, no cluster joined by itself.
+
+    Else a thread that asks Ray something when the run has left its cluster would join any other one here.
+    """
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")
+    os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
+
 def make_ground(plan: Plan, notice: Callable[[str], None]) -> Ground:
     """That of a run; `notice` gets sentences for the person watching. Raises RunError without a cluster."""
     if plan.config.runtime.kind == "ray":
@@ -108,8 +118,7 @@ def make_ground(plan: Plan, notice: Callable[[str], None]) -> Ground:
             os.environ["RAY_AUTH_MODE"] = "token"  # of what it starts; Ray reads it when it is imported
         elif address != "auto":
             reach(address)
-        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")  # Ray's log is not the run's to print
-        os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")  # nor is `print` Ray's to replace
+        quiet_ray()
         from dora.runtime.ray import Cluster
 
         return Cluster(plan, notice)

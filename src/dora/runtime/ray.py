@@ -274,8 +274,8 @@ class Actor:
         """Ray kills one that is stopped, too, but after seconds; nobody waits for that."""
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
-        if self._line.done() and self._line.exception() is None:
-            self._line.result().close()
+        if self._line.done():
+            self._hang_up()
         self._ended.wait(END_S)
         self._leave()
 
@@ -297,6 +297,15 @@ class Actor:
         self._leave()
         if not self._line.done():
             self._line.set_exception(EOFError("it has ended before it could say anything"))
+            return
+        last_words = threading.Timer(END_S, self._hang_up)
+        last_words.daemon = True
+        last_words.start()
+
+    def _hang_up(self) -> None:
+        """A process may outlive its raylet, on a node that Ray has given up; without a line it ends."""
+        if self._line.exception() is None:
+            self._line.result().close()
 
     def _leave(self) -> None:
         """Once, by whoever knows first that it has ended."""

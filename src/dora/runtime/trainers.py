@@ -1,7 +1,7 @@
 """The trainer of a run as the driver sees it: its processes, their deadlines, and their successors.
 
-These begin with the newest checkpoint, and redo the steps after it while engines generate. A trainer outside
-the run and one with a proximal station have none: their death ends the run, which can be resumed.
+These begin with the newest checkpoint, and redo the steps after it while engines generate. The stand-in of a
+trainer outside has none: what has trained its steps is not here to redo them.
 """
 
 from __future__ import annotations
@@ -175,8 +175,7 @@ class Trainers:
         """It is gone, with what it was at. Raises RunError if it has no successor."""
         if self._is_done:
             return
-        is_last = isinstance(self.now, OutsideTrainer) or "proximal" in self._plan.columns
-        has_successor = self._may_replace and not is_last
+        has_successor = self._may_replace and not isinstance(self.now, OutsideTrainer)
         now_s = time.monotonic()
         wait_s = None
         if has_successor:

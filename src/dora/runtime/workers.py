@@ -248,6 +248,7 @@ def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
     """Train and publish on order; while there is none, work on what the next step has already."""
     import torch
 
+    from dora.runtime.beside import redone_store
     from dora.runtime.gathering import Gathering
     from dora.stream.feed import GroupReader
     from dora.trainer.speed import Speed
@@ -256,7 +257,7 @@ def run_trainer(outbox: Outbox, inbox: Inbox, spec: TrainerSpec) -> None:
     torch.set_num_threads(1)
     outbox.beat()
     store = WeightStore(spec.weights, spec.published_dtype)
-    recent = Recent(store, spec.max_staleness + 1)
+    recent = Recent(store, spec.max_staleness + 1, redone_store(spec))
     trainer = _make_trainer(spec, recent)
     reader, judge = GroupReader(spec.stream, wait_s=spec.column_wait_s), _judge_of(spec, trainer)
     gathering = Gathering(trainer, reader.group, recent.digest, spec.scoring, spec.streams, judge)

@@ -73,26 +73,37 @@ class Recent:
     A run that goes on may publish a version again, with other bytes: their digest tells which they are.
     """
 
-    def __init__(self, store: WeightStore, num: int) -> None:
-        self._store, self._num = store, num
+    def __init__(self, store: WeightStore, num: int, redone: WeightStore | None = None) -> None:
+        """`redone` is where another process finds the version that was kept last."""
+        self._store, self._num, self._redone = store, num, redone
         self._mapped: dict[int, Tensor] = {}
         self._digests: dict[int, str] = {}
 
     def publish(self, version: int, flat: Tensor) -> str:
         """As `WeightStore.publish`."""
         digest = self._store.publish(version, flat)
+        self._forget_redone()
         self._add(version, self._store.fetch(version), digest)
         return digest
 
     def keep(self, version: int, flat: Tensor) -> str:
-        """Round a version as if it were published, for this process alone; the digest of its bytes.
+        """Round a version as if it were published, for whoever redoes its step; the digest of its bytes.
 
         Under its number the store may have others.
         """
         own = self._store.rounded(flat).clone()
         digest = weight_digest(own)
+        self._forget_redone()
+        if self._redone is not None:
+            self._redone.publish(version, own)
         self._add(version, own, digest)
         return digest
+
+    def _forget_redone(self) -> None:
+        """The step that began with it is over."""
+        if self._redone is not None:
+            for version in self._redone.versions():
+                self._redone.drop(version)
 
     def _add(self, version: int, own: Tensor, digest: str) -> None:
         self._mapped[version], self._digests[version] = own, digest
@@ -110,10 +121,7 @@ class Recent:
 
     def __call__(self, version: int) -> Tensor | None:
         """A version as it was published, here or in the store, to be read only; or None."""
-        try:
-            return self._mapped[version] if version in self._mapped else self._store.fetch(version)
-        except FileNotFoundError:
-            return None
+        return self._mapped[version] if version in self._mapped else self._store.find(version)
 
 
 class WeightStore:
@@ -140,6 +148,13 @@ class WeightStore:
         path, dtype = self._path(version), self._dtype
         numel = path.stat().st_size // dtype.itemsize
         return torch.from_file(str(path), shared=False, size=numel, dtype=dtype)
+
+    def find(self, version: int) -> Tensor | None:
+        """As `fetch`; None if it is not here."""
+        try:
+            return self.fetch(version)
+        except FileNotFoundError:
+            return None
 
     def name_of(self, version: int) -> str:
         """The name of a version's file, which says its dtype."""
