@@ -30,10 +30,12 @@ class Nodes(Stage):
         self._driver = Listener(LOOPBACK)
         self._doors: dict[str, PoolDoor] = {}
         self._left = contextlib.ExitStack()
-        self.desks: list[SealedLine] = []
+        self._num_desks = 0
+        self.desks: dict[int, SealedLine] = {}  # of each engine, in the order in which they were made
 
     def desk(self) -> Address:
-        return self._driver.expect(self._attend)
+        number, self._num_desks = self._num_desks, self._num_desks + 1
+        return self._driver.expect(lambda line, _: self._attend(line, number))
 
     def ways(self) -> Ways:
         return self._left.enter_context(contextlib.closing(FarWays(self.desk())))
@@ -48,8 +50,8 @@ class Nodes(Stage):
         self._left.close()
         self._driver.close()
 
-    def _attend(self, line: SealedLine, _: object) -> None:
-        self.desks.append(line)
+    def _attend(self, line: SealedLine, number: int) -> None:
+        self.desks[number] = line
         attend(line, self.folder)
 
 

@@ -165,6 +165,8 @@ class PoolDoor:
 
     def __init__(self, host: str, pool: Blocks) -> None:
         """Raises OSError if nothing can listen there."""
+        import dora.runtime.bulk  # noqa: F401  compiled now, not while a move waits
+
         self._pool, self._listener = pool, Listener(host)
         self.address = self._listener.expect(self._serve, once=False)
 

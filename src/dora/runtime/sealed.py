@@ -3,7 +3,8 @@
 Both ends have a key that came to them by another way. With it, and a random number of each, they make one
 that no other line has: neither takes for new what was said on another. A message carries a keyed digest of
 its direction, its number and its content (BLAKE2b): what somebody else sends, repeats, leaves out or changes
-ends the line before it is unpickled. Nothing is encrypted.
+ends the line before it is unpickled. Large arrays follow the message that names them, as they lie in memory,
+under seals of their own (`bulk`). Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dora.runtime.bulk import Sealer
 
 KEY_BYTES, NAME_BYTES, SEAL_BYTES, NONCE_BYTES = 32, 16, 16, 16
-MAX_BYTES = 2**30  # of a message
+MAX_BYTES = 2**30  # of a message, and of all arrays that follow it
+LARGE_BYTES = 2**16  # of an array, to go apart
 HELLO_BYTES = 2**16  # of the first one, before which nothing is known of the caller
 HELLO_S = 10.0  # that both ends may take, all in all, until each knows the other
 AGAIN_S = 0.1  # until callers are let in again, where there was no room for one
@@ -46,13 +52,20 @@ class SealedLine:
         self._socket, self._key = own, key
         self._says, self._hears = (b"listener", b"caller") if is_listener else (b"caller", b"listener")
         self._num_sent = self._num_heard = 0
+        self._sealer: Sealer | None = None
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, messages: Any, /) -> None:
         """Raises OSError if the other end is gone."""
-        content = pickle.dumps(messages, protocol=pickle.HIGHEST_PROTOCOL)
+        large: list[memoryview] = []
+        said = pickle.dumps(messages, protocol=5, buffer_callback=partial(_is_small, large))
+        seals = [self._seal_large(self._says, self._num_sent, *item) for item in enumerate(large)]
+        sizes = [buffer.nbytes for buffer in large]
+        content = pickle.dumps((said, sizes, seals), protocol=5)
         self._socket.sendall(_HEADER.pack(len(content), self._seal(self._says, self._num_sent, content)))
         self._socket.sendall(content)
+        for buffer in large:
+            self._socket.sendall(buffer)
         self._num_sent += 1
 
     def recv(self, max_bytes: int = MAX_BYTES, until: float | None = None) -> Any:
@@ -61,13 +74,19 @@ class SealedLine:
         All of it must be there `until` then, on the monotonic clock.
         """
         num_bytes, seal = _HEADER.unpack(receive(self._socket, _HEADER.size, until))
-        if num_bytes > max_bytes:
-            raise ConnectionAbortedError(f"a message of {num_bytes} bytes, and {max_bytes} are the most")
+        _check_size(num_bytes, max_bytes)
         content = receive(self._socket, num_bytes, until)
         if not secrets.compare_digest(seal, self._seal(self._hears, self._num_heard, content)):
             raise ConnectionAbortedError("a message that the other end has not sealed")
+        said, sizes, seals = pickle.loads(content)
+        _check_size(sum(sizes), max_bytes)
+        large = [receive(self._socket, size, until) for size in sizes]
+        for index, (buffer, seal) in enumerate(zip(large, seals, strict=True)):
+            own = self._seal_large(self._hears, self._num_heard, index, buffer)
+            if not secrets.compare_digest(seal, own):
+                raise ConnectionAbortedError("an array that the other end has not sealed")
         self._num_heard += 1
-        return pickle.loads(content)
+        return pickle.loads(said, buffers=large)
 
     def wait_at_most(self, timeout_s: float | None) -> None:
         """From now on, for the next bytes; None: for ever."""
@@ -84,6 +103,28 @@ class SealedLine:
         return hashlib.blake2b(
             content, key=self._key, salt=salt, person=direction, digest_size=SEAL_BYTES
         ).digest()
+
+    def _seal_large(self, direction: bytes, number: int, index: int, content: Any) -> bytes:
+        """The first one on a line makes what they are sealed with."""
+        from dora.runtime.bulk import Sealer  # compiled code, which few processes need
+
+        if self._sealer is None:
+            self._sealer = Sealer(self._key)
+        return self._sealer.seal(content, direction + b" bulk", _NUMBER.pack(number, index))
+
+
+def _is_small(large: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+    """Whether it goes in the message; else it is one of the `large`."""
+    content = buffer.raw()
+    if content.nbytes < LARGE_BYTES:
+        return True
+    large.append(content)
+    return False
+
+
+def _check_size(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise ConnectionAbortedError(f"a message of {num_bytes} bytes, and {max_bytes} are the most")
 
 
 def receive(own: socket.socket, num_bytes: int, until: float | None = None) -> bytearray:
