@@ -31,7 +31,7 @@ from report import Row, parse_options, publish
 
 from dora.handover.pool import Blocks, Mapped, Peer, as_blocks, make_pool, open_pool
 from dora.runtime.far import FarPool, PoolDoor
-from dora.weights.brought import Brought, content
+from dora.weights.brought import Brought
 from dora.weights.store import WeightStore, make_store_folder
 
 KINDS = ("local", "ray")
@@ -123,7 +123,7 @@ class Paths:
         self._count += 1
         self._slot.fill_(self._count)
         self._store.publish(self._count, self._slot)
-        return content(self._store, self._count)
+        return self._store.raw(self._count)
 
 
 @ray.remote(num_cpus=0)

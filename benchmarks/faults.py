@@ -81,7 +81,7 @@ trainer_timeout_s = 4.0
 max_restarts = 1000
 """
 LOOK_S = 0.1  # between two looks at what is not well
-PATIENCE_S = 60.0  # until all is well after a fault
+PATIENCE_S = 120.0  # until all is well after a fault: a restart may wait for a minute
 LOST, DOUBLED, MIXED, TOO_STALE = "lost", "doubled", "mixed", "too_stale"
 NUM_SAID = 40  # last lines of a run in which something was found
 T = TypeVar("T")
@@ -269,9 +269,9 @@ class Scale:
 
 SCALES = {  # runtime, whether it is quick
     ("local", False): Scale(204, 34, 6.0, 60.0, 3),
-    ("local", True): Scale(12, 12, 0.5, 8.0, 1),
+    ("local", True): Scale(12, 12, 0.3, 5.0, 1),
     ("ray", False): Scale(52, 26, 3.0, 40.0, 2),
-    ("ray", True): Scale(13, 13, 0.5, 8.0, 1),
+    ("ray", True): Scale(13, 13, 0.3, 5.0, 1),
 }
 
 

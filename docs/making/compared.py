@@ -169,11 +169,9 @@ def paths() -> str:
 
 def direct_ways() -> str:
     """Ways of a tensor from actor to actor, and what became of the senders whose receivers were killed."""
-    lines = [
-        [f"{row['way']}", f"{row['mb']:.0f}", f"{row['ms']:.0f}", f"{row['gb_per_s']:.2f}"]
-        + [f"{row['idle_cpu_share']:.2f}", *(str(row[n]) for n in ("kills", "senders_lost", "served_another"))]
-        for row in rows("direct")
-    ]
+    forms = {"mb": "{:.0f}", "ms": "{:.0f}", "gb_per_s": "{:.2f}", "idle_cpu_share": "{:.2f}"}
+    forms |= dict.fromkeys(("kills", "senders_lost", "served_another"), "{}")
+    lines = [[row["way"], *(form.format(row[key]) for key, form in forms.items())] for row in rows("direct")]
     heads = ("way", "MB", "ms", "GB/s", "idle cores", "receivers killed", "senders lost", "served another")
     return markdown.table(heads, lines)
 

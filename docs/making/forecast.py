@@ -1,6 +1,6 @@
-"""The tables of docs/paper.md, from the forecast of the papers' tables.
+"""The tables of docs/paper.md, from the forecast of the papers' tables, and of docs/simulate.md.
 
-Rows are told apart by their kind, and those of `open` by the table that they name.
+The papers' rows are told apart by their kind, and those of `open` by the table that they name.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "paper_parts": partial(swept, "parts, S = 2"),
         "paper_fleets": partial(swept, "fleets, S = 2"),
         "paper_tails": tails,
+        "validation": validation,
     }
 
 
@@ -48,6 +49,16 @@ def tails() -> str:
     found = [row for row in rows() if row.get("table") == "tail x experts"]
     columns = [column for column in found[0] if column not in ("kind", "table")] if found else ["alpha"]
     return written(found, columns)
+
+
+def validation() -> str:
+    """Real runs and what was predicted of them."""
+    content = json.loads((RESULTS / "validation.json").read_text(encoding="utf-8"))
+    columns = (
+        "pace", "policy", "S", "lengths", "engines", "calibrates", "tokens_per_s", "predicted", "error",
+        "within",
+    )  # fmt: skip
+    return written([row for row in content["rows"] if "policy" in row], columns)
 
 
 def written(found: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:

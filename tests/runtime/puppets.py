@@ -14,7 +14,7 @@ class Puppet:
     def __init__(self, name: str, body: Body, spec: Any) -> None:
         self.name, self.spec = name, spec
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.is_alive, self.node = True, ""
+        self.is_alive, self.node, self.awaits = True, "", ""
         self.pid = None
         self.how_it_ended = "was killed by SIGKILL"
         self._says: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -36,6 +36,32 @@ def test_an_address_that_cannot_be_is_refused(address: str) -> None:
         ground.reach(address)
 
 
+def test_where_auto_leads_is_told_if_nobody_answers_there(server: socket.socket) -> None:
+    found = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(RunError, match=f"ray.address = 'auto': nobody answers at {found}, where it leads"):
+        ground.reach("auto", found)
+
+
+def test_a_cluster_that_answers_and_lets_nobody_in_is_given_up(server: socket.socket) -> None:
+    """It hangs, as the server does that is never read from."""
+    server.listen()
+    own = socket.create_connection(server.getsockname())
+    with (
+        own,
+        pytest.raises(RunError, match=r"ray.address = 'auto': .* runtime.start_timeout_s = 0.05 s; ask"),
+    ):
+        ground.join_in_time(lambda: own.recv(1), "auto", 0.05)
+
+
+def test_who_joins_hears_why_it_cannot() -> None:
+    def refuse() -> None:
+        raise ConnectionError("versions differ")
+
+    with pytest.raises(ConnectionError, match="versions differ"):
+        ground.join_in_time(refuse, "auto", 10.0)
+    ground.join_in_time(lambda: None, "auto", 10.0)
+
+
 def test_ray_is_not_started_for_whoever_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ground, "find_spec", lambda name: name)  # as if Ray were installed
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

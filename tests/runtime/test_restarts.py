@@ -39,6 +39,12 @@ def test_a_wait_that_was_worth_it_is_followed_by_the_first_again() -> None:
     assert waits == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S, FIRST_S, 2 * FIRST_S]
 
 
+def test_the_wait_after_one_that_got_on_is_the_first_again() -> None:
+    restarts = Restarts(most=9)
+    waits = [restarts.lost(engine, 0, 0.5, 0.0, got_on=engine == 2) for engine in range(4)]
+    assert waits == [FIRST_S, 2 * FIRST_S, FIRST_S, 2 * FIRST_S]
+
+
 def test_no_wait_is_longer_than_the_longest() -> None:
     restarts = Restarts(most=100)
     assert max(restarts.lost(engine, 0, 1.0, 0.0) or 0.0 for engine in range(100)) == LONGEST_S
@@ -131,5 +137,5 @@ def test_a_run_whose_engine_dies_too_often_ends_in_words(start_run: StartRun) ->
     ended = run.end(timeout_s=20)
     assert ended.code == 1, ended
     assert "the last engine is lost: engine 1 was killed by SIGKILL" in ended.err
-    assert "; it was started again runtime.max_restarts = 1 times, and is no more\n" in ended.out
+    assert "; its place stays empty (runtime.max_restarts = 1)\n" in ended.out
     assert dora("audit", run.out).code == 0

@@ -14,15 +14,18 @@ import pytest
 from tests.core.midway import engine, midway, running
 from tests.core.stations import limits
 from tests.runtime.conftest import StartRun
+from tests.runtime.puppets import Stage
 from tests.runtime.running import Run, dora
 
 from dora.core.events import Progressed, Published, Woken
+from dora.core.waits import REWARDS
 from dora.errors import RunError, SilentError
 from dora.observe.status import FILE_NAME, standing_of
 from dora.runtime import status
 from dora.runtime.local import LocalHands
+from dora.runtime.process import Pulse, Told, Worker
 from dora.runtime.restarts import Restarts
-from dora.runtime.status import TRAINING, Status
+from dora.runtime.status import PLACE_S, TRAINING, Status
 
 
 class Desk:
@@ -35,7 +38,10 @@ class Desk:
         engine(self.state, 0, rows=4, held={2})
         running(self.state, 0, 2, 1)
         fleet, self.trainers = SimpleNamespace(restarts=Restarts(1)), SimpleNamespace(due_s=None)
+        self.stations: dict[str, list[Pulse]] = {}
         hands = SimpleNamespace(now=7.0, pulses=list, fleet=fleet, trainers=self.trainers)
+        hands.stations = lambda: self.stations
+        self.hands = hands
         self.status = Status(out, cast(LocalHands, hands), lambda: self.state, self.notices.append)
 
     @property
@@ -105,6 +111,25 @@ def test_a_run_that_fails_says_why_and_for_a_silent_process_who_waits(
     assert standing.sentence.startswith("failed: the trainer was silent; training, 0 of 20 steps")
     assert standing.told["owners"] == ["engine 0"]
     assert len(desk.notices) == (error is SilentError)
+
+
+def test_who_has_no_place_to_start_in_is_named_once_and_waited_for(desk: Desk) -> None:
+    stage = Stage()
+    worker = Worker("rewarder 0", lambda *_: None, None, Told(stage.start))
+    stage.puppets[0].awaits = "the cluster"
+    desk.stations = {REWARDS: [Pulse(worker, is_ready=False, limit_s=60.0)]}
+    desk.status.enter(TRAINING)
+    desk.status.look()
+    assert not desk.notices
+    desk.hands.now += 2 * PLACE_S
+    for _ in range(2):
+        desk.status.look()
+    assert desk.notices == ["rewarder 0 cannot start yet: the cluster has no place for it"]
+    waits = [(wait["who"], wait["on"]) for wait in desk.told["waits"]]
+    assert waits[-2:] == [(REWARDS, "rewarder 0"), ("rewarder 0", "the cluster")]
+    assert desk.stations[REWARDS][0].to_json(0.0)["at"] == "waiting for the cluster"
+    assert worker.why_late == ": the cluster has no place for it"
+    worker.kill()
 
 
 def test_a_disk_without_room_does_not_stop_a_run(desk: Desk) -> None:

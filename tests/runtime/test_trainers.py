@@ -99,6 +99,14 @@ def scene(task: Path, tmp_path: Path) -> Iterator[Scene]:
     made.close()
 
 
+@pytest.fixture
+def scene_of_many(task: Path, tmp_path: Path) -> Iterator[Scene]:
+    """Trainers one after another."""
+    made = Scene(task, tmp_path)
+    yield made
+    made.close()
+
+
 def write_journal(out: Path, *steps: int) -> None:
     """With the orders to train some steps."""
     records = [{"kind": "train", "step": step, "groups": BATCH} for step in steps]
@@ -164,6 +172,20 @@ def test_the_run_ends_when_too_many_have_died(scene: Scene) -> None:
     scene.puppet.kill()
     with pytest.raises(RunError, match=re.escape("it was started again runtime.max_restarts = 1 times")):
         scene.hear()
+
+
+def test_who_follows_a_trainer_that_got_on_starts_soon(scene_of_many: Scene) -> None:
+    """By a step that nobody had trained: one that dies every few seconds is not waited for ever longer."""
+    scene = scene_of_many
+    scene.puppet.kill()
+    scene.hear()
+    scene.replace()
+    write_journal(scene.plan.out)
+    scene.says(m.Ready())
+    scene.train(0)
+    scene.puppet.kill()
+    scene.hear()
+    assert "another one begins in 1 s" in scene.notices[-1]
 
 
 def test_a_checkpoint_that_gives_other_bytes_than_it_was_written_of_ends_the_run(scene: Scene) -> None:

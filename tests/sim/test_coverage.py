@@ -24,12 +24,6 @@ UNREACHED = {
     ("ranking.py", "return None"),  # an empty ranking is deleted by its owner
     ("fleet.py", "def engine(self) -> int: ..."),  # a type
     ("snapshot.py", "except (KeyError, TypeError, ValueError) as error:"),  # a damaged snapshot
-    # Algorithm 1 as it is printed, only for comparison with it: tests/core/test_ablations.py.
-    ("placement.py", "num_requests = sum(requests.values())"),
-    (
-        "placement.py",
-        "return {v: int(total * requests[v] / num_requests + 0.5) if num_requests else 0 for v in order}",
-    ),
 }
 
 Key = tuple[str, int, str]  # file, first line, name of a function

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dora.core import batching, codec
+from dora.core.records import ABLATIONS
 from dora.sim import swarm
 from dora.sim.marks import MARKS
 from dora.sim.models import FAMILIES, draw_config
@@ -68,6 +70,8 @@ def test_worlds_differ_in_size_speed_and_policy() -> None:
     varied = ("batches_per_version", "slack", "load_interval", "is_deferred", "skip_below_kl", "is_static")
     for field in (*varied, "level_running", "rush", "aging"):
         assert len({getattr(c.limits, field) for c in configs}) >= 2, field
+    assert {part for c in configs for part in c.limits.without} == {*ABLATIONS}
+    assert {len(c.limits.without) for c in configs} >= {0, 1, 2, len(ABLATIONS)}
 
 
 @pytest.mark.parametrize("seed", range(0, NUM_SEEDS, 3))
@@ -90,7 +94,11 @@ def test_a_seed_is_the_same_world_for_ever(outcomes: list[Outcome], seed: int) -
 
 @pytest.mark.parametrize("seed", read_regressions())
 def test_a_seed_that_once_failed_stays_right(seed: int) -> None:
-    assert run_world(seed).verdict == "ok", read_regressions()[seed]
+    """Also by the whole rules, where the world of this seed has come to do without some."""
+    config = draw_config(seed)
+    for without in {(), config.limits.without}:
+        world = replace(config, limits=replace(config.limits, without=without))
+        assert run_world(seed, world).verdict == "ok", read_regressions()[seed]
 
 
 def test_every_regression_names_its_cause() -> None:

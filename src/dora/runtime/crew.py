@@ -118,7 +118,7 @@ class Crew:
             waited_s = time.monotonic() - post.since_s
             if not post.is_ready and waited_s > self._start_timeout_s:
                 limit = f"runtime.start_timeout_s = {self._start_timeout_s:g} s"
-                raise RunError(f"the {post.worker.name} did not start within {limit}")
+                raise RunError(f"the {post.worker.name} did not start within {limit}{post.worker.why_late}")
             if not post.is_ready or self._is_over:
                 continue
             is_late = bool(post.groups) and waited_s > self._spec.timeout_s

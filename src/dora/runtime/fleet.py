@@ -178,7 +178,8 @@ class Fleet:
                 limit = f"runtime.heartbeat_timeout_s = {runtime.heartbeat_timeout_s:g}"
                 self._end(engine, f"silent for more than {limit}")
             elif self._is_open and engine not in self.ready and time.monotonic() > self._late_s(engine):
-                self._end(engine, f"not ready within runtime.start_timeout_s = {runtime.start_timeout_s:g} s")
+                limit = f"runtime.start_timeout_s = {runtime.start_timeout_s:g} s"
+                self._end(engine, f"not ready within {limit}{worker.why_late}")
         if self._is_open and not self._untold:
             self._fill_places()
 
@@ -225,13 +226,13 @@ class Fleet:
 
     def _plan_restart(self, engine: int) -> str:
         """What becomes of the place of a lost engine, in words; where none could ever start, none will."""
-        if not self._was_ready or not self.restarts.most:
+        if not self._was_ready:
             return ""
         now_s = time.monotonic()
         lived_s = now_s - self._started_s[engine]
         wait_s = self.restarts.lost(engine, self._places[engine], lived_s, now_s)
         if wait_s is None:
-            return f"; it was started again runtime.max_restarts = {self.restarts.most} times, and is no more"
+            return f"; its place stays empty (runtime.max_restarts = {self.restarts.most})"
         return f"; another one takes its place in {wait_s:g} s"
 
     def _refuse_load(self, engine: int, version: int, reason: str) -> None:

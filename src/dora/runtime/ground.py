@@ -5,9 +5,13 @@ The driver, with the orchestrator and the journal, is on this machine in either 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,20 +92,60 @@ def check(config: Config) -> None:
         )
 
 
-def reach(address: str) -> None:
-    """Raises RunError if nobody is at `host:port`, where Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
+def reach(address: str, found: str | None = None) -> None:
+    """Raises RunError if nobody is at `host:port`, or where "auto" `found` one: Ray would try for minutes."""
+    host, _, port = (found or address).rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
+        where = "there" if found in (None, address) else f"at {found}, where it leads,"
         raise RunError(
-            f"ray.address = {address!r}: nobody answers there ({error}); start Ray there with "
+            f"ray.address = {address!r}: nobody answers {where} ({error}); start Ray there with "
             "`ray start --head`, or remove ray.address"
         ) from error
 
 
+def join_in_time(join: Callable[[], object], address: str, limit_s: float) -> None:
+    """Join a cluster in a thread of its own, for one that hangs lets nobody in for minutes.
+
+    Raises RunError if it takes longer, and what `join` raises.
+    """
+    joined: Future[None] = Future()
+
+    def attempt() -> None:
+        try:
+            join()
+        except BaseException as error:
+            joined.set_exception(error)
+        else:
+            joined.set_result(None)
+
+    threading.Thread(target=attempt, name="joins a cluster", daemon=True).start()
+    try:
+        joined.result(limit_s)
+    except TimeoutError as error:
+        raise RunError(
+            f"ray.address = {address!r}: somebody answers there, but has not let the run in within "
+            f"runtime.start_timeout_s = {limit_s:g} s; ask `ray status`, start the cluster anew, or raise it"
+        ) from error
+
+
+@contextlib.contextmanager
+def own_signals() -> Iterator[None]:
+    """What others make of signals is undone: they are the run's business."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def quiet_ray() -> None:
-    """What Ray reads when it is imported: no log is printed, no `print` replaced, no cluster joined by itself.
+    """What Ray reads when it is imported: its log is not printed, and it joins no cluster by itself.
 
     Else a thread that asks Ray something when the run has left its cluster would join any other one here.
     """

@@ -38,6 +38,7 @@ from dora.core.actions import (
 )
 from dora.core.events import Event, GroupScored, GroupUnscorable, Migrated
 from dora.core.records import GroupId
+from dora.core.waits import ENGINES, REWARDS, TRAINER
 from dora.core.wording import nth
 from dora.errors import RunError
 from dora.runtime import messages as m
@@ -155,7 +156,12 @@ class LocalHands:
 
     def pulses(self) -> list[Pulse]:
         """What is known of each process, and when it was last heard."""
-        return [*self.fleet.pulses(), *self.trainers.pulses(), *self.rewarding.pulses()]
+        return [pulse for pulses in self.stations().values() for pulse in pulses]
+
+    def stations(self) -> dict[str, list[Pulse]]:
+        """The same, by the name that waits have for those who do one thing."""
+        engines, trainer = self.fleet.pulses(), self.trainers.pulses()
+        return {ENGINES: engines, TRAINER: trainer, REWARDS: self.rewarding.pulses()}
 
     def join_all(self) -> None:
         """Tell the engines that are alive as joined, holding nothing; later ones join by themselves."""

@@ -146,6 +146,10 @@ class Carrier(Line, Protocol):
         """The machine it is on; those of one node share memory and files. "": the driver's, or not known."""
 
     @property
+    def awaits(self) -> str:
+        """Who has to have a place for it before it can start. "": nobody, or it has one."""
+
+    @property
     def is_alive(self) -> bool:
         """Whether it has not ended, as far as is known here."""
 
@@ -160,7 +164,7 @@ class Carrier(Line, Protocol):
 class Forked:
     """A carrier: a process of this machine behind a pipe."""
 
-    node = ""
+    node = awaits = ""
 
     def __init__(self, name: str, body: Body, spec: object) -> None:
         connection, theirs = CONTEXT.Pipe()
@@ -249,6 +253,16 @@ class Worker:
         return self._carrier.node
 
     @property
+    def awaits(self) -> str:
+        """See `Carrier`."""
+        return self._carrier.awaits
+
+    @property
+    def why_late(self) -> str:
+        """What there is to add where it has not started in time."""
+        return f": {self.awaits} has no place for it" if self.awaits else ""
+
+    @property
     def is_alive(self) -> bool:
         """Whether its process has not ended."""
         return self._carrier.is_alive
@@ -299,14 +313,14 @@ class Pulse(NamedTuple):
 
     def to_json(self, now_s: float) -> dict[str, Any]:
         """`now_s` as time.monotonic() has it."""
-        heard_s = max(0.0, now_s - self.worker.last_heard_s)
+        heard_s, awaits = max(0.0, now_s - self.worker.last_heard_s), self.worker.awaits
         return {
             "name": self.worker.name,
             "pid": self.worker.pid,
             "node": self.worker.node[:8],
             "heard_s": round(heard_s, 3),
             "limit_s": self.limit_s,
-            "at": self.work if self.is_ready else "starting",
+            "at": self.work if self.is_ready else f"waiting for {awaits}" if awaits else "starting",
         }
 
 

@@ -11,11 +11,11 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray._private import state as gcs
+from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -36,11 +37,12 @@ from dora import __version__
 from dora.errors import RunError
 from dora.runtime import far, sealed
 from dora.runtime.consumer import ConsumerSpec
+from dora.runtime.ground import join_in_time, own_signals, reach
 from dora.runtime.messages import EngineSpec, LoadWeights, StageWeights
 from dora.runtime.needs import Need, engine_need, kind_of, needs_of, on_its_own_gpu, sum_of
 from dora.runtime.plan import Plan
 from dora.runtime.process import WORKER_ENVIRONMENT, Body, Carrier, Forked, live
-from dora.weights.brought import Brought, content
+from dora.weights.brought import Brought
 from dora.weights.store import WeightStore, make_store_folder
 
 NODE = "ray.io/node-id"  # a label of each node
@@ -88,11 +90,13 @@ class Cluster:
         self._free: list[Place] = []
         self._versions: dict[int, ray.ObjectRef] = {}  # in Ray's memory
         self._lock, self._is_closed = threading.Lock(), threading.Event()
+        self.unmet: set[Actor] = set()  # those of whom nothing is known yet
         self._leaving: frozenset[str] = frozenset()
         self._num_free = 0
-        self._reserve(needs)
-        for _ in range((self._config.max_engines or 0) - plan.num_engines):
-            self._group([engine_need(plan)])  # which a cluster that scales itself sees waiting
+        with _asking():
+            self._reserve(needs)
+            for _ in range((self._config.max_engines or 0) - plan.num_engines):
+                self._group([engine_need(plan)])  # which a cluster that scales itself sees waiting
         if self._spans:
             threading.Thread(target=self._watch, name="watches nodes", daemon=True).start()
 
@@ -115,7 +119,8 @@ class Cluster:
         if self._spans and isinstance(spec, EngineSpec):
             folder = spec.weights
             home = replace(home, desk=self.expect(lambda line, _: far.attend(line, folder)))
-        return Actor(self, self._take(kind), body, spec, home)
+        with _asking():
+            return Actor(self, self._take(kind), body, spec, home)
 
     def expect(self, met: sealed.Met) -> sealed.Address:
         """As `Listener.expect`."""
@@ -135,7 +140,7 @@ class Cluster:
             stored = store.versions()
             self._versions = {known: ref for known, ref in self._versions.items() if known in stored}
             if version not in self._versions:
-                self._versions[version] = ray.put(content(store, version))
+                self._versions[version] = ray.put(store.raw(version))
             return self._versions[version]
 
     def close(self) -> None:
@@ -156,16 +161,21 @@ class Cluster:
             "num_cpus": max(os.cpu_count() or 1, round(num_cpus + 0.5)),
             "_system_config": {"worker_niceness": 0},  # else other programs come before the run
         }
+        init = partial(
+            ray.init,
+            namespace=f"dora-{secrets.token_hex(8)}",
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env={"env_vars": WORKER_ENVIRONMENT},
+        )
         try:
-            with _own_signals():
-                ray.init(
-                    address=address or "local",  # else it joins any that runs here
-                    namespace=f"dora-{secrets.token_hex(8)}",
-                    log_to_driver=False,
-                    logging_level="ERROR",
-                    runtime_env={"env_vars": WORKER_ENVIRONMENT},
-                    **(own if address is None else {}),
-                )
+            if address is None:
+                with own_signals():
+                    init(address="local", **own)  # else it joins any that runs here
+            else:
+                found = canonicalize_bootstrap_address_or_die(address)
+                reach(address, found)
+                join_in_time(partial(init, address=found), address, self.patience_s)
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             where = f"ray.address = {address!r} cannot be joined" if address else "Ray cannot be started here"
             raise RunError(f"{where}: {error}") from error
@@ -221,13 +231,17 @@ class Cluster:
                 with self._lock:
                     free = [place for place in self._free if place.need.kind == "engine"]
                 self._num_free = sum(map(self._is_well, free))
+                for actor in [*self.unmet]:
+                    actor.awaits = "" if self._is_well(actor.place) else "the cluster"
 
 
 class Actor:
     """A carrier: an actor, whose process calls the driver as soon as it has a place."""
 
     def __init__(self, cluster: Cluster, place: Place, body: Body, spec: Any, home: Home) -> None:
-        self._cluster, self._places, self._home = cluster, [place], home.node
+        self._cluster, self.place, self._places, self._home = cluster, place, [place], home.node
+        self.awaits = ""
+        cluster.unmet.add(self)
         self._store = WeightStore(spec.weights, spec.dtype) if isinstance(spec, EngineSpec) else None
         self._line: Future[sealed.SealedLine] = Future()
         self._ended = threading.Event()
@@ -281,6 +295,8 @@ class Actor:
 
     def _met(self, line: sealed.SealedLine, hello: Any) -> None:
         self._pid, self._node = hello
+        self._cluster.unmet.discard(self)
+        self.awaits = ""
         if self._line.set_running_or_notify_cancel():
             self._line.set_result(line)
 
@@ -309,6 +325,7 @@ class Actor:
 
     def _leave(self) -> None:
         """Once, by whoever knows first that it has ended."""
+        self._cluster.unmet.discard(self)
         with contextlib.suppress(IndexError):
             self._cluster.give_back(self._places.pop())
 
@@ -366,14 +383,12 @@ class Station:
 
 
 @contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """What Ray makes of signals is undone: they are the run's business."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def _asking() -> Iterator[None]:
+    """For a place: without an answer the run ends, and can be resumed. Raises RunError."""
     try:
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    except RayError as error:
+        raise RunError(
+            f"Ray finds no place for a process of the run: {error}; ask `ray status`, and go on with "
+            "dora train --resume where a cluster is well"
+        ) from error

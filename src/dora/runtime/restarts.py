@@ -23,14 +23,17 @@ class Restarts:
         self._num: Counter[int] = Counter()  # place -> restarts in a row
         self._wait_s: dict[int, float] = {}  # place -> before the last one
 
-    def lost(self, engine: int, place: int, lived_s: float, now_s: float) -> float | None:
-        """How long its place stays empty (s); None: for ever."""
+    def lost(
+        self, engine: int, place: int, lived_s: float, now_s: float, *, got_on: bool = False
+    ) -> float | None:
+        """How long its place stays empty (s); None: for ever. Who `got_on` was worth the wait before it."""
         if lived_s >= STAYED_S:
             del self._num[place]
         if self._num[place] >= self.most:
             return None
         before_s = self._wait_s.get(place, 0.0)
-        wait_s = min(LONGEST_S, 2 * before_s) if lived_s < WORTH * before_s else FIRST_S
+        is_worth_it = got_on or lived_s >= WORTH * before_s
+        wait_s = FIRST_S if is_worth_it else min(LONGEST_S, 2 * before_s)
         self._wait_s[place] = wait_s
         self._num[place] += 1
         self.due_s[engine] = now_s + wait_s

@@ -33,7 +33,7 @@ from dora.runtime.held_out import Evaluation, Evaluations, describe_awaited
 from dora.runtime.journal import Journal
 from dora.runtime.lengths import DRIFT_LIMIT
 from dora.runtime.local import LocalHands
-from dora.runtime.meter import Meter, TimedOrchestrator
+from dora.runtime.meter import Meter, StepRecord, TimedOrchestrator
 from dora.runtime.past import SAMPLES, Past, read_past
 from dora.runtime.plan import Plan
 from dora.runtime.process import cpu_s
@@ -151,6 +151,7 @@ class _Session:
             fsync=config.journal.fsync,
         )
         self._has_begun = False
+        self._ended: list[StepRecord] = []  # steps that have not been looked at
         self._unsaved: str | None = None  # what the orchestrator knew when a checkpoint became due
         self._hands = LocalHands(plan, self._view.notice, self._look_up, past)
         self._desk = Desk(control, self._hands, self._core.snapshot)
@@ -202,6 +203,7 @@ class _Session:
         try:
             with self._view, no_pauses():
                 drive(self._core, hands, self._record, first)
+                self._look_back()
                 self._view.close(self._meter, self._core.snapshot())
         finally:
             self._inside.is_training = False
@@ -229,6 +231,7 @@ class _Session:
 
     def _look_up(self) -> None:
         """Whenever nothing is half done: has somebody asked for something? Raises Stopped."""
+        self._look_back()
         if self._unsaved is not None:
             self._save(self._unsaved)
             self._unsaved = None
@@ -281,6 +284,7 @@ class _Session:
             for fact in [fact for fact in hands.facts if isinstance(fact, Trained)]:
                 now = hands.now
                 self._note(now, fact, core.handle(fact, now))
+            self._look_back()
             self._save(self._snapshot())
             self._wait_until_saved()
 
@@ -329,16 +333,21 @@ class _Session:
         self._journal.record(now, event, orders)
         self._status.hear(event)
         state = self._core.snapshot()
-        step = self._meter.hear(now, event, orders, state)
-        if step is not None:
+        if (step := self._meter.hear(now, event, orders, state)) is not None:
+            self._ended.append(step)
+        self._note_evaluation(event, orders)
+        self._view.update(self._meter, state)
+
+    def _look_back(self) -> None:
+        """At steps that have ended, once what follows has been ordered: the trainer waits for that."""
+        ended, self._ended = self._ended, []
+        for step in ended:
             self._check_invariants()
             collect_young()
             if step.metrics.get("actor/num_tokens") == 0 and not self._is_warned:
                 self._is_warned = True
                 self._view.notice(f"step {nth(step.step)} had no gradient: each group's rewards were equal")
             self._curves.write(step.to_json())
-        self._note_evaluation(event, orders)
-        self._view.update(self._meter, state)
 
     def _note_evaluation(self, event: Event | None, orders: Sequence[Action]) -> None:
         """What an evaluation beside the training has found, or why there was none."""

@@ -23,11 +23,13 @@ from dora.core.waits import Wait, owners, waits
 from dora.errors import RunError, SilentError
 from dora.observe.status import FILE_NAME, SCHEMA, describe
 from dora.runtime.local import LocalHands
+from dora.runtime.placing import PLACE, waits_for_places
 
 TRAINING = "training"  # the phase in which the orchestrator is at work
 WRITE_S = 1.0
 STALL_S = 60.0  # without progress, before the log says who waits for whom
 STALL_FACTOR = 2.0  # later, as many times the longest time without progress that came to an end
+PLACE_S = 5.0  # without a place to start in, before the log says so
 MAX_GAP_S = 5.0  # between two looks; when there is more the driver slept, and that is no stall
 
 
@@ -50,6 +52,7 @@ class Status:
         self._longest_s = self._next_s = 0.0
         self._is_reported = False
         self._failure = ""
+        self._placeless: set[str] = set()  # of whom the log has told
         self._since_s: dict[tuple[str, str], float] = {}  # who, on -> when that wait was first seen
 
     def hear(self, event: Event | None) -> None:
@@ -77,7 +80,16 @@ class Status:
         if self._idle_s > self._patience_s and not self._is_reported:
             self._is_reported = True
             self.report(f"nothing has happened for {self._idle_s:.0f} s", found)
+        self._tell_placeless(found)
         self._write("running", "", found)
+
+    def _tell_placeless(self, found: Sequence[Wait]) -> None:
+        """Say once of each process that it has had no place for a while."""
+        began_s = self._hands.now - PLACE_S
+        now = {w.who: w.on for w in found if w.what == PLACE and (w.since_s or 0.0) <= began_s}
+        for who in sorted(now.keys() - self._placeless):
+            self._notice(f"{who} cannot start yet: {now[who]} has no place for it")
+        self._placeless = {*now}
 
     def report(self, what: str, found: Sequence[Wait] | None = None) -> None:
         """Say in the log who waits for whom."""
@@ -112,7 +124,7 @@ class Status:
         if self.phase != TRAINING:
             return []
         now_s, before = self._hands.now, self._since_s
-        found = waits(self._state())
+        found = [*waits(self._state()), *waits_for_places(self._hands.stations())]
         self._since_s = {(w.who, w.on): before.get((w.who, w.on), now_s) for w in found}
         return [
             w._replace(since_s=self._since_s[w.who, w.on] if w.since_s is None else w.since_s) for w in found

@@ -63,7 +63,7 @@ class Trainers:
         self._begin(checkpoint)
 
     def _begin(self, checkpoint: Path | None) -> None:
-        self._started_s = time.monotonic()
+        self._started_s, self._num_trained_before = time.monotonic(), self._num_trained
         self._ready: set[str] = set()
         self._owed_since_s: float | None = None  # when the first order was given that has no answer
         self._num_owed = 0
@@ -179,7 +179,8 @@ class Trainers:
         now_s = time.monotonic()
         wait_s = None
         if has_successor:
-            wait_s = self._restarts.lost(_PLACE, _PLACE, now_s - self._started_s, now_s)
+            got_on = self._num_trained > self._num_trained_before  # by a step that nobody had trained
+            wait_s = self._restarts.lost(_PLACE, _PLACE, now_s - self._started_s, now_s, got_on=got_on)
             if wait_s is None and self._restarts.most:
                 why += f"; it was started again runtime.max_restarts = {self._restarts.most} times"
         if wait_s is None:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from dora.core.records import AgingRule, EvaluationRule, Limits
+from dora.core.records import ABLATIONS, AgingRule, EvaluationRule, Limits
 from dora.sim.faults import Faults, draw_faults
 
 FAMILIES = ("log_normal", "pareto", "bimodal", "zipf", "constant")
@@ -66,6 +66,7 @@ def draw_config(seed: int) -> WorldConfig:
     limits = _draw_evaluation(Random(f"evaluation {seed}"), limits)
     limits = _draw_loading(Random(f"loading {seed}"), limits)
     limits = _draw_renewal(Random(f"renewal {seed}"), limits)
+    limits = _draw_without(seed, limits)
     max_rows = 12 if num_engines < 16 else 3
     slots = (
         (2, 2, 3)
@@ -156,6 +157,16 @@ def _draw_renewal(rng: Random, limits: Limits) -> Limits:
     if limits.batches_per_version is not None or rng.random() < 0.85:
         return limits
     return replace(limits, breaks_c1=True, is_static=True)
+
+
+def _draw_without(seed: int, limits: Limits) -> Limits:
+    """In some worlds parts of the rules are left out; a part that is new changes nothing of the others."""
+    rng = Random(f"without {seed}")
+    if rng.random() > 0.2:
+        return limits
+    share = rng.choice((0.15, 0.4, 1.0))
+    parts = [part for part in ABLATIONS if Random(f"without {part} {seed}").random() < share]
+    return replace(limits, without=tuple(parts))
 
 
 class Lengths:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dora.weights.store import DTYPES, WeightStore
+from dora.weights.store import DTYPES
 
 
 class Brought:
@@ -38,9 +38,3 @@ class Brought:
             return self._brought[version]
         except KeyError as error:
             raise FileNotFoundError(f"version {version} has not been brought to this machine") from error
-
-
-def content(store: WeightStore, version: int) -> NDArray[np.uint8]:
-    """A version's bytes, for `bring`, mapped as `fetch` has them. Raises as that does."""
-    flat: NDArray[np.uint8] = store.fetch(version).view(torch.uint8).numpy()
-    return flat

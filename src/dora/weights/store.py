@@ -16,7 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.model.weights import weight_digest
@@ -155,6 +157,11 @@ class WeightStore:
             return self.fetch(version)
         except FileNotFoundError:
             return None
+
+    def raw(self, version: int) -> NDArray[np.uint8]:
+        """The bytes of a version, mapped as by `fetch`."""
+        content: NDArray[np.uint8] = self.fetch(version).view(torch.uint8).numpy()
+        return content
 
     def name_of(self, version: int) -> str:
         """The name of a version's file, which says its dtype."""

@@ -48,7 +48,7 @@ def test_lanes_show_how_many_rows_of_which_version_ran_when() -> None:
 
 def test_a_move_is_an_arrow_between_its_engines() -> None:
     assert re.findall(r"<title>(version [^<]+)</title></path>", timeline_svg(heard(), "a run")) == [
-        "version 3: 0 to 1"
+        "version 3: 1 from engine 0 to 1"
     ]
 
 

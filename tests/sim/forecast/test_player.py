@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from dora.errors import InputError
 from dora.sim.forecast.cluster import Job, Layout, Setup
 from dora.sim.forecast.hardware import DEVICES, Efficiency
 from dora.sim.forecast.lengths import Lengths
-from dora.sim.forecast.rules import POLICIES
+from dora.sim.forecast.rules import PARTS, POLICIES
 from dora.sim.forecast.shapes import SHAPES
 
 H800 = DEVICES["H800"]
@@ -105,6 +107,36 @@ def test_a_mixed_fleet_decodes_faster_than_its_slow_half() -> None:
     assert mixed > slow
 
 
+def test_a_trainer_that_lends_its_devices_hides_rollout_that_is_too_slow() -> None:
+    """Elastic roles on and off; the bound, the dataset's order and every answer are kept."""
+    lengths = Lengths(2_000, 1000.0, tail=0.3, prompt=100)
+    job = replace(JOB, lengths=lengths, batch_size=16)
+    off, on = (
+        setup_of("dora", job=job, rollout=((H800, 1),), is_elastic=is_elastic) for is_elastic in (False, True)
+    )
+    assert (len(off.engines), len(on.engines)) == (1, 5)
+    assert on.figures()["tokens_per_s"] > 1.5 * off.figures()["tokens_per_s"]
+    outcome = on.play()
+    assert max(age for step in outcome.steps for age in step.ages) <= 2
+    assert sum(step.tokens for step in outcome.steps) == sum(step.tokens for step in off.play().steps)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_may_be_left_out_and_the_bound_holds(part: str) -> None:
+    outcome = setup_of("dora", 2, without=(part,)).play()
+    assert [step.answers for step in outcome.steps] == [32] * 10
+    assert max(age for step in outcome.steps for age in step.ages) <= 2
+
+
+def test_a_skewed_mixture_waits_for_its_most_wanted_rank_of_experts() -> None:
+    job = replace(JOB, shape=SHAPES["qwen3-30b-a3b"])
+    even, skewed = (
+        setup_of("dora", job=replace(job, expert_skew=skew), train=(H800, 8), expert=4).engines[0].cost
+        for skew in (0.0, 1.0)
+    )
+    assert skewed.pace(4096, 1024, 0).seconds(1) > 1.2 * even.pace(4096, 1024, 0).seconds(1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -127,8 +159,55 @@ def test_what_cannot_be_is_refused_with_the_numbers_that_clash(
         setup_of(**given).figures()  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-S -1", "S = -1 must be at least 0"),
+        ("--limit 40000", r"prompt 110 \+ limit 40000 = 40110 tokens is beyond the context of 32768"),
+        ("--mean 40000", "mean length 40000.0 must be at least 1 and below the limit 30720"),
+        ("--alike 1.5", "lengths: alike = 1.5 must be 0 to 1"),
+        ("--tail -1", "lengths: tail = -1.0 must be above 0"),
+        ("--delay 3", "lengths: delay = 3.0 must be 0, or of more than one turn"),
+        ("--column a", "--column a is of a --trace, and none is given"),
+        ("--trace FILE --mean 10", "--mean would say what --trace .* says already"),
+        ("--trace FILE --column b", "has no column 'b'; its columns are GeneratedTokens"),
+        ("--trace FILE --limit 50", "longest answer of the trace has 70 tokens, .* leaves 50"),
+        ("--policies sync --without moves", "without moves is of policy dora, and sync are played"),
+        ("--policies sync --elastic", "sync share all devices: elastic and rollout would do nothing"),
+        ("--policies dora --without luck", "without luck: the parts of policy dora are moves, shares"),
+        ("--trainer 8", "8 devices leave none for rollout beside 8 that train"),
+        ("--rollout A100", "'A100' in 'A100' is no kind of device with a number, such as A100:32"),
+        ("--rollout H800:3 --tensor 2", "3 x H800 cannot be shared out among engines of tensor 2"),
+        ("--timeline no/such/lanes.svg", "no/such is no folder"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_before_anything_is_played(
+    words: str, message: str, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("GeneratedTokens\n70\n")
+    command = f"simulate run --model qwen2.5-7b --devices 8 {words}".replace("FILE", str(trace))
+    with pytest.raises(InputError, match=message):
+        app(command.split(), standalone_mode=False)
+
+
+def test_the_command_takes_a_mixed_fleet_and_a_trace(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace, out = tmp_path / "trace.csv", tmp_path / "figures.json"
+    trace.write_text("length\n70\n700\n")
+    command = (
+        "simulate run --model qwen2.5-7b --trainer 2 --rollout H800:2,A100:4 --batch 2 --group 2 --tensor 1 "
+        f"--steps 9 --policies dora -S 2 --trace {trace} --column length --limit 1000 --alike 0.5 "
+        f"--drift 0.01 --turns 2 --delay 1 --reward 0.5 --json {out}"
+    )
+    app(command.split(), standalone_mode=False)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["trainer"], row["rollout"], row["staleness_max"]) == (2, 6, 2)
+
+
 def test_the_command_prints_a_row_for_every_policy_and_bound(
-    capsys: pytest.CaptureFixture[str], tmp_path: object
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = "simulate run --model qwen2.5-7b --devices 8 --batch 4 --group 2 --steps 9 --tensor 1 -S 0,2"
     app(command.split(), standalone_mode=False)

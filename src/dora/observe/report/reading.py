@@ -18,7 +18,7 @@ from dora.core.events import Published
 from dora.core.records import Limits, RequestId
 from dora.errors import InputError
 from dora.observe import audit
-from dora.observe.journal import FILE_NAME, Line, read_header, read_line
+from dora.observe.journal import FILE_NAME, Line, read_header, read_journal, read_line
 from dora.observe.nearby import why_no_run
 from dora.observe.report import browsing
 from dora.observe.report.curves import Curves
@@ -40,6 +40,15 @@ def run_data(run: Path, num_samples: int = NUM_SAMPLES) -> Data:
     reader = RunReader(run, num_samples)
     reader.refresh()
     return reader.data() | {"audit": _audited(run)}
+
+
+def speed_of(run: Path) -> tuple[str, int, float]:
+    """Its policy, its bound, and trained tokens a second. Raises InputError where it has not ended."""
+    limits = read_journal(run).limits
+    summary = _object(run / SUMMARY)
+    if "tokens_per_s" not in summary:
+        raise InputError(f"{run} has not ended: it has no {SUMMARY} that says how fast it was")
+    return _policy(limits, _config(run)), limits.max_staleness, float(summary["tokens_per_s"])
 
 
 class RunReader:

@@ -15,7 +15,7 @@ from dora.sim.forecast.costs import EngineCost, TrainerCost
 from dora.sim.forecast.fluid import FluidEngine
 from dora.sim.forecast.hardware import Device, Efficiency
 from dora.sim.forecast.lengths import Lengths
-from dora.sim.forecast.outcome import Outcome
+from dora.sim.forecast.outcome import Outcome, middle
 from dora.sim.forecast.player import Listener, Manner, Player
 from dora.sim.forecast.rules import limits_of, manner_of, policy_of
 from dora.sim.forecast.shapes import Shape
@@ -36,6 +36,7 @@ class Job:
     context: int = 1 << 20
     reward_s: float = 0.0
     num_forwards: int = 1
+    expert_skew: float = 0.1  # by which the most wanted rank's experts are wanted more
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.group_size) < 1:
@@ -110,7 +111,8 @@ class Setup:
 
     def _engines_on(self, device: Device, num: int, *, is_colocated: bool) -> list[Placed]:
         job, layout = self.job, self.layout
-        cost = EngineCost(job.shape, device, job.efficiency, layout.tensor, layout.expert)
+        skew = job.expert_skew
+        cost = EngineCost(job.shape, device, job.efficiency, layout.tensor, layout.expert, skew)
         if num < cost.num_devices or num % cost.num_devices:
             raise InputError(
                 f"{num} x {device.name} cannot be shared out among engines of tensor {layout.tensor} "
@@ -156,6 +158,11 @@ class Setup:
         engines = [FluidEngine(number, *engine) for number, engine in enumerate(self.engines)]
         manner = manner_of(policy, base, layout.without)
         return Player(policy.mind(limits), engines, self.trainer, job.lengths, sizes, manner, listener)
+
+    def check(self) -> None:
+        """Refuse what cannot be, before anything is played. Raises InputError."""
+        _ = (self.trainer, self.player())
+        middle(self.num_steps, self.layout.max_staleness)
 
     def play(self) -> Outcome:
         return self.player().play()

@@ -16,7 +16,7 @@ from rich.table import Table
 from dora.errors import InputError
 from dora.sim.forecast.cluster import Job, Layout, Setup
 from dora.sim.forecast.hardware import Device
-from dora.sim.forecast.pictures import Timeline, curves_svg, timeline_svg
+from dora.sim.forecast.pictures import Timeline, speed_svg, timeline_svg
 from dora.sim.forecast.rules import policy_of
 
 WIDTH = 160  # of the table, also where nobody looks
@@ -32,8 +32,22 @@ SHOWN = {
 def layouts(
     policies: Sequence[str], bounds: Sequence[int], train: tuple[Device, int], num_rollout: int, base: Layout
 ) -> Iterator[Layout]:
-    """Every policy at its own bound, or at each of `bounds`; colocated ones have all devices for both."""
+    """Every policy at its own bound, or at each of `bounds`; colocated ones have all devices for both.
+
+    Raises InputError where what is asked for has no effect on any of them.
+    """
     device, num_train = train
+    if base.without and "dora" not in policies:
+        raise InputError(
+            f"without {', '.join(base.without)} is of policy dora, and {', '.join(policies)} are played"
+        )
+    if all(policy_of(name).is_colocated for name in policies):
+        if base.is_elastic or base.rollout:
+            raise InputError(f"{', '.join(policies)} share all devices: elastic and rollout would do nothing")
+    elif not base.rollout and num_rollout < 1:
+        raise InputError(
+            f"{num_train + num_rollout} devices leave none for rollout beside {num_train} that train"
+        )
     for name in policies:
         policy = policy_of(name)
         for staleness in bounds if policy.max_staleness is None else [policy.max_staleness]:
@@ -72,21 +86,25 @@ class Pictures:
             title = f"{last.layout.policy}, S = {last.layout.max_staleness}: rows by version"
             self.timeline.write_text(timeline_svg(run, title), encoding="utf-8")
         if self.plot is not None:
-            curves: dict[str, list[tuple[float, float]]] = {}
-            for row in rows:
-                point = (float(row["S"]), float(row["tokens_per_s"]))
-                curves.setdefault(str(row["policy"]), []).append(point)
-            drawn = curves_svg(curves, "S", "trained tokens a second", "speed against S")
-            self.plot.write_text(drawn, encoding="utf-8")
+            points = [(str(row["policy"]), int(row["S"]), float(row["tokens_per_s"])) for row in rows]
+            self.plot.write_text(speed_svg(points), encoding="utf-8")
+
+
+def check_files(*paths: Path | None) -> None:
+    """What is written when all is played must have a place. Raises InputError."""
+    for path in filter(None, paths):
+        if not path.absolute().parent.is_dir():
+            raise InputError(f"{path} cannot be written: {path.parent} is no folder")
 
 
 def compare(job: Job, found: Sequence[Layout], num_steps: int, path: Path | None, pictures: Pictures) -> int:
     """Play each, print the table, and write it if asked to."""
     if not found:
         raise InputError("nothing to simulate: give at least one policy")
+    check_files(path, pictures.timeline, pictures.plot)
     setups = [Setup(job, layout, num_steps) for layout in found]
     for setup in setups:
-        _ = (setup.engines, setup.trainer)  # what cannot be is refused before the first is played
+        setup.check()
     console = Console(stderr=True)
     rows: list[Row] = []
     for setup in setups:

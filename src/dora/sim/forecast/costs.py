@@ -89,7 +89,7 @@ class EngineCost:
             )
         if self.kv_tokens < 1:
             raise InputError(
-                f"{self.shape.name} does not fit: its weights take {self._rank_bytes / 1e9:.1f} GB of each "
+                f"{self.shape.name} does not fit: its weights take {self.rank_bytes / 1e9:.1f} GB of each "
                 f"of {self.num_devices} devices, and {self.device.name} has "
                 f"{self.device.memory_bytes * (1 - SPARE) / 1e9:.1f} GB; raise tensor or expert"
             )
@@ -101,7 +101,7 @@ class EngineCost:
     @property
     def kv_tokens(self) -> int:
         """Tokens whose KV the engine has room for."""
-        room = self.device.memory_bytes * (1 - SPARE) - self._rank_bytes
+        room = self.device.memory_bytes * (1 - SPARE) - self.rank_bytes
         return max(0, int(room * self.num_devices / self.shape.kv_bytes))
 
     @property
@@ -110,7 +110,7 @@ class EngineCost:
         return self.shape.kv_bytes
 
     @property
-    def _rank_bytes(self) -> float:
+    def rank_bytes(self) -> float:
         """Weights on one device."""
         shape = self.shape
         return shape.dense_bytes / self.tensor + (shape.weight_bytes - shape.dense_bytes) / self.num_devices
@@ -194,7 +194,11 @@ class EngineCost:
 
     def load_s(self) -> float:
         """A version from the devices that have it to those of the engine, all at once."""
-        return self._rank_bytes / (self.device.net_bytes_per_s * self.efficiency.link)
+        return self.rank_bytes / (self.device.net_bytes_per_s * self.efficiency.link)
+
+    def load_stop_s(self) -> float:
+        """Of it, what requests of other versions on the engine stand still."""
+        return self.load_s()
 
 
 @dataclass(frozen=True, slots=True)

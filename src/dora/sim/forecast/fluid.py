@@ -32,6 +32,7 @@ class Cost(Protocol):
     def move_s(self, tokens: float) -> float: ...
     def swap_s(self, tokens: float) -> float: ...
     def load_s(self) -> float: ...
+    def load_stop_s(self) -> float: ...
 
 
 class Row:
@@ -61,6 +62,7 @@ class FluidEngine:
         self.is_paused = is_colocated
         self.now = 0.0
         self.free_s = 0.0  # it decodes nothing before
+        self.slowness = 1.0  # times as long a step takes, for others are at work on its cores
         self.clock = 0.0
         self.num_active = 0
         self.rushing: frozenset[RequestId] = frozenset()
@@ -101,8 +103,13 @@ class FluidEngine:
             key = (self.num_active, max(self._rank_rows))
             if key not in self._terms:
                 self._terms[key] = self.cost.terms(*key)
-            self._pace = self._terms[key].pace(max(self._rank_context), len(self.versions) or 1)
+            pace = self._terms[key].pace(max(self._rank_context), len(self.versions) or 1)
+            self._pace = pace if self.slowness == 1.0 else Pace(*(self.slowness * part for part in pace))
         return self._pace
+
+    def slow(self, slowness: float) -> None:
+        """Steps take so many times as long from now on."""
+        self.slowness, self._pace = slowness, None
 
     def next_s(self) -> float:
         """When a row comes to its stop, or the KV is full; NEVER while it decodes nothing."""

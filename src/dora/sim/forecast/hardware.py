@@ -44,6 +44,17 @@ def device_of(name: str) -> Device:
     return DEVICES[name]
 
 
+def fleet_of(text: str) -> tuple[tuple[Device, int], ...]:
+    """Devices of several kinds, as `H800:16,A100:32`. Raises InputError naming the part that is none."""
+    found = []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, _, num = part.partition(":")
+        if not num.isdigit() or int(num) < 1:
+            raise InputError(f"{part!r} in {text!r} is no kind of device with a number, such as A100:32")
+        found.append((device_of(name), int(num)))
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Efficiency:
     """What a data sheet does not say: shares of its figures that are reached, and time beside them."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,18 @@ from dora.errors import InputError
 CHUNK = 1024  # groups that are drawn at once
 FAMILIES = ("lognormal", "pareto", "trace")
 Floats = NDArray[np.float64]
+
+
+class Answers(Protocol):
+    """How long answers are, by position in the dataset."""
+
+    @property
+    def prompt(self) -> int: ...
+    @property
+    def turns(self) -> int: ...
+    @property
+    def delay_s(self) -> float: ...
+    def draw(self, chunk: int, group_size: int, batch_size: int) -> list[list[int]]: ...
 
 
 @dataclass(frozen=True)
@@ -46,8 +59,21 @@ class Lengths:
             self._check_trace()
         elif not 1 <= self.mean < self.limit:
             raise InputError(f"mean length {self.mean} must be at least 1 and below the limit {self.limit}")
-        if not self.tail > 0 or not 0 <= self.alike <= 1 or self.prompt < 0 or self.turns < 1:
-            raise InputError(f"{self}: tail above 0, alike 0 to 1, prompt at least 0, turns at least 1")
+        for name, is_right, rule in (
+            ("tail", self.tail > 0, "above 0"),
+            ("alike", 0 <= self.alike <= 1, "0 to 1"),
+            ("drift", self.drift > -1, "above -1"),
+            ("prompt", self.prompt >= 0, "at least 0"),
+            ("turns", self.turns >= 1, "at least 1"),
+            (
+                "delay",
+                self.delay_s == 0 or (self.delay_s > 0 and self.turns > 1),
+                "0, or of more than one turn",
+            ),
+        ):
+            if not is_right:
+                value = self.delay_s if name == "delay" else getattr(self, name)
+                raise InputError(f"lengths: {name} = {value} must be {rule}")
 
     def _check_trace(self) -> None:
         if not self.trace:
@@ -63,7 +89,7 @@ class Lengths:
         if self.prompt + self.limit > context:
             raise InputError(
                 f"prompt {self.prompt} + limit {self.limit} = {self.prompt + self.limit} tokens is beyond "
-                f"the context of {context}; lower the limit"
+                f"the context of {context}; lower the limit, or raise the context if the model's is longer"
             )
 
     def draw(self, chunk: int, group_size: int, batch_size: int) -> list[list[int]]:

@@ -47,12 +47,7 @@ class Outcome:
 
     def figures(self, num_engines: int, num_rows: int, max_staleness: int) -> dict[str, float]:
         """Means over the middle of the run. Raises InputError where it is too short to have one."""
-        first, last = max_staleness + 2, len(self.steps) - max_staleness - 1
-        if last - first < 1:
-            raise InputError(
-                f"{len(self.steps)} steps are too few at S = {max_staleness}: the pipeline fills for {first} "
-                f"and drains for {max_staleness + 1}; simulate at least {2 * max_staleness + 5}"
-            )
+        first, last = middle(len(self.steps), max_staleness)
         steps = self.steps[first:last]
         took_s = steps[-1].ended_s - self.steps[first - 1].ended_s
         step_s, train_s = took_s / len(steps), sum(s.train_s for s in steps) / len(steps)
@@ -81,3 +76,14 @@ class Outcome:
             "copy_share": self.copy_s / (end_s * num_engines),
             "answer_s": self.answer_s / max(1, self.num_answers),
         }
+
+
+def middle(num_steps: int, max_staleness: int) -> tuple[int, int]:
+    """The steps, first to before last, in which the pipeline is full. Raises InputError if none."""
+    first, last = max_staleness + 2, num_steps - max_staleness - 1
+    if last - first < 1:
+        raise InputError(
+            f"{num_steps} steps are too few at S = {max_staleness}: the pipeline fills for {first} "
+            f"and drains for {max_staleness + 1}; simulate at least {2 * max_staleness + 5}"
+        )
+    return first, last

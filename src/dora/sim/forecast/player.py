@@ -17,8 +17,9 @@ from dora.core import events as fact
 from dora.core.actions import Action
 from dora.core.events import Event
 from dora.core.records import Chunk, GroupId
+from dora.sim.forecast.bench import Bench, Contention, Trainer
 from dora.sim.forecast.fluid import NEVER, FluidEngine, Row
-from dora.sim.forecast.lengths import CHUNK
+from dora.sim.forecast.lengths import CHUNK, Answers
 from dora.sim.forecast.outcome import Outcome, Step
 
 Happening = Callable[..., Iterable[Event]]
@@ -34,27 +35,6 @@ class Mind(Protocol):
     def done(self) -> bool: ...
 
 
-class Trainer(Protocol):
-    """What a trainer takes."""
-
-    def work_s(self, tokens: float) -> float: ...
-    @property
-    def fixed_s(self) -> float: ...
-    def publish_s(self) -> float: ...
-
-
-class Answers(Protocol):
-    """How long answers are, by position in the dataset."""
-
-    @property
-    def prompt(self) -> int: ...
-    @property
-    def turns(self) -> int: ...
-    @property
-    def delay_s(self) -> float: ...
-    def draw(self, chunk: int, group_size: int, batch_size: int) -> list[list[int]]: ...
-
-
 class Deadlock(Exception):
     """The run is not done, and nothing is under way."""
 
@@ -64,10 +44,13 @@ class Manner:
     """How stations carry out what they are told, where systems differ."""
 
     is_streamed: bool = False  # the trainer works on groups as they are committed
+    least_early: int = 0  # tokens of them from which on it does
     refills: bool = False  # KV is computed again with new weights, where answers go on with them
     reuses_kv: bool = True  # of moved requests; else it is computed again
     switch_s: float = 0.0  # a device goes over from training to decoding, or back
     reward_s: float = 0.0
+    telling_s: float = 0.0  # from the end of an answer until it is known
+    contention: Contention | None = None  # of engines and trainer; None: each has devices of its own
     report_s: float = 10.0
     slots: int = 1  # versions that an engine may hold
     guesses: bool = False  # prompts are handed out longest first, by a ranking of their lengths
@@ -100,8 +83,9 @@ class Player:
         self._work: dict[GroupId, tuple[float, int]] = {}  # seconds and tokens to train it
         self._prefilled: set[tuple[int, int, GroupId]] = set()  # prompts that an engine has KV of
         self._net_s: dict[int, float] = {}  # engine -> when its last move is over
-        self._trainer_s = 0.0  # the trainer works until
-        self._early: dict[int, float] = {}  # step -> seconds of work on groups that are committed to it
+        self._bench = Bench(manner.least_early if manner.is_streamed else None)
+        self._training: order.Train | None = None
+        self._rest_epoch = 0  # of the bench's end that is planned
         self._began_s: dict[int, float] = {}
         self._carry_out: dict[type, Callable[[Any], None]] = {
             order.Fetch: self._fetch, order.Admit: self._admit, order.Generate: self._generate,
@@ -160,13 +144,27 @@ class Player:
         self._plan()
 
     def _plan(self) -> None:
-        """When engines that have changed come to their next stop."""
+        """When engines that have changed come to their next stop, and the trainer to its end."""
+        if self.manner.contention is not None:
+            self._contend(self.manner.contention)
+        if self._bench.epoch != self._rest_epoch:
+            self._rest_epoch = self._bench.epoch
+            self._at(max(0.0, self._bench.until_s - self.now), self._rest, self._rest_epoch)
         for number in self._dirty:
             engine = self.engines[number]
             engine.epoch += 1
             if (next_s := engine.next_s()) < NEVER:
                 self._at(next_s - self.now, self._stop, engine, engine.epoch)
         self._dirty.clear()
+
+    def _contend(self, both: Contention) -> None:
+        """Each is as slow as the other's work makes it."""
+        num = sum(engine.num_active > 0 and not engine.is_paused for engine in self.engines.values())
+        self._bench.slow(self.now, 1 + both.train * num / len(self.engines))
+        slowness = 1 + both.decode * self._bench.is_busy(self.now)
+        for engine in self.engines.values():
+            if engine.slowness != slowness:
+                self._engine(engine.id).slow(slowness)
 
     def _engine(self, number: int) -> FluidEngine:
         """An engine that is about to change, as it is now."""
@@ -232,7 +230,11 @@ class Player:
                 self._at(self.lengths.delay_s, self._go_on, row)
             else:
                 engine.give(row.request)
-                facts.append(self._finish(engine, row))
+                finished = self._finish(engine, row)
+                if self.manner.telling_s:
+                    self._at(self.manner.telling_s, self._told, finished)
+                else:
+                    facts.append(finished)
         if took_s := engine.spill():
             engine.busy(took_s)
         if not facts:
@@ -283,7 +285,7 @@ class Player:
         engine = self._engine(it.engine)
         load_s = engine.cost.load_s()
         if engine.running and self.manner.slots > 1:
-            engine.busy(load_s)  # its requests stand still
+            engine.busy(engine.cost.load_stop_s())
         self.outcome.num_loads += 1
         self.outcome.load_s += load_s
         self._at(load_s, self._loaded, engine, it.version)
@@ -358,35 +360,39 @@ class Player:
     # trainer
 
     def _commit(self, it: order.Commit) -> None:
-        if self.manner.is_streamed:
-            self._early[it.step] = self._early.get(it.step, 0.0) + self._work[it.group][0]
-            self._work_on(it.step)
-
-    def _work_on(self, step: int) -> None:
-        """Gradients of what is committed to the step that is next, while nothing else is trained."""
-        if step == len(self.outcome.steps) and step not in self._began_s:
-            self._trainer_s = max(self.now, self._trainer_s) + self._early.pop(step, 0.0)
+        self._bench.commit(self.now, it.step, *self._work[it.group])
 
     def _train(self, it: order.Train) -> None:
-        self._began_s[it.step] = self.now
-        work_s = sum(self._work[group][0] for group in it.groups)
-        rest_s = work_s
-        if self.manner.is_streamed:
-            rest_s = self._early.pop(it.step, 0.0) + max(0.0, self._trainer_s - self.now)
-        fixed_s = self.trainer.fixed_s
-        self._at(rest_s + fixed_s, self._trained, it, work_s + fixed_s)
+        self._began_s[it.step], self._training = self.now, it
+        self._bench.train(self.now, it.step, self._work_s(it), self.trainer.fixed_s)
 
-    def _trained(self, it: order.Train, took_s: float) -> Iterable[Event]:
+    def _work_s(self, it: order.Train) -> float:
+        return sum(self._work[group][0] for group in it.groups)
+
+    def _rest(self, epoch: int) -> Iterable[Event]:
+        """The trainer has done all that it had."""
+        if epoch != self._bench.epoch:
+            return
+        self._bench.rest(self.now)
+        it, self._training = self._training, None
+        if it is not None:
+            yield from self._trained(it)
+        else:
+            self._plan()
+
+    def _trained(self, it: order.Train) -> Iterable[Event]:
         ages = Counter(it.step - self._versions.pop(group) for group in it.groups)
+        took_s = self._work_s(it) + self.trainer.fixed_s
         tokens = sum(self._work.pop(group)[1] for group in it.groups)
         num = len(it.groups) * self.group_size
         began_s = self._began_s[it.step]
         self.outcome.steps.append(Step(began_s, self.now, took_s, tokens, num, ages))
-        self._work_on(it.step + 1)
+        self._bench.end(self.now, it.step)
         done = set(it.groups)
         self._prefilled = {place for place in self._prefilled if place[2] not in done}
         yield fact.Trained(it.step)
 
     def _publish(self, it: order.Publish) -> None:
-        self.outcome.num_versions = max(self.outcome.num_versions, len(set(self._versions.values())))
+        alive = {*self._versions.values(), it.version}
+        self.outcome.num_versions = max(self.outcome.num_versions, len(alive))
         self._at(self.trainer.publish_s(), self._told, fact.Published(it.version, f"v{it.version}"))
