@@ -31,7 +31,7 @@ def tables() -> dict[str, Callable[[], str]]:
     ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
     fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
     others = {"policies_ladder": ladder, "headline": headline, "peers": peers, "peers_async": peers_async}
-    others |= {"cluster_paths": paths, "cluster_held": held}
+    others |= {"cluster_paths": paths, "cluster_held": held, "direct_ways": direct_ways}
     return {**runs, **ratios, **fleets, **others}
 
 
@@ -175,6 +175,15 @@ def paths() -> str:
     ways = [row for row in rows("cluster") if "path" in row]
     lines = [[row["path"], f"{row['mb']:.0f}", f"{row['ms']:.0f}", f"{row['gb_per_s']:.2f}"] for row in ways]
     return markdown.table(("way", "MB", "ms", "GB/s"), lines)
+
+
+def direct_ways() -> str:
+    """Ways of a tensor from actor to actor, and what became of the senders whose receivers were killed."""
+    forms = {"mb": "{:.0f}", "ms": "{:.0f}", "gb_per_s": "{:.2f}", "idle_cpu_share": "{:.2f}"}
+    forms |= dict.fromkeys(("kills", "senders_lost", "served_another"), "{}")
+    lines = [[row["way"], *(form.format(row[key]) for key, form in forms.items())] for row in rows("direct")]
+    heads = ("way", "MB", "ms", "GB/s", "idle cores", "receivers killed", "senders lost", "served another")
+    return markdown.table(heads, lines)
 
 
 def medians(runs: Iterable[Found], who: tuple[str, str], columns: Iterable[tuple[str, str]]) -> str:

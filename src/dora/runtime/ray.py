@@ -42,6 +42,7 @@ from dora.runtime.messages import EngineSpec, LoadWeights, StageWeights
 from dora.runtime.needs import Need, engine_need, kind_of, needs_of, on_its_own_gpu, sum_of
 from dora.runtime.plan import Plan
 from dora.runtime.process import WORKER_ENVIRONMENT, Body, Carrier, Forked, live
+from dora.weights.brought import Brought
 from dora.weights.store import WeightStore, make_store_folder
 
 NODE = "ray.io/node-id"  # a label of each node
@@ -64,7 +65,7 @@ class Home:
 
     node: str
     spans: bool
-    stored_bytes: int  # of an engine's KV, and of versions as the store may have, where it is on another
+    pool_bytes: int  # of an engine's KV
     desk: sealed.Address | None = None
     version: str = __version__  # the driver's
 
@@ -83,8 +84,7 @@ class Cluster:
         self._spans = self._config.address is not None
         self.host = ray.util.get_node_ip_address() if self._spans else None
         self._listener = sealed.Listener(self.host or "127.0.0.1")
-        stored_bytes = plan.pool_bytes + plan.weights_bytes
-        self.home = Home(ray.get_runtime_context().get_node_id(), self._spans, stored_bytes)
+        self.home = Home(ray.get_runtime_context().get_node_id(), self._spans, plan.pool_bytes)
         self._needs = {need.kind: need for need in needs}
         self._groups: list[PlacementGroup] = []
         self._free: list[Place] = []
@@ -305,8 +305,7 @@ class Actor:
         assert self._store is not None
         with contextlib.suppress(FileNotFoundError, RayError):
             ref = self._cluster.shipped(self._store, version)
-            names = [self._store.name_of(stored) for stored in self._store.versions()]
-            brought = self._actor.bring.remote(self._store.name_of(version), ref, names)
+            brought = self._actor.bring.remote(version, ref, self._store.versions())
             ray.get(brought, timeout=self._cluster.patience_s)
 
     def _has_ended(self, _: Future[Any]) -> None:
@@ -348,6 +347,7 @@ class Station:
 
     def __init__(self) -> None:
         self._folder: Path | None = None  # of its own, where it is not on the driver's node
+        self._brought: Brought | None = None
 
     def live(self, address: sealed.Address, body: Body, spec: Any, home: Home) -> None:
         """As `process.live`."""
@@ -363,15 +363,10 @@ class Station:
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def bring(self, name: str, content: NDArray[np.uint8], names: list[str]) -> None:
-        """A version is here: put it where this process looks for it, and forget those not among `names`."""
-        assert self._folder is not None
-        for file in self._folder.glob("[0-9]*"):
-            if file.name not in names:
-                file.unlink()
-        draft = self._folder / f"{name}.draft"
-        draft.write_bytes(content.data)
-        os.replace(draft, self._folder / name)
+    def bring(self, version: int, content: NDArray[np.uint8], stored: list[int]) -> None:
+        """A version is on this node, in Ray's memory."""
+        assert self._brought is not None
+        self._brought.bring(version, content, stored)
 
     def _made_for(self, spec: Any, home: Home, is_home: bool) -> Any:
         """A worker's specification, with the places of this node."""
@@ -382,8 +377,9 @@ class Station:
         spec = replace(spec, host=ray.util.get_node_ip_address())
         if is_home:
             return spec
-        self._folder = make_store_folder(home.stored_bytes)
-        return replace(spec, weights=self._folder, pool=self._folder / spec.pool.name, desk=home.desk)
+        self._folder = make_store_folder(home.pool_bytes)
+        self._brought = Brought(spec.dtype)
+        return replace(spec, brought=self._brought, pool=self._folder / spec.pool.name, desk=home.desk)
 
 
 @contextlib.contextmanager

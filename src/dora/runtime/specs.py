@@ -16,6 +16,7 @@ from dora.trainer.scoring import Scoring
 if TYPE_CHECKING:  # they bring torch, which a rewarder does not need
     from dora.trainer.critic import CriticSettings
     from dora.trainer.trainer import TrainerSettings
+    from dora.weights.brought import Brought
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class EngineSpec:
     renewal: str | None = None  # "partial" | "inflight": answers go on with newer versions
     host: str | None = None
     desk: Address | None = None
+    brought: Brought | None = None  # where its versions are, if `weights` is on another machine
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dora.engine.sequence import EngineError
 from dora.runtime.messages import LoadRefused, WeightsLoaded
 from dora.runtime.stations import InferenceEngine
 from dora.weights.staging import Staging
-from dora.weights.store import WeightStore
+from dora.weights.store import Versions
 
 
 class _Placed(NamedTuple):
@@ -30,7 +30,7 @@ class _Placed(NamedTuple):
 class Taking:
     """Loads and drops of one engine, in the order in which they are asked for."""
 
-    def __init__(self, engine: InferenceEngine, store: WeightStore, staging: Staging | None) -> None:
+    def __init__(self, engine: InferenceEngine, store: Versions, staging: Staging | None) -> None:
         """Without a `staging` every load is done at once."""
         self._engine, self._store, self._staging = engine, store, staging
         self._placed: _Placed | None = None

@@ -154,7 +154,7 @@ def _make_taking(engine: InferenceEngine, spec: EngineSpec) -> Taking:
     from dora.weights.staging import Staging
     from dora.weights.store import WeightStore
 
-    store = WeightStore(spec.weights, spec.dtype)
+    store = spec.brought or WeightStore(spec.weights, spec.dtype)
     return Taking(engine, store, Staging(store, spec.device != "cpu") if spec.loads_deferred else None)
 
 

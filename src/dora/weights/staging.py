@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from dora.model.weights import weight_digest
-from dora.weights.store import WeightStore
+from dora.weights.store import Versions
 
 
 class Staging:
     """Host memory for one version, pinned for a GPU; whoever makes it is the only one who calls it."""
 
-    def __init__(self, store: WeightStore, is_pinned: bool) -> None:
+    def __init__(self, store: Versions, is_pinned: bool) -> None:
         self._store, self._is_pinned = store, is_pinned
         self._thread = ThreadPoolExecutor(1, "staging")
         self._memory: Tensor | None = None

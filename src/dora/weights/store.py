@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from dora.model.weights import weight_digest
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "dora-weights-"
-_DTYPES = {"float32": (torch.float32, ".f32"), "bfloat16": (torch.bfloat16, ".bf16")}
+DTYPES = {"float32": (torch.float32, ".f32"), "bfloat16": (torch.bfloat16, ".bf16")}
 
 
 def make_store_folder(num_bytes: int) -> Path:
@@ -59,6 +60,13 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+class Versions(Protocol):
+    """Where an engine finds them."""
+
+    def fetch(self, version: int, /) -> Tensor:
+        """As `WeightStore.fetch`."""
 
 
 class Recent:
@@ -123,7 +131,7 @@ class WeightStore:
 
     def __init__(self, folder: Path, dtype: str = "float32") -> None:
         self.folder = folder
-        self._dtype, self._suffix = _DTYPES[dtype]
+        self._dtype, self._suffix = DTYPES[dtype]
         self._staged: Tensor | None = None  # pinned, for what comes from a GPU
 
     def publish(self, version: int, flat: Tensor) -> str:
