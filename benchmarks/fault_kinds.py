@@ -36,7 +36,7 @@ def reward(prompt, completion, **row):
 """
 
 
-REACH = {"raylet": ("engine", "rewarder")}  # who is hit with that station
+REACH = {"raylet": ("engine", "rewarder")}  # station -> others that are hit with it; most are hit alone
 
 
 @dataclass

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from fault_kinds import Strike, Wound, are_judges_ready, judges
+from fault_kinds import Strike, Wound, are_judges_ready, judges, killed
 
 from dora.runtime.calls import Inside
 from dora.runtime.ground import quiet_ray
 from dora.runtime.process import Worker
 
 NUM_CPUS = 4  # of each node, which are reserved and nothing more
-RAYLET_KILLED = "raylet killed"
+RAYLET_KILLED, STORAGE_KILLED = "raylet killed", "storage killed"
 BACK_S = 1.0  # after which another node is there instead of a killed one
 MEMORY_BYTES = 100 * 2**20  # of each node's objects
 SOON = {  # a raylet that was killed is noticed by Ray within seconds
@@ -74,7 +74,7 @@ def two_nodes() -> Iterator[Nodes]:
 
 def kinds_on(nodes: Nodes) -> dict[str, Strike]:
     """What only a cluster can suffer."""
-    return {RAYLET_KILLED: partial(raylet_killed, nodes)}
+    return {RAYLET_KILLED: partial(raylet_killed, nodes), STORAGE_KILLED: storage_killed}
 
 
 def raylet_killed(nodes: Nodes, inside: Inside, turn: int) -> Wound:
@@ -93,6 +93,19 @@ def raylet_killed(nodes: Nodes, inside: Inside, turn: int) -> Wound:
         return len(inside.hands.fleet.joined) >= num_before and are_judges_ready(inside)
 
     return Wound("raylet", is_noticed, is_over)
+
+
+def storage_killed(inside: Inside, turn: int) -> Wound:
+    """Over once another one is there, and has been told what the first one had."""
+    storage = inside.hands.storage
+    assert storage is not None, "local runs have it in a thread"
+    worker = storage.pulse().worker
+    killed(worker)
+
+    def is_over(inside: Inside) -> bool:
+        return storage.is_there and storage.pulse().worker is not worker
+
+    return Wound("storage", lambda inside: not storage.is_there, is_over)
 
 
 def _workers(inside: Inside) -> list[Worker]:

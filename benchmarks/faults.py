@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fault_kinds import KINDS, REWARD, Strike, Wound, reach_of, station_of
-from fault_nodes import RAYLET_KILLED, kinds_on, two_nodes
+from fault_nodes import RAYLET_KILLED, STORAGE_KILLED, kinds_on, two_nodes
 from report import Options, Row, make_parser, options_of, publish
 from rich.console import Console
 
@@ -287,7 +287,7 @@ def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--faults", type=int, metavar="N", help="how many")
     parser.add_argument(
-        "--kinds", type=_kinds, metavar="K,K", help=f"of {', '.join([*KINDS, RAYLET_KILLED])}"
+        "--kinds", type=_kinds, metavar="K,K", help=f"of {', '.join([*KINDS, RAYLET_KILLED, STORAGE_KILLED])}"
     )
     parser.add_argument("--runtime", default="local", choices=("local", "ray"), help="where stations run")
     given = parser.parse_args()

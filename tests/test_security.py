@@ -61,7 +61,7 @@ LISTENS = {
         "tests/envs/test_remote.py::test_who_shows_nothing_is_hung_up_on",
     ),
     "dora.stream.door": (
-        "a Unix socket of its owner's alone; a token in the first message at TCP endpoints, which no run has",
+        "a Unix socket of its owner's alone; a token in the first message at TCP endpoints, as on a cluster",
         "tests/stream/test_odd_requests.py::test_what_leads_to_a_storage_is_its_owners_alone",
         "tests/stream/test_odd_requests.py::test_who_comes_from_far_without_the_token_is_told_nothing",
     ),

@@ -31,7 +31,7 @@ def tables() -> dict[str, Callable[[], str]]:
     ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
     fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
     others = {"policies_ladder": ladder, "headline": headline, "peers": peers, "peers_async": peers_async}
-    others |= {"cluster_paths": paths}
+    others |= {"cluster_paths": paths, "cluster_held": held}
     return {**runs, **ratios, **fleets, **others}
 
 
@@ -158,6 +158,16 @@ OF_FLEETS = (
     "samples computed again",
     "found wrong",
 )
+
+
+def held() -> str:
+    """How long a publish holds the trainer, by the number of engines."""
+    found = [row for row in rows("cluster") if row.get("run") == "publish"]
+    lines = [
+        [str(number), _median([row["held_ms"] for row in found if row["engines"] == number], "{:.1f}")]
+        for number in sorted({row["engines"] for row in found})
+    ]
+    return markdown.table(("engines", "held, ms"), lines)
 
 
 def paths() -> str:

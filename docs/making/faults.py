@@ -11,17 +11,28 @@ from docs.making import markdown
 from docs.making.benchmarks import figure
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+EARLY = "08b808127d08"  # there, the recovery of trainers was read before they had started
 RULES = {"both": "both rules", "first": "without moves", "neither": "without both"}
 
 
 def tables() -> dict[str, Callable[[], str]]:
     """What makes each table, by name."""
-    return {one.__name__: one for one in (faults_totals, faults_kinds, faults_idle, faults_slow)}
+    made = (faults_totals, faults_kinds, faults_idle, faults_ray_totals, faults_ray, faults_slow)
+    return {one.__name__: one for one in made}
 
 
 def faults_totals() -> str:
     """What was injected, what was found, and what it cost."""
-    found = _read("faults")["ratios"]
+    return _totals("faults")
+
+
+def faults_ray_totals() -> str:
+    """The same on a cluster."""
+    return _totals("faults_ray")
+
+
+def _totals(name: str) -> str:
+    found = _read(name)["ratios"]
     named = {"injected": "faults injected", "seconds_per_fault": "seconds of run time for each"}
     named |= {name: f"`{name}`" for name in ("lost", "doubled", "mixed", "too_stale")}
     named |= {
@@ -30,19 +41,24 @@ def faults_totals() -> str:
         "regenerated_tokens": "tokens generated again",
         "redone_steps": "steps redone",
     }
-    return markdown.table(("", ""), [(text, figure(found[name])) for name, text in named.items()])
+    return markdown.table(("", ""), [(text, figure(found[key])) for key, text in named.items()])
 
 
 def faults_kinds() -> str:
-    """Detection and recovery of each kind; that of trainers was read too early."""
-    rows = _read("faults")["rows"]
-    early = {"recovery_s_p50": "", "recovery_s_max": ""}
-    return _times([row | early if row["kind"].startswith("trainer") else row for row in rows])
+    """Detection and recovery of each kind."""
+    found = _read("faults")
+    early = {"recovery_s_p50": "", "recovery_s_max": ""} if found["git"] == EARLY else {}
+    return _times([row | early if row["kind"].startswith("trainer") else row for row in found["rows"]])
 
 
 def faults_idle() -> str:
     """The same on cores that had nothing else to do."""
     return _times(_read("faults_idle")["rows"])
+
+
+def faults_ray() -> str:
+    """Detection and recovery on a cluster of two nodes."""
+    return _times(_read("faults_ray")["rows"])
 
 
 def _times(rows: list[dict[str, Any]]) -> str:

@@ -57,6 +57,11 @@ def on(run: Run, name: str) -> str:
     return str(told(run, name).get("node", ""))
 
 
+def is_another(run: Run, storage: int) -> bool:
+    """Whether there is a storage, and it is not that one."""
+    return told(run, "storage").get("pid") not in (None, storage)
+
+
 def kinds(run: Run, engine: int) -> list[str]:
     """What has become of an engine."""
     return [line["kind"] for line in journal(run.out) if line.get("engine") == engine]
@@ -78,6 +83,19 @@ def test_a_run_starts_ray_by_itself_and_leaves_an_actor_that_hangs(start_run: St
     assert "silent for more than runtime.heartbeat_timeout_s = 2" in run.end().out
     assert "another one takes its place" in run.end().out
     assert wait_until_gone(started, 10.0) == []
+
+
+def test_a_storage_that_dies_takes_no_sample_with_it(start_run: StartRun) -> None:
+    """It is replaced twice: one is killed, and one hangs. What it had is offered again and judged once."""
+    run = start_run(**RAY, run__steps=30, engine__pace="20ms", runtime__heartbeat_timeout_s=2)
+    for harm, num_steps in ((psutil.Process.kill, 2), (psutil.Process.suspend, 8)):
+        run.wait_for_steps(num_steps)
+        storage = psutil.Process(told(run, "storage")["pid"])
+        assert "ray::" in " ".join(storage.cmdline())
+        harm(storage)
+        run.wait_until(partial(is_another, run, storage.pid), "another storage")
+    check(run, trained_groups=60, engine_losses=0)
+    assert run.end().out.count("the storage of the sample stream is lost") == 2
 
 
 @pytest.mark.timeout(300)

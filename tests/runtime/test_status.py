@@ -39,7 +39,7 @@ class Desk:
         running(self.state, 0, 2, 1)
         fleet, self.trainers = SimpleNamespace(restarts=Restarts(1)), SimpleNamespace(due_s=None)
         self.stations: dict[str, list[Pulse]] = {}
-        hands = SimpleNamespace(now=7.0, pulses=list, fleet=fleet, trainers=self.trainers)
+        hands = SimpleNamespace(now=7.0, pulses=list, fleet=fleet, trainers=self.trainers, storage=None)
         hands.stations = lambda: self.stations
         self.hands = hands
         self.status = Status(out, cast(LocalHands, hands), lambda: self.state, self.notices.append)

@@ -12,7 +12,6 @@ import heapq
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from dora.core.records import GroupId
 from dora.engine.exact import Scorer
-from dora.errors import RunError, StreamError
+from dora.errors import NoRoomError, RunError, StreamError
 from dora.model.config import ModelConfig
 from dora.model.folder import load_folder
 from dora.runtime.devices import use_device
@@ -211,8 +210,14 @@ class _Reported:
 
     def fill(self, group: GroupId, rows: Rows) -> None:
         """Let go of it last: what has not been told of must be there for a successor."""
-        with suppress(StreamError):  # who died here before may have filled it
+        try:
             self._reader.fill(group, rows)
+        except NoRoomError:
+            raise
+        except StreamError:
+            pass  # who died here before may have filled it
+        except RunError:
+            return  # the storage has ended, and a successor fills it again
         self._outbox.send(Filled(self._column, group))
         self._reader.commit([group])
 

@@ -11,18 +11,19 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from dora.core.records import GroupId
-from dora.errors import NoRoomError, StreamError
+from dora.errors import NoRoomError, RunError, StreamError
 from dora.runtime import messages as m
 from dora.runtime.process import Inbox, Outbox
 from dora.stream import wire
 from dora.stream.batch import Batch, Waited
 from dora.stream.client import StreamClient
-from dora.stream.feed import STOPPED_S, fill
+from dora.stream.feed import fill
 from dora.stream.fields import Given, Packing
 from dora.stream.lines import Want
+from dora.stream.storage import STOPPED_S
 
 WAIT_S = 60.0  # for the next rows; then they are asked for again
 
@@ -71,16 +72,16 @@ def run_consumer(outbox: Outbox, inbox: Inbox, spec: ConsumerSpec) -> None:
     outbox.beat()
     place = _Place(spec.name, outbox)
     work = spec.make(place.still)
-    with spec.open_stream() as client:
-        outbox.send(m.Ready())
+    while True:
         try:
-            while True:
-                batch = client.get(spec.name, spec.want, WAIT_S)
-                if not isinstance(batch, Waited):
-                    _serve(spec, work, client, batch, place)
-                    place.go(())
+            with spec.open_stream() as client:
+                outbox.send(m.Ready())
+                _serve_all(spec, work, client, place)
         except NoRoomError as error:
             outbox.send(m.NoRoom(str(error)))
+            return
+        except RunError:  # the storage has ended: another one takes its place, or the run ends
+            place.go(())
 
 
 class _Place:
@@ -104,6 +105,15 @@ class _Place:
             reason = f"{self._name} raised {type(error).__name__}"
             detail = "".join(traceback.format_exception(error))
         self._outbox.send(m.Unable(self._groups, reason, detail))
+
+
+def _serve_all(spec: ConsumerSpec, work: Work, client: StreamClient, place: _Place) -> NoReturn:
+    """Until it cannot be done any more: raises RunError."""
+    while True:
+        batch = client.get(spec.name, spec.want, WAIT_S)
+        if not isinstance(batch, Waited):
+            _serve(spec, work, client, batch, place)
+            place.go(())
 
 
 def _serve(spec: ConsumerSpec, work: Work, client: StreamClient, batch: Batch, place: _Place) -> None:

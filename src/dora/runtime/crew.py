@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dora.core.records import GroupId
 from dora.errors import InputError, RunError
@@ -139,6 +139,13 @@ class Crew:
     def forget(self, group: GroupId) -> None:
         """The group has its result, or has failed."""
         self._struck.discard(group)
+
+    def move(self, far: tuple[str, str] | None) -> None:
+        """Another storage is there. Who is on its machine finds it; others begin anew, and are told."""
+        self._spec = replace(self._spec, consumer=replace(self._spec.consumer, far=far))
+        for place, post in enumerate(self._posts):
+            if far is not None and (post.worker.node or not post.is_ready):
+                self._replace(place, "the sample stream is elsewhere")
 
     def kill(self) -> None:
         for post in self._posts:

@@ -6,6 +6,7 @@ Prints the numbers that follow from the configuration, each with its formula; wr
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from dora.config import Config
@@ -19,6 +20,7 @@ from dora.runtime.environments import try_environment
 from dora.runtime.folder import check_out
 from dora.runtime.judging import question_of
 from dora.runtime.memory import memory, size
+from dora.runtime.needs import needs_of
 from dora.runtime.plan import Plan
 from dora.runtime.process import Told, take
 from dora.runtime.rewarding import Rewarding, reward_tasks
@@ -75,6 +77,9 @@ def _places(plan: Plan) -> dict[str, str]:
     """Where what is computed, and what lies there, the activations of a micro-batch included."""
     findings = {f"memory on {device}": words for device, words in memory(plan).items()}
     what = f"versions, the KV of engines on the CPU, and {size(plan.stream_bytes)} of samples"
+    if plan.config.runtime.kind == "ray":
+        actors = Counter(need.kind for need in needs_of(plan))
+        findings["actors"] = ", ".join(counted(num, kind) for kind, num in actors.items())
     findings["of it shared"] = f"{size(plan.stored_bytes)}, for {what}"
     try:
         devices.check(plan.config)

@@ -90,6 +90,16 @@ class OutsideJudge:
         if "_client" in self.__dict__:
             self._client.close()
 
+    def reconnect(self) -> None:
+        """Another storage is there, which knows of no loan."""
+        self.thread.submit(self._forget_storage)
+
+    def _forget_storage(self) -> None:
+        self._lent.clear()
+        if "_client" in self.__dict__:
+            self._client.close()
+            del self._client
+
     def lend(self) -> Loan | None:
         """The next group, oldest version first; None: there is none now."""
         now_s = time.monotonic()

@@ -54,10 +54,10 @@ from dora.runtime.plan import Plan
 from dora.runtime.playing import make_player
 from dora.runtime.process import Pulse, Told, Worker, take
 from dora.runtime.rewarding import Rewarding, reward_tasks
+from dora.runtime.storage import InProcess, make_feed
 from dora.runtime.supply import Supply
 from dora.runtime.telling import Teller
 from dora.runtime.trainers import Trainers
-from dora.stream.feed import Feed
 from dora.stream.samples import SampleStore
 from dora.weights.store import WeightStore, make_store_folder
 
@@ -84,17 +84,7 @@ class LocalHands:
         fsync = plan.config.journal.fsync
         self.samples = past.samples if past else SampleStore(plan.out / SAMPLES, fsync=fsync)
         self.weights = WeightStore(make_store_folder(plan.stored_bytes), plan.config.engine.dtype)
-        tasks = reward_tasks(plan.config, plan.dataset.columns)
-        self._feed = Feed(
-            self.weights.folder / "stream",
-            plan.limits.group_size,
-            plan.columns,
-            {task.name: task.lease_s for task in tasks},
-            plan.evaluation.num_answers if plan.evaluation else 0,
-            self._ground.host,
-        )
-        self.stream_folder = self._feed.folder
-        self.samples.follow(self._feed)
+        self.stream_folder = self.weights.folder / "stream"
         self.facts: deque[Event] = deque()
         self.teller = past.teller if past else Teller(plan, self.samples)
         kept = past.restore_versions(self.weights) if past else {}
@@ -109,7 +99,7 @@ class LocalHands:
         start = (past.resumed.from_step, past.checkpoint) if past else (0, None)
         self.trainers = Trainers(
             plan,
-            (self.weights.folder, self._feed.folder),
+            (self.weights.folder, self.stream_folder),
             start,
             self._told,
             self.facts,
@@ -118,6 +108,10 @@ class LocalHands:
             self._announce,
             notice,
         )
+        tasks = reward_tasks(plan.config, plan.dataset.columns)
+        self._feed = make_feed(plan, self.stream_folder, tasks, self._ground, notice)
+        self.storage = storage if isinstance(storage := self._feed.storage, InProcess) else None
+        self.samples.follow(self._feed)
         self.patience = Patience(self)
         self.is_held = False  # held: no fact is told, so no order is given
         limit_s = plan.config.runtime.start_timeout_s
@@ -156,7 +150,8 @@ class LocalHands:
 
     def pulses(self) -> list[Pulse]:
         """What is known of each process, and when it was last heard."""
-        return [pulse for pulses in self.stations().values() for pulse in pulses]
+        told = [pulse for pulses in self.stations().values() for pulse in pulses]
+        return told if self.storage is None else [*told, self.storage.pulse()]
 
     def stations(self) -> dict[str, list[Pulse]]:
         """The same, by the name that waits have for those who do one thing."""
@@ -241,9 +236,9 @@ class LocalHands:
         self.rewarding.kill()
         self.episodes.close()
         self.trainers.kill()
-        self._ground.close()
         self.samples.follow(None)
         self._feed.close()
+        self._ground.close()
         self.weights.close()
         self.samples.close()  # last, for a full disk raises here
 
@@ -381,6 +376,13 @@ class LocalHands:
             self._past.check_published(version, digest, self.plan)
         self.fleet.announce(version, digest)
 
+    def _tell_again(self) -> None:
+        """Another storage is there, and has nothing."""
+        self.trainers.refill()  # first, for what stations find there they would fill
+        self._feed.begin_again()
+        self.samples.follow(self._feed)
+        self.rewarding.ask_again()
+
     def _check_silence(self) -> None:
         """Who gave no sign of life for too long is lost; time we slept ourselves is no silence."""
         now_s = time.monotonic()
@@ -388,6 +390,8 @@ class LocalHands:
         self._checked_s = now_s
         self.fleet.check_silence(asleep_s)
         self._elastic.look()
+        if self.storage is not None and self.storage.is_new(asleep_s=asleep_s):
+            self._tell_again()
         self.patience.check(asleep_s)
         self._tell_scored(self.rewarding.check_deadlines(asleep_s))
         self.trainers.check(asleep_s)

@@ -155,6 +155,13 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """The storage of the sample stream is there: for other machines, at an endpoint, with a token."""
+
+    far: tuple[str, str] | None
+
+
+@dataclass(frozen=True)
 class WeightsLoaded:
     """A version is held; requests stood still for `stop_s` meanwhile."""
 

@@ -1,6 +1,7 @@
 """What the processes of a run need of a cluster: how many CPUs and GPUs each, and where they may be.
 
-The trainer's are beside the driver, for they write versions to where the engines of that node map them.
+The trainer's are beside the driver, for they write versions to where the engines of that node map them; so
+is the storage of the sample stream, from whose blocks they read.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ from dora.runtime.devices import is_gpu
 from dora.runtime.messages import EngineSpec, StationSpec, TrainerSpec
 from dora.runtime.plan import Plan
 from dora.runtime.rewarding import reward_tasks
+from dora.stream.storage import StorageSpec
 
-_KINDS = {EngineSpec: "engine", ConsumerSpec: "reward", TrainerSpec: "trainer", StationSpec: "trainer"}
+_KINDS = {
+    EngineSpec: "engine",
+    ConsumerSpec: "rewarder",
+    TrainerSpec: "trainer",
+    StationSpec: "trainer",
+    StorageSpec: "storage",
+}
 
 
 @dataclass(frozen=True)
@@ -34,14 +42,15 @@ class Need:
 
 
 def needs_of(plan: Plan) -> list[Need]:
-    """Of all processes that a run begins with; those of the trainer have to be at home."""
+    """Of all processes that a run begins with; those of the trainer and the storage have to be at home."""
     config = plan.config
     cluster, trainer = config.ray, config.trainer
     num_trainers = trainer.num_ranks + len(plan.columns)
     num_judges = sum(task.num_workers for task in reward_tasks(config) if not task.is_outside)
     return [
         *[Need("trainer", cluster.trainer_cpus, float(is_gpu(trainer.device)), is_home=True)] * num_trainers,
-        *[Need("reward", cluster.reward_cpus)] * num_judges,
+        Need("storage", 0.0, is_home=True),  # it says where things are, and mostly waits
+        *[Need("rewarder", cluster.reward_cpus)] * num_judges,
         *[engine_need(plan)] * plan.num_engines,
     ]
 

@@ -68,7 +68,7 @@ class RewardTask:
         """Its workers, at the stream of a feed."""
         return CrewSpec(
             ConsumerSpec(
-                reward_column(self.name), feed.folder, partial(Judge, self.judge), self.want, feed.far
+                reward_column(self.name), feed.folder, partial(Judge, self.judge), self.want, feed.storage.far
             ),
             title="rewarder" if self.name == REWARD else self.name,
             what=self.name,
@@ -126,7 +126,7 @@ class Rewarding:
     ) -> None:
         """The feed knows the tasks. What is said is put into `told`; who reads it lets us `hear`."""
         self._feed, self._weights = feed, {task.name: task.weight for task in tasks}
-        self._awaited: set[GroupId] = set()
+        self._awaited: dict[GroupId, tuple[bytes, Sequence[Sequence[int]]]] = {}  # as they were asked
         self._by_task: dict[GroupId, dict[str, tuple[float, ...]]] = {}
         self.first_failure = ""  # reason and traceback of the first group that could not be judged
         self.outside = {task.name: task.outside_judge(feed) for task in tasks if task.is_outside}
@@ -136,7 +136,10 @@ class Rewarding:
             if not task.is_outside
         ]
         self._judges: list[Crew | OutsideJudge] = [*self._crews, *self.outside.values()]
-        self._collector = Collector(feed.folder, [*self._weights], told) if tasks else None
+        is_replaced = feed.storage.has_successors
+        self._collect = partial(Collector, feed.folder, [*self._weights], told, is_replaced=is_replaced)
+        if tasks:
+            self._collect()
 
     @property
     def late(self) -> list[str]:
@@ -154,10 +157,19 @@ class Rewarding:
 
     def submit(self, group: GroupId, question: bytes, held_out: Sequence[Sequence[int]] = ()) -> None:
         """As `Feed.ask`; a fact will follow."""
-        self._awaited.add(group)
-        self._feed.ask(group, question, held_out)
+        self._awaited[group] = question, held_out
+        self._ask(group)
+
+    def ask_again(self) -> None:
+        """Another storage has the rows: what was not judged by all tasks is judged by all again."""
+        for crew in self._crews:
+            crew.move(self._feed.storage.far)
         for judge in self.outside.values():
-            judge.ask(group)
+            judge.reconnect()
+        if self._weights:
+            self._collect()
+        for group in self._awaited:
+            self._ask(group)
 
     def hear(self, worker: Worker | None, message: Any) -> list[Fact] | None:
         """Facts that follow from a message; None if it is none of ours. Raises InputError and RunError."""
@@ -182,13 +194,16 @@ class Rewarding:
         return [pulse for crew in self._crews for pulse in crew.pulses()]
 
     def kill(self) -> None:
-        """End the workers; the collector ends with the stream."""
+        """End the workers; the collector ends with the storage."""
         for crew in self._crews:
             crew.kill()
         for judge in self.outside.values():
             judge.close()
-        if self._collector is not None:
-            self._collector.close()
+
+    def _ask(self, group: GroupId) -> None:
+        self._feed.ask(group, *self._awaited[group])
+        for judge in self.outside.values():
+            judge.ask(group)
 
     def _judged(self, message: m.Judgement) -> list[Fact]:
         group = message.group
@@ -222,7 +237,7 @@ class Rewarding:
 
     def _settle(self, group: GroupId) -> None:
         """The core has this group's fact; what is held out nobody else needs."""
-        self._awaited.discard(group)
+        self._awaited.pop(group, None)
         for judges in self._judges:
             judges.forget(group)
         if group.is_held_out:

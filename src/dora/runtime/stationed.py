@@ -81,6 +81,9 @@ class StationedTrainer(Worker):
                 self._learnt = message  # the trainer may need several tries at its step
             case StepDone() if "values" in self._specs:
                 self._done = message
+            case StepDone(step):
+                self._forget(step + 1)
+                return message
             case _:
                 return message
         learnt, done = self._learnt, self._done
@@ -93,6 +96,18 @@ class StationedTrainer(Worker):
         """Whether a successor could do all that this one of the company does."""
         column = self._column_of(worker)
         return column is not None and column != "values" and self._num_deaths[column] < MAX_DEATHS
+
+    @property
+    def can_refill(self) -> bool:
+        """Whether its columns can be made again: a critic has learnt meanwhile."""
+        return "values" not in self._specs
+
+    def refill(self) -> None:
+        """Other stations make their columns again, for another storage has rows without them."""
+        self._filled.clear()
+        for column, worker in [*self._stations.items()]:
+            worker.kill()
+            self._succeed(column, worker)
 
     def _column_of(self, worker: Worker) -> str | None:
         return next((column for column, own in self._stations.items() if own is worker), None)
@@ -109,11 +124,15 @@ class StationedTrainer(Worker):
     def _begin(self, published: WeightsPublished) -> None:
         """Steps before this version are over."""
         self._published = published
-        for step in [step for step in self._heard if step < published.version]:
+        self._forget(published.version)
+        self._tell(published)
+
+    def _forget(self, before: int) -> None:
+        """Earlier steps are over."""
+        for step in [step for step in self._heard if step < before]:
             for group in self._heard.pop(step):
                 for filled in self._filled.values():
                     filled.discard(group)
-        self._tell(published)
 
     def _replaces(self, worker: Worker) -> bool:
         """Start a successor, if there may be one."""
@@ -122,6 +141,11 @@ class StationedTrainer(Worker):
             return False
         self._num_deaths[column] += 1
         self._notice(f"{worker.how_it_ended}; it is replaced")
+        self._succeed(column, worker)
+        return True
+
+    def _succeed(self, column: str, worker: Worker) -> None:
+        """Start another one, and tell it what is left to do."""
         new = self._stations[column] = self._start(column)
         self.company[self.company.index(worker)] = new
         if self._published is not None:
@@ -129,7 +153,6 @@ class StationedTrainer(Worker):
         for order in [order for orders in self._heard.values() for order in orders.values()]:
             if order.group not in self._filled[column]:
                 new.send(order)
-        return True
 
     def _tell(self, message: object) -> None:
         for station in self._stations.values():

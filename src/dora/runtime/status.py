@@ -134,6 +134,8 @@ class Status:
         due_s = {f"engine {engine}": at_s for engine, at_s in self._hands.fleet.restarts.due_s.items()}
         if (trainer_s := self._hands.trainers.due_s) is not None:
             due_s["the trainer"] = trainer_s
+        if (storage := self._hands.storage) is not None and storage.due_s is not None:
+            due_s["the storage"] = storage.due_s
         return [{"who": who, "in_s": round(max(0.0, at_s - now_s), 3)} for who, at_s in due_s.items()]
 
     def _write(self, state: str, why: str, found: Sequence[Wait]) -> None:

@@ -156,6 +156,18 @@ class Trainers:
         elif self._may_replace and self.late and now_s > self._started_s + runtime.start_timeout_s:
             self._lose(f"not ready within runtime.start_timeout_s = {runtime.start_timeout_s:g} s")
 
+    def refill(self) -> None:
+        """Another storage will have the rows under other numbers, and without what stations beside the
+        trainer had filled in. Whoever cannot do with that begins anew. Raises RunError if nobody may.
+        """
+        if not (self._may_replace and self.ranks):
+            return
+        num_ranks = self._plan.config.trainer.num_ranks
+        if num_ranks == 1 and isinstance(self.now, StationedTrainer) and self.now.can_refill:
+            self.now.refill()
+        elif len(self.ranks) > 1:
+            self._lose("what its processes shared was in the storage that was lost")
+
     def kill(self) -> None:
         for rank in self.ranks:
             rank.kill()

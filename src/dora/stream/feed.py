@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +26,7 @@ from dora.stream.client import StreamClient
 from dora.stream.fields import Field, Given
 from dora.stream.lines import NewRow, Want
 from dora.stream.samples import StoredSample, Trajectory
-from dora.stream.server import Server
-from dora.stream.stream import Stream
+from dora.stream.storage import STOPPED_S, Declared, InThread, Storage, StorageSpec
 
 ACTOR = "actor"
 _ANSWER = (
@@ -42,7 +43,6 @@ QUESTION = "question"  # JSON, once a group is to be judged; its first answer ha
 COLLECTOR = "collector"
 COLUMNS = ("reference", "proximal", "values")  # of every token, where a station beside the trainer makes it
 WAIT_S = 10.0  # for a group that is committed, and so was sent; and for room
-STOPPED_S = 86400.0  # the driver may be stopped for so long before it answers; its end is seen at once
 _TRY_AGAIN_S = 0.1
 
 
@@ -78,8 +78,28 @@ def reward_column(task: str) -> str:
     return f"reward/{task}"
 
 
+P = ParamSpec("P")
+
+
+def _to_storage(send: Callable[Concatenate[Feed, P], None]) -> Callable[Concatenate[Feed, P], None]:
+    """What does not reach the storage is told to the next one, from the record."""
+
+    @wraps(send)
+    def sent(feed: Feed, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if not feed.storage.is_there:
+            return
+        try:
+            send(feed, *args, **kwargs)
+        except NoRoomError:
+            raise
+        except RunError as error:
+            feed.storage.lose(str(error))
+
+    return sent
+
+
 class Feed:
-    """The driver's side: the storage in a thread, and the rows that are on their way to it."""
+    """The driver's side: the rows that are on their way to the storage."""
 
     def __init__(
         self,
@@ -89,38 +109,44 @@ class Feed:
         tasks: Mapping[str, float] | None = None,
         num_answers: int = 0,
         host: str | None = None,
+        serve: Callable[[StorageSpec], Storage] = InThread,
     ) -> None:
         """Blocks and the socket lie in `folder`, which is made. `columns` are those of COLUMNS that the
         trainer needs; who makes one is the consumer of its name. `tasks` judge what is asked, also the
         `num_answers` to each held-out prompt, each on a lease of so many seconds. Other machines reach the
-        stream at `host`, by the endpoint and the token that are `far`.
+        stream at `host`. `serve` returns when its storage is there.
         """
-        self.folder = folder
-        folder.mkdir()
+        self.folder, self._group_size = folder, group_size
         made = [Field(name, "<f4", (None,)) for name in columns]
         rewards = {reward_column(task): lease_s for task, lease_s in (tasks or {}).items()}
         made += [Field(QUESTION, "u1", (None,)), *(Field(name, "<f8") for name in rewards)]
-        endpoints = [wire.endpoint_of(folder), *([] if host is None else [f"tcp://{host}:*"])]
-        self._server = Server(Stream([*FIELDS, *made], folder), endpoints)
-        self.far = None if host is None else (self._server.endpoints[1], self._server.token)
-        self._thread = self._server.start()
-        self._client = StreamClient(wire.endpoint_of(folder), STOPPED_S)
-        self._is_full = False  # no room was found once, so the run ends; the record has it all
-        stored = [field.name for field in FIELDS]
-        self._client.declare(ACTOR, [*stored, *columns], group_size=group_size)
-        for name in columns:
-            self._client.declare(name, stored, group_size=group_size)
+        stored, whole = [field.name for field in FIELDS], {"group_size": group_size}
+        consumers = [Declared(ACTOR, [*stored, *columns], whole)]
+        consumers += [Declared(name, stored, whole) for name in columns]
+        judged = {**whole, "held_out_size": num_answers}
         for name, lease_s in rewards.items():
-            needs = ["token_ids", QUESTION]
-            self._client.declare(name, needs, group_size, True, lease_s, held_out_size=num_answers)
+            rules = {**judged, "by_version": True, "lease_s": lease_s}
+            consumers.append(Declared(name, ["token_ids", QUESTION], rules))
         if rewards:
-            self._client.declare(COLLECTOR, [*rewards], group_size, held_out_size=num_answers)
-        self._group_size = group_size
+            consumers.append(Declared(COLLECTOR, [*rewards], judged))
+        self._is_full = False  # no room was found once, so the run ends; the record has it all
+        self.storage = serve(StorageSpec(folder, [*FIELDS, *made], consumers, host))
+        self._begin()
+
+    def _begin(self) -> None:
+        """The storage is empty, and knows nobody."""
+        self._client = StreamClient(wire.endpoint_of(self.folder), self.storage.timeout_s)
         self._indices: dict[GroupId, dict[int, int]] = {}  # by sibling
         self._answers: dict[GroupId, list[Trajectory]] = {}  # of groups that are not whole
         self._whole: list[GroupId] = []  # and not sent
         self._judged: dict[RequestId, tuple[float, float | None]] = {}
         self._ended: dict[GroupId, None] = {}
+
+    @_to_storage
+    def begin_again(self) -> None:
+        """Another storage is there; who follows the record has to be told all of it anew, and asks anew."""
+        self._client.close()
+        self._begin()
 
     def put(self, trajectory: Trajectory) -> None:
         """An answer is finished. Those to held-out prompts are not trained, so nobody would take them."""
@@ -139,6 +165,7 @@ class Feed:
         for sibling, judged in enumerate(zip(rewards, advantages, strict=True)):
             self._judged[RequestId(*group, sibling)] = judged
 
+    @_to_storage
     def ask(self, group: GroupId, question: bytes, held_out: Sequence[Sequence[int]] = ()) -> None:
         """Have the reward tasks judge a group; the answers to a held-out prompt, as token ids, come with it.
 
@@ -155,6 +182,7 @@ class Feed:
         answers = [np.asarray(ids, np.int32) for ids in held_out]
         self._put_rows(rows, {"token_ids": answers, QUESTION: questions})
 
+    @_to_storage
     def drop(self, groups: Iterable[GroupId]) -> None:
         """Take these groups away at once, from whoever has them: they have failed, or are judged."""
         groups = [*groups]
@@ -167,6 +195,7 @@ class Feed:
         """These groups are trained, filtered or failed: nobody needs them any more."""
         self._ended |= dict.fromkeys(groups)
 
+    @_to_storage
     def flush(self) -> None:
         """Send what is durable now; what has ended goes first, for it makes room.
 
@@ -183,8 +212,7 @@ class Feed:
 
     def close(self) -> None:
         self._client.close()
-        self._server.stop()
-        self._thread.join()
+        self.storage.close()
 
     def _send_answers(self, answers: Sequence[Trajectory]) -> None:
         if not answers:
@@ -225,14 +253,20 @@ class GroupReader:
 
     def __init__(self, folder: Path, consumer: str = ACTOR, wait_s: float | None = None) -> None:
         """`wait_s` is how long a group may take to come. Raises RunError if the stream does not answer."""
-        self._client, self._folder = StreamClient(wire.endpoint_of(folder), STOPPED_S), folder
         self._consumer, self._wait_s = consumer, WAIT_S if wait_s is None else wait_s
+        self._folder, self._client = folder, StreamClient(wire.endpoint_of(folder), STOPPED_S)
         self._leased: dict[GroupId, Batch] = {}
 
     def group(self, group: GroupId) -> list[StoredSample]:
         """The samples of a scored group, in sibling order. Raises RunError if it does not come."""
         if group not in self._leased:
-            batch = self._client.get(self._consumer, Want(groups=(group,)), self._wait_s)
+            try:
+                batch = self._get(group)
+            except RunError:  # the storage has ended; another one takes its place, or the run ends
+                self._client.close()
+                self._client = StreamClient(wire.endpoint_of(self._folder))
+                self._leased.clear()
+                batch = self._get(group)
             if isinstance(batch, Waited):
                 raise RunError(f"the sample stream has not handed it out for {batch.wait_s:g} s: {batch.why}")
             self._leased[group] = batch
@@ -248,14 +282,18 @@ class GroupReader:
         return _samples(self._client.look(self._consumer, indices))
 
     def commit(self, groups: Iterable[GroupId]) -> None:
-        """The step with these groups is done."""
+        """The step with these groups is done. A storage that has ended need not know, nor need the next."""
         for group in groups:
             if (batch := self._leased.pop(group, None)) is not None:
-                self._client.commit(batch)
+                with suppress(RunError):
+                    self._client.commit(batch)
 
     def close(self) -> None:
         """Give back what is on lease."""
         self._client.close()
+
+    def _get(self, group: GroupId) -> Batch | Waited:
+        return self._client.get(self._consumer, Want(groups=(group,)), self._wait_s)
 
 
 def _columns(answers: Sequence[Trajectory]) -> dict[str, Any]:

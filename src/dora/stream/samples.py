@@ -131,19 +131,24 @@ class SampleStore:
             self._db.execute(f"alter table samples add column {name} blob")
         self._in_transaction = False
         self._follower: Follower | None = None
+        self._redone: dict[GroupId, None] = {}  # trained once, and offered again
 
     def follow(self, follower: Follower | None) -> None:
         """Tell somebody of all that has not ended, and of what comes; None: nobody any more."""
         self._follower = follower
         if follower is None:
             return
+        self.commit()
         self._tell(follower, self._rows("state in ('finished', 'scored', 'committed')"))
+        for group in self._redone:
+            self._tell(follower, self._rows("group_id = ? and state = 'trained'", str(group)))
 
     def offer_again(self, groups: Iterable[GroupId]) -> None:
         """Have the follower forget scored groups, whatever was done with them, and tell it of them anew."""
         if self._follower is None:
             return
         self.commit()
+        self._redone |= dict.fromkeys(groups)
         self._follower.end(groups)
         self._follower.flush()
         for group in groups:
@@ -211,6 +216,8 @@ class SampleStore:
                 "update samples set state = ?, trained_step = ? where group_id = ?",
                 (state, trained_step, str(group)),
             )
+            if state.startswith(ENDS):
+                self._redone.pop(group, None)
         if self._follower is not None and state.startswith(ENDS):
             self._follower.end(groups)
 
