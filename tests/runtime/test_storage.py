@@ -15,12 +15,15 @@ from tests.runtime.tiny import save_start, write_task
 from dora import settings
 from dora.core.events import GroupScored
 from dora.core.records import GroupId, RequestId
-from dora.errors import RunError
+from dora.errors import NoRoomError, RunError, ServiceError
 from dora.runtime import restarts
 from dora.runtime.judging import REWARD, JudgeSpec
+from dora.runtime.lending import OutsideJudge
 from dora.runtime.process import Forked, Told, take
 from dora.runtime.rewarding import Rewarding, RewardTask
 from dora.runtime.storage import InProcess
+from dora.stream.batch import Waited
+from dora.stream.client import StreamClient
 from dora.stream.feed import Feed, GroupReader
 from dora.stream.samples import SampleStore, Trajectory
 
@@ -138,4 +141,57 @@ def test_a_storage_that_was_replaced_too_often_ends_the_run(folder: Path) -> Non
     life.kill()
     with pytest.raises(RunError, match=r"no storage any more.*max_restarts = 1 times.*--resume"):
         life.put(ASKED)
+    life.end()
+
+
+def test_a_storage_that_was_full_is_lost_once_whoever_finds_out_and_the_next_has_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(folder, "runtime.max_restarts=2")
+    life.put(TRAINED)
+    life.put(ASKED)
+    life.rewarding.submit(ASKED, b"[{}, {}]")
+    life.kill()
+    life.store.mark([TRAINED], "trained", 0)
+    life.put(late := GroupId(0, 9))  # at once: groups are dropped, and others sent, where nobody is
+    assert len(life.notices) == 1
+    life.begin_again()
+    with monkeypatch.context() as full:
+        full.setattr(StreamClient, "put", lambda *_: Waited(0.0, "nobody takes anything"))
+        with pytest.raises(NoRoomError):
+            life.put(JUDGED)
+    life.kill()
+    life.begin_again()
+    life.store.score(late, (1.0, 0.0), (0.5, -0.5))
+    life.store.commit()
+    reader = GroupReader(life.feed.folder)
+    assert [s.reward for s in reader.group(late)] == [1.0, 0.0]
+    reader.close()
+    life.end()
+
+
+def test_rewards_for_a_loan_of_a_lost_storage_are_no_rewards_for_one_of_the_next(folder: Path) -> None:
+    life = Life(folder)
+    judge = OutsideJudge(REWARD, 60.0, "reward.timeout_s", life.feed.folder, folder / "start")
+    for group in (JUDGED, ASKED):
+        life.put(group)
+    life.rewarding.kill()  # who judges is outside
+    life.feed.ask(JUDGED, b"[{}, {}]")
+    judge.ask(JUDGED)
+    lost = judge.lend()
+    assert lost is not None
+    life.kill()
+    with pytest.raises(RunError):
+        judge.take(lost.lease, [1.0, 1.0])
+    assert judge.has_group()  # which is nobody's by now
+    life.begin_again()
+    judge.reconnect()
+    life.feed.ask(ASKED, b"[{}, {}]")
+    judge.ask(ASKED)
+    loan = judge.thread.submit(judge.lend).result()
+    assert loan is not None
+    with pytest.raises(ServiceError, match=f"lease {lost.lease} is over"):
+        judge.take(lost.lease, [1.0, 1.0])
+    judge.take(loan.lease, [0.0, 0.0])
+    judge.close()
     life.end()

@@ -6,7 +6,9 @@ somebody else; at the limit the group fails. Who comes too late is refused, and 
 
 from __future__ import annotations
 
+import itertools
 import json
+import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ import numpy as np
 
 from dora.core.records import GroupId
 from dora.data.tokenizer import Tokenizer
-from dora.errors import NoRoomError, ServiceError, StreamError
+from dora.errors import RunError, ServiceError, StreamError
 from dora.runtime import messages as m
 from dora.stream import wire
 from dora.stream.batch import Batch, Waited
@@ -32,7 +34,7 @@ NUM_REMEMBERED = 1000  # rewards that may be given again, by who heard no answer
 
 @dataclass(frozen=True)
 class Loan:
-    """A group on lease: its question, and its answers sibling by sibling."""
+    """A group on lease: its question, and its answers sibling by sibling. No other loan has its number."""
 
     lease: int
     group: str
@@ -52,6 +54,7 @@ class OutsideJudge:
         self._name, self._key, self._stream, self._model = name, timeout_key, stream, model
         self._since_s: dict[GroupId, float] = {}  # waiting for their rewards
         self._judged: set[GroupId] = set()  # of them, those that wait for other tasks' rewards alone
+        self._numbers = itertools.count(secrets.randbelow(2**52))  # storages count their leases from 1
         self._lent: dict[int, tuple[Batch, float]] = {}  # lease -> rows, and when it ends
         self._taken: dict[int, Sequence[float]] = {}  # lease -> the rewards that came
 
@@ -107,12 +110,12 @@ class OutsideJudge:
         batch = self._client.get(reward_column(self._name), wait_s=0.0)
         if isinstance(batch, Waited):
             return None
-        self._lent[batch.lease] = batch, now_s + self.lease_s
+        self._lent[lease := next(self._numbers)] = batch, now_s + self.lease_s
         question = next(text for text in batch.rows(QUESTION) if len(text))
         prompt, columns = json.loads(question.tobytes())
         token_ids = [ids.tolist() for ids in batch.rows("token_ids")]
         texts = [self._tokenizer.decode(ids) for ids in token_ids]
-        return Loan(batch.lease, str(batch.groups[0]), prompt, columns, token_ids, texts)
+        return Loan(lease, str(batch.groups[0]), prompt, columns, token_ids, texts)
 
     def take(self, lease: int, rewards: Sequence[float]) -> None:
         """The rewards of a group on loan, sibling by sibling; the same ones may be given again.
@@ -134,7 +137,7 @@ class OutsideJudge:
         except StreamError as error:
             self._judged.difference_update(batch.groups)
             raise ServiceError(410, f"the group was given to somebody else, or has ended: {error}") from error
-        except NoRoomError:  # it is lent once more when the lease ends
+        except RunError:  # it is lent once more: when the lease ends, or by another storage
             self._judged.difference_update(batch.groups)
             raise
         finally:

@@ -108,7 +108,12 @@ class InProcess:
         return self.is_there and not was_there
 
     def lose(self, why: str) -> None:
-        """It is gone, or does not answer. Raises RunError once it was replaced too often."""
+        """It is gone, or does not answer. Raises RunError once it was replaced too often.
+
+        Who finds out later finds nothing new.
+        """
+        if self._is_lost:
+            return
         self._end()
         self.is_there, self._is_lost = False, True
         now_s = time.monotonic()

@@ -129,7 +129,6 @@ class Feed:
             consumers.append(Declared(name, ["token_ids", QUESTION], rules))
         if rewards:
             consumers.append(Declared(COLLECTOR, [*rewards], judged))
-        self._is_full = False  # no room was found once, so the run ends; the record has it all
         self.storage = serve(StorageSpec(folder, [*FIELDS, *made], consumers, host))
         self._begin()
 
@@ -141,6 +140,7 @@ class Feed:
         self._whole: list[GroupId] = []  # and not sent
         self._judged: dict[RequestId, tuple[float, float | None]] = {}
         self._ended: dict[GroupId, None] = {}
+        self._is_full = False  # no room was found once, so the run ends; the record has it all
 
     @_to_storage
     def begin_again(self) -> None:
@@ -264,7 +264,7 @@ class GroupReader:
                 batch = self._get(group)
             except RunError:  # the storage has ended; another one takes its place, or the run ends
                 self._client.close()
-                self._client = StreamClient(wire.endpoint_of(self._folder))
+                self._client = StreamClient(wire.endpoint_of(self._folder), STOPPED_S)
                 self._leased.clear()
                 batch = self._get(group)
             if isinstance(batch, Waited):
