@@ -118,6 +118,13 @@ def test_a_run_that_says_too_little_is_refused() -> None:
         measure([read(LIMITS, [])])
 
 
+def test_a_run_too_short_to_have_a_speed_is_refused_by_name() -> None:
+    run, short = recorded(LIMITS), recorded(LIMITS)
+    del short.trainings[1:]
+    with pytest.raises(InputError, match=r"runs/short has 1 training steps; .* leave it out"):
+        calibrated({"runs/known": run}, {"runs/short": short})
+
+
 def test_what_would_take_less_than_nothing_takes_nothing() -> None:
     parts = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
     falling = Points(np.array([5.0, 4.0, 3.0]), parts, np.zeros(3), np.ones(3))

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from dora.cli import app
+from dora.core.actions import Generate
+from dora.core.events import RequestFinished
+from dora.core.records import RequestId
 from dora.errors import InputError
 from dora.sim.forecast.cluster import Job, Layout, Setup
 from dora.sim.forecast.hardware import DEVICES, Efficiency
@@ -93,6 +96,22 @@ def test_a_part_that_is_left_out_does_nothing() -> None:
     assert whole["refilled"] == 0
     assert none["moves"] == 0
     assert refilled["refilled"] > 0
+
+
+def test_no_answer_goes_on_before_its_environment_has_answered() -> None:
+    """Though engines are told to rush, and to decode all again, and rows move, while they wait for it."""
+    began: dict[RequestId, float] = {}
+    took: list[float] = []
+
+    def hear(now: float, record: object) -> None:
+        if isinstance(record, Generate):
+            began.update(dict.fromkeys(record.requests, now))
+        elif isinstance(record, RequestFinished) and record.num_tokens > 12:  # else it has fewer turns
+            took.append(now - began[record.request])
+
+    episodes = replace(JOB, lengths=replace(LENGTHS, turns=4, delay_s=30.0))
+    setup_of("dora", job=episodes).player(hear).play()
+    assert min(took) > 3 * 30
 
 
 def test_episodes_wait_for_their_environment_between_turns() -> None:
