@@ -35,10 +35,15 @@ class Need:
     is_home: bool = False  # it must be on the driver's node
 
     @property
-    def bundle(self) -> dict[str, float]:
-        """As placement groups have it, which know no empty one."""
+    def resources(self) -> dict[str, float]:
+        """In Ray's words."""
         wanted = {"CPU": self.cpus, "GPU": self.gpus}
-        return {name: amount for name, amount in wanted.items() if amount} or {"CPU": 0.001}
+        return {name: amount for name, amount in wanted.items() if amount}
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """As placement groups have it, which know no empty one: a byte is room that every node has."""
+        return self.resources or {"memory": 1.0}
 
 
 def needs_of(plan: Plan) -> list[Need]:
@@ -64,7 +69,7 @@ def sum_of(needs: list[Need]) -> dict[str, float]:
     """All of them together."""
     asked: dict[str, float] = {}
     for need in needs:
-        for name, amount in need.bundle.items():
+        for name, amount in need.resources.items():
             asked[name] = asked.get(name, 0.0) + amount
     return asked
 
