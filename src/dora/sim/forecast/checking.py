@@ -28,8 +28,8 @@ def calibrated(
     for name, run in {**fitted, **others}.items():
         if len(run.trainings) < 2:
             raise InputError(
-                f"{name} has {len(run.trainings)} training steps; a speed is from the end of the first to that "
-                "of the last, so that it takes 2: leave it out, or let it go on"
+                f"{name} has {len(run.trainings)} training steps; a speed is from the end of the first to "
+                "that of the last, so that it takes 2: leave it out, or let it go on"
             )
     costs = costs or measure([*fitted.values()])
     rows: list[Row] = []
