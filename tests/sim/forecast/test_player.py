@@ -193,6 +193,8 @@ def test_what_cannot_be_is_refused_with_the_numbers_that_clash(
         ("--trace FILE --limit 50", "longest answer of the trace has 70 tokens, .* leaves 50"),
         ("--policies sync --without moves", "without moves is of policy dora, and sync are played"),
         ("--policies sync --elastic", "sync share all devices: elastic and rollout would do nothing"),
+        ("--policies sync --slack 3", "slack = 3 groups are kept below the bound, and S = 0 has none"),
+        ("--policies dora -S ,", "nothing to simulate: give at least one policy and one S"),
         ("--policies dora --without luck", "without luck: the parts of policy dora are moves, shares"),
         ("--trainer 8", "8 devices leave none for rollout beside 8 that train"),
         ("--rollout A100", "'A100' in 'A100' is no kind of device with a number, such as A100:32"),
