@@ -123,12 +123,18 @@ def calibrate(
 
 def recorded(paths: Iterable[Path]) -> dict[str, Recorded]:
     """Runs as they can be forecast, by path. Raises InputError where there is none, or it cannot be read."""
+    from dora.core.events import Resumed
     from dora.observe.journal import read_journal
     from dora.sim.forecast.recorded import read
 
     found = {}
     for path in paths:
         journal = read_journal(path)
+        if any(isinstance(line.record, Resumed) for line in journal.lines):
+            raise InputError(
+                f"{path} was killed and resumed, when engines and clocks began anew; forecasts are of "
+                "runs that went on to the end"
+            )
         lines = ((line.t_s, line.record) for line in journal.lines)
         found[path.as_posix()] = read(journal.limits, lines, works(path), least_early(path))
     return found

@@ -220,3 +220,15 @@ def test_rows_that_the_trainer_lends_make_no_room_for_a_flip() -> None:
     state.touch(state.engines[1])
     repartition(state)
     assert 0 not in cleared(state)
+
+
+def test_a_full_engine_takes_no_room_from_those_its_requests_may_go_to() -> None:
+    state = midway(BOUNDS, newest=2)
+    for number, other in ((0, 1), (1, 2)):
+        engine(state, number, rows=4, slots=2, held={0, other}, row_tokens_per_s=10.0)
+    running(state, 0, 0, 0, num_tokens=100)
+    running(state, 0, 1, 1, 2, 3, num_tokens=100)
+    state.costs.answer_tokens = 2000.0
+    state.engines[0].kv_share, state.engines[1].kv_share = 0.3, 0.5
+    repartition(state)
+    assert cleared(state) == {0: (0, 2)}

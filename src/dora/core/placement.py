@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import fsum
 
 from dora.core.actions import Action, Generate
 from dora.core.bound import num_admissible
@@ -165,7 +166,7 @@ class _Flips:
         for version, takers in state.takers.items():
             engines = [state.engines[e] for e in takers]
             self._spare[version] = sum(_spare_rows(state, e, version) for e in engines)
-            self._room[version] = sum(_spare_kv(state, e, version) for e in engines)
+            self._room[version] = fsum(_spare_kv(state, e, version) for e in engines)  # in any order
 
     def flip(self, engine: Engine, old: int, new: int) -> bool:
         """Have it clear `old` for `new`, if its requests find rows and KV elsewhere and it is worth it."""
@@ -215,7 +216,8 @@ def _spare_rows(state: State, engine: Engine, version: int) -> int:
 
 
 def _spare_kv(state: State, engine: Engine, version: int) -> float:
-    return state.limits.kv_watermark - engine.kv_share if state.may_receive(engine, version) else 0.0
+    """Where it has rows, too: `takers` has no others, and what was not counted in is not to be taken out."""
+    return state.limits.kv_watermark - engine.kv_share if _spare_rows(state, engine, version) else 0.0
 
 
 def _fill(state: State, engine: Engine, version: int) -> list[RequestId]:

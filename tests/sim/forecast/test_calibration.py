@@ -13,7 +13,7 @@ import typer
 
 from dora.cli import app
 from dora.core.actions import Action
-from dora.core.events import Event
+from dora.core.events import Event, Resumed
 from dora.core.orchestrator import Orchestrator
 from dora.core.records import Limits
 from dora.errors import InputError
@@ -57,12 +57,12 @@ def played(limits: Limits, costs: Measured = COSTS, seed: int = 0) -> Lines:
     return lines
 
 
-def write(folder: Path, limits: Limits) -> Path:
+def write(folder: Path, limits: Limits, *more: Event) -> Path:
     """What a run leaves behind, as far as it is read here."""
     folder.mkdir()
     shutil.copy(EXAMPLE, folder / "config.toml")
     journal = Journal(folder / "journal.jsonl", limits, "", None)
-    for now, record in played(limits):
+    for now, record in [*played(limits), *((1e6, event) for event in more)]:
         event, orders = (record, ()) if isinstance(record, Event) else (None, (record,))
         journal.record(now, event, orders)
     journal.close()
@@ -116,6 +116,19 @@ def test_a_run_on_shared_cores_is_predicted_from_others() -> None:
 def test_a_run_that_says_too_little_is_refused() -> None:
     with pytest.raises(InputError, match=r"0 training steps and 0 answers .* at least 3 of each"):
         measure([read(LIMITS, [])])
+
+
+def test_a_run_too_short_to_have_a_speed_is_refused_by_name() -> None:
+    run, short = recorded(LIMITS), recorded(LIMITS)
+    del short.trainings[1:]
+    with pytest.raises(InputError, match=r"runs/short has 1 training steps; .* leave it out"):
+        calibrated({"runs/known": run}, {"runs/short": short})
+
+
+def test_a_run_that_was_resumed_is_refused(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", LIMITS, Resumed(14, (), ()))
+    with pytest.raises(InputError, match="run was killed and resumed"):
+        app(["simulate", "calibrate", str(run)], standalone_mode=False)
 
 
 def test_what_would_take_less_than_nothing_takes_nothing() -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from dora.cli import app
+from dora.core.actions import Generate
+from dora.core.events import RequestFinished
+from dora.core.records import RequestId
 from dora.errors import InputError
 from dora.sim.forecast.cluster import Job, Layout, Setup
 from dora.sim.forecast.hardware import DEVICES, Efficiency
@@ -95,6 +98,22 @@ def test_a_part_that_is_left_out_does_nothing() -> None:
     assert refilled["refilled"] > 0
 
 
+def test_no_answer_goes_on_before_its_environment_has_answered() -> None:
+    """Though engines are told to rush, and to decode all again, and rows move, while they wait for it."""
+    began: dict[RequestId, float] = {}
+    took: list[float] = []
+
+    def hear(now: float, record: object) -> None:
+        if isinstance(record, Generate):
+            began.update(dict.fromkeys(record.requests, now))
+        elif isinstance(record, RequestFinished) and record.num_tokens > 12:  # else it has fewer turns
+            took.append(now - began[record.request])
+
+    episodes = replace(JOB, lengths=replace(LENGTHS, turns=4, delay_s=30.0))
+    setup_of("dora", job=episodes).player(hear).play()
+    assert min(took) > 3 * 30
+
+
 def test_episodes_wait_for_their_environment_between_turns() -> None:
     apart = replace(JOB, lengths=replace(LENGTHS, turns=4, delay_s=5.0))
     at_once = setup_of("sync_split").figures()["step_s"]
@@ -174,6 +193,8 @@ def test_what_cannot_be_is_refused_with_the_numbers_that_clash(
         ("--trace FILE --limit 50", "longest answer of the trace has 70 tokens, .* leaves 50"),
         ("--policies sync --without moves", "without moves is of policy dora, and sync are played"),
         ("--policies sync --elastic", "sync share all devices: elastic and rollout would do nothing"),
+        ("--policies sync --slack 3", "slack = 3 groups are kept below the bound, and S = 0 has none"),
+        ("--policies dora -S ,", "nothing to simulate: give at least one policy and one S"),
         ("--policies dora --without luck", "without luck: the parts of policy dora are moves, shares"),
         ("--trainer 8", "8 devices leave none for rollout beside 8 that train"),
         ("--rollout A100", "'A100' in 'A100' is no kind of device with a number, such as A100:32"),

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dora.errors import InputError
 from dora.sim.forecast.calibration import forecast_speed
 from dora.sim.forecast.compare import Row, show
 from dora.sim.forecast.measured import Measured, measure
@@ -24,6 +25,12 @@ def calibrated(
     fitted: Mapping[str, Recorded], others: Mapping[str, Recorded], costs: Measured | None = None
 ) -> list[Row]:
     """Trained tokens a second of each run, real and forecast; costs are measured in those `fitted`."""
+    for name, run in {**fitted, **others}.items():
+        if len(run.trainings) < 2:
+            raise InputError(
+                f"{name} has {len(run.trainings)} training steps; a speed is from the end of the first to "
+                "that of the last, so that it takes 2: leave it out, or let it go on"
+            )
     costs = costs or measure([*fitted.values()])
     rows: list[Row] = []
     for name, run in {**fitted, **others}.items():
@@ -67,9 +74,9 @@ def main(fitted: Mapping[str, Recorded], others: Mapping[str, Recorded], path: P
         {"what": "reward (s)", "measured": costs.reward_s},
         {"what": "move (s)", "measured": costs.moving_s},
     ]
+    rows = calibrated(fitted, others, costs)
     show(measured)
     print()
-    rows = calibrated(fitted, others, costs)
     show(rows)
     if path is not None:
         path.write_text(json.dumps({"measured": measured, "rows": rows}, indent=2) + "\n", encoding="utf-8")

@@ -48,9 +48,14 @@ def layouts(
         raise InputError(
             f"{num_train + num_rollout} devices leave none for rollout beside {num_train} that train"
         )
+    own = {name: policy_of(name).max_staleness for name in policies}
+    bounds_of = {name: bounds if bound is None else [bound] for name, bound in own.items()}
+    asked = [bound for found in bounds_of.values() for bound in found]
+    if base.slack and asked and not any(asked):
+        raise InputError(f"slack = {base.slack} groups are kept below the bound, and S = 0 has none below it")
     for name in policies:
         policy = policy_of(name)
-        for staleness in bounds if policy.max_staleness is None else [policy.max_staleness]:
+        for staleness in bounds_of[name]:
             without = base.without if name == "dora" else ()
             one = replace(base, policy=name, max_staleness=staleness, without=without)
             if policy.is_colocated:
@@ -100,7 +105,7 @@ def check_files(*paths: Path | None) -> None:
 def compare(job: Job, found: Sequence[Layout], num_steps: int, path: Path | None, pictures: Pictures) -> int:
     """Play each, print the table, and write it if asked to."""
     if not found:
-        raise InputError("nothing to simulate: give at least one policy")
+        raise InputError("nothing to simulate: give at least one policy and one S")
     check_files(path, pictures.timeline, pictures.plot)
     setups = [Setup(job, layout, num_steps) for layout in found]
     for setup in setups:

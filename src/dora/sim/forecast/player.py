@@ -226,7 +226,6 @@ class Player:
         facts: list[Event] = []
         for row in engine.stopped():
             if row.done < row.length:
-                row.stop = min(row.length, row.stop + -(-row.length // self.lengths.turns))
                 self._at(self.lengths.delay_s, self._go_on, row)
             else:
                 engine.give(row.request)
@@ -242,7 +241,8 @@ class Player:
         yield from facts
 
     def _go_on(self, row: Row) -> Iterable[Event]:
-        """The environment has answered."""
+        """The environment has answered: not before may the row be decoded, wherever it is by now."""
+        row.stop = min(row.length, row.stop + -(-row.length // self.lengths.turns))
         for engine in self.engines.values():
             if engine.running.get(row.request) is row:
                 self._engine(engine.id).go_on(row)
