@@ -1,11 +1,11 @@
 """Forecasts beside what happened: real runs on this machine, and what the simulator says of each.
 
 Engines decode at a pace, as an accelerator does, or as fast as two cores go; policies, bounds and two shapes
-of lengths (`workloads.py`) vary. Of either kind, costs are measured in the journals of two runs, which
-`calibrates` names, a synchronous one and one in which engines and trainer work at once; all others are
-predicted. The lengths of answers are given, for they are forced. Real and predicted tokens a second are of
-trained answers, from the end of the first training step to that of the last. With --runs, runs are kept in
-a folder and used again.
+of lengths (`workloads.py`) vary. Of either kind, costs are measured in the journals of a few runs, which
+`calibrates` names: a synchronous one, and one in which engines and trainer work at once, with both shapes
+where they share cores; all others are predicted. The lengths of answers are given, for they are forced. Real
+and predicted tokens a second are of trained answers, from the end of the first training step to that of the
+last. With --runs, runs are kept in a folder and used again.
 
     python benchmarks/validation.py [--quick] [--runs FOLDER] [--json FILE]
 """
@@ -90,6 +90,7 @@ TRIALS = (
     Trial(PACE, "partial", 2, "tail", 10, PAIR),
     Trial("none", "sync", 0, "tail", 90, WIDE, calibrates=True),
     Trial("none", "dora", 2, "tail", 130, WIDE, calibrates=True),
+    Trial("none", "dora", 2, "light", 180, WIDE, calibrates=True),
     Trial("none", "one_step", 1, "light", 160, WIDE),
     Trial("none", "dora", 4, "light", 180, {**WIDE, **ONE_SLOT}),
     Trial("none", "drain", 4, "tail", 130, {**WIDE, **DRAIN}),
