@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Path:
 def test_prompts_rewards_and_trainer_may_be_outside(file: Path) -> None:
     config = read(file, [EXTERNAL, 'data.path="service"', 'reward.function="service"'])
     (task,) = reward_tasks(config)
-    assert (config.data.path, task.is_outside, task.lease_s) == ("service", True, 5.0)
+    assert (config.data.path, task.is_outside, task.lease_s()) == ("service", True, 5.0)
     written = file.with_name("again.toml")
     written.write_text(config.to_toml())
     assert read(written).to_toml() == config.to_toml()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import shutil
@@ -82,7 +83,7 @@ class Bench:
         return RewardTask(judge, timeout_s, f"{name}.timeout_s", **rules)
 
     def open(self, *tasks: RewardTask) -> None:
-        leases = {task.name: task.lease_s for task in tasks}
+        leases = {task.name: task.lease_s() for task in tasks}
         self.feed = Feed(self.folder / "stream", 2, tasks=leases, num_answers=3)
         self.rewarding = Rewarding(tasks, self.feed, 60.0, self.told, self.notices.append)
 
@@ -287,3 +288,9 @@ def test_a_run_whose_stream_has_ended_says_so(bench: Bench) -> None:
     bench.feed.close()
     with pytest.raises(RunError, match="rewards cannot be collected any more"):
         bench.hear(1)
+
+
+def test_a_group_of_a_judge_that_may_die_unseen_is_lent_again_when_a_call_would_be_over() -> None:
+    """The storage sees the death of whoever is on its machine; of who is elsewhere only the driver hears."""
+    task = RewardTask(JudgeSpec("reward", "exact_match", "reward.function", Path()), 60.0, "reward.timeout_s")
+    assert (task.lease_s(), task.lease_s(is_spread=True)) == (math.inf, 60.0)

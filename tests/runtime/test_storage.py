@@ -51,7 +51,7 @@ class Life:
             REWARD, f"{folder}/judge.py:reward", "reward.function", save_start(folder / "start")
         )
         task = RewardTask(judge, 60.0, "reward.timeout_s")
-        self.feed = Feed(folder / "stream", 2, tasks={REWARD: task.lease_s}, serve=serve)
+        self.feed = Feed(folder / "stream", 2, tasks={REWARD: task.lease_s()}, serve=serve)
         assert isinstance(self.feed.storage, InProcess)
         self.storage = self.feed.storage
         self.store = SampleStore(folder / "samples.sqlite")

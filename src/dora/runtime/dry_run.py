@@ -105,7 +105,7 @@ def _call_rewards(plan: Plan) -> str:
         return "not tried: prompts or rewards come from outside"
     told = Told()
     with tempfile.TemporaryDirectory(prefix="dora-") as folder:
-        leases = {task.name: task.lease_s for task in tasks}
+        leases = {task.name: task.lease_s() for task in tasks}
         feed = Feed(Path(folder) / "stream", 1, tasks=leases, num_answers=1)
         rewarding = Rewarding(tasks, feed, config.runtime.start_timeout_s, told, lambda _: None)
         try:

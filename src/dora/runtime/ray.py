@@ -169,13 +169,13 @@ class Cluster:
             runtime_env={"env_vars": WORKER_ENVIRONMENT},
         )
         try:
-            if address is None:
-                with own_signals():
+            with own_signals():
+                if address is None:
                     init(address="local", **own)  # else it joins any that runs here
-            else:
-                found = canonicalize_bootstrap_address_or_die(address)
-                reach(address, found)
-                join_in_time(partial(init, address=found), address, self.patience_s)
+                else:
+                    found = canonicalize_bootstrap_address_or_die(address)
+                    reach(address, found)
+                    join_in_time(partial(init, address=found), address, self.patience_s)
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             where = f"ray.address = {address!r} cannot be joined" if address else "Ray cannot be started here"
             raise RunError(f"{where}: {error}") from error

@@ -55,10 +55,13 @@ class RewardTask:
         """Whether its rewards come through the service."""
         return self.judge.function == SERVICE
 
-    @property
-    def lease_s(self) -> float:
-        """How long somebody outside may have a group before another gets it; a crew's worker: for ever."""
-        return self.timeout_s / 2 if self.is_outside else FOREVER
+    def lease_s(self, is_spread: bool = False) -> float:
+        """How long somebody may have a group before another gets it. A crew's worker: for ever, as its death
+        is seen; not of one on another machine, of a run that `is_spread`, but there a call's time is limited.
+        """
+        if self.is_outside:
+            return self.timeout_s / 2
+        return self.timeout_s if is_spread else FOREVER
 
     def outside_judge(self, feed: Feed) -> OutsideJudge:
         """Who lends its groups, from the stream of a feed."""

@@ -41,7 +41,8 @@ def make_feed(
     plan: Plan, folder: Path, tasks: Sequence[RewardTask], ground: Ground, notice: Callable[[str], None]
 ) -> Feed:
     """The stream of a run. On Ray its storage is a process, which has a place as all others."""
-    config, leases = plan.config, {task.name: task.lease_s for task in tasks}
+    config, is_spread = plan.config, ground.host is not None
+    leases = {task.name: task.lease_s(is_spread) for task in tasks}
     num_answers = plan.evaluation.num_answers if plan.evaluation else 0
     serve: Callable[[StorageSpec], Storage] = InThread
     if config.runtime.kind == "ray":

@@ -39,27 +39,20 @@ class StreamClient:
         `token`: what the file `token` in the stream's folder says; needed at a TCP endpoint.
         """
         self._endpoint, self._timeout_s = endpoint, timeout_s
+        self._link: Link = (Near if wire.is_local(endpoint) else Far)(endpoint, timeout_s)
         self._num_asked, self._is_closed = 0, False
         self._arena: Arena | None = None
         self._reader: Reader | None = None
         owner = secrets.token_hex(8)
-        hello = self._reach({"owner": owner, "token": token})
+        try:
+            hello, _ = self._ask("hello", {"owner": owner, "token": token})
+        except (RunError, StreamError):
+            self._link.close()
+            raise
         self.fields = {name: wire.field_from_json(name, *rest) for name, *rest in hello["fields"]}
         folders = [Path(folder) for folder in hello["folders"]]
         if folders and wire.shares_memory(hello["folders"][0], hello["token"], hello["host"]):
             self._arena, self._reader = Arena(folders[0], owner), Reader(*folders)
-
-    def _reach(self, who: dict[str, str]) -> dict[str, Any]:
-        """The answer to the first word. In the place of a storage that ends meanwhile, another may listen."""
-        kind, until_s = Near if wire.is_local(self._endpoint) else Far, time.monotonic() + self._timeout_s
-        while True:
-            self._link: Link = kind(self._endpoint, self._timeout_s)
-            try:
-                return self._ask("hello", who)[0]
-            except (RunError, StreamError) as error:
-                self._link.close()
-                if isinstance(error, StreamError) or time.monotonic() >= until_s:
-                    raise
 
     @property
     def shares_memory(self) -> bool:

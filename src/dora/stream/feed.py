@@ -264,7 +264,7 @@ class GroupReader:
                 batch = self._get(group)
             except RunError:  # the storage has ended; another one takes its place, or the run ends
                 self._client.close()
-                self._client = StreamClient(wire.endpoint_of(self._folder), STOPPED_S)
+                self._client = _next_client(self._folder)
                 self._leased.clear()
                 batch = self._get(group)
             if isinstance(batch, Waited):
@@ -294,6 +294,17 @@ class GroupReader:
 
     def _get(self, group: GroupId) -> Batch | Waited:
         return self._client.get(self._consumer, Want(groups=(group,)), self._wait_s)
+
+
+def _next_client(folder: Path) -> StreamClient:
+    """Of the storage that is there by now; one that ends meanwhile has a next one, or the run is over."""
+    until_s = time.monotonic() + STOPPED_S
+    while True:
+        try:
+            return StreamClient(wire.endpoint_of(folder), STOPPED_S)
+        except RunError:
+            if time.monotonic() > until_s:
+                raise
 
 
 def _columns(answers: Sequence[Trajectory]) -> dict[str, Any]:
