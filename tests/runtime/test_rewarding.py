@@ -285,9 +285,11 @@ def test_a_class_that_cannot_be_made_is_bad_input(bench: Bench) -> None:
 
 def test_a_run_whose_stream_has_ended_says_so(bench: Bench) -> None:
     bench.open(bench.task())
+    bench.ask(1, mood="good")
+    bench.hear(1)
     bench.feed.close()
     with pytest.raises(RunError, match="rewards cannot be collected any more"):
-        bench.hear(1)
+        bench.hear(2)
 
 
 def test_a_group_of_a_judge_that_may_die_unseen_is_lent_again_when_a_call_would_be_over() -> None:

@@ -115,7 +115,7 @@ def _is_turn(state: State) -> bool:
 
 def retire(state: State) -> list[Action]:
     """Let go of stored versions that are neither pinned, nor coming, nor open to admission."""
-    loose = [v for v in state.store if v not in state.unfinished and v not in state.coming]
+    loose = [v for v in state.store if v not in state.coming and not state.is_pinned(v)]
     if not loose or loose == [state.newest]:
         return []  # as after nearly every fact
     newest_held = max(state.holders, default=None)
