@@ -136,7 +136,8 @@ class OutsideJudge:
             self._client.commit(batch)
         except StreamError as error:
             self._judged.difference_update(batch.groups)
-            raise ServiceError(410, f"the group was given to somebody else, or has ended: {error}") from error
+            why = "the group was given to somebody else, or has ended; drop what came of it"
+            raise ServiceError(410, f"lease {lease} is over: {why}") from error
         except RunError:  # it is lent once more: when the lease ends, or by another storage
             self._judged.difference_update(batch.groups)
             raise
