@@ -80,6 +80,7 @@ heartbeat_timeout_s = 4.0
 trainer_timeout_s = 4.0
 max_restarts = 1000
 """
+ALL_KINDS = (*KINDS, RAYLET_KILLED, STORAGE_KILLED)  # the last ones only on Ray
 LOOK_S = 0.1  # between two looks at what is not well
 PATIENCE_S = 120.0  # until all is well after a fault: a restart may wait for a minute
 LOST, DOUBLED, MIXED, TOO_STALE = "lost", "doubled", "mixed", "too_stale"
@@ -235,7 +236,7 @@ def judged(out: Path) -> dict[str, list[str]]:
 
 def rows_of(injected: list[Injected]) -> Iterator[Row]:
     """One for each kind; what nobody has to notice has no recovery, it ends when the benchmark ends it."""
-    for kind in (*KINDS, RAYLET_KILLED):
+    for kind in ALL_KINDS:
         own = [fault for fault in injected if fault.kind == kind]
         if own:
             noticed = [fault.detection_s for fault in own if fault.detection_s is not None]
@@ -270,15 +271,15 @@ class Scale:
 SCALES = {  # runtime, whether it is quick
     ("local", False): Scale(204, 34, 6.0, 60.0, 3),
     ("local", True): Scale(12, 12, 0.3, 5.0, 1),
-    ("ray", False): Scale(52, 26, 3.0, 40.0, 2),
-    ("ray", True): Scale(13, 13, 0.3, 5.0, 1),
+    ("ray", False): Scale(56, 28, 6.0, 60.0, 2),
+    ("ray", True): Scale(14, 14, 0.3, 5.0, 1),
 }
 
 
 def _kinds(text: str) -> list[str]:
     """Those that --kinds names."""
-    if unknown := set(text.split(",")) - {*KINDS, RAYLET_KILLED}:
-        known = ", ".join([*KINDS, RAYLET_KILLED])
+    if unknown := set(text.split(",")) - {*ALL_KINDS}:
+        known = ", ".join(ALL_KINDS)
         raise ArgumentTypeError(f"no kind: {', '.join(sorted(unknown))}; there are: {known}")
     return text.split(",")
 
@@ -286,9 +287,7 @@ def _kinds(text: str) -> list[str]:
 def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--faults", type=int, metavar="N", help="how many")
-    parser.add_argument(
-        "--kinds", type=_kinds, metavar="K,K", help=f"of {', '.join([*KINDS, RAYLET_KILLED, STORAGE_KILLED])}"
-    )
+    parser.add_argument("--kinds", type=_kinds, metavar="K,K", help=f"of {', '.join(ALL_KINDS)}")
     parser.add_argument("--runtime", default="local", choices=("local", "ray"), help="where stations run")
     given = parser.parse_args()
     options = options_of(given)

@@ -82,9 +82,10 @@ class Bench:
         judge = JudgeSpec(name, function, key, self.model, options or {})
         return RewardTask(judge, timeout_s, f"{name}.timeout_s", **rules)
 
-    def open(self, *tasks: RewardTask) -> None:
+    def open(self, *tasks: RewardTask, host: str | None = None) -> None:
+        """With a `host` workers come to the stream as from another machine, and leave it without a word."""
         leases = {task.name: task.lease_s() for task in tasks}
-        self.feed = Feed(self.folder / "stream", 2, tasks=leases, num_answers=3)
+        self.feed = Feed(self.folder / "stream", 2, tasks=leases, num_answers=3, host=host)
         self.rewarding = Rewarding(tasks, self.feed, 60.0, self.told, self.notices.append)
 
     def ask(self, row: int, version: int = 0, **columns: Any) -> GroupId:
@@ -122,6 +123,9 @@ def bench() -> Iterator[Bench]:
     shutil.rmtree(folder)
 
 
+anywhere = pytest.mark.parametrize("host", [None, "127.0.0.1"])
+
+
 def test_the_rewards_of_all_tasks_are_weighed_and_added(bench: Bench) -> None:
     bench.open(bench.task(), bench.task("sum", "Together", {"worth": 0.25}, weight=-2.0))
     group = bench.ask(1, mood="good")
@@ -133,8 +137,9 @@ def test_the_rewards_of_all_tasks_are_weighed_and_added(bench: Bench) -> None:
     }
 
 
-def test_a_worker_that_dies_once_costs_nothing(bench: Bench) -> None:
-    bench.open(bench.task())
+@anywhere
+def test_a_worker_that_dies_once_costs_nothing(bench: Bench, host: str | None) -> None:
+    bench.open(bench.task(), host=host)
     groups = [bench.ask(1, mood="kills once"), bench.ask(2)]
     assert bench.hear(2) == [GroupScored(group, (1.0, 2.0)) for group in groups]
     assert bench.notices == ["the rewarder is replaced: rewarder was killed by SIGKILL"]
@@ -217,9 +222,12 @@ def test_a_group_that_hangs_fails_and_no_other_does(bench: Bench) -> None:
     }
 
 
-def test_a_worker_that_is_stopped_between_calls_is_replaced_and_costs_nothing(bench: Bench) -> None:
+@anywhere
+def test_a_worker_that_is_stopped_between_calls_is_replaced_and_costs_nothing(
+    bench: Bench, host: str | None
+) -> None:
     """The stream may have lent it a group that it will never begin."""
-    bench.open(bench.task(heartbeat_timeout_s=4.0))
+    bench.open(bench.task(heartbeat_timeout_s=4.0), host=host)
     groups = [bench.ask(1)]
     bench.hear(1)
     while any(pulse.work for pulse in bench.rewarding.pulses()):  # its result is there before it says so

@@ -132,6 +132,23 @@ def test_a_get_waits_for_rows_and_names_what_it_waits_for(served: Served, client
     assert found == [[3]]
 
 
+def test_who_is_said_to_be_dead_has_nothing_on_lease_and_gets_nothing_more(
+    served: Served, client: StreamClient
+) -> None:
+    """From far away it says nothing itself, and a request of it may wait for rows."""
+    driver, dead = served.client(), served.client(is_near=False)
+    put(driver, 0)
+    get(dead)
+    dead._send("get", {"consumer": TASK, "want": ALL._asdict(), "inline": True, "wait_s": 60.0}, ())
+    driver.bury(dead.owner)
+    put(driver, 1)
+    assert numbers(get(client)) == [0, 1]
+    with pytest.raises(StreamError, match="does not know this client, or took it for dead"):
+        dead.status()
+    with pytest.raises(StreamError, match="only a client of the storage's own machine"):
+        served.client(is_near=False).bury(client.owner)
+
+
 def test_a_full_stream_makes_a_producer_wait_and_says_who_is_slow(
     served: Served, client: StreamClient
 ) -> None:

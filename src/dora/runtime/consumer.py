@@ -75,7 +75,7 @@ def run_consumer(outbox: Outbox, inbox: Inbox, spec: ConsumerSpec) -> None:
     while True:
         try:
             with spec.open_stream() as client:
-                outbox.send(m.Ready())
+                outbox.send(m.Ready(client=client.owner))
                 _serve_all(spec, work, client, place)
         except NoRoomError as error:
             outbox.send(m.NoRoom(str(error)))

@@ -47,6 +47,7 @@ class _Post:
     worker: Worker
     since_s: float
     is_ready: bool = False
+    client: str = ""  # of the sample stream
     groups: tuple[GroupId, ...] = ()
 
 
@@ -60,10 +61,13 @@ class Crew:
         told: Told,
         notice: Callable[[str], None],
         drop: Callable[[Sequence[GroupId]], None],
+        bury: Callable[[str], None],
     ) -> None:
-        """What they say is put into `told`; `drop` hears of groups that fail, before others take them."""
+        """What they say is put into `told`. `drop` hears of groups that fail, before others take them, and
+        `bury` of the stream's clients that have ended.
+        """
         self._spec, self._start_timeout_s = spec, start_timeout_s
-        self._told, self._notice, self._drop = told, notice, drop
+        self._told, self._notice, self._drop, self._bury = told, notice, drop, bury
         self._was_ever_ready, self._num_failed_starts, self._num_idle_deaths = False, 0, 0
         self._is_over = False  # there is no room for what they make
         self._struck: set[GroupId] = set()  # a worker has died in it
@@ -90,8 +94,9 @@ class Crew:
         post = self._posts[place]
         post.since_s = time.monotonic()
         match message:
-            case m.Ready():
+            case m.Ready(client=client):
                 post.is_ready = self._was_ever_ready = True
+                post.client = client
                 self._num_failed_starts = 0
             case m.Working(groups):
                 post.groups = groups
@@ -167,8 +172,11 @@ class Crew:
         return Pulse(post.worker, True, self._spec.timeout_s, work)
 
     def _replace(self, place: int, why: str) -> None:
-        worker = self._posts[place].worker
+        post = self._posts[place]
+        worker = post.worker
         worker.kill()
+        if post.client:
+            self._bury(post.client)
         self._posts[place] = self._start(place)
         self._notice(f"the {worker.name} is replaced: {why}")
 

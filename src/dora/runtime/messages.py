@@ -146,12 +146,13 @@ class Save:
 class Ready:
     """The worker has started; `note` says what it runs on, `pool` is the file of an engine's KV, if any.
 
-    Engines of other machines read it at the `door`.
+    Engines of other machines read it at the `door`. In the sample stream it is the `client` of this name.
     """
 
     note: str = ""
     pool: Path | None = None
     door: Address | None = None
+    client: str = ""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class RewardTask:
 
     def lease_s(self, is_spread: bool = False) -> float:
         """How long somebody may have a group before another gets it. A crew's worker: for ever, as its death
-        is seen; not of one on another machine, of a run that `is_spread`, but there a call's time is limited.
+        is seen or told; where a run `is_spread`, no longer than a call may take, in case it is not.
         """
         if self.is_outside:
             return self.timeout_s / 2
@@ -134,7 +134,7 @@ class Rewarding:
         self.first_failure = ""  # reason and traceback of the first group that could not be judged
         self.outside = {task.name: task.outside_judge(feed) for task in tasks if task.is_outside}
         self._crews = [
-            Crew(task.crew_spec(feed), start_timeout_s, told, notice, self._drop)
+            Crew(task.crew_spec(feed), start_timeout_s, told, notice, self._drop, feed.bury)
             for task in tasks
             if not task.is_outside
         ]

@@ -43,16 +43,16 @@ class StreamClient:
         self._num_asked, self._is_closed = 0, False
         self._arena: Arena | None = None
         self._reader: Reader | None = None
-        owner = secrets.token_hex(8)
+        self.owner = secrets.token_hex(8)  # by which the storage knows it
         try:
-            hello, _ = self._ask("hello", {"owner": owner, "token": token})
+            hello, _ = self._ask("hello", {"owner": self.owner, "token": token})
         except (RunError, StreamError):
             self._link.close()
             raise
         self.fields = {name: wire.field_from_json(name, *rest) for name, *rest in hello["fields"]}
         folders = [Path(folder) for folder in hello["folders"]]
         if folders and wire.shares_memory(hello["folders"][0], hello["token"], hello["host"]):
-            self._arena, self._reader = Arena(folders[0], owner), Reader(*folders)
+            self._arena, self._reader = Arena(folders[0], self.owner), Reader(*folders)
 
     @property
     def shares_memory(self) -> bool:
@@ -128,6 +128,10 @@ class StreamClient:
     def clear(self, groups: Iterable[GroupId]) -> None:
         """Forget groups that nobody needs any more."""
         self._ask("clear", {"groups": [*groups]})
+
+    def bury(self, owner: str) -> None:
+        """The client of this name is dead. Who is far away may be so without a word, so say it for it."""
+        self._ask("bury", {"owner": owner})
 
     def status(self) -> dict[str, Any]:
         """Rows and bytes there, rows ready by consumer, and who is furthest behind."""

@@ -75,6 +75,11 @@ class Door:
         if client.far is not None:
             self._far[client.far] = client
 
+    def find(self, owner: str) -> list[Client]:
+        """Who has said that this is its name."""
+        clients = dict.fromkeys((*self._near.values(), *self._far.values()))
+        return [client for client in clients if client.owner == owner]
+
     def send(self, client: Client, frames: Sequence[Any]) -> None:
         """As much as it takes now, the rest later; nothing if it is gone, which will be heard."""
         with contextlib.suppress(OSError, zmq.ZMQError):

@@ -191,6 +191,11 @@ class Feed:
             self._indices.pop(group, None)
             self._answers.pop(group, None)
 
+    @_to_storage
+    def bury(self, client: str) -> None:
+        """Others may have what this client had on lease, and it gets nothing more: its process is dead."""
+        self._client.bury(client)
+
     def end(self, groups: Iterable[GroupId]) -> None:
         """These groups are trained, filtered or failed: nobody needs them any more."""
         self._ended |= dict.fromkeys(groups)

@@ -278,6 +278,13 @@ class Server:
         self._stream.clear(wire.groups_from_json(header["groups"]))
         return {}, ()
 
+    def _do_bury(self, client: Client, header: dict[str, Any], _: Frames) -> wire.Answer:
+        if client.far is not None:
+            raise StreamError("only a client of the storage's own machine may say that another is dead")
+        for dead in self._door.find(str(header["owner"])):
+            self._leave(dead)
+        return {}, ()
+
     def _do_status(self, _: Client, __: dict[str, Any], ___: Frames) -> wire.Answer:
         ledger = self._stream.ledger
         ready = {name: consumer.line.num_rows for name, consumer in ledger.consumers.items()}
