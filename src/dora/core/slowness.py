@@ -19,6 +19,7 @@ from dora.core.state import State
 
 MARGIN = 0.25  # of a doubling, by which a lag must be passed before it counts as another
 GAIN = 2.0  # times sooner, before a request moves
+Better = dict[tuple[int, int], Engine]  # engine, version -> where its late requests are better off
 
 
 def measure(state: State) -> None:
@@ -36,11 +37,12 @@ def measure(state: State) -> None:
 
 
 def escape(state: State) -> list[Migrate]:
-    """Moves of what the trainer waits for, off engines that lag."""
+    """Moves of what the trainer waits for, off engines that lag; nearly never is there a better one."""
     better = {} if state.stall_group is None or state.limits.is_static else _better(state)
     orders: list[Migrate] = []
-    for request in _late(state) if better else ():
+    for request in _late(state, better) if better else ():
         record = state.requests[request]
+        assert record.engine is not None, "it was found on an engine"
         destination = better.get((record.engine, record.version))
         source = None if destination is None else _engine_of(state, request)
         if source and destination and _is_sooner(state, request, source, destination):
@@ -59,34 +61,42 @@ def stranded(state: State) -> list[int]:
     return [] if any(e not in state.laggards for e in engines) else [group.version]
 
 
-def _better(state: State) -> dict[tuple[int | None, int], Engine]:
-    """By engine and late version: the best row elsewhere, where it makes tokens so much faster.
-
-    Nearly never is there any. Engines say so, of which few lag; late requests may be thousands.
-    """
-    better: dict[tuple[int | None, int], Engine] = {}
+def _better(state: State) -> Better:
+    """The best row elsewhere, where it makes tokens so much faster, for the few engines that lag."""
+    better: Better = {}
     laggards = [state.engines[e] for e in state.laggards]
     late = {term.version for term in state.unscored if term.deadline <= state.next_step} if laggards else ()
     for version in late:
-        sources = [e for e in laggards if version in e.running]
-        best = _best(state, version) if sources else None
-        if best is not None:
-            pace = best.row_tokens_per_s or 1.0
-            beaten = (e for e in sources if e.lag > best.lag and pace > GAIN * e.row_tokens_per_s)
-            better |= {(e.id, version): best for e in beaten}
+        if (best := _best(state, version)) is None:
+            continue
+        lag, slow = best.lag, (best.row_tokens_per_s or 1.0) / GAIN
+        for engine in laggards:
+            if engine.lag > lag and engine.row_tokens_per_s < slow and version in engine.running:
+                better[engine.id, version] = best
     return better
 
 
 def _best(state: State, version: int) -> Engine | None:
-    """Of the engines with a free row for requests of `version`, the one that lags least."""
-    engines = (state.engines[e] for e in state.takers.get(version, ()))
+    """Of the engines with a free row for requests of `version`, the one that lags least.
+
+    It is the first to get what waits, unless it may not receive what runs elsewhere.
+    """
+    if (takers := state.takers.get(version)) is None:
+        return None
+    first = takers.first()
+    if first is not None and state.may_receive(state.engines[first], version):
+        return state.engines[first]
+    engines = (state.engines[e] for e in takers)
     fit = [e for e in engines if state.may_receive(e, version)]
     return min(fit, key=lambda e: (e.lag, -e.free_rows, e.id), default=None)
 
 
-def _late(state: State) -> list[RequestId]:
-    late = (groups for term, groups in state.unscored.items() if term.deadline <= state.next_step)
-    return [r for groups in late for group in groups for r in sorted(state.groups[group].unfinished)]
+def _late(state: State, better: Better) -> list[RequestId]:
+    """What the trainer waits for on these engines, the oldest prompts first."""
+    requests = (r for e in {e: None for e, _ in better} for r in state.engines[e].requests)
+    groups = ((r, state.groups.get(r.group)) for r in requests)
+    late = [(g.deadline, g.index, r) for r, g in groups if g is not None and g.deadline <= state.next_step]
+    return [request for *_, request in sorted(late)]
 
 
 def _engine_of(state: State, request: RequestId) -> Engine | None:
