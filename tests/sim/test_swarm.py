@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from dora.core import batching, codec
+from dora.core.events import Event
+from dora.core.orchestrator import Orchestrator
 from dora.core.records import ABLATIONS
 from dora.sim import swarm
 from dora.sim.marks import MARKS
@@ -76,7 +78,23 @@ def test_worlds_differ_in_size_speed_and_policy() -> None:
 
 @pytest.mark.parametrize("seed", range(0, NUM_SEEDS, 3))
 def test_an_orchestrator_that_never_crashed_gives_the_same_orders(outcomes: list[Outcome], seed: int) -> None:
-    assert replays_alike(outcomes[seed], draw_config(seed))
+    assert replays_alike(outcomes[seed], Orchestrator(draw_config(seed).limits))
+
+
+class Thorough(Orchestrator):
+    """Asks all rules after each fact, and counts those after which it need not."""
+
+    num_calm = 0
+
+    def _is_calm(self, event: Event) -> bool:
+        self.num_calm += super()._is_calm(event)
+        return False
+
+
+def test_a_calm_fact_leaves_the_rules_nothing_to_order(outcomes: list[Outcome]) -> None:
+    cores = [Thorough(draw_config(outcome.seed).limits) for outcome in outcomes]
+    assert all(replays_alike(outcome, core) for outcome, core in zip(outcomes, cores, strict=True))
+    assert sum(core.num_calm for core in cores) > 0.02 * sum(outcome.num_events for outcome in outcomes)
 
 
 def test_orchestrators_crash_in_many_worlds(outcomes: list[Outcome]) -> None:

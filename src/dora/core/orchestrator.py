@@ -9,6 +9,7 @@ from __future__ import annotations
 from dora.core import (
     admission,
     batching,
+    calm,
     deadlines,
     evaluating,
     hearing,
@@ -45,7 +46,8 @@ class Orchestrator:
         if state.stopped and not isinstance(event, Resumed):
             raise ProtocolError(f"{event} was told after the run had stopped")
         state.now_s = now
-        return [*hearing.hear(state, event), *self._decide()]
+        orders = hearing.hear(state, event)
+        return [*orders, *self._decide(self._is_calm(event))]
 
     def next_wakeup(self) -> float | None:
         """When to send `Woken`: the moment a waiting trainer's straggler is to be named."""
@@ -63,12 +65,32 @@ class Orchestrator:
         """The last step is trained and its version published."""
         return self._state.stopped
 
-    def _decide(self) -> list[Action]:
+    def _is_calm(self, event: Event) -> bool:
+        return calm.is_calm(self._state, event)
+
+    def _decide(self, is_calm: bool = False) -> list[Action]:
+        """After a calm fact only what a waiting trainer needs, and then what follows from that."""
+        state = self._state
+        orders, is_due = ([], False) if is_calm else self._arrange()
+        if state.stopped:
+            return orders
+        moves = slowness.escape(state)
+        if moves or not is_calm:
+            orders += moves
+            orders += self._fill(is_due)
+            state.is_settled = not orders
+        orders += deadlines.watch_stall(state)
+        orders += deadlines.rush(state)
+        state.changed.clear()
+        return orders
+
+    def _arrange(self) -> tuple[list[Action], bool]:
+        """Batches, and which engine has which version and requests; whether they were looked at again."""
         state = self._state
         renewing.catch_up(state)
         orders = [*batching.commit(state), *sharing.share(state), *batching.train(state)]
         if state.stopped:
-            return orders
+            return orders, False
         orders += placement.place(state)  # what begins again comes before what moves
         versions.listen(state)
         is_due = placement.is_due(state)
@@ -79,15 +101,16 @@ class Orchestrator:
         if is_due or state.is_rebalance_due:  # a version without engine may have got one to be cleared
             state.is_rebalance_due = is_cut_short
             orders += migration.migrate(state)
-        orders += slowness.escape(state)
-        orders += admission.admit(state)
+        return orders, is_due
+
+    def _fill(self, is_due: bool) -> list[Action]:
+        """Rows that are free, then all that may go."""
+        state = self._state
+        orders = admission.admit(state)
         evaluating.begin(state)
         orders += placement.place(state)
         orders += versions.lend(state, is_due)
         orders += admission.fetch(state)
         orders += versions.retire(state)
         orders += versions.dismiss(state)
-        orders += deadlines.watch_stall(state)
-        orders += deadlines.rush(state)
-        state.changed.clear()
         return orders

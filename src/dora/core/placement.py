@@ -36,10 +36,15 @@ def place(state: State) -> list[Action]:
     return orders
 
 
-def is_due(state: State) -> bool:
+def is_now(state: State) -> bool:
     """Whether engines and requests are to be looked at again: something happened, or time has passed."""
     is_later = state.now_s >= state.rebalanced_s + state.limits.rebalance_interval_s
-    if not state.is_rebalance_due and (not is_later or "period" in state.limits.without):
+    return state.is_rebalance_due or (is_later and "period" not in state.limits.without)
+
+
+def is_due(state: State) -> bool:
+    """As `is_now`, and it is done now."""
+    if not is_now(state):
         return False
     state.is_rebalance_due, state.rebalanced_s = False, state.now_s
     return True

@@ -147,9 +147,8 @@ class Run:
             self._dead = None
 
 
-def replays_alike(outcome: Outcome, config: WorldConfig) -> bool:
+def replays_alike(outcome: Outcome, core: Orchestrator) -> bool:
     """Whether a fresh core, which never crashes, gives the same orders for the recorded facts."""
-    core = Orchestrator(config.limits)
     core.start(0.0)
     return all(core.handle(event, now) == orders for now, event, orders in outcome.record)
 
