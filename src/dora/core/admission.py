@@ -9,7 +9,7 @@ so that places are left for stragglers to be passed.
 from __future__ import annotations
 
 from dora.core.actions import Action, Admit, Fetch
-from dora.core.bound import deadline_at, num_admissible
+from dora.core.bound import admissible, deadline_at
 from dora.core.group import Group
 from dora.core.records import RequestId
 from dora.core.renewing import front
@@ -30,7 +30,7 @@ def admit(state: State) -> list[Action]:
         room = state.fresh_rows[version] - state.num_waiting(version)
         if room <= 0:
             continue
-        num_groups = min(num_admissible(state, version), -(-room // size))
+        num_groups = min(admissible(state, version), -(-room // size))
         for _ in range(min(num_groups, len(state.prompts))):
             orders.append(_admit(state, version))
     return orders
@@ -73,6 +73,7 @@ def _admit(state: State, version: int) -> Action:
         state.requests[request] = Request(request, version)
         state.wait(request, version)
     state.open[deadline] += 1
+    state.admissible.clear()
     state.unscored.setdefault(group.term, {})[group_id] = None
     state.pin(version, len(siblings))
     state.num_admitted += 1

@@ -25,6 +25,8 @@ def commit(state: State) -> list[Action]:
             state.batches[state.next_step] = tuple(state.committed)
             state.committed = []
             state.next_step += 1
+    if orders:
+        state.admissible.clear()
     return orders
 
 

@@ -50,6 +50,16 @@ def num_admissible(state: State, version: int) -> int:
     return max(0, room)
 
 
+def admissible(state: State, version: int) -> int:
+    """As `num_admissible`, which is asked again only once a group is admitted, committed or has ended."""
+    if state.limits.batches_per_version is not None:
+        return num_admissible(state, version)  # unfinished answers count
+    known = state.admissible
+    if version not in known:
+        known[version] = num_admissible(state, version)
+    return known[version]
+
+
 def _quota(state: State, version: int) -> int:
     """Groups that the update policy lets `version` have: with one live version, so many batches.
 

@@ -7,7 +7,7 @@ left it; to ask them is most of what a fact costs.
 from __future__ import annotations
 
 from dora.core import placement, slowness
-from dora.core.bound import num_admissible
+from dora.core.bound import admissible
 from dora.core.events import Event, RequestFinished
 from dora.core.state import State
 
@@ -31,4 +31,4 @@ def is_calm(state: State, event: Event) -> bool:
     if state.stall_group is not None and slowness.stranded(state):
         return False
     top = engine.top
-    return top not in state.store or num_admissible(state, top) == 0
+    return top not in state.store or admissible(state, top) == 0

@@ -243,6 +243,7 @@ def _(event: Trained, state: State) -> list[Action]:
         return replacing.publish(state, event.step + 1)
     groups = [state.groups.pop(group) for group in state.batches.pop(event.step)]
     oldest = event.step - min(group.version for group in groups)
+    state.admissible.clear()  # it may lower the bound
     state.aging.hear(state.limits, event.step, oldest, event.ess, event.kl)
     state.divergence.hear(state.limits, event.step, event.kls)
     state.num_trained += state.limits.batch_size

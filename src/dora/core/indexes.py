@@ -31,6 +31,7 @@ class Indexes:
     unscored: dict[Term, dict[GroupId, None]] = field(default_factory=dict, repr=False)
     loaders: dict[int, None] = field(default_factory=dict, repr=False)  # engines that load now
     laggards: dict[int, None] = field(default_factory=dict, repr=False)  # engines slower than others
+    admissible: dict[int, int] = field(default_factory=dict, repr=False)  # version -> groups, where counted
     is_settled: bool = field(default=False, repr=False)  # all rules were asked, and had no order
     num_rows: int = field(default=0, repr=False)  # of all engines
     posts: dict[int, Post] = field(default_factory=dict, repr=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dora.core.bound import bound_holds
+from dora.core.bound import bound_holds, num_admissible
 from dora.core.state import State
 
 
@@ -154,6 +154,9 @@ def _indexes(state: State) -> list[str]:
         kept = {v: {*engines} for v, engines in getattr(state, name).items()}
         if kept != {v: {*engines} for v, engines in getattr(fresh, name).items()}:
             broken.append(f"{name} is {kept}, should be {getattr(fresh, name)}")
+    counted = {version: num_admissible(state, version) for version in state.admissible}
+    if counted != state.admissible:
+        broken.append(f"the bound is said to admit {state.admissible}, and admits {counted}")
     if state.num_rows != fresh.num_rows:
         broken.append(f"num_rows is {state.num_rows}, should be {fresh.num_rows}")
     for name in ("fresh_rows", "colocated", "leaving", "loaders", "laggards", "posts", "rooms"):

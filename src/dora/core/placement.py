@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from math import fsum
 
 from dora.core.actions import Action, Generate
-from dora.core.bound import num_admissible
+from dora.core.bound import admissible
 from dora.core.deadlines import nearest_first
 from dora.core.engines import Engine
 from dora.core.lengths import horizon_tokens
@@ -145,7 +145,7 @@ def _requests(state: State) -> dict[int, int]:
     for version in [v for v in requests if state.is_only_evaluated(v) and v not in state.holders]:
         del requests[version]  # it is lent an engine
     num_rows = sum(e.rows for e in state.engines.values() if not e.is_leaving)
-    supplement = num_admissible(state, state.newest) * state.limits.group_size
+    supplement = admissible(state, state.newest) * state.limits.group_size
     free_rows = max(0, num_rows - sum(requests.values()))
     requests[state.newest] = requests.get(state.newest, 0) + min(supplement, free_rows)
     return requests

@@ -7,7 +7,7 @@ same where the bound asks for it, or where what the engine holds is let go of (`
 from __future__ import annotations
 
 from dora.core.actions import Action, Skip
-from dora.core.bound import deadline_at, num_admissible
+from dora.core.bound import admissible, deadline_at
 from dora.core.state import State
 
 
@@ -28,6 +28,6 @@ def skip(state: State) -> list[Action]:
 def _is_good_enough(state: State, version: int, newest: int) -> bool:
     """Whether the bound still admits groups at `version`, and the newest says nearly the same."""
     is_later = version in state.store and deadline_at(state, version) > state.next_step
-    if not is_later or num_admissible(state, version) == 0 or state.is_trained:
+    if not is_later or admissible(state, version) == 0 or state.is_trained:
         return False
     return state.divergence.is_small(state.limits, newest - version)

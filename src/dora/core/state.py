@@ -163,6 +163,7 @@ class State(Indexes):
     def close(self, group: Group) -> None:
         """The group is not open any more: it is committed or has ended."""
         take_one(self.open, group.deadline)
+        self.admissible.clear()
         self.forget_unscored(group)
 
     def forget_unscored(self, group: Group) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dora.core import slowness
 from dora.core.actions import Action, Dismiss, Drop, Load, Retire
-from dora.core.bound import deadline_at, num_admissible
+from dora.core.bound import admissible, deadline_at
 from dora.core.deadlines import nearest_first
 from dora.core.engines import Engine
 from dora.core.renewing import front
@@ -24,7 +24,7 @@ def listen(state: State) -> None:
     held = front(state)
     was_asked = state.is_newest_asked
     is_late = held is not None and deadline_at(state, held) <= state.next_step
-    state.is_newest_asked = held is None or is_late or num_admissible(state, held) == 0
+    state.is_newest_asked = held is None or is_late or admissible(state, held) == 0
     asked = (-1 if held is None else held, -1 if state.newest is None else state.newest)
     if state.is_newest_asked and not was_asked and not state.limits.is_eager:
         state.touched.update(dict.fromkeys(state.engines))
@@ -78,7 +78,7 @@ def _is_newest_next(state: State) -> bool:
     if newest is None or state.is_trained:
         return False
     is_coming = newest in state.coming and newest not in state.holders
-    return is_coming or (state.fresh_rows[newest] > 0 and num_admissible(state, newest) > 0)
+    return is_coming or (state.fresh_rows[newest] > 0 and admissible(state, newest) > 0)
 
 
 def _load_touched(state: State) -> list[Action]:
