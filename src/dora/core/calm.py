@@ -25,10 +25,8 @@ def is_calm(state: State, event: Event) -> bool:
         return False  # somebody may go, load or be evaluated as soon as rows are free
     if limits.batches_per_version is not None or limits.is_deferred or limits.breaks_c1:
         return False  # policies that count unfinished answers, or load where a row is free
-    newest = state.newest
-    if newest is None or not (newest in state.holders or newest in state.coming or state.is_trained):
-        return False  # an engine may find room for it now
-    if state.stall_group is not None and slowness.stranded(state):
-        return False
-    top = engine.top
+    newest, top = state.newest, engine.top
+    has_newest = newest in state.holders or newest in state.coming or state.is_trained
+    if not has_newest or slowness.stranded(state):
+        return False  # an engine may find room for a version now
     return top not in state.store or admissible(state, top) == 0

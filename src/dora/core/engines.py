@@ -115,7 +115,7 @@ def room_of(engine: Engine) -> Room:
     free = engine.free_rows
     if free <= 0 or not engine.is_working:
         return NO_ROOM
-    top, clearing, lag = engine.top, engine.clearing, engine.lag
+    top, clearing, lag, held = engine.top, engine.clearing, engine.lag, engine.held
     oldest = min(engine.running, default=top)
-    ranks: dict[int, Key] = {v: (int(v == clearing), lag, int(oldest < v), -free) for v in engine.held}
-    return Room(ranks, top, free if engine.is_open(top) else 0)
+    ranks: dict[int, Key] = {v: (int(v == clearing), lag, int(oldest < v), -free) for v in held}
+    return Room(ranks, top, free if top in held and top != clearing else 0)

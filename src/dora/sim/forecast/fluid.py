@@ -78,7 +78,8 @@ class FluidEngine:
         self.row_s = 0.0  # row seconds decoded
         self.decoded_s = 0.0
         self.stalled_s = 0.0  # of them, the share by which the mean rank has less KV than the fullest
-        self.epoch = 0  # of what is planned for it
+        self.stop_s = NEVER  # when a row comes to a stop, as things are
+        self.look_s = NEVER  # when that is looked at next
         self._kv_tokens = cost.kv_tokens
         self._terms: dict[tuple[int, int], Terms] = {}
         self._rank_rows = [0] * cost.expert

@@ -152,10 +152,16 @@ class Player:
             self._at(max(0.0, self._bench.until_s - self.now), self._rest, self._rest_epoch)
         for number in self._dirty:
             engine = self.engines[number]
-            engine.epoch += 1
-            if (next_s := engine.next_s()) < NEVER:
-                self._at(next_s - self.now, self._stop, engine, engine.epoch)
+            engine.stop_s = engine.next_s()
+            self._look_at(engine)
         self._dirty.clear()
+
+    def _look_at(self, engine: FluidEngine) -> None:
+        """When it stops, if not before: most stops are put off by what comes meanwhile."""
+        if engine.stop_s < engine.look_s:
+            engine.look_s = engine.stop_s
+            self._num_planned += 1
+            heapq.heappush(self._heap, (engine.stop_s, self._num_planned, self._stop, (engine,)))
 
     def _contend(self, both: Contention) -> None:
         """Each is as slow as the other's work makes it."""
@@ -216,9 +222,12 @@ class Player:
             row.began_s = self.now
             engine.take(row)
 
-    def _stop(self, engine: FluidEngine, epoch: int) -> Iterable[Event]:
+    def _stop(self, engine: FluidEngine) -> Iterable[Event]:
         """Rows have come to a stop, or the KV is full."""
-        if engine.epoch != epoch:
+        if self.now >= engine.look_s:
+            engine.look_s = NEVER
+        if self.now < engine.stop_s:
+            self._look_at(engine)
             return
         engine.advance(self.now)
         self._dirty[engine.id] = None
@@ -252,8 +261,8 @@ class Player:
     def _finish(self, engine: FluidEngine, row: Row) -> Event:
         group = row.request.group
         tokens = row.prompt + row.length
-        if group in self._work:
-            work_s, num = self._work[group]
+        if (work := self._work.get(group)) is not None:
+            work_s, num = work
             self._work[group] = (work_s + self.trainer.work_s(tokens), num + tokens)
         self.outcome.num_answers += 1
         self.outcome.answer_s += self.now - row.began_s
