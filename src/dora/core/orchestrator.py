@@ -47,7 +47,8 @@ class Orchestrator:
             raise ProtocolError(f"{event} was told after the run had stopped")
         state.now_s = now
         orders = hearing.hear(state, event)
-        return [*orders, *self._decide(self._is_calm(event))]
+        orders += self._decide(self._is_calm(event))
+        return orders
 
     def next_wakeup(self) -> float | None:
         """When to send `Woken`: the moment a waiting trainer's straggler is to be named."""

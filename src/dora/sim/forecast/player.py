@@ -228,7 +228,7 @@ class Player:
             engine.look_s = NEVER
         if self.now < engine.stop_s:
             self._look_at(engine)
-            return
+            return ()
         engine.advance(self.now)
         self._dirty[engine.id] = None
         self.outcome.kv_peak = max(self.outcome.kv_peak, engine.kv_share)
@@ -247,7 +247,7 @@ class Player:
             engine.busy(took_s)
         if not facts:
             self._plan()
-        yield from facts
+        return facts
 
     def _go_on(self, row: Row) -> Iterable[Event]:
         """The environment has answered: not before may the row be decoded, wherever it is by now."""
