@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.sim.breaking import Fault, after_hearing, instead_of_hearing
 
-from dora.core import admission, batching, bound, deadlines, hearing, invariants, snapshot, versions
+from dora.core import admission, batching, bound, calm, deadlines, hearing, invariants, snapshot, versions
 from dora.core.actions import Action, Admit, Filter, Publish, Score, Train
 from dora.core.bound import bound_holds, num_admissible
 from dora.core.events import Event, Published, RequestFinished, StepFailed
@@ -29,8 +29,8 @@ def set_bound(patch: pytest.MonkeyPatch, holds: Bound) -> None:
 
 
 def set_admissible(patch: pytest.MonkeyPatch, count: Callable[[State, int], int]) -> None:
-    for module in (admission, versions):
-        patch.setattr(module, "num_admissible", count)
+    for module in (admission, calm, versions):
+        patch.setattr(module, "admissible", count)
 
 
 def there_is_no_bound(patch: pytest.MonkeyPatch) -> None:
@@ -129,6 +129,24 @@ def the_newest_version_is_never_asked_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(versions, "listen", lambda state: None)
 
 
+def every_end_of_an_answer_is_calm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(calm, "is_calm", lambda state, event: isinstance(event, RequestFinished))
+
+
+def the_bound_is_not_counted_again(patch: pytest.MonkeyPatch) -> None:
+    class Kept(dict[int, int]):
+        def clear(self) -> None:
+            pass
+
+    right = State.__init__
+
+    def begin(self: State, *args: Any, **kwargs: Any) -> None:
+        right(self, *args, **kwargs)
+        self.admissible = Kept()
+
+    patch.setattr(State, "__init__", begin)
+
+
 def a_filtered_group_keeps_its_place(patch: pytest.MonkeyPatch) -> None:
     def end(state: State, group: Group) -> None:
         del state.groups[group.id]
@@ -219,6 +237,8 @@ FAULTS: list[tuple[Fault, str]] = [
     (a_prompt_is_admitted_twice, "C2"),
     (a_prompt_is_skipped, "C2: dataset gap"),
     (the_newest_version_is_never_asked_for, "deadlock"),
+    (every_end_of_an_answer_is_calm, "deadlock"),
+    (the_bound_is_not_counted_again, "the bound is said to admit"),
     (a_filtered_group_keeps_its_place, "open groups are miscounted"),
     (a_filtered_group_is_not_named, "C3"),
     (groups_are_scored_before_all_siblings_finished, "C2"),

@@ -35,7 +35,7 @@ def younger_samples_speak_for_older_ones(patch: pytest.MonkeyPatch) -> None:
 
 def engines_stay_with_what_expires(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(skipping, "deadline_at", lambda state, version: state.limits.num_steps)
-    patch.setattr(skipping, "num_admissible", lambda state, version: 1)
+    patch.setattr(skipping, "admissible", lambda state, version: 1)
 
 
 FAULTS: list[tuple[Fault, str]] = [

@@ -23,8 +23,9 @@ from dora.sim.forecast.calibration import forecast_speed
 from dora.sim.forecast.checking import UNCALIBRATED, calibrated, stated
 from dora.sim.forecast.fluid import FluidEngine
 from dora.sim.forecast.lengths import Lengths
+from dora.sim.forecast.manner import Manner
 from dora.sim.forecast.measured import Line, Measured, Points, fitted, integral, measure
-from dora.sim.forecast.player import Manner, Player
+from dora.sim.forecast.player import Player
 from dora.sim.forecast.recorded import Recorded, read
 
 COSTS = Measured(

@@ -10,9 +10,10 @@ from dataclasses import replace
 from dora.core.orchestrator import Orchestrator
 from dora.sim.forecast.fluid import FluidEngine
 from dora.sim.forecast.lengths import CHUNK
+from dora.sim.forecast.manner import Manner
 from dora.sim.forecast.measured import Measured
 from dora.sim.forecast.outcome import Outcome
-from dora.sim.forecast.player import Manner, Player
+from dora.sim.forecast.player import Player
 from dora.sim.forecast.recorded import Recorded
 
 

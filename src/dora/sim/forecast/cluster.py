@@ -15,8 +15,9 @@ from dora.sim.forecast.costs import EngineCost, TrainerCost
 from dora.sim.forecast.fluid import FluidEngine
 from dora.sim.forecast.hardware import Device, Efficiency
 from dora.sim.forecast.lengths import Lengths
+from dora.sim.forecast.manner import Manner
 from dora.sim.forecast.outcome import Outcome, middle
-from dora.sim.forecast.player import Listener, Manner, Player
+from dora.sim.forecast.player import Listener, Player
 from dora.sim.forecast.rules import limits_of, manner_of, policy_of
 from dora.sim.forecast.shapes import Shape
 

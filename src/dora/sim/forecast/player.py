@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dora.core import actions as order
@@ -20,6 +19,7 @@ from dora.core.records import Chunk, GroupId
 from dora.sim.forecast.bench import Bench, Contention, Trainer
 from dora.sim.forecast.fluid import NEVER, FluidEngine, Row
 from dora.sim.forecast.lengths import CHUNK, Answers
+from dora.sim.forecast.manner import Manner
 from dora.sim.forecast.outcome import Outcome, Step
 
 Happening = Callable[..., Iterable[Event]]
@@ -37,23 +37,6 @@ class Mind(Protocol):
 
 class Deadlock(Exception):
     """The run is not done, and nothing is under way."""
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How stations carry out what they are told, where systems differ."""
-
-    is_streamed: bool = False  # the trainer works on groups as they are committed
-    least_early: int = 0  # tokens of them from which on it does
-    refills: bool = False  # KV is computed again with new weights, where answers go on with them
-    reuses_kv: bool = True  # of moved requests; else it is computed again
-    switch_s: float = 0.0  # a device goes over from training to decoding, or back
-    reward_s: float = 0.0
-    telling_s: float = 0.0  # from the end of an answer until it is known
-    contention: Contention | None = None  # of engines and trainer; None: each has devices of its own
-    report_s: float = 10.0
-    slots: int = 1  # versions that an engine may hold
-    guesses: bool = False  # prompts are handed out longest first, by a ranking of their lengths
 
 
 class Player:

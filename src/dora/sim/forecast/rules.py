@@ -13,7 +13,8 @@ from dora.core.orchestrator import Orchestrator
 from dora.core.records import ABLATIONS, Limits
 from dora.errors import InputError
 from dora.sim.forecast.laminar import Laminar
-from dora.sim.forecast.player import Manner, Mind
+from dora.sim.forecast.manner import Manner
+from dora.sim.forecast.player import Mind
 from dora.sim.forecast.rounds import Rounds
 
 
