@@ -1,4 +1,7 @@
-"""How stations carry out what they are told, where systems differ."""
+"""How stations carry out what they are told, where systems differ.
+
+A policy's rules say some of it, and the hardware gives the times.
+"""
 
 from __future__ import annotations
 
