@@ -32,6 +32,7 @@ MOST_ALIKE = 0.9
 LIKELY = 0.5  # correlation of siblings, before it is fitted
 PARTIAL_BOUNDS = (1, 2, 3)  # S of partial rollout, which the paper does not print
 QUARTER = 4  # of the devices and of the batch, for what is played often
+LOOK, REPORT = 8, 24  # steps with a full pipeline, to choose a split and for a row, so that chance evens out
 Figures = dict[str, float]
 Play = Callable[[Setup], Figures]
 
@@ -73,6 +74,11 @@ def shrunk(setup: Setup, by: int) -> Setup:
     apart = tuple((one, n // by) for one, n in layout.rollout)
     part = replace(layout, train=(device, num // by), rollout=apart, slack=layout.slack // by)
     return replace(setup, job=replace(setup.job, batch_size=setup.job.batch_size // by), layout=part)
+
+
+def num_steps(staleness: int, num_full: int) -> int:
+    """Steps of a run in which the pipeline is full for so many; see `outcome.middle`."""
+    return num_full + 2 * staleness + 3
 
 
 def in_part(play: Play, setup: Setup, by: int) -> Figures:
@@ -148,7 +154,7 @@ def colocated(play: Play, found: Fitted, policy: str, gpus: int) -> Figures:
     bound = int(found.partial_bound) if policy == "partial" else 0
     slack = bound * BATCH - int(ASSUMED["partial_extra"] * BATCH) if bound else 0
     layout = layout_of(policy, bound, gpus, slack=slack)
-    return in_part(play, Setup(found.job, layout, 2 * bound + 6), QUARTER)
+    return in_part(play, Setup(found.job, layout, num_steps(bound, REPORT)), QUARTER)
 
 
 def _exposed_error(play: Play, policy: str, found: Fitted) -> float:
@@ -170,7 +176,8 @@ def split(play: Play, job: Job, policy: str, staleness: int, gpus: int) -> tuple
 
     def step_s(num_train: int, by: int) -> float:
         if num_train not in tried or by == 1:
-            setup = Setup(job, layout_of(policy, staleness, gpus, num_train), 2 * staleness + 7)
+            num = num_steps(staleness, REPORT if by == 1 else LOOK)
+            setup = Setup(job, layout_of(policy, staleness, gpus, num_train), num)
             tried[num_train] = in_part(play, setup, by)
         return tried[num_train]["step_s"]
 

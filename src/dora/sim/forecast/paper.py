@@ -170,18 +170,18 @@ def _npus(guess: str, model: str, gpus: int) -> tuple[Job, Layout]:
     return job, Layout("sync", 0, (DEVICES["910B"], gpus), tensor=tensor, switch_s=RESHARD_S)
 
 
-def _speed(play: Play, job: Job, layout: Layout, num_steps: int) -> float:
-    by = 4 if layout.num_devices >= 256 else 1
+def _speed(play: Play, job: Job, layout: Layout) -> float:
+    by, num_steps = 4 if layout.num_devices >= 256 else 1, fit.num_steps(layout.max_staleness, fit.LOOK)
     return fit.in_part(play, Setup(job, layout, num_steps), by)["tokens_per_s"]
 
 
 def _over_colocated(play: Play, guess: str, model: str, gpus: int) -> tuple[float, float]:
     """AsyncFlow's speed over the baseline's, and in tokens a second; its best split."""
     job, base = _npus(guess, model, gpus)
-    baseline, speeds = _speed(play, job, base, 5), []
+    baseline, speeds = _speed(play, job, base), []
     for num_train in (round(share * gpus) for share in SHARES):
         try:
-            speeds.append(_speed(play, job, _split(base, "asyncflow", num_train), 7))
+            speeds.append(_speed(play, job, _split(base, "asyncflow", num_train)))
         except InputError:  # the model does not fit
             continue
     return max(speeds) / baseline, max(speeds)
@@ -198,10 +198,10 @@ def _parts_of_asyncflow(play: Play, guess: str) -> Iterator[Row]:
     model, gpus = "qwen2.5-7b", 512
     job, base = _npus(guess, model, gpus)
     plain = _split(base, "sync_split", gpus // 2)
-    speed = _speed(play, job, plain, 5)
+    speed = _speed(play, job, plain)
     layouts = {"streamed": replace(plain, is_streamed=True), "deferred": _split(base, "asyncflow", gpus // 2)}
     for name, layout in layouts.items():
-        gained = _speed(play, job, layout, 7) / speed
+        gained = _speed(play, job, layout) / speed
         metric = f"{model}, {guess}: {name}, over one after the other"
         yield beside("asyncflow", gpus, metric, ASYNCFLOW_PARTS[name], gained, 1)
 

@@ -24,7 +24,6 @@ LEFT_OUT = (
 BEGUN = {"S + 1 batches": 0, "S + 1/2": BATCH // 2, "S": BATCH}  # groups at most -> fewer than that
 NUM_TRAIN = 80  # of 128 GPUs
 FEW = 128  # rows of an engine
-MIDDLE = 12  # steps more than filling and draining take, so that the longest answers of a step even out
 SHOWN = (
     "step_s", "tokens_per_s", "exposed", "busy_rows", "staleness", "moves", "answer_s", "load_share",
     "copy_share",
@@ -46,7 +45,7 @@ def parts(play: Play, job: Job) -> Iterator[Row]:
 
     def found(staleness: int, *without: str, **changes: int) -> Figures:
         layout = fit.layout_of("dora", staleness, 128, NUM_TRAIN)
-        setup = Setup(job, replace(layout, without=without, **changes), 2 * staleness + MIDDLE)  # type: ignore[arg-type]
+        setup = Setup(job, replace(layout, without=without, **changes), fit.num_steps(staleness, fit.REPORT))  # type: ignore[arg-type]
         return fit.in_part(play, setup, QUARTER)
 
     for staleness in BOUNDS:
@@ -71,9 +70,9 @@ def gain(
     """A synchronous run's exposed rollout and steps over those of DORA, on two halves of the devices."""
     half = num_devices // 2
     base = Layout("sync_split", 0, (device, half), ((device, half),), expert=expert)
-    sync = fit.in_part(play, Setup(job, base, 5), by)
+    sync = fit.in_part(play, Setup(job, base, fit.num_steps(0, fit.LOOK)), by)
     layout = replace(base, policy="dora", max_staleness=staleness)
-    dora = fit.in_part(play, Setup(job, layout, 2 * staleness + 6), by)
+    dora = fit.in_part(play, Setup(job, layout, fit.num_steps(staleness, fit.LOOK)), by)
     return {
         "rollout": (sync["step_s"] - sync["train_s"]) / max(dora["step_s"] - dora["train_s"], 1e-9),
         "step": sync["step_s"] / dora["step_s"],
@@ -105,4 +104,5 @@ def fleets(play: Play, job: Job) -> Iterator[Row]:
     }
     for name, rollout in mixes.items():
         layout = replace(fit.layout_of("dora", 2, 128, NUM_TRAIN), rollout=rollout)
-        yield sweep("fleets, S = 2", name, fit.in_part(play, Setup(job, layout, 4 + MIDDLE), QUARTER))
+        setup = Setup(job, layout, fit.num_steps(2, fit.REPORT))
+        yield sweep("fleets, S = 2", name, fit.in_part(play, setup, QUARTER))
