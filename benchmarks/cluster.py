@@ -1,10 +1,12 @@
 """What a run on Ray costs against one on local processes, and how fast bytes go between nodes.
 
-First the demo, local and on Ray in turn. Then publishes on Ray, with one engine and with many, which are
-paced so that they leave the cores to the trainer: `held_ms` is from the order to publish until the version is
-there, during which the trainer does nothing else. Last the paths, on two nodes of one cluster on this
-machine, each with an object store of its own: `object` is Ray's alone, `weights` ends in an engine's buffer,
-`kv` in its pool, in pieces of 4 MiB as a move has them. Every object and version has been seen by nobody yet.
+First the demo, local and on Ray in turn. Then publishes on Ray, with one engine and with many: `held_ms` is
+from the order to publish until the version is there, during which the trainer does nothing else. Many are
+tried at the pace of the one, with so many times its work for the cores that the trainer needs, too, and so
+much slower that all together have as much to do as the one. Last the paths, on two nodes of one cluster on
+this machine, each with an object store of its own: `object` is Ray's alone, `weights` ends in an engine's
+buffer, `kv` in its pool, in pieces of 4 MiB as a move has them. Every object and version has been seen by
+nobody yet.
 --quick runs fewer steps once, three engines for many, and smaller buffers.
 
     python benchmarks/cluster.py [--quick] [--json FILE]
@@ -35,11 +37,10 @@ from dora.weights.brought import Brought
 from dora.weights.store import WeightStore, make_store_folder
 
 KINDS = ("local", "ray")
-MANY = 8
+MANY, PACE_MS = 8, 50
 BLOCK_BYTES, NUM_PER_POLL = 2**16, 64  # 4 MiB at once
 PUBLISHING = (
     "runtime.kind=ray",
-    "engine.pace=50ms",
     "sampling.max_response_length=16",
     "trainer.batch_size=1",
     "engine.max_rows=8",
@@ -57,13 +58,15 @@ def demo_row(kind: str, repeat: int, steps: int) -> Row:
     }
 
 
-def publish_row(num_engines: int, repeat: int, steps: int) -> Row:
+def publish_row(num_engines: int, pace_ms: int, repeat: int, steps: int) -> Row:
     """How long publishes held the trainer, without the first, which makes the buffers."""
-    _, lines = run_demo(repeat, [*PUBLISHING, f"engine.num_engines={num_engines}"], "--steps", str(steps))
+    changes = [*PUBLISHING, f"engine.num_engines={num_engines}", f"engine.pace={pace_ms}ms"]
+    _, lines = run_demo(repeat, changes, "--steps", str(steps))
     held_ms = [1e3 * line["timing_s/publish"] for line in lines[1:]]
     return {
         "run": "publish",
         "engines": num_engines,
+        "pace_ms": pace_ms,
         "repeat": repeat,
         "publishes": len(held_ms),
         "held_ms": statistics.median(held_ms),
@@ -241,15 +244,20 @@ def main() -> None:
     paths = path_rows(2**24 if options.quick else 2**27, 3 if options.quick else 9)
     demo = [demo_row(kind, repeat, steps) for repeat in range(num_repeats) for kind in KINDS]
     held = [
-        publish_row(number, repeat, 4 if options.quick else 30)
+        publish_row(number, pace_ms, repeat, 4 if options.quick else 30)
         for repeat in range(num_repeats)
-        for number in (1, many)
+        for number, pace_ms in ((1, PACE_MS), (many, PACE_MS), (many, many * PACE_MS))
     ]
+    alone_ms = median(held, "held_ms", engines=1)
     ratios = {
         "ray_over_local_tokens_per_s": median(demo, "tokens_per_s", kind="ray")
         / median(demo, "tokens_per_s", kind="local"),
-        f"publish_held_{many}_engines_over_1": median(held, "held_ms", engines=many)
-        / median(held, "held_ms", engines=1),
+        f"publish_held_{many}_engines_over_1": median(held, "held_ms", engines=many, pace_ms=PACE_MS)
+        / alone_ms,
+        f"publish_held_{many}_engines_over_1_of_the_same_load": median(
+            held, "held_ms", engines=many, pace_ms=many * PACE_MS
+        )
+        / alone_ms,
     }
     ratios |= {f"{row['path']}, GB/s": float(row["gb_per_s"]) for row in paths}
     publish(options, [*demo, *held, *paths], ratios)

@@ -161,13 +161,16 @@ OF_FLEETS = (
 
 
 def held() -> str:
-    """How long a publish holds the trainer, by the number of engines."""
-    found = [row for row in rows("cluster") if row.get("run") == "publish"]
+    """How long a publish holds the trainer, by the number of engines and the pace of each."""
+    by_load: dict[tuple[int, int], list[float]] = {}
+    for row in rows("cluster"):
+        if row.get("run") == "publish":
+            by_load.setdefault((row["engines"], row["pace_ms"]), []).append(row["held_ms"])
     lines = [
-        [str(number), _median([row["held_ms"] for row in found if row["engines"] == number], "{:.1f}")]
-        for number in sorted({row["engines"] for row in found})
+        [str(number), str(pace_ms), _median(held_ms, "{:.1f}")]
+        for (number, pace_ms), held_ms in sorted(by_load.items())
     ]
-    return markdown.table(("engines", "held, ms"), lines)
+    return markdown.table(("engines", "ms between two steps of each", "held, ms"), lines)
 
 
 def paths() -> str:
