@@ -72,7 +72,12 @@ class Orchestrator:
     def _decide(self, is_calm: bool = False) -> list[Action]:
         """After a calm fact only what a waiting trainer needs, and then what follows from that."""
         state = self._state
-        orders, is_due = ([], False) if is_calm else self._arrange()
+        orders: list[Action] = []
+        is_due = False
+        if is_calm:
+            state.touched.clear()  # who was touched has nothing to load or drop
+        else:
+            orders, is_due = self._arrange()
         if state.stopped:
             return orders
         moves = slowness.escape(state)
