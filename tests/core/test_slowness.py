@@ -7,7 +7,7 @@ from tests.core import midway
 from tests.core.stations import Stations, limits
 
 from dora.core import slowness
-from dora.core.actions import Generate, Load, Migrate
+from dora.core.actions import Drop, Generate, Load, Migrate
 from dora.core.events import MigrationFailed, Progressed, Woken
 from dora.core.records import RequestId
 
@@ -48,6 +48,21 @@ def test_a_lag_is_another_only_once_it_is_well_beyond_a_doubling() -> None:
         slow.row_tokens_per_s = pace
         slowness.measure(state)
         assert slow.lag == lag, pace
+
+
+def test_an_engine_drops_its_copy_once_that_of_another_is_as_fast() -> None:
+    """While the other lags it is the last copy of a pinned version. No fact is about the engine itself."""
+    state = midway.midway(limits(max_staleness=3, batch_size=1, num_steps=9), newest=2)
+    midway.engine(state, FAST, rows=4, held=(0, 1), slots=2, row_tokens_per_s=100.0)
+    midway.engine(state, SLOW, rows=4, held=(0, 2), slots=2, row_tokens_per_s=40.0)
+    for version, engine in ((0, SLOW), (1, FAST), (2, SLOW)):
+        midway.running(state, engine, version, version)
+    state.next_step, state.training, state.batches, state.is_rebalance_due = 3, 2, {2: ()}, True
+    run = Stations(state.limits, state=state)
+    run.tell(Woken())
+    assert (state.engines[FAST].wanted, state.engines[FAST].clearing) == (2, 0)
+    run.now += 2.0
+    assert run.tell(Progressed(SLOW, (), 100.0)) == [Drop(FAST, 0), Load(FAST, 2)]
 
 
 def test_new_requests_go_to_a_slow_engine_last() -> None:

@@ -38,7 +38,7 @@ class Indexes:
     rooms: dict[int, Room] = field(default_factory=dict, repr=False)
 
     def enter(self, engine: int, post: Post, room: Room) -> list[int]:
-        """Index an engine as it is now; returns the versions of which it has brought the second copy."""
+        """Index an engine as it is now; returns the versions that others need not keep for it any more."""
         old_room, old_post = self.rooms.get(engine, NO_ROOM), self.posts.get(engine, NOWHERE)
         self.rooms[engine], self.posts[engine] = room, post
         if room != old_room:
@@ -56,7 +56,8 @@ class Indexes:
         _move(engine, old.idle, new.idle, self.idle)
         _move(engine, old.held, new.held, self.holders)
         _move(engine, old.coming, new.coming, self.coming)
-        return [version for version in new.held - old.held if len(self.holders[version]) == 2]
+        better = new.held if new.lag < old.lag else new.held - old.held
+        return [version for version in sorted(better) if len(self.holders[version]) > 1]
 
     def _enter_room(self, engine: int, old: Room, new: Room) -> None:
         for version in old.ranks:

@@ -79,16 +79,16 @@ def _better(state: State) -> Better:
 def _best(state: State, version: int) -> Engine | None:
     """Of the engines with a free row for requests of `version`, the one that lags least.
 
-    It is the first to get what waits, unless it may not receive what runs elsewhere.
+    It is the first to get what waits, and the next only where that one may not receive what runs elsewhere.
     """
     if (takers := state.takers.get(version)) is None:
         return None
     first = takers.first()
     if first is not None and state.may_receive(state.engines[first], version):
         return state.engines[first]
-    engines = (state.engines[e] for e in takers)
-    fit = [e for e in engines if state.may_receive(e, version)]
-    return min(fit, key=lambda e: (e.lag, -e.free_rows, e.id), default=None)
+    fit = [e for e in takers if state.may_receive(state.engines[e], version)]
+    best = min(fit, key=lambda e: (state.rooms[e].ranks[version], e), default=None)
+    return None if best is None else state.engines[best]
 
 
 def _late(state: State, better: Better) -> list[RequestId]:

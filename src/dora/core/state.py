@@ -118,7 +118,7 @@ class State(Indexes):
         """Keep the indexes right after `engine` has changed."""
         self.touched[engine.id] = self.changed[engine.id] = None
         for version in self.enter(engine.id, post_of(engine), room_of(engine)):
-            self.touch_idle(version)  # its first holder is no more the last copy
+            self.touch_idle(version)  # no other holder is the last copy, or the fastest
 
     def add(self, engine: Engine) -> None:
         self.engines[engine.id] = engine

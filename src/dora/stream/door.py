@@ -76,9 +76,9 @@ class Door:
             self._far[client.far] = client
 
     def find(self, owner: str) -> list[Client]:
-        """Who has said that this is its name."""
+        """Who has said that this is its name; nobody where there is none."""
         clients = dict.fromkeys((*self._near.values(), *self._far.values()))
-        return [client for client in clients if client.owner == owner]
+        return [client for client in clients if owner and client.owner == owner]
 
     def send(self, client: Client, frames: Sequence[Any]) -> None:
         """As much as it takes now, the rest later; nothing if it is gone, which will be heard."""

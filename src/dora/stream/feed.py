@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora.core.records import GroupId, RequestId
-from dora.errors import NoRoomError, RunError
+from dora.errors import NoRoomError, RunError, StreamError
 from dora.stream import wire
 from dora.stream.batch import Batch, Waited
 from dora.stream.client import StreamClient
@@ -194,7 +194,8 @@ class Feed:
     @_to_storage
     def bury(self, client: str) -> None:
         """Others may have what this client had on lease, and it gets nothing more: its process is dead."""
-        self._client.bury(client)
+        with suppress(StreamError):  # then its leases end with their time
+            self._client.bury(client)
 
     def end(self, groups: Iterable[GroupId]) -> None:
         """These groups are trained, filtered or failed: nobody needs them any more."""
