@@ -13,7 +13,7 @@ import time
 
 from report import Row, parse_options, publish
 
-from dora.runtime.garbage import collect_young, no_pauses
+from dora.runtime.garbage import no_pauses
 from dora.sim.forecast.cluster import Job, Layout, Setup
 from dora.sim.forecast.hardware import DEVICES
 from dora.sim.forecast.lengths import Lengths
@@ -38,7 +38,6 @@ def measure(share: float, num_steps: int) -> Row:
     player, marks = setup.player(), list[tuple[float, int]]()
     began_s = time.process_time()
     for _ in player.steps():
-        collect_young()
         marks.append((time.process_time(), player.outcome.num_events))
     took_s, outcome = time.process_time() - began_s, player.outcome
     found = outcome.figures(len(setup.engines), setup.num_rows, 2)

@@ -37,20 +37,16 @@ class Indexes:
     posts: dict[int, Post] = field(default_factory=dict, repr=False)
     rooms: dict[int, Room] = field(default_factory=dict, repr=False)
 
-    def enter(self, engine: int, post: Post, room: Room) -> list[int]:
-        """Index an engine as it is now; returns the versions that others need not keep for it any more."""
-        old_room, old_post = self.rooms.get(engine, NO_ROOM), self.posts.get(engine, NOWHERE)
-        self.rooms[engine], self.posts[engine] = room, post
-        if room != old_room:
-            self._enter_room(engine, old_room, room)
-        return [] if post == old_post else self._enter_post(engine, old_post, post)
-
     def forget(self, engine: int) -> None:
         """It is gone."""
-        self.enter(engine, NOWHERE, NO_ROOM)
+        self.enter_post(engine, NOWHERE)
+        self.enter_room(engine, NO_ROOM)
         del self.rooms[engine], self.posts[engine]
 
-    def _enter_post(self, engine: int, old: Post, new: Post) -> list[int]:
+    def enter_post(self, engine: int, new: Post) -> list[int]:
+        """Index an engine's versions and pace; returns the versions that others need not keep for it."""
+        old = self.posts.get(engine, NOWHERE)
+        self.posts[engine] = new
         _list(engine, new.loading is not None, self.loaders)
         _list(engine, new.lag > 0, self.laggards)
         _move(engine, old.idle, new.idle, self.idle)
@@ -59,16 +55,19 @@ class Indexes:
         better = new.held if new.lag < old.lag else new.held - old.held
         return [version for version in sorted(better) if len(self.holders[version]) > 1]
 
-    def _enter_room(self, engine: int, old: Room, new: Room) -> None:
+    def enter_room(self, engine: int, new: Room) -> None:
+        """Index an engine's free rows."""
+        old, takers = self.rooms.get(engine, NO_ROOM), self.takers
+        self.rooms[engine] = new
         for version in old.ranks:
             if version not in new.ranks:
-                self.takers[version].discard(engine)
-                if not len(self.takers[version]):
-                    del self.takers[version]
+                takers[version].discard(engine)
+                if not len(takers[version]):
+                    del takers[version]
         for version, key in new.ranks.items():
-            if version not in self.takers:
-                self.takers[version] = Ranking()
-            self.takers[version].put(engine, key)
+            if version not in takers:
+                takers[version] = Ranking()
+            takers[version].put(engine, key)
         if new.fresh_rows:
             self.fresh_rows[new.top] += new.fresh_rows
         if old.fresh_rows:
@@ -102,4 +101,8 @@ def take(counts: Counter[int], key: int, count: int) -> None:
 
 
 def take_one(counts: Counter[int], key: int) -> None:
-    take(counts, key, 1)
+    """As `take`, at each fact."""
+    if counts[key] == 1:
+        del counts[key]
+    else:
+        counts[key] -= 1

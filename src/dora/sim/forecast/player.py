@@ -92,17 +92,17 @@ class Player:
                 engine.id, engine.rows, self.manner.slots, engine.is_colocated
             ))  # fmt: skip
             self._at(self.manner.report_s * (1 + engine.id / len(self.engines)), self._report, engine)
-        num_told = 0
-        while not self.mind.done:
-            if not self._heap:
+        num_told, heap, mind, found = 0, self._heap, self.mind, self.outcome
+        while not mind.done:
+            if not heap:
                 raise Deadlock("everyone waits, and no fact is under way")
-            self.now, _, happen, args = heapq.heappop(self._heap)
+            self.now, _, happen, args = heapq.heappop(heap)
             for event in happen(*args):
-                self.outcome.num_events += 1
+                found.num_events += 1
                 if self._listener is not None:
                     self._listener(self.now, event)
-                self._obey(self.mind.handle(event, self.now))
-            if len(self.outcome.steps) > num_told:
+                self._obey(mind.handle(event, self.now))
+            if len(found.steps) > num_told:
                 num_told += 1
                 yield num_told
         for engine in self.engines.values():
