@@ -68,11 +68,16 @@ def rush(state: State) -> list[Action]:
 
 def _mixture(state: State) -> Callable[[Engine], bool]:
     """Whether an engine may decode both what the trainer waits for and something else, by versions alone."""
-    late = {term.version for term in state.unscored if term.deadline <= state.next_step}
-    other = {term.version for term in state.unscored if term.deadline > state.next_step}
+    terms, step = state.unscored, state.next_step
     if state.evaluation is not None or state.limits.breaks_c1:  # versions on engines are not those of groups
-        return lambda _: bool(late and (other or state.evaluation))
-    return lambda engine: bool(late & engine.running.keys() and other & engine.running.keys())
+        is_late, is_early = (any((t.deadline <= step) == which for t in terms) for which in (True, False))
+        return lambda _: is_late and (is_early or state.evaluation is not None)
+
+    def is_mixed(engine: Engine) -> bool:
+        found = {t.deadline <= step for t in terms if t.version in engine.running}
+        return len(found) == 2
+
+    return is_mixed
 
 
 def _urgent(state: State, engine: Engine) -> tuple[RequestId, ...]:
