@@ -165,7 +165,7 @@ def held() -> str:
     by_load: dict[tuple[int, int], list[float]] = {}
     for row in rows("cluster"):
         if row.get("run") == "publish":
-            by_load.setdefault((row["engines"], row.get("pace_ms", 50)), []).append(row["held_ms"])
+            by_load.setdefault((row["engines"], row["pace_ms"]), []).append(row["held_ms"])
     lines = [
         [str(number), str(pace_ms), _median(held_ms, "{:.1f}")]
         for (number, pace_ms), held_ms in sorted(by_load.items())
