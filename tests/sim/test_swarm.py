@@ -82,12 +82,13 @@ def test_an_orchestrator_that_never_crashed_gives_the_same_orders(outcomes: list
 
 
 class Thorough(Orchestrator):
-    """Asks all rules after each fact, and counts those after which it need not."""
+    """Asks all rules after each fact, and remembers nothing; counts the facts after which it need not ask."""
 
     num_calm = 0
 
     def _is_calm(self, event: Event) -> bool:
         self.num_calm += super()._is_calm(event)
+        self.snapshot().admissible.clear()
         return False
 
 

@@ -1,7 +1,7 @@
 """Facts after which there is nothing to weigh: an answer has ended, and nobody wants its row.
 
-Nearly half of all facts are such, for a bound that is full admits nothing. The rules would find all as they
-left it; to ask them is most of what a fact costs.
+In a large fleet many facts are such, for a bound that is full admits nothing. The rules would find all as
+they left it.
 """
 
 from __future__ import annotations

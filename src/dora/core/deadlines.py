@@ -70,14 +70,9 @@ def _mixture(state: State) -> Callable[[Engine], bool]:
     """Whether an engine may decode both what the trainer waits for and something else, by versions alone."""
     terms, step = state.unscored, state.next_step
     if state.evaluation is not None or state.limits.breaks_c1:  # versions on engines are not those of groups
-        is_late, is_early = (any((t.deadline <= step) == which for t in terms) for which in (True, False))
-        return lambda _: is_late and (is_early or state.evaluation is not None)
-
-    def is_mixed(engine: Engine) -> bool:
-        found = {t.deadline <= step for t in terms if t.version in engine.running}
-        return len(found) == 2
-
-    return is_mixed
+        late = [term.deadline <= step for term in terms]
+        return lambda _: any(late) and (state.evaluation is not None or not all(late))
+    return lambda engine: len({t.deadline <= step for t in terms if t.version in engine.running}) == 2
 
 
 def _urgent(state: State, engine: Engine) -> tuple[RequestId, ...]:

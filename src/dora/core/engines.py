@@ -106,25 +106,16 @@ def post_of(engine: Engine) -> Post:
     return Post(held, held.difference(engine.running), engine.loading, engine.wanted, engine.lag)
 
 
-def is_posted(engine: Engine, post: Post) -> bool:
-    """Whether this is its post still, as after most facts."""
-    return (
-        post.held == engine.held
-        and post.idle == engine.held.difference(engine.running)
-        and (post.loading, post.wanted, post.lag) == (engine.loading, engine.wanted, engine.lag)
-        and not engine.is_leaving
-    )
-
-
 def room_of(engine: Engine) -> Room:
     """Requests that wait already may also go to an engine that clears their version, but there last.
 
     Slower engines get them after faster ones. Engines that decode older versions beside it get them after the
     others, for the fewer rows an engine decodes the faster are those that are nearer their deadline.
     """
-    if (free := engine.free_rows) <= 0 or not engine.is_working:
+    free = engine.free_rows
+    if free <= 0 or not engine.is_working:
         return NO_ROOM
-    top, clearing, lag, held = engine.top, engine.clearing, engine.lag, engine.held
+    top, clearing, lag = engine.top, engine.clearing, engine.lag
     oldest = min(engine.running, default=top)
-    ranks: dict[int, Key] = {v: (int(v == clearing), lag, int(oldest < v), -free) for v in held}
-    return Room(ranks, top, free if top in held and top != clearing else 0)
+    ranks: dict[int, Key] = {v: (int(v == clearing), lag, int(oldest < v), -free) for v in engine.held}
+    return Room(ranks, top, free if engine.is_open(top) else 0)

@@ -77,9 +77,9 @@ def _check_sources(state: State, event: RequestFinished) -> None:
         wrong = [c for c in event.chunks if state.store.get(c.version, c.digest) != c.digest]
         require(not wrong, event, "every token comes from published bytes", wrong)
         return
-    published = (event.version, state.store[event.version])
-    is_published = bool(event.chunks) and all([c[:2] == published for c in event.chunks])
-    require(is_published, event, "every token comes from the published bytes (C1)", published)
+    sources = {(c.version, c.digest) for c in event.chunks}
+    published = {(event.version, state.store[event.version])}
+    require(sources == published, event, "every token comes from the published bytes (C1)", published)
 
 
 def _leave(state: State, engine: Engine, request: RequestId) -> Group:

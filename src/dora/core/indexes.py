@@ -32,7 +32,6 @@ class Indexes:
     loaders: dict[int, None] = field(default_factory=dict, repr=False)  # engines that load now
     laggards: dict[int, None] = field(default_factory=dict, repr=False)  # engines slower than others
     admissible: dict[int, int] = field(default_factory=dict, repr=False)  # version -> groups, where counted
-    beats_nobody: tuple[tuple[int, int, int, float], ...] | None = field(default=None, repr=False)  # slowness
     is_settled: bool = field(default=False, repr=False)  # all rules were asked, and had no order
     num_rows: int = field(default=0, repr=False)  # of all engines
     posts: dict[int, Post] = field(default_factory=dict, repr=False)
@@ -102,8 +101,4 @@ def take(counts: Counter[int], key: int, count: int) -> None:
 
 
 def take_one(counts: Counter[int], key: int) -> None:
-    """As `take`, at each fact."""
-    if counts[key] == 1:
-        del counts[key]
-    else:
-        counts[key] -= 1
+    take(counts, key, 1)

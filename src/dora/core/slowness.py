@@ -38,10 +38,7 @@ def measure(state: State) -> None:
 
 def escape(state: State) -> list[Migrate]:
     """Moves of what the trainer waits for, off engines that lag; nearly never is there a better one."""
-    if state.stall_group is None or state.limits.is_static:
-        state.beats_nobody = None
-        return []
-    better = _better(state)
+    better = {} if state.stall_group is None or state.limits.is_static else _better(state)
     orders: list[Migrate] = []
     for request in _late(state, better) if better else ():
         record = state.requests[request]
@@ -65,22 +62,15 @@ def stranded(state: State) -> list[int]:
 
 
 def _better(state: State) -> Better:
-    """The best row elsewhere, where it makes tokens so much faster.
-
-    Nearly never is there any, and while the best rows are those that beat nobody, only an engine that has
-    changed can be beaten.
-    """
-    late = {term.version for term in state.unscored if term.deadline <= state.next_step}
-    bests = {v: best for v in late if (best := _best(state, v)) is not None} if state.laggards else {}
-    rows = tuple((version, e.id, e.lag, e.row_tokens_per_s) for version, e in bests.items())
-    engines = state.changed if rows == state.beats_nobody else state.laggards
-    sources = [state.engines[e] for e in engines if e in state.laggards]
+    """The best row elsewhere, where it makes tokens so much faster; nearly never is there any."""
+    laggards = [state.engines[e] for e in state.laggards]
+    late = {term.version for term in state.unscored if term.deadline <= state.next_step} if laggards else ()
     better: Better = {}
-    for version, best in bests.items():
-        slow = (best.row_tokens_per_s or 1.0) / GAIN
-        beaten = (e for e in sources if e.lag > best.lag and e.row_tokens_per_s < slow)
-        better |= {(e.id, version): best for e in beaten if version in e.running}
-    state.beats_nobody = None if better else rows
+    for version in late:
+        if (best := _best(state, version)) is not None:
+            slow = (best.row_tokens_per_s or 1.0) / GAIN
+            beaten = (e for e in laggards if e.lag > best.lag and e.row_tokens_per_s < slow)
+            better |= {(e.id, version): best for e in beaten if version in e.running}
     return better
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dora.core.aging import Aging
 from dora.core.costs import Costs
 from dora.core.divergence import Divergence
-from dora.core.engines import Engine, is_posted, post_of, room_of
+from dora.core.engines import Engine, post_of, room_of
 from dora.core.group import Group
 from dora.core.held_out import Evaluation
 from dora.core.indexes import Indexes, take_one
@@ -118,9 +118,8 @@ class State(Indexes):
         """Keep the indexes right after `engine` has changed."""
         number = engine.id
         self.touched[number] = self.changed[number] = None
-        post = self.posts.get(number)
-        if post is None or not is_posted(engine, post):
-            for version in self.enter_post(number, post_of(engine)):
+        if (post := post_of(engine)) != self.posts.get(number):  # which changes seldom
+            for version in self.enter_post(number, post):
                 self.touch_idle(version)  # no other holder is the last copy, or the fastest
         self.enter_room(number, room_of(engine))
 

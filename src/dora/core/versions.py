@@ -130,8 +130,6 @@ def retire(state: State) -> list[Action]:
 
 def dismiss(state: State) -> list[Action]:
     """Engines that leave may go once nothing is on them, and nothing is on its way."""
-    if not state.leaving:
-        return []
     orders: list[Action] = []
     for engine in [state.engines[e] for e in sorted(state.leaving)]:
         is_source = any(move.source == engine.id for move in state.moves.values())

@@ -181,7 +181,7 @@ class FluidEngine:
 
     def go_on(self, row: Row) -> None:
         """Decode it from now on."""
-        if row.end is not None or row.done >= row.stop:
+        if row.is_active or row.done >= row.stop:
             return
         row.since = self.clock
         self.num_active += 1
