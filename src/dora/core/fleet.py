@@ -112,6 +112,8 @@ def progressed(event: Progressed, state: State) -> list[Action]:
             record.num_tokens = num_tokens
     if event.row_tokens_per_s > 0:
         engine.row_tokens_per_s = event.row_tokens_per_s
+        if engine.lag:
+            state.least_pace = None
     is_short = engine.kv_share <= state.limits.kv_watermark < event.kv_share
     state.is_rebalance_due |= is_short and "pressure" not in state.limits.without
     engine.kv_share = event.kv_share

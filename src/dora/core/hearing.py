@@ -84,8 +84,10 @@ def _check_sources(state: State, event: RequestFinished) -> None:
 
 def _leave(state: State, engine: Engine, request: RequestId) -> Group:
     """The request has left its engine for good."""
-    state.unseat(request, engine)
-    state.touch(engine)
+    if state.unseat(request, engine) in engine.running:
+        state.touch_rows(engine)
+    else:
+        state.touch(engine)
     return _forget(state, request)
 
 

@@ -31,6 +31,7 @@ class Indexes:
     unscored: dict[Term, dict[GroupId, None]] = field(default_factory=dict, repr=False)
     loaders: dict[int, None] = field(default_factory=dict, repr=False)  # engines that load now
     laggards: dict[int, None] = field(default_factory=dict, repr=False)  # engines slower than others
+    least_pace: float | None = field(default=None, repr=False)  # of these, where counted
     admissible: dict[int, int] = field(default_factory=dict, repr=False)  # version -> groups, where counted
     is_settled: bool = field(default=False, repr=False)  # all rules were asked, and had no order
     num_rows: int = field(default=0, repr=False)  # of all engines
@@ -48,7 +49,9 @@ class Indexes:
         old = self.posts.get(engine, NOWHERE)
         self.posts[engine] = new
         _list(engine, new.loading is not None, self.loaders)
-        _list(engine, new.lag > 0, self.laggards)
+        if (new.lag > 0) != (old.lag > 0):
+            _list(engine, new.lag > 0, self.laggards)
+            self.least_pace = None
         _move(engine, old.idle, new.idle, self.idle)
         _move(engine, old.held, new.held, self.holders)
         _move(engine, old.coming, new.coming, self.coming)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 
 from dora.core.bound import bound_holds, num_admissible
 from dora.core.state import State
@@ -157,6 +158,9 @@ def _indexes(state: State) -> list[str]:
     counted = {version: num_admissible(state, version) for version in state.admissible}
     if counted != state.admissible:
         broken.append(f"the bound is said to admit {state.admissible}, and admits {counted}")
+    least = min((state.engines[e].row_tokens_per_s for e in fresh.laggards), default=inf)
+    if state.least_pace not in (None, least):
+        broken.append(f"the slowest engine is said to make {state.least_pace} tokens a second, not {least}")
     if state.num_rows != fresh.num_rows:
         broken.append(f"num_rows is {state.num_rows}, should be {fresh.num_rows}")
     for name in ("fresh_rows", "colocated", "leaving", "loaders", "laggards", "posts", "rooms"):

@@ -116,11 +116,15 @@ class State(Indexes):
 
     def touch(self, engine: Engine) -> None:
         """Keep the indexes right after `engine` has changed."""
+        if (post := post_of(engine)) != self.posts.get(engine.id):  # which changes seldom
+            for version in self.enter_post(engine.id, post):
+                self.touch_idle(version)  # no other holder is the last copy, or the fastest
+        self.touch_rows(engine)
+
+    def touch_rows(self, engine: Engine) -> None:
+        """As `touch`, where only its rows have changed, not which versions it decodes."""
         number = engine.id
         self.touched[number] = self.changed[number] = None
-        if (post := post_of(engine)) != self.posts.get(number):  # which changes seldom
-            for version in self.enter_post(number, post):
-                self.touch_idle(version)  # no other holder is the last copy, or the fastest
         self.enter_room(number, room_of(engine))
 
     def add(self, engine: Engine) -> None:

@@ -39,6 +39,17 @@ class Deadlock(Exception):
     """The run is not done, and nothing is under way."""
 
 
+class Group:
+    """One that was admitted and is not trained yet."""
+
+    __slots__ = ("cached", "tokens", "version", "work_s")
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.work_s, self.tokens = 0.0, 0  # to train it
+        self.cached: set[tuple[int, int]] = set()  # engine and version that its prompt has KV of
+
+
 class Player:
     """Carries out orders and tells facts, until the mind is done."""
 
@@ -62,9 +73,7 @@ class Player:
         self._dirty: dict[int, None] = {}
         self._cursor = 0
         self._drawn: dict[int, list[list[int]]] = {}
-        self._versions: dict[GroupId, int] = {}  # of admitted groups
-        self._work: dict[GroupId, tuple[float, int]] = {}  # seconds and tokens to train it
-        self._prefilled: set[tuple[int, int, GroupId]] = set()  # prompts that an engine has KV of
+        self._groups: dict[GroupId, Group] = {}
         self._net_s: dict[int, float] = {}  # engine -> when its last move is over
         self._bench = Bench(manner.least_early if manner.is_streamed else None)
         self._training: order.Train | None = None
@@ -181,10 +190,11 @@ class Player:
         return self._drawn[chunk][place]
 
     def _admit(self, it: order.Admit) -> None:
-        if it.group in self._work:  # it was dropped, and begins again
-            self.outcome.num_dropped += self._work[it.group][1]
-        self._versions[it.group] = it.version
-        self._work[it.group] = (0.0, 0)
+        old = self._groups.get(it.group)
+        new = self._groups[it.group] = Group(it.version)
+        if old is not None:  # it was dropped, and begins again
+            self.outcome.num_dropped += old.tokens
+            new.cached = old.cached
 
     def _score(self, it: order.Score) -> None:
         rewards = tuple(float(k % 2) for k in range(self.group_size))
@@ -194,12 +204,13 @@ class Player:
 
     def _generate(self, it: order.Generate) -> None:
         engine, prompt = self._engine(it.engine), self.lengths.prompt
+        place = (it.engine, it.version)
         for request in it.requests:
             length = self._answers(request.row)[request.sibling]
             stop = -(-length // self.lengths.turns)
-            place = (it.engine, it.version, request.group)
-            if place not in self._prefilled:
-                self._prefilled.add(place)
+            cached = self._groups[request.group].cached
+            if place not in cached:
+                cached.add(place)
                 engine.busy(engine.cost.prefill_s(prompt))
             row = Row(request, it.version, prompt, length, stop)
             row.began_s = self.now
@@ -242,11 +253,10 @@ class Player:
         return ()
 
     def _finish(self, engine: FluidEngine, row: Row) -> Event:
-        group = row.request.group
         tokens = row.prompt + row.length
-        if (work := self._work.get(group)) is not None:
-            work_s, num = work
-            self._work[group] = (work_s + self.trainer.work_s(tokens), num + tokens)
+        if (group := self._groups.get(row.request.group)) is not None:
+            group.work_s += self.trainer.work_s(tokens)
+            group.tokens += tokens
         self.outcome.num_answers += 1
         self.outcome.answer_s += self.now - row.began_s
         chunk = Chunk(row.version, f"v{row.version}", row.length)
@@ -352,14 +362,15 @@ class Player:
     # trainer
 
     def _commit(self, it: order.Commit) -> None:
-        self._bench.commit(self.now, it.step, *self._work[it.group])
+        group = self._groups[it.group]
+        self._bench.commit(self.now, it.step, group.work_s, group.tokens)
 
     def _train(self, it: order.Train) -> None:
         self._began_s[it.step], self._training = self.now, it
         self._bench.train(self.now, it.step, self._work_s(it), self.trainer.fixed_s)
 
     def _work_s(self, it: order.Train) -> float:
-        return sum(self._work[group][0] for group in it.groups)
+        return sum(self._groups[group].work_s for group in it.groups)
 
     def _rest(self, epoch: int) -> Iterable[Event]:
         """The trainer has done all that it had."""
@@ -373,18 +384,16 @@ class Player:
             self._plan()
 
     def _trained(self, it: order.Train) -> Iterable[Event]:
-        ages = Counter(it.step - self._versions.pop(group) for group in it.groups)
         took_s = self._work_s(it) + self.trainer.fixed_s
-        tokens = sum(self._work.pop(group)[1] for group in it.groups)
-        num = len(it.groups) * self.group_size
+        groups = [self._groups.pop(group) for group in it.groups]
+        ages = Counter(it.step - group.version for group in groups)
+        tokens, num = sum(group.tokens for group in groups), len(groups) * self.group_size
         began_s = self._began_s[it.step]
         self.outcome.steps.append(Step(began_s, self.now, took_s, tokens, num, ages))
         self._bench.end(self.now, it.step)
-        done = set(it.groups)
-        self._prefilled = {place for place in self._prefilled if place[2] not in done}
         yield fact.Trained(it.step)
 
     def _publish(self, it: order.Publish) -> None:
-        alive = {*self._versions.values(), it.version}
+        alive = {*(group.version for group in self._groups.values()), it.version}
         self.outcome.num_versions = max(self.outcome.num_versions, len(alive))
         self._at(self.trainer.publish_s(), self._told, fact.Published(it.version, f"v{it.version}"))
