@@ -8,7 +8,7 @@ the greater of a constant and a line (`Pace`): many steps cost one formula, not 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dora.errors import InputError
@@ -78,6 +78,7 @@ class EngineCost:
     tensor: int = 1
     expert: int = 1
     expert_skew: float = 0.1  # by which the most wanted rank's experts are wanted more, whatever is decoded
+    _known: dict[tuple[int, int], Terms] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.expert) < 1:
@@ -129,6 +130,12 @@ class EngineCost:
 
     def terms(self, num_rows: int, rank_rows: int) -> Terms:
         """What of a pace depends on the number of rows alone."""
+        key = (num_rows, rank_rows)
+        if key not in self._known:
+            self._known[key] = self._terms(num_rows, rank_rows)
+        return self._known[key]
+
+    def _terms(self, num_rows: int, rank_rows: int) -> Terms:
         shape, experts = self.shape, self._experts(num_rows)
         kv_s = shape.kv_bytes / self.tensor / self._memory
         read_s = (shape.dense_bytes / self.tensor + experts * shape.expert_bytes / self.tensor) / self._memory

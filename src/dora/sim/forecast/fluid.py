@@ -6,7 +6,8 @@ rows and contexts it has. So an answer of a thousand tokens costs two events, no
 
 from __future__ import annotations
 
-import heapq
+from array import array
+from bisect import bisect_left
 from collections import Counter
 from typing import Protocol
 
@@ -50,14 +51,11 @@ class Row:
         self.done = 0.0  # tokens, when the clock was `since`
         self.since = 0.0
         self.rank = 0
-        self.end: End | None = None  # while it is decoded
+        self.end: float | None = None  # the clock at its stop, while it is decoded
 
     @property
     def is_active(self) -> bool:
         return self.end is not None
-
-
-End = tuple[float, int, Row]  # the clock at a row's stop, in order of their beginnings
 
 
 class FluidEngine:
@@ -81,11 +79,10 @@ class FluidEngine:
         self.stop_s = NEVER  # when a row comes to a stop, as things are
         self.look_s = NEVER  # when that is looked at next
         self._kv_tokens = cost.kv_tokens
-        self._terms: dict[tuple[int, int], Terms] = {}
         self._rank_rows = [0] * cost.expert
         self._rank_context = [0.0] * cost.expert
-        self._ends: list[End] = []  # outdated ones, which are no row's `end` any more, among them
-        self._num_ends = 0
+        self._ends = array("d")  # of the rows it decodes, negative, so that the next one is last
+        self._enders: list[Row] = []  # these rows
         self._pace: Pace | None = None
 
     def advance(self, now: float) -> None:
@@ -108,10 +105,8 @@ class FluidEngine:
     def pace(self) -> Pace:
         """Of the rows it decodes now."""
         if self._pace is None:
-            key = (self.num_active, max(self._rank_rows))
-            if key not in self._terms:
-                self._terms[key] = self.cost.terms(*key)
-            pace = self._terms[key].pace(max(self._rank_context), len(self.versions) or 1)
+            terms = self.cost.terms(self.num_active, max(self._rank_rows))
+            pace = terms.pace(max(self._rank_context), len(self.versions) or 1)
             self._pace = pace if self.slowness == 1.0 else Pace(*(self.slowness * part for part in pace))
         return self._pace
 
@@ -123,10 +118,7 @@ class FluidEngine:
         """When a row comes to its stop, or the KV is full; NEVER while it decodes nothing."""
         if self.is_paused or not self.num_active:
             return NEVER
-        ends = self._ends
-        while ends[0] is not ends[0][2].end:
-            heapq.heappop(ends)
-        left, room = ends[0][0] - self.clock, self._kv_tokens - sum(self._rank_context)
+        left, room = -self._ends[-1] - self.clock, self._kv_tokens - sum(self._rank_context)
         is_full = self.num_active > 1 and room < self.num_active * left
         steps = max(0.0, room / self.num_active if is_full else left)
         return max(self.now, self.free_s) + self.pace().seconds(steps)
@@ -134,13 +126,11 @@ class FluidEngine:
     def stopped(self) -> list[Row]:
         """Rows that have come to their stop; they are decoded no more."""
         found: list[Row] = []
-        while self._ends and self._ends[0][0] <= self.clock + NEARLY:
-            end = heapq.heappop(self._ends)
-            row = end[2]
-            if row.end is end:
-                self.halt(row)
-                row.done = float(row.stop)
-                found.append(row)
+        while self._ends and -self._ends[-1] <= self.clock + NEARLY:
+            row = self._enders[-1]
+            self.halt(row)
+            row.done = float(row.stop)
+            found.append(row)
         return found
 
     def spill(self) -> float:
@@ -188,9 +178,10 @@ class FluidEngine:
         self.versions[row.version] += 1
         self._rank_rows[row.rank] += 1
         self._rank_context[row.rank] += row.prompt + row.done
-        self._num_ends += 1
-        row.end = (row.since + row.stop - row.done, self._num_ends, row)
-        heapq.heappush(self._ends, row.end)
+        row.end = row.since + row.stop - row.done
+        place = bisect_left(self._ends, -row.end)  # of those that end with it, the first to begin is last
+        self._ends.insert(place, -row.end)
+        self._enders.insert(place, row)
         self._pace = None
 
     def halt(self, row: Row) -> None:
@@ -198,6 +189,8 @@ class FluidEngine:
         if row.end is None:
             return
         row.done = self.tokens(row)
+        place = self._enders.index(row, bisect_left(self._ends, -row.end))
+        del self._ends[place], self._enders[place]
         row.end = None
         self.num_active -= 1
         self.versions[row.version] -= 1

@@ -225,7 +225,8 @@ class Player:
             return ()
         engine.advance(self.now)
         self._dirty[engine.id] = None
-        self.outcome.kv_peak = max(self.outcome.kv_peak, engine.kv_share)
+        if (share := engine.kv_share) > self.outcome.kv_peak:
+            self.outcome.kv_peak = share
         facts: list[Event] = []
         for row in engine.stopped():
             if row.done < row.length:
