@@ -16,7 +16,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 MAX_ROWS = 120  # of one table
 MADE_BY = {
     "engine_grid": "engine",
-    "faults_idle": "faults",
     "faults_ray": "faults",
     "policies_search": "policies",
     "sglang_fleet": "vllm_fleet",

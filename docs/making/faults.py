@@ -11,13 +11,12 @@ from docs.making import markdown
 from docs.making.benchmarks import figure
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-EARLY = "08b808127d08"  # there, the recovery of trainers was read before they had started
 RULES = {"both": "both rules", "first": "without moves", "neither": "without both"}
 
 
 def tables() -> dict[str, Callable[[], str]]:
     """What makes each table, by name."""
-    made = (faults_totals, faults_kinds, faults_idle, faults_ray_totals, faults_ray, faults_slow)
+    made = (faults_totals, faults_kinds, faults_ray_totals, faults_ray, faults_slow)
     return {one.__name__: one for one in made}
 
 
@@ -46,14 +45,7 @@ def _totals(name: str) -> str:
 
 def faults_kinds() -> str:
     """Detection and recovery of each kind."""
-    found = _read("faults")
-    early = {"recovery_s_p50": "", "recovery_s_max": ""} if found["git"] == EARLY else {}
-    return _times([row | early if row["kind"].startswith("trainer") else row for row in found["rows"]])
-
-
-def faults_idle() -> str:
-    """The same on cores that had nothing else to do."""
-    return _times(_read("faults_idle")["rows"])
+    return _times(_read("faults")["rows"])
 
 
 def faults_ray() -> str:
