@@ -7,7 +7,7 @@ much slower that all together have as much to do as the one. Last the paths, on 
 this machine, each with an object store of its own: `object` is Ray's alone, `weights` ends in an engine's
 buffer, `kv` in its pool, in pieces of 4 MiB as a move has them. Every object and version has been seen by
 nobody yet.
---quick leaves the demo out, and slower engines; three are many, each step is one of few, buffers are smaller.
+--quick leaves the demo out, and slower engines; two are many, steps are few, buffers smaller.
 
     python benchmarks/cluster.py [--quick] [--json FILE]
 """
@@ -241,7 +241,7 @@ def median(rows: list[Row], key: str, **chosen: object) -> float:
 def main() -> None:
     options = parse_options(__doc__ or "")
     is_quick = options.quick
-    many, paces_ms = (3, [PACE_MS]) if is_quick else (MANY, [PACE_MS, MANY * PACE_MS])
+    many, paces_ms = (2, [PACE_MS]) if is_quick else (MANY, [PACE_MS, MANY * PACE_MS])
     paths = path_rows(2**24 if is_quick else 2**27, 3 if is_quick else 9)
     demo = [demo_row(kind, repeat, 30) for repeat in range(0 if is_quick else 3) for kind in KINDS]
     held = [
