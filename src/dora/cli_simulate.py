@@ -178,10 +178,10 @@ def draw_timeline(
 ) -> None:
     """Draw a real run's engines over time, as `dora simulate run --timeline` draws a simulated one's."""
     from dora.observe.journal import read_journal
-    from dora.sim.forecast.compare import check_files
+    from dora.sim.forecast.compare import check_pictures
     from dora.sim.forecast.pictures import Timeline, timeline_svg
 
-    check_files(out)
+    check_pictures(out)
     drawn = Timeline()
     for line in read_journal(run).lines:
         drawn.hear(line.t_s, line.record)
@@ -195,10 +195,10 @@ def speed(
 ) -> None:
     """Draw real runs' trained tokens a second against S, a line for each policy."""
     from dora.observe.report.reading import speed_of
-    from dora.sim.forecast.compare import check_files
+    from dora.sim.forecast.compare import check_pictures
     from dora.sim.forecast.pictures import speed_svg
 
-    check_files(out)
+    check_pictures(out)
     out.write_text(speed_svg(speed_of(run) for run in runs), encoding="utf-8")
 
 
@@ -288,8 +288,8 @@ def answers_of(run: Path) -> tuple[int, ...]:
 
 
 def names(text: str) -> list[str]:
-    """Words, separated by commas."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    """Words, separated by commas, each once."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def numbers(text: str) -> list[int]:

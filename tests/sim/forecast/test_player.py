@@ -200,6 +200,7 @@ def test_what_cannot_be_is_refused_with_the_numbers_that_clash(
         ("--rollout A100", "'A100' in 'A100' is no kind of device with a number, such as A100:32"),
         ("--rollout H800:3 --tensor 2", "3 x H800 cannot be shared out among engines of tensor 2"),
         ("--timeline no/such/lanes.svg", "no/such is no folder"),
+        ("--plot speed.png", "name it speed.svg"),
     ],
 )
 def test_the_command_refuses_what_cannot_be_before_anything_is_played(

@@ -102,11 +102,22 @@ def check_files(*paths: Path | None) -> None:
             raise InputError(f"{path} cannot be written: {path.parent} is no folder")
 
 
+def check_pictures(*paths: Path | None) -> None:
+    """They are drawn as SVG, which a page may have, too. Raises InputError."""
+    check_files(*paths)
+    for path in filter(None, paths):
+        if path.suffix.lower() not in (".svg", ".html"):
+            raise InputError(
+                f"{path} would be no SVG, as pictures are; name it {path.with_suffix('.svg').name}"
+            )
+
+
 def compare(job: Job, found: Sequence[Layout], num_steps: int, path: Path | None, pictures: Pictures) -> int:
     """Play each, print the table, and write it if asked to."""
     if not found:
         raise InputError("nothing to simulate: give at least one policy and one S")
-    check_files(path, pictures.timeline, pictures.plot)
+    check_files(path)
+    check_pictures(pictures.timeline, pictures.plot)
     setups = [Setup(job, layout, num_steps) for layout in found]
     for setup in setups:
         setup.check()
