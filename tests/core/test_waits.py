@@ -54,8 +54,8 @@ def test_the_first_step_waits_for_a_version_for_an_engine_and_for_its_load() -> 
     run.now = 3.0
     run.join(0, rows=9, slots=3)
     found = waits(run.state)
-    assert Wait("version 0 on engine 0", "weight store", "its weights", 3.0) in found
-    assert owners(found) == ["weight store"]
+    assert Wait("version 0 on engine 0", "engine 0", "it takes the weights", 3.0) in found
+    assert owners(found) == ["engine 0"]
 
 
 def test_a_group_whose_answers_are_finished_waits_for_its_rewards() -> None:

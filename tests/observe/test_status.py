@@ -13,7 +13,7 @@ import pytest
 
 from dora.errors import InputError
 from dora.observe import status
-from dora.observe.status import FILE_NAME, QUIET_ELSEWHERE_S, QUIET_S, SCHEMA, standing_of
+from dora.observe.status import DRIVER, FILE_NAME, QUIET_ELSEWHERE_S, QUIET_S, SCHEMA, standing_of
 
 WAIT = {"who": "trainer", "on": "step 3", "what": "2 more of its 2 groups", "since_s": 4.0}
 GROUP = {"who": "step 3", "on": "engine 1", "what": "tokens [v2]", "since_s": None}
@@ -98,6 +98,26 @@ def test_a_run_of_an_older_version_is_known_by_its_other_files(tmp_path: Path) -
     assert standing_of(tmp_path).sentence == "stopped by SIGTERM"
     (tmp_path / "summary.json").write_text('{"stopped": ""}')
     assert standing_of(tmp_path).state == "finished"
+
+
+def test_a_run_whose_driver_has_written_nothing_yet_is_starting(tmp_path: Path) -> None:
+    """Nor has it, where the file of a former life is there."""
+    process = psutil.Process()
+    driver = {"pid": process.pid, "created_s": process.create_time()}
+    (tmp_path / "journal.jsonl").touch()
+    (tmp_path / "control").mkdir()
+    (tmp_path / DRIVER).write_text(json.dumps(driver))
+    assert (standing_of(tmp_path).state, "starting, for" in standing_of(tmp_path).sentence) == (
+        "running",
+        True,
+    )
+    write(tmp_path, created_s=1.0, state="stopped", why="SIGINT")
+    assert "starting, for" in standing_of(tmp_path).sentence
+    write(tmp_path)
+    assert standing_of(tmp_path).sentence.startswith("running: training")
+    (tmp_path / FILE_NAME).unlink()
+    (tmp_path / DRIVER).write_text(json.dumps(driver | {"created_s": 1.0}))
+    assert standing_of(tmp_path).state == "died"
 
 
 @pytest.mark.parametrize("text", [None, "half a li", "[]", "{}", '{"schema": 99}', f'{{"schema": {SCHEMA}}}'])

@@ -30,6 +30,38 @@ def test_an_address_where_nobody_listens_is_refused_at_once(server: socket.socke
     ground.reach(address)
 
 
+def test_a_head_that_has_gone_once_is_asked_no_more(server: socket.socket) -> None:
+    server.listen()
+    head = ground.Head(f"127.0.0.1:{server.getsockname()[1]}")
+    assert head.is_there
+    server.close()
+    assert not head.is_there
+    with socket.create_server(server_address(head)):
+        assert not head.is_there
+
+
+def server_address(head: ground.Head) -> tuple[str, int]:
+    """Where it was."""
+    host, _, port = head.address.rpartition(":")
+    return host, int(port)
+
+
+@pytest.mark.parametrize(("took_s", "limit_s", "is_there", "num_told"), [
+    (0.0, 60.0, True, 0), (9.0, 60.0, True, 1), (99.0, 60.0, False, 1), (9.0, 2.0, False, 0)
+])  # fmt: skip
+def test_a_wait_for_room_is_told_of_once_it_takes_a_while(
+    took_s: float, limit_s: float, is_there: bool, num_told: int
+) -> None:
+    waited_s, told = [0.0], list[str]()
+
+    def wait(seconds: float) -> bool:
+        waited_s[0] += seconds
+        return waited_s[0] >= took_s
+
+    assert ground.told_late(wait, limit_s, lambda: told.append("no room")) == is_there
+    assert len(told) == num_told
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "no..name:6379"])
 def test_an_address_that_cannot_be_is_refused(address: str) -> None:
     with pytest.raises(RunError, match="nobody answers there"):

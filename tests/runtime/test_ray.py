@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'
 from tests.runtime.nodes import add_node, two_nodes
 
 RAY = {"runtime__kind": "ray"}
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 ENGINES = tuple(f"engine {number}" for number in range(3))
 
 
@@ -31,6 +33,12 @@ def told(run: Run, name: str) -> dict[str, Any]:
     path = run.out / "status.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"processes": []}
     return next((process for process in found["processes"] if process["name"] == name), {})
+
+
+def listening(processes: Iterable[psutil.Process]) -> set[str]:
+    """The addresses on which they wait for somebody."""
+    found = [one for process in processes for one in process.net_connections("inet")]
+    return {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
 
 
 def drain(cluster: Any, node: Any) -> None:
@@ -75,6 +83,7 @@ def test_a_run_starts_ray_by_itself_and_leaves_an_actor_that_hangs(start_run: St
     raylet = next(process for process in started if "raylet" in process.name())
     assert raylet.environ()["RAY_AUTH_MODE"] == "token"
     run.wait_until(lambda: "pid" in told(run, "engine 0"), "engine 0")
+    assert {address for address in listening(started) if not address.startswith(LOOPBACK)} == set()
     engine = psutil.Process(told(run, "engine 0")["pid"])
     assert "ray::" in " ".join(engine.cmdline())
     engine.suspend()
@@ -82,6 +91,17 @@ def test_a_run_starts_ray_by_itself_and_leaves_an_actor_that_hangs(start_run: St
     check(run, engine_losses=1, trained_groups=40)
     assert "silent for more than runtime.heartbeat_timeout_s = 2" in run.end().out
     assert "another one takes its place" in run.end().out
+    assert wait_until_gone(started, 10.0) == []
+
+
+def test_a_stop_of_the_whole_process_group_ends_a_run_that_started_ray(start_run: StartRun) -> None:
+    """As `timeout` and some schedulers stop it: Ray's own processes, which the run would ask, go with it."""
+    run = start_run(**RAY, run__steps=10_000, engine__pace="20ms", trainer__save_freq=2)
+    run.wait_for_steps(1)
+    started = psutil.Process(run.pid).children(recursive=True)
+    os.killpg(run.pid, signal.SIGTERM)
+    assert (run.end().code, summary(run.out)["stopped"]) == (130, "SIGTERM")
+    assert run.weight_folders() == []
     assert wait_until_gone(started, 10.0) == []
 
 
@@ -110,6 +130,7 @@ def test_engines_follow_the_nodes_that_come_and_go(start_run: StartRun) -> None:
     drained = next(number for number, name in enumerate(ENGINES) if on(run, name) == visitor.node_id[:8])
     drain(cluster, visitor)
     run.wait_until(lambda: "engine_left" in kinds(run, drained), "an engine leaves the node that is drained")
+    assert "engine_lost" not in kinds(run, drained)
     cluster.remove_node(visitor)
     guest = add_node(cluster, 3)
     run.wait_until(lambda: "engine_joined" in kinds(run, 3), "an engine joins where there is room")

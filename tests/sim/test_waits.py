@@ -16,7 +16,7 @@ from dora.runtime.drive import drive
 from dora.sim.models import draw_config
 from dora.sim.world import World
 
-STATION = re.compile(r"trainer|rewards|dataset|weight store|engines|engine \d+")
+STATION = re.compile(r"trainer|rewards|dataset|engines|engine \d+")
 
 
 def check(state: State) -> None:

@@ -17,7 +17,7 @@ from dora.core.state import Request, State
 from dora.core.wording import counted, nth
 
 MAX_NAMED = 8  # of one kind, behind one wait
-TRAINER, REWARDS, DATASET, STORE = "trainer", "rewards", "dataset", "weight store"
+TRAINER, REWARDS, DATASET = "trainer", "rewards", "dataset"
 ENGINES = "engines"  # whichever of them is the first
 ADMISSION = "admission"
 
@@ -141,7 +141,7 @@ def _of_engine(state: State, engine: Engine) -> Iterator[Wait]:
     """Loads wait, and whole engines for the trainer; an engine that decodes waits for nobody."""
     name = _engine(engine.id)
     if engine.loading is not None:
-        yield Wait(_load(engine.loading, engine.id), STORE, "its weights", engine.load_since_s)
+        yield Wait(_load(engine.loading, engine.id), name, "it takes the weights", engine.load_since_s)
     if engine.wanted is not None:
         what = "a free slot" if engine.clearing is None else f"its requests of version {engine.clearing} go"
         yield Wait(_load(engine.wanted, engine.id), name, what)

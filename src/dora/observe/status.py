@@ -6,6 +6,7 @@ run, so nothing here can stop one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import time
@@ -25,6 +26,7 @@ from dora.observe.nearby import why_no_run
 
 FILE_NAME = "status.json"
 SCHEMA = 2
+DRIVER = Path("control") / "process.json"  # names the driver, from before it starts any process
 QUIET_S = 10.0  # a driver that goes writes about once a second
 QUIET_ELSEWHERE_S = 60.0  # on another machine, whose processes cannot be seen and whose clock may differ
 
@@ -45,6 +47,8 @@ def standing_of(run: Path) -> Standing:
     """Where the run in a folder stands. Raises InputError if it is not the folder of a run."""
     path = run / FILE_NAME
     try:
+        if (starting := _starting(run)) is not None:
+            return starting
         told = json.loads(path.read_bytes())
         if told.get("schema") != SCHEMA:
             raise InputError(f"{path}: schema is {told.get('schema')!r}, this version reads {SCHEMA}")
@@ -104,6 +108,26 @@ def _judge(run: Path, told: Mapping[str, Any], age_s: float) -> Standing:
             "stalled", f"stalled: nothing has happened for {_time(told['idle_s'])}; {where}", told
         )
     return Standing("running", f"running: {where}", told)
+
+
+def _starting(run: Path) -> Standing | None:
+    """Of a driver that is there and has written nothing yet, as while a cluster has no room for the run."""
+    try:
+        driver = json.loads((run / DRIVER).read_bytes())
+        pid, created_s = int(driver["pid"]), float(driver["created_s"])
+        with contextlib.suppress(FileNotFoundError):
+            if json.loads((run / FILE_NAME).read_bytes())["created_s"] == created_s:
+                return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not is_alive(pid, created_s):
+        return None
+    passed = _time(time.time() - created_s)
+    return Standing(
+        "running",
+        f"starting, for {passed}: its processes are not all there yet, and its log says what it waits for",
+        {},
+    )
 
 
 def _without_file(run: Path) -> Standing:

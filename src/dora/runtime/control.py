@@ -20,10 +20,9 @@ import psutil
 
 from dora.errors import InputError, RunError
 from dora.observe.nearby import JOURNAL, why_no_run
-from dora.observe.status import is_alive
+from dora.observe.status import DRIVER, is_alive
 
 LOOK_S = 0.2  # between two looks into the folder
-PROCESS = "process.json"  # names the driver
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Control:
         self._next_s = 0.0
         self._folder.mkdir()
         process = psutil.Process()
-        _put(self._folder / PROCESS, {"pid": process.pid, "created_s": process.create_time()})
+        _put(run / DRIVER, {"pid": process.pid, "created_s": process.create_time()})
 
     def asked(self) -> list[tuple[str, Ask]]:
         """New requests with their names, if the last look is long enough ago."""
@@ -117,7 +116,7 @@ def forget_dead(run: Path) -> None:
 
 def _check_running(run: Path) -> None:
     """Raises InputError if no process drives the run in a folder."""
-    path = run / "control" / PROCESS
+    path = run / DRIVER
     try:
         driver = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dora.runtime.plan import Plan
 
 REACH_S = 3.0  # that a cluster may take to answer
+LATE_S = 5.0  # after which a wait for room is told of
 
 
 class Ground(Protocol):
@@ -87,8 +88,8 @@ def check(config: Config) -> None:
         )
     if config.ray.address is None and (mode := os.environ.get("RAY_AUTH_MODE", "token")).lower() != "token":
         raise ConfigError(
-            f"RAY_AUTH_MODE = {mode!r}: the run would start Ray, which listens on all addresses, for whoever "
-            "comes; unset it, or start Ray yourself and set ray.address"
+            f"RAY_AUTH_MODE = {mode!r}: the run would start Ray for everybody on this machine; unset it, or "
+            "start Ray yourself and set ray.address"
         )
 
 
@@ -103,6 +104,33 @@ def reach(address: str, found: str | None = None) -> None:
             f"ray.address = {address!r}: nobody answers {where} ({error}); start Ray there with "
             "`ray start --head`, or remove ray.address"
         ) from error
+
+
+class Head:
+    """Of a cluster. Once it is gone, Ray's calls hang, and Ray ends the process a minute later."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self._is_lost = address, False
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has answered every time."""
+        if not self._is_lost:
+            try:
+                reach(self.address)
+            except RunError:
+                self._is_lost = True
+        return not self._is_lost
+
+
+def told_late(wait: Callable[[float], bool], limit_s: float, tell: Callable[[], None]) -> bool:
+    """Whether `wait` came to its end within `limit_s`; it is told of once it takes a while."""
+    if wait(min(LATE_S, limit_s)):
+        return True
+    if limit_s <= LATE_S:
+        return False
+    tell()
+    return wait(limit_s - LATE_S)
 
 
 def join_in_time(join: Callable[[], object], address: str, limit_s: float) -> None:

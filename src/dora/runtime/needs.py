@@ -6,6 +6,7 @@ is the storage of the sample stream, from whose blocks they read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,6 +73,13 @@ def sum_of(needs: list[Need]) -> dict[str, float]:
         for name, amount in need.resources.items():
             asked[name] = asked.get(name, 0.0) + amount
     return asked
+
+
+def lack(needs: list[Need], resources: Mapping[str, float]) -> str:
+    """What is said while they have no place."""
+    asked = sum_of(needs)
+    have = {name: resources.get(name, 0.0) for name in asked}
+    return f"the cluster has no room for the run: it asks for {asked}, and all nodes together have {have}"
 
 
 def kind_of(spec: Any) -> str | None:

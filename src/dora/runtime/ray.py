@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray._private import ray_constants
 from ray._private import state as gcs
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.exceptions import GetTimeoutError, RayError
@@ -37,9 +38,9 @@ from dora import __version__
 from dora.errors import RunError
 from dora.runtime import far, sealed
 from dora.runtime.consumer import ConsumerSpec
-from dora.runtime.ground import join_in_time, own_signals, reach
+from dora.runtime.ground import Head, join_in_time, own_signals, reach, told_late
 from dora.runtime.messages import EngineSpec, LoadWeights, StageWeights
-from dora.runtime.needs import Need, engine_need, kind_of, needs_of, on_its_own_gpu, sum_of
+from dora.runtime.needs import Need, engine_need, kind_of, lack, needs_of, on_its_own_gpu, sum_of
 from dora.runtime.plan import Plan
 from dora.runtime.process import WORKER_ENVIRONMENT, Body, Carrier, Forked, live
 from dora.weights.brought import Brought
@@ -47,6 +48,7 @@ from dora.weights.store import WeightStore, make_store_folder
 
 NODE = "ray.io/node-id"  # a label of each node
 END_S = 1.0  # that Ray may take to say that an actor has ended, and how
+GONE_S = 30.0  # ... and to end: it would try for a minute to reach a head that has gone, and then abort
 LOOK_S = 1.0  # between two looks at which nodes there are
 
 
@@ -81,6 +83,7 @@ class Cluster:
         needs = needs_of(plan)
         if self._is_own:
             self._join(sum_of(needs)["CPU"])
+        self.head = Head(ray.get_runtime_context().gcs_address)
         self._spans = self._config.address is not None
         self.host = ray.util.get_node_ip_address() if self._spans else None
         self._listener = sealed.Listener(self.host or "127.0.0.1")
@@ -146,16 +149,20 @@ class Cluster:
     def close(self) -> None:
         self._is_closed.set()
         self._listener.close()
-        with contextlib.suppress(RayError):
-            for group in self._groups:
-                remove_placement_group(group)
+        if self.head.is_there:
+            with contextlib.suppress(RayError):
+                for group in self._groups:
+                    remove_placement_group(group)
         self._versions.clear()
-        if self._is_own:
-            ray.shutdown()
+        if self._is_own or not self.head.is_there:
+            leaving = threading.Thread(target=ray.shutdown, name="leaves Ray", daemon=True)
+            leaving.start()
+            leaving.join(GONE_S)
 
     def _join(self, num_cpus: float) -> None:
         """Start Ray, or join it. Raises RunError, with what Ray says."""
         address = self._config.address
+        ray_constants.ENABLE_RAY_CLUSTER = address is not None  # else Ray stays on loopback, as on macOS
         own: dict[str, Any] = {
             "include_dashboard": False,
             "num_cpus": max(os.cpu_count() or 1, round(num_cpus + 0.5)),
@@ -182,15 +189,12 @@ class Cluster:
 
     def _reserve(self, needs: list[Need]) -> None:
         """All at once: a run begins with everything, or not at all. Raises RunError."""
-        group = self._group(needs)
-        if not group.wait(self.patience_s):
-            asked = sum_of(needs)
-            have = {name: ray.cluster_resources().get(name, 0.0) for name in asked}
+        group, resources = self._group(needs), ray.cluster_resources
+        if not told_late(group.wait, self.patience_s, lambda: self._notice(lack(needs, resources()))):
             remove_placement_group(group)
             raise RunError(
-                f"the cluster had no room for the run within runtime.start_timeout_s = "
-                f"{self.patience_s:g} s: it asks for {asked}, and all nodes together have {have}; "
-                "lower engine.num_engines or ray.*_cpus, or add nodes"
+                f"no room within runtime.start_timeout_s = {self.patience_s:g} s: "
+                f"{lack(needs, resources())}; lower engine.num_engines or ray.*_cpus, or add nodes"
             )
 
     def _group(self, needs: list[Need]) -> PlacementGroup:
@@ -286,8 +290,9 @@ class Actor:
 
     def kill(self) -> None:
         """Ray kills one that is stopped, too, but after seconds; nobody waits for that."""
-        with contextlib.suppress(RayError):
-            ray.kill(self._actor)
+        if self._cluster.head.is_there:
+            with contextlib.suppress(RayError):
+                ray.kill(self._actor)
         if self._line.done():
             self._hang_up()
         self._ended.wait(END_S)
