@@ -45,6 +45,12 @@ def test_a_trace_is_drawn_as_it_is(tmp_path: Path) -> None:
     assert drawn.mean() == pytest.approx(100 / 3, rel=0.03)
 
 
+def test_a_trace_may_begin_with_the_mark_that_spreadsheets_write(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("GeneratedTokens\n70\n", encoding="utf-8-sig")
+    assert read_trace(path) == (70,)
+
+
 def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("a,b\n1,2\n")
@@ -53,7 +59,13 @@ def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
     path.write_text("GeneratedTokens\n12\n-3\n")
     with pytest.raises(InputError, match="line 3: '-3' is no number of tokens"):
         read_trace(path)
-    with pytest.raises(InputError, match=r"longest answer of the trace has 70 tokens, .* leaves 50"):
+    path.write_text("GeneratedTokens\n\u00b2\n", encoding="utf-8")
+    with pytest.raises(InputError, match="line 2: '\u00b2' is no number of tokens"):
+        read_trace(path)
+    path.write_text("GeneratedTokens\n" + "1" * 200_000 + "\n")
+    with pytest.raises(InputError, match="cannot be read as a CSV"):
+        read_trace(path)
+    with pytest.raises(InputError, match=r"longest answer of the trace has 70 tokens, and the limit is 50"):
         Lengths(50, family="trace", trace=(70,))
     with pytest.raises(
         InputError, match=r"prompt 128 \+ limit 900 = 1028 tokens is beyond the context of 1000"

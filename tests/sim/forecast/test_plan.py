@@ -64,6 +64,8 @@ def test_a_job_that_fits_nowhere_is_refused_with_what_it_lacks() -> None:
         replace(ASKED, max_staleness=-1)
     with pytest.raises(InputError, match=r"policies one_step: none goes with S = 0; the least .* is 1"):
         replace(ASKED, max_staleness=0, policies=("one_step",))
+    with pytest.raises(InputError, match=r"policies laminar keep no bound, so no plan of theirs .* S = 2"):
+        replace(ASKED, policies=("dora", "laminar"))
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_what_cannot_be_is_refused_with_the_numbers_that_clash(
         ("--column a", "--column a is of a --trace, and none is given"),
         ("--trace FILE --mean 10", "--mean would say what --trace .* says already"),
         ("--trace FILE --column b", "has no column 'b'; its columns are GeneratedTokens"),
-        ("--trace FILE --limit 50", "longest answer of the trace has 70 tokens, .* leaves 50"),
+        ("--trace FILE --limit 50", "longest answer of the trace has 70 tokens, .* limit is 50"),
         ("--policies sync --without moves", "without moves is of policy dora, and sync are played"),
         ("--policies sync --elastic", "sync share all devices: elastic and rollout would do nothing"),
         ("--policies sync --slack 3", "slack = 3 groups are kept below the bound, and S = 0 has none"),

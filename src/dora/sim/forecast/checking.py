@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dora.errors import InputError
 from dora.sim.forecast.calibration import forecast_speed
-from dora.sim.forecast.compare import Row, show
+from dora.sim.forecast.compare import Row, check_files, show
 from dora.sim.forecast.measured import Measured, measure
 from dora.sim.forecast.recorded import Recorded
 
@@ -59,6 +59,7 @@ def stated(rows: Sequence[Row]) -> str:
 
 def main(fitted: Mapping[str, Recorded], others: Mapping[str, Recorded], path: Path | None) -> int:
     """Print what was measured and how far the forecasts are off, and write it."""
+    check_files(path)
     costs = measure([*fitted.values()])
     measured: list[Row] = [
         {"what": "decode step, without rows (ms)", "measured": 1e3 * costs.decode.fixed_s},

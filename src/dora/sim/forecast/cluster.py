@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from dora.core.orchestrator import Orchestrator
 from dora.errors import InputError
 from dora.sim.forecast.costs import EngineCost, TrainerCost
 from dora.sim.forecast.fluid import FluidEngine
@@ -18,6 +17,7 @@ from dora.sim.forecast.lengths import Lengths
 from dora.sim.forecast.manner import Manner
 from dora.sim.forecast.outcome import Outcome, middle
 from dora.sim.forecast.player import Listener, Player
+from dora.sim.forecast.rounds import Rounds
 from dora.sim.forecast.rules import limits_of, manner_of, policy_of
 from dora.sim.forecast.shapes import Shape
 
@@ -138,7 +138,7 @@ class Setup:
         num_open = max(job.batch_size, bound * job.batch_size - layout.slack) * job.group_size
         num_devices = layout.num_devices if policy.is_colocated else sum(num for _, num in layout.rollout)
         share = -(-num_open * cost.num_devices // max(1, num_devices))
-        return max(1, min(fitting, share) if policy.mind is Orchestrator else fitting)
+        return max(1, fitting if policy.mind is Rounds else min(fitting, share))  # who drops begins more
 
     @property
     def num_rows(self) -> int:

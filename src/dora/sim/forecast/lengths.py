@@ -80,8 +80,8 @@ class Lengths:
             raise InputError("a length trace needs at least one answer")
         if max(self.trace) > self.limit:
             raise InputError(
-                f"the longest answer of the trace has {max(self.trace)} tokens, and the context leaves "
-                f"{self.limit}; raise the limit, or cut the trace"
+                f"the longest answer of the trace has {max(self.trace)} tokens, and the limit is "
+                f"{self.limit}; raise it, or cut the trace"
             )
 
     def check_context(self, context: int) -> None:
@@ -182,19 +182,19 @@ class Lengths:
 def read_trace(path: Path, column: str = "GeneratedTokens") -> tuple[int, ...]:
     """A column of a CSV. Raises InputError naming the columns, or the line, that do not fit."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file)
             if column not in (rows.fieldnames or ()):
                 found = ", ".join(rows.fieldnames or ()) or "none"
                 raise InputError(f"{path} has no column {column!r}; its columns are {found}")
             found_tokens = [_count(path, number, row[column]) for number, row in enumerate(rows, 2)]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} cannot be read as a CSV ({error})") from error
     return tuple(found_tokens)
 
 
 def _count(path: Path, number: int, text: str | None) -> int:
-    if text is None or not text.strip().isdigit() or int(text) < 1:
+    if text is None or not text.strip().isdecimal() or int(text) < 1:
         raise InputError(f"{path}, line {number}: {text!r} is no number of tokens, which is at least 1")
     return int(text)
 

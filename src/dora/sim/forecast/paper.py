@@ -17,7 +17,7 @@ from rich.console import Console
 from dora.errors import InputError
 from dora.sim.forecast import fit, studies
 from dora.sim.forecast.cluster import Job, Layout, Setup
-from dora.sim.forecast.compare import Row, show
+from dora.sim.forecast.compare import Row, check_files, show
 from dora.sim.forecast.fit import SIZES, Figures, Fitted, Play
 from dora.sim.forecast.hardware import DEVICES, Efficiency
 from dora.sim.forecast.lengths import Lengths
@@ -249,12 +249,15 @@ def told(rows: Sequence[Row]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {"inputs": [], "fitted": [], "predicted": [], "open": []}
     for one in rows:
         kind = one["kind"] if one["kind"] in found else "predicted" if "paper" in one else "open"
+        if kind == "predicted" and one["policy"] in FITTED_ON and one["kind"] == "ratios":
+            kind = "fitted"  # both ends of it were
         found[str(kind)].append(one)
     return found
 
 
 def main(path: Path | None) -> int:
     """Print every table, and write them as JSON."""
+    check_files(path)
     waiting = Console(stderr=True)
     with waiting.status("") as status:
 

@@ -30,6 +30,7 @@ class Policy:
     is_deferred: bool = False  # engines load one after another, each once it has a free row
     manner: Manner = field(default_factory=Manner)
     mind: Callable[[Limits], Mind] = Orchestrator
+    is_bounded: bool = True  # S holds
 
 
 POLICIES: dict[str, Policy] = {
@@ -44,7 +45,7 @@ POLICIES: dict[str, Policy] = {
         Policy("partial", None, is_colocated=True, breaks_c1=True, manner=Manner(refills=True, slots=2)),
         Policy("inflight", None, breaks_c1=True, manner=Manner(slots=2)),
         Policy("oversample_drop", 0, is_colocated=True, mind=Rounds),
-        Policy("laminar", None, mind=Laminar),
+        Policy("laminar", None, mind=Laminar, is_bounded=False),
         Policy("dora", None),
     )
 }
@@ -89,6 +90,7 @@ def limits_of(
         is_deferred=policy.is_deferred,
         is_static=policy.breaks_c1,
         breaks_c1=policy.breaks_c1,
+        rush=not policy.breaks_c1,  # systems of that kind hold no row back
         rebalance_interval_s=interval_s,
         without=tuple(part for part in without if part != KV),
     )

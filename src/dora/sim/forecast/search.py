@@ -43,6 +43,12 @@ class Question:
             raise InputError(f"S = {self.max_staleness} must be at least 0")
         if self.num_devices < 1:
             raise InputError(f"{self.num_devices} devices must be at least 1")
+        unbound = [name for name in self.policies if not policy_of(name).is_bounded]
+        if unbound:
+            raise InputError(
+                f"policies {', '.join(unbound)} keep no bound, so no plan of theirs would promise "
+                f"S = {self.max_staleness}; leave them out"
+            )
         least = min((policy_of(name).max_staleness or 0 for name in self.policies), default=0)
         if least > self.max_staleness or not self.policies:
             raise InputError(
