@@ -30,7 +30,7 @@ def test_an_address_where_nobody_listens_is_refused_at_once(server: socket.socke
     ground.reach(address)
 
 
-def test_a_head_that_has_gone_once_is_asked_no_more(server: socket.socket) -> None:
+def test_a_head_that_has_gone_is_left_alone_for_a_while(server: socket.socket) -> None:
     server.listen()
     head = ground.Head(f"127.0.0.1:{server.getsockname()[1]}")
     assert head.is_there
@@ -38,6 +38,7 @@ def test_a_head_that_has_gone_once_is_asked_no_more(server: socket.socket) -> No
     assert not head.is_there
     with socket.create_server(server_address(head)):
         assert not head.is_there
+        assert ground.Head(head.address).is_there
 
 
 def server_address(head: ground.Head) -> tuple[str, int]:

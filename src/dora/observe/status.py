@@ -116,7 +116,8 @@ def _starting(run: Path) -> Standing | None:
         driver = json.loads((run / DRIVER).read_bytes())
         pid, created_s = int(driver["pid"]), float(driver["created_s"])
         with contextlib.suppress(FileNotFoundError):
-            if json.loads((run / FILE_NAME).read_bytes())["created_s"] == created_s:
+            told = json.loads((run / FILE_NAME).read_bytes())
+            if told["pid"] == pid and abs(told["created_s"] - created_s) < 1.0:
                 return None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from dora.runtime.plan import Plan
 
 REACH_S = 3.0  # that a cluster may take to answer
+LOST_S = 30.0  # that a head which has not answered is taken to be gone
 LATE_S = 5.0  # after which a wait for room is told of
 
 
@@ -110,17 +112,19 @@ class Head:
     """Of a cluster. Once it is gone, Ray's calls hang, and Ray ends the process a minute later."""
 
     def __init__(self, address: str) -> None:
-        self.address, self._is_lost = address, False
+        self.address, self._lost_until_s = address, 0.0
 
     @property
     def is_there(self) -> bool:
-        """Whether it has answered every time."""
-        if not self._is_lost:
-            try:
-                reach(self.address)
-            except RunError:
-                self._is_lost = True
-        return not self._is_lost
+        """Whether it answers; one that has not is left alone for a while."""
+        if time.monotonic() < self._lost_until_s:
+            return False
+        try:
+            reach(self.address)
+        except RunError:
+            self._lost_until_s = time.monotonic() + LOST_S
+            return False
+        return True
 
 
 def told_late(wait: Callable[[float], bool], limit_s: float, tell: Callable[[], None]) -> bool:
