@@ -137,6 +137,13 @@ def told_late(wait: Callable[[float], bool], limit_s: float, tell: Callable[[], 
     return wait(limit_s - LATE_S)
 
 
+def try_for(limit_s: float, call: Callable[[], object]) -> None:
+    """Wait no longer for what may hang."""
+    trying = threading.Thread(target=call, daemon=True)
+    trying.start()
+    trying.join(limit_s)
+
+
 def join_in_time(join: Callable[[], object], address: str, limit_s: float) -> None:
     """Join a cluster in a thread of its own, for one that hangs lets nobody in for minutes.
 

@@ -38,7 +38,7 @@ from dora import __version__
 from dora.errors import RunError
 from dora.runtime import far, sealed
 from dora.runtime.consumer import ConsumerSpec
-from dora.runtime.ground import Head, join_in_time, own_signals, reach, told_late
+from dora.runtime.ground import Head, join_in_time, own_signals, reach, told_late, try_for
 from dora.runtime.messages import EngineSpec, LoadWeights, StageWeights
 from dora.runtime.needs import Need, engine_need, kind_of, lack, needs_of, on_its_own_gpu, sum_of
 from dora.runtime.plan import Plan
@@ -149,15 +149,14 @@ class Cluster:
     def close(self) -> None:
         self._is_closed.set()
         self._listener.close()
-        if self.head.is_there:
-            with contextlib.suppress(RayError):
-                for group in self._groups:
-                    remove_placement_group(group)
+        if not self.head.is_there:
+            return try_for(GONE_S, ray.shutdown)
+        with contextlib.suppress(RayError):
+            for group in self._groups:
+                remove_placement_group(group)
         self._versions.clear()
-        if self._is_own or not self.head.is_there:
-            leaving = threading.Thread(target=ray.shutdown, name="leaves Ray", daemon=True)
-            leaving.start()
-            leaving.join(GONE_S)
+        if self._is_own:
+            ray.shutdown()
 
     def _join(self, num_cpus: float) -> None:
         """Start Ray, or join it. Raises RunError, with what Ray says."""
