@@ -1,7 +1,7 @@
-"""Our advantages, critic's loss and KL estimates, and verl's on the same tensors.
+"""DORA's advantages, critic loss and KL estimates against verl's on the same tensors.
 
-Needs `pip install verl`. All in double precision, but for what we compute in plain floats. verl's are
-compared token by token, and its loss of a critic by its gradient, too.
+Needs `pip install verl`. Tensors are in double precision. Advantages and KL estimates are compared token by
+token, the critic's loss also by its gradient.
 
     python benchmarks/advantages.py [--quick] [--json FILE]
 """
@@ -16,12 +16,12 @@ from typing import get_args
 
 import numpy as np
 import torch
-from report import Row, parse_options, publish
 from torch import Tensor
 
-from dora.trainer.advantage import batch_advantages, gae, whitened
-from dora.trainer.loss import KLEstimator, kl_divergence, value_loss
-from dora.trainer.recipe import AdvEstimator
+from dora.trainer.advantage import compute_advantages, gae, whiten
+from dora.trainer.loss import kl_divergence, value_loss
+from dora.trainer.recipe import AdvEstimator, KLEstimator
+from report import Row, parse_options, publish
 
 try:
     from verl.trainer.ppo import core_algos as verl
@@ -36,7 +36,7 @@ GAMMA, LAM, CLIP = 0.99, 0.95, 0.2
 
 
 class Batch:
-    """Three groups with rewards, values and log-probs; what verl reads is padded."""
+    """Three groups with rewards, values and log-probs; verl's functions read padded tensors."""
 
     def __init__(self, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
@@ -46,7 +46,7 @@ class Batch:
 
         num = sum(LENGTHS)
         self.rewards, self.values = noise(len(LENGTHS)), noise(num)
-        self.moved = self.values + noise(num, 0.3)
+        self.new_values = self.values + noise(num, 0.3)
         self.logprobs = -noise(num).abs()
         self.reference = self.logprobs + noise(num, 0.5)
         self.mask = torch.tensor([[i < num for i in range(MAX_TOKENS)] for num in LENGTHS])
@@ -56,7 +56,7 @@ class Batch:
         self.groups = np.repeat(np.arange(len(LENGTHS) // GROUP_SIZE), GROUP_SIZE)
 
     def padded(self, values: Tensor) -> Tensor:
-        """[N] to [B, MAX_TOKENS], zeros behind the end."""
+        """[N] to [B, MAX_TOKENS], padded with zeros on the right."""
         return torch.zeros(self.mask.shape, dtype=values.dtype).masked_scatter(self.mask, values)
 
     @property
@@ -64,26 +64,26 @@ class Batch:
         return self.rewards.view(-1, GROUP_SIZE).tolist()
 
 
-def our_gae(batch: Batch) -> tuple[list[float], list[float]]:
-    """Whitened advantages and returns of all tokens."""
+def dora_gae(batch: Batch) -> tuple[list[float], list[float]]:
+    """DORA's whitened advantages and returns of all tokens."""
     parts = batch.values.split(LENGTHS)
-    found = [gae(r, v.tolist(), GAMMA, LAM) for r, v in zip(batch.rewards.tolist(), parts, strict=True)]
-    raw = [advantage for advantages, _ in found for advantage in advantages]
-    return whitened(raw, [1] * len(raw)), [value for _, returns in found for value in returns]
+    pairs = [gae(r, v.tolist(), GAMMA, LAM) for r, v in zip(batch.rewards.tolist(), parts, strict=True)]
+    raw = [advantage for advantages, _ in pairs for advantage in advantages]
+    return whiten(raw, [1] * len(raw)), [value for _, returns in pairs for value in returns]
 
 
-def ours(estimator: AdvEstimator, batch: Batch) -> Tensor:
-    """Advantages of all tokens [N]."""
+def dora_advantages(estimator: AdvEstimator, batch: Batch) -> Tensor:
+    """DORA's advantages of all tokens [N]."""
     if estimator == "gae":
-        return torch.tensor(our_gae(batch)[0], dtype=torch.float64)
+        return torch.tensor(dora_gae(batch)[0], dtype=torch.float64)
     lengths = [LENGTHS[i : i + GROUP_SIZE] for i in range(0, len(LENGTHS), GROUP_SIZE)]
-    made = batch_advantages(estimator, batch.rewards_of_groups, lengths)
-    flat = torch.tensor([x for group in made for x in group], dtype=torch.float64)
+    advantages = compute_advantages(estimator, batch.rewards_of_groups, lengths)
+    flat = torch.tensor([x for group in advantages for x in group], dtype=torch.float64)
     return flat.repeat_interleave(torch.tensor(LENGTHS))
 
 
-def theirs(estimator: AdvEstimator, batch: Batch) -> Tensor:
-    """The same from verl."""
+def verl_advantages(estimator: AdvEstimator, batch: Batch) -> Tensor:
+    """verl's advantages of all tokens [N]."""
     rewards, mask, groups = batch.terminal.clone(), batch.mask.double(), batch.groups
     discount = SimpleNamespace(gamma=1.0)
     calls: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
@@ -105,19 +105,19 @@ def theirs(estimator: AdvEstimator, batch: Batch) -> Tensor:
     return calls[estimator]()[0][batch.mask]
 
 
-def critics(batch: Batch) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The critic's loss and its gradient by every value [N], ours and verl's, on the returns of gae."""
-    returns = torch.tensor(our_gae(batch)[1], dtype=torch.float64)
-    leaf = batch.moved.clone().requires_grad_()
-    mine = value_loss(leaf, batch.values, returns, CLIP)[0].mean()
+def critic_losses(batch: Batch) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The critic's loss and its gradient by every value [N], DORA's and verl's, on the returns of gae."""
+    returns = torch.tensor(dora_gae(batch)[1], dtype=torch.float64)
+    leaf = batch.new_values.clone().requires_grad_()
+    own = value_loss(leaf, batch.values, returns, CLIP)[0].mean()
     padded = (batch.padded(x) for x in (leaf, returns, batch.values))
     other, _ = verl.compute_value_loss(*padded, batch.mask.double(), CLIP)
-    return tuple((x.detach(), torch.autograd.grad(x, leaf)[0]) for x in (mine, other))  # type: ignore[return-value]
+    return tuple((x.detach(), torch.autograd.grad(x, leaf)[0]) for x in (own, other))  # type: ignore[return-value]
 
 
-def gap(mine: Tensor, other: Tensor) -> float:
+def gap(own: Tensor, other: Tensor) -> float:
     """Largest difference, relative to the largest entry."""
-    return float((mine - other).abs().max() / other.abs().max())
+    return float((own - other).abs().max() / other.abs().max())
 
 
 def main() -> None:
@@ -125,13 +125,15 @@ def main() -> None:
     batches = [Batch(seed) for seed in range(3 if options.quick else 20)]
     gaps: dict[str, float] = {}
     for estimator in get_args(AdvEstimator):
-        gaps[estimator] = max(gap(ours(estimator, batch), theirs(estimator, batch)) for batch in batches)
-    pairs = [critics(batch) for batch in batches]
+        gaps[estimator] = max(
+            gap(dora_advantages(estimator, batch), verl_advantages(estimator, batch)) for batch in batches
+        )
+    pairs = [critic_losses(batch) for batch in batches]
     for i, name in enumerate(("critic's loss", "critic's gradient")):
-        gaps[name] = max(gap(mine[i], other[i]) for mine, other in pairs)
+        gaps[name] = max(gap(own[i], other[i]) for own, other in pairs)
     for name in get_args(KLEstimator):
-        found = [(b.logprobs, b.reference) for b in batches]
-        gaps[f"KL {name}"] = max(gap(kl_divergence(*x, name), verl.kl_penalty(*x, name)) for x in found)
+        logprobs = [(b.logprobs, b.reference) for b in batches]
+        gaps[f"KL {name}"] = max(gap(kl_divergence(*x, name), verl.kl_penalty(*x, name)) for x in logprobs)
     rows: list[Row] = [{"what": name, "relative_gap": f"{value:.1e}"} for name, value in gaps.items()]
     publish(options, rows, {"common_digits": -math.log10(max(*gaps.values(), 1e-17))})
 

@@ -18,8 +18,8 @@ from report import Row, parse_options, publish
 MAX_STALENESS, MAX_KL, AGE_DECAY = 4, 2e-4, 0.8
 MODES = {
     "fixed": (),
-    "adaptive": ("orchestrator.staleness=adaptive", f"orchestrator.max_kl={MAX_KL}"),
-    "age_decay": (f"correction.age_decay={AGE_DECAY}",),
+    "adaptive": ("orchestrator.staleness_mode=adaptive", f"orchestrator.max_kl={MAX_KL}"),
+    "age_decay": (f"correction.staleness_decay={AGE_DECAY}",),
 }
 QUICK = ("--steps", "16", "--set", "eval.num_prompts=16")
 COLUMNS = {
@@ -38,9 +38,9 @@ def run(mode: str, seed: int, quick: bool) -> Row:
     """One run of the demo: where it ended, how old its samples were, and what was allowed meanwhile."""
     changes = (f"orchestrator.max_staleness={MAX_STALENESS}", *MODES[mode])
     summary, lines = run_demo(seed, changes, *(QUICK if quick else ()))
-    steps = [line for line in lines if "step" in line and "staleness/effective" in line]
+    steps = [line for line in lines if "step" in line and "staleness/bound" in line]
     measured = [step for step in steps if "off_policy/ess" in step]
-    allowed = [step["staleness/effective"] for step in steps]
+    allowed = [step["staleness/bound"] for step in steps]
     size = len(allowed) / 4
     quarters = [allowed[round(k * size) : round((k + 1) * size)] for k in range(4)]
     return {

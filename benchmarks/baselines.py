@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dora.model.config import ModelConfig
-from dora.model.decoder import rope_tables, rotate
-from dora.model.weights import Layout
+from dora.model.decoder import apply_rope, rope_tables
+from dora.model.weights import WeightLayout
 
 Prompts = list[list[int]]
 _BUCKET = 32  # the bare loop's context is trimmed to a multiple of this
@@ -49,7 +49,7 @@ class Bare:
     """
 
     def __init__(self, config: ModelConfig, flat: Tensor) -> None:
-        layout = self._layout = Layout(config)
+        layout = self._layout = WeightLayout(config)
         self._config, self._weights = config, layout.views(flat)
         names = [f"model.layers.{i}." for i in range(config.num_hidden_layers)]
         self._qkv = [
@@ -95,8 +95,8 @@ class Bare:
             layer = f"model.layers.{i}."
             h = norm(x, x.shape[-1:], weights[layer + "input_layernorm.weight"])
             q, k, v = F.linear(h, self._qkv[i]).unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], 1)
-            q = rotate(norm(q, (dim,), weights[layer + "self_attn.q_norm.weight"]), cos, sin)
-            k = rotate(norm(k, (dim,), weights[layer + "self_attn.k_norm.weight"]), cos, sin)
+            q = apply_rope(norm(q, (dim,), weights[layer + "self_attn.q_norm.weight"]), cos, sin)
+            k = apply_rope(norm(k, (dim,), weights[layer + "self_attn.k_norm.weight"]), cos, sin)
             keys, values = cache[i]
             keys[rows, :, positions] = k
             values[rows, :, positions] = v

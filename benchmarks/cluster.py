@@ -31,9 +31,9 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from report import Row, parse_options, publish
 
-from dora.handover.pool import Blocks, Mapped, Peer, as_blocks, make_pool, open_pool
-from dora.runtime.far import FarPool, PoolDoor
-from dora.weights.brought import Brought
+from dora.engine.kv_transfer.pool import KVBlocks, MappedPool, PeerPool, view_as_blocks, create_pool, open_pool
+from dora.runtime.process.remote_kv import RemoteKVPool, KVPoolServer
+from dora.weights.store import RemoteVersionSource
 from dora.weights.store import WeightStore, make_store_folder
 
 KINDS = ("local", "ray")
@@ -43,7 +43,7 @@ PUBLISHING = (
     "runtime.kind=ray",
     "sampling.max_response_length=16",
     "trainer.batch_size=1",
-    "engine.max_rows=8",
+    "engine.max_num_seqs=8",
     "ray.engine_cpus=0.1",
     "eval.num_prompts=0",
 )
@@ -60,7 +60,7 @@ def demo_row(kind: str, repeat: int, steps: int) -> Row:
 
 def publish_row(num_engines: int, pace_ms: int, repeat: int, steps: int) -> Row:
     """How long publishes held the trainer, without the first, which makes the buffers."""
-    changes = [*PUBLISHING, f"engine.num_engines={num_engines}", f"engine.pace={pace_ms}ms"]
+    changes = [*PUBLISHING, f"engine.num_engines={num_engines}", f"engine.min_step_time={pace_ms}ms"]
     _, lines = run_demo(repeat, changes, "--steps", str(steps))
     held_ms = [1e3 * line["timing_s/publish"] for line in lines[1:]]
     return {
@@ -126,7 +126,7 @@ class Paths:
         self._count += 1
         self._slot.fill_(self._count)
         self._store.publish(self._count, self._slot)
-        return self._store.raw(self._count)
+        return self._store.raw_bytes(self._count)
 
 
 @ray.remote(num_cpus=0)
@@ -134,7 +134,7 @@ class Reader:
     """A process somewhere."""
 
     def __init__(self) -> None:
-        self._brought = Brought("float32")
+        self._brought = RemoteVersionSource("float32")
         self._slot: torch.Tensor | None = None
 
     def see(self, content: Any) -> float:
@@ -145,7 +145,7 @@ class Reader:
 
     def take(self, version: int, content: Any) -> None:
         """As an engine of another node does, until it holds the version."""
-        self._brought.bring(version, content, ())
+        self._brought.receive(version, content, ())
         flat = self._brought.fetch(version)
         if self._slot is None:
             self._slot = torch.empty_like(flat)
@@ -169,14 +169,14 @@ def two_nodes() -> Iterator[None]:
 
 def source_engine(connection: Connection, path: Path, num_blocks: int) -> None:
     """A process with a pool, until it is told to end."""
-    pool = as_blocks(make_pool(path, num_blocks * BLOCK_BYTES), num_blocks)
+    pool = view_as_blocks(create_pool(path, num_blocks * BLOCK_BYTES), num_blocks)
     pool[:] = np.arange(num_blocks, dtype=np.uint64)[:, None]
-    with closing(PoolDoor("127.0.0.1", pool)) as door:
+    with closing(KVPoolServer("127.0.0.1", pool)) as door:
         connection.send(door.address)
         connection.recv()
 
 
-def kv_s(peer: Peer, pool: Blocks) -> float:
+def kv_s(peer: PeerPool, pool: KVBlocks) -> float:
     """All blocks of a peer's pool, in pieces; seconds."""
     began_s = time.perf_counter()
     for start in range(0, len(pool), NUM_PER_POLL):
@@ -193,8 +193,8 @@ def kv_rows(folder: Path, num_blocks: int, num_repeats: int) -> list[Row]:
     source = context.Process(target=source_engine, args=(theirs, path, num_blocks))
     source.start()
     address = ours.recv()
-    pool = as_blocks(make_pool(folder / "own", num_blocks * BLOCK_BYTES), num_blocks)
-    far, near = FarPool(address, BLOCK_BYTES), Mapped(open_pool(path, BLOCK_BYTES))
+    pool = view_as_blocks(create_pool(folder / "own", num_blocks * BLOCK_BYTES), num_blocks)
+    far, near = RemoteKVPool(address, BLOCK_BYTES), MappedPool(open_pool(path, BLOCK_BYTES))
     with closing(far):
         rows = [
             path_row(name, pool.nbytes, lambda peer=peer: kv_s(peer, pool), num_repeats)

@@ -24,7 +24,7 @@ MOVING = {"orchestrator.rebalance_interval_s": 0.1}  # how often moves are weigh
 UNSTREAMED = {"trainer.streaming": "false"}
 ONE_SLOT: Changes = {"engine.version_slots": 1}  # without it an engine has one for each version that may live
 ALONE, PAIR = {"engine.num_engines": 1}, {"engine.num_engines": 2}
-WIDE: Changes = {**ALONE, "engine.max_rows": 32}  # all answers of a batch at once
+WIDE: Changes = {**ALONE, "engine.max_num_seqs": 32}  # all answers of a batch at once
 
 # By whether engines are paced, and by policy.
 OWN: Mapping[bool, Mapping[str, Changes]] = {
@@ -33,7 +33,7 @@ OWN: Mapping[bool, Mapping[str, Changes]] = {
         "sync, streamed": WIDE,
         "one_step": WIDE,
         "drain": {**WIDE, "orchestrator.batches_per_version": 4},
-        "partial": {**WIDE, "orchestrator.load_interval": 3},
+        "partial": {**WIDE, "orchestrator.weight_sync_interval": 3},
         "inflight": WIDE,
         "dora": {**WIDE, **ONE_SLOT},
     },
@@ -42,7 +42,7 @@ OWN: Mapping[bool, Mapping[str, Changes]] = {
         "sync, streamed": MOVING,
         "one_step": MOVING,
         "drain": {**MOVING, "orchestrator.batches_per_version": 5},
-        "partial": {"orchestrator.load_interval": 3},
+        "partial": {"orchestrator.weight_sync_interval": 3},
         "inflight": {},
         "dora": MOVING,
     },
@@ -51,9 +51,9 @@ OTHERS: Mapping[bool, Mapping[str, Changes]] = {  # beside DORA's own, at S = 4
     False: {"dora, several slots": WIDE},
     True: {"dora, one slot": {**MOVING, **ONE_SLOT}},
 }
-FREE_UNPACED = ("engine.num_engines", "engine.max_rows", "engine.version_slots")
+FREE_UNPACED = ("engine.num_engines", "engine.max_num_seqs", "engine.version_slots")
 ENGINES: Sequence[Changes] = tuple(
-    {**engines, "engine.max_rows": rows} for engines, rows in ((ALONE, 16), (ALONE, 32), (PAIR, 16))
+    {**engines, "engine.max_num_seqs": rows} for engines, rows in ((ALONE, 16), (ALONE, 32), (PAIR, 16))
 )
 
 
@@ -88,7 +88,7 @@ def bounded(who: Contender) -> Contender:
     """No version is kept for longer than the bound allows."""
     longest = {
         "orchestrator.batches_per_version": who.max_staleness + 1,
-        "orchestrator.load_interval": max(1, who.max_staleness),
+        "orchestrator.weight_sync_interval": max(1, who.max_staleness),
     }
     cut = {key: min(int(str(who.own[key])), most) for key, most in longest.items() if key in who.own}
     return replace(who, own={**who.own, **cut})
@@ -111,9 +111,9 @@ def choices(workload: Workload, name: str) -> list[Contender]:
     if name == "drain":
         own = [{"orchestrator.batches_per_version": number} for number in (4, 5)]
     elif name in BREAKS_C1:
-        own = [{"orchestrator.load_interval": number} for number in (1, 3)]
+        own = [{"orchestrator.weight_sync_interval": number} for number in (1, 3)]
     elif name == "dora":
-        own = [ONE_SLOT, {**ONE_SLOT, "orchestrator.load_interval": 3}, {}]
+        own = [ONE_SLOT, {**ONE_SLOT, "orchestrator.weight_sync_interval": 3}, {}]
     base = {} if not workload.is_paced or name in BREAKS_C1 else MOVING
     streamed = UNSTREAMED if name == "sync" else {}
     bound = {**RIVALS, "dora": 4}[name]
@@ -123,7 +123,7 @@ def choices(workload: Workload, name: str) -> list[Contender]:
 def parts(workload: Workload) -> dict[str, Contender]:
     """DORA's parts, added to `sync` one by one, on paced engines; the bound is loosened before them."""
     assert workload.is_paced, "a ladder needs several engines that hold one version each"
-    deferred = {"orchestrator.load_interval": 3}
+    deferred = {"orchestrator.weight_sync_interval": 3}
     return {
         "sync": contender(workload, "sync", 0),
         "+ streaming": contender(workload, "sync, streamed", 0),

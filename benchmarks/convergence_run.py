@@ -19,15 +19,15 @@ from dropping import OLDEST
 from report import git
 from rich.console import Console
 
-from dora import settings
-from dora.core.records import GroupId, RequestId
+from dora.audit import audit
+from dora.config import load
+from dora.core.types import GroupId, RequestId
 from dora.data.tokenizer import Tokenizer
 from dora.engine.engine import Engine
-from dora.engine.sequence import Request, Sampling
+from dora.engine.request import Request, SamplingParams
+from dora.journal.reader import SampleRow, read_samples
 from dora.loading import load_attribute
-from dora.model.folder import load_config, load_folder
-from dora.observe import audit
-from dora.observe.samples import SampleRow, read_samples
+from dora.model.pretrained import load_config, load_pretrained
 from dora.runtime.run import train
 
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ class Setting:
             # As much ahead as with max_staleness: the bound itself is so loose that it never acts.
             yield f"orchestrator.max_staleness={_LOOSE}"
             yield f"orchestrator.slack={(_LOOSE - self.max_staleness) * batch_size}"
-            yield f"trainer.adapter={HERE / 'dropping.py'}:Dropping"
+            yield f"trainer.backend={HERE / 'dropping.py'}:Dropping"
             return
         yield f"orchestrator.update_policy={self.policy}"
         if self.policy != "sync":
@@ -69,7 +69,7 @@ class Setting:
 def run(task: str, setting: Setting, seed: int, num_steps: int, num_prompts: int) -> dict[str, Any]:
     """Train and evaluate; one row of figures."""
     example = EXAMPLES / f"{task}.toml"
-    batch_size = settings.read(example, []).trainer.batch_size
+    batch_size = load.read_config(example, []).trainer.batch_size
     every = num_steps // NUM_POINTS
     changes = [
         *setting.changes(batch_size),
@@ -81,7 +81,7 @@ def run(task: str, setting: Setting, seed: int, num_steps: int, num_prompts: int
     ]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        train(settings.read(example, changes), out, Console(quiet=True))
+        train(load.read_config(example, changes), out, Console(quiet=True))
         saved = [out / "checkpoints" / f"step-{every * point}" for point in range(1, NUM_POINTS + 1)]
         curve = accuracies(task, [EXAMPLES / task / "start", *saved], num_prompts)
         summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
@@ -199,16 +199,16 @@ def accuracies(task: str, folders: Sequence[Path], num_prompts: int) -> list[Acc
 
     All models, of whatever run, draw with the same random numbers.
     """
-    example = settings.read(EXAMPLES / f"{task}.toml", [])
+    example = load.read_config(EXAMPLES / f"{task}.toml", [])
     text = (EXAMPLES / task / "held_out.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()][:num_prompts]
-    lesson = load_attribute(f"{EXAMPLES / task}.py:lesson", "task")
-    untaught = {number for number, row in enumerate(rows) if lesson(row, Random(0)) is None}
+    demonstration = load_attribute(f"{EXAMPLES / task}.py:demonstration", "task")
+    untaught = {number for number, row in enumerate(rows) if demonstration(row, Random(0)) is None}
     context = example.data.max_prompt_length + example.sampling.max_response_length
     engine = Engine(load_config(folders[0]), max_rows=_ROWS, max_context=context, version_slots=1)
     found = []
     for version, folder in enumerate(folders):
-        engine.load(version, load_folder(folder)[1])
+        engine.load(version, load_pretrained(folder)[1])
         siblings = range(version not in (0, len(folders) - 1), 1 + NUM_DRAWS)
         right = _right(engine, task, rows, siblings, version, example.sampling.max_response_length)
         engine.drop(version)
@@ -232,7 +232,7 @@ def _right(
     reward = load_attribute(f"{EXAMPLES / task}.py:reward", "task")
     engine.submit(_requests(rows, siblings, tokenizer, version, max_tokens))
     right = []
-    while not engine.idle:
+    while not engine.is_idle:
         for answer in engine.step():
             row = rows[answer.id.row]
             own = {key: value for key, value in row.items() if key != "prompt"}
@@ -252,7 +252,7 @@ def _requests(
             tuple(tokenizer.encode(row["prompt"])),
             version,
             number * (1 + NUM_DRAWS) + sibling,
-            Sampling(float(sibling > 0), max_tokens, tokenizer.stop_ids),
+            SamplingParams(float(sibling > 0), max_tokens, tokenizer.stop_ids),
         )
         for number, row in enumerate(rows)
         for sibling in siblings

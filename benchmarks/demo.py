@@ -31,7 +31,7 @@ COLUMNS = {
     "tokens_per_s": "tokens_per_s",
     "live_versions": "live_versions_mean",
     "staleness": "staleness_mean",
-    "busy": "engine_busy_ratio",
+    "busy": "rollout_utilization",
     "trainer_idle": "trainer_idle_ratio",
     "stall_s": "stall_s",
     "exposed_rollout_s": "exposed_rollout_s",

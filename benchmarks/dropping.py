@@ -1,9 +1,9 @@
-"""A trainer that leaves out what is old, as systems do that drop stale samples; for comparison only.
+"""A trainer that drops stale samples, as some systems do; for comparison only.
 
-    dora train examples/verifiable/chains.toml --set trainer.adapter=benchmarks/dropping.py:Dropping
+    dora train examples/verifiable/chains.toml --set trainer.backend=benchmarks/dropping.py:Dropping
 
-What is older than `OLDEST` versions when its batch is trained has been generated for nothing; a step then
-learns from fewer samples. DORA itself has no such mode, and its record says "trained" of these too.
+Samples with a staleness above `MAX_STALENESS` when their batch is trained are dropped, so a step trains on
+fewer samples. DORA itself has no such mode, and its journal counts the dropped samples as trained.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from torch import Tensor
 from dora.model.config import ModelConfig
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
-OLDEST = 2  # versions
+MAX_STALENESS = 2  # versions
 
 
 class Dropping(Trainer):
-    """DORA's trainer, blind to stale samples."""
+    """DORA's trainer without stale samples."""
 
     def __init__(
         self, config: ModelConfig, flat: Tensor, settings: TrainerSettings, device: torch.device
     ) -> None:
         super().__init__(config, flat.to(device), settings)
 
-    def put(self, samples: Sequence[Sample], is_whole: bool = False) -> None:
-        super().put([sample for sample in samples if sample.staleness <= OLDEST], is_whole)
+    def add_samples(self, samples: Sequence[Sample], is_whole_batch: bool = False) -> None:
+        super().add_samples(
+            [sample for sample in samples if sample.staleness <= MAX_STALENESS], is_whole_batch
+        )

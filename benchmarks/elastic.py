@@ -18,8 +18,8 @@ from pathlib import Path
 from report import Row, parse_options, publish
 from rich.console import Console
 
-from dora import settings
-from dora.observe import audit
+from dora.audit import audit
+from dora.config import load
 from dora.runtime import run
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
@@ -28,13 +28,13 @@ WAYS = {
     "elastic": {"trainer.elastic": "true"},
     "colocated": {"orchestrator.placement": "colocated"},
 }
-WORKLOADS = {"demo": {}, "paced": {"engine.pace": "8ms", "orchestrator.rush": "false"}}
+WORKLOADS = {"demo": {}, "paced": {"engine.min_step_time": "8ms", "orchestrator.prioritize_stragglers": "false"}}
 COLUMNS = {
     "wall_s": "wall_s",
     "cpu_s": "cpu_s",
     "tokens_per_s": "tokens_per_s",
     "trainer_idle": "trainer_idle_ratio",
-    "busy": "engine_busy_ratio",
+    "busy": "rollout_utilization",
     "stall_s": "stall_s",
     "staleness": "staleness_mean",
     "migrations": "migrations",
@@ -46,7 +46,7 @@ def measure(workload: str, way: str, num_steps: int, seed: int) -> Row:
     """One run; its summary in the columns above."""
     changes = {"run.steps": num_steps, "engine.num_engines": 1, "eval.num_prompts": 0, "run.seed": seed}
     changes |= WORKLOADS[workload] | WAYS[way]
-    config = settings.read(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
+    config = load.read_config(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         run.train(config, out, Console(quiet=True))

@@ -1,9 +1,9 @@
 """Decoding on one CPU thread: the engine against a bare loop, transformers, vLLM and the machine's limits.
 
-Rows are at different places of a context, as in a rollout: prompts are evenly spread up to it (`spread`),
-or all of its length (`equal`). Decoders are measured in turn, setting by setting, so that a busy machine
-disturbs all alike; figures are medians. A step counts while all rows decode; `tokens_per_s` is that of such
-steps, `mixed_tokens_per_s` that of the whole, prompts included. Ratios compare CPU time per step.
+Prompt lengths are spread evenly up to the context, as in a rollout (`spread`), or all fill it (`equal`).
+Decoders are measured in turn, setting by setting, so that load on the machine affects all; figures are
+medians. Only steps in which all rows decode count for `tokens_per_s`; `mixed_tokens_per_s` includes prefill.
+Ratios compare CPU time per step.
 
     python benchmarks/engine.py [--quick] [--json FILE] [--vllm-python PYTHON]
 """
@@ -24,22 +24,23 @@ from typing import NamedTuple
 from baselines import Bare, Prompts, Run, Timing, Transformers, VllmChild
 from limits import Limits, measure_limits, roofline_s
 from models import DEMO, TEN_MILLION, TWO_MILLION
-from report import Row, make_parser, options_of, publish
 from torch import Tensor
 
-from dora.core.records import GroupId, RequestId
+from dora.core.types import GroupId, RequestId
 from dora.engine.engine import Engine
-from dora.engine.sequence import Request, Sampling
+from dora.engine.request import Request, SamplingParams
 from dora.model.config import ModelConfig
-from dora.model.folder import save_folder
+from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
+from report import Row, make_parser, options_of, publish
 
 MODELS = {"0.5M": DEMO, "2M": TWO_MILLION, "10M": TEN_MILLION}
 BATCHES, CONTEXTS = (1, 8, 32, 128), (64, 256, 1024, 4096)
 MAIN = (32, 256)  # batch and context of the ratios
 NUM_TOKENS = 33  # per row and run: one from the prompt, and 32 steps
-MANY_TOKENS, FEWER_TOKENS = 2**13, 2**15  # batch times context; others than these up to the latter
-MOST_TOKENS = {"engine": 2**17, "bare": 2**17, "engine, eager": MANY_TOKENS}
+MANY_RUNS_TOKENS = 2**13  # batch times context up to which a setting has many runs
+BASELINE_TOKENS = 2**15  # batch times context up to which all decoders run
+MAX_TOKENS = {"engine": 2**17, "bare": 2**17, "engine, eager": MANY_RUNS_TOKENS}
 NAMES = {
     "bare": "bare",
     "generate": "generate",
@@ -49,7 +50,7 @@ NAMES = {
 
 
 class Setting(NamedTuple):
-    """What is decoded."""
+    """A model, a batch size, a context and the distribution of prompt lengths."""
 
     model: str
     batch: int
@@ -68,13 +69,13 @@ class Setting(NamedTuple):
         return random.Random(0).sample(spread, self.batch)
 
     def prompts(self, run: int) -> Prompts:
-        """Others in every run, so that no decoder knows them already."""
+        """Different prompts in each run, so that no decoder has them cached."""
         source = random.Random(run)
         return [[source.randrange(32) for _ in range(length)] for length in self.prompt_lengths()]
 
 
 class OwnEngine:
-    """The engine, with kernels by name."""
+    """DORA's engine with the given kernels."""
 
     def __init__(self, config: ModelConfig, flat: Tensor, setting: Setting, kernels: str) -> None:
         self._engine = Engine(
@@ -90,8 +91,8 @@ class OwnEngine:
 
     def run(self, prompts: Prompts, num_tokens: int) -> Timing:
         engine, self._num_runs = self._engine, self._num_runs + 1
-        sampling = Sampling(temperature=1.0, max_tokens=num_tokens)
-        began = time.perf_counter(), time.process_time()
+        sampling = SamplingParams(temperature=1.0, max_tokens=num_tokens)
+        started = time.perf_counter(), time.process_time()
         engine.submit(
             [
                 Request(
@@ -104,19 +105,19 @@ class OwnEngine:
             engine.step()
         first = time.perf_counter(), time.process_time()
         num_steps = 0
-        while not engine.idle:
+        while not engine.is_idle:
             engine.step()
             num_steps += 1
         done = time.perf_counter(), time.process_time()
         return Timing(
             *((end - start) / num_steps for start, end in zip(first, done, strict=True)),
-            *(end - start for start, end in zip(began, done, strict=True)),
+            *(end - start for start, end in zip(started, done, strict=True)),
         )
 
 
 def main() -> None:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="one that can import vllm")
+    parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="a Python that can import vllm")
     given = parser.parse_args()
     options, limits = options_of(given), measure_limits()
     rows: list[Row] = [
@@ -132,19 +133,19 @@ def main() -> None:
 def measure_model(
     model: str, quick: bool, python: Path | None, limits: Limits, found: dict[tuple[Setting, str], Timing]
 ) -> Iterator[Row]:
-    """Rows of all settings of a model; medians go to `found`."""
+    """Yield the rows of all settings of a model; adds medians to `found`."""
     with ExitStack() as stack:
         settings = settings_of(model, quick)
         makers = decoders(stack, model, settings, python)
         if "vllm" not in makers:
-            yield skipped(model, "vllm", "all", "there is no --vllm-python")
+            yield skipped(model, "vllm", "all", "--vllm-python is not given")
         for setting in settings:
             wanted = [name for name in makers if not quick or is_quick(setting, name)]
-            small = [name for name in wanted if setting.num_tokens <= MOST_TOKENS.get(name, FEWER_TOKENS)]
+            small = [name for name in wanted if setting.num_tokens <= MAX_TOKENS.get(name, BASELINE_TOKENS)]
             for name in wanted:
                 if name not in small:
                     where = f"batch {setting.batch}, context {setting.context}"
-                    yield skipped(model, name, where, "so many tokens of prompts take too long")
+                    yield skipped(model, name, where, "prefill takes too long")
             runs = {name: makers[name](setting) for name in small}
             for name, timing in measure(runs, setting, quick).items():
                 found[setting, name] = timing
@@ -154,11 +155,11 @@ def measure_model(
 def decoders(
     stack: ExitStack, model: str, settings: list[Setting], python: Path | None
 ) -> dict[str, Callable[[Setting], Run]]:
-    """By name, what makes one for a setting; all of them have the same weights."""
+    """Factories of decoders by name; all decoders have the same weights."""
     config = config_of(model)
     flat = initial_weights(config, seed=1, std=0.1)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    save_folder(folder, config, flat)
+    save_pretrained(folder, config, flat)
     bare, transformers = Bare(config, flat), Transformers(folder)
     makers: dict[str, Callable[[Setting], Run]] = {
         "engine": lambda setting: OwnEngine(config, flat, setting, "auto").run,
@@ -168,7 +169,7 @@ def decoders(
         "continuous batching": lambda setting: transformers.batch_continuously,
     }
     if python is not None:
-        largest = [setting for setting in settings if setting.num_tokens <= FEWER_TOKENS]
+        largest = [setting for setting in settings if setting.num_tokens <= BASELINE_TOKENS]
         sizes = (
             max(setting.context for setting in largest),
             max(setting.batch for setting in largest),
@@ -181,7 +182,7 @@ def decoders(
 
 
 def is_quick(setting: Setting, decoder: str) -> bool:
-    """Whether --quick has time for it: all in the main setting of the smallest model, else few."""
+    """Whether --quick runs a decoder: all in the main setting of the smallest model, else two."""
     is_main = (setting.batch, setting.context, setting.lengths) == (*MAIN, "spread")
     if setting.model == "0.5M" and is_main:
         return True
@@ -193,7 +194,7 @@ def config_of(model: str) -> ModelConfig:
 
 
 def settings_of(model: str, quick: bool) -> list[Setting]:
-    """The main one first, and the same with equal lengths."""
+    """The main setting, the same with equal lengths, then the others."""
     first = [Setting(model, *MAIN), Setting(model, *MAIN, "equal")]
     if quick:
         return first[:1] if model == "10M" else [*first, Setting(model, 8, 1024)]
@@ -202,8 +203,8 @@ def settings_of(model: str, quick: bool) -> list[Setting]:
 
 
 def measure(decoders: dict[str, Run], setting: Setting, quick: bool) -> dict[str, Timing]:
-    """Medians of interleaved runs, the first of which does not count; large ones are few."""
-    num_runs = 4 if quick else 6 if setting.num_tokens <= MANY_TOKENS else 3
+    """Medians of interleaved runs after a warm-up; large settings have fewer runs."""
+    num_runs = 4 if quick else 6 if setting.num_tokens <= MANY_RUNS_TOKENS else 3
     timings: dict[str, list[Timing]] = {name: [] for name in decoders}
     for number in range(num_runs):
         for name, run in decoders.items():
@@ -233,7 +234,7 @@ def row_of(setting: Setting, decoder: str, timing: Timing, limits: Limits) -> Ro
 
 
 def roofline_share(setting: Setting, timing: Timing, limits: Limits) -> float:
-    """Least time of a step over that it took, for the contexts in the middle of the run."""
+    """The minimum time of a step over the measured one, at the contexts in the middle of the run."""
     lengths = [length + NUM_TOKENS // 2 for length in setting.prompt_lengths()]
     return roofline_s(config_of(setting.model), lengths, limits) / timing.step_cpu_s
 
@@ -243,7 +244,7 @@ def skipped(model: str, decoder: str, where: str, reason: str) -> Row:
 
 
 def ratios_of(found: dict[tuple[Setting, str], Timing], limits: Limits) -> dict[str, float]:
-    """By how much the engine is faster, at the main batch and context; the 0.5M model has no suffix."""
+    """Speed-ups of the engine at the main batch and context; keys of the 0.5M model have no suffix."""
     ratios = {}
     for (setting, name), timing in found.items():
         if (setting.batch, setting.context) != MAIN:

@@ -1,7 +1,7 @@
-"""What exact mode costs: CPU time of engine and trainer with it, over that without.
+"""The cost of exact mode: CPU time of engine and trainer with it, over that without.
 
-Engines decode one token per row, or compute prompts; trainers compute the log-probs of a micro-batch,
-alone and with gradients. Both modes are measured in turn, so a busy machine disturbs them alike.
+Engines decode one token per row, or prefill; trainers compute the log-probs of a micro-batch, with and
+without gradients. Both modes are measured in turn, so that load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from functools import partial
 
 import torch
 from models import DEMO, TWO_MILLION
-from report import Row, parse_options, publish
 
-from dora.core.records import GroupId, RequestId
+from dora.core.types import GroupId, RequestId
+from dora.engine.batch_invariant import LogprobScorer, self_test
 from dora.engine.engine import Engine
-from dora.engine.exact import Scorer, self_test
-from dora.engine.sequence import Request, Sampling
+from dora.engine.request import Request, SamplingParams
 from dora.model.config import ModelConfig
-from dora.model.weights import Layout, initial_weights
+from dora.model.weights import WeightLayout, initial_weights
 from dora.trainer.packing import pack
-from dora.trainer.policy import Policy, Values
+from dora.trainer.policy import BatchLogprobs, Policy
+from report import Row, parse_options, publish
 
 SIZES = {"0.5M": DEMO, "2M": TWO_MILLION}
 DTYPES = ("float32", "bfloat16")
@@ -35,12 +35,12 @@ Setting = tuple[str, str, str, int]  # what, size, dtype, batch
 
 def request(number: int, length: int, max_tokens: int) -> Request:
     tokens = random.Random(number).choices(range(32), k=length)
-    sampling = Sampling(temperature=1.0, max_tokens=max_tokens)
+    sampling = SamplingParams(temperature=1.0, max_tokens=max_tokens)
     return Request(RequestId(0, number, 0), GroupId(0, number), tuple(tokens), 0, number, sampling)
 
 
-def engine(config: ModelConfig, dtype: str, batch: int, exact: bool) -> Engine:
-    made = Engine(
+def make_engine(config: ModelConfig, dtype: str, batch: int, exact: bool) -> Engine:
+    engine = Engine(
         config,
         max_rows=batch,
         max_context=CONTEXT,
@@ -49,35 +49,35 @@ def engine(config: ModelConfig, dtype: str, batch: int, exact: bool) -> Engine:
         exact=exact,
         prefill_budget=4096,
     )
-    made.load(0, initial_weights(config, seed=1, std=0.1))
-    return made
+    engine.load(0, initial_weights(config, seed=1, std=0.1))
+    return engine
 
 
 def decoding(config: ModelConfig, dtype: str, batch: int, exact: bool) -> Task:
-    """NUM_STEPS decode steps of rows that are uniform in the context."""
-    made, longest = engine(config, dtype, batch, exact), CONTEXT - NUM_STEPS - 2
+    """NUM_STEPS decode steps of rows whose lengths are spread evenly up to the context."""
+    engine, longest = make_engine(config, dtype, batch, exact), CONTEXT - NUM_STEPS - 2
     lengths = [1 + (2 * i + 1) * longest // (2 * batch) for i in range(batch)]
-    made.submit([request(i, length, NUM_STEPS + 2) for i, length in enumerate(lengths)])
-    while made.num_waiting:
-        made.step()
-    return lambda: [made.step() for _ in range(NUM_STEPS)]
+    engine.submit([request(i, length, NUM_STEPS + 2) for i, length in enumerate(lengths)])
+    while engine.num_waiting:
+        engine.step()
+    return lambda: [engine.step() for _ in range(NUM_STEPS)]
 
 
 def prefilling(config: ModelConfig, dtype: str, batch: int, exact: bool) -> Task:
-    """Prompts of half a context, and one decode step."""
-    made = engine(config, dtype, batch, exact)
-    made.submit([request(i, CONTEXT // 2, 2) for i in range(batch)])
-    return made.step
+    """Prefill of prompts of half a context, and one decode step."""
+    engine = make_engine(config, dtype, batch, exact)
+    engine.submit([request(i, CONTEXT // 2, 2) for i in range(batch)])
+    return engine.step
 
 
 def training(config: ModelConfig, dtype: str, batch: int, exact: bool, with_gradient: bool) -> Task:
-    """The log-probs of a micro-batch; in normal mode the trainer always computes in fp32."""
+    """The log-probs of a micro-batch; without exact mode the trainer always computes in fp32."""
     flat = initial_weights(config, seed=1, std=0.1).requires_grad_(with_gradient)
-    values: Values | None = None
+    values: BatchLogprobs | None = None
     if exact:
-        scorer = Scorer(config, CONTEXT, 1.0, "auto", dtype)
+        scorer = LogprobScorer(config, CONTEXT, 1.0, "auto", dtype)
         values = lambda batch: scorer(flat.detach(), batch.prompts, batch.responses)  # noqa: E731
-    policy = Policy(config, Layout(config).views(flat), 1.0, values)
+    policy = Policy(config, WeightLayout(config).views(flat), 1.0, values)
     draw = random.Random(0)
     prompts, answers = (
         [draw.choices(range(32), k=length) for _ in range(batch)] for length in (PROMPT_TOKENS, ANSWER_TOKENS)
@@ -101,7 +101,7 @@ def cpu_ms(task: Task) -> float:
 
 
 def makers() -> dict[Setting, Callable[[bool], Task]]:
-    """Setting -> what to measure, normal or exact."""
+    """Setting -> factory of the task to measure, given whether it is exact."""
     found: dict[Setting, Callable[[bool], Task]] = {}
     for size, config in SIZES.items():
         for dtype in DTYPES:

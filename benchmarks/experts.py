@@ -1,8 +1,8 @@
-"""How evenly the experts of a tiny Qwen3-MoE are used over a real run, with routing replay.
+"""Load imbalance of the experts of a tiny Qwen3-MoE over a run with routing replay.
 
-A model of random weights learns to say many different characters. `load_imbalance` is tokens of
-the busiest expert over those of the mean one, by layer, averaged over layers: 1 is even, 4
-(experts / experts per token) is the worst. Nothing balances the experts. --quick runs 20 steps.
+A model with random weights learns to write many different characters. `load_imbalance` is the tokens of the
+busiest expert over the mean of a layer, averaged over layers: 1 is perfect balance, 4 (experts / experts per
+token) is the worst. No loss term balances the experts. --quick runs 20 steps.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from statistics import fmean
 from typing import Any
 
 from models import DEMO
-from report import Row, parse_options, publish
 
 from dora.data.tokenizer import Tokenizer
-from dora.model.folder import save_folder
+from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
+from report import Row, parse_options, publish
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MIXTURE = replace(
     DEMO, model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
     norm_topk_prob=True,
 )  # fmt: skip
-NUM_PARTS = 5  # of the run, one row each
+NUM_PARTS = 5  # of the run, with one row each
 REWARD = """
 def reward(prompt, completion, **row):
     return len(set(completion)) / 16
@@ -37,11 +37,11 @@ def reward(prompt, completion, **row):
 
 
 def save_task(folder: Path) -> None:
-    """A random mixture with the example's tokenizer, and the reward."""
+    """Save a random mixture with the example's tokenizer, and the reward."""
     start = folder / "start"
     shutil.copytree(EXAMPLES / "gcd-start", start, ignore=shutil.ignore_patterns("model*", "config.json"))
     config = replace(MIXTURE, vocab_size=Tokenizer(start).vocab_size)
-    save_folder(start, config, initial_weights(config, seed=0))
+    save_pretrained(start, config, initial_weights(config, seed=0))
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
 
 
@@ -72,14 +72,14 @@ def rows_of(steps: list[dict[str, Any]]) -> list[Row]:
     rows: list[Row] = []
     for first in range(0, size * NUM_PARTS, size):
         part = steps[first : first + size]
-        loads = [step["moe/load_imbalance"] for step in part]
+        imbalances = [step["moe/load_imbalance"] for step in part]
         rows.append(
             {
                 "steps": f"{first}-{first + size - 1}",
                 "reward": fmean(step["reward/mean"] for step in part),
-                "load_imbalance": fmean(loads),
-                "load_imbalance_least": min(loads),
-                "load_imbalance_most": max(loads),
+                "load_imbalance": fmean(imbalances),
+                "load_imbalance_least": min(imbalances),
+                "load_imbalance_most": max(imbalances),
             }
         )
     return rows
@@ -90,12 +90,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_task(Path(folder))
         steps = run(Path(folder), 20 if options.quick else 100)
-    loads = [step["moe/load_imbalance"] for step in steps]
+    imbalances = [step["moe/load_imbalance"] for step in steps]
     ratios = {
-        "load_imbalance_first": loads[0],
-        "load_imbalance_last": loads[-1],
-        "load_imbalance_mean": fmean(loads),
-        "load_imbalance_most": max(loads),
+        "load_imbalance_first": imbalances[0],
+        "load_imbalance_last": imbalances[-1],
+        "load_imbalance_mean": fmean(imbalances),
+        "load_imbalance_most": max(imbalances),
     }
     publish(options, rows_of(steps), ratios)
 

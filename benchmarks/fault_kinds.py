@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dora.runtime.calls import Inside
-from dora.runtime.process import Worker
+from dora.service.context import RunContext
+from dora.runtime.process.worker_process import Worker
 
 SLOW_S, SLOW_BEAT_S, SLOWNESS = 3.0, 0.2, 10.0  # an engine decodes in a tenth of the time, for so long
 FLAG = "hang"  # beside the reward function: who takes it away never returns
@@ -44,11 +44,11 @@ class Wound:
     """A fault that was done to a `station`: when it was noticed, and when all was as before."""
 
     station: str
-    is_noticed: Callable[[Inside], bool] | None  # None: nothing is to be noticed
-    is_over: Callable[[Inside], bool]
+    is_noticed: Callable[[RunContext], bool] | None  # None: nothing is to be noticed
+    is_over: Callable[[RunContext], bool]
 
 
-Strike = Callable[[Inside, int], Wound]
+Strike = Callable[[RunContext, int], Wound]
 
 
 def killed(worker: Worker) -> None:
@@ -90,9 +90,9 @@ def slowed(worker: Worker) -> None:
     threading.Thread(target=hold_up, daemon=True).start()
 
 
-def of_engine(harm: Callable[[Worker], None], inside: Inside, turn: int) -> Wound:
+def of_engine(harm: Callable[[Worker], None], inside: RunContext, turn: int) -> Wound:
     """Over once as many engines have joined as before."""
-    fleet = inside.hands.fleet
+    fleet = inside.hands.engine_pool
     engine = sorted(fleet.joined)[turn % len(fleet.joined)]
     num_before = len(fleet.joined)
     harm(fleet.workers[engine])
@@ -101,25 +101,25 @@ def of_engine(harm: Callable[[Worker], None], inside: Inside, turn: int) -> Woun
         return Wound("engine", None, lambda inside: time.monotonic() > until_s)
     return Wound(
         "engine",
-        lambda inside: engine not in inside.hands.fleet.workers,
-        lambda inside: len(inside.hands.fleet.joined) >= num_before,
+        lambda inside: engine not in inside.hands.engine_pool.workers,
+        lambda inside: len(inside.hands.engine_pool.joined) >= num_before,
     )
 
 
-def of_trainer(harm: Callable[[Worker], None], inside: Inside, turn: int) -> Wound:
+def of_trainer(harm: Callable[[Worker], None], inside: RunContext, turn: int) -> Wound:
     """Over once another one has redone what the first one had trained."""
     worker = inside.hands.trainer
     harm(worker)
 
-    def is_over(inside: Inside) -> bool:
-        state, trainers = inside.state(), inside.hands.trainers
+    def is_over(inside: RunContext) -> bool:
+        state, trainers = inside.state(), inside.hands.training
         is_there = trainers.now is not worker and not trainers.late
-        return is_there and not (state.is_trainer_lost or state.redo)
+        return is_there and not (state.is_trainer_lost or state.redo_batches)
 
-    return Wound("trainer", lambda inside: worker not in inside.hands.trainers.ranks, is_over)
+    return Wound("trainer", lambda inside: worker not in inside.hands.training.ranks, is_over)
 
 
-def of_rewarder(harm: Callable[[Worker], None], inside: Inside, turn: int) -> Wound:
+def of_rewarder(harm: Callable[[Worker], None], inside: RunContext, turn: int) -> Wound:
     """Over once another one is ready."""
     workers = judges(inside)
     worker = workers[turn % len(workers)]
@@ -127,7 +127,7 @@ def of_rewarder(harm: Callable[[Worker], None], inside: Inside, turn: int) -> Wo
     return Wound("rewarder", partial(_is_replaced, worker), are_judges_ready)
 
 
-def reward_hangs(inside: Inside, turn: int) -> Wound:
+def reward_hangs(inside: RunContext, turn: int) -> Wound:
     """The next call of the reward function never returns."""
     before = judges(inside)
     function = inside.plan.config.reward.function
@@ -166,17 +166,17 @@ def reach_of(station: str) -> set[str]:
     return {station, *REACH.get(station, ())}
 
 
-def judges(inside: Inside) -> list[Worker]:
+def judges(inside: RunContext) -> list[Worker]:
     """The processes that judge."""
-    return [pulse.worker for pulse in inside.hands.rewarding.pulses()]
+    return [pulse.worker for pulse in inside.hands.rewards.pulses()]
 
 
-def are_judges_ready(inside: Inside) -> bool:
+def are_judges_ready(inside: RunContext) -> bool:
     """Whether each has started."""
-    return not inside.hands.rewarding.late
+    return not inside.hands.rewards.late
 
 
-def _is_replaced(worker: Worker, inside: Inside) -> bool:
+def _is_replaced(worker: Worker, inside: RunContext) -> bool:
     return all(judge is not worker for judge in judges(inside))
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from fault_kinds import Strike, Wound, are_judges_ready, judges, killed
 
-from dora.runtime.calls import Inside
-from dora.runtime.ground import quiet_ray
-from dora.runtime.process import Worker
+from dora.service.context import RunContext
+from dora.runtime.process.launcher import set_ray_environment
+from dora.runtime.process.worker_process import Worker
 
 NUM_CPUS = 4  # of each node, which are reserved and nothing more
 RAYLET_KILLED, STORAGE_KILLED = "raylet killed", "storage killed"
@@ -59,7 +59,7 @@ class Nodes:
 @contextmanager
 def two_nodes() -> Iterator[Nodes]:
     """A cluster of this benchmark alone; nothing else is stopped in the end."""
-    quiet_ray()
+    set_ray_environment()
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": NUM_CPUS, "object_store_memory": MEMORY_BYTES, "include_dashboard": False}
@@ -77,37 +77,37 @@ def kinds_on(nodes: Nodes) -> dict[str, Strike]:
     return {RAYLET_KILLED: partial(raylet_killed, nodes), STORAGE_KILLED: storage_killed}
 
 
-def raylet_killed(nodes: Nodes, inside: Inside, turn: int) -> Wound:
+def raylet_killed(nodes: Nodes, inside: RunContext, turn: int) -> Wound:
     """Over once as many engines have joined as before, and all judges are ready."""
-    fleet = inside.hands.fleet
+    fleet = inside.hands.engine_pool
     num_before = len(fleet.joined)
     node = nodes.kill()
     lost = [worker for worker in _workers(inside) if worker.node == node]
     assert lost, "nothing of the run was on the node that was killed"
 
-    def is_noticed(inside: Inside) -> bool:
+    def is_noticed(inside: RunContext) -> bool:
         here = _workers(inside)
         return not any(worker in here for worker in lost)
 
-    def is_over(inside: Inside) -> bool:
-        return len(inside.hands.fleet.joined) >= num_before and are_judges_ready(inside)
+    def is_over(inside: RunContext) -> bool:
+        return len(inside.hands.engine_pool.joined) >= num_before and are_judges_ready(inside)
 
     return Wound("raylet", is_noticed, is_over)
 
 
-def storage_killed(inside: Inside, turn: int) -> Wound:
+def storage_killed(inside: RunContext, turn: int) -> Wound:
     """Over once another one is there, and has been told what the first one had."""
     storage = inside.hands.storage
     assert storage is not None, "local runs have it in a thread"
     worker = storage.pulse().worker
     killed(worker)
 
-    def is_over(inside: Inside) -> bool:
+    def is_over(inside: RunContext) -> bool:
         return storage.is_there and storage.pulse().worker is not worker
 
     return Wound("storage", lambda inside: not storage.is_there, is_over)
 
 
-def _workers(inside: Inside) -> list[Worker]:
+def _workers(inside: RunContext) -> list[Worker]:
     """Those that may be on any node."""
-    return [*inside.hands.fleet.workers.values(), *judges(inside)]
+    return [*inside.hands.engine_pool.workers.values(), *judges(inside)]

@@ -38,11 +38,13 @@ from fault_nodes import RAYLET_KILLED, STORAGE_KILLED, kinds_on, two_nodes
 from report import Options, Row, make_parser, options_of, publish
 from rich.console import Console
 
-from dora import settings
-from dora.observe import audit, replay
-from dora.observe.journal import read_journal
+from dora.audit import audit
+from dora.config import load
+from dora.journal import replay
+from dora.journal.reader import read_journal
 from dora.runtime import run
-from dora.runtime.calls import Calls, Inside
+from dora.runtime.control.requests import RequestQueue
+from dora.service.context import RunContext
 
 MODEL = Path(__file__).parent.parent / "examples" / "gcd-start"
 CONFIG = """
@@ -60,8 +62,8 @@ max_response_length = 60
 [engine]
 kernels = "eager"
 num_engines = 4
-max_rows = 8
-pace = "40ms"
+max_num_seqs = 8
+min_step_time = "40ms"
 [reward]
 function = "{reward}:reward"
 timeout_s = 2.0
@@ -115,7 +117,7 @@ class Injector:
         self._strikes, self._gap_s, self._least_s = strikes, gap_s, least_s
         self._thread = threading.Thread(target=self._work, daemon=True)
 
-    def open(self, calls: Calls, notice: Callable[[str], None]) -> None:
+    def open(self, calls: RequestQueue, notice: Callable[[str], None]) -> None:
         self._calls = calls
         self._thread.start()
 
@@ -155,7 +157,7 @@ class Injector:
         self.done.append(Injected(kind, wound, at_s))
         return self.done[-1]
 
-    def _ask(self, function: Callable[[Inside], T | None], wait_s: float) -> T:
+    def _ask(self, function: Callable[[RunContext], T | None], wait_s: float) -> T:
         answer: Future[T | None] = self._calls.ask(function, wait_s)
         found = answer.result(timeout=wait_s + 5.0)
         assert found is not None, "the run does not get there"
@@ -173,12 +175,12 @@ def _first_free(kinds: Sequence[str], unwell: Sequence[str]) -> int | None:
     return None
 
 
-def _has_begun(inside: Inside) -> bool | None:
+def _has_begun(inside: RunContext) -> bool | None:
     """Once a few steps are trained, so that the first things are done."""
     return True if inside.is_training and len(inside.meter.steps) >= 2 else None
 
 
-def _look(inside: Inside, fault: Injected) -> bool:
+def _look(inside: RunContext, fault: Injected) -> bool:
     """Note what has become of a fault."""
     passed_s, wound = time.monotonic() - fault.at_s, fault.wound
     if wound.is_noticed is not None and fault.detection_s is None and wound.is_noticed(inside):
@@ -211,7 +213,7 @@ def trial(
         path.write_text(CONFIG.format(seed=seed, model=MODEL.resolve(), reward=reward))
         injector = Injector(strikes, gap_s, least_s)
         with (Path(folder) / "log.txt").open("w+") as log:
-            run.train(settings.read(path, ground), out, Console(file=log, width=200), door=injector)
+            run.train(load.read_config(path, ground), out, Console(file=log, width=200), door=injector)
             log.seek(0)
             said = log.readlines()
         s = json.loads((out / "summary.json").read_text())
@@ -226,8 +228,8 @@ def trial(
 def judged(out: Path) -> dict[str, list[str]]:
     """What audit and replay find, by what it means."""
     verdict = audit.check(out)
-    found = {LOST: [], DOUBLED: [], MIXED: [*verdict.against("C1")], TOO_STALE: [*verdict.against("C3")]}
-    for finding in verdict.against("C2"):
+    found = {LOST: [], DOUBLED: [], MIXED: [*verdict.findings_against("C1")], TOO_STALE: [*verdict.findings_against("C3")]}
+    for finding in verdict.findings_against("C2"):
         found[DOUBLED if any(word in finding for word in AGAIN) else LOST].append(finding)
     if (difference := replay.first_difference(read_journal(out))) is not None:
         found[LOST].append(f"replay: {difference}")

@@ -13,7 +13,7 @@ python=${PYTHON:-python3}
 out=${OUT:-gpu-results}
 device=cuda
 quick=()
-tests=(tests/gpu tests/engine/test_triton.py tests/engine/test_graphs.py tests/engine/test_device_sampler.py)
+tests=(tests/gpu tests/engine/test_triton.py tests/engine/test_cuda_graphs.py tests/engine/test_device_sampler.py)
 while [ $# -gt 0 ]; do
   case $1 in
     --tiny) quick=(--quick) tests=(tests/gpu tests/engine/test_device_sampler.py) ;;

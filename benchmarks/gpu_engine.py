@@ -1,10 +1,9 @@
-"""The engine on a GPU at the shapes of Qwen3-0.6B, 4B and 8B, bf16, with random weights.
+"""The engine on a GPU at the shapes of Qwen3-0.6B, 4B and 8B, in bf16, with random weights.
 
-`load`: a version into a slot. `decode`: a step of so many rows at one context, against the roofline
-(weights and KV read once, at the bandwidth of a copy); `host_ms` is what it takes longer than its replays
-alone; its KV is noise. `versions`: such a step with rows of one version and of two. `nano`: 256 requests
-with prompts and answers of 100 to 1,024 tokens, prompts included. `switch`: steps after another version
-was loaded into a slot.
+`load`: load a version. `decode`: a step of many rows at one context, against the roofline (weights and KV
+read once at the bandwidth of a copy); `host_ms` is the time beyond that of its graph replays; the KV is
+noise. `versions`: such a step with one and with two versions. `nano`: 256 requests with prompts and outputs
+of 100 to 1,024 tokens, prefill included. `switch`: steps after another version was loaded into a slot.
 
     python benchmarks/gpu_engine.py [--quick] [--device cpu] [--only 0.6B 8B] [--json FILE]
 """
@@ -18,16 +17,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 from gpu_timing import QWEN3_06B, QWEN3_4B, QWEN3_8B, TINY, Bench, parse_bench, wait_for
-from report import Row, publish
 from torch import Tensor
 
-from dora.core.records import GroupId, RequestId
-from dora.engine.blocks import num_blocks_for
+from dora.core.types import GroupId, RequestId
+from dora.engine.block_manager import num_blocks_for
+from dora.engine.cuda_graphs import CUDAGraphRunner
 from dora.engine.engine import Engine
-from dora.engine.graphs import GraphRunner
-from dora.engine.sequence import Request, Sampling
+from dora.engine.request import Request, SamplingParams
 from dora.model.config import ModelConfig
-from dora.model.weights import Layout, weight_digest
+from dora.model.weights import WeightLayout, weight_digest
+from report import Row, publish
 
 MODELS = {"0.6B": QWEN3_06B, "4B": QWEN3_4B, "8B": QWEN3_8B}
 CELLS = ((1, 1024), (64, 1024), (256, 1024), (64, 8192), (4, 32_768))  # rows, context
@@ -36,7 +35,7 @@ FLOPS = 780e12  # dense bf16 products, as measured on an H200
 
 
 class Subject:
-    """An engine of a model with versions 0 and 1, and how to fill it."""
+    """An engine of a model with versions 0 and 1, and its requests."""
 
     def __init__(self, bench: Bench, name: str, config: ModelConfig) -> None:
         self.bench, self.name, self.config = bench, name, config
@@ -63,16 +62,16 @@ class Subject:
         self._numbers = iter(range(10**9))
 
     def request(self, prompt_length: int, num_tokens: int, version: int = 0) -> Request:
-        """A prompt of its own, answered to the end."""
+        """A request with its own prompt and `num_tokens` output tokens."""
         number, vocab = next(self._numbers), self.config.vocab_size
         prompt = tuple((number * 31 + j * 7) % vocab for j in range(prompt_length))
-        group, sampling = GroupId(0, number), Sampling(1.0, num_tokens)
+        group, sampling = GroupId(0, number), SamplingParams(1.0, num_tokens)
         return Request(RequestId(0, number, 0), group, prompt, version, number, sampling)
 
     def roofline_s(self, num_rows: int, context: int, bandwidth: float, num_versions: int = 1) -> float:
-        """max((weights + KV read) / bandwidth, 2 * parameters * rows / FLOPS), embeddings looked up aside."""
+        """max((weights + KV) / bandwidth, 2 * parameters * rows / FLOPS), without the embedding table."""
         config, size = self.config, self.bench.dtype.itemsize
-        numel = Layout(config).numel
+        numel = WeightLayout(config).numel
         if not config.tie_word_embeddings:
             numel -= config.vocab_size * config.hidden_size
         kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
@@ -80,39 +79,39 @@ class Subject:
         return float(max(num_bytes / bandwidth, 2 * numel * num_rows / FLOPS))
 
     def step_s(self, rows: tuple[int, ...], context: int) -> tuple[float, float]:
-        """Wall time of a step with so many rows of each version, and that of its replays alone.
+        """Wall time of a step with `rows` rows of each version, and of its graph replay alone.
 
-        All rows get their places in one step, and nothing is computed into them.
+        All rows are admitted in one step, without computing their prompts.
         """
         runner, engine, scheduler = self.engine._runner, self.engine, self.engine._scheduler
-        assert isinstance(runner, GraphRunner)
+        assert isinstance(runner, CUDAGraphRunner)
         versions = [version for version, num in enumerate(rows) for _ in range(num)]
-        asked = [self.request(context - self.num_tokens // 2, self.num_tokens, v) for v in versions]
+        requests = [self.request(context - self.num_tokens // 2, self.num_tokens, v) for v in versions]
         compute, budget = runner.prefill, scheduler._prefill_budget
         runner.prefill, scheduler._prefill_budget = lambda slot, prompts: 0, 10**9  # type: ignore[method-assign]
-        engine.submit(asked)
+        engine.submit(requests)
         for _ in range(self.num_first_steps):
             engine.step()
         runner.prefill, scheduler._prefill_budget = compute, budget  # type: ignore[method-assign]
-        assert engine.num_rows == len(asked)
+        assert engine.num_running == len(requests)
         wall_s = self._timed_s(engine.step)
-        replay = runner._steps[runner._shape, False, False]
+        replay = runner._graphs[runner._shape, False, False]
         alone_s = self._timed_s(replay)
-        engine.abort([request.id for request in asked])
+        engine.abort([request.id for request in requests])
         return wall_s, alone_s
 
     def _timed_s(self, step: Callable[[], object]) -> float:
         wait_for(self.bench.device)
-        began_s = time.perf_counter()
+        started_s = time.perf_counter()
         for _ in range(self.num_steps):
             step()
         wait_for(self.bench.device)
-        return (time.perf_counter() - began_s) / self.num_steps
+        return (time.perf_counter() - started_s) / self.num_steps
 
 
 def random_weights(bench: Bench, config: ModelConfig) -> Tensor:
-    """As those of `initial_weights`, but drawn on the device."""
-    layout = Layout(config)
+    """Like `initial_weights`, but generated on the device."""
+    layout = WeightLayout(config)
     flat = torch.empty(layout.numel, dtype=bench.dtype, device=bench.device).normal_(0, 0.02)
     for name, view in layout.views(flat).items():
         if name.endswith("norm.weight"):
@@ -121,17 +120,17 @@ def random_weights(bench: Bench, config: ModelConfig) -> Tensor:
 
 
 def load(subject: Subject) -> Iterator[Row]:
-    """Both versions into their slots, from the device's memory."""
+    """Load both versions from device memory."""
     for version in (0, 1):
         flat = random_weights(subject.bench, subject.config)
         wait_for(subject.bench.device)
-        began_s = time.perf_counter()
+        started_s = time.perf_counter()
         subject.engine.load(version, flat)
-        loaded_s = time.perf_counter() - began_s
+        loaded_s = time.perf_counter() - started_s
         del flat
-    began_s = time.perf_counter()
-    weight_digest(subject.engine._workspace.slot(1))
-    digest_s = time.perf_counter() - began_s
+    started_s = time.perf_counter()
+    weight_digest(subject.engine._workspace.slot_weights(1))
+    digest_s = time.perf_counter() - started_s
     yield {"part": "load", "model": subject.name, "gigabytes": subject.weight_bytes / 1e9,
            "load_s": loaded_s, "of_it_digest_s": digest_s}  # fmt: skip
 
@@ -142,7 +141,7 @@ def decode(subject: Subject, bandwidth: float) -> Iterator[Row]:
 
 
 def versions(subject: Subject, bandwidth: float) -> Iterator[Row]:
-    """64 rows at 8k tokens, of one version and of two."""
+    """64 rows at 8k tokens, of one version and of two versions."""
     rows, context = (2, 20) if subject.bench.is_tiny else (64, 8192)
     for split in ((rows,), (rows // 2, rows - rows // 2), (rows - rows // 4, rows // 4 or 1)):
         yield _decoded(subject, "versions", split, context, bandwidth)
@@ -150,34 +149,35 @@ def versions(subject: Subject, bandwidth: float) -> Iterator[Row]:
 
 def _decoded(subject: Subject, part: str, rows: tuple[int, ...], context: int, bandwidth: float) -> Row:
     wall_s, alone_s = subject.step_s(rows, context)
-    least_s = subject.roofline_s(sum(rows), context, bandwidth, len(rows))
+    roofline_s = subject.roofline_s(sum(rows), context, bandwidth, len(rows))
     return {
         "part": part,
         "model": subject.name,
         "rows": " + ".join(map(str, rows)),
         "context": context,
         "step_ms": wall_s * 1e3,
-        "roofline_ms": least_s * 1e3,
+        "roofline_ms": roofline_s * 1e3,
         "host_ms": (wall_s - alone_s) * 1e3,
         "tokens_per_s": sum(rows) / wall_s,
-        "of_roofline": least_s / wall_s,
+        "of_roofline": roofline_s / wall_s,
     }
 
 
 def nano(subject: Subject) -> Iterator[Row]:
-    """Twice, for the first time records the graphs: prompts of 100 to 1,024 tokens, and answers."""
-    least, most = subject.nano_lengths
-    for time_called in range(1 if subject.bench.is_tiny else 2):
-        source = random.Random(time_called)
+    """Run the requests twice, because the first run captures graphs; reports the second."""
+    shortest, longest = subject.nano_lengths
+    for repeat in range(1 if subject.bench.is_tiny else 2):
+        source = random.Random(repeat)
         lengths = [
-            (source.randint(least, most), source.randint(least, most)) for _ in range(subject.num_nano)
+            (source.randint(shortest, longest), source.randint(shortest, longest))
+            for _ in range(subject.num_nano)
         ]
         engine, num_computed = subject.engine, subject.engine.num_prefilled
         engine.submit([subject.request(*pair) for pair in lengths])
-        began_s, num_steps = time.perf_counter(), engine.num_steps
-        while not engine.idle:
+        started_s, num_steps = time.perf_counter(), engine.num_steps
+        while not engine.is_idle:
             engine.step()
-        wall_s = time.perf_counter() - began_s
+        wall_s = time.perf_counter() - started_s
     num_tokens = sum(answer for _, answer in lengths)
     yield {"part": "nano", "model": subject.name, "requests": len(lengths),
            "steps": engine.num_steps - num_steps, "prompt_tokens": engine.num_prefilled - num_computed,
@@ -185,21 +185,21 @@ def nano(subject: Subject) -> Iterator[Row]:
 
 
 def switch(subject: Subject) -> Iterator[Row]:
-    """Version 2 in place of version 1: the next steps are replayed, for no graph is recorded again."""
+    """Replace version 1 by version 2: the next steps are replayed, and no graph is captured again."""
     engine, flat = subject.engine, random_weights(subject.bench, subject.config)
     runner = engine._runner
-    assert isinstance(runner, GraphRunner)
-    before = len(runner._steps)
+    assert isinstance(runner, CUDAGraphRunner)
+    before = len(runner._graphs)
     engine.drop(1)
     engine.load(2, flat)
     engine.submit([subject.request(4, 3, version=2)])
     times = []
-    while not engine.idle:
-        began_s = time.perf_counter()
+    while not engine.is_idle:
+        started_s = time.perf_counter()
         engine.step()
-        times.append(time.perf_counter() - began_s)
+        times.append(time.perf_counter() - started_s)
     yield {"part": "switch", "model": subject.name, "slowest_step_ms": max(times) * 1e3,
-           "graphs_before": before, "graphs_after": len(runner._steps)}  # fmt: skip
+           "graphs_before": before, "graphs_after": len(runner._graphs)}  # fmt: skip
 
 
 def main() -> None:
@@ -207,7 +207,7 @@ def main() -> None:
     bandwidth, rows = bench.bandwidth(), list[Row]()
     models = {"tiny": TINY} if bench.is_tiny else {name: MODELS[name] for name in bench.only or MODELS}
     for name, config in models.items():
-        began_s = time.perf_counter()
+        started_s = time.perf_counter()
         subject = Subject(bench, name, config)
         rows += load(subject)
         rows += decode(subject, bandwidth)
@@ -218,7 +218,7 @@ def main() -> None:
         gc.collect()
         if bench.device == "cuda":
             torch.cuda.empty_cache()
-        print(f"{name} took {time.perf_counter() - began_s:.1f} s", flush=True)
+        print(f"{name} took {time.perf_counter() - started_s:.1f} s", flush=True)
     ratios: dict[str, float] = {"bandwidth_GB_per_s": bandwidth / 1e9}
     for name in models:
         own = [row for row in rows if row["model"] == name]

@@ -1,9 +1,10 @@
-"""What a GPU does where the engine's design rests on it: eight questions, P1 to P8.
+"""Properties of a GPU on which the engine's design depends: eight probes, P1 to P8.
 
-P1 attention kernel against memory bandwidth; P2 do rows of a product or of attention depend on their
-neighbours; P3 does varlen_attn share kv heads; P4 do graphs see weights changed in place; P5 grouped
-products against one per version; P6 a patch of 1 % by XOR; P7 copies to the host, and KV exported from two
-layouts; P8 transformers' continuous batching. What cannot be done on a machine says so in its row.
+P1 decode attention against memory bandwidth; P2 whether rows of a product or of attention depend on other
+rows; P3 whether varlen_attn shares kv heads; P4 whether graphs use weights that were overwritten in place; P5
+grouped products against one per version; P6 a patch of 1 % of the weights by XOR; P7 copies to the host, and
+KV exported from two layouts; P8 continuous batching of transformers. A probe that a machine cannot run
+reports the reason.
 
     python benchmarks/gpu_probes.py [--quick] [--device cpu] [--only P1 P4] [--json FILE]
 """
@@ -21,21 +22,21 @@ import torch
 import triton
 import triton.language as tl
 from gpu_timing import QWEN3_06B, QWEN3_8B, TINY, Bench, parse_bench
-from report import Row, publish
 from torch import Tensor
 from torch.nn import functional as F
 
-from dora.engine.blocks import num_blocks_for
+from dora.engine.block_manager import num_blocks_for
 from dora.engine.kernels.triton_kernels import TritonKernels
-from dora.engine.workspace import Batch, Workspace
+from dora.engine.kernels.workspace import ForwardBatch, Workspace
 from dora.model.config import ModelConfig
+from report import Row, publish
 
 Figure = tuple[str, float, str]  # what, how much, unit
 BASELINE_LIMIT_S = 100.0
 
 
-class NotHere(Exception):
-    """A probe that this machine cannot answer."""
+class Unsupported(Exception):
+    """This machine cannot run the probe."""
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def _xor(target: tl.tensor, places: tl.tensor, patch: tl.tensor, num: tl.tensor,
 
 
 def attention(bench: Bench) -> Iterator[Figure]:
-    """P1: one layer of decode attention, its KV read once."""
+    """P1: one layer of decode attention, whose KV is read once."""
     limit = bench.bandwidth()
     yield "copy bandwidth", limit / 1e9, "GB/s"
     models = {"0.6B": QWEN3_06B, "8B": QWEN3_8B}
@@ -65,29 +66,29 @@ def attention(bench: Bench) -> Iterator[Figure]:
 
 
 def attention_s(bench: Bench, config: ModelConfig, batch: int, context: int) -> float:
-    """Time of `attend` for rows of equal contexts, in blocks that lie in any order."""
+    """Time of `attend` for rows of equal contexts in scattered blocks."""
     per_row = num_blocks_for(context)
     dtype = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
     work = Workspace(config, batch, context, 1, batch * per_row, None, bench.device, dtype)
     work.kv.normal_()
     work.qkv.normal_()
-    work.tables.copy_(torch.randperm(batch * per_row).view(batch, per_row))
+    work.block_tables.copy_(torch.randperm(batch * per_row).view(batch, per_row))
     work.positions.fill_(context - 1)
     work.rows.copy_(torch.arange(batch))
     rows, positions = np.arange(batch), np.full(batch, context - 1)
-    kernels, one_slot = TritonKernels(work), Batch(rows, np.zeros(batch, np.int64))
+    kernels, one_slot = TritonKernels(work), ForwardBatch(rows, np.zeros(batch, np.int64))
     return bench.seconds(lambda: kernels.attend(one_slot, positions, 0))
 
 
 def row_invariance(bench: Bench) -> Iterator[Figure]:
-    """P2: bits of a row beside other rows, in the same number of rows."""
+    """P2: whether the bits of a row depend on the other rows of a batch of the same size."""
     sides = (32, 48) if bench.is_tiny else (896, 1024, 2560, 4096, 9728, 12_288)
     shapes = [(k, n) for k in sides for n in sides if k != n]
     for num_rows in (64, 128, 256):
         num_varying = sum(_depends_on_neighbours(bench, num_rows, k, n) for k, n in shapes)
         yield f"products of {num_rows} rows: shapes of {len(shapes)} that vary", num_varying, ""
     if bench.device == "cpu":
-        raise NotHere("varlen_attn needs a GPU")
+        raise Unsupported("varlen_attn needs a GPU")
     q, k, v = (torch.randn(300, 8, 64, dtype=bench.dtype, device=bench.device) for _ in range(3))
     alone = _varlen(q[:100], k[:100], v[:100], [100])
     beside = _varlen(q, k, v, [100, 200])[:100]
@@ -117,22 +118,22 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
 
 
 def shared_heads(bench: Bench) -> Iterator[Figure]:
-    """P3: query heads in groups, without copies of k and v."""
+    """P3: grouped query heads without copies of k and v."""
     if bench.device == "cpu":
-        raise NotHere("varlen_attn needs a GPU")
+        raise Unsupported("varlen_attn needs a GPU")
     q, k, v = (torch.randn(200, h, 64, dtype=bench.dtype, device=bench.device) for h in (8, 2, 2))
     try:
         found = _varlen(q, k, v, [200])
     except (RuntimeError, ValueError, TypeError) as error:
-        raise NotHere(f"varlen_attn refuses 8 query heads for 2 kv heads: {error}") from error
+        raise Unsupported(f"varlen_attn refuses 8 query heads for 2 kv heads: {error}") from error
     expected = _varlen(q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1), [200])
     yield "varlen_attn shares kv heads; largest error", float((found - expected).abs().max()), ""
 
 
 def graph_sees_new_weights(bench: Bench) -> Iterator[Figure]:
-    """P4: a graph replayed after its weights were overwritten."""
+    """P4: replay a graph after its weights were overwritten."""
     if bench.device == "cpu":
-        raise NotHere("CUDA graphs need a GPU")
+        raise Unsupported("CUDA graphs need a GPU")
     x, weights, new = (torch.randn(64, 64, device=bench.device) for _ in range(3))
     out = x @ weights
     graph = torch.cuda.CUDAGraph()
@@ -167,7 +168,7 @@ def xor_patch(bench: Bench) -> Iterator[Figure]:
     """P6: 1 % of the weights of 8.2e9 parameters, by XOR in place."""
     numel = 2**12 if bench.is_tiny else 8_200_000_000
     target = torch.zeros(numel, dtype=torch.int16, device=bench.device)
-    step = 100  # a patch's places are sorted
+    step = 100  # the indices of a patch are sorted
     places = torch.arange(0, numel, step, device=bench.device)
     places += torch.randint(step, places.shape, device=bench.device)
     places.clamp_(max=numel - 1)
@@ -182,14 +183,14 @@ def xor_patch(bench: Bench) -> Iterator[Figure]:
 
 
 def copies(bench: Bench) -> Iterator[Figure]:
-    """P7: between host and device, and 64 blocks of KV gathered from two layouts."""
+    """P7: copies between host and device, and 64 blocks of KV gathered from two layouts."""
     num_bytes, is_gpu = (2**20 if bench.is_tiny else 2**31), bench.device == "cuda"
     on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=bench.device)
     for kind, is_pinned in (("pinned", is_gpu), ("pageable", False)):
         host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         for name, target, source in (("to host", host, on_device), ("to device", on_device, host)):
             run = partial(target.copy_, source, non_blocking=True)
-            rate = num_bytes / bench.seconds(run, repeats=3, is_recorded=False)
+            rate = num_bytes / bench.seconds(run, repeats=3, is_captured=False)
             yield f"{kind} {name}", rate / 1e9, "GB/s"
     del on_device
     layers, num_blocks = (2, 8) if bench.is_tiny else (36, 1024)
@@ -204,9 +205,9 @@ def copies(bench: Bench) -> Iterator[Figure]:
 
 
 def continuous_batching(bench: Bench) -> Iterator[Figure]:
-    """P8: in a process of its own, for it may hang; only called there if --only names it."""
+    """P8: in a separate process, because it may hang; that process runs with --only P8."""
     if bench.is_tiny:
-        raise NotHere("it is not tried at tiny sizes")
+        raise Unsupported("it does not run at tiny sizes")
     if "P8" not in bench.only:
         command = [sys.executable, __file__, "--only", "P8", "--device", bench.device]
         try:
@@ -214,11 +215,13 @@ def continuous_batching(bench: Bench) -> Iterator[Figure]:
                 command, capture_output=True, text=True, timeout=BASELINE_LIMIT_S, check=False
             )
         except subprocess.TimeoutExpired as error:
-            raise NotHere(f"transformers did not end within {BASELINE_LIMIT_S:.0f} s") from error
+            raise Unsupported(f"transformers did not end within {BASELINE_LIMIT_S:.0f} s") from error
         found = [line for line in done.stdout.splitlines() if line.startswith("tokens_per_s ")]
         if not found:
-            said = [line.strip() for line in done.stdout.splitlines() if "not answered" in line]
-            raise NotHere(f"transformers failed: {[*said, *done.stderr.splitlines(), 'no word'][0]}")
+            messages = [line.strip() for line in done.stdout.splitlines() if "not answered" in line]
+            raise Unsupported(
+                f"transformers failed: {[*messages, *done.stderr.splitlines(), 'no output'][0]}"
+            )
         yield "transformers continuous batching, Qwen3-0.6B, 32 rows", float(found[0].split()[1]), "tokens/s"
         return
     rate = _transformers_rate(bench)
@@ -227,7 +230,7 @@ def continuous_batching(bench: Bench) -> Iterator[Figure]:
 
 
 def _transformers_rate(bench: Bench) -> float:
-    """Tokens per second of 32 answers (tiny: 2) with random weights, prompts included, at the second go."""
+    """Tokens per second of 32 requests with random weights, prefill included, in the second run."""
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     shape = {k: v for k, v in QWEN3_06B.to_dict().items() if k not in ("architectures", "dtype")}
@@ -238,11 +241,11 @@ def _transformers_rate(bench: Bench) -> float:
     num_tokens, prompts = 256, [[(7 * i + j) % 1000 for j in range(512)] for i in range(32)]
     config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     for _ in range(2):
-        began_s = time.perf_counter()
+        started_s = time.perf_counter()
         found = model.generate_batch(prompts, generation_config=config, progress_bar=False)
-        wall_s = time.perf_counter() - began_s
+        wall_s = time.perf_counter() - started_s
     if not found:
-        raise NotHere("transformers gave no answer")
+        raise Unsupported("transformers returned no output")
     return float(sum(len(answer.generated_tokens) for answer in found.values()) / wall_s)
 
 
@@ -259,13 +262,13 @@ PROBES = {
 
 
 def rows_of(bench: Bench, name: str, probe: Callable[[Bench], Iterator[Figure]]) -> Iterator[Row]:
-    """The figures of a probe, and one row with the reason where it stops."""
+    """The figures of a probe, and a row with the reason if it stops."""
     try:
         for what, value, unit in probe(bench):
             yield {"probe": name, "what": what, "value": float(value), "unit": unit, "note": ""}
-    except Exception as error:  # a probe must not take the others with it
+    except Exception as error:  # a failed probe must not stop the others
         reason = str(error).splitlines()[0] if str(error) else repr(error)
-        kind = "" if isinstance(error, NotHere) else f"{type(error).__name__}: "
+        kind = "" if isinstance(error, Unsupported) else f"{type(error).__name__}: "
         yield {"probe": name, "what": "not answered", "value": "", "unit": "", "note": kind + reason}
     if bench.device == "cuda":
         torch.cuda.empty_cache()
@@ -275,9 +278,9 @@ def main() -> None:
     bench = parse_bench(__doc__ or "")
     rows: list[Row] = []
     for name in bench.only or PROBES:
-        began_s = time.perf_counter()
+        started_s = time.perf_counter()
         rows += rows_of(bench, name, PROBES[name])
-        print(f"{name} took {time.perf_counter() - began_s:.1f} s", flush=True)
+        print(f"{name} took {time.perf_counter() - started_s:.1f} s", flush=True)
     shares = {
         f"bandwidth_share_{str(row['what']).partition(':')[0].replace(' ', '_')}": float(row["value"])
         for row in rows

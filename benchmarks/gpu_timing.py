@@ -1,17 +1,16 @@
-"""What the two GPU benchmarks share: their options, the models, and times on a device."""
+"""Options, models and timing that the GPU benchmarks share."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from models import DEMO
-from report import Options, make_parser, options_of
 
 from dora.model.config import ModelConfig
+from report import Options, make_parser, options_of
 
 TINY = replace(
     DEMO, vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
@@ -37,7 +36,7 @@ QWEN3_06B = replace(
 
 @dataclass(frozen=True)
 class Bench:
-    """Where to measure, how largely, and what to do with the figures."""
+    """The device, the options and the selected parts of a benchmark."""
 
     options: Options
     device: str
@@ -49,15 +48,15 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Triton's interpreter computes in fp32."""
+        """bf16 on a GPU; Triton's interpreter computes in fp32."""
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
-    def seconds(self, run: Callable[[], object], *, repeats: int = 20, is_recorded: bool = True) -> float:
-        """Mean time of `run`, replayed as a CUDA graph unless it cannot be recorded."""
+    def seconds(self, run: Callable[[], object], *, repeats: int = 20, is_captured: bool = True) -> float:
+        """Mean time of `run`, on a GPU replayed as a CUDA graph if `is_captured`."""
         run()
         if self.device == "cpu":
             return _mean_s(run, 1 if self.is_tiny else repeats)
-        if is_recorded:
+        if is_captured:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 run()
@@ -79,7 +78,7 @@ class Bench:
 
 
 def parse_bench(description: str) -> Bench:
-    """--device says where, --only which parts, --quick that sizes are tiny: it shows that all runs."""
+    """Parse --device, --only (parts) and --quick (tiny sizes, to check that everything runs)."""
     parser = make_parser(description)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="*", default=(), metavar="PART", help="these parts only")
@@ -88,18 +87,13 @@ def parse_bench(description: str) -> Bench:
 
 
 def wait_for(device: str) -> None:
-    """Until the device has done all it was told to."""
+    """Wait until the device has finished all its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-def json_beside(options: Options, name: str) -> Path | None:
-    """A file beside the one that --json names."""
-    return options.json.with_name(name) if options.json else None
-
-
 def _mean_s(run: Callable[[], object], repeats: int) -> float:
-    began_s = time.perf_counter()
+    started_s = time.perf_counter()
     for _ in range(repeats):
         run()
-    return (time.perf_counter() - began_s) / repeats
+    return (time.perf_counter() - started_s) / repeats

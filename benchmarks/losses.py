@@ -1,11 +1,10 @@
-"""Our policy losses and TRL's on the same tensors: value and gradient.
+"""Values and gradients of DORA's policy losses against TRL's on the same tensors.
 
-Needs `pip install trl`. TRL computes its loss inside a trainer, so a bare object with just the
-attributes it reads stands in for one; all in double precision. The weights of tis are computed
-here, since TRL computes its own while it generates: that row compares what is done with them. What
-TRL calls by another name: `delta` is the cap of dual clip, `epsilon_high` of CISPO is
-1 + clip_ratio_high, loss_type grpo is seq-mean-token-mean, bnpo and dapo are token-mean, dr_grpo is
-seq-mean-token-sum-norm.
+Needs `pip install trl`. TRL computes its loss inside a trainer, so the benchmark passes an object with the
+attributes that the loss reads; all tensors are in double precision. TRL computes the weights of tis while it
+generates, so the benchmark computes them, and that row compares their use. TRL's names: `delta` is the cap of
+dual clip, `epsilon_high` of CISPO is 1 + clip_ratio_high, loss_type grpo is seq-mean-token-mean, bnpo and
+dapo are token-mean, dr_grpo is seq-mean-token-sum-norm.
 
     python benchmarks/losses.py [--quick] [--json FILE]
 """
@@ -20,13 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from report import Row, parse_options, publish
 from torch import Tensor
 
-from dora.trainer.corrections import correct
-from dora.trainer.loss import LossAggMode, kl_divergence, token_weights
-from dora.trainer.objective import OBJECTIVES, LossSettings, Tokens
-from dora.trainer.recipe import Correction, PolicyLoss
+from dora.trainer.corrections import apply_correction
+from dora.trainer.loss import POLICY_LOSSES, LossInputs, LossSettings, kl_divergence, token_weights
+from dora.trainer.recipe import Correction, LossAggMode, PolicyLoss
+from report import Row, parse_options, publish
 
 try:
     from trl import GRPOTrainer
@@ -43,7 +41,7 @@ TIS = Correction(proximal="recomputed", token="tis", tis_cap=1.2)
 
 @dataclass(frozen=True)
 class Case:
-    """One objective, in our words and in TRL's."""
+    """One objective, with DORA's settings and TRL's."""
 
     name: str
     loss: PolicyLoss
@@ -80,7 +78,7 @@ CASES = (
 
 
 class Batch:
-    """Ragged responses with log-probs of four policies, padded as TRL wants them where asked."""
+    """Ragged responses with log-probs of three policies; TRL's loss reads padded tensors."""
 
     def __init__(self, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
@@ -95,27 +93,27 @@ class Batch:
         self.mask = torch.tensor([[i < num for i in range(MAX_TOKENS)] for num in LENGTHS])
 
     def padded(self, values: Tensor) -> Tensor:
-        """[N] to [B, MAX_TOKENS], zeros behind the end."""
+        """[N] to [B, MAX_TOKENS], padded with zeros on the right."""
         return torch.zeros(self.mask.shape, dtype=values.dtype).masked_scatter(self.mask, values)
 
 
-def ours(case: Case, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Loss and its gradient by every log-prob [N]."""
+def dora_loss(case: Case, batch: Batch) -> tuple[Tensor, Tensor]:
+    """DORA's loss and its gradient by every log-prob [N]."""
     leaf = batch.logprobs.clone().requires_grad_()
-    spread = torch.tensor(LENGTHS)
-    made = correct(case.correction, leaf, batch.behaviour, LENGTHS, torch.ones(len(leaf)))
-    advantages = batch.advantages.repeat_interleave(spread)
-    tokens = Tokens(leaf, made.old_logprobs, advantages, LENGTHS, batch.reference)
-    losses = OBJECTIVES[case.loss](tokens, case.settings)[0] * made.weights
+    repeats = torch.tensor(LENGTHS)
+    corrected = apply_correction(case.correction, leaf, batch.behaviour, LENGTHS, torch.ones(len(leaf)))
+    advantages = batch.advantages.repeat_interleave(repeats)
+    tokens = LossInputs(leaf, corrected.old_logprobs, advantages, LENGTHS, batch.reference)
+    losses = POLICY_LOSSES[case.loss](tokens, case.settings)[0] * corrected.weights
     if case.kl_coef:
         losses = losses + case.kl_coef * kl_divergence(leaf, batch.reference, "k3")
     weights = torch.tensor(token_weights(LENGTHS, case.mode, MAX_TOKENS), dtype=torch.float64)
-    loss = (losses * weights.repeat_interleave(spread)).sum()
+    loss = (losses * weights.repeat_interleave(repeats)).sum()
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
-def theirs(case: Case, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The same from TRL's GRPOTrainer."""
+def trl_loss(case: Case, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss of TRL's GRPOTrainer and its gradient by every log-prob [N]."""
     leaf = batch.logprobs.clone().requires_grad_()
     weights = batch.padded((leaf.detach() - batch.behaviour).exp().clamp(max=TIS.tis_cap))
     is_corrected = case.correction == TIS
@@ -131,12 +129,12 @@ def theirs(case: Case, batch: Batch) -> tuple[Tensor, Tensor]:
         "importance_sampling_ratio": weights,
         "num_items_in_batch": torch.tensor(float(sum(LENGTHS))),
     }
-    trainer = _stand_in(case, batch.padded(leaf), is_corrected)
+    trainer = _fake_trainer(case, batch.padded(leaf), is_corrected)
     loss = GRPOTrainer._compute_loss(trainer, None, inputs)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
-def _stand_in(case: Case, logprobs: Tensor, is_corrected: bool) -> SimpleNamespace:
+def _fake_trainer(case: Case, logprobs: Tensor, is_corrected: bool) -> SimpleNamespace:
     """The attributes of a GRPOTrainer that its loss reads."""
     settings: dict[str, Any] = {
         "aux_loss_enabled": False,
@@ -164,13 +162,13 @@ def _stand_in(case: Case, logprobs: Tensor, is_corrected: bool) -> SimpleNamespa
 
 
 def online_dpo(batch: Batch) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Ours and TRL's, on pairs of neighbouring responses, the better one first in both."""
+    """DORA's loss and TRL's, on pairs of neighbouring responses, the better one first in both."""
     case = Case("online_dpo", "online_dpo", "seq-mean-token-sum", {})
     leaf = batch.logprobs.clone().requires_grad_()
     order = torch.tensor([*range(0, len(LENGTHS), 2), *range(1, len(LENGTHS), 2)])
     policies = iter([batch.padded(leaf)[order], batch.padded(batch.reference)[order]])
     half = len(LENGTHS) // 2
-    found: list[Tensor] = []
+    losses: list[Tensor] = []
     empty = torch.zeros(2 * half, 1)
     trainer = SimpleNamespace(
         args=SimpleNamespace(
@@ -190,7 +188,7 @@ def online_dpo(batch: Batch) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
         stats=defaultdict(list),
         processing_class=SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids)),
         accelerator=SimpleNamespace(
-            gather_for_metrics=lambda x: x, backward=lambda loss, **_: found.append(loss)
+            gather_for_metrics=lambda x: x, backward=lambda loss, **_: losses.append(loss)
         ),
         use_apex=False,
         _generate=lambda *_: (empty, empty, torch.zeros(batch.mask.shape), batch.mask[order].long(), None),
@@ -198,7 +196,7 @@ def online_dpo(batch: Batch) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
         _calculate_rewards_from_functions=lambda **_: torch.tensor([1.0] * half + [0.0] * half),
     )
     OnlineDPOTrainer.training_step(trainer, SimpleNamespace(train=lambda: None), {"prompt": [""] * half})
-    return ours(case, batch), (found[0].detach(), torch.autograd.grad(found[0], leaf)[0])
+    return dora_loss(case, batch), (losses[0].detach(), torch.autograd.grad(losses[0], leaf)[0])
 
 
 def gap(a: Tensor, b: Tensor) -> float:
@@ -207,7 +205,7 @@ def gap(a: Tensor, b: Tensor) -> float:
 
 
 def digits(relative_gap: float) -> float:
-    """Decimal digits that agree; 17 is all that a double has."""
+    """Decimal digits that agree; a double has 17."""
     return -math.log10(max(relative_gap, 1e-17))
 
 
@@ -217,9 +215,9 @@ def main() -> None:
     seeds = range(3 if options.quick else 20)
     batches = [Batch(seed) for seed in seeds]
     for case in CASES:
-        pairs = [(ours(case, batch), theirs(case, batch)) for batch in batches]
-        rows.append(compared(case.name, pairs))
-    rows.append(compared("online_dpo", [online_dpo(batch) for batch in batches]))
+        pairs = [(dora_loss(case, batch), trl_loss(case, batch)) for batch in batches]
+        rows.append(comparison_row(case.name, pairs))
+    rows.append(comparison_row("online_dpo", [online_dpo(batch) for batch in batches]))
     publish(
         options,
         rows,
@@ -230,12 +228,12 @@ def main() -> None:
     )
 
 
-def compared(name: str, pairs: list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]) -> Row:
-    """One line: the first batch's values, and the largest relative gaps of all batches."""
-    (mine, _), (other, _) = pairs[0]
+def comparison_row(name: str, pairs: list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]) -> Row:
+    """The first batch's values, and the largest relative gaps of all batches."""
+    (own, _), (other, _) = pairs[0]
     return {
         "loss": name,
-        "ours": mine.item(),
+        "ours": own.item(),
         "trl": other.item(),
         "value_gap": f"{max(gap(a[0], b[0]) for a, b in pairs):.1e}",
         "gradient_gap": f"{max(gap(a[1], b[1]) for a, b in pairs):.1e}",

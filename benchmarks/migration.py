@@ -1,10 +1,10 @@
-"""What it costs to move a request of 1,000 tokens between two engine processes, and how long it stops.
+"""What the migration of a request of 1,000 tokens between two engine processes costs, and how long it pauses.
 
-Real processes, pipes and the driver's own bookkeeping. CPU time is that of both engines and the
-driver, while nobody decodes; it is compared with what one engine needs to prefill as many tokens.
-The prompts are short, so that nothing is known to the other side. Requests move alone, and many
-at once, as they do when an engine changes its version. Stop time is measured while both engines
-decode: from the source's last token to the destination's first one, in its decode steps.
+It uses real processes, pipes and the driver's own code. CPU time is that of both engines and the driver while
+no engine decodes. It is compared with the prefill of as many tokens on one engine. The prompts are short, so
+that the destination has no blocks cached. Requests migrate one at a time, and many at once, as when an engine
+changes its version. Stop time is measured while both engines decode, from the source's last token to the
+destination's first one, in decode steps.
 
     python benchmarks/migration.py [--quick] [--json FILE]
 """
@@ -22,58 +22,58 @@ from typing import Any
 
 import numpy as np
 from models import DEMO, THIRTY_MILLION
-from report import Row, parse_options, publish
 
 from dora.core.actions import Migrate
 from dora.core.events import Event, Migrated
-from dora.core.records import GroupId, RequestId
-from dora.engine.sequence import Request, Sampling
+from dora.core.types import GroupId, RequestId
+from dora.engine.request import Request, SamplingParams
 from dora.model.config import ModelConfig
-from dora.model.folder import save_folder
-from dora.model.weights import Layout, initial_weights
-from dora.runtime import messages as m
-from dora.runtime.moving import Moves
-from dora.runtime.process import Told, Worker
-from dora.runtime.workers import run_engine
+from dora.model.pretrained import save_pretrained
+from dora.model.weights import WeightLayout, initial_weights
+from dora.runtime.process import messages as m
+from dora.runtime.process.worker_process import Worker, WorkerMessages
+from dora.runtime.rollout.engine_worker import run_engine
+from dora.runtime.rollout.migration import Migrations
 from dora.weights.store import WeightStore, make_store_folder
+from report import Row, parse_options, publish
 
 MODELS = {"demo": DEMO, "30m": THIRTY_MILLION}
 NUM_TOKENS, PROMPT_LENGTH, MAX_CONTEXT = 1000, 15, 1536
 NUM_BUSY_ROWS = 16  # of each engine, while stop time is measured
 WAIT_S = 120.0
-PROCESS_CLOCK = 2  # what clock_getcpuclockid(3) makes of a process id
+PROCESS_CLOCK = 2  # the clock id of a process, as clock_getcpuclockid(3) computes it
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A model and how often to repeat."""
+class Case:
+    """A model and the number of repetitions."""
 
     name: str
     config: ModelConfig
-    num_moves: int
+    num_migrations: int
     num_together: int
-    num_busy_moves: int
+    num_busy_migrations: int
     num_prefills: int
 
 
-class Bench:
-    """Two engine processes that hold version 0, and a driver reduced to moves."""
+class EnginePair:
+    """Two engine processes with version 0, and a driver that only migrates."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.folder = make_store_folder(0)
         self._vocab_size, self._source = config.vocab_size, random.Random(0)
         weights = initial_weights(config, seed=0, std=0.1)
-        save_folder(self.folder / "model", config, weights)
+        save_pretrained(self.folder / "model", config, weights)
         WeightStore(self.folder).publish(0, weights)
-        self._told = Told()
-        self._facts: deque[Event] = deque()
-        self.moves = Moves(self.folder, WAIT_S, self._facts, self.tell, lambda _: 0)
+        self._messages = WorkerMessages()
+        self._events: deque[Event] = deque()
+        self.migrations = Migrations(self.folder, WAIT_S, self._events, self.send, lambda _: 0)
         self.workers = [self._start(number) for number in range(2)]
-        self.beats: dict[int, m.Beat] = {}
+        self.reports: dict[int, m.EngineReport] = {}
         self._num_rows = 0
-        self.hear(m.Ready, 0, 1)
-        self.tell_both(m.LoadWeights(0))
-        self.hear(m.WeightsLoaded, 0, 1)
+        self.wait_for(m.WorkerReady, 0, 1)
+        self.send_to_both(m.LoadWeights(0))
+        self.wait_for(m.WeightsLoaded, 0, 1)
 
     def close(self) -> None:
         for worker in self.workers:
@@ -83,62 +83,70 @@ class Bench:
     def pool(self, number: int) -> Path:
         return self.folder / f"pool-{number}.kv"
 
-    def tell(self, number: int, message: object) -> bool:
+    def send(self, number: int, message: object) -> bool:
         self.workers[number].send(message)
         return True
 
-    def tell_both(self, message: object) -> None:
+    def send_to_both(self, message: object) -> None:
         for number in range(2):
-            self.tell(number, message)
+            self.send(number, message)
 
-    def listen(self) -> tuple[int, Any]:
-        """The next word of an engine; those about moves are attended to."""
-        worker, message = self._told.get(timeout=WAIT_S)
+    def receive(self) -> tuple[int, Any]:
+        """The next message of an engine, after replies of migrations have been handled."""
+        worker, message = self._messages.get(timeout=WAIT_S)
         number = self.workers.index(worker)
         match message:
-            case m.Reserved() | m.Received() | m.NotReceived() | m.Sent() | m.Kept():
-                self.moves.heard(message)
-            case m.Beat():
-                self.beats[number] = message
-            case m.Gone():
-                raise RuntimeError(worker.crash)
+            case (
+                m.MigrationReserved()
+                | m.ImportFinished()
+                | m.ImportFailed()
+                | m.ExportFinished()
+                | m.ExportFailed()
+            ):
+                self.migrations.on_reply(message)
+            case m.EngineReport():
+                self.reports[number] = message
+            case m.WorkerExited():
+                raise RuntimeError(worker.traceback)
         return number, message
 
-    def hear(self, kind: type, *numbers: int) -> None:
-        """Wait until each of these engines has said a word of one kind."""
-        silent = set(numbers)
-        while silent:
-            number, message = self.listen()
+    def wait_for(self, kind: type, *numbers: int) -> None:
+        """Wait until each of these engines has sent a message of one type."""
+        pending = set(numbers)
+        while pending:
+            number, message = self.receive()
             if isinstance(message, kind):
-                silent.discard(number)
+                pending.discard(number)
 
     def pause(self) -> None:
-        self.tell_both(m.PauseRows())
-        self.hear(m.RowsPaused, 0, 1)
+        self.send_to_both(m.PauseDecoding())
+        self.wait_for(m.DecodingPaused, 0, 1)
 
     def request(self, length: int, max_tokens: int) -> Request:
-        """A new one with a prompt nobody has seen."""
+        """A new request with a prompt that no engine has cached."""
         self._num_rows += 1
         prompt = tuple(self._source.randrange(self._vocab_size) for _ in range(length))
         group = GroupId(0, self._num_rows)
-        return Request(RequestId(*group, 0), group, prompt, 0, self._num_rows, Sampling(1.0, max_tokens))
+        return Request(
+            RequestId(*group, 0), group, prompt, 0, self._num_rows, SamplingParams(1.0, max_tokens)
+        )
 
-    def move(self, request: Request, source: int) -> Migrated:
-        """Move a request to the other engine; returns when both have settled."""
-        (fact,) = self.move_all([request], source)
-        return fact
+    def migrate(self, request: Request, source: int) -> Migrated:
+        """Migrate a request to the other engine, and wait until both have finished."""
+        (event,) = self.migrate_all([request], source)
+        return event
 
-    def move_all(self, requests: list[Request], source: int) -> list[Migrated]:
-        """Move requests to the other engine at once; returns when both have settled."""
+    def migrate_all(self, requests: list[Request], source: int) -> list[Migrated]:
+        """Migrate requests to the other engine at once, and wait until both have finished."""
         for request in requests:
-            self.moves.begin(Migrate(request.id, source, 1 - source, 0, ""), request, self.pool(source))
-        while self.moves.under_way:
-            self.listen()
-        facts = [self._facts.popleft() for _ in requests]
-        return [fact for fact in facts if isinstance(fact, Migrated) or _fail(fact)]
+            self.migrations.start(Migrate(request.id, source, 1 - source, 0, ""), request, self.pool(source))
+        while self.migrations.in_progress:
+            self.receive()
+        events = [self._events.popleft() for _ in requests]
+        return [event for event in events if isinstance(event, Migrated) or _fail(event)]
 
     def cpu_s(self) -> list[float]:
-        """CPU time so far of both engines and of the driver."""
+        """CPU time of both engines and of the driver."""
         engines = (worker.pid for worker in self.workers)
         clocks = [~pid << 3 | PROCESS_CLOCK for pid in engines if pid is not None]
         return [*(time.clock_gettime(clock) for clock in clocks), time.process_time()]
@@ -153,77 +161,75 @@ class Bench:
             version_slots=1,
             kernels="auto",
             pace_s=0.0,
-            tail_interval=1,
-            max_staleness=1,
         )
-        return Worker(f"engine {number}", run_engine, spec, self._told)
+        return Worker(f"engine {number}", run_engine, spec, self._messages)
 
 
-def prefill_ms(bench: Bench, repeats: int) -> float:
-    """CPU time of the best prefill of NUM_TOKENS: a new prompt, less the same prompt once it is known."""
+def prefill_ms(pair: EnginePair, repeats: int) -> float:
+    """CPU time of the best prefill of NUM_TOKENS: a new prompt, less the same prompt when it is cached."""
     times: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(repeats):
-        asked = bench.request(NUM_TOKENS + 1, 2)
+        request = pair.request(NUM_TOKENS + 1, 2)
         for is_new in (True, False):
-            began_s = bench.cpu_s()[0]
-            bench.tell(0, m.Submit([asked]))
-            bench.hear(m.Completed, 0)
-            times[is_new].append((bench.cpu_s()[0] - began_s) * 1e3)
+            began_s = pair.cpu_s()[0]
+            pair.send(0, m.SubmitRequests([request]))
+            pair.wait_for(m.RequestsCompleted, 0)
+            times[is_new].append((pair.cpu_s()[0] - began_s) * 1e3)
     return min(times[True]) - statistics.median(times[False])
 
 
-def _fail(fact: Event) -> bool:
-    raise RuntimeError(f"a move has failed: {fact}")
+def _fail(event: Event) -> bool:
+    raise RuntimeError(f"a migration has failed: {event}")
 
 
-def requests_of(bench: Bench, count: int, num_tokens: int) -> list[Request]:
-    """Requests that engine 0 has decoded for about `num_tokens` of prompt and answer; all pause."""
-    asked = [bench.request(PROMPT_LENGTH, MAX_CONTEXT - PROMPT_LENGTH) for _ in range(count)]
-    timer = bench.request(PROMPT_LENGTH, num_tokens - PROMPT_LENGTH)
-    bench.tell(0, m.Submit([*asked, timer]))
-    bench.hear(m.Completed, 0)
-    bench.pause()
-    return asked
+def requests_of(pair: EnginePair, count: int, num_tokens: int) -> list[Request]:
+    """Requests that engine 0 has decoded to about `num_tokens` of prompt and answer. Both engines pause."""
+    requests = [pair.request(PROMPT_LENGTH, MAX_CONTEXT - PROMPT_LENGTH) for _ in range(count)]
+    timer = pair.request(PROMPT_LENGTH, num_tokens - PROMPT_LENGTH)
+    pair.send(0, m.SubmitRequests([*requests, timer]))
+    pair.wait_for(m.RequestsCompleted, 0)
+    pair.pause()
+    return requests
 
 
-def measure_cost(setting: Setting, bench: Bench) -> Row:
-    """Moves there and back, while nobody decodes."""
-    least_ms = prefill_ms(bench, setting.num_prefills)
-    asked = requests_of(bench, setting.num_together, NUM_TOKENS)
-    for number in range(4):  # both map the other's pool
-        bench.move_all(asked, number % 2)
-    facts, times = [], [bench.cpu_s()]
-    for number in range(setting.num_moves):
-        facts.append(bench.move(asked[0], number % 2))
-        times.append(bench.cpu_s())
-    spent_ms = np.diff(times, axis=0) * 1e3  # [moves, processes]
-    facts, times = [], [bench.cpu_s()]
-    for number in range(2 * max(1, setting.num_moves // setting.num_together // 2)):
-        facts += bench.move_all(asked, number % 2)
-        times.append(bench.cpu_s())
-    together_ms = np.diff(times, axis=0).sum(1) * 1e3 / len(asked)
-    bench.tell(0, m.GiveUp(tuple(request.id for request in asked)))
-    export = statistics.median(fact.num_bytes / fact.copy_s for fact in facts)
-    memcpy = memcpy_rate(facts[0].num_bytes)
+def measure_cost(case: Case, pair: EnginePair) -> Row:
+    """Migrations in both directions while no engine decodes."""
+    best_prefill_ms = prefill_ms(pair, case.num_prefills)
+    requests = requests_of(pair, case.num_together, NUM_TOKENS)
+    for number in range(4):  # so that both have mapped the other's pool
+        pair.migrate_all(requests, number % 2)
+    events, times = [], [pair.cpu_s()]
+    for number in range(case.num_migrations):
+        events.append(pair.migrate(requests[0], number % 2))
+        times.append(pair.cpu_s())
+    spent_ms = np.diff(times, axis=0) * 1e3  # [migrations, processes]
+    events, times = [], [pair.cpu_s()]
+    for number in range(2 * max(1, case.num_migrations // case.num_together // 2)):
+        events += pair.migrate_all(requests, number % 2)
+        times.append(pair.cpu_s())
+    together_ms = np.diff(times, axis=0).sum(1) * 1e3 / len(requests)
+    pair.send(0, m.AbortRequests(tuple(request.id for request in requests)))
+    export = statistics.median(event.num_bytes / event.copy_s for event in events)
+    memcpy = memcpy_rate(events[0].num_bytes)
     return {
-        "model": setting.name,
-        "parameters": Layout(setting.config).numel,
-        "tokens": PROMPT_LENGTH + facts[0].num_tokens,
-        "kv_mb": facts[0].num_bytes / 1e6,
-        "prefill_cpu_ms": least_ms,
+        "model": case.name,
+        "parameters": WeightLayout(case.config).numel,
+        "tokens": PROMPT_LENGTH + events[0].num_tokens,
+        "kv_mb": events[0].num_bytes / 1e6,
+        "prefill_cpu_ms": best_prefill_ms,
         "move_cpu_ms": float(np.median(spent_ms.sum(1))),
         "mean_ms": float(spent_ms.sum(1).mean()),
         "driver_ms": float(np.median(spent_ms[:, 2])),
-        "together": len(asked),
+        "together": len(requests),
         "together_ms": float(np.median(together_ms)),
         "export_gb_s": export / 1e9,
         "memcpy_gb_s": memcpy / 1e9,
-        "moves": setting.num_moves + len(facts),
+        "moves": case.num_migrations + len(events),
     }
 
 
 def memcpy_rate(num_bytes: int) -> float:
-    """Bytes per second at which this machine copies as much, from and to memory out of the caches."""
+    """Bytes per second at which this machine copies as much between buffers outside its caches."""
     num_buffers = max(4, 2**28 // num_bytes)
     source, target = (np.ones((num_buffers, num_bytes), np.uint8) for _ in range(2))
     times = []
@@ -234,27 +240,27 @@ def memcpy_rate(num_bytes: int) -> float:
     return num_bytes / statistics.median(times)
 
 
-def measure_stop(setting: Setting, bench: Bench) -> Row:
-    """Moves between engines that decode NUM_BUSY_ROWS rows each."""
+def measure_stop(case: Case, pair: EnginePair) -> Row:
+    """Migrations between engines that decode NUM_BUSY_ROWS rows each."""
     max_tokens = MAX_CONTEXT - PROMPT_LENGTH
-    rows = [[bench.request(PROMPT_LENGTH, max_tokens) for _ in range(NUM_BUSY_ROWS)] for _ in range(2)]
+    rows = [[pair.request(PROMPT_LENGTH, max_tokens) for _ in range(NUM_BUSY_ROWS)] for _ in range(2)]
     for number in range(2):
-        bench.tell(number, m.Submit(rows[number]))
-    bench.tell_both(m.ResumeRows())
-    moved, stops_s = rows[0][0], []
-    for number in range(setting.num_busy_moves):
-        stops_s.append(bench.move(moved, number % 2).stop_s)
-    bench.pause()
-    bench.beats.clear()
-    bench.hear(m.Beat, 0, 1)
-    step_s = 1 / statistics.mean(beat.row_tokens_per_s for beat in bench.beats.values())
+        pair.send(number, m.SubmitRequests(rows[number]))
+    pair.send_to_both(m.ResumeDecoding())
+    migrating, stops_s = rows[0][0], []
+    for number in range(case.num_busy_migrations):
+        stops_s.append(pair.migrate(migrating, number % 2).stop_s)
+    pair.pause()
+    pair.reports.clear()
+    pair.wait_for(m.EngineReport, 0, 1)
+    step_s = 1 / statistics.mean(report.row_tokens_per_s for report in pair.reports.values())
     stop_s = statistics.median(stops_s)
     return {
-        "model": setting.name,
+        "model": case.name,
         "rows": NUM_BUSY_ROWS,
         "step_ms": step_s * 1e3,
         "median_stop_ms": stop_s * 1e3,
-        "stop_steps": 1 + stop_s / step_s,  # the first token comes one step after the seat
+        "stop_steps": 1 + stop_s / step_s,  # the first token comes one step after the row
         "longest_stop_steps": 1 + max(stops_s) / step_s,
         "busy_moves": len(stops_s),
     }
@@ -267,14 +273,14 @@ def main() -> None:
     for name, config in MODELS.items():
         factor = 1 if options.quick else 4
         is_small = name == "demo"
-        num_moves, num_together = (factor * 100, 16) if is_small else (factor * 40, 4)
-        setting = Setting(name, config, num_moves, num_together, factor * 16, 8 if is_small else 3)
-        bench = Bench(config)
+        num_migrations, num_together = (factor * 100, 16) if is_small else (factor * 40, 4)
+        case = Case(name, config, num_migrations, num_together, factor * 16, 8 if is_small else 3)
+        pair = EnginePair(config)
         try:
-            costs.append(measure_cost(setting, bench))
-            stops.append(measure_stop(setting, bench))
+            costs.append(measure_cost(case, pair))
+            stops.append(measure_stop(case, pair))
         finally:
-            bench.close()
+            pair.close()
     gains, together = (
         [float(row["prefill_cpu_ms"]) / float(row[column]) for row in costs]
         for column in ("move_cpu_ms", "together_ms")

@@ -1,17 +1,17 @@
-"""How much the orchestrator itself costs, up to 10,000 engines with 1,000,000 requests in flight.
+"""CPU time of the orchestrator, up to 10,000 engines with 1,000,000 requests in flight.
 
-The production orchestrator is fed with facts in virtual time: answers of log-normal lengths
-end, groups are scored, engines report once a second, a trainer steps and publishes, engines of
-one slot change versions and requests migrate. Timed is `handle` alone, in CPU time, and without
-Python's cyclic collector, which the driver switches off as well. A re-partition that would move
-more than `max_moves` requests goes on at the next facts: `rebalance_ms` is its first decision,
-`whole_rebalance_ms` all of them.
+The production orchestrator handles simulated events in virtual time: answers of log-normal lengths finish,
+groups are scored, engines report once a second, a trainer steps and publishes, engines of one slot change
+versions, and requests migrate. Only `handle` is timed, without Python's cyclic garbage collector, which a
+real run switches off as well. A rebalance that would migrate more than `max_migrations` requests continues at
+the next events: `rebalance_ms` is its first decision, `whole_rebalance_ms` the sum of all.
 
-    python benchmarks/orchestrator.py [--quick] [--json FILE]
+python benchmarks/orchestrator.py [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
 import resource
@@ -20,9 +20,7 @@ import time
 from collections.abc import Iterable
 from random import Random
 
-from report import Row, parse_options, publish
-
-from dora.core.actions import Action, Fetch, Generate, Load, Migrate, Publish, Score, Train
+from dora.core.actions import Action, FetchPrompts, Generate, Load, Migrate, Publish, Score, Train
 from dora.core.events import (
     EngineJoined,
     Event,
@@ -30,156 +28,162 @@ from dora.core.events import (
     Loaded,
     Migrated,
     MigrationFailed,
-    Progressed,
+    ProgressReported,
     PromptsFetched,
     Published,
     RequestFinished,
     Trained,
 )
 from dora.core.orchestrator import Orchestrator
-from dora.core.records import Chunk, GroupId, Limits, RequestId
-from dora.runtime.garbage import collect_young, no_pauses
+from dora.core.types import Chunk, GroupId, Limits, RequestId
+from dora.runtime.run import low_latency
+from report import Row, parse_options, publish
 
 ROWS, GROUP_SIZE, MAX_STALENESS = 100, 4, 8
-TOKEN_S, LOAD_S, MOVE_S, REPORT_S = 0.01, 0.5, 0.02, 1.0
-MEDIAN_TOKENS, SPREAD = 600, 0.6  # of log-normal lengths
+TOKEN_S, LOAD_S, MIGRATION_S, REPORT_INTERVAL_S = 0.01, 0.5, 0.02, 1.0
+MEDIAN_TOKENS, SIGMA = 600, 0.6  # of log-normal lengths
+KV_BYTES_PER_TOKEN = 2**17
 
 
-class Stations:
-    """Everything an orchestrator commands, reduced to when its facts are due."""
+class SimulatedWorkers:
+    """All workers of a run, reduced to the times of their events."""
 
     def __init__(self, num_engines: int) -> None:
         num_requests = num_engines * ROWS
         batch_size = math.ceil(num_requests / GROUP_SIZE / 4)  # the bound covers 2.25 times the rows
-        self.core = Orchestrator(Limits(1000, batch_size, GROUP_SIZE, MAX_STALENESS, rush=False))
+        self.orchestrator = Orchestrator(
+            Limits(1000, batch_size, GROUP_SIZE, MAX_STALENESS, prioritize_stragglers=False)
+        )
         self.now = 0.0
-        self._random = Random(0)
-        self._due: list[tuple[float, int, Event]] = []
-        self._num_told = 0
-        self._cursor = 0
-        self._where: dict[RequestId, tuple[int, float, int]] = {}  # -> engine, end, tokens
+        self._rng = Random(0)
+        self._heap: list[tuple[float, int, Event]] = []
+        self._num_scheduled = 0
+        self._dataset_index = 0
+        self._requests: dict[RequestId, tuple[int, float, int]] = {}  # -> engine, end, tokens
         self._running: list[dict[RequestId, None]] = [{} for _ in range(num_engines)]
-        self._obey(self.core.start(0.0))
+        self._execute(self.orchestrator.start(0.0))
         for engine in range(num_engines):
-            self._tell(0.0, EngineJoined(engine, ROWS, 1))
-            self._tell(self._random.uniform(0.1, 1.1), Progressed(engine, ()))
+            self._schedule(0.0, EngineJoined(engine, ROWS, 1))
+            self._schedule(self._rng.uniform(0.1, 1.1), ProgressReported(engine, ()))
 
-    def next(self) -> tuple[Event, float]:
-        """The next fact, carried out, and the CPU seconds that `handle` took for it."""
+    def step(self) -> tuple[Event, float]:
+        """Handle the next event; returns it and the CPU seconds of `handle`."""
         while True:
-            self.now, _, event = heapq.heappop(self._due)
+            self.now, _, event = heapq.heappop(self._heap)
             if not self._is_outdated(event):
                 break
-        if isinstance(event, Progressed):
-            event = self._report(event.engine)
-        began_s = time.process_time()
-        orders = self.core.handle(event, self.now)
-        took_s = time.process_time() - began_s
-        self._obey(orders)
-        return event, took_s
+        if isinstance(event, ProgressReported):
+            event = self._report_progress(event.engine)
+        started_s = time.process_time()
+        actions = self.orchestrator.handle(event, self.now)
+        cpu_s = time.process_time() - started_s
+        self._execute(actions)
+        return event, cpu_s
 
-    def _tell(self, delay_s: float, event: Event) -> None:
-        self._num_told += 1
-        heapq.heappush(self._due, (self.now + delay_s, self._num_told, event))
+    def _schedule(self, delay_s: float, event: Event) -> None:
+        self._num_scheduled += 1
+        heapq.heappush(self._heap, (self.now + delay_s, self._num_scheduled, event))
 
     def _is_outdated(self, event: Event) -> bool:
-        """A request that has moved finishes elsewhere."""
+        """A request that has migrated finishes on its new engine. Follows the event otherwise."""
         if isinstance(event, RequestFinished):
-            if self._where.get(event.request, (-1,))[0] != event.engine:
+            if self._requests.get(event.request, (-1,))[0] != event.engine:
                 return True
-            del self._where[event.request], self._running[event.engine][event.request]
+            del self._requests[event.request], self._running[event.engine][event.request]
         elif isinstance(event, Migrated):
-            engine, end_s, num_tokens = self._where[event.request]
+            engine, end_s, num_tokens = self._requests[event.request]
             del self._running[engine][event.request]
             self._run(event.request, event.destination, end_s, num_tokens)
         return False
 
-    def _report(self, engine: int) -> Progressed:
-        self._tell(REPORT_S, Progressed(engine, ()))
+    def _report_progress(self, engine: int) -> ProgressReported:
+        self._schedule(REPORT_INTERVAL_S, ProgressReported(engine, ()))
         lengths = []
         for request in self._running[engine]:
-            _, end_s, num_tokens = self._where[request]
+            _, end_s, num_tokens = self._requests[request]
             lengths.append((request, max(0, num_tokens - int((end_s - self.now) / TOKEN_S))))
-        return Progressed(engine, tuple(lengths), 1.0 / TOKEN_S)
+        return ProgressReported(engine, tuple(lengths), 1.0 / TOKEN_S)
 
     def _run(self, request: RequestId, engine: int, end_s: float, num_tokens: int) -> None:
-        self._where[request] = (engine, end_s, num_tokens)
+        self._requests[request] = (engine, end_s, num_tokens)
         self._running[engine][request] = None
-        version = self.core.snapshot().requests[request].version
+        version = self.orchestrator.snapshot().requests[request].version
         chunk = Chunk(version, f"v{version}", num_tokens)
-        fact = RequestFinished(engine, request, version, num_tokens, (chunk,), "stop")
-        self._tell(end_s - self.now, fact)
+        finished = RequestFinished(engine, request, version, num_tokens, (chunk,), "stop")
+        self._schedule(end_s - self.now, finished)
 
-    def _obey(self, orders: Iterable[Action]) -> None:
-        for order in orders:
-            match order:
-                case Fetch(count):
-                    groups = tuple(GroupId(0, self._cursor + k) for k in range(count))
-                    self._tell(0.0, PromptsFetched(self._cursor, groups))
-                    self._cursor += count
+    def _execute(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case FetchPrompts(count):
+                    groups = tuple(GroupId(0, self._dataset_index + k) for k in range(count))
+                    self._schedule(0.0, PromptsFetched(self._dataset_index, groups))
+                    self._dataset_index += count
                 case Generate(engine, _, requests):
                     for request in requests:
-                        drawn = round(MEDIAN_TOKENS * self._random.lognormvariate(0.0, SPREAD))
+                        drawn = round(MEDIAN_TOKENS * self._rng.lognormvariate(0.0, SIGMA))
                         num_tokens = min(4 * MEDIAN_TOKENS, max(1, drawn))
                         self._run(request, engine, self.now + num_tokens * TOKEN_S, num_tokens)
-                case Migrate(request, source, destination):
-                    num_tokens = self.core.snapshot().requests[request].num_tokens
-                    end_s = self._where[request][1]
-                    fact: Event = MigrationFailed(request, source, destination, "it has finished")
-                    if end_s > self.now + MOVE_S:
-                        size = 2**17 * num_tokens
-                        fact = Migrated(request, source, destination, num_tokens, size, 0.01, 0.01)
-                    self._tell(MOVE_S, fact)
+                case Migrate():
+                    self._schedule(MIGRATION_S, self._outcome(action))
                 case Score(group):
                     rewards = tuple(float(k % 2) for k in range(GROUP_SIZE))
-                    self._tell(0.01, GroupScored(group, rewards))
+                    self._schedule(0.01, GroupScored(group, rewards))
                 case Train(step):
-                    self._tell(2.0, Trained(step))
+                    self._schedule(2.0, Trained(step))
                 case Publish(version):
-                    self._tell(0.1, Published(version, f"v{version}"))
+                    self._schedule(0.1, Published(version, f"v{version}"))
                 case Load(engine, version):
-                    self._tell(LOAD_S, Loaded(engine, version, f"v{version}"))
+                    self._schedule(LOAD_S, Loaded(engine, version, f"v{version}"))
                 case _:
                     pass
 
+    def _outcome(self, action: Migrate) -> Migrated | MigrationFailed:
+        """A request that finishes before its migration completes stays."""
+        request, source, destination = action.request, action.source, action.destination
+        if self._requests[request][1] <= self.now + MIGRATION_S:
+            return MigrationFailed(request, source, destination, "the request has finished")
+        num_tokens = self.orchestrator.snapshot().requests[request].num_tokens
+        num_bytes = KV_BYTES_PER_TOKEN * num_tokens
+        return Migrated(request, source, destination, num_tokens, num_bytes, 0.01, 0.01)
+
 
 def measure(num_engines: int, num_publications: int) -> dict[str, str | int | float]:
-    """Time every fact until so many versions are published, in a full fleet with several versions."""
-    stations = Stations(num_engines)
-    while len(stations.core.snapshot().store) < 3:
-        stations.next()
-    took: dict[str, list[float]] = {}
-    whole: list[float] = []  # of each publication, the decisions after it included that go on with it
-    most = 0
-    while len(took.get("Published", ())) < num_publications or stations.core.snapshot().is_rebalance_due:
-        event, took_s = stations.next()
-        took.setdefault(type(event).__name__, []).append(took_s)
+    """Time every event until so many versions are published, in a full fleet with several versions."""
+    workers = SimulatedWorkers(num_engines)
+    state = workers.orchestrator.snapshot()
+    while len(state.stored_versions) < 3:
+        workers.step()
+    seconds: dict[str, list[float]] = {}  # by kind of event
+    rebalances_s: list[float] = []  # of each publication, with the later decisions of its rebalance
+    max_requests = 0
+    while len(seconds.get("Published", ())) < num_publications or state.is_rebalance_due:
+        is_rebalancing = state.is_rebalance_due
+        event, cpu_s = workers.step()
+        seconds.setdefault(type(event).__name__, []).append(cpu_s)
         if isinstance(event, Published):
-            whole.append(took_s)
-            is_under_way = True
-        elif whole and is_under_way:
-            whole[-1] += took_s
-        is_under_way = stations.core.snapshot().is_rebalance_due
+            rebalances_s.append(cpu_s)
+        elif rebalances_s and is_rebalancing:
+            rebalances_s[-1] += cpu_s
         if isinstance(event, Trained):
-            collect_young()
-        most = max(most, len(stations.core.snapshot().requests))
-    published = took.pop("Published")
-    every = sorted(t for times in took.values() for t in times)
-    state = stations.core.snapshot()
+            gc.collect(1)
+        max_requests = max(max_requests, len(state.requests))
+    published_s = seconds.pop("Published")
+    others_s = sorted(s for times_s in seconds.values() for s in times_s)
     return {
         "engines": num_engines,
-        "requests": most,
-        "events": len(every),
-        "handle_p50_us": 1e6 * statistics.median(every),
-        "handle_mean_us": 1e6 * statistics.fmean(every),
-        "handle_p99_ms": 1e3 * every[int(0.99 * len(every))],
-        "handle_max_ms": 1e3 * every[-1],
-        "publications": len(published),
-        "rebalance_ms": 1e3 * statistics.median(published),
-        "rebalance_max_ms": 1e3 * max(published),
-        "whole_rebalance_ms": 1e3 * statistics.median(whole),
-        "versions": len(state.unfinished),
-        "migrations": len(took.get("Migrated", [])),
+        "requests": max_requests,
+        "events": len(others_s),
+        "handle_p50_us": 1e6 * statistics.median(others_s),
+        "handle_mean_us": 1e6 * statistics.fmean(others_s),
+        "handle_p99_ms": 1e3 * others_s[int(0.99 * len(others_s))],
+        "handle_max_ms": 1e3 * others_s[-1],
+        "publications": len(published_s),
+        "rebalance_ms": 1e3 * statistics.median(published_s),
+        "rebalance_max_ms": 1e3 * max(published_s),
+        "whole_rebalance_ms": 1e3 * statistics.median(rebalances_s),
+        "versions": len(state.num_unfinished),
+        "migrations": len(seconds.get("Migrated", [])),
         "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 
@@ -187,16 +191,16 @@ def measure(num_engines: int, num_publications: int) -> dict[str, str | int | fl
 def main() -> None:
     options = parse_options(str(__doc__))
     sizes = (100, 1000) if options.quick else (100, 1000, 10_000)
-    with no_pauses():
+    with low_latency():
         rows: list[Row] = [measure(size, 2) for size in sizes]
-    least, most = rows[0], rows[-1]
-    growth = float(most["handle_mean_us"]) / float(least["handle_mean_us"])
-    log_growth = math.log(float(most["engines"])) / math.log(float(least["engines"]))
+    smallest, largest = rows[0], rows[-1]
+    growth = float(largest["handle_mean_us"]) / float(smallest["handle_mean_us"])
+    log_growth = math.log(float(largest["engines"])) / math.log(float(smallest["engines"]))
     ratios = {
-        "handle_p99_ms": float(most["handle_p99_ms"]),
-        "rebalance_ms": float(most["rebalance_ms"]),
-        "whole_rebalance_ms": float(most["whole_rebalance_ms"]),
-        "memory_gb": float(most["memory_gb"]),
+        "handle_p99_ms": float(largest["handle_p99_ms"]),
+        "rebalance_ms": float(largest["rebalance_ms"]),
+        "whole_rebalance_ms": float(largest["whole_rebalance_ms"]),
+        "memory_gb": float(largest["memory_gb"]),
         "growth_over_log_growth": growth / log_growth,
     }
     publish(options, rows, ratios)

@@ -31,12 +31,12 @@ from typing import Any
 from peers_runs import NotMeasured, Peers, Run, Task, run_dora, run_trl, vllm_server
 from report import Row, make_parser, options_of, publish
 
-from dora.core.records import GroupId, RequestId
+from dora.core.types import GroupId, RequestId
 from dora.data import gcd
 from dora.data.tokenizer import Tokenizer
 from dora.engine.engine import Engine
-from dora.engine.sequence import Request, Sampling
-from dora.model.folder import load_folder
+from dora.engine.request import Request, SamplingParams
+from dora.model.pretrained import load_pretrained
 from dora.rewards.gcd import reward
 
 SEEDS = (0, 1, 2)
@@ -239,9 +239,9 @@ class Judge:
     def __init__(self, num_answers: int) -> None:
         config = Task(1, 1, 0).config
         self._start, self._num_answers = Path(str(config.model.path)), num_answers
-        shape, _ = load_folder(self._start)
+        shape, _ = load_pretrained(self._start)
         self._tokenizer, self._rows = Tokenizer(self._start), gcd.held_out_rows()
-        self._sampling = Sampling(1.0, config.sampling.max_response_length, self._tokenizer.stop_ids)
+        self._sampling = SamplingParams(1.0, config.sampling.max_response_length, self._tokenizer.stop_ids)
         self._engine = Engine(shape, max_rows=32, max_context=512, version_slots=1)
         self._num_judged = 0
         self._accuracy_of_start = self.accuracy(self._start)
@@ -262,7 +262,7 @@ class Judge:
         """Of answers at temperature 1."""
         version = self._num_judged
         self._num_judged += 1
-        self._engine.load(version, load_folder(folder)[1])
+        self._engine.load(version, load_pretrained(folder)[1])
         self._engine.submit([
             Request(
                 RequestId(0, i, k), GroupId(0, i), tuple(self._tokenizer.encode(row["prompt"])), version,
@@ -272,7 +272,7 @@ class Judge:
             for k in range(self._num_answers)
         ])  # fmt: skip
         rewards = []
-        while not self._engine.idle:
+        while not self._engine.is_idle:
             for answer in self._engine.step():
                 text = self._tokenizer.decode(answer.token_ids)
                 rewards.append(reward(self._rows[answer.id.row]["prompt"], text))

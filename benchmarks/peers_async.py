@@ -26,12 +26,12 @@ NUM_STEPS, QUICK_STEPS = 60, 12
 BOUNDS, QUICK_BOUNDS = (2, 4), (2,)
 MAX_ROWS = 256  # of a server, as in peers_runs.py; the bound lets through fewer
 ON_VLLM = (
-    "engine.adapter=vllm",
+    "engine.backend=vllm",
     "engine.num_engines=1",
     "engine.version_slots=1",
-    f"engine.max_rows={MAX_ROWS}",
+    f"engine.max_num_seqs={MAX_ROWS}",
     "orchestrator.placement=static",
-    "orchestrator.rush=false",
+    "orchestrator.prioritize_stragglers=false",
     "runtime.start_timeout_s=900",
 )
 DORA, TRL = "dora, vLLM", "trl async, vLLM"

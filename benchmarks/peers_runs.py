@@ -25,8 +25,8 @@ from typing import Any
 from peers_watch import Watch
 
 import dora
-from dora import settings
-from dora.config import Config
+from dora.config import load
+from dora.config.schema import Config
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
 QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
@@ -74,7 +74,7 @@ class Task:
 
     @property
     def config(self) -> Config:
-        return settings.read(EXAMPLE, self.changes)
+        return load.read_config(EXAMPLE, self.changes)
 
 
 @dataclass(frozen=True)

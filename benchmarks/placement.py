@@ -19,18 +19,18 @@ from random import Random
 from report import Row, parse_options, publish
 from rich.console import Console
 
-from dora import settings
-from dora.core.records import RequestId
-from dora.engine.sequence import Sampling
-from dora.observe import audit
+from dora.audit import audit
+from dora.config import load
+from dora.core.types import RequestId
+from dora.engine.request import SamplingParams
 from dora.runtime import run
-from dora.runtime.plan import Plan
+from dora.runtime.run_setup import RunSetup
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
 PACE_MS, NUM_ENGINES, MAX_ROWS = 8, 4, 8
 MEDIAN_TOKENS, SPREAD, MAX_TOKENS = 20, 1.15, 400
 COLUMNS = {
-    "busy": "engine_busy_ratio",
+    "busy": "rollout_utilization",
     "stall_s": "stall_s",
     "wall_s": "wall_s",
     "tokens_per_s": "tokens_per_s",
@@ -52,11 +52,11 @@ def reward(prompt: str, completion: str, **row: object) -> float:
     return float(len(completion) % 2)
 
 
-class ForcedLengths(Plan):
+class ForcedLengths(RunSetup):
     """Answers end at their forced length and nowhere else."""
 
-    def sampling_of(self, request: RequestId) -> Sampling:
-        return Sampling(self.config.sampling.temperature, length_of(request), ())
+    def sampling_of(self, request: RequestId) -> SamplingParams:
+        return SamplingParams(self.config.sampling.temperature, length_of(request), ())
 
 
 def measure(placement: str, max_staleness: int, batch_size: int, num_steps: int) -> Row:
@@ -65,20 +65,20 @@ def measure(placement: str, max_staleness: int, batch_size: int, num_steps: int)
         "run.steps": num_steps,
         "reward.function": f"{Path(__file__).resolve()}:reward",
         "engine.num_engines": NUM_ENGINES,
-        "engine.max_rows": MAX_ROWS,
+        "engine.max_num_seqs": MAX_ROWS,
         "engine.version_slots": 1,
-        "engine.pace": f"{PACE_MS}ms",
+        "engine.min_step_time": f"{PACE_MS}ms",
         "trainer.batch_size": batch_size,
         "trainer.lr": 1e-6,
         "trainer.micro_batch_tokens": 4096,
         "orchestrator.max_staleness": max_staleness,
         "orchestrator.placement": placement,
-        "orchestrator.rush": "false",  # a paced step is no faster with fewer rows
+        "orchestrator.prioritize_stragglers": "false",  # a paced step is no faster with fewer rows
         "eval.num_prompts": 0,
     }
     if placement == "dynamic":
         changes["orchestrator.rebalance_interval_s"] = 0.1
-    config = settings.read(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
+    config = load.read_config(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         run.train(config, out, Console(quiet=True), ForcedLengths)
@@ -100,7 +100,7 @@ def busy_while_admitting(out: Path, max_staleness: int) -> float:
     """
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     ends_s = [step["t_s"] for step in steps]
-    busy = [step["rollout/busy_ratio"] for step in steps]
+    busy = [step["rollout/utilization"] for step in steps]
     spans = range(1, len(steps) - max_staleness)
     took_s = [ends_s[i] - ends_s[i - 1] for i in spans]
     return sum(took * busy[i] for took, i in zip(took_s, spans, strict=True)) / sum(took_s)

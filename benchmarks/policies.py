@@ -36,8 +36,8 @@ from report import Row, git, make_parser, options_of, publish
 from rich.console import Console
 from workloads import DEMO, EXAMPLE, LIGHT, PACED_TAIL, TAIL, WORKLOADS, Workload, shape_of
 
-from dora import settings
-from dora.observe import audit
+from dora.audit import audit
+from dora.config import load
 from dora.runtime import run
 
 SKIPPED = 5  # steps at the beginning, in which the pipeline fills
@@ -70,7 +70,7 @@ class Runs:
 def measure(workload: Workload, who: Contender, seed: int) -> dict[str, Any]:
     """One run, in the columns of the tables. Raises AssertionError where a guarantee is broken."""
     changes = {**workload.settings(), **who.settings(), "run.seed": seed}
-    config = settings.read(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
+    config = load.read_config(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         run.train(config, out, Console(quiet=True), workload.plan)
@@ -124,9 +124,9 @@ def figures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
     exposed_s = max(0.0, took_s - total("timing_s/update_actor") - total("timing_s/publish"))
     return {
-        "tokens_per_s": total("tokens") / took_s,
+        "tokens_per_s": total("num_response_tokens") / took_s,
         "step_s": took_s / len(inner),
-        "occupancy": mean("rollout/busy_ratio"),
+        "occupancy": mean("rollout/utilization"),
         "stall_s": total("timing_s/stall") / len(inner),
         "exposed_s": exposed_s / len(inner),
         "trainer_idle": exposed_s / took_s,

@@ -28,8 +28,9 @@ from typing import Any
 
 from report import Row, make_parser, options_of, publish
 
-from dora.observe import audit, replay
-from dora.observe.journal import read_journal
+from dora.audit import audit
+from dora.journal import replay
+from dora.journal.reader import read_journal
 
 MODEL = Path(__file__).parent.parent / "examples" / "gcd-start"
 CONFIG = """
@@ -47,8 +48,8 @@ max_response_length = 60
 [engine]
 kernels = "eager"
 num_engines = 2
-max_rows = 8
-pace = "5ms"
+max_num_seqs = 8
+min_step_time = "5ms"
 [reward]
 function = "dora.rewards.gcd:reward"
 [trainer]
@@ -58,7 +59,7 @@ save_freq = 5
 [orchestrator]
 max_staleness = 3
 """
-COMMAND = (sys.executable, "-c", "from dora.cli import main; main()", "train")
+COMMAND = (sys.executable, "-c", "from dora.cli.main import main; main()", "train")
 STEPS_PER_KILL = 4
 MAX_LINES = 160  # recorded in one life before it is killed
 POLL_S = 0.002

@@ -1,7 +1,7 @@
-"""How long a forecast takes: 10,000 accelerators, 8,192 x 16 answers a step, 64k tokens, on one core.
+"""CPU time of a forecast of 10,000 accelerators: 8,192 x 16 answers a step of up to 64k tokens, on one core.
 
-The production orchestrator decides for 1,000 engines under `dora`, S = 2, while 6,000 devices train. Timed is
-the whole simulation, in CPU seconds; an event's cost is to be flat, over the run and over sizes.
+The production orchestrator schedules 1,000 engines under `dora`, S = 2, while 6,000 devices train. The whole
+simulation is timed in CPU seconds; the cost of an event should be constant over the run and over sizes.
 
     python benchmarks/scale.py [--quick] [--json FILE]
 """
@@ -11,66 +11,64 @@ from __future__ import annotations
 import resource
 import time
 
+from dora.planner.cluster import Deployment, Layout, Workload
+from dora.planner.hardware import DEVICES, MODELS
+from dora.planner.lengths import LengthDistribution
+from dora.runtime.run import low_latency
 from report import Row, parse_options, publish
 
-from dora.runtime.garbage import no_pauses
-from dora.sim.forecast.cluster import Job, Layout, Setup
-from dora.sim.forecast.hardware import DEVICES
-from dora.sim.forecast.lengths import Lengths
-from dora.sim.forecast.shapes import SHAPES
-
-TENSOR, BATCH, GROUP, LIMIT = 4, 8192, 16, 65_536
-SHARES = (1 / 16, 1.0)  # of the whole: of its devices and of its batch
+TP_SIZE, BATCH_SIZE, GROUP_SIZE, LIMIT = 4, 8192, 16, 65_536
+FRACTIONS = (1 / 16, 1.0)  # of the devices and of the batch
 
 
-def setup_of(share: float, num_steps: int) -> Setup:
-    lengths = Lengths(LIMIT, 3000.0, tail=1.3, prompt=500, alike=0.3)
-    num_engines = round(1000 * share)
+def make_deployment(fraction: float, num_steps: int) -> Deployment:
+    lengths = LengthDistribution(LIMIT, 3000.0, tail=1.3, prompt=500, correlation=0.3)
+    num_engines = round(1000 * fraction)
     device = DEVICES["H800"]
-    layout = Layout(
-        "dora", 2, (device, round(6000 * share)), ((device, TENSOR * num_engines),), TENSOR, interval_s=60.0
-    )
-    return Setup(Job(SHAPES["qwen2.5-32b"], lengths, round(BATCH * share), GROUP), layout, num_steps)
+    trainer, rollout = (device, round(6000 * fraction)), (device, TP_SIZE * num_engines)
+    layout = Layout("dora", 2, trainer, (rollout,), TP_SIZE, rebalance_interval_s=60.0)
+    workload = Workload(MODELS["qwen2.5-32b"], lengths, round(BATCH_SIZE * fraction), GROUP_SIZE)
+    return Deployment(workload, layout, num_steps)
 
 
-def measure(share: float, num_steps: int) -> Row:
-    setup = setup_of(share, num_steps)
-    player, marks = setup.player(), list[tuple[float, int]]()
-    began_s = time.process_time()
-    for _ in player.steps():
-        marks.append((time.process_time(), player.outcome.num_events))
-    took_s, outcome = time.process_time() - began_s, player.outcome
-    found = outcome.figures(len(setup.engines), setup.num_rows, 2)
-    window = len(marks) // 4
+def measure(fraction: float, num_steps: int) -> Row:
+    deployment = make_deployment(fraction, num_steps)
+    simulator = deployment.simulator()
+    after_steps: list[tuple[float, int]] = []  # CPU seconds and events so far
+    started_s = time.process_time()
+    for _ in simulator.run_steps():
+        after_steps.append((time.process_time(), simulator.result.num_events))
+    cpu_s, result = time.process_time() - started_s, simulator.result
+    metrics = result.metrics(len(deployment.engines), deployment.num_rows, 2)
+    window = len(after_steps) // 4
     return {
-        "devices": setup.layout.num_devices,
-        "engines": len(setup.engines),
-        "answers_per_step": setup.job.num_answers,
+        "devices": deployment.layout.num_devices,
+        "engines": len(deployment.engines),
+        "answers_per_step": deployment.workload.num_answers,
         "steps": num_steps,
-        "events": outcome.num_events,
-        "cpu_s": took_s,
-        "event_us": 1e6 * took_s / outcome.num_events,
-        "event_us_early": cost_us(marks[3], marks[3 + window]),
-        "event_us_late": cost_us(marks[-4 - window], marks[-4]),
+        "events": result.num_events,
+        "cpu_s": cpu_s,
+        "event_us": 1e6 * cpu_s / result.num_events,
+        "event_us_early": cost_us(after_steps[3], after_steps[3 + window]),
+        "event_us_late": cost_us(after_steps[-4 - window], after_steps[-4]),
         "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "simulated_hours": outcome.steps[-1].ended_s / 3600,
-        "step_s": found["step_s"],
-        "staleness_max": found["staleness_max"],
-        "moves_per_step": found["moves"],
+        "simulated_hours": result.steps[-1].ended_s / 3600,
+        "step_s": metrics["step_s"],
+        "staleness_max": metrics["staleness_max"],
+        "moves_per_step": metrics["migrations"],
     }
 
 
 def cost_us(first: tuple[float, int], last: tuple[float, int]) -> float:
-    """CPU time of an event between two training steps."""
+    """CPU time per event between two training steps."""
     return 1e6 * (last[0] - first[0]) / (last[1] - first[1])
 
 
 def main() -> None:
     options = parse_options(str(__doc__))
-    with no_pauses():
-        rows = [
-            measure(share, 12 if options.quick else 50) for share in (SHARES[:1] if options.quick else SHARES)
-        ]
+    with low_latency():
+        fractions, num_steps = (FRACTIONS[:1], 12) if options.quick else (FRACTIONS, 50)
+        rows = [measure(fraction, num_steps) for fraction in fractions]
     whole = rows[-1]
     ratios = {
         "cpu_s": float(whole["cpu_s"]),

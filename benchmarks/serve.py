@@ -24,15 +24,15 @@ import psutil
 from report import Row, parse_options, publish
 from serve_traffic import Tally, load
 
-from dora.observe import audit
+from dora.audit import audit
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "agents.toml"
 NUM_CLIENTS = 64
 CHANGES = {
     "run.steps": 100_000,
-    "engine.max_rows": 32,
-    "engine.pace": "8ms",  # as an accelerator would leave the cores to others
-    "reward.max_failed_share": 0.9,
+    "engine.max_num_seqs": 32,
+    "engine.min_step_time": "8ms",  # as an accelerator would leave the cores to others
+    "reward.max_failed_fraction": 0.9,
 }
 SETTLE_S = 3.0  # for what was acknowledged last to be durable
 
@@ -42,7 +42,7 @@ def start(out: Path, log: Path, example: Path = EXAMPLE, **more: object) -> subp
     command = [
         sys.executable,
         "-c",
-        "from dora.cli import main; main()",
+        "from dora.cli.main import main; main()",
         "serve",
         str(example),
         "--out",

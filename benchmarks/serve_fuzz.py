@@ -21,7 +21,7 @@ from typing import Any
 from report import parse_options, publish
 from serve import EXAMPLE, start, stop
 
-from dora.observe import audit
+from dora.audit import audit
 
 SETTINGS = "[parameters]\nwait_s = 0\n"  # nothing waits for what does not come
 LEFT_OUT = "/v1/engines"

@@ -1,9 +1,10 @@
-"""What an engine costs that is ten times slower than the others, with the rules for slow engines and without.
+"""The cost of an engine that is ten times slower than the others, with and without the rules for it.
 
-A simulated fleet of four engines in virtual time, led by the orchestrator of every run; lengths are
-long-tailed, moves and loads take time. `all alike` has no slow engine, `three` has three engines, none of
-them slow. Without `escape` what is late stays where it is (`first`); with `neither` rule new requests go to
-whoever has most free rows, too. Every fact and order is checked by the simulator.
+The production orchestrator runs a simulated fleet of four engines in virtual time, with long-tailed lengths
+and with delays of migrations and loads. `all alike` has no slow engine; `three` has three engines, none of
+them slow. With `both` rules, engines are measured and late requests migrate from slow ones. `first` leaves
+out the migrations; `neither` leaves out the measurement, too, so that new requests go to the engine with the
+most free rows. The simulator checks every event and action.
 
     python benchmarks/slow_fleet.py [--quick] [--json FILE]
 """
@@ -11,82 +12,80 @@ whoever has most free rows, too. Every fact and order is checked by the simulato
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from report import Row, parse_options, publish
 
-from dora.core import slowness
-from dora.core.records import Limits
-from dora.sim.models import WorldConfig
+from dora.core import stragglers
+from dora.core.types import Limits
+from dora.sim.random_config import WorldConfig
 from dora.sim.swarm import run_world
 
-TOKEN_S, SLOWNESS, ROWS = 0.01, 10.0, 8
-FLEETS = {"all alike": (1.0,) * 4, "one slow": (1.0, 1.0, 1.0, SLOWNESS), "three": (1.0,) * 3}
+RULES_LEFT_OUT = {
+    "both": (),
+    "first": ("migrate_stragglers",),
+    "neither": ("update_lags", "migrate_stragglers"),
+}
+TOKEN_S, SLOWDOWN, ROWS = 0.01, 10.0, 8
+FLEETS = {"all alike": (1.0,) * 4, "one slow": (1.0, 1.0, 1.0, SLOWDOWN), "three": (1.0,) * 3}
 
 
 def world(fleet: str, max_staleness: int, num_steps: int) -> WorldConfig:
-    """Batches of 8 groups of 4; 32 rows in all, where there are four engines."""
-    paces = FLEETS[fleet]
+    """Batches of 8 groups of 4, and 8 rows per engine."""
+    slowdowns = FLEETS[fleet]
     return WorldConfig(
         limits=Limits(num_steps, 8, 4, max_staleness, rebalance_interval_s=1.0),
         num_prompts=1000,
-        engines=((ROWS, 2),) * len(paces),
-        speeds=tuple(TOKEN_S * pace for pace in paces),
+        engines=((ROWS, 2),) * len(slowdowns),
+        seconds_per_token=tuple(TOKEN_S * slowdown for slowdown in slowdowns),
         max_length=512,
         tail=0.8,
         reward_s=0.01,
         step_s=0.2,
         load_s=0.05,
-        report_s=1.0,
-        move_s=0.01,
-        stop_s=0.01,
-        share_failed=0.0,
-        share_refused=0.0,
-        share_flat=0.0,
-        loss_interval_s=None,
-        return_s=1.0,
+        report_interval_s=1.0,
+        kv_copy_s=0.01,
+        kv_stop_s=0.01,
+        scoring_failure_rate=0.0,
+        request_failure_rate=0.0,
+        equal_reward_rate=0.0,
+        engine_loss_interval_s=None,
+        engine_restart_s=1.0,
     )
 
 
 def measure(fleet: str, rules: str, max_staleness: int, num_steps: int, seeds: range) -> Row:
-    """Virtual seconds of a step, over the seeds, and moves for slowness."""
-    took_s, num_moves = [], 0
-    with without(rules):
+    """Mean virtual seconds of a step over the seeds, and the migrations away from slow engines."""
+    step_s, num_migrations = [], 0
+    with rules_left(rules):
         for seed in seeds:
             outcome = run_world(seed, world(fleet, max_staleness, num_steps))
             assert outcome.verdict == "ok", outcome.verdict
-            took_s.append(outcome.record[-1][0] / num_steps)
-            num_moves += outcome.seen["migrate: slow"]
+            step_s.append(outcome.record[-1][0] / num_steps)
+            num_migrations += outcome.coverage["migrate: slow"]
     return {
         "fleet": fleet,
         "rules": rules,
         "S": max_staleness,
         "steps": num_steps,
         "seeds": len(seeds),
-        "step_s": statistics.fmean(took_s),
-        "slow_moves": num_moves,
+        "step_s": statistics.fmean(step_s),
+        "slow_moves": num_migrations,
     }
 
 
 @contextmanager
-def without(rules: str) -> Iterator[None]:
-    """Leave rules out."""
-    measured, escape = slowness.measure, slowness.escape
-    module: Any = slowness
+def rules_left(rules: str) -> Iterator[None]:
+    """Run with these rules for slow engines: both, the first, or neither."""
+    saved = {name: getattr(stragglers, name) for name in RULES_LEFT_OUT[rules]}
+    for name in saved:
+        setattr(stragglers, name, lambda state: [])
     try:
-        if rules == "neither":
-            module.measure = _nothing
-        if rules in ("neither", "first"):
-            module.escape = _no_moves
         yield
     finally:
-        module.measure, module.escape = measured, escape
-
-
-_nothing: Callable[..., None] = lambda state: None  # noqa: E731
-_no_moves: Callable[..., list[object]] = lambda state: []  # noqa: E731
+        for name, rule in saved.items():
+            setattr(stragglers, name, rule)
 
 
 def main() -> None:
@@ -98,13 +97,13 @@ def main() -> None:
         for fleet in FLEETS
         for rules in (("both", "first", "neither") if fleet == "one slow" else ("both",))
     ]
-    found = {(row["fleet"], row["rules"], row["S"]): float(row["step_s"]) for row in rows}
+    step_s = {(row["fleet"], row["rules"], row["S"]): float(row["step_s"]) for row in rows}
     ratios = {}
     for staleness in (1, 4):
-        both = found["one slow", "both", staleness]
-        ratios[f"without_over_with_S{staleness}"] = found["one slow", "neither", staleness] / both
-        ratios[f"one_slow_over_all_alike_S{staleness}"] = both / found["all alike", "both", staleness]
-        ratios[f"three_over_one_slow_S{staleness}"] = found["three", "both", staleness] / both
+        both = step_s["one slow", "both", staleness]
+        ratios[f"without_over_with_S{staleness}"] = step_s["one slow", "neither", staleness] / both
+        ratios[f"one_slow_over_all_alike_S{staleness}"] = both / step_s["all alike", "both", staleness]
+        ratios[f"three_over_one_slow_S{staleness}"] = step_s["three", "both", staleness] / both
     publish(options, rows, ratios)
 
 

@@ -1,8 +1,8 @@
-"""The sample stream against TransferQueue and a plain queue: rows from a producer to consumers elsewhere.
+"""The sample stream, TransferQueue and a plain queue: latency and throughput from a producer to consumers.
 
-Producer, storage and consumers are three processes; the stream records every put and every commit, and
-hands rows out on lease. `memcpy_share` compares what one consumer gets per second at 100 MB with one copy in
-one process. Costs at 10^3 to 10^6 resident rows are CPU time of the storage alone.
+Producer, server and consumers are three processes; the stream persists every put and commit and leases rows.
+`memcpy_share` is the throughput of one consumer at 100 MB per batch, relative to one copy in one process.
+Costs at 10^3 to 10^6 resident rows are CPU time of the server alone.
 
     python benchmarks/stream.py [--quick] [--json FILE] [--transferqueue-python PYTHON]
 """
@@ -24,34 +24,42 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from stream_traffic import NUM_WARM, Array, Consumer, Load, Producer, Timed, peer, values
+from stream_traffic import (
+    NUM_WARMUP,
+    Array,
+    Consumer,
+    Load,
+    Producer,
+    RowLatency,
+    make_columns,
+    start_consumers,
+)
 
-from dora.core.records import RequestId
-from dora.stream import wire
-from dora.stream.batch import Batch
+from dora.core.types import RequestId
+from dora.stream import transport
 from dora.stream.client import StreamClient
-from dora.stream.fields import Column, Field
-from dora.stream.lines import NewRow, Want
-from dora.stream.server import Server
-from dora.stream.stream import Stream
+from dora.stream.metadata import BatchRequest, SampleMeta
+from dora.stream.schema import Column, Field, StreamBatch
+from dora.stream.server import StreamServer
+from dora.stream.storage import SampleStream
 
 FIELDS = [Field("ids", "<i4", (None,)), Field("logprobs", "<f4", (None,))]
 TASK = "actor"
 NUM_CONSUMERS = (1, 4, 16)
 NUM_TOKENS = 512
-LARGE = Load(8, 16, 781_250)  # 100 MB a batch
-MAX_BYTES = 250_000_000  # in the stream: two of these, so that a producer waits instead of filling the memory
+LARGE = Load(8, 16, 781_250)  # 100 MB per batch
+MAX_BYTES = 250_000_000  # of the stream: two large batches, so that the producer waits for consumers
 _MEMORY = Path("/dev/shm")
 Row = dict[str, str | int | float]
-Measured = tuple[dict[int, Timed], dict[tuple[Load, int], float]]  # by consumers; s by load and consumers
+Measured = tuple[dict[int, RowLatency], dict[tuple[Load, int], float]]  # by consumers; s by load, consumers
 
 
-def rows(first: int, num_rows: int, num_tokens: int) -> list[NewRow]:
-    return [NewRow(RequestId(0, first + k, 0), 0, num_tokens) for k in range(num_rows)]
+def make_samples(first: int, num_rows: int, num_tokens: int) -> list[SampleMeta]:
+    return [SampleMeta(RequestId(0, first + k, 0), 0, num_tokens) for k in range(num_rows)]
 
 
 class StreamProducer:
-    """Puts through a client."""
+    """Puts rows with a client."""
 
     def __init__(self, client: StreamClient) -> None:
         self._client = client
@@ -62,81 +70,82 @@ class StreamProducer:
         shape = num_rows, num_values
         if shape not in self._columns:
             offsets = np.arange(num_rows + 1) * num_values
-            columns = (Column(column.reshape(-1), offsets) for column in values(*shape))
+            columns = (Column(column.reshape(-1), offsets) for column in make_columns(*shape))
             self._columns[shape] = dict(zip(("ids", "logprobs"), columns, strict=True))
-        found = self._client.put(rows(self._next, num_rows, num_values), self._columns[shape])
+        found = self._client.put(make_samples(self._next, num_rows, num_values), self._columns[shape])
         assert isinstance(found, range), found
         self._next += num_rows
 
 
 class StreamConsumer:
-    """Gets on lease, commits."""
+    """Leases rows and commits them."""
 
     def __init__(self, endpoint: str) -> None:
         self._client = StreamClient(endpoint)
-        self._batch: Batch | None = None
+        self._batch: StreamBatch | None = None
 
-    def get(self, num_rows: int, until_s: float) -> list[Array] | None:
+    def get(self, num_rows: int, deadline_s: float) -> list[Array] | None:
         found = self._client.get(
-            TASK, Want(num_rows, at_least=num_rows), max(0.0, until_s - time.monotonic())
+            TASK, BatchRequest(num_rows, min_rows=num_rows), max(0.0, deadline_s - time.monotonic())
         )
-        if not isinstance(found, Batch):
+        if not isinstance(found, StreamBatch):
             return None
         self._batch = found
         return [*found.rows("ids"), *found.rows("logprobs")]
 
-    def done(self) -> None:
+    def commit(self) -> None:
         assert self._batch is not None
         self._client.commit(self._batch)
 
 
 class QueueProducer:
-    """Puts a batch as a list of rows."""
+    """Puts each row by itself."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
 
     def put(self, num_rows: int, num_values: int) -> None:
-        for pair in zip(*values(num_rows, num_values), strict=True):
+        for pair in zip(*make_columns(num_rows, num_values), strict=True):
             self._pipe.put(pair)
 
 
 class QueueConsumer:
-    """Gets row by row, as there is no other way, and what is there at most."""
+    """Gets row by row, at most what is ready."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
 
-    def get(self, num_rows: int, until_s: float) -> list[Array] | None:
+    def get(self, num_rows: int, deadline_s: float) -> list[Array] | None:
         found: list[Array] = []
         try:
             while len(found) < 2 * num_rows:
-                found += self._pipe.get(timeout=0.0 if found else max(0.0, until_s - time.monotonic()))
+                found += self._pipe.get(timeout=0.0 if found else max(0.0, deadline_s - time.monotonic()))
         except queue.Empty:
             pass
         return found or None
 
-    def done(self) -> None:
-        """A queue does not ask."""
+    def commit(self) -> None:
+        """A queue has no leases."""
 
 
-def serve(folder: Path, record: Path) -> None:
-    """The storage."""
+def serve(folder: Path, metadata_db: Path) -> None:
+    """The process of the server."""
     gc.freeze()
-    Server(Stream(FIELDS, folder, record=record, max_bytes=MAX_BYTES), [wire.endpoint_of(folder)]).run()
+    stream = SampleStream(FIELDS, folder, metadata_db=metadata_db, max_bytes=MAX_BYTES)
+    StreamServer(stream, [transport.stream_endpoint(folder)]).run()
 
 
 def measure(
     producer: Producer, make: Callable[[Any], Consumer], address: Any, loads: Sequence[Load], num_ones: int
 ) -> Measured:
-    """Times of one row, and seconds of each load, with so many consumers."""
+    """Latency of one row, and seconds of each load, by number of consumers."""
     ones, many = {}, {}
     for num in NUM_CONSUMERS:
-        with peer(make, address, num) as consumers:
+        with start_consumers(make, address, num) as consumers:
             consumers.one_by_one(producer, 20, NUM_TOKENS)
             ones[num] = consumers.one_by_one(producer, num_ones, NUM_TOKENS)
             for load in loads:
-                consumers.all_at_once(producer, load._replace(num_batches=NUM_WARM), load.num_rows // num)
+                consumers.all_at_once(producer, load._replace(num_batches=NUM_WARMUP), load.num_rows // num)
                 many[load, num] = consumers.all_at_once(producer, load, load.num_rows // num)
     return ones, many
 
@@ -145,15 +154,17 @@ def measure_stream(loads: Sequence[Load], num_ones: int) -> Measured:
     folder = Path(tempfile.mkdtemp(prefix="dora-", dir=_MEMORY if _MEMORY.is_dir() else None))
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as disk:
-        storage = context.Process(target=serve, args=(folder, Path(disk) / "samples.sqlite"), daemon=True)
-        storage.start()
-        client = StreamClient(wire.endpoint_of(folder), timeout_s=60.0)
-        client.declare(TASK, ["ids", "logprobs"], lease_s=60.0)
+        server = context.Process(target=serve, args=(folder, Path(disk) / "samples.sqlite"), daemon=True)
+        server.start()
+        client = StreamClient(transport.stream_endpoint(folder), timeout_s=60.0)
+        client.register_consumer(TASK, ["ids", "logprobs"], lease_s=60.0)
         try:
-            return measure(StreamProducer(client), StreamConsumer, wire.endpoint_of(folder), loads, num_ones)
+            return measure(
+                StreamProducer(client), StreamConsumer, transport.stream_endpoint(folder), loads, num_ones
+            )
         finally:
-            storage.kill()
-            storage.join()
+            server.kill()
+            server.join()
             shutil.rmtree(folder)
 
 
@@ -164,52 +175,53 @@ def measure_queue(loads: Sequence[Load], num_ones: int) -> Measured:
 
 def measure_transferqueue(python: Path, loads: Sequence[Load], num_ones: int) -> Measured:
     script = Path(__file__).with_name("transferqueue_child.py")
-    order = {"num_consumers": NUM_CONSUMERS, "num_ones": num_ones, "loads": loads}
+    request = {"num_consumers": NUM_CONSUMERS, "num_ones": num_ones, "loads": loads}
     done = subprocess.run(
-        [python, script], input=json.dumps(order) + "\n", stdout=subprocess.PIPE, text=True, check=True
+        [python, script], input=json.dumps(request) + "\n", stdout=subprocess.PIPE, text=True, check=True
     )
     found = json.loads(done.stdout)
     print(f"TransferQueue {found['version']}", file=sys.stderr)
-    ones = {num: Timed(*times) for num, times in found["ones"]}
+    ones = {num: RowLatency(*times) for num, times in found["ones"]}
     return ones, {(Load(*sizes), num): s for sizes, num, s in found["many"]}
 
 
 def memcpy_gb_per_s() -> float:
-    """One copy of 100 MB within one process, its pages there already."""
-    source = np.ones(100_000_000, np.uint8)  # all zeros would be one page, again and again
+    """One copy of 100 MB within one process, between allocated pages."""
+    source = np.ones(100_000_000, np.uint8)  # zeros would share one page
     target = np.ones_like(source)
     times = []
     for _ in range(9):
-        began_s = time.perf_counter()
+        start_s = time.perf_counter()
         np.copyto(target, source)
-        times.append(time.perf_counter() - began_s)
+        times.append(time.perf_counter() - start_s)
     return 0.1 / statistics.median(times)
 
 
 def resident_costs(sizes: Sequence[int]) -> list[Row]:
-    """CPU time of a put, a get and a commit of 256 rows, beside rows that stay; per row."""
+    """CPU time per row of a put, a get and a commit of 256 rows, by number of resident rows."""
     found: list[Row] = []
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as name:
-        stream = Stream([*FIELDS, Field("reward", "<f8")], Path(name), record=Path(name) / "samples.sqlite")
-        stream.declare(TASK, ["ids"])
-        stream.declare("never", ["reward"])
-        ids, logprobs = map(list, values(256, 8))
+        fields = [*FIELDS, Field("reward", "<f8")]
+        stream = SampleStream(fields, Path(name), metadata_db=Path(name) / "samples.sqlite")
+        stream.register_consumer(TASK, ["ids"])
+        stream.register_consumer("idle", ["reward"])
+        ids, logprobs = map(list, make_columns(256, 8))
         num_put = 0
 
         def cycle() -> float:
             nonlocal num_put
-            began_s = time.process_time()
-            stream.put(rows(num_put, 256, 8), {"ids": ids, "logprobs": logprobs})
-            stream.settle()
-            lease = stream.lease(TASK, "me", Want(256), 0.0)
+            start_s = time.process_time()
+            stream.put(make_samples(num_put, 256, 8), {"ids": ids, "logprobs": logprobs})
+            stream.flush()
+            lease = stream.lease(TASK, "me", BatchRequest(256), 0.0)
             assert lease is not None
             stream.batch(lease)
-            stream.commit(lease.number, "me", 0.0)
-            stream.settle()
+            stream.commit(lease.lease_id, "me", 0.0)
+            stream.flush()
             num_put += 256
-            return (time.process_time() - began_s) / 256
+            return (time.process_time() - start_s) / 256
 
-        gc.disable()  # as a collection now and then would fall to one size
+        gc.disable()  # an occasional collection would be charged to one size
         for size in sizes:
             while num_put < size:
                 cycle()
@@ -221,11 +233,14 @@ def resident_costs(sizes: Sequence[int]) -> list[Row]:
 
 
 def main() -> None:
-    from report import make_parser, options_of, publish  # brings torch, which the other processes do without
+    from report import make_parser, options_of, publish  # here, because only this process needs its torch
 
     parser = make_parser(__doc__ or "")
     parser.add_argument(
-        "--transferqueue-python", type=Path, metavar="PYTHON", help="one that has TransferQueue"
+        "--transferqueue-python",
+        type=Path,
+        metavar="PYTHON",
+        help="a Python that has TransferQueue installed",
     )
     given = parser.parse_args()
     options = options_of(given)
@@ -236,10 +251,9 @@ def main() -> None:
     )
     systems = {"stream": measure_stream(loads, num_ones), "queue": measure_queue(loads, num_ones)}
     if given.transferqueue_python is None:
-        print("TransferQueue is skipped: there is no --transferqueue-python")
+        print("TransferQueue is skipped: no --transferqueue-python was given")
     else:
-        peers = measure_transferqueue(given.transferqueue_python, loads, num_ones)
-        systems["transferqueue"] = peers
+        systems["transferqueue"] = measure_transferqueue(given.transferqueue_python, loads, num_ones)
     memcpy = memcpy_gb_per_s()
     table: list[Row] = [
         {

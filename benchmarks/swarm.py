@@ -1,10 +1,9 @@
-"""How many random worlds the orchestrator survives, and how long that takes on one core.
+"""Violations and deadlocks in thousands of random worlds, and the CPU time per event.
 
-Each seed is a whole configuration with faults. Every fact and every order is checked against an
-independent ledger, and the orchestrator's whole state is recounted every 40 facts. What fails is
-printed with its seed.
+Each seed is a whole configuration with faults. An independent checker follows every event and action, and the
+whole state of the orchestrator is recomputed every 40 events. Failures are printed with their seed.
 
-    python benchmarks/swarm.py [--quick] [--json FILE]
+python benchmarks/swarm.py [--quick] [--json FILE]
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""One training step on one CPU thread: DORA's trainer against a padded loop and TRL's, on the same samples.
+"""One training step on one CPU thread: DORA's trainer, a padded loop and TRL's trainer on the same samples.
 
-Lengths have a heavy tail: the 99th percentile is 5.4 times the median, as in the demo's task. The padded
-loop is transformers and AdamW with so many sequences per micro-batch; TRL's GRPOTrainer is handed the
-samples where it would generate them; DORA has micro-batches of as many tokens as that many sequences have
-in the mean. Trainers are processes that take their steps in turn; figures are medians. Ratios compare CPU
-time; `flop_share` is that of the machine's limit of matrix products which goes into tokens, each computed
-once. Nothing is published unless DORA's gradient norms are those of the padded loop: to 1e-3 in fp32, to
-0.05 in bf16. TRL tells none.
+Lengths have a heavy tail: the 99th percentile is 5.4 times the median, as in the demo's task. The padded loop
+is transformers with AdamW and a fixed number of sequences per micro-batch. TRL's GRPOTrainer gets the samples
+in place of generating them. DORA's micro-batches have as many tokens as those sequences have on average. Each
+trainer is a process; they step in turn, and figures are medians. Ratios compare CPU time. `flop_share` is the
+fraction of the machine's matrix-product throughput that goes into tokens, each computed once. Results are
+published only if DORA's gradient norms equal those of the padded loop: to 1e-3 in fp32, to 0.05 in bf16. TRL
+reports no norm.
 
     python benchmarks/trainer.py [--quick] [--json FILE] [--trl-python PYTHON]
 """
@@ -28,18 +28,18 @@ from typing import Any, NamedTuple
 from child import Child
 from limits import Limits, measure_limits
 from models import DEMO, SIXTY_MILLION, TEN_MILLION
-from report import Row, make_parser, options_of, publish
 
 from dora.model.config import ModelConfig
-from dora.model.folder import save_folder
-from dora.model.weights import Layout, initial_weights
+from dora.model.pretrained import save_pretrained
+from dora.model.weights import WeightLayout, initial_weights
+from report import Row, make_parser, options_of, publish
 
 MODELS = {"0.5M": DEMO, "10M": TEN_MILLION, "60M": SIXTY_MILLION}
 NUM_GROUPS = {"0.5M": 16, "10M": 8, "60M": 4}
 NUM_GROUPS_QUICK = {"0.5M": 4, "10M": 1}
-GROUP_SIZE = 8  # and sequences of a micro-batch
-MEDIAN, SIGMA, LONGEST = 60, 0.72, 512  # tokens of answers: a lognormal distribution's
-PROMPTS = 8, 24  # tokens, from and to
+GROUP_SIZE = 8  # also the sequences of a micro-batch
+MEDIAN, SIGMA, LONGEST = 60, 0.72, 512  # response tokens: a lognormal distribution
+PROMPT_TOKENS = 8, 24  # from, to
 TINY = replace(DEMO, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dora": ("dora", {}),
@@ -55,7 +55,7 @@ Sample = tuple[list[int], list[int], float]
 
 
 class Cost(NamedTuple):
-    """Of one step; medians."""
+    """Medians over the steps."""
 
     step_s: float
     step_cpu_s: float
@@ -79,59 +79,59 @@ class Task(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of a micro-batch; the longest sequence fits."""
+        """Sequences and tokens of a micro-batch; the longest sequence fits."""
         tokens = max(*self.lengths, GROUP_SIZE * sum(self.lengths) // len(self.lengths))
         return {"sequences": GROUP_SIZE, "tokens": tokens}
 
     def flop_share(self, cost: Cost, limits: Limits) -> float:
-        """6 FLOP per parameter and token: prompts once a group, the head for answers alone; no attention."""
+        """6 FLOP per parameter and token: prompts once a group, the head for responses only; no attention."""
         head = self.config.vocab_size * self.config.hidden_size
-        answers = sum(len(response) for _, response, _ in self.samples)
-        prompts = (sum(self.lengths) - answers) / GROUP_SIZE
-        flops = 6 * (Layout(self.config).numel - head) * (answers + prompts) + 6 * head * answers
+        responses = sum(len(response) for _, response, _ in self.samples)
+        prompts = (sum(self.lengths) - responses) / GROUP_SIZE
+        flops = 6 * (WeightLayout(self.config).numel - head) * (responses + prompts) + 6 * head * responses
         return flops / cost.step_cpu_s / limits.flops
 
 
 def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--trl-python", type=Path, metavar="PYTHON", help="one that can import trl")
-    given = parser.parse_args()
-    options, limits = options_of(given), measure_limits()
+    args = parser.parse_args()
+    options, limits = options_of(args), measure_limits()
     rows: list[Row] = [{"limit": "fp32 products, GFLOP/s", "one thread": limits.flops / 1e9}]
     ratios: dict[str, float] = {}
-    for task in map(drawn, ("0.5M", "10M") if options.quick else MODELS, repeat(options.quick)):
-        found = measure(task, options.quick, given.trl_python)
-        check_norms(found)
-        rows += [row_of(task, trainer, cost, limits) for trainer, cost in found.items()]
-        ratios |= ratios_of(task, found, limits)
-    if given.trl_python is None:
-        rows.append({"trainer": "trl", "skipped": "all", "reason": "there is no --trl-python"})
+    for task in map(make_task, ("0.5M", "10M") if options.quick else MODELS, repeat(options.quick)):
+        costs = measure(task, options.quick, args.trl_python)
+        check_norms(costs)
+        rows += [row_of(task, trainer, cost, limits) for trainer, cost in costs.items()]
+        ratios |= ratios_of(task, costs, limits)
+    if args.trl_python is None:
+        rows.append({"trainer": "trl", "skipped": "all", "reason": "no --trl-python was given"})
     publish(options, rows, ratios)
 
 
-def drawn(model: str, quick: bool) -> Task:
-    """Groups of siblings, each with an advantage; a quarter of them or less in a hurry."""
+def make_task(model: str, quick: bool) -> Task:
+    """Groups of siblings, each with an advantage; a quarter of them or fewer with --quick."""
     source, vocab_size = random.Random(0), MODELS[model].vocab_size
 
     def ids(num: int) -> list[int]:
         return [source.randrange(vocab_size) for _ in range(num)]
 
-    made = []
+    samples = []
     for _ in range(NUM_GROUPS_QUICK[model] if quick else NUM_GROUPS[model]):
-        prompt = ids(source.randint(*PROMPTS))
+        prompt = ids(source.randint(*PROMPT_TOKENS))
         for _ in range(GROUP_SIZE):
             length = min(LONGEST, max(4, round(MEDIAN * source.lognormvariate(0.0, SIGMA))))
-            made.append((prompt, ids(length), source.choice([-1.0, -0.5, 0.5, 1.0])))
-    return Task(model, made)
+            samples.append((prompt, ids(length), source.choice([-1.0, -0.5, 0.5, 1.0])))
+    return Task(model, samples)
 
 
 def measure(task: Task, quick: bool, trl_python: Path | None) -> dict[str, Cost]:
-    """Medians of steps taken in turn, the first of which does not count; in a hurry that leaves one."""
+    """Medians of steps taken in turn, without the first; --quick leaves one step."""
     num_steps = 2 if quick else 3 if task.model == "60M" else 6
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for place, config in ((folder, task.config), (folder / "tiny", TINY)):
-            save_folder(place, config, initial_weights(config, seed=0))
+        for path, config in ((folder, task.config), (folder / "tiny", TINY)):
+            save_pretrained(path, config, initial_weights(config, seed=0))
         children: dict[str, Child] = {}
         for trainer, (kind, settings) in VARIANTS.items():
             python = trl_python if kind == "trl" else Path(sys.executable)
@@ -151,10 +151,10 @@ def measure(task: Task, quick: bool, trl_python: Path | None) -> dict[str, Cost]
     }
 
 
-def check_norms(found: Mapping[str, Cost]) -> None:
-    """Trainers that do the same work find the same gradient; times of others are not compared."""
-    expected = found["padded loop"].grad_norm
-    for trainer, cost in found.items():
+def check_norms(costs: Mapping[str, Cost]) -> None:
+    """Compare times only of trainers that compute the same gradient."""
+    expected = costs["padded loop"].grad_norm
+    for trainer, cost in costs.items():
         if trainer in NORM_TOLERANCES:
             gap = abs(cost.grad_norm / expected - 1)
             assert gap <= NORM_TOLERANCES[trainer], f"{trainer}: norm {cost.grad_norm}, not {expected}"
@@ -175,17 +175,17 @@ def row_of(task: Task, trainer: str, cost: Cost, limits: Limits) -> Row:
     }
 
 
-def ratios_of(task: Task, found: Mapping[str, Cost], limits: Limits) -> dict[str, float]:
-    """The 0.5M model has no suffix."""
+def ratios_of(task: Task, costs: Mapping[str, Cost], limits: Limits) -> dict[str, float]:
+    """Keys of the 0.5M model have no suffix."""
     suffix = "" if task.model == "0.5M" else f"_{task.model}"
-    own, padded = found["dora"], found["padded loop"]
+    own, padded = costs["dora"], costs["padded loop"]
     ratios = {
         f"vs_padded_loop{suffix}": padded.step_cpu_s / own.step_cpu_s,
         f"peak_memory_over_padded{suffix}": own.peak_bytes / padded.peak_bytes,
         f"flop_share{suffix}": task.flop_share(own, limits),
     }
-    if "trl" in found:
-        ratios[f"vs_trl{suffix}"] = found["trl"].step_cpu_s / own.step_cpu_s
+    if "trl" in costs:
+        ratios[f"vs_trl{suffix}"] = costs["trl"].step_cpu_s / own.step_cpu_s
     return ratios
 
 

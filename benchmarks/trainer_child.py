@@ -1,11 +1,11 @@
-"""One trainer in its own process, for `trainer.py`: its steps are timed, its memory is its own.
+"""One trainer in its own process, for `trainer.py`, which measures the time and memory of its steps.
 
     PYTHON trainer_child.py KIND MODEL_FOLDER '{"sequences": n, "tokens": n, ...}'
 
-KIND is dora (further settings are TrainerSettings'), plain or trl. It writes {"ready": true} when it is up;
-then, for every line [[prompt ids, response ids, advantage], ...] it reads, it takes one step and writes
-{"step_s", "step_cpu_s", "grad_norm", "peak_bytes"}. The last one is what the step had at most beyond a
-process that has taken a step with MODEL_FOLDER/tiny, so that it counts no libraries.
+KIND is dora (with further settings of TrainerSettings), plain or trl. The process writes {"ready": true} when
+it is ready. For every line [[prompt ids, response ids, advantage], ...] on its input it takes one step and
+writes {"step_s", "step_cpu_s", "grad_norm", "peak_bytes"}. `peak_bytes` is the step's peak memory without
+that of a process which has taken a step with MODEL_FOLDER/tiny, so it does not count libraries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "MALLOC_MMAP_THRESHOLD_": str(2**20),  # what is freed goes back, so that a peak is one
+    "MALLOC_MMAP_THRESHOLD_": str(2**20),  # return freed memory at once, so that peaks are real
     "MALLOC_TRIM_THRESHOLD_": str(2**20),
 }
 LR, CLIP, MAX_NORM = 1e-5, 0.2, 1.0
@@ -38,65 +38,65 @@ Step = Callable[[Samples], float]
 def main() -> None:
     if os.environ.get("MALLOC_TRIM_THRESHOLD_") != SETTINGS["MALLOC_TRIM_THRESHOLD_"]:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SETTINGS})
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get between the answers
-    kind, folder, given = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print to stderr, not between the replies
+    kind, folder, settings = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     import_module("torch").set_num_threads(1)
 
-    def answer(content: dict[str, Any]) -> None:
-        print(json.dumps(content), file=answers, flush=True)
+    def reply(content: dict[str, Any]) -> None:
+        print(json.dumps(content), file=replies, flush=True)
 
     if kind == "trl":
-        trl(folder, given, answer)
+        trl(folder, settings, reply)
         return
     make = {"dora": dora, "plain": plain}[kind]
-    make(folder / "tiny", given)([([1, 2], [3, 4, 5], 1.0)] * 4)
+    make(folder / "tiny", settings)([([1, 2], [3, 4, 5], 1.0)] * 4)
     gc.collect()
-    before, step = _of_status("VmRSS"), make(folder, given)
-    answer({"ready": True})
-    for samples in orders():
-        timed = Timed(before)
+    before, step = _process_bytes("VmRSS"), make(folder, settings)
+    reply({"ready": True})
+    for samples in batches():
+        measurement = StepMeasurement(before)
         norm = step(samples)
-        answer(timed.told(norm))
+        reply(measurement.result(norm))
 
 
-def orders() -> Iterator[Samples]:
+def batches() -> Iterator[Samples]:
     for line in sys.stdin:
         yield json.loads(line)
 
 
-class Timed:
-    """A step that begins now."""
+class StepMeasurement:
+    """Time and peak memory of a step that starts now."""
 
     def __init__(self, before: int) -> None:
         self._before = before
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is that of now
-        self._began = time.perf_counter(), time.process_time()
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
+        self._started = time.perf_counter(), time.process_time()
 
-    def told(self, grad_norm: float) -> dict[str, float]:
-        began_s, began_cpu_s = self._began
+    def result(self, grad_norm: float) -> dict[str, float]:
+        start_s, start_cpu_s = self._started
         return {
-            "step_s": time.perf_counter() - began_s,
-            "step_cpu_s": time.process_time() - began_cpu_s,
+            "step_s": time.perf_counter() - start_s,
+            "step_cpu_s": time.process_time() - start_cpu_s,
             "grad_norm": grad_norm,
-            "peak_bytes": _of_status("VmHWM") - self._before,
+            "peak_bytes": _process_bytes("VmHWM") - self._before,
         }
 
 
-def dora(folder: Path, given: dict[str, Any]) -> Step:
-    """DORA's trainer, with all of the batch at once."""
-    from dora.model.folder import load_folder
+def dora(folder: Path, sizes: dict[str, Any]) -> Step:
+    """DORA's trainer, with the whole batch at once."""
+    from dora.model.pretrained import load_pretrained
     from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
-    config, flat = load_folder(folder)
-    own = {key: value for key, value in given.items() if key not in ("sequences", "tokens")}
+    config, flat = load_pretrained(folder)
+    own = {key: value for key, value in sizes.items() if key not in ("sequences", "tokens")}
     settings = TrainerSettings(
         lr=LR,
         num_steps=10**6,
         warmup_steps=0,
         lr_decay="constant",
         max_grad_norm=MAX_NORM,
-        micro_batch_tokens=given["tokens"],
+        micro_batch_tokens=sizes["tokens"],
         **own,
     )
     trainer = Trainer(config, flat, settings)
@@ -108,8 +108,8 @@ def dora(folder: Path, given: dict[str, Any]) -> Step:
     return step
 
 
-def plain(folder: Path, given: dict[str, Any]) -> Step:
-    """What one writes first: micro-batches of so many sequences, padded on the right to their longest."""
+def plain(folder: Path, sizes: dict[str, Any]) -> Step:
+    """The simplest loop: micro-batches of a fixed number of sequences, padded to the longest."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -121,8 +121,8 @@ def plain(folder: Path, given: dict[str, Any]) -> Step:
 
     def step(samples: Samples) -> float:
         total = sum(len(response) for _, response, _ in samples)
-        for i in range(0, len(samples), given["sequences"]):
-            part = samples[i : i + given["sequences"]]
+        for i in range(0, len(samples), sizes["sequences"]):
+            part = samples[i : i + sizes["sequences"]]
             length = max(len(prompt) + len(response) for prompt, response, _ in part)
             ids = torch.zeros(len(part), length, dtype=torch.int64)
             attended, counts = torch.zeros_like(ids), torch.zeros(len(part), length)
@@ -146,32 +146,32 @@ def plain(folder: Path, given: dict[str, Any]) -> Step:
     return step
 
 
-def trl(folder: Path, given: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
-    """TRL's GRPOTrainer, which is handed samples where it would generate and score them."""
+def trl(folder: Path, sizes: dict[str, Any], reply: Callable[[dict[str, Any]], None]) -> None:
+    """TRL's GRPOTrainer, which gets samples in place of generating and scoring them."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    before = _of_status("VmRSS")
-    answer({"ready": True})
-    source = orders()
+    before = _process_bytes("VmRSS")
+    reply({"ready": True})
+    source = batches()
     first = next(source)
-    clock: list[Timed] = []
+    running: list[StepMeasurement] = []
 
-    class Fed(GRPOTrainer):  # type: ignore[misc]
-        waiting = first
+    class FedTrainer(GRPOTrainer):  # type: ignore[misc]
+        pending = first
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-            samples, self.waiting = self.waiting or next(source, []), []
+            samples, self.pending = self.pending or next(source, []), []
             if not samples:
                 sys.exit()
-            clock.append(Timed(before))
-            return generated(samples)
+            running.append(StepMeasurement(before))
+            return padded_batch(samples)
 
-    class Telling(TrainerCallback):
+    class ReplyCallback(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            answer(clock.pop().told(float("nan")))
+            reply(running.pop().result(float("nan")))
 
     words = Tokenizer(models.WordLevel({str(i): i for i in range(32)}, unk_token="0"))
     with tempfile.TemporaryDirectory() as out:
@@ -179,9 +179,9 @@ def trl(folder: Path, given: dict[str, Any], answer: Callable[[dict[str, Any]], 
             output_dir=out,
             use_cpu=True,
             bf16=False,
-            per_device_train_batch_size=given["sequences"],
-            gradient_accumulation_steps=len(first) // given["sequences"],
-            num_generations=given["sequences"],
+            per_device_train_batch_size=sizes["sequences"],
+            gradient_accumulation_steps=len(first) // sizes["sequences"],
+            num_generations=sizes["sequences"],
             learning_rate=LR,
             lr_scheduler_type="constant",
             max_grad_norm=MAX_NORM,
@@ -192,7 +192,7 @@ def trl(folder: Path, given: dict[str, Any], answer: Callable[[dict[str, Any]], 
             logging_strategy="no",
             disable_tqdm=True,
         )
-        trainer = Fed(
+        trainer = FedTrainer(
             model=str(folder),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=settings,
@@ -200,13 +200,13 @@ def trl(folder: Path, given: dict[str, Any], answer: Callable[[dict[str, Any]], 
             processing_class=PreTrainedTokenizerFast(
                 tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0"
             ),
-            callbacks=[Telling()],
+            callbacks=[ReplyCallback()],
         )
         trainer.train()
 
 
-def generated(samples: Samples) -> dict[str, Any]:
-    """What TRL would make of a batch, padded as it pads."""
+def padded_batch(samples: Samples) -> dict[str, Any]:
+    """A batch in TRL's layout: prompts padded on the left, responses on the right."""
     import torch
 
     prompts, responses = [prompt for prompt, _, _ in samples], [response for _, response, _ in samples]
@@ -225,12 +225,12 @@ def generated(samples: Samples) -> dict[str, Any]:
 
 
 def _behaviour(vocab_size: int) -> float:
-    """What a model of small weights gives to every token, nearly."""
+    """About the log-prob of every token under a model of small weights."""
     return -math.log(vocab_size)
 
 
-def _of_status(name: str) -> int:
-    """Bytes of this process, as Linux counts them."""
+def _process_bytes(name: str) -> int:
+    """A memory figure of this process, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024

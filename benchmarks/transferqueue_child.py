@@ -1,10 +1,10 @@
-"""Ascend's TransferQueue, in its own environment, for `stream.py --transferqueue-python`.
+"""Ascend's TransferQueue in its own Python environment, for `stream.py --transferqueue-python`.
 
     PYTHON transferqueue_child.py
 
-It reads {"num_consumers": [...], "num_ones": n, "loads": [[batches, rows, values], ...]} and writes one line:
-{"version": ..., "ones": [[consumers, [put_s, get_s]], ...], "many": [[load, consumers, s], ...]}. Its
-controller polls, for else a get that comes too early keeps everybody waiting for seconds.
+Reads {"num_consumers": [...], "num_ones": n, "loads": [[batches, rows, values], ...]} and writes one line:
+{"version": ..., "ones": [[consumers, [put_s, get_s]], ...], "many": [[load, consumers, s], ...]}. The
+controller is in polling mode: without it, one get that comes too early blocks all clients for seconds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from stream_traffic import NUM_WARM, Array, Load, peer, values
+from stream_traffic import NUM_WARMUP, Array, Load, make_columns, start_consumers
 
 PARTITION, FIELDS, TASK = "rows", ["ids", "logprobs"], "actor"
 POLL_S = 0.0005
 
 
 def connect(address: str | None) -> Any:
-    """The client of this process, and at the first call the controller and two storage units."""
+    """The client of this process; the first call starts the controller and two storage units."""
     ray, queue, conf = (
         import_module("ray"),
         import_module("transfer_queue"),
@@ -38,7 +38,7 @@ def connect(address: str | None) -> Any:
     return queue.get_client()
 
 
-class Putter:
+class TransferQueueProducer:
     """Puts dictionaries of tensors."""
 
     def __init__(self, client: Any) -> None:
@@ -48,21 +48,21 @@ class Putter:
     def put(self, num_rows: int, num_values: int) -> None:
         shape = num_rows, num_values
         if shape not in self._columns:
-            columns = map(self._torch.from_numpy, values(*shape))
+            columns = map(self._torch.from_numpy, make_columns(*shape))
             made = import_module("tensordict").TensorDict(dict(zip(FIELDS, columns, strict=True)), num_rows)
             self._columns[shape] = made
         self._client.put(self._columns[shape], partition_id=PARTITION)
 
 
-class Getter:
-    """Asks until there are enough rows."""
+class TransferQueueConsumer:
+    """Polls until enough rows are ready."""
 
     def __init__(self, address: str) -> None:
         self._client = connect(address)
         self._meta: Any = None
 
-    def get(self, num_rows: int, until_s: float) -> list[Array] | None:
-        while time.monotonic() < until_s:
+    def get(self, num_rows: int, deadline_s: float) -> list[Array] | None:
+        while time.monotonic() < deadline_s:
             meta = self._client.get_meta(FIELDS, num_rows, PARTITION, mode="fetch", task_name=TASK)
             if meta.size:
                 self._meta = meta
@@ -71,28 +71,28 @@ class Getter:
             time.sleep(POLL_S)
         return None
 
-    def done(self) -> None:
+    def commit(self) -> None:
         self._client.clear_samples(self._meta)
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what Ray prints must not get between the answers
-    order = json.loads(sys.stdin.readline())
-    putter = Putter(connect(None))
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Ray prints to stdout
+    request = json.loads(sys.stdin.readline())
+    producer = TransferQueueProducer(connect(None))
     address = import_module("ray").get_runtime_context().gcs_address
     found: dict[str, Any] = {"version": version("TransferQueue"), "ones": [], "many": []}
-    for num in order["num_consumers"]:
-        with peer(Getter, address, num) as consumers:
-            consumers.one_by_one(putter, 5, 512)
-            found["ones"].append([num, consumers.one_by_one(putter, order["num_ones"], 512)])
-            for load in (Load(*sizes) for sizes in order["loads"]):
-                warm = load._replace(num_batches=NUM_WARM)
-                consumers.all_at_once(putter, warm, load.num_rows // num)
-                s = consumers.all_at_once(putter, load, load.num_rows // num)
+    for num in request["num_consumers"]:
+        with start_consumers(TransferQueueConsumer, address, num) as consumers:
+            consumers.one_by_one(producer, 5, 512)
+            found["ones"].append([num, consumers.one_by_one(producer, request["num_ones"], 512)])
+            for load in (Load(*sizes) for sizes in request["loads"]):
+                warm = load._replace(num_batches=NUM_WARMUP)
+                consumers.all_at_once(producer, warm, load.num_rows // num)
+                s = consumers.all_at_once(producer, load, load.num_rows // num)
                 found["many"].append([load, num, s])
-    print(json.dumps(found), file=answers, flush=True)
-    answers.close()
+    print(json.dumps(found), file=output, flush=True)
+    output.close()
     import_module("ray").shutdown()
 
 

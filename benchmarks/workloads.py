@@ -18,9 +18,9 @@ from random import Random
 
 from report import Row
 
-from dora.core.records import GroupId, RequestId
-from dora.engine.sequence import Sampling
-from dora.runtime.plan import Plan
+from dora.core.types import GroupId, RequestId
+from dora.engine.request import SamplingParams
+from dora.runtime.run_setup import RunSetup
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
 MEDIAN_TOKENS, SPREAD, SHARE_OF_GROUP, MAX_TOKENS = 20, 1.15, 0.5, 400
@@ -60,18 +60,18 @@ def differ_in_some(prompt: str, completion: str, **row: object) -> float:
     return differ(prompt, completion) if is_mixed else 1.0
 
 
-class ForcedTail(Plan):
+class ForcedTail(RunSetup):
     """Answers end at the length that `tail_length` says, and nowhere else."""
 
-    def sampling_of(self, request: RequestId) -> Sampling:
-        return Sampling(self.config.sampling.temperature, tail_length(request), ())
+    def sampling_of(self, request: RequestId) -> SamplingParams:
+        return SamplingParams(self.config.sampling.temperature, tail_length(request), ())
 
 
-class ForcedLight(Plan):
+class ForcedLight(RunSetup):
     """Answers end at the length that `light_length` says, and nowhere else."""
 
-    def sampling_of(self, request: RequestId) -> Sampling:
-        return Sampling(self.config.sampling.temperature, light_length(request), ())
+    def sampling_of(self, request: RequestId) -> SamplingParams:
+        return SamplingParams(self.config.sampling.temperature, light_length(request), ())
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Workload:
 
     name: str
     pace: str  # of a decode step; "none": as fast as the machine can
-    plan: type[Plan]
+    plan: type[RunSetup]
     num_steps: int
     changes: Changes
     num_repeats: int = 1  # with seeds 0, 1, ...
@@ -97,7 +97,11 @@ class Workload:
 
     def settings(self) -> dict[str, object]:
         """Configuration keys and values, which a policy's own are added to."""
-        paced = {} if not self.is_paced else {"engine.pace": self.pace, "orchestrator.rush": "false"}
+        paced = (
+            {}
+            if not self.is_paced
+            else {"engine.min_step_time": self.pace, "orchestrator.prioritize_stragglers": "false"}
+        )
         return {"run.steps": self.num_steps, "eval.num_prompts": 0, **self.changes, **paced}
 
 
@@ -118,13 +122,13 @@ def forced(reward: Callable[..., float], batch_size: int, **more: object) -> Cha
 # together, where asynchrony has most to win, also with a light tail: `light` unpaced is where it has least.
 PACED = {
     "engine__num_engines": 4,
-    "engine__max_rows": 8,
+    "engine__max_num_seqs": 8,
     "correction__proximal": "recomputed",
     "correction__token": "tis",
     "algorithm__kl_loss_coef": 1e-3,
     "trainer__activation_checkpointing": "true",
 }
-DEMO = Workload("demo", "none", Plan, 100, {}, accuracy=0.75)
+DEMO = Workload("demo", "none", RunSetup, 100, {}, accuracy=0.75)
 TAIL = Workload("tail", "none", ForcedTail, 50, forced(differ_in_some, 4), num_repeats=3)
 LIGHT = Workload("light", "none", ForcedLight, 50, forced(differ_in_some, 4), num_repeats=3)
 PACED_TAIL = Workload("tail", "9ms", ForcedTail, 20, forced(differ, 16, **PACED), num_repeats=3)

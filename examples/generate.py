@@ -8,18 +8,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from dora.core.records import GroupId, RequestId
+from dora.core.types import GroupId, RequestId
 from dora.data.tokenizer import Tokenizer
 from dora.engine.engine import Engine
-from dora.engine.sequence import Request, Sampling
-from dora.model.folder import load_folder
+from dora.engine.request import Request, SamplingParams
+from dora.model.pretrained import load_pretrained
 
 
 def main(folder: Path, prompts: list[str]) -> None:
     """Print an answer to each prompt, in the order in which they end."""
-    config, weights = load_folder(folder)
+    config, weights = load_pretrained(folder)
     tokenizer = Tokenizer(folder)
-    sampling = Sampling(temperature=0.8, max_tokens=128, stop_ids=tokenizer.stop_ids, top_p=0.95)
+    sampling = SamplingParams(temperature=0.8, max_tokens=128, stop_ids=tokenizer.stop_ids, top_p=0.95)
     requests = [
         Request(RequestId(0, i, 0), GroupId(0, i), tuple(tokenizer.encode(prompt)), 0, i, sampling)
         for i, prompt in enumerate(prompts)
@@ -28,7 +28,7 @@ def main(folder: Path, prompts: list[str]) -> None:
     engine = Engine(config, max_rows=8, max_context=context, version_slots=1)
     engine.load(0, weights)
     engine.submit(requests)
-    while not engine.idle:
+    while not engine.is_idle:
         for answer in engine.step():
             print(prompts[answer.id.row], tokenizer.decode(answer.token_ids))
             print("  log-probs", " ".join(f"{logprob:.2f}" for logprob in answer.logprobs))

@@ -1,6 +1,6 @@
-"""Makes the prompts and the starting model of a task: a small decoder imitates the task's teacher.
+"""Make the prompts and the starting model of a task: a small decoder imitates demonstrations.
 
-A task is a module with an `ALPHABET` and `rows(source)`, which returns training and held-out prompts.
+A task is a module with an `ALPHABET` and `rows(source)`, which returns training and held-out rows.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from rich.progress import track
 
 from dora.data.tokenizer import Tokenizer, save_character_tokenizer
 from dora.model.config import ModelConfig
-from dora.model.folder import save_folder
+from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
-from dora.trainer.sft import Example, imitate
+from dora.trainer.sft import SftExample, train_sft
 
 Row = dict[str, Any]
 
 
-def teach(
+def make_task(
     task: Any,
     folder: Path,
-    lessons: Callable[[list[Row], Tokenizer], Iterator[list[Example]]],
+    demonstrations: Callable[[list[Row], Tokenizer], Iterator[list[SftExample]]],
     num_steps: int,
     max_tokens: int,
-    **training: Any,
+    **options: Any,
 ) -> None:
     """Write prompts.jsonl, held_out.jsonl and the model folder `start` into the task's folder.
 
-    A model of 0.1 million parameters, with a token for each character and one that ends an answer; `lessons`
-    gives endless batches, `training` goes to `imitate`.
+    The model has 0.1 million parameters, one token per character and an end token. `demonstrations` gives
+    endless batches; `options` are passed to `train_sft`.
     """
     torch.set_num_threads(1)
     folder.mkdir(exist_ok=True)
@@ -54,7 +54,7 @@ def teach(
         max_position_embeddings=max_tokens,
     )
     flat = initial_weights(config, seed=0)
-    losses = imitate(config, flat, lessons(rows, Tokenizer(folder / "start")), num_steps, **training)
+    losses = train_sft(config, flat, demonstrations(rows, Tokenizer(folder / "start")), num_steps, **options)
     last = [loss for loss in track(losses, folder.name, total=num_steps)][-1]
-    save_folder(folder / "start", config, flat)
+    save_pretrained(folder / "start", config, flat)
     print(f"loss {last:.3f} after {num_steps} steps; written to {folder / 'start'}")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dora import settings
-from dora.runtime import adapters
-from dora.runtime.plan import Plan
+from dora.config import load
+from dora.runtime.process import backends
+from dora.runtime.run_setup import RunSetup
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -55,12 +55,12 @@ def test_every_setting_is_a_run_that_can_be_planned(tmp_path: Path) -> None:
     convergence, runs = module("convergence"), module("convergence_run")
     assert len(set(convergence.SETTINGS)) == len(convergence.SETTINGS)
     for setting in (*convergence.SETTINGS, *convergence.QUICK):
-        config = settings.read(runs.EXAMPLES / "sorting.toml", [*setting.changes(batch_size=8)])
-        adapters.check(config)
-        limits = Plan.make(config, tmp_path).limits
+        config = load.read_config(runs.EXAMPLES / "sorting.toml", [*setting.changes(batch_size=8)])
+        backends.check_backends(config)
+        limits = RunSetup.make(config, tmp_path).limits
         assert limits.max_staleness >= setting.max_staleness
         assert limits.breaks_c1 == (setting.policy in runs.MIXED)
-        assert config.window == (setting.max_staleness + 1) * 8  # dropping, too, is no further ahead
+        assert config.max_groups_in_flight == (setting.max_staleness + 1) * 8  # dropping, too, is no further ahead
 
 
 def test_a_band_is_that_of_student() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dora import settings
-from dora.runtime.plan import Plan
+from dora.config import load
+from dora.runtime.run_setup import RunSetup
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -42,12 +42,12 @@ def test_every_run_can_be_planned(tmp_path: Path) -> None:
         runs = {str(who.settings()): who for who in (*own, *tried, *added)}
         for who in runs.values():
             changes = {**workload.settings(), **who.settings()}
-            config = settings.read(workloads.EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
+            config = load.read_config(workloads.EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
             assert config.orchestrator.update_policy == who.name.partition(",")[0]
     for name in contenders.RIVALS:  # a plan takes longer
         changes = contenders.contender(workloads.TAIL, name, contenders.RIVALS[name]).settings()
-        config = settings.read(workloads.EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
-        limits = Plan.make(config, tmp_path).limits
+        config = load.read_config(workloads.EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
+        limits = RunSetup.make(config, tmp_path).limits
         assert limits.max_staleness == contenders.RIVALS[name]
         assert limits.breaks_c1 == (name in contenders.BREAKS_C1)
 
@@ -69,7 +69,7 @@ def test_the_tail_has_the_shape_of_the_paper_s_and_the_light_one_has_none() -> N
 
 
 def test_lengths_are_the_same_whoever_generates() -> None:
-    from dora.core.records import RequestId
+    from dora.core.types import RequestId
 
     workloads = module("workloads")
     first = [workloads.tail_length(RequestId(0, row, k)) for row in range(50) for k in range(8)]
@@ -98,8 +98,8 @@ def test_figures_are_of_the_steps_in_the_middle() -> None:
     policies = module("policies")
     quiet = {"timing_s/update_actor": 0.5, "timing_s/publish": 0.0, "timing_s/stall": 0.25}
     steps = [
-        {"t_s": float(number + 1), "timing_s/step": 1.0, "tokens": 1e6 if number < 5 else 10.0,
-         "rollout/busy_ratio": 0.75, "staleness/mean": 2.0, **quiet}
+        {"t_s": float(number + 1), "timing_s/step": 1.0, "num_response_tokens": 1e6 if number < 5 else 10.0,
+         "rollout/utilization": 0.75, "staleness/mean": 2.0, **quiet}
         for number in range(20)
     ]  # fmt: skip
     found = policies.figures(steps)

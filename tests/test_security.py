@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tests.test_architecture import modules
 
-from dora import cli
-from dora.observe.dash.server import HOST
-from dora.serving import Service
+from dora.cli import main
+from dora.config.schema import ServiceSection
+from dora.dashboard.server import HOST
 
 ROOT = Path(__file__).parent.parent
 LOOPBACK = "127.0.0.1"
@@ -27,21 +27,26 @@ FORBIDDEN = (
 )
 ALLOWED = {
     (
-        "dora.handover.files",
+        "dora.engine.kv_transfer.handoff",
         "pickle.loads",
     ): "a file of this run's, in a folder that only its owner can enter",
-    ("dora.runtime.sealed", "pickle.loads"): "what a process of this run has sealed, with a key of its own",
-    ("dora.rewards.sandbox.zygote", "exec"): "in a cell: the program that is to be judged",
-    ("dora.rewards.sandbox.caller", "exec"): "the same",
-    ("dora.rewards.sandbox.caller", "eval"): "in a cell: calls of that program",
-    ("dora.rewards.sandbox.checker", "eval"): "in a cell: the dataset's assertions, with literals for values",
+    (
+        "dora.runtime.process.rpc",
+        "pickle.loads",
+    ): "what a process of this run has sealed, with a key of its own",
+    ("dora.rewards.sandbox.fork_server", "exec"): "in a sandbox: the untrusted program",
+    ("dora.rewards.sandbox.assertions", "exec"): "the same",
+    (
+        "dora.rewards.sandbox.assertions",
+        "eval",
+    ): "in a sandbox: calls of that program; in another one: the dataset's assertions, with literals for values",
 }
 # What unpickles what comes through a connection, and is therefore kept to pipes between parent and child, and
 # to ranks on one machine.
 UNPICKLING = {
-    "multiprocessing": {"dora.runtime.process"},
-    "torch.distributed.scatter_object_list": {"dora.trainer.ranks"},
-    "torch.distributed.gather_object": {"dora.trainer.ranks"},
+    "multiprocessing": {"dora.runtime.process.worker_process"},
+    "torch.distributed.scatter_object_list": {"dora.trainer.distributed"},
+    "torch.distributed.gather_object": {"dora.trainer.distributed"},
 }
 # Who listens -> what guards it, and the tests that hold this.
 LISTENS = {
@@ -50,36 +55,36 @@ LISTENS = {
         "tests/service/test_gate.py::test_a_wrong_token_is_refused_before_the_body_is_read",
         "tests/service/test_gate.py::test_only_health_needs_no_token",
     ),
-    "dora.observe.dash.server": (
+    "dora.dashboard.server": (
         "a token in its address; loopback",
-        "tests/observe/test_dash.py::test_who_does_not_know_the_address_finds_nothing",
-        "tests/observe/test_dash.py::test_pages_from_elsewhere_are_refused",
+        "tests/report/test_dashboard.py::test_a_request_without_the_token_is_rejected",
+        "tests/report/test_dashboard.py::test_pages_of_other_hosts_are_rejected",
     ),
     "dora.envs.remote": (
         "a token in the first line; loopback, unless --host says otherwise",
-        "tests/envs/test_remote.py::test_who_does_not_show_the_token_is_told_so_and_plays_nothing",
-        "tests/envs/test_remote.py::test_who_shows_nothing_is_hung_up_on",
+        "tests/envs/test_remote.py::test_a_wrong_auth_token_is_refused_before_an_environment_is_made",
+        "tests/envs/test_remote.py::test_a_connection_without_a_token_is_closed",
     ),
-    "dora.stream.door": (
-        "a Unix socket of its owner's alone; a token in the first message at TCP endpoints, as on a cluster",
-        "tests/stream/test_odd_requests.py::test_what_leads_to_a_storage_is_its_owners_alone",
-        "tests/stream/test_odd_requests.py::test_who_comes_from_far_without_the_token_is_told_nothing",
+    "dora.stream.transport": (
+        "a Unix socket with mode 0600; an auth token in the first message at TCP endpoints, as on a cluster",
+        "tests/stream/test_invalid_requests.py::test_socket_and_token_are_readable_by_their_owner_only",
+        "tests/stream/test_invalid_requests.py::test_a_remote_client_without_the_auth_token_gets_no_data",
     ),
-    "dora.trainer.ranks": (
+    "dora.trainer.distributed": (
         "loopback, and a meeting place in a file of the owner's",
         "tests/runtime/test_ranks.py::check_that_nobody_else_can_come_in",
     ),
-    "dora.backends.server": (
+    "dora.engine.backends.server": (
         "servers of vLLM and SGLang, on loopback: a token in every request, also where their keys ask none",
-        "tests/contract/test_vllm.py::test_no_call_is_answered_without_the_token",
-        "tests/contract/test_sglang.py::test_the_token_comes_from_the_environment_or_there_is_no_server",
+        "tests/contract/test_vllm.py::test_no_call_is_answered_without_the_auth_token",
+        "tests/contract/test_sglang.py::test_the_server_requires_an_auth_token_in_the_environment",
     ),
-    "dora.runtime.sealed": (
+    "dora.runtime.process.rpc": (
         "a key for each worker and each pool, which comes through Ray; loopback, unless ray.address is set",
-        "tests/runtime/test_sealed.py::test_what_the_other_end_has_not_sealed_is_never_unpickled",
-        "tests/runtime/test_sealed.py::test_who_has_not_the_key_is_hung_up_on_and_the_right_one_still_comes",
+        "tests/runtime/process/test_rpc.py::test_what_the_other_end_has_not_sealed_is_never_unpickled",
+        "tests/runtime/process/test_rpc.py::test_who_has_not_the_key_is_hung_up_on_and_the_right_one_still_comes",
     ),
-    "dora.runtime.process": (
+    "dora.runtime.process.worker_process": (
         "Python's fork server: a Unix socket of its owner's alone, in a folder of its owner's alone",
         "tests/test_security.py::test_the_fork_server_of_python_listens_for_its_owner_alone",
     ),
@@ -196,8 +201,8 @@ def test_each_guard_has_its_tests(module: str) -> None:
 
 
 def test_nobody_listens_beyond_this_machine_unless_told() -> None:
-    assert LOOPBACK == HOST == Service().host
-    assert inspect.signature(cli.environments).parameters["host"].default == LOOPBACK
+    assert LOOPBACK == HOST == ServiceSection().host
+    assert inspect.signature(main.environments).parameters["host"].default == LOOPBACK
 
 
 def test_the_fork_server_of_python_listens_for_its_owner_alone() -> None:

@@ -1,8 +1,8 @@
-"""The tables of pages, written from the code or the benchmarks' results that they are about.
+"""Write the tables on the pages from the code and the benchmark results that they describe.
 
     python -m docs.making.tables
 
-writes them anew between `<!-- table: NAME -->` and `<!-- end -->`; a test holds that nothing is out of date.
+replaces the text between `<!-- table: NAME -->` and `<!-- end -->`. A test compares them.
 """
 
 from __future__ import annotations
@@ -18,44 +18,45 @@ from docs.making import compared, faults, forecast, learned, markdown
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from dora.observe.metrics import PARTS, Metric
-from dora.phrasebook import PHRASEBOOK, Word
-from dora.sections import Section
-from dora.settings import keys, sections
+from dora.config.aliases import KeyAlias, trainer_aliases
+from dora.config.schema import Section, iter_keys, iter_sections
+from dora.metrics.catalog import SECTIONS, MetricDoc
 
 DOCS = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table: ([a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
-    """Those that may have tables."""
+    """Pages that may contain tables."""
     return [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
 def written(text: str, tables: dict[str, Callable[[], str]]) -> str:
-    """A page with each of its tables as it should be."""
-    return MARKED.sub(lambda place: f"{place[1]}\n{tables[place[2]]()}\n\n{place[3]}", text)
+    """The text of a page with all of its tables up to date."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{tables[found[2]]()}\n\n{found[3]}", text)
 
 
 def tables() -> dict[str, Callable[[], str]]:
-    """What makes each table, by name: of a configuration, of the metrics, of other trainers, of results."""
-    of_keys = {name: partial(section_table, name, section) for name, section in sections()}
-    parts = {f"metrics_{part.key}": partial(metrics_table, part.metrics) for part in PARTS}
-    words = {name.lower().replace("-", "_"): own for name, own in PHRASEBOOK.items()}
-    of_words = {f"words_{name}": partial(words_table, own) for name, own in words.items()}
+    """Table name -> function that writes it."""
+    of_keys = {name: partial(section_table, name, section) for name, section in iter_sections()}
+    of_metrics = {f"metrics_{section.key}": partial(metrics_table, section.metrics) for section in SECTIONS}
+    of_aliases = {
+        f"words_{trainer.lower().replace('-', '_')}": partial(alias_table, aliases)
+        for trainer, aliases in trainer_aliases().items()
+    }
     of_results = learned.tables() | compared.tables() | forecast.tables() | faults.tables()
-    return {**of_keys, **parts, **of_words, **of_results}
+    return {**of_keys, **of_metrics, **of_aliases, **of_results}
 
 
 def section_table(name: str, section: type[Section]) -> str:
-    """Every key of a section: default, and what it means."""
-    found = [(key, field) for own, key, field in keys() if own == name]
-    rows = [(f"`{key}`", defaultpartial(field), meaningpartial(field)) for key, field in found]
+    """Every key of a section with its default and meaning."""
+    fields = [(key, field) for own, key, field in iter_keys() if own == name]
+    rows = [(f"`{key}`", default_of(field), meaning_of(field)) for key, field in fields]
     return f"{section.__doc__}\n\n{markdown.table(('key', 'default', 'meaning (unit)'), rows)}"
 
 
-def defaultpartial(field: FieldInfo) -> str:
-    """As it would be written in TOML."""
+def default_of(field: FieldInfo) -> str:
+    """The default as TOML."""
     if field.is_required():
         return "required"
     if field.default is None or field.default is PydanticUndefined:
@@ -63,30 +64,30 @@ def defaultpartial(field: FieldInfo) -> str:
     return f"`{json.dumps(field.default, ensure_ascii=False)}`"
 
 
-def meaningpartial(field: FieldInfo) -> str:
-    """The description, and the values that may be chosen."""
+def meaning_of(field: FieldInfo) -> str:
+    """The help of a key, and its choices."""
     is_choice = get_origin(field.annotation) is Literal
     choices = ", ".join(f"`{choice}`" for choice in get_args(field.annotation)) if is_choice else ""
-    return f"{field.description}".replace("*", "\\*") + (f". One of {choices}" if choices else "")
+    return f"{field.description}".replace("*", "\\*") + (f" One of {choices}." if choices else "")
 
 
-def metrics_table(metrics: Iterable[Metric]) -> str:
-    """Names, unit, meaning, and when they are there."""
+def metrics_table(metrics: Iterable[MetricDoc]) -> str:
+    """Name, unit and meaning of metrics, and when they exist."""
     rows = [
-        (", ".join(f"`{name}`" for name in metric.each()), metric.unit, metric.meaning, metric.only)
+        (", ".join(f"`{name}`" for name in metric.names), metric.unit, metric.meaning, metric.only)
         for metric in metrics
     ]
     return markdown.table(("name", "unit", "meaning", "only"), rows)
 
 
-def words_table(words: Iterable[Word]) -> str:
-    """What another trainer calls it, and what DORA does."""
-    rows = [(f"`{word.theirs}`", f"`{word.ours}`", word.remark) for word in words]
+def alias_table(aliases: Iterable[KeyAlias]) -> str:
+    """Keys of another trainer and DORA's."""
+    rows = [(f"`{alias.theirs}`", f"`{alias.ours}`", alias.note) for alias in aliases]
     return markdown.table(("there", "here", ""), rows)
 
 
 def main() -> None:
-    """Write every page that has such tables."""
+    """Update every page."""
     known = tables()
     for page in pages():
         before = page.read_text(encoding="utf-8")

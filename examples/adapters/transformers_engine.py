@@ -1,10 +1,11 @@
-r"""An inference engine that is transformers and nothing else: what an adapter looks like.
+r"""An example of an inference backend: Hugging Face transformers as DORA's engine.
 
-    dora train examples/gcd.toml --set engine.adapter=examples/adapters/transformers_engine.py:Transformers \
-      --set engine.version_slots=1 --set orchestrator.placement=static --set orchestrator.rush=false
+    dora train examples/gcd.toml --set engine.backend=examples/adapters/transformers_engine.py:Transformers \
+      --set engine.version_slots=1 --set orchestrator.placement=static \
+      --set orchestrator.prioritize_stragglers=false
 
-Each request decodes by itself with a cache of its own, so it is slow; it holds one version, and its
-requests stay where they are. `dora.contract.inference` has been run against it (tests/contract).
+Each request decodes on its own, with its own KV cache, so it is slow. It holds one version and does not
+migrate requests. It passes the contract in `dora.testing.engine_contract`.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from dora.core.records import Chunk, RequestId
-from dora.engine.sequence import Completion, EngineError, Request
-from dora.model.folder import load_config
-from dora.model.weights import Layout, weight_digest
-from dora.runtime.stations import Capabilities
+from dora.core.types import Chunk, RequestId
+from dora.engine.interface import Capabilities
+from dora.engine.request import Completion, EngineError, Request
+from dora.model.pretrained import load_config
+from dora.model.weights import WeightLayout, weight_digest
 
 
 @dataclass
 class _Row:
-    """A request while it is decoded."""
+    """A request that is being decoded."""
 
     request: Request
     cache: DynamicCache
-    draws: torch.Generator
+    generator: torch.Generator
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
 
 
 class Transformers:
-    """One model of transformers, which has the weights of one version at a time."""
+    """An `InferenceEngine` with one model of transformers, which holds one version at a time."""
 
     capabilities = Capabilities(max_versions=1, is_seeded=True, pauses=True)
     kernels = "transformers"
@@ -47,16 +48,15 @@ class Transformers:
     def __init__(
         self, *, model: str, max_rows: int, max_context: int, version_slots: int, device: str, dtype: str
     ) -> None:
-        """Its parameters are views of one buffer, in DORA's order."""
         config = load_config(Path(model))
-        self._layout, self._vocab_size = Layout(config), config.vocab_size
+        self._layout, self._vocab_size = WeightLayout(config), config.vocab_size
         self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).eval()
         self._flat = torch.zeros(self._layout.numel)
         views = self._layout.views(self._flat)
         for name, parameter in self._model.named_parameters():
-            parameter.data = views[name]
+            parameter.data = views[name]  # parameters are views of one buffer, in DORA's order
         self._max_rows, self._max_context = max_rows, max_context
-        self._held: dict[int, str] = {}
+        self._digests: dict[int, str] = {}  # of the loaded version
         self._waiting: deque[Request] = deque()
         self._rows: dict[RequestId, _Row] = {}
         self._is_paused = False
@@ -64,10 +64,10 @@ class Transformers:
 
     @property
     def versions(self) -> Mapping[int, str]:
-        return self._held
+        return self._digests
 
     @property
-    def kv_share(self) -> float:
+    def kv_usage(self) -> float:
         num_tokens = sum(len(r.request.prompt_ids) + len(r.token_ids) for r in self._rows.values())
         return num_tokens / (self._max_rows * self._max_context)
 
@@ -76,33 +76,33 @@ class Transformers:
         return not self._is_paused and bool(self._rows or self._waiting)
 
     def load(self, version: int, source: Tensor) -> str:
-        if self._held:
-            raise EngineError(f"no place for version {version}: version {[*self._held]} is held; drop it")
+        if self._digests:
+            raise EngineError(f"no free slot for version {version}: {[*self._digests]} is loaded; drop it")
         if source.shape != self._flat.shape:
             raise EngineError(f"version {version} has {source.numel()} weights, not {self._flat.numel()}")
         self._flat.copy_(source)
-        self._held[version] = weight_digest(self._flat)
-        return self._held[version]
+        self._digests[version] = weight_digest(self._flat)
+        return self._digests[version]
 
     def drop(self, version: int) -> None:
-        if version not in self._held:
-            raise EngineError(f"version {version} is not held; held: {[*self._held]}")
+        if version not in self._digests:
+            raise EngineError(f"version {version} is not loaded; loaded: {[*self._digests]}")
         if self.progress():
             raise EngineError(f"version {version} has {len(self.progress())} unfinished requests")
-        del self._held[version]
+        del self._digests[version]
 
     def submit(self, requests: Sequence[Request]) -> None:
-        reasons = {request.id: self._reason_to_refuse(request) for request in requests}
+        reasons = {request.id: self._reason_to_reject(request) for request in requests}
         self._waiting += [request for request in requests if not reasons[request.id]]
-        if refused := {id: reason for id, reason in reasons.items() if reason}:
-            raise EngineError(f"requests refused: {refused}", refused)
+        if rejected := {id: reason for id, reason in reasons.items() if reason}:
+            raise EngineError(f"requests rejected: {rejected}", rejected)
 
     def abort(self, ids: Iterable[RequestId]) -> dict[RequestId, int]:
         progress = self.progress()
-        given_up = {id: progress[id] for id in ids if id in progress}
-        self._waiting = deque(request for request in self._waiting if request.id not in given_up)
-        self._rows = {id: row for id, row in self._rows.items() if id not in given_up}
-        return given_up
+        aborted = {id: progress[id] for id in ids if id in progress}
+        self._waiting = deque(request for request in self._waiting if request.id not in aborted)
+        self._rows = {id: row for id, row in self._rows.items() if id not in aborted}
+        return aborted
 
     def progress(self) -> dict[RequestId, int]:
         waiting = {request.id: 0 for request in self._waiting}
@@ -114,9 +114,11 @@ class Transformers:
     def resume(self) -> None:
         self._is_paused = False
 
-    def rush(self, ids: Iterable[RequestId]) -> None:
-        """Not among the capabilities, so it is never asked."""
-        raise EngineError("rows do not stand still here; set orchestrator.rush = false")
+    def decode_only(self, ids: Iterable[RequestId]) -> None:
+        """Raises EngineError: `capabilities` does not claim it."""
+        raise EngineError(
+            "this engine cannot decode some requests only; set orchestrator.prioritize_stragglers = false"
+        )
 
     def step(self) -> list[Completion]:
         if self._is_paused:
@@ -124,25 +126,25 @@ class Transformers:
         began_s = time.perf_counter()
         while self._waiting and len(self._rows) < self._max_rows:
             request = self._waiting.popleft()
-            draws = torch.Generator().manual_seed(request.seed % 2**63)
-            self._rows[request.id] = _Row(request, DynamicCache(), draws)
+            generator = torch.Generator().manual_seed(request.seed % 2**63)
+            self._rows[request.id] = _Row(request, DynamicCache(), generator)
         rows = [*self._rows.values()]
-        done = [completion for row in rows if (completion := self._decode(row)) is not None]
-        for completion in done:
+        completions = [completion for row in rows if (completion := self._decode(row)) is not None]
+        for completion in completions:
             del self._rows[completion.id]
         self.num_decoded += len(rows)
         self.busy_row_s += len(rows) * (time.perf_counter() - began_s)
-        return done
+        return completions
 
     @torch.no_grad()
     def _decode(self, row: _Row) -> Completion | None:
-        """One token; the answer, if it was the last."""
+        """Generate one token. Returns the answer if the token was its last."""
         sampling = row.request.sampling
-        new = row.token_ids[-1:] or [*row.request.prompt_ids]
-        logits = self._model(torch.tensor([new]), past_key_values=row.cache, use_cache=True).logits[0, -1]
+        inputs = row.token_ids[-1:] or [*row.request.prompt_ids]
+        logits = self._model(torch.tensor([inputs]), past_key_values=row.cache, use_cache=True).logits[0, -1]
         logprobs = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
         if sampling.temperature:
-            token = int(torch.multinomial(logprobs.exp(), 1, generator=row.draws))
+            token = int(torch.multinomial(logprobs.exp(), 1, generator=row.generator))
         else:
             token = int(logits.argmax())
         row.token_ids.append(token)
@@ -160,15 +162,15 @@ class Transformers:
             logprobs=row.logprobs,
             unfiltered_logprobs=row.logprobs,
             raw_logprobs=row.raw_logprobs,
-            chunks=(Chunk(version, self._held[version], len(row.token_ids)),),
+            chunks=(Chunk(version, self._digests[version], len(row.token_ids)),),
             finish_reason="stop" if is_stopped else "length",
         )
 
-    def _reason_to_refuse(self, request: Request) -> str:
-        if request.version not in self._held:
-            return f"version {request.version} is not held; held: {[*self._held]}"
+    def _reason_to_reject(self, request: Request) -> str:
+        if request.version not in self._digests:
+            return f"version {request.version} is not loaded; loaded: {[*self._digests]}"
         if not all(0 <= token < self._vocab_size for token in request.prompt_ids):
-            return "its prompt has token ids that the model does not have"
+            return f"its prompt has token ids outside the vocabulary of {self._vocab_size}"
         if request.max_length > self._max_context:
             return f"it may have {request.max_length} tokens, over max_context = {self._max_context}"
         return ""

@@ -1,9 +1,9 @@
-"""A training engine that is transformers and torch's AdamW: what an adapter looks like.
+"""An example of a training backend: Hugging Face transformers and torch's AdamW as DORA's trainer.
 
-    dora train examples/gcd.toml --set trainer.adapter=examples/adapters/transformers_trainer.py:Transformers
+    dora train examples/gcd.toml --set trainer.backend=examples/adapters/transformers_trainer.py:Transformers
 
-PPO's clipped loss over all tokens of the batch that the policy drew, one answer at a time; it refuses
-whatever else is asked of it. `dora.contract.training` has been run against it (tests/contract).
+It has PPO's clipped loss over all sampled tokens of a batch, one answer at a time, and rejects other
+settings. It passes the contract in `dora.testing.trainer_contract`.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dora.errors import InputError, RunError
 from dora.model.config import ModelConfig
-from dora.model.weights import Layout
+from dora.model.weights import WeightLayout
 from dora.trainer.optimizer import learning_rate
 from dora.trainer.settings import Sample, TrainerSettings
 
-KNOWN = ("lr", "num_steps", "warmup_steps", "lr_decay", "weight_decay", "betas", "max_grad_norm",
+SUPPORTED = ("lr", "num_steps", "warmup_steps", "lr_decay", "weight_decay", "betas", "max_grad_norm",
          "clip_ratio_low", "clip_ratio_high", "temperature",
          "micro_batch_tokens", "logits_chunk_tokens", "loss_scale_factor", "clip_ratio_c", "dpo_beta",
          "kl_loss_type")  # fmt: skip
 
 
 class Transformers:
-    """One model of transformers, stepped by torch."""
+    """A `TrainingEngine` with one model of transformers."""
 
     def __init__(self, *, config: ModelConfig, flat: Tensor, settings: TrainerSettings, device: str) -> None:
-        """Raises InputError for settings that it would ignore."""
+        """Raises InputError for settings that it does not support."""
         if device != "cpu":
-            raise InputError("trainer.adapter: it computes on the CPU only; set trainer.device to cpu")
-        plain = asdict(TrainerSettings(lr=settings.lr, num_steps=settings.num_steps))
+            raise InputError(f"trainer.device = {device!r}: the backend supports the CPU only; set it to cpu")
+        defaults = asdict(TrainerSettings(lr=settings.lr, num_steps=settings.num_steps))
         for name, value in asdict(settings).items():
-            if name not in KNOWN and value != plain[name]:
+            if name not in SUPPORTED and value != defaults[name]:
                 raise InputError(
-                    f"trainer.adapter: it knows no {name} = {value!r}; leave it at {plain[name]!r}"
+                    f"trainer.backend does not support {name} = {value!r}; set it to {defaults[name]!r}"
                 )
-        self._settings, self._layout = settings, Layout(config)
+        self._settings, self._layout = settings, WeightLayout(config)
         self._flat = flat.clone()
-        told = {key: value for key, value in config.to_dict().items() if key != "dtype"}
-        self._model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**told))
+        shape = {key: value for key, value in config.to_dict().items() if key != "dtype"}
+        self._model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
         views = self._layout.views(self._flat)
         self._parameters = dict(self._model.named_parameters())
         for name, parameter in self._parameters.items():
@@ -54,26 +54,26 @@ class Transformers:
             self._parameters.values(), settings.lr, settings.betas, weight_decay=settings.weight_decay
         )
         self.num_steps_done = 0
-        self.forget()
+        self.discard_batch()
 
     @property
     def flat(self) -> Tensor:
         return self._flat
 
     @property
-    def can_work(self) -> bool:
+    def can_accumulate(self) -> bool:
         return bool(self._waiting)
 
     @property
-    def num_accumulated(self) -> int:
-        return self._num_worked
+    def num_accumulated_tokens(self) -> int:
+        return self._num_accumulated_tokens
 
-    def put(self, samples: Sequence[Sample], is_whole: bool = False) -> None:
+    def add_samples(self, samples: Sequence[Sample], is_whole_batch: bool = False) -> None:
         self._waiting += [s for s in samples if s.token_ids and s.has_advantage]
-        self._num_tokens += sum(s.num_drawn for s in samples)
+        self._num_tokens += sum(s.num_loss_tokens for s in samples)
 
-    def work(self) -> None:
-        """One answer's share of the gradient."""
+    def accumulate(self) -> None:
+        """Add the gradient of one answer."""
         sample = self._waiting.popleft()
         tokens = torch.tensor([[*sample.prompt_ids, *sample.token_ids]])
         answer = tokens[0, len(sample.prompt_ids) :]
@@ -88,36 +88,36 @@ class Transformers:
         loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).sum()
         loss.backward()
         self._loss += float(loss.detach())
-        self._num_worked += sample.num_drawn
+        self._num_accumulated_tokens += sample.num_loss_tokens
 
-    def finish(self) -> dict[str, float]:
-        while self.can_work:
-            self.work()
+    def finish_step(self) -> dict[str, float]:
+        while self.can_accumulate:
+            self.accumulate()
         s = self._settings
         lr = learning_rate(s.lr, self.num_steps_done, s.warmup_steps, s.num_steps, s.lr_decay)
         norm = 0.0
-        if self._num_worked:
+        if self._num_accumulated_tokens:
             for parameter in self._parameters.values():
                 parameter.grad = None if parameter.grad is None else parameter.grad / self._num_tokens
             norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), s.max_grad_norm))
             if not norm < float("inf"):
-                raise RunError(f"the gradient's norm is {norm}; lower trainer.lr, or look at the rewards")
+                raise RunError(f"the gradient norm is {norm}; lower trainer.lr, or check the rewards")
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
         metrics = {
-            "actor/num_tokens": float(self._num_worked),
+            "actor/num_tokens": float(self._num_accumulated_tokens),
             "actor/pg_loss": self._loss / max(1, self._num_tokens),
             "actor/grad_norm": norm,
             "actor/lr": lr,
         }
         self.num_steps_done += 1
-        self.forget()
+        self.discard_batch()
         return metrics
 
-    def forget(self) -> None:
+    def discard_batch(self) -> None:
         self._waiting: deque[Sample] = deque()
-        self._num_tokens, self._num_worked, self._loss = 0, 0, 0.0
+        self._num_tokens, self._num_accumulated_tokens, self._loss = 0, 0, 0.0
         self._optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Greatest common divisors by subtraction; taught on short chains, trained on all.
+"""Greatest common divisors by subtraction; demonstrated on short chains, trained on all.
 
     36,14:  ->  22,14;08,14;08,06;02,06;02,04;02,02=02
 
-How long an answer gets cannot be seen in the prompt, and the longest are an order of magnitude longer than
-most: a heavy tail. What is to be learnt is to go on where the lessons ended.
+The length of an answer cannot be seen in the prompt, and the longest are an order of magnitude longer than
+most: a heavy tail. The task is to continue beyond the length of the demonstrations.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import itertools
 import random
 from typing import Any
 
-from dora.data.gcd import chain, slipping_chain
+from dora.data.gcd import chain
 
 ALPHABET = "0123456789,;=:"
 LARGEST, NUM_HELD_OUT = 40, 256
-LONGEST_TAUGHT = 9  # steps; a third of the pairs needs more
-SLIP = 0.07  # share of steps that the teacher gets wrong
+MAX_DEMONSTRATED_STEPS = 9  # a third of the pairs needs more
+ERROR_RATE = 0.07  # fraction of wrong steps in demonstrations
 
 
 def rows(source: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Pairs of different numbers: held-out pairs occur in neither order among the others."""
+    """Training and held-out pairs of different numbers; held-out pairs are trained in neither order."""
     pairs = [*itertools.combinations(range(1, LARGEST + 1), 2)]
     source.shuffle(pairs)
     held_out, training = pairs[:NUM_HELD_OUT], pairs[NUM_HELD_OUT:]
@@ -34,12 +34,28 @@ def _row(a: int, b: int) -> dict[str, Any]:
     return {"prompt": f"{a:02},{b:02}:"}
 
 
-def lesson(row: dict[str, Any], source: random.Random) -> str | None:
-    """What the teacher writes; nothing about pairs that take long."""
+def demonstration(row: dict[str, Any], source: random.Random) -> str | None:
+    """An answer with errors; None for pairs with long chains."""
     a, b = _numbers(row["prompt"])
-    if chain(a, b).count(";") >= LONGEST_TAUGHT:
+    if chain(a, b).count(";") >= MAX_DEMONSTRATED_STEPS:
         return None
-    return slipping_chain(a, b, SLIP, source)
+    return chain_with_errors(a, b, ERROR_RATE, source)
+
+
+def chain_with_errors(a: int, b: int, error_rate: float, source: random.Random) -> str:
+    """A chain in which each step is wrong with probability `error_rate`; the next step continues from it.
+
+    A wrong step still makes its number smaller, so the chain ends.
+    """
+    steps = []
+    while a != b:
+        large, small = max(a, b), min(a, b)
+        difference = large - small
+        if large > 2 and source.random() < error_rate:
+            difference = source.choice([wrong for wrong in range(1, large) if wrong != difference])
+        a, b = (difference, small) if a > b else (small, difference)
+        steps.append(f"{a:02},{b:02}")
+    return ";".join(steps) + f"={a:02}"
 
 
 def reward(prompt: str, completion: str, **row: object) -> float:

@@ -2,7 +2,7 @@
 
     k3d1p2:  ->  k3k2k1d1p2p1
 
-The prompt says how long the answer will be: mostly short, at times ten times as long.
+The prompt determines the length of the answer: usually short, sometimes ten times as long.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 LETTERS = "abcdefghijkmnp"
 ALPHABET = LETTERS + "123456789:"
 NUM_ROWS, NUM_HELD_OUT = 2000, 256
-MOST_RUNS = 8
-ENDS, STEPS_DOWN = 0.4, 0.3  # chance that a list has no more runs; that a number is no larger
-SLIP = 0.06  # chance that the teacher loses count, at each number
+MAX_RUNS = 8
+LIST_ENDS, NUMBER_ENDS = 0.4, 0.3  # probabilities that a list has no more runs, that a number is no larger
+ERROR_RATE = 0.06  # probability of an error at each number of a demonstration
 
 
 def rows(source: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Lists of different letters, each with a number from 1 to 9."""
+    """Training and held-out lists of different letters, each with a number from 1 to 9."""
     prompts: dict[str, None] = {}
     while len(prompts) < NUM_ROWS + NUM_HELD_OUT:
         prompts[_list(source)] = None
@@ -28,32 +28,31 @@ def rows(source: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, An
 
 
 def _list(source: random.Random) -> str:
-    num_runs = min(MOST_RUNS, _geometric(source, ENDS))
+    num_runs = min(MAX_RUNS, _geometric(source, LIST_ENDS))
     letters = source.sample(LETTERS, num_runs)
-    return "".join(f"{letter}{min(9, _geometric(source, STEPS_DOWN))}" for letter in letters) + ":"
+    return "".join(f"{letter}{min(9, _geometric(source, NUMBER_ENDS))}" for letter in letters) + ":"
 
 
-def _geometric(source: random.Random, share: float) -> int:
+def _geometric(source: random.Random, probability: float) -> int:
     number = 1
-    while source.random() > share:
+    while source.random() > probability:
         number += 1
     return number
 
 
 def answer(prompt: str) -> str:
-    """The one right answer."""
+    """The one correct answer."""
     pairs = zip(prompt[:-1:2], prompt[1::2], strict=True)
-    return "".join(f"{letter}{number}" for letter, most in pairs for number in range(int(most), 0, -1))
+    return "".join(f"{letter}{number}" for letter, start in pairs for number in range(int(start), 0, -1))
 
 
-def lesson(row: dict[str, Any], source: random.Random) -> str | None:
-    """What the teacher writes: at times a number is left out or said twice."""
-    right = answer(row["prompt"])
-    pairs = [right[i : i + 2] for i in range(0, len(right), 2)]
-    said = [pair * source.choice((0, 2)) if source.random() < SLIP else pair for pair in pairs]
-    return "".join(said)
+def demonstration(row: dict[str, Any], source: random.Random) -> str | None:
+    """An answer in which a number may be missing or repeated."""
+    correct = answer(row["prompt"])
+    pairs = [correct[i : i + 2] for i in range(0, len(correct), 2)]
+    return "".join(pair * source.choice((0, 2)) if source.random() < ERROR_RATE else pair for pair in pairs)
 
 
 def reward(prompt: str, completion: str, **row: object) -> float:
-    """1 if nothing is left out and nothing said twice."""
+    """1 if no number is missing or repeated."""
     return float(completion == answer(prompt))

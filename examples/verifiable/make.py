@@ -1,9 +1,9 @@
-"""How prompts and starting models of the verifiable tasks were made, in minutes of one core each.
+"""Make the prompts and starting models of the verifiable tasks, in minutes of one core each.
 
     python examples/verifiable/make.py chains|countdown|sorting|stories
 
-A model of 0.1 million parameters imitates a teacher who slips. What reinforcement has to do is written in
-each task: to remove the slips, and in `chains` to go on where the lessons end.
+A model of 0.1 million parameters imitates demonstrations with errors. Reinforcement learning has to remove
+the errors; in `chains` it also has to continue beyond the length of the demonstrations.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from dora.data.tokenizer import Tokenizer
-from dora.trainer.sft import Example
+from dora.trainer.sft import SftExample
 
 HERE = Path(__file__).parent
-TASKS = {"chains": 700, "countdown": 1200, "sorting": 400, "stories": 1500}  # and steps of the lessons
+TASKS = {"chains": 700, "countdown": 1200, "sorting": 400, "stories": 1500}  # task -> training steps
 EXAMPLES_PER_STEP, LR, MICRO_BATCH_TOKENS = 64, 4e-3, 4096
 
 
-def lessons(task: Any, rows: list[dict[str, Any]], tokenizer: Tokenizer) -> Iterator[list[Example]]:
-    """Endless batches of what the teacher writes about training prompts, as far as it is taught."""
+def demonstrations(task: Any, rows: list[dict[str, Any]], tokenizer: Tokenizer) -> Iterator[list[SftExample]]:
+    """Endless batches of demonstrations for random training prompts."""
     source = random.Random(0)
     while True:
-        batch: list[Example] = []
+        batch: list[SftExample] = []
         while len(batch) < EXAMPLES_PER_STEP:
             row = source.choice(rows)
-            text = task.lesson(row, source)
+            text = task.demonstration(row, source)
             if text is not None:
                 answer = [*tokenizer.encode(text), tokenizer.eos_id]
                 batch.append((tokenizer.encode(row["prompt"]), answer))
@@ -42,9 +42,9 @@ def main(name: str) -> None:
     """Write the task's prompts and its starting model into its folder."""
     sys.path += [str(HERE), str(HERE.parent)]
     task: Any = import_module(name)
-    train = {"lr": LR, "micro_batch_tokens": MICRO_BATCH_TOKENS}
-    teach = import_module("teaching").teach
-    teach(task, HERE / name, partial(lessons, task), TASKS[name], max_tokens=512, **train)
+    options = {"lr": LR, "micro_batch_tokens": MICRO_BATCH_TOKENS}
+    make_task = import_module("teaching").make_task
+    make_task(task, HERE / name, partial(demonstrations, task), TASKS[name], max_tokens=512, **options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Puts letters into their order. All answers are about equally long: no tail.
+"""Sort letters. All answers have about the same length: no tail.
 
 qfxabmztkwpsdjyl:  ->  abdfjklmpqstwxyz
 """
@@ -12,22 +12,22 @@ from typing import Any
 LETTERS = string.ascii_lowercase
 ALPHABET = LETTERS + ":"
 NUM_ROWS, NUM_HELD_OUT = 2000, 256
-FEWEST, MOST = 14, 18
-SLIP = 0.05  # chance that the teacher leaves a letter out
+MIN_LETTERS, MAX_LETTERS = 14, 18
+ERROR_RATE = 0.05  # probability that a demonstration leaves a letter out
 
 
 def rows(source: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Different letters in any order."""
+    """Training and held-out sequences of different letters."""
     prompts: dict[str, None] = {}
     while len(prompts) < NUM_ROWS + NUM_HELD_OUT:
-        prompts["".join(source.sample(LETTERS, source.randint(FEWEST, MOST))) + ":"] = None
+        prompts["".join(source.sample(LETTERS, source.randint(MIN_LETTERS, MAX_LETTERS))) + ":"] = None
     found = [{"prompt": prompt} for prompt in prompts]
     return found[:NUM_ROWS], found[NUM_ROWS:]
 
 
-def lesson(row: dict[str, Any], source: random.Random) -> str | None:
-    """What the teacher writes."""
-    return "".join(letter for letter in _sorted(row["prompt"]) if source.random() >= SLIP)
+def demonstration(row: dict[str, Any], source: random.Random) -> str | None:
+    """An answer in which letters may be missing."""
+    return "".join(letter for letter in _sorted(row["prompt"]) if source.random() >= ERROR_RATE)
 
 
 def reward(prompt: str, completion: str, **row: object) -> float:

@@ -3,7 +3,7 @@
 For machines on which the console script is not on the path.
 """
 
-from dora.cli import main
+from dora.cli.main import main
 
 if __name__ == "__main__":
     main()

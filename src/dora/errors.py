@@ -1,11 +1,12 @@
 """Every error a user can meet; messages name the key, the value, the rule and the remedy.
 
 DoraError
-├── InputError    what was given is wrong: exit code 2, before anything runs
+├── InputError    the input is wrong: exit code 2, nothing has been started
 │   └── ConfigError, DataError, EnvError, ModelError, RewardError: which part of it
-├── RunError      a run that cannot go on: exit code 1 (NoRoomError: a full disk, SilentError: one hangs)
-├── StreamError   a request to the sample stream that cannot be; it is answered, and changes nothing
-└── ServiceError  a request to the service of a run that cannot be; the same
+├── RunError      the run cannot continue: exit code 1
+│   └── StorageFullError (a full file system), WorkerTimeoutError (an unresponsive process)
+├── StreamError   a request to the sample stream is refused; the stream is unchanged
+└── ServiceError  a request to the service of a run is refused; the run is unchanged
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class DoraError(Exception):
 
 
 class InputError(DoraError):
-    """What the user gave is wrong; nothing has been started."""
+    """The user's input is wrong; nothing has been started."""
 
 
 class ConfigError(InputError):
@@ -41,43 +42,43 @@ class ModelError(InputError):
 
 
 class RewardError(InputError):
-    """A reward function that cannot be loaded or does not answer as it must."""
+    """A reward function that cannot be loaded, or that returns no reward."""
 
 
 class RunError(DoraError):
-    """A run that cannot go on; what was written so far stays readable."""
+    """The run cannot continue; what it has written stays readable."""
 
 
-class NoRoomError(RunError):
-    """The file system of the sample stream is full: what was to be written is not there."""
+class StorageFullError(RunError):
+    """The file system of the sample stream is full: nothing was written."""
 
 
-class SilentError(RunError):
-    """A process that the run cannot replace has shown no sign of life for too long."""
+class WorkerTimeoutError(RunError):
+    """A process that the run cannot replace has sent no heartbeat within its timeout."""
 
 
 class StreamError(DoraError):
-    """A request to the sample stream that cannot be; the stream is as it was."""
+    """A request to the sample stream is refused; the stream is unchanged."""
 
 
 class ServiceError(DoraError):
-    """A request to a run's service that cannot be; the run is as it was."""
+    """A request to a run's service is refused; the run is unchanged."""
 
     def __init__(self, status: int, message: str) -> None:
-        """`status` is that of the HTTP answer; the message names the remedy."""
+        """`status` is the HTTP status code of the response; the message names the remedy."""
         super().__init__(message)
         self.status = status
 
 
-def how_to_download(name: str, folder: Path, kind: str = "model") -> str:
-    """What to add to a message where `folder` is missing; empty if `name` is none of the Hugging Face hub.
+def download_hint(name: str, folder: Path, kind: str = "model") -> str:
+    """The remedy for a missing `folder`; empty unless `name` can be a Hugging Face hub name.
 
-    `kind` is what the hub calls it: model or dataset.
+    `kind` is the type of repository on the hub: model or dataset.
     """
     if not _HUB_NAME.fullmatch(name):
         return ""
-    of_kind = "" if kind == "model" else f"--repo-type {kind} "
+    repo_type = "" if kind == "model" else f"--repo-type {kind} "
     return (
         f"; DORA downloads nothing: if {name} is a {kind} of the Hugging Face hub, run "
-        f"`hf download {name} {of_kind}--local-dir {folder}`"
+        f"`hf download {name} {repo_type}--local-dir {folder}`"
     )

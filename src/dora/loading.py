@@ -1,8 +1,4 @@
-"""Find what a configuration names: "file.py:attribute" or "package.module:attribute".
-
-Whatever goes wrong on the way is an error that names the key, with the traceback of a file that
-does not import.
-"""
+"""Load the objects that a configuration names: "file.py:attribute" or "package.module:attribute"."""
 
 from __future__ import annotations
 
@@ -18,7 +14,10 @@ from dora.errors import InputError
 
 
 def load_attribute(name: str, key: str, error: type[InputError] = InputError) -> Any:
-    """The function or class that `key` names. Raises `error`."""
+    """The function or class called `name`, which is the value of the setting `key`.
+
+    Raises `error`, with the traceback of a module that cannot be imported.
+    """
     source, colon, attribute = name.rpartition(":")
     if not (source and colon and attribute):
         raise error(f"{key} = {name!r}: must read file.py:name or module:name")
@@ -44,8 +43,8 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    sys.modules[spec.name] = module  # dataclasses and pickle look the module up there
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # it may import what lies beside it
+        sys.path.append(str(path.parent))  # the file may import modules of its folder
     spec.loader.exec_module(module)
     return module

@@ -1,7 +1,4 @@
-"""A real browser without a window; tests that want one are skipped where there is none.
-
-It is Chromium as the system has it, driven by Playwright from the extra `dev`.
-"""
+"""A headless Chromium of the system, driven by Playwright; without one the tests are skipped."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = [  # nothing of its own over a network
+FLAGS = [  # no network traffic of its own
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-gpu",
@@ -29,13 +26,14 @@ WAIT_MS = 20_000
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One for the tests of a file, for it takes a second to start; no longer, for Playwright has a loop of
-    its own run in the thread that other tests need theirs in.
+    """One browser for a file, because it takes a second to start.
+
+    It closes with the file: Playwright runs an event loop in the thread where other tests need their own.
     """
     driver = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
-        pytest.skip(f"there is no browser: none of {', '.join(NAMES)}")
+        pytest.skip(f"no browser is installed: none of {', '.join(NAMES)}")
     with driver.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=FLAGS)
         yield browser
@@ -44,7 +42,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A page of a laptop's size that has no errors, whatever a test does with it."""
+    """A page of a laptop's size; the test fails on any JavaScript error."""
     errors: list[str] = []
     page = browser.new_page(viewport=LAPTOP)  # type: ignore[arg-type]
     page.set_default_timeout(WAIT_MS)

@@ -1,7 +1,4 @@
-"""The report for everyone: by keyboard, by screen reader, on a phone, in light and dark.
-
-What a machine can judge of it; how it looks is for people.
-"""
+"""Accessibility of the report: keyboard, screen reader, phone, light and dark."""
 
 from __future__ import annotations
 
@@ -13,22 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
-from tests.observe.recording import record_run, world_config
+from tests.journal.recorded_runs import record_run, world_config
 
-from dora.observe.report import page as report
-from dora.observe.report.reading import run_data
+from dora.report import page as report
+from dora.report.data import run_data
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 PHONE, NARROW = {"width": 390, "height": 844}, {"width": 320, "height": 640}
-NUM_CHARTS = 5  # there are more
+NUM_CHARTS = 5  # at least
 MIN_CONTRAST = 4.5  # WCAG 2.2, level AA, for text of usual size
-NAMES = ("reward/mean", "response_length/mean", "timing_s/wait", "timing_s/train", "staleness/mean", "tokens")
+NAMES = (
+    "reward/mean",
+    "response_length/mean",
+    "timing_s/wait_for_batch",
+    "timing_s/train",
+    "staleness/mean",
+    "num_response_tokens",
+)
 
-# Text whose contrast is too low: [text, colour, background, ratio]. Boxes drawn in SVG are left to people.
+# Text with too low a contrast: [text, colour, background, ratio]. SVG text is not checked.
 FAINT = """
-(least) => {
+(minimum) => {
   const channels = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
   const light = ([r, g, b]) => {
     const linear = (x) => x / 255 <= 0.04045 ? x / 255 / 12.92 : ((x / 255 + 0.055) / 1.055) ** 2.4;
@@ -46,17 +50,17 @@ FAINT = """
   while (texts.nextNode()) {
     const element = texts.currentNode.parentElement;
     const text = texts.currentNode.textContent.trim();
-    const isDrawn = element.checkVisibility() && !element.closest("svg, .unseen");
+    const isDrawn = element.checkVisibility() && !element.closest("svg, .visually-hidden");
     if (!text || !isDrawn) continue;
     const colour = channels(getComputedStyle(element).color), behind = ground(element);
     const [low, high] = [light(colour), light(behind)].sort((a, b) => a - b);
     const ratio = (high + 0.05) / (low + 0.05);
-    if (ratio < least) found.push([text.slice(0, 40), String(colour), String(behind), ratio.toFixed(2)]);
+    if (ratio < minimum) found.push([text.slice(0, 40), String(colour), String(behind), ratio.toFixed(2)]);
   }
   return found;
 }
 """
-# Notes that the element with the focus was reached, and gives how it looks if nothing shows the focus.
+# Marks the focused element as reached; returns its HTML if the focus is not visible.
 ARRIVE = """
 () => {
   const element = document.activeElement, style = getComputedStyle(element);
@@ -71,14 +75,14 @@ FOCUSABLE = "a[href], button, input, select, summary, [tabindex='0']"
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of two runs that has every kind of chart."""
+    """A report of two runs with every kind of chart."""
     folder = tmp_path_factory.mktemp("report")
     runs = [record_run(folder / f"run-{seed}", world_config(), seed) for seed in (0, 1)]
     for run in runs:
         steps = [{"step": step, "t_s": 2.0 * step} | {n: 1.0 + step % 3 for n in NAMES} for step in range(8)]
         (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     out = folder / "report.html"
-    out.write_text(report.page([run_data(run) for run in runs]), encoding="utf-8")
+    out.write_text(report.render_page([run_data(run) for run in runs]), encoding="utf-8")
     return out
 
 
@@ -90,7 +94,7 @@ def opened(page: Page, file: Path) -> Page:
 
 @pytest.fixture(scope="module")
 def still(browser: Browser, file: Path) -> Iterator[Page]:
-    """For tests that only look."""
+    """A page for tests that do not change it."""
     page = browser.new_page()
     show(page, file)
     yield page
@@ -98,7 +102,7 @@ def still(browser: Browser, file: Path) -> Iterator[Page]:
 
 
 def show(page: Page, file: Path) -> None:
-    """Until all charts are drawn."""
+    """Open the file and wait until all charts are drawn."""
     page.goto(file.as_uri())
     page.wait_for_selector("body[data-ready=true]")
     page.wait_for_function(f"document.querySelectorAll('svg[role=img]').length > {NUM_CHARTS}")
@@ -114,7 +118,7 @@ def coloured(request: pytest.FixtureRequest, browser: Browser, file: Path) -> It
 
 
 def described(page: Page, selector: str, script: str) -> list[Any]:
-    """What a script says of each element that a selector finds."""
+    """The results of a script for each element that a selector finds."""
     found: list[Any] = page.eval_on_selector_all(selector, f"all => all.map({script})")
     return found
 
@@ -130,11 +134,11 @@ def test_the_page_has_a_language_a_title_and_one_first_heading(still: Page) -> N
 
 def test_every_chart_and_control_has_a_name(still: Page) -> None:
     lines = still.locator("body").aria_snapshot().splitlines()
-    told = [match for line in lines if (match := re.fullmatch(r"\s*- '?([a-z]+)(?: (\".*))?'?:?", line))]
-    roles = [match[1] for match in told]
+    found = [match for line in lines if (match := re.fullmatch(r"\s*- '?([a-z]+)(?: (\".*))?'?:?", line))]
+    roles = [match[1] for match in found]
     assert roles.count("img") > NUM_CHARTS
     named = {"button", "combobox", "searchbox", "checkbox", "img", "region", "link"}
-    assert [match[0] for match in told if match[1] in named and not match[2]] == []
+    assert [match[0] for match in found if match[1] in named and not match[2]] == []
 
 
 def test_every_chart_has_its_numbers_in_a_table(opened: Page) -> None:
@@ -147,7 +151,7 @@ def test_every_chart_has_its_numbers_in_a_table(opened: Page) -> None:
     assert 0 not in tables
 
 
-def test_everything_can_be_reached_and_left_by_tab_and_shows_that_it_is(opened: Page) -> None:
+def test_every_control_can_be_reached_by_tab_with_a_visible_focus(opened: Page) -> None:
     elements = described(opened, FOCUSABLE, "e => e.checkVisibility() && !e.disabled").count(True)
     seen = [""]
     while seen[-1] != "the end" and len(seen) < 2 * elements:
@@ -158,23 +162,23 @@ def test_everything_can_be_reached_and_left_by_tab_and_shows_that_it_is(opened: 
     assert [element for element in described(opened, FOCUSABLE, missed) if element] == []
 
 
-def test_the_first_tab_leads_past_the_navigation(opened: Page) -> None:
+def test_the_first_tab_skips_the_navigation(opened: Page) -> None:
     opened.keyboard.press("Tab")
     opened.keyboard.press("Enter")
     assert opened.evaluate("document.activeElement.id") == "main"
 
 
-def test_the_timeline_is_moved_by_keys(opened: Page) -> None:
+def test_the_timeline_can_be_moved_by_keys(opened: Page) -> None:
     opened.locator("#timeline-0").focus()
     spans = []
     for key in ("+", "ArrowRight", "Home"):
         opened.keyboard.press(key)
-        spans.append(opened.locator("#say").inner_text())
+        spans.append(opened.locator("#announcer").inner_text())
     assert len({*spans}) == 3
     assert all(" to " in span for span in spans)
 
 
-def test_text_stands_out_from_what_is_behind_it(coloured: Page) -> None:
+def test_text_has_enough_contrast(coloured: Page) -> None:
     coloured.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true })")
     assert coloured.evaluate(FAINT, MIN_CONTRAST) == []
 

@@ -1,4 +1,4 @@
-"""The page of `dora dash` in a real browser: it follows the run, and leaves what a reader does alone."""
+"""The page of `dora dash` in a browser: it follows the run and keeps the state of the user."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.observe.following import append, half_of, journal, rest_of, served
-from tests.observe.recording import record_run, world_config
+from tests.journal.recorded_runs import record_run, world_config
+from tests.report.live_runs import append, half_of, journal, rest_of, served
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -23,12 +23,12 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(whole_run: Path, tmp_path: Path) -> Path:
-    """Its journal ends in the middle."""
+    """A copy whose journal ends in the middle."""
     return half_of(whole_run, tmp_path / "run")
 
 
 def open_page(page: Page, url: str) -> None:
-    """Until it is drawn, and has fetched what may have been new since."""
+    """Open the page and wait until it is drawn and has fetched its data again."""
     with page.expect_response("**/data"):
         page.goto(url)
     page.wait_for_selector(READY)
@@ -36,26 +36,26 @@ def open_page(page: Page, url: str) -> None:
 
 
 def shown(page: Page) -> str:
-    """What is seen at a glance: how far the run is, among others."""
+    """The figures at the top: the steps trained, among others."""
     return str(page.evaluate("document.querySelector('#glance').innerText"))
 
 
-def wait_until_other(page: Page, before: str) -> None:
+def wait_for_change(page: Page, before: str) -> None:
     page.wait_for_function("before => document.querySelector('#glance').innerText !== before", arg=before)
 
 
-def test_the_page_shows_what_the_run_writes_while_it_is_open(page: Page, whole_run: Path, run: Path) -> None:
-    with served(run) as dash:
-        open_page(page, dash.url)
+def test_the_page_shows_new_data_of_the_run(page: Page, whole_run: Path, run: Path) -> None:
+    with served(run) as dashboard:
+        open_page(page, dashboard.url)
         before = shown(page)
         append(run, rest_of(whole_run, run))
-        wait_until_other(page, before)
+        wait_for_change(page, before)
 
 
-def test_the_badge_says_when_the_run_ends_and_when_it_goes_on(page: Page, whole_run: Path, run: Path) -> None:
+def test_the_badge_shows_the_end_and_the_resume_of_a_run(page: Page, whole_run: Path, run: Path) -> None:
     rest = rest_of(whole_run, run)
-    with served(run) as dash:
-        open_page(page, dash.url)
+    with served(run) as dashboard:
+        open_page(page, dashboard.url)
         (run / "summary.json").write_text("{}")
         page.wait_for_selector(f"#live{ENDED}")
         (run / "summary.json").unlink()
@@ -64,13 +64,13 @@ def test_the_badge_says_when_the_run_ends_and_when_it_goes_on(page: Page, whole_
         page.wait_for_selector(f"#live{LIVE}")
 
 
-def test_a_run_that_only_starts_is_shown_as_starting(page: Page, whole_run: Path, run: Path) -> None:
-    """Its journal has no fact yet."""
+def test_a_run_without_events_is_shown_as_starting(page: Page, whole_run: Path, run: Path) -> None:
+    """Its journal has only the header."""
     journal(run).write_text(journal(run).read_text().partition("\n")[0] + "\n")
-    with served(run) as dash:
-        open_page(page, dash.url)
+    with served(run) as dashboard:
+        open_page(page, dashboard.url)
         assert page.locator("#live").inner_text() == "● starting"
-        assert "Starting: models load" in shown(page)
+        assert "Starting: the processes load the model" in shown(page)
         assert not page.locator("#learning").is_visible()
         append(run, rest_of(whole_run, run))
         page.locator("#learning").wait_for(state="visible")
@@ -78,28 +78,28 @@ def test_a_run_that_only_starts_is_shown_as_starting(page: Page, whole_run: Path
         assert "Starting" not in shown(page)
 
 
-def test_the_command_that_audits_the_run_is_named(page: Page, run: Path) -> None:
-    with served(run) as dash:
-        open_page(page, dash.url)
+def test_the_audit_command_is_shown(page: Page, run: Path) -> None:
+    with served(run) as dashboard:
+        open_page(page, dashboard.url)
         assert page.locator("#glance .verdicts code").inner_text() == f"dora audit {run.as_posix()}"
 
 
-def test_a_server_that_goes_and_comes_back_is_found_again(page: Page, whole_run: Path, run: Path) -> None:
+def test_the_page_reconnects_to_a_restarted_server(page: Page, whole_run: Path, run: Path) -> None:
     rest = rest_of(whole_run, run)
-    with served(run) as dash:
-        open_page(page, dash.url)
-        before, port, token = shown(page), dash.server_address[1], dash.token
+    with served(run) as dashboard:
+        open_page(page, dashboard.url)
+        before, port, token = shown(page), dashboard.server_address[1], dashboard.token
     page.wait_for_selector(f"#live{LOST}")
     assert shown(page) == before
     append(run, rest)
     with served(run, port=port, token=token):
         page.wait_for_selector(f"#live{LIVE}")
-        wait_until_other(page, before)
+        wait_for_change(page, before)
 
 
-def test_what_a_reader_has_opened_and_where_he_is_stays(page: Page, whole_run: Path, run: Path) -> None:
-    with served(run) as dash:
-        open_page(page, dash.url)
+def test_an_update_keeps_tables_focus_and_scroll_position(page: Page, whole_run: Path, run: Path) -> None:
+    with served(run) as dashboard:
+        open_page(page, dashboard.url)
         table = page.locator("#staleness details[data-key]").first
         table.locator("summary").click()
         page.locator("#axis-time").click()
@@ -107,17 +107,17 @@ def test_what_a_reader_has_opened_and_where_he_is_stays(page: Page, whole_run: P
         page.evaluate("scrollTo(0, 600)")
         before, top = shown(page), page.evaluate("scrollY")
         append(run, rest_of(whole_run, run))
-        wait_until_other(page, before)
+        wait_for_change(page, before)
         assert table.get_attribute("open") is not None
         assert page.locator("#axis-time").get_attribute("aria-pressed") == "true"
         assert page.evaluate("document.activeElement.id") == "axis-time"
         assert abs(page.evaluate("scrollY") - top) < 50
 
 
-def test_the_page_asks_nobody_but_its_own_server(page: Page, run: Path) -> None:
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    with served(run) as dash:
-        open_page(page, dash.url)
-        assert asked
-        assert [url for url in asked if not url.startswith((dash.url, "data:"))] == []
+def test_the_page_connects_to_its_own_server_only(page: Page, run: Path) -> None:
+    urls: list[str] = []
+    page.on("request", lambda request: urls.append(request.url))
+    with served(run) as dashboard:
+        open_page(page, dashboard.url)
+        assert urls
+        assert [url for url in urls if not url.startswith((dashboard.url, "data:"))] == []

@@ -1,4 +1,4 @@
-"""The site, opened as a file in a real browser, can be searched."""
+"""The search of the documentation site works without a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 ROOT = Path(__file__).parents[2]
-# As mkdocs.yml has it, of two pages: all of them take many seconds to make.
+# The plugins of mkdocs.yml with two pages: the whole site takes many seconds to build.
 SMALL = """
 site_name: Small
 use_directory_urls: false
@@ -39,7 +39,7 @@ def site(tmp_path: Path) -> Path:
     return tmp_path / "site"
 
 
-def test_the_search_of_the_site_needs_no_server(page: Page, site: Path) -> None:
+def test_the_search_needs_no_server(page: Page, site: Path) -> None:
     page.goto((site / "index.html").as_uri())
     page.keyboard.press("/")
     page.locator("input[name=query]").press_sequentially("admission")
@@ -48,7 +48,7 @@ def test_the_search_of_the_site_needs_no_server(page: Page, site: Path) -> None:
     assert "The bound" in found.inner_text()
 
 
-def test_the_site_has_what_the_small_one_has() -> None:
+def test_the_site_has_the_plugins_of_the_small_one() -> None:
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for part in ("  - offline\n", "    - iframe-worker.js ", "use_directory_urls: false\n"):
         assert part in config

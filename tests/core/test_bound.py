@@ -6,11 +6,11 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.stations import limits
+from tests.core.fake_workers import limits
 
 from dora.core.bound import bound_holds, num_admissible
-from dora.core.records import GroupId
 from dora.core.state import State
+from dora.core.types import GroupId
 
 MAX_DEADLINE = 12
 
@@ -21,7 +21,7 @@ MAX_DEADLINE = 12
     batch_size=st.integers(1, 5),
     data=st.data(),
 )
-def test_checking_the_deadlines_that_occur_is_checking_every_d(
+def test_checking_only_occurring_deadlines_equals_checking_every_d(
     opened: dict[int, int], next_step: int, batch_size: int, data: st.DataObject
 ) -> None:
     num_committed = data.draw(st.integers(0, batch_size - 1))
@@ -37,18 +37,18 @@ def test_checking_the_deadlines_that_occur_is_checking_every_d(
 @given(
     opened=st.dictionaries(st.integers(2, 9), st.integers(1, 4), max_size=5),
     version=st.integers(2, 4),
-    lowered=st.integers(0, 3),
+    reduction=st.integers(0, 3),
     num_committed=st.integers(0, 1),
 )
-def test_as_many_are_admitted_as_the_bound_holds_with_whatever_is_due_before_or_after(
-    opened: dict[int, int], version: int, lowered: int, num_committed: int
+def test_num_admissible_is_the_largest_number_with_which_the_bound_holds(
+    opened: dict[int, int], version: int, reduction: int, num_committed: int
 ) -> None:
-    """With a lowered bound, what is admitted may be due before groups of older versions."""
+    """With a reduced bound, new groups may be due before groups of older versions."""
     bounds = limits(num_steps=10, max_staleness=3, batch_size=2)
     committed = [GroupId(0, k) for k in range(num_committed)]
-    state = State(bounds, next_step=version, committed=committed, open=Counter(opened))
-    state.aging.lowered = lowered
-    deadline = min(version + 3 - lowered, 9)
+    state = State(bounds, next_step=version, committed=committed, num_open=Counter(opened))
+    state.adaptive_staleness.reduction = reduction
+    deadline = min(version + 3 - reduction, 9)
 
     def holds(num: int) -> bool:
         return bound_holds(Counter(opened) + Counter({deadline: num}), version, num_committed, bounds)

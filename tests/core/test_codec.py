@@ -1,4 +1,4 @@
-"""Every fact and order is read back from JSON as it was written; anything else is refused."""
+"""Events and actions survive a round trip through JSON; invalid JSON is rejected."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from dora.core import codec
 from dora.core.events import EngineLost, GroupScored, Trained
-from dora.core.records import GroupId, ProtocolError
+from dora.core.types import GroupId, ProtocolError
 
 FLOATS = st.floats(allow_nan=False)
 
 
 def records(cls: type) -> st.SearchStrategy[Any]:
-    """Any instance of a fact's or an order's class."""
+    """Any instance of an event's or action's class."""
     floats = {
         float: FLOATS,
         float | None: st.none() | FLOATS,
@@ -28,47 +28,47 @@ def records(cls: type) -> st.SearchStrategy[Any]:
     return st.builds(cls, **{name: floats.get(hint, st.from_type(hint)) for name, hint in hints.items()})
 
 
-@pytest.mark.parametrize("kind", codec.FACTS)
+@pytest.mark.parametrize("kind", codec.EVENTS)
 @given(data=st.data())
-def test_a_fact_survives_being_written(kind: str, data: st.DataObject) -> None:
-    fact = data.draw(records(codec.FACTS[kind]))
-    assert codec.fact_from_json(json.loads(json.dumps(codec.to_json(fact)))) == fact
+def test_an_event_survives_a_round_trip(kind: str, data: st.DataObject) -> None:
+    event = data.draw(records(codec.EVENTS[kind]))
+    assert codec.event_from_json(json.loads(json.dumps(codec.to_json(event)))) == event
 
 
-@pytest.mark.parametrize("kind", codec.ORDERS)
+@pytest.mark.parametrize("kind", codec.ACTIONS)
 @given(data=st.data())
-def test_an_order_survives_being_written(kind: str, data: st.DataObject) -> None:
-    order = data.draw(records(codec.ORDERS[kind]))
-    assert codec.order_from_json(json.loads(json.dumps(codec.to_json(order)))) == order
+def test_an_action_survives_a_round_trip(kind: str, data: st.DataObject) -> None:
+    action = data.draw(records(codec.ACTIONS[kind]))
+    assert codec.action_from_json(json.loads(json.dumps(codec.to_json(action)))) == action
 
 
-def test_a_kind_names_either_a_fact_or_an_order() -> None:
-    assert not codec.FACTS.keys() & codec.ORDERS.keys()
+def test_a_kind_names_either_an_event_or_an_action() -> None:
+    assert not codec.EVENTS.keys() & codec.ACTIONS.keys()
     assert codec.to_json(EngineLost(1, "killed")) == {"kind": "engine_lost", "engine": 1, "reason": "killed"}
 
 
-def test_a_whole_number_may_stand_for_a_float() -> None:
+def test_an_integer_is_accepted_as_a_float() -> None:
     raw = {"kind": "group_scored", "group": [0, 1], "rewards": [1, 0.5]}
-    assert codec.fact_from_json(raw) == GroupScored(GroupId(0, 1), (1.0, 0.5))
+    assert codec.event_from_json(raw) == GroupScored(GroupId(0, 1), (1.0, 0.5))
 
 
-def test_a_field_that_older_versions_did_not_write_has_its_default() -> None:
-    assert codec.fact_from_json({"kind": "trained", "step": 3}) == Trained(3)
+def test_a_missing_optional_field_has_its_default() -> None:
+    assert codec.event_from_json({"kind": "trained", "step": 3}) == Trained(3)
     written = codec.to_json(Trained(3, 0.5, 0.25))
     assert written == {"kind": "trained", "step": 3, "ess": 0.5, "kl": 0.25, "kls": ()}
 
 
 @pytest.mark.parametrize(
-    ("raw", "complaint"),
+    ("raw", "message"),
     [
         ({}, "unknown kind None"),
         ({"kind": "train"}, "unknown kind 'train'"),
-        ({"kind": "loaded", "engine": 0, "version": 1}, "loaded lacks 'digest'"),
+        ({"kind": "loaded", "engine": 0, "version": 1}, "loaded: field 'digest' is missing"),
         ({"kind": "loaded", "engine": "0", "version": 1, "digest": "d"}, "expected int, found '0'"),
         ({"kind": "loaded", "engine": 0, "version": None, "digest": "d"}, "expected int, found None"),
         ({"kind": "loaded", "engine": 0, "version": 1.5, "digest": "d"}, "expected int, found 1.5"),
     ],
 )
-def test_what_is_no_fact_is_refused(raw: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ProtocolError, match=complaint):
-        codec.fact_from_json(raw)
+def test_invalid_events_are_rejected(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        codec.event_from_json(raw)

@@ -1,234 +1,252 @@
-"""When engines change their version: at which facts, which of them, and whether it is worth it."""
+"""Repartition: when engines change their version, which ones, and whether it pays off."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from tests.core.midway import engine, midway, running, waiting
-from tests.core.stations import Stations, limits
+from tests.core.fake_workers import FakeWorkers, limits
+from tests.core.midrun import add_engine, add_running, add_waiting, state_at
 
-from dora.core import versions
+from dora.core import weight_sync
 from dora.core.actions import Drop, Load, Migrate
-from dora.core.events import DrainAsked, EngineJoined, EngineLost, Event, Progressed, Published, Woken
+from dora.core.events import (
+    DrainRequested,
+    EngineJoined,
+    EngineLost,
+    Event,
+    ProgressReported,
+    Published,
+    TimerFired,
+)
 from dora.core.migration import migrate
 from dora.core.placement import repartition
-from dora.core.records import RequestId
 from dora.core.state import State
+from dora.core.types import RequestId
 
 BOUNDS = limits(num_steps=20, batch_size=8, max_staleness=2)
 
 
-def cleared(state: State) -> dict[int, tuple[int | None, int | None]]:
-    """Engine -> the version it clears and the one it wants, for those that do."""
-    return {e.id: (e.clearing, e.wanted) for e in state.engines.values() if e.wanted is not None}
+def evictions(state: State) -> dict[int, tuple[int | None, int | None]]:
+    """Engine -> (evicted version, next load), for engines that flip."""
+    return {e.id: (e.evicting, e.next_load) for e in state.engines.values() if e.next_load is not None}
 
 
-def tail(answer_tokens: float = 200.0, **changes: Any) -> State:
-    """Engines 0 and 1 have one request of version 0 each, engine 2 is full of version 1, the newest."""
-    state = midway(limits(num_steps=20, batch_size=8, max_staleness=2, **changes), newest=1)
-    for number, held in enumerate((0, 0, 1)):
-        engine(state, number, rows=4, held={held}, row_tokens_per_s=10.0)
-    running(state, 0, 0, 0, num_tokens=100)
-    running(state, 1, 0, 1, num_tokens=120)
-    running(state, 2, 1, 2, 3, 4, 5, num_tokens=10)
-    state.costs.answer_tokens = answer_tokens
-    state.touched.clear()
+def state_with_tail(mean_response_tokens: float = 200.0, **changes: Any) -> State:
+    """Engines 0 and 1 have one request of version 0 each; engine 2 is full of version 1, the newest."""
+    state = state_at(limits(num_steps=20, batch_size=8, max_staleness=2, **changes), newest=1)
+    for number, version in enumerate((0, 0, 1)):
+        add_engine(state, number, rows=4, loaded={version}, row_tokens_per_s=10.0)
+    add_running(state, 0, 0, 0, num_tokens=100)
+    add_running(state, 1, 0, 1, num_tokens=120)
+    add_running(state, 2, 1, 2, 3, 4, 5, num_tokens=10)
+    state.costs.mean_response_tokens = mean_response_tokens
+    state.load_candidates.clear()
     return state
 
 
-def test_the_engine_with_least_kv_gives_way() -> None:
-    state = tail()
+def test_the_engine_with_least_kv_evicts_its_version() -> None:
+    state = state_with_tail()
     repartition(state)
-    assert cleared(state) == {0: (0, 1)}
+    assert evictions(state) == {0: (0, 1)}
 
 
-def test_its_request_moves_and_then_it_loads() -> None:
-    run = Stations(BOUNDS, state=tail())
+def test_its_request_migrates_and_then_it_loads() -> None:
+    run = FakeWorkers(BOUNDS, state=state_with_tail())
     run.now = 1.0
-    assert run.tell(Woken())[0] == Migrate(RequestId(0, 0, 0), 0, 1, 0, "flip")
-    run.settle(but=lambda fact: not hasattr(fact, "destination"))
-    assert run.orders(Drop) == [Drop(0, 0)]
-    assert run.orders(Load) == [Load(0, 1)]
-    assert run.rows(1) == [0, 1]
+    assert run.deliver(TimerFired())[0] == Migrate(RequestId(0, 0, 0), 0, 1, 0, "flip")
+    run.deliver_all(unless=lambda event: not hasattr(event, "destination"))
+    assert run.actions(Drop) == [Drop(0, 0)]
+    assert run.actions(Load) == [Load(0, 1)]
+    assert run.dataset_rows(1) == [0, 1]
 
 
 @pytest.mark.parametrize(("load_s", "is_worth_it"), [(7.4, True), (7.5, False)])
 def test_an_engine_flips_only_if_that_gains_more_than_it_costs(load_s: float, is_worth_it: bool) -> None:
-    """Gain: 3 empty rows for 100 more tokens, 300. Cost: 10 tokens/s of one row while 100 tokens of 1 kB
-    move at 1 MB/s (0.1 s) and stand still for 0.05 s, 1.5; and of all four rows while the version loads."""
-    state = tail()
-    state.costs.moved_bytes, state.costs.moved_tokens = 1000, 1
+    """Gain: 3 empty rows for 100 more tokens: 300.
+
+    Cost: one row at 10 tokens/s while 100 tokens of 1 kB move at 1 MB/s (0.1 s) and for a pause of 0.05 s:
+    1.5; and all four rows while the version loads.
+    """
+    state = state_with_tail()
+    state.costs.migrated_bytes, state.costs.migrated_tokens = 1000, 1
     state.costs.copy_bytes_per_s, state.costs.stop_s = 1e6, 0.05
     state.costs.load_s = load_s
     repartition(state)
-    assert bool(cleared(state)) == is_worth_it
+    assert bool(evictions(state)) == is_worth_it
 
 
-def test_an_engine_does_not_flip_whose_requests_find_no_rows_elsewhere() -> None:
-    state = tail()
-    running(state, 1, 0, 6, 7, 8)
+def test_an_engine_does_not_flip_if_its_requests_have_no_rows_elsewhere() -> None:
+    state = state_with_tail()
+    add_running(state, 1, 0, 6, 7, 8)
     repartition(state)
-    assert cleared(state) == {}
+    assert evictions(state) == {}
 
 
-def test_an_empty_engine_needs_no_reason() -> None:
-    state = midway(BOUNDS, newest=1)
+def test_an_empty_engine_flips_at_any_cost() -> None:
+    state = state_at(BOUNDS, newest=1)
     for number in range(2):
-        engine(state, number, rows=4, held={0}, row_tokens_per_s=10.0)
-    running(state, 1, 0, 1)
+        add_engine(state, number, rows=4, loaded={0}, row_tokens_per_s=10.0)
+    add_running(state, 1, 0, 1)
     state.costs.load_s = 1e9
     repartition(state)
-    assert cleared(state) == {0: (0, 1)}
+    assert evictions(state) == {0: (0, 1)}
 
 
-def test_the_last_copy_of_a_pinned_version_is_not_given_up_for_the_newest() -> None:
-    """The request of version 0 runs on an engine that leaves; only engine 1 could take it."""
-    state = midway(BOUNDS, newest=2)
-    engine(state, 0, rows=4, held={0})
-    running(state, 0, 0, 0)
-    engine(state, 1, rows=4, slots=2, held={0, 1})
-    state.engines[0].is_leaving = True
-    state.touch(state.engines[0])
+def test_the_last_copy_of_a_pinned_version_is_not_evicted_for_the_newest() -> None:
+    """The request of version 0 runs on a draining engine; only engine 1 could receive it."""
+    state = state_at(BOUNDS, newest=2)
+    add_engine(state, 0, rows=4, loaded={0})
+    add_running(state, 0, 0, 0)
+    add_engine(state, 1, rows=4, slots=2, loaded={0, 1})
+    state.engines[0].is_draining = True
+    state.mark_dirty(state.engines[0])
     repartition(state)
-    assert cleared(state) == {1: (1, 2)}
+    assert evictions(state) == {1: (1, 2)}
 
 
-def test_versions_that_lack_rows_get_engines_in_the_order_of_their_deadlines() -> None:
-    """Requests of versions 0 and 1 wait, each for an engine; of three with version 2 one stays."""
-    state = midway(BOUNDS, newest=2)
+def test_versions_without_rows_get_engines_in_deadline_order() -> None:
+    """Requests of versions 0 and 1 wait for an engine each; one of three engines keeps version 2."""
+    state = state_at(BOUNDS, newest=2)
     for number in range(3):
-        engine(state, number, rows=2, held={2})
-    running(state, 2, 2, 9)
-    waiting(state, 1, 1)
-    waiting(state, 0, 0)
+        add_engine(state, number, rows=2, loaded={2})
+    add_running(state, 2, 2, 9)
+    add_waiting(state, 1, 1)
+    add_waiting(state, 0, 0)
     repartition(state)
-    assert cleared(state) == {0: (2, 0), 1: (2, 1)}
+    assert evictions(state) == {0: (2, 0), 1: (2, 1)}
 
 
-def test_nothing_is_repartitioned_where_all_stays_where_it_is() -> None:
-    state = tail(is_static=True)
+def test_a_static_run_is_not_repartitioned() -> None:
+    state = state_with_tail(is_static=True)
     repartition(state)
-    assert cleared(state) == {}
+    assert evictions(state) == {}
 
 
 @pytest.mark.parametrize(
-    ("paces", "flipped"),
+    ("rates", "evicting_engines"),
     [((10.0, 10.0, 10.0, 10.0), {0, 1, 2}), ((30.0, 10.0, 10.0, 10.0), {0, 1})],
     ids=["equal engines", "one of three times the speed"],
 )
-def test_shares_follow_throughput(paces: tuple[float, ...], flipped: set[int]) -> None:
-    """R = {0: 4, 1: 12}. Of four equal engines, three take version 1; a fast one counts for three, so
-    that of six units the four for version 1 are the fast engine and one more."""
-    state = midway(limits(num_steps=20, batch_size=8, max_staleness=2), newest=1)
-    for number, pace in enumerate(paces):
-        engine(state, number, rows=4, held={0}, row_tokens_per_s=pace)
-        running(state, number, 0, number, num_tokens=10 * number)
-    state.costs.answer_tokens = 100.0
+def test_shares_follow_throughput(rates: tuple[float, ...], evicting_engines: set[int]) -> None:
+    """R = {0: 4, 1: 12}. Of four equal engines, three load version 1.
+
+    A fast engine counts for three: of six units, the four for version 1 are the fast engine and another one.
+    """
+    state = state_at(limits(num_steps=20, batch_size=8, max_staleness=2), newest=1)
+    for number, rate in enumerate(rates):
+        add_engine(state, number, rows=4, loaded={0}, row_tokens_per_s=rate)
+        add_running(state, number, 0, number, num_tokens=10 * number)
+    state.costs.mean_response_tokens = 100.0
     repartition(state)
-    assert cleared(state).keys() == flipped
+    assert evictions(state).keys() == evicting_engines
 
 
-def test_a_share_too_small_for_a_fast_engine_goes_to_a_slow_one() -> None:
-    """R = {0: 10, 1: 3}: of six units one is for version 1, and the engine with least KV counts for three."""
-    state = midway(limits(num_steps=20, batch_size=4, max_staleness=3), newest=1)
-    for number, (rows, pace, busy) in enumerate(((3, 30.0, 3), (3, 10.0, 1), (4, 10.0, 3), (3, 10.0, 3))):
-        engine(state, number, rows, held={0}, row_tokens_per_s=pace)
-        running(state, number, 0, *range(10 * number, 10 * number + busy), num_tokens=1 + 10 * number)
-    state.costs.answer_tokens = 100.0
+def test_a_share_too_small_for_a_fast_engine_gets_a_slow_one() -> None:
+    """R = {0: 10, 1: 3}: one of six units is for version 1; the engine with least KV counts for three."""
+    state = state_at(limits(num_steps=20, batch_size=4, max_staleness=3), newest=1)
+    for number, (rows, rate, busy) in enumerate(((3, 30.0, 3), (3, 10.0, 1), (4, 10.0, 3), (3, 10.0, 3))):
+        add_engine(state, number, rows, loaded={0}, row_tokens_per_s=rate)
+        add_running(state, number, 0, *range(10 * number, 10 * number + busy), num_tokens=1 + 10 * number)
+    state.costs.mean_response_tokens = 100.0
     repartition(state)
-    assert cleared(state) == {1: (0, 1)}
+    assert evictions(state) == {1: (0, 1)}
 
 
-def test_an_engine_whose_speed_is_unknown_counts_as_a_usual_one() -> None:
-    state = midway(BOUNDS, newest=1)
-    for number, pace in enumerate((0.0, 10.0, 10.0, 10.0)):
-        engine(state, number, rows=4, held={0}, row_tokens_per_s=pace)
-        running(state, number, 0, number, num_tokens=10 * number)
-    state.costs.answer_tokens = 100.0
+def test_an_unmeasured_engine_counts_as_average() -> None:
+    state = state_at(BOUNDS, newest=1)
+    for number, rate in enumerate((0.0, 10.0, 10.0, 10.0)):
+        add_engine(state, number, rows=4, loaded={0}, row_tokens_per_s=rate)
+        add_running(state, number, 0, number, num_tokens=10 * number)
+    state.costs.mean_response_tokens = 100.0
     repartition(state)
-    assert cleared(state).keys() == {0, 1, 2}
+    assert evictions(state).keys() == {0, 1, 2}
 
 
-@pytest.mark.parametrize(("interval", "flips"), [(1, True), (2, False)])
-def test_an_engine_leaves_out_versions_between(interval: int, flips: bool) -> None:
-    state = tail(load_interval=interval)
+@pytest.mark.parametrize(("interval", "is_flipped"), [(1, True), (2, False)])
+def test_an_engine_skips_versions_between_weight_syncs(interval: int, is_flipped: bool) -> None:
+    state = state_with_tail(weight_sync_interval=interval)
     repartition(state)
-    assert bool(cleared(state)) == flips
+    assert bool(evictions(state)) == is_flipped
 
 
-def test_engines_of_several_slots_clear_the_version_with_least_kv_and_may_exchange_their_requests() -> None:
-    state = midway(BOUNDS, newest=2)
-    engine(state, 0, rows=4, slots=2, held={0, 1})
-    running(state, 0, 0, 0, num_tokens=100)
-    running(state, 0, 1, 1, num_tokens=20)
-    engine(state, 1, rows=4, slots=2, held={0, 1})
-    running(state, 1, 0, 2, num_tokens=100)
-    running(state, 1, 1, 3, num_tokens=300)
+def test_engines_of_several_slots_evict_the_version_with_least_kv_and_may_exchange_requests() -> None:
+    state = state_at(BOUNDS, newest=2)
+    add_engine(state, 0, rows=4, slots=2, loaded={0, 1})
+    add_running(state, 0, 0, 0, num_tokens=100)
+    add_running(state, 0, 1, 1, num_tokens=20)
+    add_engine(state, 1, rows=4, slots=2, loaded={0, 1})
+    add_running(state, 1, 0, 2, num_tokens=100)
+    add_running(state, 1, 1, 3, num_tokens=300)
     repartition(state)
-    assert cleared(state) == {0: (1, 2), 1: (0, 2)}
-    moves = {(order.source, order.destination, order.version) for order in migrate(state)}
-    assert moves == {(0, 1, 1), (1, 0, 0)}
+    assert evictions(state) == {0: (1, 2), 1: (0, 2)}
+    ends = {(action.source, action.destination, action.version) for action in migrate(state)}
+    assert ends == {(0, 1, 1), (1, 0, 0)}
 
 
 @pytest.mark.parametrize(
     "trigger",
     [
         EngineJoined(3, 4, 1),
-        DrainAsked(2),
+        DrainRequested(2),
         EngineLost(2, "killed"),
-        Progressed(2, (), kv_share=0.95),
+        ProgressReported(2, (), kv_usage=0.95),
         Published(2, "v2"),
     ],
 )
-def test_these_facts_have_engines_and_requests_looked_at_again(trigger: Event) -> None:
-    state = tail()
-    state.publishing, state.next_step = 2, 2
-    run = Stations(BOUNDS, state=state)
-    run.tell(trigger)
-    assert Migrate(RequestId(0, 0, 0), 0, 1, 0, "flip") in run.orders(Migrate)
+def test_these_events_trigger_a_rebalance(trigger: Event) -> None:
+    state = state_with_tail()
+    state.publishing_version, state.next_step = 2, 2
+    run = FakeWorkers(BOUNDS, state=state)
+    run.deliver(trigger)
+    assert Migrate(RequestId(0, 0, 0), 0, 1, 0, "flip") in run.actions(Migrate)
 
 
 @pytest.mark.parametrize(
-    "fact", [Woken(), Progressed(2, (), 20.0, kv_share=0.5), Progressed(0, ((RequestId(0, 0, 0), 110),))]
+    "event",
+    [
+        TimerFired(),
+        ProgressReported(2, (), 20.0, kv_usage=0.5),
+        ProgressReported(0, ((RequestId(0, 0, 0), 110),)),
+    ],
 )
-def test_other_facts_do_so_only_once_a_period_has_passed(fact: Event) -> None:
-    run = Stations(BOUNDS, state=tail())
+def test_other_events_trigger_a_rebalance_only_after_the_interval(event: Event) -> None:
+    run = FakeWorkers(BOUNDS, state=state_with_tail())
     run.now = 0.9
-    run.tell(fact)
-    assert run.orders(Migrate) == []
+    run.deliver(event)
+    assert run.actions(Migrate) == []
     run.now = 1.0
-    run.tell(fact)
-    assert len(run.orders(Migrate)) == 1
+    run.deliver(event)
+    assert len(run.actions(Migrate)) == 1
 
 
-def test_the_orchestrator_forgets_to_clear_a_slot_for_what_nobody_needs_any_more() -> None:
-    """Version 0 was wanted for a request that has found a row on engine 1 meanwhile."""
-    state = midway(BOUNDS, newest=1)
-    engine(state, 0, rows=2, held={1}, clearing=1, wanted=0)
-    running(state, 0, 1, 3)
-    engine(state, 1, rows=2, held={0})
-    running(state, 1, 0, 0)
-    assert versions.load(state) == []
-    assert cleared(state) == {}
+def test_a_needless_load_is_cancelled() -> None:
+    """Engine 0 was to load version 0 for a request that runs on engine 1 meanwhile."""
+    state = state_at(BOUNDS, newest=1)
+    add_engine(state, 0, rows=2, loaded={1}, evicting=1, next_load=0)
+    add_running(state, 0, 1, 3)
+    add_engine(state, 1, rows=2, loaded={0})
+    add_running(state, 1, 0, 0)
+    assert weight_sync.load_versions(state) == []
+    assert evictions(state) == {}
 
 
-def test_rows_that_the_trainer_lends_make_no_room_for_a_flip() -> None:
-    state = tail()
+def test_rows_of_colocated_engines_do_not_allow_a_flip() -> None:
+    state = state_with_tail()
     state.engines[1].is_colocated = True
     state.colocated[1] = None
-    state.touch(state.engines[1])
+    state.mark_dirty(state.engines[1])
     repartition(state)
-    assert 0 not in cleared(state)
+    assert 0 not in evictions(state)
 
 
-def test_a_full_engine_takes_no_room_from_those_its_requests_may_go_to() -> None:
-    state = midway(BOUNDS, newest=2)
+def test_a_full_engine_does_not_reduce_the_free_kv_of_others() -> None:
+    state = state_at(BOUNDS, newest=2)
     for number, other in ((0, 1), (1, 2)):
-        engine(state, number, rows=4, slots=2, held={0, other}, row_tokens_per_s=10.0)
-    running(state, 0, 0, 0, num_tokens=100)
-    running(state, 0, 1, 1, 2, 3, num_tokens=100)
-    state.costs.answer_tokens = 2000.0
-    state.engines[0].kv_share, state.engines[1].kv_share = 0.3, 0.5
+        add_engine(state, number, rows=4, slots=2, loaded={0, other}, row_tokens_per_s=10.0)
+    add_running(state, 0, 0, 0, num_tokens=100)
+    add_running(state, 0, 1, 1, 2, 3, num_tokens=100)
+    state.costs.mean_response_tokens = 2000.0
+    state.engines[0].kv_usage, state.engines[1].kv_usage = 0.3, 0.5
     repartition(state)
-    assert cleared(state) == {0: (0, 2)}
+    assert evictions(state) == {0: (0, 2)}

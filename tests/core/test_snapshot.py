@@ -1,4 +1,4 @@
-"""A restored orchestrator goes on as if it had never stopped; what is no snapshot is refused."""
+"""Snapshots: a restored orchestrator continues as the original would; damaged snapshots are rejected."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.midway import engine, midway, running
-from tests.core.stations import Stations, limits
-from tests.core.test_random_facts import any_limits
+from tests.core.fake_workers import FakeWorkers, limits
+from tests.core.midrun import add_engine, add_running, state_at
+from tests.core.test_random_events import any_limits
 
-from dora.core import invariants, snapshot
-from dora.core.actions import Migrate, Rush
-from dora.core.events import DrainAsked, EngineLost, Progressed, Woken
+from dora.core import codec, invariants
+from dora.core.actions import DecodeOnly, Migrate
+from dora.core.events import DrainRequested, EngineLost, ProgressReported, TimerFired
 from dora.core.orchestrator import Orchestrator
-from dora.core.records import Limits, ProtocolError
 from dora.core.state import State
+from dora.core.types import Limits, ProtocolError
 
 
-def written(state: State) -> Any:
-    """As it comes out of a file."""
-    return json.loads(json.dumps(snapshot.to_json(state)))
+def round_trip(state: State) -> Any:
+    """The snapshot as JSON, read back."""
+    return json.loads(json.dumps(codec.state_to_json(state)))
 
 
 @given(
@@ -31,81 +31,93 @@ def written(state: State) -> Any:
     choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=60),
     data=st.data(),
 )
-def test_a_restored_orchestrator_gives_the_orders_of_the_one_that_was_kept(
+def test_a_restored_orchestrator_returns_the_same_actions(
     limits: Limits, engines: list[tuple[int, int, bool]], choices: list[int], data: st.DataObject
 ) -> None:
-    """A run takes a random way to its middle, and both go on from there by the same facts."""
-    run = Stations(limits, num_prompts=7)
+    """A run takes random events up to its middle; then both orchestrators get the same ones."""
+    run = FakeWorkers(limits, num_prompts=7)
     for number, (rows, slots, is_colocated) in enumerate(engines):
         run.join(number, rows, slots, is_colocated)
     for choice in choices:
         run.now += 0.3 * (choice % 2)
-        if run.core.done or not (possible := run.possible()):
+        if run.orchestrator.done or not (events := run.deliverable()):
             break
-        run.tell(possible[choice % len(possible)])
+        run.deliver(events[choice % len(events)])
         if choice % 17 == 0 and len(run.state.engines) > 1:
-            run.tell(DrainAsked(min(run.state.engines)))
+            run.deliver(DrainRequested(min(run.state.engines)))
         if choice % 31 == 0 and len(run.state.engines) > 2:
-            run.tell(EngineLost(max(run.state.engines), "killed"))
-    state = snapshot.from_json(written(run.state))
+            run.deliver(EngineLost(max(run.state.engines), "killed"))
+    state = codec.state_from_json(round_trip(run.state))
     assert invariants.check(state) == []
     restored = Orchestrator(limits, state)
     for _ in range(20):
-        if run.core.done or not (possible := run.possible()):
+        if run.orchestrator.done or not (events := run.deliverable()):
             break
-        fact = data.draw(st.sampled_from(possible))
+        event = data.draw(st.sampled_from(events))
         run.now += data.draw(st.sampled_from([0.0, 0.5]))
-        orders = run.tell(fact)
-        assert restored.handle(fact, run.now) == orders
-        assert restored.next_wakeup() == run.core.next_wakeup()
-    assert written(restored.snapshot()) == written(run.state)
+        actions = run.deliver(event)
+        assert restored.handle(event, run.now) == actions
+        assert restored.next_wakeup() == run.orchestrator.next_wakeup()
+    assert round_trip(restored.snapshot()) == round_trip(run.state)
 
 
-def crowded() -> State:
-    """Moves under way, engines that leave and clear, measurements, a wait and a rush."""
+def busy_state() -> State:
+    """Migrations in flight, draining and evicting engines, measurements, a stall and a DecodeOnly."""
     bounds = limits(num_steps=9, batch_size=2, group_size=2, max_staleness=2)
-    state = midway(bounds, newest=2)
-    engine(state, 0, rows=4, held={0}, is_leaving=True)
-    engine(state, 1, rows=5, slots=2, held={0, 2})
-    engine(state, 2, rows=4, held={2}, is_colocated=True, is_paused=True)
-    running(state, 0, 0, 1, num_tokens=40)
-    running(state, 1, 2, 2, num_tokens=20)
-    running(state, 1, 0, 3, siblings=[1], num_tokens=70)
-    run = Stations(bounds, state=state)
+    state = state_at(bounds, newest=2)
+    add_engine(state, 0, rows=4, loaded={0}, is_draining=True)
+    add_engine(state, 1, rows=5, slots=2, loaded={0, 2})
+    add_engine(state, 2, rows=4, loaded={2}, is_colocated=True, is_paused=True)
+    add_running(state, 0, 0, 1, num_tokens=40)
+    add_running(state, 1, 2, 2, num_tokens=20)
+    add_running(state, 1, 0, 3, siblings=[1], num_tokens=70)
+    run = FakeWorkers(bounds, state=state)
     run.now = 1.5
-    run.tell(Woken())
-    run.tell(Progressed(1, (), 12.5, 0.4))
-    assert run.orders(Migrate)
-    assert run.orders(Rush)
+    run.deliver(TimerFired())
+    run.deliver(ProgressReported(1, (), 12.5, 0.4))
+    assert run.actions(Migrate)
+    assert run.actions(DecodeOnly)
     return run.state
 
 
 def test_a_snapshot_keeps_everything() -> None:
-    state = crowded()
-    again = snapshot.from_json(written(state))
-    assert snapshot.to_json(again) == snapshot.to_json(state)
-    for name in ("groups", "requests", "moves", "costs", "open", "engines", "limits", "store", "unfinished"):
+    state = busy_state()
+    again = codec.state_from_json(round_trip(state))
+    assert codec.state_to_json(again) == codec.state_to_json(state)
+    for name in (
+        "groups",
+        "requests",
+        "migrations",
+        "costs",
+        "num_open",
+        "engines",
+        "limits",
+        "stored_versions",
+        "num_unfinished",
+    ):
         assert getattr(again, name) == getattr(state, name), name
         assert type(getattr(again, name)) is type(getattr(state, name)), name
-    assert {*again.leaving} == {*state.leaving}
-    assert not again.changed, "nothing has happened yet"
+    assert {*again.draining} == {*state.draining}
+    assert not again.dirty_engines, "no event has arrived yet"
     assert {*again.colocated} == {*state.colocated}
     assert invariants.check(again) == []
 
 
-def test_a_snapshot_of_another_schema_is_refused() -> None:
-    raw = written(crowded())
-    for foreign in ({}, {"schema": 99}, raw | {"schema": snapshot.SCHEMA + 1}, raw | {"schema": None}):
+def test_a_snapshot_of_another_schema_is_rejected() -> None:
+    raw = round_trip(busy_state())
+    for foreign in ({}, {"schema": 99}, raw | {"schema": codec.SNAPSHOT_SCHEMA + 1}, raw | {"schema": None}):
         with pytest.raises(ProtocolError, match="snapshot schema"):
-            snapshot.from_json(foreign)
+            codec.state_from_json(foreign)
 
 
-@pytest.mark.parametrize("name", sorted(snapshot.to_json(midway(limits(), newest=0)).keys() - {"schema"}))
-def test_a_snapshot_that_lacks_anything_is_refused(name: str) -> None:
-    raw = written(crowded())
+@pytest.mark.parametrize(
+    "name", sorted(codec.state_to_json(state_at(limits(), newest=0)).keys() - {"schema"})
+)
+def test_a_snapshot_with_a_missing_field_is_rejected(name: str) -> None:
+    raw = round_trip(busy_state())
     del raw[name]
     with pytest.raises(ProtocolError, match="the snapshot is damaged"):
-        snapshot.from_json(raw)
+        codec.state_from_json(raw)
 
 
 @pytest.mark.parametrize(
@@ -118,31 +130,37 @@ def test_a_snapshot_that_lacks_anything_is_refused(name: str) -> None:
         ("groups", [[[0], None]]),
         ("requests", [[[0, 1], {}]]),
         ("engines", [[0, {"id": 0}]]),
-        ("moves", [[[0, 1, 0], [1]]]),
-        ("open", [[1]]),
+        ("migrations", [[[0, 1, 0], [1]]]),
+        ("num_open", [[1]]),
         ("prompts", [[1, [0]]]),
         ("costs", []),
-        ("ready", 3),
+        ("ready_groups", 3),
     ],
 )
-def test_a_damaged_snapshot_is_refused(name: str, value: object) -> None:
-    raw = written(crowded()) | {name: value}
+def test_a_damaged_snapshot_is_rejected(name: str, value: object) -> None:
+    raw = round_trip(busy_state()) | {name: value}
     with pytest.raises(ProtocolError, match="the snapshot is damaged"):
-        snapshot.from_json(raw)
+        codec.state_from_json(raw)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("newest", "two"), ("next_step", None), ("now_s", "late"), ("stopped", 3), ("store", [[0, 7]])],
+    [
+        ("newest_published", "two"),
+        ("next_step", None),
+        ("now_s", "late"),
+        ("is_stopped", 3),
+        ("stored_versions", [[0, 7]]),
+    ],
 )
-def test_a_snapshot_with_a_value_of_another_kind_is_refused(name: str, value: object) -> None:
-    raw = written(crowded()) | {name: value}
+def test_a_snapshot_with_a_value_of_another_type_is_rejected(name: str, value: object) -> None:
+    raw = round_trip(busy_state()) | {name: value}
     with pytest.raises(ProtocolError, match="the snapshot is damaged"):
-        snapshot.from_json(raw)
+        codec.state_from_json(raw)
 
 
-def test_a_snapshot_in_which_engines_and_requests_contradict_each_other_is_refused() -> None:
-    raw = written(crowded())
+def test_a_snapshot_with_contradicting_engines_and_requests_is_rejected() -> None:
+    raw = round_trip(busy_state())
     raw["requests"] = raw["requests"][1:]
     with pytest.raises(ProtocolError, match="the snapshot is damaged"):
-        snapshot.from_json(raw)
+        codec.state_from_json(raw)

@@ -1,4 +1,4 @@
-"""Prompts reach the model as its chat template writes them, or as they are."""
+"""Prompts and observations are encoded with the chat template of the model, or as they are."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from dora.data.bpe import CHAT_TEMPLATE, save_bpe_tokenizer
 from dora.data.chat import ChatTemplate, PromptEncoder
-from dora.data.tokenizer import Tokenizer, save_character_tokenizer
+from dora.data.tokenizer import CHAT_TEMPLATE, Tokenizer, save_bpe_tokenizer, save_character_tokenizer
 from dora.errors import DataError, ModelError
 
 QUESTION = "How many are 6 x 7, in €?"
@@ -19,13 +18,13 @@ QUESTION = "How many are 6 x 7, in €?"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tokenizer with a chat template, in a folder that transformers takes for a model's."""
+    """A tokenizer with a chat template, in a folder that transformers accepts as a model's."""
     save_bpe_tokenizer(tmp_path, [QUESTION] * 4, 300)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     return tmp_path
 
 
-def test_a_question_becomes_the_users_message_and_the_assistant_is_to_answer(folder: Path) -> None:
+def test_a_text_becomes_a_message_of_the_user_and_the_assistant_starts(folder: Path) -> None:
     assert ChatTemplate(folder).render(QUESTION) == (
         f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -38,7 +37,7 @@ def test_a_system_prompt_comes_first_unless_the_conversation_has_its_own(folder:
     assert "Be brief." not in template.render(own)
 
 
-def test_the_ids_are_those_that_transformers_makes(folder: Path) -> None:
+def test_the_ids_equal_those_of_transformers(folder: Path) -> None:
     messages = [
         {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": "42"},
@@ -50,7 +49,7 @@ def test_the_ids_are_those_that_transformers_makes(folder: Path) -> None:
     assert PromptEncoder(Tokenizer(folder), ChatTemplate(folder)).encode(messages) == theirs
 
 
-def test_tokens_that_begin_a_text_are_not_added_to_a_template(folder: Path) -> None:
+def test_start_tokens_of_the_tokenizer_are_not_added_to_a_template(folder: Path) -> None:
     path = folder / "tokenizer.json"
     raw = json.loads(path.read_text())
     begin = {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}
@@ -65,7 +64,7 @@ def test_tokens_that_begin_a_text_are_not_added_to_a_template(folder: Path) -> N
     assert with_template.count(1) == 2  # of the user and of the assistant
 
 
-def test_without_a_template_text_goes_in_as_it_is_and_conversations_do_not(folder: Path) -> None:
+def test_without_a_template_text_is_encoded_and_a_conversation_is_refused(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     assert PromptEncoder(tokenizer).encode(QUESTION) == tokenizer.encode(QUESTION)
     assert tokenizer.decode(tokenizer.encode(QUESTION)) == QUESTION
@@ -73,7 +72,7 @@ def test_without_a_template_text_goes_in_as_it_is_and_conversations_do_not(folde
         PromptEncoder(tokenizer).encode([{"role": "user", "content": QUESTION}])
 
 
-def test_a_prompt_that_the_template_refuses_is_told(folder: Path) -> None:
+def test_a_prompt_that_the_template_refuses_is_reported(folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     refusing = "{{ raise_exception('no system role') }}" + CHAT_TEMPLATE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": refusing}))
@@ -100,11 +99,11 @@ def test_missing_transformers_are_named_with_their_extra(
         ChatTemplate(folder)
 
 
-def test_turns_and_what_is_observed_between_them_make_the_ids_of_the_whole_conversation(folder: Path) -> None:
+def test_turns_and_observations_have_the_ids_of_the_whole_conversation(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     encoder = PromptEncoder(tokenizer, ChatTemplate(folder, "Be brief."))
     turn = [*tokenizer.encode("6 x 7"), tokenizer.eos_id]
-    episode = [*encoder.encode(QUESTION), *turn, *encoder.encode_next("42", turn)]
+    episode = [*encoder.encode(QUESTION), *turn, *encoder.encode_observation("42", turn)]
     messages = [
         {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": "6 x 7"},
@@ -114,30 +113,32 @@ def test_turns_and_what_is_observed_between_them_make_the_ids_of_the_whole_conve
 
 
 @pytest.mark.parametrize("observation", ["(an answer of the assistant)", "(answer 0) and (answer 1)"])
-def test_nothing_of_what_is_observed_is_lost(folder: Path, observation: str) -> None:
+def test_the_whole_observation_is_rendered(folder: Path, observation: str) -> None:
     template = ChatTemplate(folder)
-    assert observation in template.render_next(observation)
-    assert template.render_next(f"{observation} ?").replace(" ?", "") == template.render_next(observation)
+    assert observation in template.render_observation(observation)
+    assert template.render_observation(f"{observation} ?").replace(" ?", "") == template.render_observation(
+        observation
+    )
 
 
-def test_a_turn_that_was_cut_off_is_ended_for_the_model(folder: Path) -> None:
+def test_a_truncated_turn_gets_its_end_token(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     encoder = PromptEncoder(tokenizer, ChatTemplate(folder))
     turn = tokenizer.encode("6 x")
     observation = [{"role": "tool", "content": "what?"}]
-    assert encoder.encode_next(observation, turn)[0] == tokenizer.eos_id
-    assert encoder.encode_next(observation, [*turn, tokenizer.eos_id])[0] != tokenizer.eos_id
+    assert encoder.encode_observation(observation, turn)[0] == tokenizer.eos_id
+    assert encoder.encode_observation(observation, [*turn, tokenizer.eos_id])[0] != tokenizer.eos_id
 
 
-def test_an_observation_without_a_template_is_text_as_it_is(tmp_path: Path) -> None:
+def test_without_a_template_an_observation_is_encoded_as_it_is(tmp_path: Path) -> None:
     save_character_tokenizer(tmp_path, "0123456789")
     encoder = PromptEncoder(Tokenizer(tmp_path))
-    assert encoder.encode_next("42", [1]) == [4, 2]
+    assert encoder.encode_observation("42", [1]) == [4, 2]
     with pytest.raises(DataError, match=r"the observation has messages; set data\.chat_template = true"):
-        encoder.encode_next([{"role": "user", "content": "42"}], [1])
+        encoder.encode_observation([{"role": "user", "content": "42"}], [1])
 
 
 def test_a_template_that_drops_earlier_answers_is_refused(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     with pytest.raises(DataError, match="the chat template leaves out earlier answers"):
-        ChatTemplate(folder).render_next("42")
+        ChatTemplate(folder).render_observation("42")

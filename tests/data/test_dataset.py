@@ -1,5 +1,4 @@
-"""Datasets refuse what cannot be trained on, and hand out every row once per epoch,
-in an order that depends on nothing but rows, epoch and seed."""
+"""Datasets refuse invalid rows; an epoch has every row once, in an order given by rows, epoch and seed."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_rows_of_a_jsonl_file_come_back_whole(tmp_path: Path) -> None:
+def test_rows_of_a_jsonl_file_are_read_completely(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1", "answer": 2}, {"prompt": "2+2", "answer": 4}]
     path = write(tmp_path / "sums.jsonl", "\n".join(json.dumps(row) for row in rows))
     dataset = Dataset.from_path(path)
@@ -28,7 +27,7 @@ def test_rows_of_a_jsonl_file_come_back_whole(tmp_path: Path) -> None:
     assert dataset.fields(1) == {"answer": 4}
 
 
-def test_the_prompt_may_have_another_column(tmp_path: Path) -> None:
+def test_the_prompt_may_be_in_another_column(tmp_path: Path) -> None:
     path = write(tmp_path / "q.jsonl", '{"question": "why?"}\n')
     assert Dataset.from_path(path, "question").prompt(0) == "why?"
 
@@ -42,7 +41,7 @@ def test_the_prompt_may_have_another_column(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n["b"]\n', "line 2: is a list"),
         ('{"text": "a"}\n', "has no column 'prompt' among its 1; name the column with data.prompt_key"),
         ('{"prompt": 7}\n', "prompt is a int, must be a string"),
-        ('{"prompt": "a", "completion": "b"}\n', "the column 'completion' hides"),
+        ('{"prompt": "a", "completion": "b"}\n', "the column 'completion' has the name of an argument"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_reason(tmp_path: Path, text: str, complaint: str) -> None:
@@ -74,7 +73,7 @@ def test_a_conversation_without_roles_and_texts_is_refused(prompt: list[object])
 
 @pytest.mark.parametrize("column", ["prompt", "prompts", "completions", "completion_ids"])
 def test_a_column_named_like_an_argument_of_rewards_is_refused(column: str) -> None:
-    with pytest.raises(DataError, match=f"the column '{column}' hides .* rename it"):
+    with pytest.raises(DataError, match=f"the column '{column}' has the name of an argument .* rename it"):
         Dataset([{"question": "why?", column: 1}], "question")
 
 
@@ -98,7 +97,7 @@ def test_an_empty_prompt_is_named() -> None:
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 2**31), st.booleans())
-def test_every_epoch_hands_out_every_row_once(num_rows: int, epoch: int, seed: int, shuffle: bool) -> None:
+def test_every_epoch_has_every_row_once(num_rows: int, epoch: int, seed: int, shuffle: bool) -> None:
     cursor = Cursor(num_rows, seed, shuffle)
     groups = [cursor.group_at(i) for i in range(epoch * num_rows, (epoch + 1) * num_rows)]
     assert {e for e, _ in groups} == {epoch}
@@ -106,19 +105,19 @@ def test_every_epoch_hands_out_every_row_once(num_rows: int, epoch: int, seed: i
 
 
 @given(st.integers(1, 20), st.integers(0, 50))
-def test_a_cursor_goes_on_from_its_index(num_rows: int, num_taken: int) -> None:
+def test_a_cursor_resumes_from_its_index(num_rows: int, num_taken: int) -> None:
     first = Cursor(num_rows, seed=3)
-    groups = [first.take() for _ in range(num_taken)]
+    groups = [first.next_group() for _ in range(num_taken)]
     assert len(set(groups)) == num_taken
-    assert Cursor(num_rows, seed=3, index=first.index).take() == first.take()
+    assert Cursor(num_rows, seed=3, index=first.index).next_group() == first.next_group()
 
 
-def test_the_order_never_changes_between_machines() -> None:
+def test_the_order_is_the_same_on_every_machine() -> None:
     assert epoch_order(6, 0, 1) != epoch_order(6, 1, 1)
     assert epoch_order(6, 0, 0) == (0, 3, 4, 1, 5, 2)
 
 
-def test_without_shuffling_rows_come_in_file_order() -> None:
+def test_without_shuffling_rows_are_in_file_order() -> None:
     assert [Cursor(3, seed=0, shuffle=False).group_at(i) for i in range(4)] == [
         (0, 0),
         (0, 1),

@@ -15,10 +15,9 @@ import pytest
 import typer
 from tests.docs.blocks import BLOCKS, ROOT, Block, commands, dora, furnish, of_language, run
 
-from dora import settings
-from dora.cli import app
-from dora.config import Config
-from dora.runtime.dry_run import check
+from dora.cli.dry_run import dry_run
+from dora.cli.main import app
+from dora.config import load
 
 BENCHMARKS = ROOT / "benchmarks"
 KINDS = {"python", "toml", "json", "yaml", "sql", "sh", "settings", "text"}
@@ -67,12 +66,12 @@ def test_every_block_is_of_a_kind_that_is_tried() -> None:
 @pytest.mark.parametrize("block", of_language("toml"), ids=str)
 def test_every_configuration_is_allowed(block: Block) -> None:
     tables = tomllib.loads(block.text)
-    assert Config.model_validate(tables if "run" in tables else with_base(tables)).run.steps > 0
+    assert load.parse_config(tables if "run" in tables else with_base(tables)).run.steps > 0
 
 
 @pytest.mark.parametrize("block", of_language("settings"), ids=str)
 def test_settings_in_the_text_are_allowed_together(block: Block) -> None:
-    assert Config.model_validate(with_base(tomllib.loads(block.text))).run.steps > 0
+    assert load.parse_config(with_base(tomllib.loads(block.text))).run.steps > 0
 
 
 def test_every_line_of_json_and_every_yaml_can_be_read() -> None:
@@ -110,7 +109,7 @@ def test_every_command_can_be_typed(block: Block, line: str, here: Path) -> None
         name, options = parse(line)
         if name in ("train", "serve") and options["config"] is not None:
             short = [f"run.steps={options['steps']}"] if options.get("steps") else []
-            assert settings.read(options["config"], [*(options["overrides"] or []), *short]).run.steps > 0
+            assert load.read_config(options["config"], [*(options["overrides"] or []), *short]).run.steps > 0
     elif program == "python" and given[0] == "-m":
         assert importlib.util.find_spec(given[1]) is not None
     elif program == "python":
@@ -134,8 +133,8 @@ def test_the_first_run_of_a_page_could_begin(page: str, here: Path) -> None:
     """`--dry-run`: models, data and environments are loaded, rewards are called."""
     line = next(line for block, line in commands() if block.page == page and line in DRY)
     _, options = parse(line)
-    config = settings.read(options["config"], options["overrides"] or [])
-    assert "staleness" in check(config, here / "runs" / "none")
+    config = load.read_config(options["config"], options["overrides"] or [])
+    assert "staleness" in dry_run(config, here / "runs" / "none")
 
 
 @pytest.mark.parametrize("line", ["dora doctor", "dora metrics staleness", "dora config --defaults"])

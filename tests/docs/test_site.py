@@ -15,17 +15,17 @@ import pytest
 from docs.making import benchmarks, tables
 from tests.docs.blocks import ROOT
 
+from dora.config.schema import iter_keys
 from dora.core.events import GroupScored
-from dora.core.records import GroupId
-from dora.observe.metrics import PARTS, Metric
-from dora.runtime.held_out import Evaluation
-from dora.settings import keys
+from dora.core.types import GroupId
+from dora.metrics.catalog import SECTIONS, MetricDoc
+from dora.metrics.evaluation import EvaluationResult
 
 DOCS = ROOT / "docs"
 
 
-def metrics_of(key: str) -> tuple[Metric, ...]:
-    return next(part.metrics for part in PARTS if part.key == key)
+def metrics_of(key: str) -> tuple[MetricDoc, ...]:
+    return next(part.metrics for part in SECTIONS if part.key == key)
 
 
 def test_tables_on_the_pages_are_those_of_the_code() -> None:
@@ -39,18 +39,18 @@ def test_tables_on_the_pages_are_those_of_the_code() -> None:
 
 def test_every_key_is_on_the_page_of_keys() -> None:
     page = (DOCS / "config.md").read_text(encoding="utf-8")
-    assert [f"{section}.{key}" for section, key, _ in keys() if f"| `{key}` |" not in page] == []
+    assert [f"{section}.{key}" for section, key, _ in iter_keys() if f"| `{key}` |" not in page] == []
 
 
 def test_names_of_an_evaluation_are_documented_and_are_there() -> None:
-    evaluation = Evaluation(7, num_prompts=2, num_answers=3, is_greedy=True)
+    evaluation = EvaluationResult(7, num_prompts=2, num_responses=3, is_greedy=True)
     for prompt in range(2):
-        evaluation.hear(GroupScored(GroupId(-8, prompt), (1.0, 0.0, 1.0)))
+        evaluation.update(GroupScored(GroupId(-8, prompt), (1.0, 0.0, 1.0)))
     evaluation.lengths.append(3)
-    told, documented = evaluation.metrics(), metrics_of("evaluated")
-    assert [name for name in told if not any(metric.has(name) for metric in documented)] == []
-    names = [name for metric in documented for name in metric.each()]
-    assert [name for name in names if not any(map(Metric(name, "", "").has, told))] == []
+    told, documented = evaluation.metrics(), metrics_of("evaluation")
+    assert [name for name in told if not any(metric.matches(name) for metric in documented)] == []
+    names = [name for metric in documented for name in metric.names]
+    assert [name for name in names if not any(map(MetricDoc((name,), "", "").matches, told))] == []
 
 
 def test_names_that_are_there_only_sometimes_are_in_the_code() -> None:
@@ -58,12 +58,13 @@ def test_names_that_are_there_only_sometimes_are_in_the_code() -> None:
     texts = {
         node.value
         for file in (ROOT / "src").rglob("*.py")
-        if file.name != "metrics.py"
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     written = texts | {f"off_policy{text}" for text in texts if text.startswith("/")}
-    names = [n for key in ("learnt", "trainer", "time") for m in metrics_of(key) if m.only for n in m.each()]
+    names = [
+        n for key in ("training", "trainer", "timing") for m in metrics_of(key) if m.only for n in m.names
+    ]
     begins = [re.split(r"NAME|(?<=_)N$", name)[0] for name in names]
     assert [begin for begin in begins if begin not in written] == []
 

@@ -1,6 +1,6 @@
-"""Compiles every Triton kernel to machine code for an H100 or H200; no GPU is needed for that.
+"""Compile every Triton kernel to machine code for an H100 or H200, without a GPU.
 
-Run as a program of its own, for in the interpreter Triton compiles nothing.
+This is a separate program because the interpreter, which tests use, compiles nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODEL = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 16}  # Qwen3-8B
 
 
 def compiled(kernel: Any, dtype: str, constants: dict[str, object], num_warps: int) -> int:
-    """Bytes of machine code."""
+    """Compile a kernel; returns the number of bytes of machine code."""
     names = kernel.arg_names
     types = {name: f"*{dtype}" for name in names}
     types |= (
@@ -43,8 +43,10 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, object], num_warps: i
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-    return len(made.asm["cubin"])
+    compiled_kernel = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
+    )
+    return len(compiled_kernel.asm["cubin"])
 
 
 def main() -> None:
@@ -52,7 +54,7 @@ def main() -> None:
     print(
         compiled(kernels._add_norm, "bf16", {"WIDTH": 2560, "PADDED": 4096}, 8),
         compiled(kernels._swiglu, "bf16", {"WIDTH": 9728, "COLUMNS": 1024}, 4),
-        compiled(kernels._place, "bf16", {**MODEL, "HALF": 64, "HAS_NORM": True}, 1),
+        compiled(kernels._rope_store_kv, "bf16", {**MODEL, "HALF": 64, "HAS_NORM": True}, 1),
         compiled(kernels._attend, "bf16", {**MODEL, **split, "TILE": 64, "DOT": tl.bfloat16}, 4),
         compiled(kernels._attend, "fp32", {**MODEL, **split, "TILE": 32, "DOT": tl.float32}, 4),
         compiled(kernels._combine, "bf16", {"DIM": 128, "DIM_PADDED": 128, "SPLITS": 16}, 1),

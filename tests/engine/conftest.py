@@ -1,10 +1,10 @@
 from pathlib import Path
 
 import pytest
-from tests.engine.moving import Stage
+from tests.engine.engine_cluster import EngineCluster
 
 
 @pytest.fixture(params=["eager", "numba"])
-def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
-    """A stage for engines of either kernels."""
-    return Stage(tmp_path, request.param)
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> EngineCluster:
+    """Engines of either kernels."""
+    return EngineCluster(tmp_path, request.param)

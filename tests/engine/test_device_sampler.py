@@ -1,22 +1,22 @@
-"""The torch sampler, for logits on a GPU, draws what the NumPy one does."""
+"""The device sampler, in torch, samples the same tokens as the one in NumPy."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from tests.engine.test_sampler import drawn_logits, drawn_sampling
+from tests.engine.test_sampler import random_logits, random_params
 
-from dora.engine.device_sampler import draw, rules_for, uniform
-from dora.engine.sampler import RULE, rule, sample, stream_of
-from dora.engine.sampler import uniform as expected_uniform
-from dora.engine.sequence import Sampling
+from dora.engine.kernels.device_sampler import device_metadata, device_uniform, sample_on_device
+from dora.engine.kernels.sampler import SAMPLING_DTYPE, rng_stream, sample, sampling_metadata
+from dora.engine.kernels.sampler import uniform as expected_uniform
+from dora.engine.request import SamplingParams
 
 
 def test_random_numbers_are_the_same_bits() -> None:
-    streams = np.array([stream_of(seed) for seed in range(200)], np.uint64)
+    streams = np.array([rng_stream(seed) for seed in range(200)], np.uint64)
     positions = np.arange(200) * 7919
-    found = uniform(torch.from_numpy(streams.view(np.int64)), torch.from_numpy(positions))
+    found = device_uniform(torch.from_numpy(streams.view(np.int64)), torch.from_numpy(positions))
     assert np.array_equal(found.numpy(), expected_uniform(streams, positions))
 
 
@@ -25,23 +25,25 @@ def test_random_numbers_are_the_same_bits() -> None:
 def test_tokens_and_log_probs_are_those_of_the_numpy_sampler(kind: str, vocab: int) -> None:
     source = np.random.default_rng(vocab)
     num_rows = 200
-    logits, positions = drawn_logits(source, num_rows, vocab), np.arange(num_rows) * 3
+    logits, positions = random_logits(source, num_rows, vocab), np.arange(num_rows) * 3
     samplings = {
-        "all at temperature 1": lambda: Sampling(1.0, 1),
-        "temperatures": lambda: Sampling(float(source.choice([0, 0.5, 1.7])), 1),
-        "filters": lambda: drawn_sampling(source),
+        "all at temperature 1": lambda: SamplingParams(1.0, 1),
+        "temperatures": lambda: SamplingParams(float(source.choice([0, 0.5, 1.7])), 1),
+        "filters": lambda: random_params(source),
     }
-    rules = np.array([rule(seed, samplings[kind]()) for seed in range(num_rows)], RULE)
-    # Rows that nobody asked for come to no harm.
-    device_rules = rules_for(rules, np.arange(num_rows), num_rows + 3, vocab)
+    metadata = np.array(
+        [sampling_metadata(seed, samplings[kind]()) for seed in range(num_rows)], SAMPLING_DTYPE
+    )
+    # Rows without a request do not matter.
+    metadata_on_device = device_metadata(metadata, np.arange(num_rows), num_rows + 3, vocab)
     padded = torch.nn.functional.pad(torch.from_numpy(logits), (0, 0, 0, 3))
-    found = draw(
+    found = sample_on_device(
         padded,
         torch.nn.functional.pad(torch.from_numpy(positions), (0, 3)),
-        device_rules,
-        is_changed=bool(rules["is_changed"].any()),
-        has_filters=bool(rules["is_filtered"].any()),
+        metadata_on_device,
+        is_modified=bool(metadata["is_modified"].any()),
+        has_filters=bool(metadata["is_filtered"].any()),
     )
-    expected = sample(logits, positions, rules)
+    expected = sample(logits, positions, metadata)
     assert np.array_equal(found.tokens[:num_rows].numpy(), expected.tokens)
     np.testing.assert_allclose(found.logprobs[:, :num_rows].numpy(), np.stack(expected[1:]), atol=3e-6)

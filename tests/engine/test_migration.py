@@ -1,18 +1,18 @@
-"""A request that moves goes on as if it had not."""
+"""A migrated request generates the same answer as one that stays."""
 
 import pytest
-from tests.engine.moving import Stage
-from tests.engine.tiny import TINY, engine, request, run, tokens
+from tests.engine.engine_cluster import EngineCluster
+from tests.engine.tiny import TINY, make_engine, make_request, output_tokens, run
 
-from dora.core.records import RequestId
-from dora.engine.sequence import Completion, EngineError, Request
-from dora.handover.moves import Kept, NotReceived, Received, Sent
+from dora.core.types import RequestId
+from dora.engine.messages import ExportFailed, ExportFinished, ImportFailed, ImportFinished
+from dora.engine.request import Completion, EngineError, Request
 
 BLOCK_BYTES = TINY.kv_bytes_per_token * 16
 
 
-def close(answer: Completion, expected: Completion) -> bool:
-    """Equal but for the last bits of log-probs, which depend on how many rows share a matrix product."""
+def is_close(answer: Completion, expected: Completion) -> bool:
+    """Equal except for the last bits of log-probs, which depend on the rows that share a matrix product."""
     return (
         answer.token_ids == expected.token_ids
         and answer.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
@@ -21,236 +21,255 @@ def close(answer: Completion, expected: Completion) -> bool:
     )
 
 
-def unmoved(stage: Stage, requests: list[Request], num_versions: int = 1) -> dict[RequestId, Completion]:
-    """Answers of one engine that does everything alone."""
-    return run(engine(stage.kernels, num_versions=num_versions), requests)
+def expected_answers(
+    cluster: EngineCluster, requests: list[Request], num_versions: int = 1
+) -> dict[RequestId, Completion]:
+    """The answers of one engine without migrations."""
+    return run(make_engine(cluster.kernels, num_versions=num_versions), requests)
 
 
 @pytest.mark.parametrize("num_steps", range(1, 18))
-def test_a_request_moved_at_any_offset_of_a_block_goes_on_bit_by_bit(stage: Stage, num_steps: int) -> None:
-    asked = request(1, max_tokens=40)
-    expected = unmoved(stage, [asked])[asked.id]
-    source, destination = stage.engine("a"), stage.engine("b")
-    source.submit([asked])
-    stage.step("a", num_steps)
-    received = stage.move(asked, "a", "b")
-    num_computed = len(asked.prompt_ids) + num_steps - 1
-    assert received.num_tokens == num_steps
-    assert received.num_bytes == -(-num_computed // 16) * BLOCK_BYTES
-    assert source.idle
+def test_a_request_migrates_at_any_offset_in_a_block_with_bitwise_equal_answers(
+    cluster: EngineCluster, num_steps: int
+) -> None:
+    migrating = make_request(1, max_tokens=40)
+    expected = expected_answers(cluster, [migrating])[migrating.id]
+    source, destination = cluster.add_engine("a"), cluster.add_engine("b")
+    source.submit([migrating])
+    cluster.step("a", num_steps)
+    imported = cluster.migrate(migrating, "a", "b")
+    num_computed = len(migrating.prompt_ids) + num_steps - 1
+    assert imported.num_tokens == num_steps
+    assert imported.num_bytes == -(-num_computed // 16) * BLOCK_BYTES
+    assert source.is_idle
     assert destination.num_prefilled == 0
-    assert stage.run()[asked.id] == expected  # alone on both engines: log-probs are equal to the last bit
+    assert cluster.run_to_end()[migrating.id] == expected  # alone on both engines: bitwise equal
     assert len(expected.chunks) == 1
 
 
 @pytest.mark.parametrize("prompt_length", [1, 15, 16, 17, 18, 32, 33])
-def test_prompts_on_either_side_of_a_blocks_edge_move(stage: Stage, prompt_length: int) -> None:
-    asked = request(1, prompt_length=prompt_length)
-    expected = unmoved(stage, [asked])[asked.id]
-    stage.engine("a").submit([asked])
-    stage.engine("b")
-    stage.step("a")
-    stage.move(asked, "a", "b")
-    assert stage.run()[asked.id] == expected
+def test_prompts_on_either_side_of_a_block_boundary_migrate(
+    cluster: EngineCluster, prompt_length: int
+) -> None:
+    migrating = make_request(1, prompt_length=prompt_length)
+    expected = expected_answers(cluster, [migrating])[migrating.id]
+    cluster.add_engine("a").submit([migrating])
+    cluster.add_engine("b")
+    cluster.step("a")
+    cluster.migrate(migrating, "a", "b")
+    assert cluster.run_to_end()[migrating.id] == expected
 
 
-def test_one_sibling_stays_and_others_move_and_share_their_prompt_again(stage: Stage) -> None:
-    siblings = [request(i, prompt_length=37) for i in range(4)]
-    expected = unmoved(stage, siblings)
-    stage.engine("a").submit(siblings)
-    destination = stage.engine("b")
-    stage.step("a", 6)
-    first = stage.move(siblings[1], "a", "b")
-    second = stage.move(siblings[3], "a", "b")
+def test_migrated_siblings_share_their_prompt_again(cluster: EngineCluster) -> None:
+    siblings = [make_request(i, prompt_length=37) for i in range(4)]
+    expected = expected_answers(cluster, siblings)
+    cluster.add_engine("a").submit(siblings)
+    destination = cluster.add_engine("b")
+    cluster.step("a", 6)
+    first = cluster.migrate(siblings[1], "a", "b")
+    second = cluster.migrate(siblings[3], "a", "b")
     assert (first.num_bytes, second.num_bytes) == (3 * BLOCK_BYTES, 1 * BLOCK_BYTES)
-    answers = stage.run()
-    assert all(close(answers[sibling.id], expected[sibling.id]) for sibling in siblings)
+    answers = cluster.run_to_end()
+    assert all(is_close(answers[sibling.id], expected[sibling.id]) for sibling in siblings)
     assert destination.num_prefilled == 0
 
 
-def test_what_the_destination_computed_itself_is_not_copied(stage: Stage) -> None:
-    siblings = [request(i, prompt_length=37) for i in range(2)]
-    expected = unmoved(stage, siblings)
+def test_blocks_that_the_destination_has_cached_are_not_copied(cluster: EngineCluster) -> None:
+    siblings = [make_request(i, prompt_length=37) for i in range(2)]
+    expected = expected_answers(cluster, siblings)
     for name, sibling in zip("ab", siblings, strict=True):
-        stage.engine(name).submit([sibling])
-        stage.step(name, 3)
-    assert stage.move(siblings[0], "a", "b").num_bytes == BLOCK_BYTES
-    answers = stage.run()
-    assert all(close(answers[sibling.id], expected[sibling.id]) for sibling in siblings)
+        cluster.add_engine(name).submit([sibling])
+        cluster.step(name, 3)
+    assert cluster.migrate(siblings[0], "a", "b").num_bytes == BLOCK_BYTES
+    answers = cluster.run_to_end()
+    assert all(is_close(answers[sibling.id], expected[sibling.id]) for sibling in siblings)
 
 
-def test_a_request_may_move_on_and_come_back(stage: Stage) -> None:
-    asked = request(1, max_tokens=40)
-    expected = unmoved(stage, [asked])[asked.id]
+def test_a_request_may_migrate_several_times_and_return(cluster: EngineCluster) -> None:
+    migrating = make_request(1, max_tokens=40)
+    expected = expected_answers(cluster, [migrating])[migrating.id]
     for name in "abc":
-        stage.engine(name)
-    stage.engines["a"].submit([asked])
-    stage.step("a", 4)
+        cluster.add_engine(name)
+    cluster.engines["a"].submit([migrating])
+    cluster.step("a", 4)
     for source, destination, num_steps in (("a", "b", 7), ("b", "c", 1), ("c", "b", 9), ("b", "a", 0)):
-        stage.move(asked, source, destination)
-        stage.step(destination, num_steps)
-    stage.move(asked, "a", "c")
-    assert stage.run()[asked.id] == expected
+        cluster.migrate(migrating, source, destination)
+        cluster.step(destination, num_steps)
+    cluster.migrate(migrating, "a", "c")
+    assert cluster.run_to_end()[migrating.id] == expected
 
 
-def test_a_request_may_come_back_before_its_first_owner_has_seen_it_go(stage: Stage) -> None:
-    asked = request(1)
-    expected = unmoved(stage, [asked])[asked.id]
-    stage.engine("a").submit([asked])
-    stage.engine("b")
-    stage.step("a", 4)
-    gone = stage.begin(asked, "a", "b")
+def test_a_request_may_return_before_its_source_has_polled_the_import(cluster: EngineCluster) -> None:
+    migrating = make_request(1)
+    expected = expected_answers(cluster, [migrating])[migrating.id]
+    cluster.add_engine("a").submit([migrating])
+    cluster.add_engine("b")
+    cluster.step("a", 4)
+    outward = cluster.start_migration(migrating, "a", "b")
     for name in "abab":
-        stage.poll(name)
-    back = stage.begin(asked, "b", "a")
-    assert stage.run()[asked.id] == expected
-    assert (stage.word_of("a", gone), stage.word_of("b", back)) == (Sent(gone), Sent(back))
+        cluster.poll(name)
+    inward = cluster.start_migration(migrating, "b", "a")
+    assert cluster.run_to_end()[migrating.id] == expected
+    assert (cluster.reply_of("a", outward), cluster.reply_of("b", inward)) == (
+        ExportFinished(outward),
+        ExportFinished(inward),
+    )
 
 
-def test_a_request_moves_with_one_token_left_to_draw(stage: Stage) -> None:
-    asked = request(1, max_tokens=20)
-    expected = unmoved(stage, [asked])[asked.id]
-    stage.engine("a").submit([asked])
-    stage.engine("b")
-    stage.step("a", 19)
-    stage.move(asked, "a", "b")
-    assert asked.id not in stage.finished
-    stage.step("b")
-    assert stage.run()[asked.id] == expected
+def test_a_request_migrates_with_one_token_left_to_generate(cluster: EngineCluster) -> None:
+    migrating = make_request(1, max_tokens=20)
+    expected = expected_answers(cluster, [migrating])[migrating.id]
+    cluster.add_engine("a").submit([migrating])
+    cluster.add_engine("b")
+    cluster.step("a", 19)
+    cluster.migrate(migrating, "a", "b")
+    assert migrating.id not in cluster.finished
+    cluster.step("b")
+    assert cluster.run_to_end()[migrating.id] == expected
 
 
-def test_a_request_that_finishes_while_it_moves_stays(stage: Stage) -> None:
-    asked = request(1, max_tokens=20)
-    expected = unmoved(stage, [asked])[asked.id]
-    stage.engine("a").submit([asked])
-    stage.engine("b")
-    stage.step("a", 19)
-    move = stage.begin(asked, "a", "b")
-    stage.poll("a")
-    stage.step("a")
-    stage.poll("a")
-    assert stage.word_of("a", move) == Kept(move, "it has finished here first")
-    stage.engines["b"].cancel_move(move)
-    assert stage.run()[asked.id] == expected
-    assert stage.word_of("b", move) == NotReceived(move, "it was cancelled")
+def test_a_request_that_finishes_before_its_export_stays(cluster: EngineCluster) -> None:
+    migrating = make_request(1, max_tokens=20)
+    expected = expected_answers(cluster, [migrating])[migrating.id]
+    cluster.add_engine("a").submit([migrating])
+    cluster.add_engine("b")
+    cluster.step("a", 19)
+    migration_id = cluster.start_migration(migrating, "a", "b")
+    cluster.poll("a")
+    cluster.step("a")
+    cluster.poll("a")
+    assert cluster.reply_of("a", migration_id) == ExportFailed(
+        migration_id, "the request finished before it was exported"
+    )
+    cluster.engines["b"].cancel_migration(migration_id)
+    assert cluster.run_to_end()[migrating.id] == expected
+    assert cluster.reply_of("b", migration_id) == ImportFailed(migration_id, "the migration was cancelled")
 
 
-def test_versions_move_past_each_other_between_busy_engines(stage: Stage) -> None:
-    requests = [request(i, version=i % 2, max_tokens=30) for i in range(12)]
-    expected = unmoved(stage, requests, num_versions=2)
+def test_requests_of_two_versions_migrate_in_both_directions_between_busy_engines(
+    cluster: EngineCluster,
+) -> None:
+    requests = [make_request(i, version=i % 2, max_tokens=30) for i in range(12)]
+    expected = expected_answers(cluster, requests, num_versions=2)
     for name, own in (("a", requests[:6]), ("b", requests[6:])):
-        stage.engine(name, versions=(0, 1) if name == "a" else (1, 0), max_rows=12).submit(own)
+        cluster.add_engine(name, versions=(0, 1) if name == "a" else (1, 0), max_rows=12).submit(own)
     for number in range(6):
-        stage.step("a", 1 + number % 3)
-        stage.step("b")
-        stage.begin(requests[number], "a", "b")
-        stage.begin(requests[11 - number], "b", "a")
+        cluster.step("a", 1 + number % 3)
+        cluster.step("b")
+        cluster.start_migration(requests[number], "a", "b")
+        cluster.start_migration(requests[11 - number], "b", "a")
         for name in "ab":
-            stage.poll(name)
-            stage.step(name)
-    answers = stage.run()
-    assert all(close(answers[asked.id], expected[asked.id]) for asked in requests)
-    assert sum(isinstance(answer, Received) for _, answer in stage.answers) == 12
+            cluster.poll(name)
+            cluster.step(name)
+    answers = cluster.run_to_end()
+    assert all(is_close(answers[id], expected[id]) for id in expected)
+    assert sum(isinstance(reply, ImportFinished) for _, reply in cluster.replies) == 12
 
 
-def test_the_source_decodes_on_while_full_blocks_are_copied(stage: Stage) -> None:
-    asked = request(1, max_tokens=60)
-    stage.engine("a").submit([asked])
-    stage.engine("b")
-    stage.step("a", 40)
-    stage.begin(asked, "a", "b")
-    stage.poll("a")
-    stage.step("a", 3)
-    stage.poll("b")
-    assert stage.engines["a"].progress() == {asked.id: 43}
-    stage.poll("a")
-    assert stage.engines["a"].progress() == {}  # another engine may have taken it by now
-    stage.step("a", 3)
-    stage.poll("b")
-    assert stage.engines["b"].progress() == {asked.id: 43}
-    assert stage.run()[asked.id] == unmoved(stage, [asked])[asked.id]
+def test_the_source_decodes_on_while_full_blocks_are_copied(cluster: EngineCluster) -> None:
+    migrating = make_request(1, max_tokens=60)
+    cluster.add_engine("a").submit([migrating])
+    cluster.add_engine("b")
+    cluster.step("a", 40)
+    cluster.start_migration(migrating, "a", "b")
+    cluster.poll("a")
+    cluster.step("a", 3)
+    cluster.poll("b")
+    assert cluster.engines["a"].progress() == {migrating.id: 43}
+    cluster.poll("a")
+    assert cluster.engines["a"].progress() == {}  # another engine may have imported it
+    cluster.step("a", 3)
+    cluster.poll("b")
+    assert cluster.engines["b"].progress() == {migrating.id: 43}
+    assert cluster.run_to_end()[migrating.id] == expected_answers(cluster, [migrating])[migrating.id]
 
 
-def test_a_request_still_waiting_moves_as_soon_as_it_has_a_row(stage: Stage) -> None:
-    requests = [request(i, max_tokens=5 + 10 * i) for i in range(2)]
-    expected = unmoved(stage, requests)
-    stage.engine("a", max_rows=1).submit(requests)
-    stage.engine("b")
-    move = stage.begin(requests[1], "a", "b")
-    answers = stage.run()
-    assert stage.word_of("a", move) == Sent(move)
-    assert all(close(answers[asked.id], expected[asked.id]) for asked in requests)
+def test_a_waiting_request_migrates_as_soon_as_it_has_a_row(cluster: EngineCluster) -> None:
+    requests = [make_request(i, max_tokens=5 + 10 * i) for i in range(2)]
+    expected = expected_answers(cluster, requests)
+    cluster.add_engine("a", max_rows=1).submit(requests)
+    cluster.add_engine("b")
+    migration_id = cluster.start_migration(requests[1], "a", "b")
+    answers = cluster.run_to_end()
+    assert cluster.reply_of("a", migration_id) == ExportFinished(migration_id)
+    assert all(is_close(answers[id], expected[id]) for id in expected)
 
 
-def test_stop_time_is_that_between_the_last_step_there_and_the_seat_here(stage: Stage) -> None:
-    asked = request(1)
-    stage.engine("a").submit([asked])
-    stage.engine("b")
-    stage.step("a", 2)
-    move = stage.begin(asked, "a", "b")
-    stage.poll("a")
-    stage.now_s += 0.25
-    stage.poll("b")
-    received = stage.word_of("b", move)
-    assert isinstance(received, Received)
-    assert received.stop_s == pytest.approx(0.25)
+def test_stop_time_is_from_the_last_step_at_the_source_to_the_row_at_the_destination(
+    cluster: EngineCluster,
+) -> None:
+    migrating = make_request(1)
+    cluster.add_engine("a").submit([migrating])
+    cluster.add_engine("b")
+    cluster.step("a", 2)
+    migration_id = cluster.start_migration(migrating, "a", "b")
+    cluster.poll("a")
+    cluster.now_s += 0.25
+    cluster.poll("b")
+    imported = cluster.reply_of("b", migration_id)
+    assert isinstance(imported, ImportFinished)
+    assert imported.stop_s == pytest.approx(0.25)
 
 
-def test_a_version_on_its_way_in_is_not_dropped(stage: Stage) -> None:
-    asked = request(1)
-    stage.engine("a").submit([asked])
-    destination = stage.engine("b")
-    stage.step("a")
-    place = stage.reserve(asked, "a", "b")
+def test_a_version_with_a_reserved_import_cannot_be_dropped(cluster: EngineCluster) -> None:
+    migrating = make_request(1)
+    cluster.add_engine("a").submit([migrating])
+    destination = cluster.add_engine("b")
+    cluster.step("a")
+    reserved = cluster.reserve(migrating, "a", "b")
     with pytest.raises(EngineError, match="version 0 has 1 unfinished requests"):
         destination.drop(0)
-    destination.cancel_move(place.move)
-    stage.poll("b")
+    destination.cancel_migration(reserved.migration_id)
+    cluster.poll("b")
     destination.drop(0)
     destination.check()
 
 
-def test_a_version_may_be_dropped_as_soon_as_its_last_request_is_taken(stage: Stage) -> None:
-    """The driver hears of it from the destination, maybe before the source has looked."""
-    asked = request(1)
-    expected = unmoved(stage, [asked])[asked.id]
-    source = stage.engine("a")
-    source.submit([asked])
-    stage.engine("b")
-    stage.step("a")
-    move = stage.begin(asked, "a", "b")
-    stage.poll("a")
+def test_a_version_may_be_dropped_as_soon_as_its_last_request_is_imported(cluster: EngineCluster) -> None:
+    """The driver may get the destination's reply before the source polls."""
+    migrating = make_request(1)
+    expected = expected_answers(cluster, [migrating])[migrating.id]
+    source = cluster.add_engine("a")
+    source.submit([migrating])
+    cluster.add_engine("b")
+    cluster.step("a")
+    migration_id = cluster.start_migration(migrating, "a", "b")
+    cluster.poll("a")
     with pytest.raises(EngineError, match="unfinished"):
         source.drop(0)
-    stage.poll("b")
+    cluster.poll("b")
     source.drop(0)
-    assert source.idle
-    assert stage.run()[asked.id] == expected
-    assert stage.word_of("a", move) == Sent(move)
+    assert source.is_idle
+    assert cluster.run_to_end()[migrating.id] == expected
+    assert cluster.reply_of("a", migration_id) == ExportFinished(migration_id)
 
 
-def test_moves_need_a_free_row_and_a_version_and_a_request_that_is_not_here(stage: Stage) -> None:
-    requests = [request(i) for i in range(3)]
-    stage.engine("a").submit(requests[:2])
-    stage.engine("b", max_rows=1).submit([requests[2]])
-    stage.engine("c", versions=(1,))
+def test_an_import_needs_a_free_row_a_loaded_version_and_a_request_that_is_elsewhere(
+    cluster: EngineCluster,
+) -> None:
+    requests = [make_request(i) for i in range(3)]
+    cluster.add_engine("a").submit(requests[:2])
+    cluster.add_engine("b", max_rows=1).submit([requests[2]])
+    cluster.add_engine("c", versions=(1,))
     for name in "ab":
-        stage.step(name)
-    refusals = [stage.ask(requests[0], "a", name) for name in "abc"]
-    assert [answer.reason for answer in refusals if isinstance(answer, NotReceived)] == [
+        cluster.step(name)
+    replies = [cluster.try_reserve(requests[0], "a", name) for name in "abc"]
+    assert [reply.reason for reply in replies if isinstance(reply, ImportFailed)] == [
         "it is here already",
-        "no row or too few KV blocks are free",
-        "version 0 is not held; held: [1]",
+        "no row is free, or too few KV blocks",
+        "version 0 is not loaded; loaded: [1]",
     ]
-    stage.pool("c").unlink()
-    stage.engine("d")
-    unreadable = stage.ask(requests[0], "c", "d")
-    assert isinstance(unreadable, NotReceived)
+    cluster.pool_path("c").unlink()
+    cluster.add_engine("d")
+    unreadable = cluster.try_reserve(requests[0], "c", "d")
+    assert isinstance(unreadable, ImportFailed)
     assert "cannot be read" in unreadable.reason
-    assert tokens(stage.run()) == tokens(run(engine(stage.kernels), requests))
+    assert output_tokens(cluster.run_to_end()) == output_tokens(run(make_engine(cluster.kernels), requests))
 
 
-def test_what_is_not_here_cannot_be_sent(stage: Stage) -> None:
-    stage.engine("b")
-    place = stage.reserve(request(1), "b", "b")
-    assert stage.send(request(9), "b", place) == Kept(place.move, "it is not here")
+def test_a_request_that_is_elsewhere_cannot_be_exported(cluster: EngineCluster) -> None:
+    cluster.add_engine("b")
+    reserved = cluster.reserve(make_request(1), "b", "b")
+    assert cluster.start_export(make_request(9), "b", reserved) == ExportFailed(
+        reserved.migration_id, "the request is not on this engine"
+    )

@@ -1,4 +1,4 @@
-"""What an engine makes of a request's `Sampling`, wherever the request is answered."""
+"""An engine applies a request's `SamplingParams`, also after a migration."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.moving import Stage
-from tests.engine.tiny import TINY, engine, full_logits, request, run, tokens, weights
+from tests.engine.engine_cluster import EngineCluster
+from tests.engine.tiny import TINY, full_logits, make_engine, make_request, output_tokens, run, weights
 
 from dora.engine.engine import Engine
-from dora.engine.sequence import EngineError, Request, Sampling
-from dora.handover.engine import MovingEngine
+from dora.engine.kv_transfer.engine import MigratingEngine
+from dora.engine.request import EngineError, Request, SamplingParams
 
 FILTERS: list[dict[str, Any]] = [
     {},
@@ -23,121 +23,135 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-def read(ids: list[int]) -> str:
+def letters(ids: list[int]) -> str:
     """Two letters for each token."""
     return "".join(chr(97 + i % 5) + chr(110 + i % 7) for i in ids)
 
 
-READER: dict[str, Any] = {"max_context": 96, "version_slots": 1, "kernels": "eager", "detokenize": read}
+SETTINGS: dict[str, Any] = {"max_context": 96, "version_slots": 1, "kernels": "eager", "detokenize": letters}
 
 
-def reader(max_rows: int = 32, **settings: Any) -> Engine:
-    """An engine that can read."""
-    made = Engine(TINY, max_rows=max_rows, **READER, **settings)
-    made.load(0, weights())
-    return made
+def make_text_engine(max_rows: int = 32, **settings: Any) -> Engine:
+    """An engine with a tokenizer."""
+    engine = Engine(TINY, max_rows=max_rows, **SETTINGS, **settings)
+    engine.load(0, weights())
+    return engine
 
 
-def put_reader(stage: Stage, name: str) -> None:
-    """One from which requests can move."""
-    made = MovingEngine(TINY, max_rows=4, pool=stage.pool(name), clock=lambda: stage.now_s, **READER)
-    made.load(0, weights())
-    stage.engines[name] = made
+def add_text_engine(cluster: EngineCluster, name: str) -> None:
+    """Add an engine with a tokenizer whose requests can migrate."""
+    engine = MigratingEngine(
+        TINY, max_rows=4, pool=cluster.pool_path(name), clock=lambda: cluster.now_s, **SETTINGS
+    )
+    engine.load(0, weights())
+    cluster.engines[name] = engine
 
 
-def ask(number: int, **changes: Any) -> Request:
-    asked = request(number, max_tokens=30)
-    return replace(asked, sampling=replace(asked.sampling, **changes))
+def sampled_request(number: int, **changes: Any) -> Request:
+    request = make_request(number, max_tokens=30)
+    return replace(request, sampling=replace(request.sampling, **changes))
 
 
-def test_logprobs_are_those_of_what_was_drawn_from_of_all_tokens_and_of_the_model() -> None:
-    requests = [ask(i, temperature=1.0 if i % 2 else 0.7, **FILTERS[i % 5]) for i in range(20)]
-    answers = run(engine(), requests)
-    for asked in requests:
-        answer, how = answers[asked.id], asked.sampling
-        start = len(asked.prompt_ids) - 1
-        logits = full_logits(weights(), [*asked.prompt_ids, *answer.token_ids])[start:-1]
-        ids = torch.tensor(answer.token_ids)[:, None]
+def test_completions_have_filtered_unfiltered_and_raw_logprobs() -> None:
+    requests = [sampled_request(i, temperature=1.0 if i % 2 else 0.7, **FILTERS[i % 5]) for i in range(20)]
+    completions = run(make_engine(), requests)
+    for request in requests:
+        completion, sampling = completions[request.id], request.sampling
+        start = len(request.prompt_ids) - 1
+        logits = full_logits(weights(), [*request.prompt_ids, *completion.token_ids])[start:-1]
+        ids = torch.tensor(completion.token_ids)[:, None]
         raw = logits.log_softmax(-1).gather(1, ids)[:, 0]
-        torch.testing.assert_close(torch.tensor(answer.raw_logprobs), raw, atol=1e-5, rtol=0)
-        tempered = (logits / how.temperature).log_softmax(-1).gather(1, ids)[:, 0]
-        torch.testing.assert_close(torch.tensor(answer.unfiltered_logprobs), tempered, atol=1e-5, rtol=0)
-        if how.top_k == 4 and how.top_p == 1:
-            values, kept = (logits / how.temperature).topk(4)
+        torch.testing.assert_close(torch.tensor(completion.raw_logprobs), raw, atol=1e-5, rtol=0)
+        tempered = (logits / sampling.temperature).log_softmax(-1).gather(1, ids)[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.unfiltered_logprobs), tempered, atol=1e-5, rtol=0)
+        if sampling.top_k == 4 and sampling.top_p == 1:
+            values, kept = (logits / sampling.temperature).topk(4)
             drawn = values.log_softmax(-1)[kept == ids]
-            torch.testing.assert_close(torch.tensor(answer.logprobs), drawn, atol=1e-5, rtol=0)
-        if how == request(0, max_tokens=30).sampling:
-            assert answer.logprobs == answer.unfiltered_logprobs == answer.raw_logprobs
-    assert any(answers[asked.id].logprobs != answers[asked.id].raw_logprobs for asked in requests)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), drawn, atol=1e-5, rtol=0)
+        if sampling == make_request(0, max_tokens=30).sampling:
+            assert completion.logprobs == completion.unfiltered_logprobs == completion.raw_logprobs
+    assert any(
+        completions[request.id].logprobs != completions[request.id].raw_logprobs for request in requests
+    )
 
 
-def test_filtered_requests_get_the_same_tokens_alone_and_in_any_batch() -> None:
-    requests = [ask(i, **FILTERS[i % 5]) for i in range(20)]
-    together = tokens(run(engine(), requests))
-    assert tokens(run(engine(max_rows=3), requests[::-1])) == together
-    for asked in requests[::4]:
-        assert tokens(run(engine(), [asked])) == {asked.id: together[asked.id]}
+def test_filtered_requests_have_the_same_tokens_alone_and_in_any_batch() -> None:
+    requests = [sampled_request(i, **FILTERS[i % 5]) for i in range(20)]
+    together = output_tokens(run(make_engine(), requests))
+    assert output_tokens(run(make_engine(max_rows=3), requests[::-1])) == together
+    for request in requests[::4]:
+        assert output_tokens(run(make_engine(), [request])) == {request.id: together[request.id]}
 
 
-def test_an_answer_ends_with_the_token_that_completes_a_stop_string() -> None:
-    requests = [ask(i) for i in range(16)]
-    free = run(reader(), requests)
-    stop_strings = (read(free[requests[0].id].token_ids[7:10])[1:-1], "zzz", "oap")
-    stopped = run(reader(), [ask(i, stop_strings=stop_strings) for i in range(16)])
+def test_an_output_ends_with_the_token_that_completes_a_stop_string() -> None:
+    requests = [sampled_request(i) for i in range(16)]
+    unstopped = run(make_text_engine(), requests)
+    stop_strings = (letters(unstopped[requests[0].id].token_ids[7:10])[1:-1], "zzz", "oap")
+    stopped = run(make_text_engine(), [sampled_request(i, stop_strings=stop_strings) for i in range(16)])
     assert len(stopped[requests[0].id].token_ids) <= 10
-    for asked in requests:
-        ids, answer = free[asked.id].token_ids, stopped[asked.id]
-        hits = [n for n in range(1, 31) if any(stop in read(ids[:n]) for stop in stop_strings)]
-        assert answer.token_ids == ids[: hits[0] if hits else 30]
-        assert answer.finish_reason == ("stop" if hits else "length")
-        assert len(answer.raw_logprobs) == len(answer.logprobs) == len(answer.token_ids)
-    assert {answer.finish_reason for answer in stopped.values()} == {"stop", "length"}
+    for request in requests:
+        ids, completion = unstopped[request.id].token_ids, stopped[request.id]
+        hits = [n for n in range(1, 31) if any(stop in letters(ids[:n]) for stop in stop_strings)]
+        assert completion.token_ids == ids[: hits[0] if hits else 30]
+        assert completion.finish_reason == ("stop" if hits else "length")
+        assert len(completion.raw_logprobs) == len(completion.logprobs) == len(completion.token_ids)
+    assert {completion.finish_reason for completion in stopped.values()} == {"stop", "length"}
 
 
-def test_a_prompt_cannot_complete_a_stop_string_and_the_last_token_can() -> None:
-    asked = ask(0)
-    ids = run(reader(), [asked])[asked.id].token_ids
-    straddling = read([*asked.prompt_ids[-1:], ids[0]])
-    first = run(reader(), [ask(0, stop_strings=(straddling,), max_tokens=1)])[asked.id]
+def test_a_stop_string_may_end_at_the_last_token_but_not_begin_in_the_prompt() -> None:
+    request = sampled_request(0)
+    ids = run(make_text_engine(), [request])[request.id].token_ids
+    straddling = letters([*request.prompt_ids[-1:], ids[0]])
+    first = run(make_text_engine(), [sampled_request(0, stop_strings=(straddling,), max_tokens=1)])[
+        request.id
+    ]
     assert first.finish_reason == "length"
-    last = run(reader(), [ask(0, stop_strings=(read(ids[:1]),), max_tokens=1)])[asked.id]
+    last = run(make_text_engine(), [sampled_request(0, stop_strings=(letters(ids[:1]),), max_tokens=1)])[
+        request.id
+    ]
     assert (last.finish_reason, last.token_ids) == ("stop", ids[:1])
 
 
-def test_stop_strings_need_an_engine_that_can_read() -> None:
-    made = engine()
-    with pytest.raises(EngineError, match=r"stop_strings, but the engine cannot read: give Engine\(detok"):
-        made.submit([ask(0, stop_strings=("x",)), ask(1)])
-    assert len(run(made, [])) == 1
+def test_stop_strings_need_an_engine_with_a_tokenizer() -> None:
+    engine = make_engine()
+    with pytest.raises(
+        EngineError, match=r"stop_strings, but the engine has no tokenizer; pass Engine\(detok"
+    ):
+        engine.submit([sampled_request(0, stop_strings=("x",)), sampled_request(1)])
+    assert len(run(engine, [])) == 1
 
 
-def test_a_moved_request_keeps_filters_stop_strings_and_both_logprobs(stage: Stage) -> None:
+def test_a_migrated_request_keeps_filters_stop_strings_and_all_logprobs(cluster: EngineCluster) -> None:
     for name in ("a", "b"):
-        put_reader(stage, name)
-    free = run(reader(), [ask(1, top_k=6, temperature=0.8)])[ask(1).id]
-    asked = ask(1, top_k=6, temperature=0.8, stop_strings=(read(free.token_ids[8:11])[1:],))
-    expected = run(reader(), [asked])[asked.id]
+        add_text_engine(cluster, name)
+    unstopped = run(make_text_engine(), [sampled_request(1, top_k=6, temperature=0.8)])[sampled_request(1).id]
+    request = sampled_request(
+        1, top_k=6, temperature=0.8, stop_strings=(letters(unstopped.token_ids[8:11])[1:],)
+    )
+    expected = run(make_text_engine(), [request])[request.id]
     assert expected.finish_reason == "stop"
-    stage.engines["a"].submit([asked])
-    stage.step("a", min(9, len(expected.token_ids) - 1))
-    stage.move(asked, "a", "b")
-    answer = stage.run()[asked.id]
-    assert (answer.token_ids, answer.finish_reason) == (expected.token_ids, "stop")
-    assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-    assert answer.raw_logprobs == pytest.approx(expected.raw_logprobs, abs=1e-5)
-    assert answer.unfiltered_logprobs == pytest.approx(expected.unfiltered_logprobs, abs=1e-5)
-    assert answer.logprobs != answer.unfiltered_logprobs != answer.raw_logprobs
+    cluster.engines["a"].submit([request])
+    cluster.step("a", min(9, len(expected.token_ids) - 1))
+    cluster.migrate(request, "a", "b")
+    completion = cluster.run_to_end()[request.id]
+    assert (completion.token_ids, completion.finish_reason) == (expected.token_ids, "stop")
+    assert completion.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert completion.raw_logprobs == pytest.approx(expected.raw_logprobs, abs=1e-5)
+    assert completion.unfiltered_logprobs == pytest.approx(expected.unfiltered_logprobs, abs=1e-5)
+    assert completion.logprobs != completion.unfiltered_logprobs != completion.raw_logprobs
 
 
-def test_a_request_with_stop_strings_does_not_move_to_an_engine_that_cannot_read(stage: Stage) -> None:
-    put_reader(stage, "a")
-    stage.engine("b")
-    asked = ask(0, stop_strings=("zzz",))
-    stage.engines["a"].submit([asked])
-    stage.step("a", 2)
-    word = stage.ask(asked, "a", "b")
-    assert "the engine cannot read" in str(word)
-    assert stage.run()[asked.id].finish_reason == "length"
+def test_a_request_with_stop_strings_does_not_migrate_to_an_engine_without_tokenizer(
+    cluster: EngineCluster,
+) -> None:
+    add_text_engine(cluster, "a")
+    cluster.add_engine("b")
+    request = sampled_request(0, stop_strings=("zzz",))
+    cluster.engines["a"].submit([request])
+    cluster.step("a", 2)
+    reply = cluster.try_reserve(request, "a", "b")
+    assert "the engine has no tokenizer" in str(reply)
+    assert cluster.run_to_end()[request.id].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -157,6 +171,6 @@ def test_a_request_with_stop_strings_does_not_move_to_an_engine_that_cannot_read
         ({"stop_strings": "abc"}, "stop_strings = 'abc' must be a tuple of strings"),
     ],
 )
-def test_impossible_settings_are_named(settings: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        Sampling(**{"temperature": 1.0, "max_tokens": 4} | settings)
+        SamplingParams(**{"temperature": 1.0, "max_tokens": 4} | settings)

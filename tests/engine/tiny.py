@@ -1,4 +1,4 @@
-"""A model small enough to generate from by the slowest method, and requests to it."""
+"""A model that is small enough for a full forward pass per token, and requests for it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dora.core.records import GroupId, RequestId
+from dora.core.types import GroupId, RequestId
 from dora.engine.engine import Engine
-from dora.engine.sequence import Completion, Request, Sampling
+from dora.engine.request import Completion, Request, SamplingParams
 from dora.model.config import ModelConfig
-from dora.model.decoder import forward, head, rope_tables
-from dora.model.weights import Layout, initial_weights
-from dora.trainer.attention import attend_in_blocks
+from dora.model.decoder import forward, lm_head, rope_tables
+from dora.model.weights import WeightLayout, initial_weights
+from dora.trainer.policy import packed_attention
 
 TINY = ModelConfig(
     vocab_size=29,
@@ -27,22 +27,22 @@ TINY = ModelConfig(
 
 
 def weights(version: int = 0) -> Tensor:
-    """Weights that disagree with those of every other version about most tokens."""
+    """Weights whose most probable tokens mostly differ from those of other versions."""
     return initial_weights(TINY, seed=version, std=0.4)
 
 
-def engine(
+def make_engine(
     kernels: str = "eager", max_rows: int = 32, num_versions: int = 1, num_blocks: int | None = None
 ) -> Engine:
-    made = Engine(
+    engine = Engine(
         TINY, max_rows=max_rows, max_context=96, version_slots=2, kernels=kernels, num_blocks=num_blocks
     )
     for version in range(num_versions):
-        made.load(version, weights(version))
-    return made
+        engine.load(version, weights(version))
+    return engine
 
 
-def request(
+def make_request(
     number: int,
     *,
     group_size: int = 4,
@@ -52,7 +52,7 @@ def request(
     stop_ids: tuple[int, ...] = (),
     prompt_length: int | None = None,
 ) -> Request:
-    """The number-th request; groups have prompts of other lengths, on both sides of a block's edge."""
+    """Request `number`; groups have prompts of different lengths, on both sides of block boundaries."""
     row = number // group_size
     length = prompt_length or 1 + row * 7 % 40
     return Request(
@@ -61,33 +61,33 @@ def request(
         prompt_ids=tuple((row * 5 + i * 3) % TINY.vocab_size for i in range(length)),
         version=version,
         seed=1000 + number,
-        sampling=Sampling(temperature, max_tokens, stop_ids),
+        sampling=SamplingParams(temperature, max_tokens, stop_ids),
     )
 
 
-def run(made: Engine, requests: list[Request]) -> dict[RequestId, Completion]:
-    """Submit, step until idle with every invariant checked, and return the answers."""
-    made.submit(requests)
-    answers: dict[RequestId, Completion] = {}
-    while not made.idle:
-        answers |= {completion.id: completion for completion in made.step()}
-        made.check()
-    return answers
+def run(engine: Engine, requests: list[Request]) -> dict[RequestId, Completion]:
+    """Submit, step until idle with every invariant checked, and return the completions."""
+    engine.submit(requests)
+    completions: dict[RequestId, Completion] = {}
+    while not engine.is_idle:
+        completions |= {completion.id: completion for completion in engine.step()}
+        engine.check()
+    return completions
 
 
-def tokens(answers: dict[RequestId, Completion]) -> dict[RequestId, list[int]]:
-    return {request_id: answer.token_ids for request_id, answer in answers.items()}
+def output_tokens(completions: dict[RequestId, Completion]) -> dict[RequestId, list[int]]:
+    return {request_id: completion.token_ids for request_id, completion in completions.items()}
 
 
 def full_logits(flat: Tensor, token_ids: list[int]) -> Tensor:
-    """Logits [length, vocab] of one training forward over a whole sequence."""
+    """Logits [length, vocab] of one forward pass of the trainer over a whole sequence."""
     cos, sin = rope_tables(TINY, len(token_ids))
-    views, attend = Layout(TINY).views(flat), attend_in_blocks([torch.arange(len(token_ids))[None]])
-    return F.linear(forward(views, TINY, torch.tensor(token_ids), cos, sin, attend), head(views))
+    views, attend = WeightLayout(TINY).views(flat), packed_attention([torch.arange(len(token_ids))[None]])
+    return F.linear(forward(views, TINY, torch.tensor(token_ids), cos, sin, attend), lm_head(views))
 
 
-def greedy_answer(flat: Tensor, prompt_ids: tuple[int, ...], num_tokens: int) -> list[int]:
-    """The naive way: a full forward for every token."""
+def greedy_output(flat: Tensor, prompt_ids: tuple[int, ...], num_tokens: int) -> list[int]:
+    """Naive decoding: a full forward pass per token."""
     ids = list(prompt_ids)
     for _ in range(num_tokens):
         ids.append(int(full_logits(flat, ids)[-1].argmax()))

@@ -1,4 +1,4 @@
-"""Environments are named in the configuration; what cannot be one is explained."""
+"""Environments are loaded by the name in the configuration; errors name the missing method."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from dora.envs.base import Environment, load_environment
 from dora.errors import EnvError
 
-HERE = "tests.envs.playing"
+MODULE = "tests.envs.countdown"
 
 
 def test_an_environment_is_loaded_from_a_file_and_from_a_module(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(f"from {HERE} import Countdown\n\ndef make():\n    return Countdown()\n")
-    for name in (f"{file}:make", f"{file}:Countdown", f"{HERE}:Countdown"):
+    file.write_text(f"from {MODULE} import Countdown\n\ndef make():\n    return Countdown()\n")
+    for name in (f"{file}:make", f"{file}:Countdown", f"{MODULE}:Countdown"):
         assert isinstance(load_environment(name)(), Environment)
 
 
@@ -25,12 +25,12 @@ def test_an_environment_is_loaded_from_a_file_and_from_a_module(tmp_path: Path) 
         ("Countdown", "must read file.py:name or module:name"),
         ("nowhere.py:Countdown", "nowhere.py does not exist"),
         ("no_such_module_here:Countdown", "ModuleNotFoundError"),
-        (f"{HERE}:Countup", "has no 'Countup'; it has Countdown"),
-        (f"{HERE}:RULES", "has no 'RULES'"),
+        (f"{MODULE}:Countup", "has no 'Countup'; it has Countdown"),
+        (f"{MODULE}:LIMITS", "has no 'LIMITS'"),
         ("pathlib:Path", "it needs a method `async def reset`"),
     ],
 )
-def test_what_cannot_be_loaded_is_explained(name: str, complaint: str) -> None:
+def test_an_environment_that_cannot_be_loaded_is_explained(name: str, complaint: str) -> None:
     with pytest.raises(EnvError) as refusal:
         load_environment(name)
     assert str(refusal.value).startswith(f"env.environment = {name!r}: ")
@@ -47,7 +47,7 @@ def test_methods_must_be_coroutines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("close", ["", "    async def close(self): ...\n"])
-def test_what_cannot_be_closed_is_no_environment(tmp_path: Path, close: str) -> None:
+def test_an_environment_needs_a_plain_close_method(tmp_path: Path, close: str) -> None:
     file = tmp_path / "open.py"
     methods = "    async def reset(self, row, seed): ...\n    async def step(self, action): ...\n"
     file.write_text(f"class Open:\n{methods}{close}")

@@ -1,4 +1,4 @@
-"""The environments of the examples say what their pages promise."""
+"""The environments of the examples: observations, rewards and prompts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ CALCULATOR = f"{EXAMPLES}/calculator/calculator.py:Calculator"
 SIMON = f"{EXAMPLES}/game/simon.py:Simon"
 
 
-def played(name: str, row: Mapping[str, Any], actions: Sequence[str], seed: int = 0) -> list[Any]:
-    async def play() -> list[Any]:
+def run_episode(name: str, row: Mapping[str, Any], actions: Sequence[str], seed: int = 0) -> list[Any]:
+    async def run() -> list[Any]:
         environment = load_environment(name)()
         return [await environment.reset(row, seed), *[await environment.step(action) for action in actions]]
 
-    return asyncio.run(play())
+    return asyncio.run(run())
 
 
-def test_a_calculator_that_is_asked_knows_the_answer() -> None:
+def test_the_calculator_computes_and_scores() -> None:
     row = {"prompt": "37*48+15:", "answer": 1791}
-    assert played(CALCULATOR, row, ["37*48", "1776+15", "#1791"]) == [
+    assert run_episode(CALCULATOR, row, ["37*48", "1776+15", "#1791"]) == [
         "37*48+15:",
         Step("=1776;", 0.0, False),
         Step("=1791;", 0.0, False),
@@ -36,37 +36,37 @@ def test_a_calculator_that_is_asked_knows_the_answer() -> None:
 
 
 @pytest.mark.parametrize("action", ["", "37*", "37*48+15", "1" * 7 + "*2"])
-def test_a_calculator_does_not_answer_what_it_does_not_understand(action: str) -> None:
-    assert played(CALCULATOR, {"prompt": "", "answer": 0}, [action])[-1] == Step("=?;", 0.0, False)
+def test_an_invalid_call_of_the_calculator_gets_an_error(action: str) -> None:
+    assert run_episode(CALCULATOR, {"prompt": "", "answer": 0}, [action])[-1] == Step("=?;", 0.0, False)
 
 
 @pytest.mark.parametrize("action", ["#1790", "#", "##1791"])
-def test_a_wrong_answer_is_worth_nothing(action: str) -> None:
-    assert played(CALCULATOR, {"prompt": "", "answer": 1791}, [action])[-1] == Step("", 0.0, True)
+def test_a_wrong_answer_has_reward_0(action: str) -> None:
+    assert run_episode(CALCULATOR, {"prompt": "", "answer": 1791}, [action])[-1] == Step("", 0.0, True)
 
 
-async def repeat(seed: int, slip_at: int | None = None) -> list[Step]:
-    """The steps of a game in which all letters are repeated, up to one round."""
+async def play_simon(seed: int, wrong_round: int | None = None) -> list[Step]:
+    """The steps of a game with correct answers, except in `wrong_round`."""
     game, steps = load_environment(SIMON)(), list[Step]()
-    so_far = str(await game.reset({"prompt": "kc:"}, seed)).rstrip(":")
-    assert so_far == "kc"
+    letters_so_far = str(await game.reset({"prompt": "kc:"}, seed)).rstrip(":")
+    assert letters_so_far == "kc"
     while not steps or not steps[-1].done:
-        steps.append(await game.step(so_far if len(steps) != slip_at else so_far[::-1]))
-        so_far += str(steps[-1].observation).rstrip(":")
-    assert len({*so_far}) == len(so_far)
+        steps.append(await game.step(letters_so_far if len(steps) != wrong_round else letters_so_far[::-1]))
+        letters_so_far += str(steps[-1].observation).rstrip(":")
+    assert len({*letters_so_far}) == len(letters_so_far)
     return steps
 
 
-def test_a_game_is_won_by_remembering_everything() -> None:
-    steps = asyncio.run(repeat(seed=0))
+def test_a_game_with_correct_answers_has_reward_1() -> None:
+    steps = asyncio.run(play_simon(seed=0))
     assert [step.reward for step in steps] == [1 / 6] * 6
-    letters = ["".join(str(step.observation) for step in asyncio.run(repeat(seed))) for seed in (0, 0, 1)]
+    letters = ["".join(str(step.observation) for step in asyncio.run(play_simon(seed))) for seed in (0, 0, 1)]
     assert letters[0] == letters[1] != letters[2]
 
 
 @pytest.mark.parametrize("round_number", [0, 3, 5])
 def test_a_wrong_letter_ends_the_game(round_number: int) -> None:
-    steps = asyncio.run(repeat(seed=0, slip_at=round_number))
+    steps = asyncio.run(play_simon(seed=0, wrong_round=round_number))
     assert [step.reward for step in steps] == [1 / 6] * round_number + [0.0]
 
 

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium speak text once they are told how."""
+"""Environments of Gymnasium with text actions and observations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Walk(GymnasiumEnvironment):
         return dict(row) or None
 
 
-async def walked(row: Mapping[str, Any], *actions: str) -> list[Any]:
+async def run_episode(row: Mapping[str, Any], *actions: str) -> list[Any]:
     walk = Walk()
     found: list[Any] = [await walk.reset(row, 7)]
     found += [await walk.step(action) for action in actions]
@@ -52,7 +52,7 @@ async def walked(row: Mapping[str, Any], *actions: str) -> list[Any]:
 
 
 def test_an_episode_ends_where_the_environment_terminates() -> None:
-    assert asyncio.run(walked({}, "1", "1", "1")) == [
+    assert asyncio.run(run_episode({}, "1", "1", "1")) == [
         "...>",
         Step("..>", 0.5, False),
         Step(".>", 0.5, False),
@@ -61,16 +61,16 @@ def test_an_episode_ends_where_the_environment_terminates() -> None:
 
 
 def test_an_episode_ends_where_the_environment_truncates() -> None:
-    assert asyncio.run(walked({}, "0", "0"))[-1] == Step(".....>", 0.5, True)
+    assert asyncio.run(run_episode({}, "0", "0"))[-1] == Step(".....>", 0.5, True)
 
 
 @pytest.mark.parametrize("action", ["", "right", "2"])
-def test_an_action_that_means_nothing_ends_the_episode_without_reward(action: str) -> None:
-    assert asyncio.run(walked({}, action))[-1] == Step("", 0.0, True)
+def test_an_invalid_action_ends_the_episode_without_reward(action: str) -> None:
+    assert asyncio.run(run_episode({}, action))[-1] == Step("", 0.0, True)
 
 
 def test_the_row_reaches_the_environment() -> None:
-    async def play() -> None:
+    async def run() -> None:
         walk = Walk()
         assert await walk.reset({"length": 1, "seed": 5}, 7) == ".>"
         assert walk.env.seeds == 5  # type: ignore[attr-defined]
@@ -78,11 +78,11 @@ def test_the_row_reaches_the_environment() -> None:
         assert walk.env.seeds == 7  # type: ignore[attr-defined]
         walk.close()
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
-def test_each_environment_has_a_thread_of_its_own() -> None:
-    async def play() -> None:
+def test_each_environment_has_its_own_thread() -> None:
+    async def run() -> None:
         walks = [Walk(), Walk()]
         for walk in walks:
             await walk.reset({}, 0)
@@ -92,11 +92,11 @@ def test_each_environment_has_a_thread_of_its_own() -> None:
         for walk in walks:
             walk.close()
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
-def test_the_library_s_own_environments_can_be_played() -> None:
-    async def play() -> float:
+def test_an_environment_of_the_library_runs() -> None:
+    async def run() -> float:
         lake = GymnasiumEnvironment(gymnasium.make("FrozenLake-v1", is_slippery=False))
         assert await lake.reset({}, 0) == "0"
         steps = [await lake.step(action) for action in "112122"]
@@ -104,4 +104,4 @@ def test_the_library_s_own_environments_can_be_played() -> None:
         assert [step.done for step in steps] == [False] * 5 + [True]
         return sum(step.reward for step in steps)
 
-    assert asyncio.run(play()) == 1.0
+    assert asyncio.run(run()) == 1.0

@@ -1,19 +1,19 @@
-"""An engine on a GPU against one on the CPU. Skipped where there is none; `benchmarks/gpu.sh` runs it."""
+"""An engine on a GPU against one on the CPU. Skipped without a GPU; `benchmarks/gpu.sh` runs it."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from tests.engine.test_sampler import drawn_logits, drawn_sampling
+from tests.engine.test_sampler import random_logits, random_params
 
-from dora.core.records import GroupId, RequestId
-from dora.engine.device_sampler import DeviceRules, draw, rules_for
+from dora.core.types import GroupId, RequestId
+from dora.engine.cuda_graphs import CUDAGraphRunner
 from dora.engine.engine import Engine
-from dora.engine.graphs import GraphRunner
-from dora.engine.runner import _causal, _causal_on_gpu
-from dora.engine.sampler import RULE, rule, sample
-from dora.engine.sequence import Completion, Request, Sampling
+from dora.engine.kernels.device_sampler import DeviceSamplingMetadata, device_metadata, sample_on_device
+from dora.engine.kernels.sampler import SAMPLING_DTYPE, sample, sampling_metadata
+from dora.engine.request import Completion, Request, SamplingParams
+from dora.engine.runner import causal_attention, fused_causal_attention
 from dora.model.config import ModelConfig
 from dora.model.weights import initial_weights, weight_digest
 
@@ -30,15 +30,15 @@ SMALL = ModelConfig(
     max_position_embeddings=512,
 )
 GPU = torch.device("cuda")
-Answers = dict[RequestId, Completion]
+Completions = dict[RequestId, Completion]
 
 
 def weights(version: int) -> torch.Tensor:
     return initial_weights(SMALL, seed=version, std=0.1)
 
 
-def engine(device: str, dtype: str = "float32", num_blocks: int | None = None) -> Engine:
-    made = Engine(
+def make_engine(device: str, dtype: str = "float32", num_blocks: int | None = None) -> Engine:
+    engine = Engine(
         SMALL,
         max_rows=24,
         max_context=256,
@@ -48,12 +48,14 @@ def engine(device: str, dtype: str = "float32", num_blocks: int | None = None) -
         dtype=dtype,
     )
     for version in (0, 1):
-        made.load(version, weights(version))
-    return made
+        engine.load(version, weights(version))
+    return engine
 
 
-def requests(num_tokens: int = 60, temperature: float = 1.0, version: int | None = None) -> list[Request]:
-    """Groups of four of two versions, with prompts on both sides of a block's edge."""
+def make_requests(
+    num_tokens: int = 60, temperature: float = 1.0, version: int | None = None
+) -> list[Request]:
+    """Groups of four requests of two versions, with prompts on both sides of block boundaries."""
     return [
         Request(
             id=RequestId(0, i // 4, i % 4),
@@ -61,72 +63,72 @@ def requests(num_tokens: int = 60, temperature: float = 1.0, version: int | None
             prompt_ids=tuple((i // 4 * 5 + j * 3) % SMALL.vocab_size for j in range(14 + i // 4)),
             version=i // 4 % 2 if version is None else version,
             seed=i,
-            sampling=Sampling(temperature, num_tokens + i % 7, stop_ids=(1, 2)),
+            sampling=SamplingParams(temperature, num_tokens + i % 7, stop_ids=(1, 2)),
         )
         for i in range(32)
     ]
 
 
-def run(made: Engine, asked: list[Request]) -> Answers:
-    made.submit(asked)
-    found: Answers = {}
-    while not made.idle:
-        found |= {completion.id: completion for completion in made.step()}
-        made.check()
+def run(engine: Engine, requests: list[Request]) -> Completions:
+    engine.submit(requests)
+    found: Completions = {}
+    while not engine.is_idle:
+        found |= {completion.id: completion for completion in engine.step()}
+        engine.check()
     return found
 
 
-def check_same(found: Answers, expected: Answers, tolerance: float = 2e-4) -> None:
-    """Rounding may turn a draw that is almost even, so a few answers may part; what is before is the same."""
-    num_apart = 0
-    for request_id, answer in found.items():
+def check_same(found: Completions, expected: Completions, tolerance: float = 2e-4) -> None:
+    """Compare log-probs up to the first different token; rounding may change a few samples."""
+    num_different = 0
+    for request_id, completion in found.items():
         other = expected[request_id]
-        pairs = list(zip(answer.token_ids, other.token_ids, strict=False))
+        pairs = list(zip(completion.token_ids, other.token_ids, strict=False))
         num_same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        num_apart += answer.token_ids != other.token_ids
-        np.testing.assert_allclose(answer.logprobs[:num_same], other.logprobs[:num_same], atol=tolerance)
-    assert num_apart <= len(found) // 16
+        num_different += completion.token_ids != other.token_ids
+        np.testing.assert_allclose(completion.logprobs[:num_same], other.logprobs[:num_same], atol=tolerance)
+    assert num_different <= len(found) // 16
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
-def test_answers_are_those_of_the_cpu(temperature: float) -> None:
-    asked = requests(temperature=temperature)
-    made = engine("cuda")
-    assert made.kernels == "triton"
-    check_same(run(made, asked), run(engine("cpu"), asked))
+def test_completions_are_those_of_the_cpu(temperature: float) -> None:
+    requests = make_requests(temperature=temperature)
+    engine = make_engine("cuda")
+    assert engine.kernels == "triton"
+    check_same(run(engine, requests), run(make_engine("cpu"), requests))
 
 
-def test_replayed_steps_give_the_bits_of_called_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    replayed = run(engine("cuda"), requests())
-    monkeypatch.setattr(GraphRunner, "_recorded", lambda _, step: step)
-    called = run(engine("cuda"), requests())
-    for request_id, answer in replayed.items():
-        assert answer.token_ids == called[request_id].token_ids
-        assert answer.logprobs == called[request_id].logprobs
+def test_replayed_steps_have_the_bits_of_called_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = run(make_engine("cuda"), make_requests())
+    monkeypatch.setattr(CUDAGraphRunner, "_capture", lambda _, step: step)
+    called = run(make_engine("cuda"), make_requests())
+    for request_id, completion in replayed.items():
+        assert completion.token_ids == called[request_id].token_ids
+        assert completion.logprobs == called[request_id].logprobs
 
 
-def test_a_graph_uses_the_weights_that_are_in_its_slot_now() -> None:
-    made, on_cpu = engine("cuda"), engine("cpu")
+def test_a_graph_uses_the_current_weights_of_its_slot() -> None:
+    engine, on_cpu = make_engine("cuda"), make_engine("cpu")
     for version in range(1, 4):
-        asked = requests(num_tokens=12, version=version)
-        check_same(run(made, asked), run(on_cpu, asked))
-        for either in (made, on_cpu):
+        requests = make_requests(num_tokens=12, version=version)
+        check_same(run(engine, requests), run(on_cpu, requests))
+        for either in (engine, on_cpu):
             either.drop(version)
             either.load(version + 1, weights(version + 1))
 
 
-def test_requests_swapped_out_come_back_with_their_kv() -> None:
-    made = engine("cuda", num_blocks=60)
-    found = run(made, requests())
-    assert made.num_swapped
-    check_same(found, run(engine("cpu"), requests()))
+def test_preempted_requests_return_with_their_kv() -> None:
+    engine = make_engine("cuda", num_blocks=60)
+    found = run(engine, make_requests())
+    assert engine.num_swapped
+    check_same(found, run(make_engine("cpu"), make_requests()))
 
 
-def test_bf16_weights_are_rounded_as_they_are_loaded_and_give_almost_the_same_log_probs() -> None:
-    made = engine("cuda", "bfloat16")
-    assert made.versions[0] == weight_digest(weights(0).bfloat16())
-    asked = requests(num_tokens=1, temperature=0.0)
-    found, expected = run(made, asked), run(engine("cpu"), asked)
+def test_bf16_weights_are_rounded_when_loaded_and_give_almost_the_same_logprobs() -> None:
+    engine = make_engine("cuda", "bfloat16")
+    assert engine.versions[0] == weight_digest(weights(0).bfloat16())
+    requests = make_requests(num_tokens=1, temperature=0.0)
+    found, expected = run(engine, requests), run(make_engine("cpu"), requests)
     errors = [
         abs(found[i].logprobs[0] - expected[i].logprobs[0])
         for i in found
@@ -142,27 +144,29 @@ def test_prefill_attention_is_causal(num_new: int, length: int, dtype: torch.dty
     noise = torch.Generator().manual_seed(0)
     shapes = ((num_new, 8, 64), (length, 2, 64), (length, 2, 64))
     q, k, v = (torch.randn(shape, generator=noise).to(dtype) for shape in shapes)
-    found = _causal_on_gpu(q.to(GPU), k.to(GPU), v.to(GPU)).cpu().float()
+    found = fused_causal_attention(q.to(GPU), k.to(GPU), v.to(GPU)).cpu().float()
     torch.testing.assert_close(
-        found, _causal(q.float(), k.float(), v.float()), atol=tolerance, rtol=tolerance
+        found, causal_attention(q.float(), k.float(), v.float()), atol=tolerance, rtol=tolerance
     )
 
 
-@pytest.mark.parametrize("is_recorded", [False, True])
-def test_the_sampler_on_the_gpu_draws_what_the_one_on_the_host_does(is_recorded: bool) -> None:
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_the_device_sampler_samples_what_the_host_sampler_does(is_captured: bool) -> None:
     source, num_rows, vocab = np.random.default_rng(0), 32, 50_000
-    logits, positions = drawn_logits(source, num_rows, vocab), np.arange(num_rows)
-    asked = np.array([rule(seed, drawn_sampling(source)) for seed in range(num_rows)], RULE)
-    on_host = rules_for(asked, np.arange(num_rows), num_rows, vocab)
-    rules = DeviceRules(*(values.to(GPU) for values in on_host))
+    logits, positions = random_logits(source, num_rows, vocab), np.arange(num_rows)
+    requests = np.array(
+        [sampling_metadata(seed, random_params(source)) for seed in range(num_rows)], SAMPLING_DTYPE
+    )
+    on_host = device_metadata(requests, np.arange(num_rows), num_rows, vocab)
+    rules = DeviceSamplingMetadata(*(values.to(GPU) for values in on_host))
     inputs = torch.from_numpy(logits).to(GPU), torch.from_numpy(positions).to(GPU)
-    found = draw(*inputs, rules, is_changed=True, has_filters=True)
-    if is_recorded:
+    found = sample_on_device(*inputs, rules, is_modified=True, has_filters=True)
+    if is_captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = draw(*inputs, rules, is_changed=True, has_filters=True)
+            found = sample_on_device(*inputs, rules, is_modified=True, has_filters=True)
         graph.replay()
-    expected = sample(logits, positions, asked)
+    expected = sample(logits, positions, requests)
     same = found.tokens.cpu().numpy() == expected.tokens
     assert same.mean() >= 31 / 32
     for ours, theirs in zip(found.logprobs.cpu().numpy(), expected[1:], strict=True):

@@ -1,4 +1,4 @@
-"""A tiny model of every family, by name: our config, transformers' config, weights that use every feature."""
+"""A tiny model of every family: DORA's config, a transformers model, and weights that use every feature."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dora.model.config import ModelConfig
-from dora.model.decoder import forward, head, rope_tables
-from dora.model.rope import RopeScaling
-from dora.model.routing import Route
-from dora.model.weights import Layout, initial_weights
-from dora.trainer.attention import attend_in_blocks
+from dora.model.config import ModelConfig, RopeScaling
+from dora.model.decoder import forward, lm_head, rope_tables
+from dora.model.moe import Router
+from dora.model.weights import WeightLayout, initial_weights
+from dora.trainer.policy import packed_attention
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 31,
@@ -47,7 +46,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "qwen3_moe-sparse": {"model_type": "qwen3_moe", **MIXTURE, "decoder_sparse_step": 2},
 }
 CONFIGS = {name: ModelConfig(**SHAPE | features) for name, features in FEATURES.items()}
-STRETCHED = replace(
+SCALED_ROPE = replace(
     CONFIGS["llama"],
     rope_scaling=RopeScaling("llama3", 8.0, 16),
     rope_theta=50.0,
@@ -55,8 +54,8 @@ STRETCHED = replace(
 )
 
 
-def theirs(name: str, **rope: Any) -> Any:
-    """A transformers model of that name, of drawn weights, its RoPE as it is or stretched."""
+def transformers_model(name: str, **rope: Any) -> Any:
+    """A transformers model of that name with random weights, and RoPE as given."""
     features = {"tie_word_embeddings": True, **SHAPE, **FEATURES[name]}
     features["mlp_only_layers"] = list(features.get("mlp_only_layers", ()))
     torch.manual_seed(0)
@@ -65,7 +64,7 @@ def theirs(name: str, **rope: Any) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, **rope},
         initializer_range=0.3,
     )
-    make: Any = AutoModelForCausalLM  # not annotated there
+    make: Any = AutoModelForCausalLM  # has no annotations
     model = make.from_config(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -76,11 +75,11 @@ def theirs(name: str, **rope: Any) -> Any:
     return model.eval()
 
 
-def drawn_weights(config: ModelConfig, seed: int = 0) -> Tensor:
-    """A flat buffer in which norms and biases matter, too."""
+def random_weights(config: ModelConfig, seed: int = 0) -> Tensor:
+    """Random weights [numel] whose norms and biases matter too."""
     flat = initial_weights(config, seed, std=0.3)
     generator = torch.Generator().manual_seed(seed)
-    for name, view in Layout(config).views(flat).items():
+    for name, view in WeightLayout(config).views(flat).items():
         if name.endswith(".bias"):
             view.normal_(0, 0.3, generator=generator)
         elif name.endswith("norm.weight"):
@@ -88,23 +87,23 @@ def drawn_weights(config: ModelConfig, seed: int = 0) -> Tensor:
     return flat
 
 
-def drawn_tokens(batch: int, length: int) -> Tensor:
+def random_tokens(batch: int, length: int) -> Tensor:
     return torch.randint(0, SHAPE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-def our_logits(config: ModelConfig, flat: Tensor, tokens: Tensor, route: Route | None = None) -> Tensor:
+def compute_logits(config: ModelConfig, flat: Tensor, tokens: Tensor, route: Router | None = None) -> Tensor:
     """[batch, length, vocab] of tokens [batch, length]."""
     batch, length = tokens.shape
-    weights = Layout(config).views(flat)
+    weights = WeightLayout(config).views(flat)
     cos, sin = (table.repeat(batch, 1) for table in rope_tables(config, length))
-    attend = attend_in_blocks([torch.arange(batch * length).view(batch, length)])
+    attend = packed_attention([torch.arange(batch * length).view(batch, length)])
     hidden = forward(weights, config, tokens.flatten(), cos, sin, attend, route)
-    return F.linear(hidden, head(weights)).view(batch, length, -1)
+    return F.linear(hidden, lm_head(weights)).view(batch, length, -1)
 
 
-def greedy_answer(config: ModelConfig, flat: Tensor, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The naive way: a full forward for every token."""
+def greedy_output(config: ModelConfig, flat: Tensor, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """Naive decoding: a full forward pass per token."""
     ids = list(prompt_ids)
     for _ in range(num_tokens):
-        ids.append(int(our_logits(config, flat, torch.tensor([ids]))[0, -1].argmax()))
+        ids.append(int(compute_logits(config, flat, torch.tensor([ids]))[0, -1].argmax()))
     return ids[len(prompt_ids) :]

@@ -8,8 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dora.errors import ModelError
 from dora.model.config import ModelConfig
-from dora.model.decoder import rope_tables
-from dora.model.rope import frequencies
+from dora.model.decoder import rope_frequencies, rope_tables
 
 LENGTHS = {"head_dim": 64, "max_position_embeddings": 256}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -28,7 +27,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "mscale_all_dim": 0.7,
         "truncate": False,
     },
-    "yarn with its factor": {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.3},
+    "yarn with attention factor": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.3,
+    },
 }
 
 
@@ -36,7 +39,7 @@ def parameters(kind: str) -> dict[str, Any]:
     return {"rope_type": kind.split()[0], **KINDS[kind]}
 
 
-def ours(**rope: Any) -> ModelConfig:
+def make_config(**rope: Any) -> ModelConfig:
     return ModelConfig.from_dict({"model_type": "llama", **SHAPE, **LENGTHS, **rope})
 
 
@@ -44,8 +47,8 @@ def ours(**rope: Any) -> ModelConfig:
 def test_frequencies_and_tables_equal_those_of_transformers(kind: str) -> None:
     rope = {**parameters(kind), "rope_theta": 5_000.0}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**SHAPE | LENGTHS, rope_parameters=dict(rope)))
-    config = ours(rope_parameters=rope)
-    found = frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    config = make_config(rope_parameters=rope)
+    found = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     torch.testing.assert_close(found, theirs.inv_freq, rtol=1e-6, atol=0)
     factor = config.rope_scaling.cos_sin_factor if config.rope_scaling else 1.0
     assert factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
@@ -55,11 +58,11 @@ def test_frequencies_and_tables_equal_those_of_transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_configs_of_older_transformers_are_read_alike(kind: str) -> None:
-    new = ours(rope_parameters={**parameters(kind), "rope_theta": 5_000.0})
+def test_configs_of_older_transformers_are_read(kind: str) -> None:
+    new = make_config(rope_parameters={**parameters(kind), "rope_theta": 5_000.0})
     old = parameters(kind)
     old["type"] = old.pop("rope_type")
-    assert ours(rope_theta=5_000.0, rope_scaling=old if kind != "default" else None) == new
+    assert make_config(rope_theta=5_000.0, rope_scaling=old if kind != "default" else None) == new
     assert ModelConfig.from_dict(new.to_dict()) == new
 
 
@@ -68,15 +71,15 @@ def test_configs_of_older_transformers_are_read_alike(kind: str) -> None:
     [
         (
             {"rope_type": "dynamic", "factor": 2.0},
-            r"rope_type = 'dynamic' .* cached keys would turn wrong.*yarn",
+            r"rope_type = 'dynamic' .*keys would depend on the sequence length.*yarn",
         ),
-        ({"rope_type": "longrope"}, "rope_type = 'longrope' .* cached keys would turn wrong"),
-        ({"type": "mrope"}, "rope_type = 'mrope' .* unknown here"),
+        ({"rope_type": "longrope"}, "rope_type = 'longrope' .*keys would depend on the sequence length"),
+        ({"type": "mrope"}, "rope_type = 'mrope' .*unknown"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5"),
     ],
 )
-def test_other_kinds_of_rope_are_refused_with_the_reason(rope: dict[str, Any], message: str) -> None:
+def test_unsupported_kinds_of_rope_are_rejected_with_the_reason(rope: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        ours(rope_parameters=rope)
+        make_config(rope_parameters=rope)
     with pytest.raises(KeyError, match="factor"):
-        ours(rope_parameters={"rope_type": "linear"})
+        make_config(rope_parameters={"rope_type": "linear"})

@@ -1,4 +1,4 @@
-"""A reward function may do anything; the run hears a number or a named reason."""
+"""Whatever a reward function does, its result is a finite number or a named reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dora.errors import RewardError
-from dora.rewards.base import load_reward, score
+from dora.rewards.base import load_reward, score_one
 
 
 def test_a_function_is_loaded_from_a_file(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_a_function_is_loaded_from_a_file(tmp_path: Path) -> None:
     file.write_text(
         "from neighbour_of_reward import WORTH\ndef reward(prompt, completion, **row):\n    return WORTH\n"
     )
-    assert score(load_reward(f"{file}:reward"), "p", "c", {}).reward == 2.5
+    assert score_one(load_reward(f"{file}:reward"), "p", "c", {}).reward == 2.5
 
 
 def test_a_function_is_loaded_from_a_module() -> None:
@@ -51,7 +51,7 @@ class Pair:
         return self.worth * (completion == prompt)
 
 
-class Mute:
+class NotCallable:
     pass
 """
 
@@ -62,30 +62,30 @@ def pair(tmp_path: Path) -> Path:
     return tmp_path / "pair.py"
 
 
-def test_a_class_is_made_once_with_its_options_and_then_called(pair: Path) -> None:
-    reward = load_reward(f"{pair}:Pair", "task.echo.class", {"worth": 4})
-    assert [score(reward, "p", text, {"answer": 1}).reward for text in "pq"] == [0.25, 0.0]
+def test_a_class_is_instantiated_with_its_options_and_then_called(pair: Path) -> None:
+    reward = load_reward(f"{pair}:Pair", "reward_task.echo.class", {"worth": 4})
+    assert [score_one(reward, "p", text, {"answer": 1}).reward for text in "pq"] == [0.25, 0.0]
 
 
 @pytest.mark.parametrize(
     ("name", "options", "complaint"),
     [
         ("Pair", {"wroth": 1}, "unexpected keyword argument 'wroth'"),
-        ("Pair", {"worth": 0}, "raised ZeroDivisionError"),
-        ("Mute", {}, "give the class a __call__"),
+        ("Pair", {"worth": 0}, "the class raised ZeroDivisionError"),
+        ("NotCallable", {}, "give the class a __call__"),
     ],
 )
-def test_a_class_that_makes_no_reward_is_explained(
+def test_a_class_that_is_no_reward_is_explained(
     pair: Path, name: str, options: dict[str, int], complaint: str
 ) -> None:
     with pytest.raises(RewardError, match=complaint) as refusal:
-        load_reward(f"{pair}:{name}", "task.echo.class", options)
-    assert str(refusal.value).startswith(f"task.echo.class = '{pair}:{name}'")
+        load_reward(f"{pair}:{name}", "reward_task.echo.class", options)
+    assert str(refusal.value).startswith(f"reward_task.echo.class = '{pair}:{name}'")
 
 
 def test_a_function_takes_no_options() -> None:
     with pytest.raises(RewardError, match="a function takes no options; remove them, or name a class"):
-        load_reward("math:hypot", "task.echo.class", {"worth": 1})
+        load_reward("math:hypot", "reward_task.echo.class", {"worth": 1})
 
 
 def test_a_file_that_does_not_import_shows_its_traceback(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_prompt_completion_and_row_reach_the_function() -> None:
     def reward(prompt: str, completion: str, **row: Any) -> float:
         return float(prompt == "p" and completion == "c" and row == {"answer": 4})
 
-    assert score(reward, "p", "c", {"answer": 4}).reward == 1.0
+    assert score_one(reward, "p", "c", {"answer": 4}).reward == 1.0
 
 
 def test_an_async_function_is_awaited() -> None:
@@ -107,12 +107,12 @@ def test_an_async_function_is_awaited() -> None:
         await asyncio.get_running_loop().run_in_executor(None, str)
         return 0.25
 
-    assert score(reward, "p", "c", {}).reward == 0.25
+    assert score_one(reward, "p", "c", {}).reward == 0.25
 
 
 @pytest.mark.parametrize(("value", "reward"), [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (-2.0, -2.0)])
 def test_every_finite_real_number_is_a_reward(value: object, reward: float) -> None:
-    outcome = score(lambda prompt, completion: value, "p", "c", {})
+    outcome = score_one(lambda prompt, completion: value, "p", "c", {})
     assert (outcome.reward, outcome.reason) == (reward, "")
 
 
@@ -127,7 +127,7 @@ def test_every_finite_real_number_is_a_reward(value: object, reward: float) -> N
     ],
 )
 def test_anything_else_fails_by_name(value: object, reason: str) -> None:
-    outcome = score(lambda prompt, completion: value, "p", "c", {})
+    outcome = score_one(lambda prompt, completion: value, "p", "c", {})
     assert outcome.reward is None
     assert outcome.reason == reason
     assert "must return a finite float" in outcome.detail
@@ -138,7 +138,7 @@ def test_a_function_that_raises_fails_with_its_traceback(error: BaseException) -
     def reward(prompt: str, completion: str) -> float:
         raise error
 
-    outcome = score(reward, "p", "c", {})
+    outcome = score_one(reward, "p", "c", {})
     assert outcome.reason == f"reward raised {type(error).__name__}"
     assert "in reward" in outcome.detail
 
@@ -147,4 +147,4 @@ def test_a_column_the_function_does_not_take_fails_by_name() -> None:
     def reward(prompt: str, completion: str) -> float:
         return 1.0
 
-    assert score(reward, "p", "c", {"answer": 4}).reason == "reward raised TypeError"
+    assert score_one(reward, "p", "c", {"answer": 4}).reason == "reward raised TypeError"

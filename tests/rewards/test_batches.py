@@ -1,4 +1,4 @@
-"""Reward functions written for TRL judge a whole group in one call, unchanged."""
+"""Reward functions written for TRL score a whole group in one call, unchanged."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from dora.rewards.base import Answer, Outcome, judge
-from dora.rewards.signature import takes_batches
+from dora.rewards.base import RewardInput, RewardResult, score, takes_batches
 
-ANSWERS: dict[str, tuple[int, ...]] = {"four": (4, 0), "five": (5, 0), "": ()}
+COMPLETIONS: dict[str, tuple[int, ...]] = {"four": (4, 0), "five": (5, 0), "": ()}
 
 
-def group(prompt: Any = "2+2", /, **row: Any) -> list[Answer]:
-    return [Answer(prompt, text, ids, row) for text, ids in ANSWERS.items()]
+def group(prompt: Any = "2+2", /, **row: Any) -> list[RewardInput]:
+    return [RewardInput(prompt, text, ids, row) for text, ids in COMPLETIONS.items()]
 
 
 def rewards_of(function: Callable[..., Any], /, prompt: Any = "2+2", **row: Any) -> list[float | None]:
-    return [outcome.reward for outcome in judge(function, group(prompt, **row))]
+    return [result.reward for result in score(function, group(prompt, **row))]
 
 
-def only(outcomes: Iterable[Outcome]) -> Outcome:
-    (outcome,) = outcomes
-    return outcome
+def only(results: Iterable[RewardResult]) -> RewardResult:
+    (result,) = results
+    return result
 
 
 def test_every_argument_is_a_list_with_a_value_per_completion() -> None:
@@ -52,7 +51,7 @@ def test_completions_are_conversations_where_the_prompt_is_one() -> None:
     assert rewards_of(reward_func, [{"role": "user", "content": "2+2"}]) == [4.0, 4.0, 0.0]
 
 
-def test_groups_that_are_judged_together_keep_their_own_prompts_and_columns() -> None:
+def test_groups_that_are_scored_together_keep_their_own_prompts_and_columns() -> None:
     def reward_func(
         prompts: list[Any], completions: list[Any], answer: list[str | None], **kwargs: Any
     ) -> list[float]:
@@ -63,8 +62,8 @@ def test_groups_that_are_judged_together_keep_their_own_prompts_and_columns() ->
         return [float(len(text)) for text in texts]
 
     conversation = [{"role": "user", "content": "3+2"}]
-    answers = group(answer="four") + group(conversation, level=1)
-    assert [outcome.reward for outcome in judge(reward_func, answers)] == [4.0, 4.0, 0.0] * 2
+    inputs = group(answer="four") + group(conversation, level=1)
+    assert [result.reward for result in score(reward_func, inputs)] == [4.0, 4.0, 0.0] * 2
 
 
 def test_an_async_function_is_awaited() -> None:
@@ -74,7 +73,7 @@ def test_an_async_function_is_awaited() -> None:
     assert rewards_of(reward_func) == [0.5] * 3
 
 
-def test_an_array_is_as_good_as_a_list() -> None:
+def test_an_array_is_accepted_like_a_list() -> None:
     assert rewards_of(lambda completions, **kwargs: np.arange(3)) == [0.0, 1.0, 2.0]
 
 
@@ -88,21 +87,21 @@ def test_an_array_is_as_good_as_a_list() -> None:
     ],
 )
 def test_anything_but_a_value_per_completion_fails_the_group_by_name(value: object, reason: str) -> None:
-    outcome = only(judge(lambda completions, **kwargs: value, group()))
-    assert (outcome.reward, outcome.reason) == (None, reason)
-    assert "must return" in outcome.detail
+    result = only(score(lambda completions, **kwargs: value, group()))
+    assert (result.reward, result.reason) == (None, reason)
+    assert "must return" in result.detail
 
 
-def test_a_value_that_is_no_number_fails_by_name() -> None:
-    outcomes = [*judge(lambda completions, **kwargs: [1.0, None, 2.0], group())]
-    assert [outcome.reason for outcome in outcomes] == ["", "reward returned NoneType", ""]
+def test_a_value_that_is_not_a_number_fails_by_name() -> None:
+    results = [*score(lambda completions, **kwargs: [1.0, None, 2.0], group())]
+    assert [result.reason for result in results] == ["", "reward returned NoneType", ""]
 
 
-def test_whatever_holds_one_number_is_a_reward() -> None:
+def test_numpy_scalars_and_tensors_with_one_element_are_rewards() -> None:
     values = [np.bool_(True), torch.tensor(0.5), np.float32(2)]
     assert rewards_of(lambda completions, **kwargs: values) == [1.0, 0.5, 2.0]
-    outcomes = [*judge(lambda completions, **kwargs: [1, 10**400, np.zeros(0)], group())]
-    assert [outcome.reason for outcome in outcomes] == ["", "reward returned inf", "reward returned ndarray"]
+    results = [*score(lambda completions, **kwargs: [1, 10**400, np.zeros(0)], group())]
+    assert [result.reason for result in results] == ["", "reward returned inf", "reward returned ndarray"]
 
 
 def test_a_column_may_have_any_name() -> None:
@@ -115,17 +114,17 @@ def test_a_function_that_raises_fails_with_its_traceback() -> None:
     def reward_func(completions: list[str], **kwargs: Any) -> list[float]:
         return [1 / len(text) for text in completions]
 
-    outcome = only(judge(reward_func, group()))
-    assert outcome.reason == "reward raised ZeroDivisionError"
-    assert "in reward_func" in outcome.detail
+    result = only(score(reward_func, group()))
+    assert result.reason == "reward raised ZeroDivisionError"
+    assert "in reward_func" in result.detail
 
 
-def test_the_kind_of_a_function_is_seen_in_its_parameters() -> None:
-    class Judge:
+def test_the_parameters_of_a_function_decide_whether_it_takes_batches() -> None:
+    class BatchReward:
         def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
             return [2.0] * len(completions)
 
-    assert rewards_of(Judge()) == [2.0] * 3
+    assert rewards_of(BatchReward()) == [2.0] * 3
     assert rewards_of(lambda prompt, completion, **row: len(completion)) == [4.0, 4.0, 0.0]
     assert takes_batches(lambda prompts, **kwargs: [])
     assert takes_batches(lambda **kwargs: [])

@@ -1,4 +1,4 @@
-"""A sequence classifier as a reward: it says what transformers says of each text by itself."""
+"""A sequence classifier as a reward gives each text the score that transformers gives it alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import transformers
 
 from dora.data.tokenizer import save_character_tokenizer
 from dora.errors import RewardError
-from dora.rewards.base import Answer, judge
+from dora.rewards.base import RewardInput, score
 from dora.rewards.classifier import SequenceClassifier
 
 ALPHABET = "0123456789:ua|"
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
 PROMPTS = ["12:", "3:", "12:", "456:"]
-ANSWERS = ["7", "777777", "", "0123"]
+COMPLETIONS = ["7", "777777", "", "0123"]
 
 
 def save(folder: Path, num_labels: int = 1, pads: bool = True, **changes: Any) -> Path:
@@ -52,22 +52,22 @@ def logits_of(folder: Path, text: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("pads", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_each_answer_gets_the_score_of_its_own_text(tmp_path: Path, pads: bool, num_rows: int) -> None:
+def test_each_completion_gets_the_score_of_its_own_text(tmp_path: Path, pads: bool, num_rows: int) -> None:
     folder = save(tmp_path, pads=pads)
-    found = SequenceClassifier(str(folder), micro_batch_rows=num_rows)(PROMPTS, ANSWERS)
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    found = SequenceClassifier(str(folder), micro_batch_rows=num_rows)(PROMPTS, COMPLETIONS)
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, COMPLETIONS, strict=True)]
     assert found == pytest.approx([float(logits_of(folder, text)) for text in texts], abs=1e-5)
     assert len(set(found)) == 4
 
 
-def test_it_judges_a_group_as_reward_functions_do(tmp_path: Path) -> None:
+def test_it_scores_a_group_as_reward_functions_do(tmp_path: Path) -> None:
     model = SequenceClassifier(str(save(tmp_path)))
-    answers = [Answer("12:", text, [], {"answer": 5}) for text in ("7", "77")]
-    outcomes = list(judge(model, answers))
-    assert [o.reward for o in outcomes] == model(["12:", "12:"], ["7", "77"], answer=[5, 5])
+    inputs = [RewardInput("12:", text, [], {"answer": 5}) for text in ("7", "77")]
+    results = list(score(model, inputs))
+    assert [result.reward for result in results] == model(["12:", "12:"], ["7", "77"], answer=[5, 5])
 
 
-def test_of_several_outputs_the_probability_of_one_counts(tmp_path: Path) -> None:
+def test_a_model_with_several_outputs_gives_the_probability_of_its_label(tmp_path: Path) -> None:
     folder = save(tmp_path, id2label={0: "bad", 1: "fair", 2: "good"}, num_labels=3)
     found = SequenceClassifier(str(folder), label="good")(["1:"], ["23"])
     assert found == pytest.approx([float(logits_of(folder, "1:23").softmax(-1)[2])], abs=1e-6)
@@ -87,16 +87,16 @@ def test_a_conversation_goes_through_the_chat_template(tmp_path: Path) -> None:
     assert model(["12"], ["7"]) == model(*conversation)
 
 
-def test_a_text_that_is_too_long_is_refused_and_not_cut(tmp_path: Path) -> None:
+def test_a_text_that_is_too_long_is_refused_and_not_truncated(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="13 tokens; the reward model reads 12"):
         SequenceClassifier(str(save(tmp_path)))(["12:"], ["0123456789"])
 
 
-def test_a_model_without_a_head_is_no_judge(tmp_path: Path) -> None:
+def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path)
     config = transformers.Qwen2Config.from_pretrained(folder)
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-    with pytest.raises(RewardError, match=r"lacks score\.weight"):
+    with pytest.raises(RewardError, match=r"has no score\.weight"):
         SequenceClassifier(str(folder))
 
 

@@ -1,4 +1,4 @@
-"""Programs are judged by what they print and return; what is right stays with the judge."""
+"""Programs are scored by what they print and return, and cannot find the expected values."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from dora.errors import RewardError
-from dora.rewards.base import Answer, judge, load_reward
-from dora.rewards.code import Assertion, PassedTests, program_of, read_tests, split
+from dora.rewards.base import RewardInput, load_reward, score
+from dora.rewards.code import AssertionTest, PassedTests, extract_program, read_tests, split_assertion
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 SUMS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 7\n", "output": "12"}]
 ADDS = ["assert add(1, 2) == 3", "assert add(5, 7) == 12"]
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"), reason="cells need Linux"
+    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
+    reason="needs Linux",
 )
 
 
@@ -29,7 +30,7 @@ def reward() -> PassedTests:
     return PassedTests(test_s=1.0, answer_s=3.0)
 
 
-# Looks for what is right wherever Python keeps values, and says it.
+# Searches every reachable Python object for the expected value, and returns it.
 THIEF = """
 import gc, re, sys
 
@@ -45,40 +46,40 @@ def found():
 """
 
 
-def test_what_is_right_cannot_be_found_even_after_it_was_said(reward: PassedTests) -> None:
+def test_expected_values_cannot_be_found_even_after_a_program_printed_them(reward: PassedTests) -> None:
     needle = f"needle-{secrets.token_hex(8)}"
     tests = [{"input": "", "output": needle}, f"assert found() == {needle!r}"]
     honest = f"def found():\n    return {needle!r}\nprint(found())\n"
     assert reward("", honest, tests=tests) == 1.0
     assert reward("", f"{THIEF}\nprint(found())\n", tests=tests) == 0.0
-    told = [{"input": needle, "output": needle}]
-    assert reward("", f"{THIEF}\ntold = input()\nprint(found())\n", tests=told) == 1.0
+    revealed = [{"input": needle, "output": needle}]
+    assert reward("", f"{THIEF}\nrevealed = input()\nprint(found())\n", tests=revealed) == 1.0
 
 
 FORGERIES = {
-    "ends early": "import os\nos._exit(0)",
-    "ends early, politely": "exit()",
-    "says it passed": "print('1\\n' * 9, flush=True)",
-    "says it in every file": "import os\nfor fd in range(1, 64):\n"
+    "exits": "import os\nos._exit(0)",
+    "exits, politely": "exit()",
+    "prints replies": "print('1\\n' * 9, flush=True)",
+    "writes replies to every descriptor": "import os\nfor fd in range(1, 64):\n"
     "  try: os.write(fd, b'e1\\n1\\n')\n  except OSError: 0",
-    "replaces comparisons": "class Yes:\n  __eq__ = lambda s, o: True\ndef add(a, b): return Yes()",
-    "replaces them in a number": "class Yes(int):\n  __eq__ = lambda *_: True\ndef add(a, b): return Yes(0)",
-    "says something else": "class Yes(str):\n  __repr__ = lambda s: '3'\ndef add(a, b): return Yes()",
+    "overrides comparison": "class Yes:\n  __eq__ = lambda s, o: True\ndef add(a, b): return Yes()",
+    "overrides it in an int": "class Yes(int):\n  __eq__ = lambda *_: True\ndef add(a, b): return Yes(0)",
+    "overrides repr": "class Yes(str):\n  __repr__ = lambda s: '3'\ndef add(a, b): return Yes()",
     "replaces eval": "import builtins\nbuiltins.eval = lambda *a: 3\nadd = None",
     "replaces the library": "import sys, json\nsys.modules.clear()\njson.load = 0\ndef add(a, b): return 0",
-    "returns no plain value": "def add(a, b): return object()",
+    "returns an object": "def add(a, b): return object()",
     "raises": "def add(a, b): raise SystemExit(0)",
 }
 
 
 @pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES)
-def test_a_verdict_cannot_be_forged(reward: PassedTests, program: str) -> None:
+def test_results_cannot_be_forged(reward: PassedTests, program: str) -> None:
     assert reward("", program, tests=[*SUMS, *ADDS]) <= 0.25  # `eval = 3` is right once, as 3 is
     assert reward("", program + "\n", tests=SUMS) == 0.0
     assert reward("", "def add(a, b):\n    return a + b\n", tests=ADDS) == 1.0
 
 
-def test_the_reward_is_the_share_of_tests_or_all_of_them(reward: PassedTests) -> None:
+def test_the_reward_is_the_fraction_of_passed_tests_or_all_or_nothing(reward: PassedTests) -> None:
     strict = PassedTests(all_or_nothing=True)
     three, both = "print(3)", [*SUMS, *ADDS]
     assert reward("", three, tests=SUMS) == 0.5
@@ -87,7 +88,7 @@ def test_the_reward_is_the_share_of_tests_or_all_of_them(reward: PassedTests) ->
 
 
 @pytest.mark.parametrize(
-    ("program", "tests", "wanted"),
+    ("program", "tests", "expected"),
     [
         ("def f(a): return sorted(a)", ["assert f([2, 1]) == [1, 2]", "assert set(f((3,))) == {3}"], 1.0),
         ("class Solution:\n  def f(self, a): return a * 2", ["assert Solution().f(2) == 4"], 1.0),
@@ -102,15 +103,15 @@ def test_the_reward_is_the_share_of_tests_or_all_of_them(reward: PassedTests) ->
         ("f = lambda a: True", ["assert f(1) is True", "assert not f(2)"], 0.5),
     ],
 )
-def test_assertions_hold_or_not(program: str, tests: list[str], wanted: float) -> None:
-    assert PassedTests(test_s=0.5)("", program, tests=tests) == wanted
+def test_assertions_are_evaluated(program: str, tests: list[str], expected: float) -> None:
+    assert PassedTests(test_s=0.5)("", program, tests=tests) == expected
 
 
-def test_what_is_right_stays_out_of_what_the_program_computes() -> None:
-    assert split("assert f(1)[0] == 'a b'.split()[0]") == Assertion(
+def test_an_assertion_is_split_into_calls_and_the_rest() -> None:
+    assert split_assertion("assert f(1)[0] == 'a b'.split()[0]") == AssertionTest(
         ("f(1)",), "value_0[0] == 'a b'.split()[0]"
     )
-    assert split("assert max(f(1), g.h(2)) == min(3, 4)") == Assertion(
+    assert split_assertion("assert max(f(1), g.h(2)) == min(3, 4)") == AssertionTest(
         ("f(1)", "g.h(2)"), "max(value_0, value_1) == min(3, 4)"
     )
 
@@ -120,13 +121,13 @@ def test_what_is_right_stays_out_of_what_the_program_computes() -> None:
     [
         (None, "the column tests = None: needs a list of tests"),
         ([], "needs a list of tests"),
-        ("[{", "the column tests is no JSON"),
+        ("[{", "the column tests is not JSON"),
         ([3], 'a test of the column tests = 3: needs {"input": TEXT, "output": TEXT} or "assert ..."'),
         ([{"input": "1"}], "needs"),
-        (["f(1)"], "it is another statement"),
+        (["f(1)"], "it is not an assert statement"),
         (["assert f(1) =="], "invalid syntax"),
-        (["assert max(1, 2) == 2"], "it calls nothing but what is Python's own"),
-        (["assert all(f(i) for i in range(3))"], "it has names of its own"),
+        (["assert max(1, 2) == 2"], "it does not call the program"),
+        (["assert all(f(i) for i in range(3))"], "it binds names"),
     ],
 )
 def test_tests_that_cannot_be_read_are_named(tests: Any, complaint: str) -> None:
@@ -134,13 +135,13 @@ def test_tests_that_cannot_be_read_are_named(tests: Any, complaint: str) -> None
         read_tests(tests, "tests")
 
 
-def test_the_program_is_the_last_fenced_block_or_everything() -> None:
-    assert program_of("print(1)") == "print(1)"
-    assert program_of("First:\n```\na\n```\nbetter:\n```python\nb = 1\nc\n```\nDone.") == "b = 1\nc\n"
-    assert program_of("```python\nnever closed") == "```python\nnever closed"
+def test_the_program_is_the_last_fenced_block_or_the_whole_text() -> None:
+    assert extract_program("print(1)") == "print(1)"
+    assert extract_program("First:\n```\na\n```\nbetter:\n```python\nb = 1\nc\n```\nDone.") == "b = 1\nc\n"
+    assert extract_program("```python\nnever closed") == "```python\nnever closed"
 
 
-def test_output_is_compared_without_blanks_at_the_ends(reward: PassedTests) -> None:
+def test_output_is_compared_without_trailing_blanks(reward: PassedTests) -> None:
     tests = [{"input": "", "output": "1\n\n2"}]
     programs = (
         "print('1  \\n\\n2\\n\\n')",
@@ -150,7 +151,7 @@ def test_output_is_compared_without_blanks_at_the_ends(reward: PassedTests) -> N
     assert [reward("", program, tests=tests) for program in programs] == [1.0, 0.0, 0.0]
 
 
-def test_what_is_read_may_be_long_and_left_unread(reward: PassedTests) -> None:
+def test_input_may_be_long_and_left_unread(reward: PassedTests) -> None:
     given = "x" * 3_000_000
     tests = [{"input": given, "output": "3000000"}]
     assert reward("", "print(len(input()))", tests=tests) == 1.0
@@ -158,12 +159,12 @@ def test_what_is_read_may_be_long_and_left_unread(reward: PassedTests) -> None:
     assert reward("", "print(input() * 2)", tests=tests) == 0.0
 
 
-def test_it_is_a_reward_like_any_other() -> None:
+def test_it_loads_as_a_reward_class() -> None:
     made = load_reward("dora.rewards.code:PassedTests", options={"column": "test_list"})
-    answers = [
-        Answer("add", text, (), {"test_list": json.dumps(SUMS)}) for text in (ADD, "", "import os\n\x00")
+    inputs = [
+        RewardInput("add", text, (), {"test_list": json.dumps(SUMS)}) for text in (ADD, "", "import os\n\x00")
     ]
-    assert [outcome.reward for outcome in judge(made, answers)] == [1.0, 0.0, 0.0]
+    assert [result.reward for result in score(made, inputs)] == [1.0, 0.0, 0.0]
     for options in ({"test_s": 0}, {"test_s": 9.0}, {"memory_mb": 1}, {"columns": "x"}):
         with pytest.raises(RewardError):
             load_reward("dora.rewards.code:PassedTests", options=options)

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from dora.rewards.base import load_reward
-from dora.rewards.math import final_answer, gsm8k, number
+from dora.rewards.math import final_answer, gsm8k, parse_number
 
 ANSWER = "She sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
 
@@ -45,7 +45,7 @@ def test_the_right_final_answer_is_rewarded(completion: str) -> None:
         "####",
     ],
 )
-def test_everything_else_is_not(completion: str) -> None:
+def test_any_other_final_answer_is_not_rewarded(completion: str) -> None:
     assert gsm8k("", completion, answer=ANSWER) == 0.0
 
 
@@ -71,7 +71,7 @@ def test_the_last_final_answer_counts() -> None:
     ],
 )
 def test_numbers_are_read_exactly_or_not_at_all(text: str, value: Fraction | None) -> None:
-    assert number(text) == value
+    assert parse_number(text) == value
 
 
 def test_braces_within_a_box_belong_to_the_answer() -> None:

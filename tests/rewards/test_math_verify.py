@@ -1,7 +1,4 @@
-"""The verifier of the library math-verify: lenient, within its time, and missed by name.
-
-Tried where the library is installed.
-"""
+"""The reward with the library math-verify is lenient, keeps its time limit, and names a missing library."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import time
 import pytest
 
 from dora.errors import RewardError
-from dora.rewards.base import RewardFunction, load_reward, score
+from dora.rewards.base import RewardFunction, load_reward, score_one
 
 NAME = "dora.rewards.math_verify:reward"
 
@@ -43,10 +40,10 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 def test_equal_answers_are_equal_however_they_are_written(
     verify: RewardFunction, completion: str, answer: str, reward: float
 ) -> None:
-    assert score(verify, "", completion, {"answer": answer, "level": 3}).reward == reward
+    assert score_one(verify, "", completion, {"answer": answer, "level": 3}).reward == reward
 
 
 def test_what_takes_too_long_is_wrong(verify: RewardFunction) -> None:
     began_s = time.monotonic()
-    assert score(verify, "", "#### 10^1000000000", {"answer": "#### 72"}).reward == 0.0
+    assert score_one(verify, "", "#### 10^1000000000", {"answer": "#### 72"}).reward == 0.0
     assert time.monotonic() - began_s < 8

@@ -1,4 +1,4 @@
-"""A program gets at nothing outside of its cell, is ended in time, and leaves nothing to the next one."""
+"""A program reaches nothing outside its sandbox, is killed in time, and leaves nothing to the next run."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ import psutil
 import pytest
 
 from dora.errors import RewardError
-from dora.rewards.sandbox.cell import Cells, Limits
+from dora.rewards.sandbox.runner import Sandbox, SandboxLimits
 
 SOURCE = str(Path(__file__).parents[2] / "src")
-TIME, SHORT = Limits(5.0), Limits(0.3)
+TIME, SHORT = SandboxLimits(5.0), SandboxLimits(0.3)
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"), reason="cells need Linux"
+    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"),
+    reason="needs Linux",
 )
 
 
 @pytest.fixture(scope="module")
-def cells() -> Cells:
-    return Cells()
+def sandbox() -> Sandbox:
+    return Sandbox()
 
 
-def zygotes() -> list[psutil.Process]:
+def fork_servers() -> list[psutil.Process]:
     return [each for each in psutil.Process().children() if "dora.rewards.sandbox" in str(each.cmdline())]
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(cells: Cells) -> Iterator[None]:
-    """Whatever a program has tried: the next one is right, and no process is left but zygotes."""
+def no_process_is_left(sandbox: Sandbox) -> Iterator[None]:
+    """After every test the next program works, and only fork servers are left."""
     yield
-    ran = cells.run(ADD, b"20 3", TIME)
-    assert (ran.output, ran.is_good) == (b"23\n", True)
-    assert not any(zygote.children(recursive=True) for zygote in zygotes())
+    result = sandbox.run(ADD, b"20 3", TIME)
+    assert (result.output, result.is_success) == (b"23\n", True)
+    assert not any(server.children(recursive=True) for server in fork_servers())
 
 
 @pytest.fixture
-def around() -> Iterator[dict[str, Any]]:
-    """What a program could reach if nobody held it back: names, and their values."""
+def targets() -> Iterator[dict[str, Any]]:
+    """Names and values of what an unrestricted program could reach."""
     with ExitStack() as open_, tempfile.TemporaryDirectory(prefix="dora-") as name:
         folder = Path(name)
         secret = folder / "secret"
@@ -73,11 +74,11 @@ def around() -> Iterator[dict[str, Any]]:
             "UNIX": unix.getsockname(),
             "SECRET": str(secret),
             "NEW": str(folder / "new"),
-            "JUDGE": os.getpid(),
+            "PARENT": os.getpid(),
         }
 
 
-# Each ends well only if it gets what it wants.
+# Each program succeeds only if the restriction it tests is missing.
 ESCAPES = {
     "tcp": "import socket\nsocket.create_connection(TCP, 1)",
     "udp": "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', UDP)",
@@ -86,9 +87,9 @@ ESCAPES = {
     "secret": "assert open(SECRET).read() == 'swordfish'",
     "passwords": "open('/etc/passwd')",
     "folders": "import os\nos.listdir('/')",
-    "environment": "open(f'/proc/{JUDGE}/environ', 'rb')",
-    "memory": "open(f'/proc/{JUDGE}/maps')",
-    "open files": "import os\nos.listdir(f'/proc/{JUDGE}/fd')",
+    "environment": "open(f'/proc/{PARENT}/environ', 'rb')",
+    "memory": "open(f'/proc/{PARENT}/maps')",
+    "open files": "import os\nos.listdir(f'/proc/{PARENT}/fd')",
     "own memory": "open('/proc/self/mem', 'rb')",
     "write": "open(NEW, 'w')",
     "append": "open(SECRET, 'a')",
@@ -107,9 +108,9 @@ ESCAPES = {
     "shell": "import os\nassert os.system('true') == 0",
     "exec": "import os\nos.execv('/bin/true', ['true'])",
     "thread": "import threading\nt = threading.Thread(target=len, args=('',))\nt.start()\nt.join()",
-    "signal": "import os\nos.kill(JUDGE, 0)",
+    "signal": "import os\nos.kill(PARENT, 0)",
     "signal to the parent": "import os\nos.kill(os.getppid(), 0)",
-    "signal by a pipe": "import fcntl\nfcntl.fcntl(1, fcntl.F_SETOWN, JUDGE)",
+    "signal by a pipe": "import fcntl\nfcntl.fcntl(1, fcntl.F_SETOWN, PARENT)",
     "trace": "import ctypes\nassert ctypes.CDLL(None).ptrace(0, 0, 0, 0) == 0",
     "limits": "import resource as r\nr.setrlimit(r.RLIMIT_AS, r.getrlimit(r.RLIMIT_AS))",
     "folder of work": "import os\nos.chdir('/')",
@@ -120,54 +121,54 @@ TRY = """
 try:
     exec({program!r})
 except (OSError, RuntimeError, AssertionError):
-    print("held back")
+    print("blocked")
     exit(1)
 """
 
 
 @pytest.mark.parametrize("program", ESCAPES.values(), ids=ESCAPES)
-def test_a_program_does_not_get_out(cells: Cells, around: dict[str, Any], program: str) -> None:
-    names = "".join(f"{name} = {value!r}\n" for name, value in around.items())
+def test_a_program_cannot_escape(sandbox: Sandbox, targets: dict[str, Any], program: str) -> None:
+    names = "".join(f"{name} = {value!r}\n" for name, value in targets.items())
     text = names + TRY.format(program=program)
-    ran = cells.run(text, b"", TIME)
-    assert (ran.output, ran.is_good) == (b"held back\n", False)
+    result = sandbox.run(text, b"", TIME)
+    assert (result.output, result.is_success) == (b"blocked\n", False)
     outside = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
-    assert outside.returncode == 0, f"nothing held it back: {outside.stdout}{outside.stderr}"
+    assert outside.returncode == 0, f"fails even without a sandbox: {outside.stdout}{outside.stderr}"
 
 
-def test_system_calls_that_are_not_listed_do_not_exist(cells: Cells) -> None:
+def test_system_calls_that_are_not_listed_do_not_exist(sandbox: Sandbox) -> None:
     """io_uring, pidfd_open, clone3, pidfd_getfd, process_madvise and Landlock have one number everywhere."""
     program = (
         "import ctypes, errno\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         "for number in (425, 434, 435, 438, 440, 444):\n"
         "    print(libc.syscall(number, 0, 0, 0), ctypes.get_errno() == errno.ENOSYS)\n"
     )
-    assert cells.run(program, b"", TIME).output == b"-1 True\n" * 6
+    assert sandbox.run(program, b"", TIME).output == b"-1 True\n" * 6
 
 
-TAKES_ALL = {
+EXHAUSTING = {
     "memory": "hoard = [bytearray(1 << 24) for _ in range(10**6)]",
     "one block": "bytearray(1 << 45)",
     "processes": "import os\nwhile True: os.fork()",
     "time": "while True: pass",
     "sleep": "import time\ntime.sleep(100)",
     "output": "while True: print('x' * 1000)",
-    "deafness": "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass",
-    "silence": "import os\nos.closerange(0, 64)\nwhile True: pass",
+    "ignored signal": "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass",
+    "closed files": "import os\nos.closerange(0, 64)\nwhile True: pass",
     "recursion": "f = lambda: f()\nf()",
     "nesting": "eval('(' * 10**5)",
     "disk": "n = 0\nwhile True:\n  n += 1\n  open(f'/tmp/{n}', 'w').write('x' * 10**6)",
 }
 
 
-@pytest.mark.parametrize("program", TAKES_ALL.values(), ids=TAKES_ALL)
-def test_a_program_that_takes_all_it_can_is_ended(cells: Cells, program: str) -> None:
-    ran = cells.run(program, b"", SHORT)
-    assert not ran.is_good
-    assert len(ran.output) <= SHORT.output_bytes
+@pytest.mark.parametrize("program", EXHAUSTING.values(), ids=EXHAUSTING)
+def test_a_program_that_exhausts_a_resource_is_killed(sandbox: Sandbox, program: str) -> None:
+    result = sandbox.run(program, b"", SHORT)
+    assert not result.is_success
+    assert len(result.output) <= SHORT.output_bytes
 
 
-def test_a_cell_finds_nothing_but_its_program(cells: Cells) -> None:
+def test_a_sandbox_has_no_environment_arguments_or_open_files(sandbox: Sandbox) -> None:
     program = (
         "import os, sys\n"
         "print(dict(os.environ), sys.argv, os.getcwd(), [p for p in sys.path if 'dora' in p])\n"
@@ -175,25 +176,25 @@ def test_a_cell_finds_nothing_but_its_program(cells: Cells) -> None:
         "    try: print(fd, os.fstat(fd))\n"
         "    except OSError: pass\n"
     )
-    assert cells.run(program, b"", TIME).output == b"{} ['program'] / []\n"
+    assert sandbox.run(program, b"", TIME).output == b"{} ['program'] / []\n"
 
 
-def test_a_program_has_the_standard_library(cells: Cells) -> None:
+def test_a_program_has_the_standard_library(sandbox: Sandbox) -> None:
     program = (
         "import csv, dataclasses, datetime, decimal, enum, fractions, hashlib, random, statistics, zlib\n"
         "print(hashlib.sha256(b'').hexdigest()[:4], random.random() < 1, datetime.date(2000, 1, 1))\n"
         "print(decimal.Decimal('0.1') * 3, datetime.datetime.now().tzinfo, statistics.mean([1, 2]))\n"
     )
-    assert cells.run(program, b"", TIME).output == b"e3b0 True 2000-01-01\n0.3 None 1.5\n"
+    assert sandbox.run(program, b"", TIME).output == b"e3b0 True 2000-01-01\n0.3 None 1.5\n"
 
 
-def test_each_cell_begins_anew(cells: Cells) -> None:
-    assert cells.run("import builtins, json\nbuiltins.print = json.loads = None", b"", TIME).is_good
-    assert cells.run("import json\nprint(json.loads('[1]'))", b"", TIME).output == b"[1]\n"
+def test_each_run_starts_fresh(sandbox: Sandbox) -> None:
+    assert sandbox.run("import builtins, json\nbuiltins.print = json.loads = None", b"", TIME).is_success
+    assert sandbox.run("import json\nprint(json.loads('[1]'))", b"", TIME).output == b"[1]\n"
 
 
 def script(text: str) -> subprocess.Popen[str]:
-    """Python that has the sandbox, and nothing heavy."""
+    """A Python process that can import the sandbox."""
     environment = {**os.environ, "PYTHONPATH": SOURCE}
     return subprocess.Popen(
         [sys.executable, "-c", text],
@@ -204,34 +205,34 @@ def script(text: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_zygote_that_is_killed_is_replaced() -> None:
-    before = zygotes()
-    own = Cells()
-    (zygote,) = set(zygotes()) - set(before)
-    zygote.kill()
-    with pytest.raises(RewardError, match="the process that forks cells is gone"):
-        own.run(ADD, b"1 2", TIME)
-    assert own.run(ADD, b"1 2", TIME).output == b"3\n"
+def test_a_killed_fork_server_is_replaced() -> None:
+    before = fork_servers()
+    sandbox = Sandbox()
+    (server,) = set(fork_servers()) - set(before)
+    server.kill()
+    with pytest.raises(RewardError, match="the fork server of the sandbox is lost"):
+        sandbox.run(ADD, b"1 2", TIME)
+    assert sandbox.run(ADD, b"1 2", TIME).output == b"3\n"
 
 
-def test_a_cell_dies_with_its_judge() -> None:
-    loop = "Cells().run('print(1, flush=True)\\nwhile True: pass', b'', Limits(60.0))"
+def test_a_sandbox_is_killed_with_its_parent() -> None:
+    loop = "Sandbox().run('print(1, flush=True)\\nwhile True: pass', b'', SandboxLimits(60.0))"
     with script(
-        f"from dora.rewards.sandbox.cell import Cells, Limits\nprint('begun', flush=True)\n{loop}"
-    ) as judge:
-        assert judge.stdout is not None
-        assert judge.stdout.readline() == "begun\n"
-        process = psutil.Process(judge.pid)
+        f"from dora.rewards.sandbox.runner import Sandbox, SandboxLimits\nprint('begun', flush=True)\n{loop}"
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "begun\n"
+        process = psutil.Process(parent.pid)
         family: list[psutil.Process] = []
-        while len(family) < 2:  # zygote and cell
-            assert judge.poll() is None
+        while len(family) < 2:  # fork server and sandbox
+            assert parent.poll() is None
             family = process.children(recursive=True)
-        judge.send_signal(signal.SIGKILL)
+        parent.send_signal(signal.SIGKILL)
     _, left = psutil.wait_procs(family, timeout=10)
     assert [one for one in left if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
 
 
-# As a container may do it: Landlock's first system call is refused to this process and all that it starts.
+# Like some containers: Landlock's first system call fails in this process and its children.
 WITHOUT_LANDLOCK = """
 import ctypes, struct
 steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)]
@@ -241,34 +242,34 @@ libc = ctypes.CDLL(None)
 libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
 assert libc.prctl(38, 1, 0, 0, 0) == libc.prctl(22, 2, ctypes.addressof(program), 0, 0) == 0
 from dora.errors import RewardError
-from dora.rewards.sandbox.cell import Cells, Limits
+from dora.rewards.sandbox.runner import Sandbox, SandboxLimits
 try:
-    Cells()
+    Sandbox()
 except RewardError as error:
     print(error)
-print(Cells(is_confined=False).run("print(7)", b"", Limits(5.0)).output)
+print(Sandbox(is_restricted=False).run("print(7)", b"", SandboxLimits(5.0)).output)
 """
 
 
-def test_where_programs_cannot_be_confined_they_are_not_run_unless_that_is_wanted() -> None:
+def test_programs_that_cannot_be_confined_run_only_on_request() -> None:
     with script(WITHOUT_LANDLOCK) as process:
-        said = process.communicate()[0]
-    assert said.startswith(
-        "programs of answers cannot be confined here (Landlock: Operation not permitted): "
+        output = process.communicate()[0]
+    assert output.startswith(
+        "programs cannot be confined on this machine (Landlock: Operation not permitted): "
     )
-    assert "set confined = false" in said
-    assert said.endswith("\nb'7\\n'\n")
+    assert "set confined = false" in output
+    assert output.endswith("\nb'7\\n'\n")
 
 
-# Whoever it is: below one folder files can be read, and not emptied; elsewhere neither.
-CONFINED = """
+# Below one folder files can be read and not truncated; elsewhere neither.
+RESTRICTED = """
 import os, sys
-from dora.rewards.sandbox.confinement import Confinement
+from dora.rewards.sandbox.fork_server import Restrictions
 readable, other = sys.stdin.readline().split()
-confinement = Confinement([readable])
+restrictions = Restrictions([readable])
 if os.getuid() == 0 and {as_user}:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)
-confinement.enter()
+restrictions.apply()
 for path, flags in [(readable, os.O_RDONLY), (readable, os.O_RDONLY | os.O_TRUNC), (other, os.O_RDONLY)]:
     try:
         print(os.read(os.open(path + "/file", flags), 9))
@@ -278,7 +279,7 @@ for path, flags in [(readable, os.O_RDONLY), (readable, os.O_RDONLY | os.O_TRUNC
 
 
 @pytest.mark.parametrize("as_user", [False, True], ids=["as it is", "as a user"])
-def test_root_and_others_are_confined_alike(as_user: bool) -> None:
+def test_root_is_restricted_like_other_users(as_user: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="dora-") as name:
         folders = [Path(name) / place for place in ("readable", "other")]
         for folder in (Path(name), *folders):
@@ -287,7 +288,7 @@ def test_root_and_others_are_confined_alike(as_user: bool) -> None:
         for folder in folders:
             (folder / "file").write_text("content")
         done = subprocess.run(
-            [sys.executable, "-c", CONFINED.format(as_user=as_user)],
+            [sys.executable, "-c", RESTRICTED.format(as_user=as_user)],
             input=" ".join(map(str, folders)) + "\n",
             capture_output=True,
             text=True,

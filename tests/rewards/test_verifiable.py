@@ -1,4 +1,4 @@
-"""The verifiable tasks of the examples: what is right, what is taught, and what is held out."""
+"""The verifiable tasks of the examples: rewards, demonstrations and held-out prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from dora.data import gcd
 from dora.data.tokenizer import Tokenizer
+from dora.rewards.gcd import reward
 
 FOLDER = Path(__file__).parent.parent.parent / "examples" / "verifiable"
 RIGHT = {
@@ -34,7 +36,7 @@ def rows_of(name: str, file: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_only_the_whole_right_answer_is_rewarded(name: str) -> None:
+def test_only_the_complete_correct_answer_is_rewarded(name: str) -> None:
     row, right = RIGHT[name]
     wrong = ["", right[:-1], right + right[-1], right[1:], right.replace(right[2], "x", 1)]
     rewards = [task_of(name).reward(completion=text, **row) for text in (right, *wrong)]
@@ -42,7 +44,7 @@ def test_only_the_whole_right_answer_is_rewarded(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_the_prompts_are_those_that_the_generator_makes(name: str) -> None:
+def test_the_prompts_in_the_repository_are_those_of_the_generator(name: str) -> None:
     rows, held_out = task_of(name).rows(random.Random(0))
     assert [rows, held_out] == [rows_of(name, "prompts"), rows_of(name, "held_out")]
 
@@ -54,23 +56,30 @@ def test_held_out_prompts_are_not_trained(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_teacher_writes_what_the_model_can_read_and_is_not_always_right(name: str) -> None:
+def test_demonstrations_can_be_tokenized_and_some_have_errors(name: str) -> None:
     task, tokenizer, source = task_of(name), Tokenizer(FOLDER / name / "start"), random.Random(1)
     rewards = []
     for row in rows_of(name, "prompts")[:300]:
-        if (lesson := task.lesson(row, source)) is not None:
-            assert tokenizer.decode(tokenizer.encode(row["prompt"] + lesson)) == row["prompt"] + lesson
-            rewards.append(task.reward(completion=lesson, **row))
+        if (text := task.demonstration(row, source)) is not None:
+            assert tokenizer.decode(tokenizer.encode(row["prompt"] + text)) == row["prompt"] + text
+            rewards.append(task.reward(completion=text, **row))
     assert 0.3 < sum(rewards) / len(rewards) < 0.9
 
 
-def test_long_chains_are_trained_and_not_taught() -> None:
+def test_long_chains_are_trained_and_not_demonstrated() -> None:
     chains = task_of("chains")
-    lessons = [chains.lesson(row, random.Random(0)) for row in rows_of("chains", "prompts")]
-    assert 0.2 < sum(lesson is None for lesson in lessons) / len(lessons) < 0.5
+    texts = [chains.demonstration(row, random.Random(0)) for row in rows_of("chains", "prompts")]
+    assert 0.2 < sum(text is None for text in texts) / len(texts) < 0.5
 
 
-def test_stories_are_told_in_three_scripts() -> None:
+def test_demonstrated_chains_have_the_stated_error_rate_and_end() -> None:
+    source, rows = random.Random(0), gcd.training_rows()
+    chains = [task_of("chains").chain_with_errors(row["a"], row["b"], 0.11, source) for row in rows]
+    correct = sum(reward(row["prompt"], chain) for row, chain in zip(rows, chains, strict=True)) / len(rows)
+    assert 0.35 < correct < 0.45
+
+
+def test_stories_are_written_in_three_scripts() -> None:
     held_out = rows_of("stories", "held_out")
     by_language = {
         name: "".join(r["prompt"] for r in held_out if r["language"] == name) for name in ["en", "ru", "zh"]

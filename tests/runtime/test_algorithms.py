@@ -13,17 +13,17 @@ from tests.runtime.running import Run, dora, metrics, summary
 from tests.runtime.test_resume import STEPS, Life, check_redone, life
 from tests.runtime.tiny import MODEL
 
+from dora.config.load import read_config
 from dora.errors import ConfigError
-from dora.model.folder import save_folder
+from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
-from dora.runtime.plan import Plan
-from dora.settings import read
+from dora.runtime.run_setup import RunSetup
 
 __all__ = ["life"]
 
 
 def test_the_objective_reaches_the_trainer(task: Path) -> None:
-    config = read(
+    config = read_config(
         task,
         [
             "algorithm.policy_loss=dual_clip",
@@ -37,38 +37,38 @@ def test_the_objective_reaches_the_trainer(task: Path) -> None:
             "correction.tis_cap=3.0",
         ],
     )
-    spec = Plan.make(config, task.parent / "out").trainer_spec(task.parent, task.parent)
-    settings, scoring = spec.settings, spec.scoring
-    assert (settings.policy_loss, settings.bounds.clip_ratio_c) == ("dual_clip", 4.0)
+    spec = RunSetup.make(config, task.parent / "out").trainer_spec(task.parent, task.parent)
+    settings, scoring = spec.settings, spec.advantage_settings
+    assert (settings.policy_loss, settings.loss_settings.clip_ratio_c) == ("dual_clip", 4.0)
     assert (settings.entropy_coeff, settings.kl_loss_coef, settings.kl_loss_type) == (0.01, 0.1, "k3+")
     assert (settings.correction.proximal, settings.correction.tis_cap) == ("interpolated", 3.0)
-    assert (scoring.max_tokens, scoring.overlong_buffer_tokens, spec.streams) == (24, 8, True)
+    assert (scoring.max_tokens, scoring.overlong_buffer_tokens, spec.streams_gradients) == (24, 8, True)
     assert spec.critic is None
 
 
 def test_the_critic_reaches_the_trainer(task: Path) -> None:
     start = f"critic.path={task.parent / 'start'}"
-    config = read(task, ["algorithm.adv_estimator=gae", "algorithm.gamma=0.99", start, "critic.lr=0.5"])
-    spec = Plan.make(config, task.parent / "out").trainer_spec(task.parent, task.parent)
+    config = read_config(task, ["algorithm.adv_estimator=gae", "algorithm.gamma=0.99", start, "critic.lr=0.5"])
+    spec = RunSetup.make(config, task.parent / "out").trainer_spec(task.parent, task.parent)
     assert spec.critic is not None
     assert spec.critic.model == (task.parent / "start").resolve()
-    assert (spec.critic.settings.gamma, spec.critic.settings.lr, spec.streams) == (0.99, 0.5, False)
+    assert (spec.critic.settings.gamma, spec.critic.settings.lr, spec.streams_gradients) == (0.99, 0.5, False)
 
 
 def test_a_dry_run_counts_the_critic_and_what_a_step_is_undone_from(task: Path) -> None:
-    changes = "--set", "algorithm.adv_estimator=gae", "--set", "trainer.batch_tokens=24"
+    changes = "--set", "algorithm.adv_estimator=gae", "--set", "trainer.mini_batch_tokens=24"
     told = dora("train", task, "--dry-run", *changes).out
-    assert "updates of about 24 tokens" in told
+    assert "optimizer updates of about 24 response tokens" in told
     assert re.search(r"critic +[\d,]+ parameters", told)
-    assert "to take back a step that fails between two updates" in told
+    assert "to roll back a step that fails between two updates" in told
 
 
 def test_a_critic_that_cannot_read_what_the_policy_writes_is_refused(task: Path) -> None:
     other = replace(MODEL, vocab_size=MODEL.vocab_size + 1)
-    save_folder(task.parent / "other", other, initial_weights(other, seed=0))
+    save_pretrained(task.parent / "other", other, initial_weights(other, seed=0))
     changes = ["algorithm.adv_estimator=gae", f"critic.path={task.parent / 'other'}"]
     with pytest.raises(ConfigError, match=r"critic\.path = .*take a model of the policy's family"):
-        Plan.make(read(task, changes), task.parent / "out")
+        RunSetup.make(read_config(task, changes), task.parent / "out")
 
 
 def ended_well(run: Run) -> None:
@@ -82,7 +82,7 @@ def ended_well(run: Run) -> None:
 
 def test_a_trainer_begins_with_groups_before_their_batch_is_complete(start_run: StartRun) -> None:
     """An answer is long to come, so most of the others are worked on meanwhile."""
-    run = start_run(run__steps=6, trainer__micro_batch_tokens=40, trainer__batch_size=4, engine__pace="20ms")
+    run = start_run(run__steps=6, trainer__micro_batch_tokens=40, trainer__batch_size=4, engine__min_step_time="20ms")
     ended = run.end()
     assert ended.code == 0, ended
     steps = metrics(run.out)
@@ -118,7 +118,7 @@ def test_every_part_of_an_objective_goes_through_a_whole_run(start_run: StartRun
         correction__token="tis",
         correction__sequence="mis",
         correction__mis_high=1.2,
-        correction__age_decay=0.9,
+        correction__staleness_decay=0.9,
         trainer__deterministic="true",
     )
     ended_well(run)
@@ -133,7 +133,7 @@ def test_online_dpo_goes_through_a_whole_run(start_run: StartRun) -> None:
         algorithm__policy_loss="online_dpo",
         algorithm__loss_agg_mode="seq-mean-token-sum",
         sampling__group_size=3,
-        engine__max_rows=6,
+        engine__max_num_seqs=6,
     )
     ended_well(run)
     with sqlite3.connect(run.out / "samples.sqlite") as db:
@@ -148,7 +148,7 @@ def test_a_critic_goes_on_with_its_policy_after_the_death_of_both(life: Life) ->
         "critic__lr": 1e-2,
         "critic__ppo_epochs": 2,
         "sampling__group_size": 1,
-        "trainer__batch_tokens": 24,
+        "trainer__mini_batch_tokens": 24,
     }
     run = life.begin(**objective)
     run.wait_until((life.out / "checkpoints" / "step-2").is_dir, "a checkpoint")
@@ -167,6 +167,6 @@ def test_a_critic_goes_on_with_its_policy_after_the_death_of_both(life: Life) ->
 
 
 def test_a_dry_run_says_what_gradients_wait_for(task: Path) -> None:
-    assert "gradients             summed while a batch fills up" in dora("train", task, "--dry-run").out
+    assert "gradients             accumulated while the batch fills up" in dora("train", task, "--dry-run").out
     waits = dora("train", task, "--dry-run", "--set", "trainer.deterministic=true").out
-    assert "gradients             wait for the whole batch: trainer.deterministic = true" in waits
+    assert "gradients             computed once the batch is complete: trainer.deterministic = true" in waits

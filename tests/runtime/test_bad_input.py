@@ -9,7 +9,7 @@ import pytest
 from tests.runtime.running import settings
 from tests.runtime.tiny import CHARACTERS, write_task
 
-from dora.cli import main
+from dora.cli.main import main
 
 
 def call(*arguments: str | Path) -> int:
@@ -22,7 +22,7 @@ def call(*arguments: str | Path) -> int:
 
 BAD: dict[str, tuple[dict[str, object], str]] = {
     "a missing data file": ({"data.path": "nowhere.jsonl"}, "data.path = 'nowhere.jsonl'"),
-    "a data file of another kind": ({"data.path": "task.py"}, "must be one of .jsonl, .parquet"),
+    "a data file of another kind": ({"data.path": "task.py"}, "must be a .jsonl or .parquet file"),
     "a missing column": ({"data.prompt_key": "question"}, "no column 'question'"),
     "a prompt longer than the limit": ({"data.max_prompt_length": 2}, "the prompt has 3 tokens"),
     "a missing model": ({"model.path": "nowhere"}, "model.path = 'nowhere'"),
@@ -113,7 +113,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
         ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"),
         ("generation_config.json", "{", "generation_config.json is not valid JSON"),
         ("generation_config.json", '{"eos_token_id": [1, 2, 3, 4, 5, 6, 7, 8, 9]}', "9 end tokens"),
-        ("config.json", "[]", "must hold one JSON object"),
+        ("config.json", "[]", "must contain a JSON object"),
         ("config.json", "{", "config.json is not valid JSON"),
         ("model.safetensors", "short", "model.safetensors cannot be read"),
     ],
@@ -154,11 +154,11 @@ def test_a_dry_run_says_what_a_run_would_be_and_writes_nothing(
     assert call("train", task, "--out", tmp_path / "run", "--dry-run") == 0
     said = capsys.readouterr().out
     assert "(max_staleness + 1) x batch_size - slack = 6 groups" in said
-    assert "engines x max_rows = 2 x 4 = 8 requests at once" in said
+    assert "engines x max_num_seqs = 2 x 4 = 8\n" in said
     assert "3 per engine" in said
     assert "2 groups x 2 = 4 samples" in said
-    assert "MB: 2 engines x (3 x 0.0106 MB of weights + 0.0123 MB of KV), 0.0422 MB in the trainer" in said
-    assert "0 for an empty answer" in said
+    assert "MB: 2 engines x (3 x 0.0106 MB of weights + 0.0123 MB of KV cache), 0.0422 MB for the trainer" in said
+    assert "0 for an empty response" in said
     assert not (tmp_path / "run").exists()
 
 

@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file
 from tests.runtime.running import Run, journal, metrics, summary, wait_until_gone
 
-from dora.model.folder import load_folder
-from dora.model.weights import Layout, weight_digest
-from dora.observe.metrics import PARTS, Metric, Part
-from dora.runtime.deep_audit import check
-from dora.trainer.checkpoint import VERSIONS
+from dora.audit.logprob_recheck import check
+from dora.metrics.catalog import SECTIONS, MetricDoc, MetricSection
+from dora.model.pretrained import load_pretrained
+from dora.model.weights import WeightLayout, weight_digest
+from dora.trainer.checkpoint import VERSIONS_FOLDER
 
 CHANGES: dict[str, object] = {
     "run__steps": 6,
     "engine__dtype": "bfloat16",
-    "engine__exact": "true",
+    "engine__exact_logprobs": "true",
     "algorithm__kl_loss_coef": 0.01,
     "metrics__peak_tflops": 0.05,
     "trainer__lora_rank": 2,
@@ -54,7 +54,7 @@ def out(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_it_keeps_all_that_is_promised_over_both_lives(out: Path) -> None:
     s = summary(out)
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
-    assert (s["trained_groups"], s["lives"]) == (12, 2)
+    assert (s["trained_groups"], s["attempts"]) == (12, 2)
 
 
 def test_log_probs_of_engines_are_those_of_the_rounded_weights_to_the_last_bit(out: Path) -> None:
@@ -66,25 +66,25 @@ def test_log_probs_of_engines_are_those_of_the_rounded_weights_to_the_last_bit(o
 def test_of_stored_versions_they_are_found_again_to_the_last_bit(out: Path) -> None:
     audit = check(out, 24)
     assert audit.findings == []
-    assert len(audit.compared) >= 2
-    assert {float(compared.gaps.max()) for compared in audit.compared} == {0.0}
+    assert len(audit.versions) >= 2
+    assert {float(version.abs_diffs.max()) for version in audit.versions} == {0.0}
 
 
 def test_what_is_published_are_the_trainers_weights_rounded(out: Path) -> None:
     digests = {line["version"]: line["digest"] for line in journal(out) if line["kind"] == "published"}
     loaded = {line["version"]: line["digest"] for line in journal(out) if line["kind"] == "loaded"}
     assert loaded.items() <= digests.items()
-    _, flat = load_folder(out / "checkpoints" / "step-6")
+    _, flat = load_pretrained(out / "checkpoints" / "step-6")
     assert digests[6] == weight_digest(flat.bfloat16())
-    kept = [path for path in out.glob(f"checkpoints/*/{VERSIONS}/*")]
+    kept = [path for path in out.glob(f"checkpoints/*/{VERSIONS_FOLDER}/*")]
     assert {path.suffix for path in kept} == {".bf16"}
     assert {path.stat().st_size for path in kept} == {2 * flat.numel()}
 
 
 def test_the_adapters_are_beside_the_weights_they_make(task: Path, out: Path) -> None:
-    _, base = load_folder(task.parent / "start")
-    config, flat = load_folder(out / "checkpoints" / "step-6")
-    layout, found = Layout(config), out / "checkpoints" / "step-6" / "adapter"
+    _, base = load_pretrained(task.parent / "start")
+    config, flat = load_pretrained(out / "checkpoints" / "step-6")
+    layout, found = WeightLayout(config), out / "checkpoints" / "step-6" / "adapter"
     factors = load_file(found / "adapter_model.safetensors")
     scale = json.loads((found / "adapter_config.json").read_text())["lora_alpha"] / 2
     before, after = layout.views(base), layout.views(flat)
@@ -98,11 +98,11 @@ def test_every_name_of_the_record_is_documented_and_every_documented_one_is_ther
     told = {"summary": {*summary(out)}, "step": {name for step in metrics(out) for name in step}}
     documented = {kind: [m for part in parts_of(kind) for m in part.metrics] for kind in told}
     for kind, names in told.items():
-        assert {name for name in names if not any(m.has(name) for m in documented[kind])} == set()
-        always = {name: m for m in documented[kind] if not m.only for name in m.each()}
-        assert {name for name, m in always.items() if not any(map(Metric(name, "", "").has, names))} == set()
+        assert {name for name in names if not any(m.matches(name) for m in documented[kind])} == set()
+        always = {name: m for m in documented[kind] if not m.only for name in m.names}
+        assert {name for name, m in always.items() if not any(map(MetricDoc((name,), "", "").matches, names))} == set()
 
 
-def parts_of(kind: str) -> list[Part]:
+def parts_of(kind: str) -> list[MetricSection]:
     """Evaluations have lines of their own."""
-    return [p for p in PARTS if (p.key == "summary") == (kind == "summary") and p.key != "evaluated"]
+    return [p for p in SECTIONS if (p.key == "summary") == (kind == "summary") and p.key != "evaluation"]

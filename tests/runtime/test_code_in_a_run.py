@@ -18,11 +18,11 @@ def test_answers_are_run_against_the_tests_of_their_row(start_run: StartRun, tmp
     run = start_run(config, reward__function="dora.rewards.code:PassedTests", reward__num_workers=2)
     run.wait_for_steps(1)
     servers = psutil.Process(run.pid).children()
-    zygotes = [zygote for server in servers for worker in server.children() for zygote in worker.children()]
-    assert len(zygotes) == 2  # no other worker starts processes
+    fork_servers = [fork_server for server in servers for worker in server.children() for fork_server in worker.children()]
+    assert len(fork_servers) == 2  # no other worker starts processes
     ended = run.end()
     assert ended.code == 0, ended
-    assert wait_until_gone(zygotes, timeout_s=5.0) == []
+    assert wait_until_gone(fork_servers, timeout_s=5.0) == []
     with sqlite3.connect(run.out / "samples.sqlite") as db:
         rewards = {reward for (reward,) in db.execute("select reward from samples")}
     assert rewards <= {0.0, 0.5, 1.0}

@@ -8,7 +8,7 @@ import signal
 from tests.runtime.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, summary
 
-LONG = {"engine__pace": "20ms", "run__steps": 1000, "sampling__max_response_length": 48}
+LONG = {"engine__min_step_time": "20ms", "run__steps": 1000, "sampling__max_response_length": 48}
 
 
 def kinds(run: Run, kind: str) -> list[int]:
@@ -40,9 +40,9 @@ def test_an_engine_is_added_and_another_one_drained_while_the_run_goes(start_run
     assert steps == 4  # two engines, trainer and rewarder
     stop(run)
     s = summary(run.out)
-    assert (s["engine_losses"], s["regenerated_tokens"], s["reprefill_tokens"]) == (0, 0, 0)
+    assert (s["engine_failures"], s["regenerated_tokens"], s["reprefill_tokens"]) == (0, 0, 0)
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
-    assert (kinds(run, "engine_joined"), kinds(run, "engine_left")) == ([0, 1, 2], [0])
+    assert (kinds(run, "engine_joined"), kinds(run, "engine_removed")) == ([0, 1, 2], [0])
     assert "engine 2 has joined" in run.end().out
     assert "engine 0 has left" in run.end().out
     assert not (run.out / "control").exists()

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from tests.runtime.tiny import write_task
 
-from dora import settings
-from dora.core.events import DrainAsked, Event
+from dora.config import load
+from dora.core.events import DrainRequested, Event
 from dora.errors import ConfigError
-from dora.runtime import elastic, ground
-from dora.runtime.elastic import Elastic
+from dora.runtime.process import launcher
+from dora.runtime.rollout import engine_pool
+from dora.runtime.rollout.engine_pool import ElasticEngines
 
 
 @dataclass
@@ -60,34 +61,34 @@ class Case:
     """Two engines, one of them on node b; at most as many as `most`."""
 
     def __init__(self, folder: Path, *changes: str) -> None:
-        config = settings.read(write_task(folder), ["runtime.kind=ray", *changes])
+        config = load.read_config(write_task(folder), ["runtime.kind=ray", *changes])
         self.nodes, self.engines = Nodes(), Engines({0: "", 1: "b" * 40})
         self.facts: deque[Event] = deque()
         self.said: list[str] = []
         plan: Any = SimpleNamespace(config=config)
         fleet: Any = self.engines
         nodes: Any = self.nodes
-        self.elastic = Elastic(plan, nodes, fleet, self.facts, self.said.append)
+        self.elastic = ElasticEngines(plan, nodes, fleet, self.facts, self.said.append)
 
 
 def test_who_is_on_a_node_that_goes_is_asked_to_leave_it_once(tmp_path: Path) -> None:
     case = Case(tmp_path)
-    case.elastic.look()
+    case.elastic.scale()
     assert not case.facts
     case.nodes.leaving = frozenset({"b" * 40})
-    case.elastic.look()
-    case.elastic.look()
-    assert [*case.facts] == [DrainAsked(1)]
+    case.elastic.scale()
+    case.elastic.scale()
+    assert [*case.facts] == [DrainRequested(1)]
     assert case.said == ["node bbbbbbbb is drained: engine 1 leaves it"]
 
 
 def test_who_may_not_leave_yet_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "ASK_AGAIN_S", -1.0)
+    monkeypatch.setattr(engine_pool, "ASK_AGAIN_S", -1.0)
     case = Case(tmp_path)
     case.nodes.leaving = frozenset({"b" * 40})
-    case.elastic.look()
-    case.elastic.look()
-    assert [*case.facts] == [DrainAsked(1)] * 2
+    case.elastic.scale()
+    case.elastic.scale()
+    assert [*case.facts] == [DrainRequested(1)] * 2
     assert len(case.said) == 1
 
 
@@ -97,12 +98,12 @@ def test_another_engine_stands_in_for_one_that_left_and_restarts_see_to_the_lost
 ) -> None:
     case = Case(tmp_path)
     case.nodes.leaving = frozenset({"b" * 40})
-    case.elastic.look()
+    case.elastic.scale()
     case.engines.end(1, how)
-    case.elastic.look()
+    case.elastic.scale()
     assert not case.engines.starting, "there is no room yet"
     case.nodes.num_free = 1
-    case.elastic.look()
+    case.elastic.scale()
     assert len(case.engines.starting) == num_started
 
 
@@ -110,16 +111,16 @@ def test_engines_start_one_by_one_until_there_are_as_many_as_may_be(tmp_path: Pa
     case = Case(tmp_path, "ray.max_engines=4")
     case.nodes.num_free = 5
     for engine in (2, 3):
-        case.elastic.look()
-        case.elastic.look()
+        case.elastic.scale()
+        case.elastic.scale()
         assert case.engines.starting == {engine}
         case.engines.starting.clear()
-    case.elastic.look()
+    case.elastic.scale()
     assert not case.engines.starting
     assert case.said == [f"engine {engine} starts, for there is room" for engine in (2, 3)]
 
 
 def test_fewer_engines_at_most_than_at_the_start_are_refused(tmp_path: Path) -> None:
-    config = settings.read(write_task(tmp_path), ["runtime.kind=ray", "ray.max_engines=1"])
+    config = load.read_config(write_task(tmp_path), ["runtime.kind=ray", "ray.max_engines=1"])
     with pytest.raises(ConfigError, match=r"ray\.max_engines = 1 is less than the 2 engines"):
-        ground.check(config)
+        launcher.check_ray_config(config)

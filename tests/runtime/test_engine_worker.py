@@ -9,13 +9,13 @@ from typing import TypeVar
 import pytest
 from tests.runtime.tiny import MODEL, save_start
 
-from dora.core.records import GroupId, RequestId
+from dora.core.types import GroupId, RequestId
 from dora.engine.engine import Engine
-from dora.engine.sequence import Completion, Request, Sampling
+from dora.engine.request import Completion, Request, SamplingParams
 from dora.model.weights import initial_weights
-from dora.runtime import messages as m
-from dora.runtime.process import Told, Worker
-from dora.runtime.workers import run_engine
+from dora.runtime.process import messages as m
+from dora.runtime.process.worker_process import WorkerMessages, Worker
+from dora.runtime.rollout.engine_worker import run_engine
 from dora.weights.store import WeightStore
 
 WEIGHTS = initial_weights(MODEL, seed=0)
@@ -28,11 +28,11 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._told: list[Told] = [Told(), Told()]
+        self._told: list[WorkerMessages] = [WorkerMessages(), WorkerMessages()]
         self.workers = [self._start(number) for number in range(2)]
         WeightStore(folder).publish(0, WEIGHTS)
         for number in range(2):
-            ready = self.hear(number, m.Ready)
+            ready = self.hear(number, m.WorkerReady)
             assert ready.pool == self.pool(number)
             self.tell(number, m.LoadWeights(0))
             self.hear(number, m.WeightsLoaded)
@@ -47,7 +47,7 @@ class Pair:
         """What an engine says next that is no beat; it must be of this kind."""
         while True:
             _, message = self._told[number].get(timeout=WAIT_S)
-            if not isinstance(message, m.Beat):
+            if not isinstance(message, m.EngineReport):
                 assert isinstance(message, kind), message
                 return message
 
@@ -61,8 +61,6 @@ class Pair:
             version_slots=2,
             kernels="eager",
             pace_s=0.005,
-            tail_interval=1,
-            max_staleness=1,
         )
         return Worker(f"engine {number}", run_engine, spec, self._told[number])
 
@@ -77,7 +75,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 def ask(sibling: int, max_tokens: int = 40) -> Request:
     return Request(
-        RequestId(0, 0, sibling), GroupId(0, 0), tuple(range(20)), 0, sibling, Sampling(1.0, max_tokens)
+        RequestId(0, 0, sibling), GroupId(0, 0), tuple(range(20)), 0, sibling, SamplingParams(1.0, max_tokens)
     )
 
 
@@ -93,50 +91,50 @@ def answer(asked: Request) -> Completion:
 
 def test_requests_move_between_processes_and_keep_every_token(pair: Pair) -> None:
     asked = ask(0)
-    pair.tell(0, m.Submit([asked]))
+    pair.tell(0, m.SubmitRequests([asked]))
     for move, (source, destination) in enumerate([(0, 1), (1, 0), (0, 1)]):
-        pair.tell(destination, m.Receive(move, asked, pair.pool(source), pair.folder, WAIT_S))
-        place = pair.hear(destination, m.Reserved)
-        known = place.num_known_blocks, place.known_hash
-        assert bool(place.num_known_blocks) == (move > 0)
-        pair.tell(source, m.Send(move, asked.id, pair.folder, *known, WAIT_S))
-        received = pair.hear(destination, m.Received)
-        assert (received.move, received.request) == (move, asked.id)
+        pair.tell(destination, m.ReserveMigration(move, asked, pair.pool(source), pair.folder, WAIT_S))
+        place = pair.hear(destination, m.MigrationReserved)
+        known = place.num_cached_blocks, place.cached_prefix_hash
+        assert bool(place.num_cached_blocks) == (move > 0)
+        pair.tell(source, m.StartExport(move, asked.id, pair.folder, *known, WAIT_S))
+        received = pair.hear(destination, m.ImportFinished)
+        assert (received.migration_id, received.request_id) == (move, asked.id)
         assert 0 <= received.stop_s < WAIT_S
-        assert pair.hear(source, m.Sent) == m.Sent(move)
-    (completion,) = pair.hear(1, m.Completed).completions
+        assert pair.hear(source, m.ExportFinished) == m.ExportFinished(move)
+    (completion,) = pair.hear(1, m.RequestsCompleted).completions
     assert completion == answer(asked)
 
 
 def test_an_engine_obeys_while_it_pauses_and_ends_when_it_may_leave(pair: Pair) -> None:
     asked = [ask(0), ask(1, max_tokens=4)]
-    pair.tell(0, m.Submit([asked[0]]))
-    pair.tell(0, m.PauseRows())
-    pair.hear(0, m.RowsPaused)
-    pair.tell(0, m.Submit([asked[1]]))
+    pair.tell(0, m.SubmitRequests([asked[0]]))
+    pair.tell(0, m.PauseDecoding())
+    pair.hear(0, m.DecodingPaused)
+    pair.tell(0, m.SubmitRequests([asked[1]]))
     pair.tell(0, m.LoadWeights(7))
-    assert "7.f32" in pair.hear(0, m.LoadRefused).reason
-    pair.tell(0, m.RushRows((asked[1].id,)))
-    pair.tell(0, m.ResumeRows())
-    first, second = pair.hear(0, m.Completed), pair.hear(0, m.Completed)
+    assert "7.f32" in pair.hear(0, m.LoadRejected).reason
+    pair.tell(0, m.SetDecodeOnly((asked[1].id,)))
+    pair.tell(0, m.ResumeDecoding())
+    first, second = pair.hear(0, m.RequestsCompleted), pair.hear(0, m.RequestsCompleted)
     assert [completion.id for completion in first.completions] == [asked[1].id]
     assert second.completions == [answer(asked[0])]
-    pair.tell(0, m.Leave())
-    pair.hear(0, m.Gone)
-    assert pair.workers[0].how_it_ended == "engine 0 ended with exit code 0"
+    pair.tell(0, m.Shutdown())
+    pair.hear(0, m.WorkerExited)
+    assert pair.workers[0].exit_reason == "engine 0 ended with exit code 0"
 
 
 def test_a_move_that_is_cancelled_is_answered_by_both_sides(pair: Pair) -> None:
     asked = ask(0)
-    pair.tell(0, m.PauseRows())
-    pair.hear(0, m.RowsPaused)
-    pair.tell(0, m.Submit([asked]))
-    pair.tell(1, m.Receive(5, asked, pair.pool(0), pair.folder, WAIT_S))
-    pair.hear(1, m.Reserved)
-    pair.tell(0, m.Send(5, asked.id, pair.folder, 0, "", WAIT_S))  # it waits for a row, and moves later
-    pair.tell(0, m.CancelMove(5))
-    assert pair.hear(0, m.Kept) == m.Kept(5, "it was cancelled")
-    pair.tell(1, m.CancelMove(5))
-    assert pair.hear(1, m.NotReceived) == m.NotReceived(5, "it was cancelled")
-    pair.tell(0, m.ResumeRows())
-    assert pair.hear(0, m.Completed).completions == [answer(asked)]
+    pair.tell(0, m.PauseDecoding())
+    pair.hear(0, m.DecodingPaused)
+    pair.tell(0, m.SubmitRequests([asked]))
+    pair.tell(1, m.ReserveMigration(5, asked, pair.pool(0), pair.folder, WAIT_S))
+    pair.hear(1, m.MigrationReserved)
+    pair.tell(0, m.StartExport(5, asked.id, pair.folder, 0, "", WAIT_S))  # it waits for a row, and moves later
+    pair.tell(0, m.CancelMigration(5))
+    assert pair.hear(0, m.ExportFailed) == m.ExportFailed(5, "the migration was cancelled")
+    pair.tell(1, m.CancelMigration(5))
+    assert pair.hear(1, m.ImportFailed) == m.ImportFailed(5, "the migration was cancelled")
+    pair.tell(0, m.ResumeDecoding())
+    assert pair.hear(0, m.RequestsCompleted).completions == [answer(asked)]

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from tests.runtime.tiny import write_task
 
-from dora import settings
-from dora.core.records import RequestId
+from dora.config import load
+from dora.core.types import RequestId
 from dora.errors import EnvError
-from dora.runtime.env_worker import PassedOver
-from dora.runtime.environments import Environments, try_environment
-from dora.runtime.plan import Plan
-from dora.runtime.players import Began, Broken, Episode, Observed, Over, Turn, Word
-from dora.runtime.process import Told, Worker
+from dora.runtime.process.worker_process import WorkerMessages, Worker
+from dora.runtime.rollout.env_pool import EnvPool, HostUnreachable, try_environment
+from dora.runtime.rollout.episodes import EpisodeStarted, EpisodeFailed, EpisodeId, EpisodeObservation, EpisodeEnded, PolicyTurn, EpisodeReply
+from dora.runtime.run_setup import RunSetup
 
 ENVIRONMENT = """
 import os, time
@@ -47,12 +46,12 @@ class Driver:
         (folder / "echo.py").write_text(ENVIRONMENT)
         chosen = {"environment": f"{folder}/echo.py:Echo", "timeout_s": 0.5, **env}
         changes = [f"env.{key}={value}" for key, value in chosen.items()]
-        self.plan = Plan.make(settings.read(config, changes), folder)
-        self._told = Told()
+        self.plan = RunSetup.make(load.read_config(config, changes), folder)
+        self._told = WorkerMessages()
         self.notices: list[str] = []
-        self.player = Environments(self.plan, self._told, self.notices.append)
+        self.player = EnvPool(self.plan, self._told, self.notices.append)
 
-    def next_word(self) -> Word:
+    def next_word(self) -> EpisodeReply:
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
             self.player.check_deadlines()
@@ -61,20 +60,20 @@ class Driver:
             except queue.Empty:
                 continue
             if worker is None:
-                word: Word = message
+                word: EpisodeReply = message
                 return word
-            self.player.hear(worker, message)
+            self.player.on_message(worker, message)
         raise AssertionError("nothing was said")
 
-    def begin(self, sibling: int) -> Episode:
-        episode = Episode(RequestId(0, 0, sibling), 0)
-        self.player.begin(episode, version=0)
-        assert self.next_word() == Began(episode, tuple(self.plan.tokenizer.encode("10:")))
+    def begin(self, sibling: int) -> EpisodeId:
+        episode = EpisodeId(RequestId(0, 0, sibling), 0)
+        self.player.start(episode, version=0)
+        assert self.next_word() == EpisodeStarted(episode, tuple(self.plan.tokenizer.encode("10:")))
         return episode
 
-    def turn(self, episode: Episode, number: int, action: str) -> None:
+    def turn(self, episode: EpisodeId, number: int, action: str) -> None:
         token_ids = [*self.plan.tokenizer.encode(action), self.plan.tokenizer.eos_id]
-        self.player.take_turn(Turn(episode, number, token_ids, "stop", num_left=9))
+        self.player.on_turn(PolicyTurn(episode, number, token_ids, "stop", num_left=9))
 
 
 @pytest.fixture
@@ -85,32 +84,32 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
 
 
 def test_an_episode_is_played_away_and_its_reward_comes_back(driver: Driver) -> None:
-    assert driver.player.late == ["environments 0"]
+    assert driver.player.not_started == ["environments 0"]
     episode = driver.begin(0)
-    assert driver.player.late == []
+    assert driver.player.not_started == []
     driver.turn(episode, 0, "ab")
-    assert driver.next_word() == Observed(episode, 0, tuple(driver.plan.tokenizer.encode("ab")))
+    assert driver.next_word() == EpisodeObservation(episode, 0, tuple(driver.plan.tokenizer.encode("ab")))
     driver.turn(episode, 1, "z")
-    assert driver.next_word() == Over(episode, 1, 1.0)
-    driver.player.forget(episode)
+    assert driver.next_word() == EpisodeEnded(episode, 1, 1.0)
+    driver.player.release(episode)
     driver.begin(0)
     somebody_else = object.__new__(Worker)
-    assert not driver.player.hear(somebody_else, "anything")
+    assert not driver.player.on_message(somebody_else, "anything")
     assert try_environment(driver.plan) == "begins with '10:', 3 tokens"
 
 
 def test_what_is_raised_breaks_one_episode_and_a_death_all_that_were_in_the_process(driver: Driver) -> None:
     raising, dying, beside = (driver.begin(sibling) for sibling in range(3))
     driver.turn(raising, 0, "r")
-    assert driver.next_word() == Broken(raising, "environment raised KeyError")
-    driver.player.forget(raising)
+    assert driver.next_word() == EpisodeFailed(raising, "environment raised KeyError")
+    driver.player.release(raising)
     assert "nothing there" in driver.notices[0]
     driver.turn(dying, 0, "x")
     reason = "environment's process ended: environments 0 ended with exit code 7"
-    assert [driver.next_word(), driver.next_word()] == [Broken(dying, reason), Broken(beside, reason)]
-    driver.player.forget(dying)
+    assert [driver.next_word(), driver.next_word()] == [EpisodeFailed(dying, reason), EpisodeFailed(beside, reason)]
+    driver.player.release(dying)
     driver.turn(beside, 0, "ab")  # said before the driver heard of the death
-    driver.player.forget(beside)
+    driver.player.release(beside)
     driver.begin(0)
     assert len(driver.notices) == 1
 
@@ -119,7 +118,7 @@ def test_a_process_that_hangs_is_replaced_and_its_episodes_break_by_name(driver:
     hanging, beside = driver.begin(0), driver.begin(1)
     driver.turn(hanging, 0, "h")
     reason = "environment or one beside it hangs, env.timeout_s = 0.5"
-    assert [driver.next_word(), driver.next_word()] == [Broken(hanging, reason), Broken(beside, reason)]
+    assert [driver.next_word(), driver.next_word()] == [EpisodeFailed(hanging, reason), EpisodeFailed(beside, reason)]
     driver.begin(2)
 
 
@@ -146,5 +145,5 @@ def test_a_first_prompt_that_cannot_be_tokenized_is_told_in_a_sentence(tmp_path:
 
 def test_a_host_that_is_passed_over_is_told_once(driver: Driver) -> None:
     for _ in range(2):
-        driver.player.hear(driver.player._homes[0].worker, PassedOver("far:1", "no answer"))
+        driver.player.on_message(driver.player._homes[0].worker, HostUnreachable("far:1", "no answer"))
     assert driver.notices == ["far:1 of env.hosts is passed over, also later without a word: no answer"]

@@ -58,7 +58,7 @@ def test_episodes_are_trained_and_those_that_break_fail_their_groups_by_name(
     start_run: StartRun, tmp_path: Path
 ) -> None:
     config = write_moody(tmp_path)
-    one_by_one = {"engine__num_engines": 1, "engine__max_rows": 2, "data__shuffle": "false"}
+    one_by_one = {"engine__num_engines": 1, "engine__max_num_seqs": 2, "data__shuffle": "false"}
     run = start_run(config, run__steps=2, orchestrator__max_staleness=0, trainer__batch_size=2, **one_by_one)
     ended = run.end()
     assert ended.code == 0, ended

@@ -38,7 +38,7 @@ def test_episodes_survive_the_death_of_an_engine_and_then_of_everything(
 ) -> None:
     turns = {"sampling__max_turn_length": 5, "trainer__save_freq": 2, "run__steps": 8}
     turns["engine__kv_blocks"] = 4  # of which one row may take 3: others wait in host memory
-    run = start_run(write_echo(tmp_path), orchestrator__level_running="true", **turns)
+    run = start_run(write_echo(tmp_path), orchestrator__balance_running="true", **turns)
     run.wait_for_steps(1)
     run.workers()[0].kill()
     run.wait_until(lambda: any(x["kind"] == "engine_lost" for x in journal(run.out)), "the loss")

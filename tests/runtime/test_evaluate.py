@@ -8,19 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from dora import settings
+from dora.config import load
 from dora.core.actions import Action, Drop, Score
 from dora.core.events import Event, GroupScored, Loaded, RequestFailed, RequestFinished
-from dora.core.records import GroupId, RequestId
-from dora.runtime.evaluate import evaluate
-from dora.runtime.local import LocalHands
-from dora.runtime.plan import Plan
+from dora.core.types import GroupId, RequestId
+from dora.runtime.control.evaluation import evaluate
+from dora.runtime.executor import ProcessExecutor
+from dora.runtime.run_setup import RunSetup
 
 
 class Hands:
     """One engine, which says what was written down for it; each order is kept, with the facts before it."""
 
-    def __init__(self, plan: Plan, facts: Sequence[Event]) -> None:
+    def __init__(self, plan: RunSetup, facts: Sequence[Event]) -> None:
         self.plan, self.engines, self._facts = plan, [0], deque(facts)
         self.orders: list[tuple[int, Action]] = []
         self.num_told = 0
@@ -42,7 +42,7 @@ def test_a_prompt_with_an_episode_that_broke_is_over_with_its_last_sibling(
     task: Path, tmp_path: Path
 ) -> None:
     changes = [f"eval.path={task.parent / 'prompts.jsonl'}", "eval.num_prompts=2", "eval.num_samples=2"]
-    plan = Plan.make(settings.read(task, [*changes, "eval.greedy=false"]), tmp_path)
+    plan = RunSetup.make(load.read_config(task, [*changes, "eval.greedy=false"]), tmp_path)
     whole, broken = GroupId(-1, 0), GroupId(-1, 1)
 
     def done(group: GroupId, sibling: int) -> Any:
@@ -57,7 +57,7 @@ def test_a_prompt_with_an_episode_that_broke_is_over_with_its_last_sibling(
         done(broken, 1),
     ]
     hands = Hands(plan, facts)
-    result = evaluate(cast(LocalHands, hands), 0, {})
+    result = evaluate(cast(ProcessExecutor, hands), 0, {})
     assert result is not None
     assert (result.rewards, result.num_failed) == ({whole: (1.0, 0.0)}, 1)
     assert [order for _, order in hands.orders if isinstance(order, Score)] == [Score(whole)]

@@ -18,7 +18,7 @@ CHANGES: dict[str, object] = {
     "eval__num_samples": 2,
     "eval__every": 4,
     "trainer__save_freq": 2,
-    "engine__pace": "25ms",  # so that an evaluation lasts long enough to be met
+    "engine__min_step_time": "25ms",  # so that an evaluation lasts long enough to be met
 }
 
 
@@ -55,7 +55,7 @@ def check(run: Run) -> list[dict[str, Any]]:
     assert (audit.code, replay.code) == (0, 0), audit.out + replay.out
     s, lines = summary(run.out), journal(run.out)
     assert (s["c1"], s["c2"], s["c3"], s["pending_groups"]) == (True, True, True, 0)
-    begun = [line["version"] for line in lines if line["kind"] == "begin_evaluation"]
+    begun = [line["version"] for line in lines if line["kind"] == "start_evaluation"]
     skipped = [line["version"] for line in lines if line["kind"] == "skip_evaluation"]
     assert begun[0] == 4
     assert sorted(begun + skipped) == [4, 8]
@@ -75,7 +75,7 @@ def test_training_goes_on_beside_an_evaluation_whose_engine_dies(start_run: Star
     run.workers()[running(run.out)[0]].kill()
     lines = check(run)
     kinds = [line["kind"] for line in lines]
-    during = kinds[kinds.index("begin_evaluation") : kinds.index("end_evaluation")]
+    during = kinds[kinds.index("start_evaluation") : kinds.index("finish_evaluation")]
     assert during.count("trained") >= 2
     assert during.count("engine_lost") == 1
     life = dora("why", run.out, "--", "-5/0/1").out

@@ -13,7 +13,7 @@ LINUX_ONLY = pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only L
 
 @LINUX_ONLY
 def test_a_full_disk_ends_the_run_in_words_and_with_room_it_goes_on(start_run: StartRun) -> None:
-    run = start_run(run__steps=9, engine__pace="20ms")
+    run = start_run(run__steps=9, engine__min_step_time="20ms")
     run.wait_for_steps(1)
     workers = run.workers()
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (0, 0))  # from now on no file of the driver grows

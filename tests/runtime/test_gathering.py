@@ -9,14 +9,14 @@ import pytest
 import torch
 from tests.runtime.tiny import MODEL
 
-from dora.core.records import GroupId
+from dora.core.types import GroupId
 from dora.errors import RunError
 from dora.model.weights import initial_weights
-from dora.runtime.gathering import Gathering
-from dora.stream.samples import StoredSample
-from dora.trainer.advantage import batch_advantages
-from dora.trainer.critic import Critic, CriticSettings, initial_critic
-from dora.trainer.scoring import Scoring
+from dora.runtime.training.accumulator import Accumulator
+from dora.stream.sample_db import StoredSample
+from dora.trainer.advantage import compute_advantages
+from dora.trainer.critic import Critic, CriticSettings, initial_critic_weights
+from dora.trainer.advantage import AdvantageSettings
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
 SETTINGS = TrainerSettings(lr=1e-2, num_steps=9, warmup_steps=0, micro_batch_tokens=12)
@@ -53,27 +53,27 @@ class Stage:
     """A trainer, its gathering and what it reads."""
 
     def __init__(
-        self, scoring: Scoring | None = None, streams: bool = True, critic: Critic | None = None
+        self, scoring: AdvantageSettings | None = None, streams: bool = True, critic: Critic | None = None
     ) -> None:
         self.reader = Reader()
         self.trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS, critic=critic)
         self.digests = {0: "digest"}
-        judge = None if critic is None else critic.judge
-        scoring = scoring or Scoring()
-        self.gathering = Gathering(self.trainer, self.reader, self.digests.get, scoring, streams, judge)
+        judge = None if critic is None else critic.compute_advantages
+        scoring = scoring or AdvantageSettings()
+        self.gathering = Accumulator(self.trainer, self.reader, self.digests.get, scoring, streams, judge)
 
     def commit(self, step: int, groups: Sequence[GroupId]) -> None:
         for group in groups:
             self.gathering.commit(step, group)
 
     def work(self) -> None:
-        while self.gathering.can_work:
-            self.gathering.work()
+        while self.gathering.can_accumulate:
+            self.gathering.accumulate()
 
     def two_steps(self) -> torch.Tensor:
         """Trained without anything early."""
         for step, groups in enumerate((FIRST, SECOND)):
-            self.gathering.begin(step)
+            self.gathering.start_step(step)
             self.gathering.train(step, groups)
         return self.trainer.flat
 
@@ -86,7 +86,7 @@ def expected() -> torch.Tensor:
 def test_what_is_committed_is_worked_on_at_once(expected: torch.Tensor) -> None:
     stage = Stage()
     for step, groups in enumerate((FIRST, SECOND)):
-        stage.gathering.begin(step)
+        stage.gathering.start_step(step)
         stage.commit(step, groups[:3])
         stage.work()
         assert stage.reader.read == [*FIRST, *SECOND][: 4 * step + 3]
@@ -99,14 +99,14 @@ def test_what_is_committed_is_worked_on_at_once(expected: torch.Tensor) -> None:
 def test_a_later_step_waits_for_the_version_it_begins_with(expected: torch.Tensor) -> None:
     stage = Stage()
     stage.commit(0, FIRST)
-    assert not stage.gathering.can_work
-    stage.gathering.begin(0)
+    assert not stage.gathering.can_accumulate
+    stage.gathering.start_step(0)
     stage.commit(1, SECOND)
     stage.work()
     assert stage.reader.read == [*FIRST]
     stage.gathering.train(0, FIRST)
-    assert not stage.gathering.can_work  # its version is trained, but somebody waits for it
-    stage.gathering.begin(1)
+    assert not stage.gathering.can_accumulate  # its version is trained, but somebody waits for it
+    stage.gathering.start_step(1)
     stage.work()
     assert stage.reader.read == [*FIRST, *SECOND]
     assert stage.gathering.train(1, SECOND)["actor/num_tokens_early"] > 0
@@ -116,47 +116,47 @@ def test_a_later_step_waits_for_the_version_it_begins_with(expected: torch.Tenso
 def test_what_was_never_heard_of_is_worked_on_in_the_end(expected: torch.Tensor) -> None:
     """After a run went on in another life, the commitments of the former are not told again."""
     stage = Stage()
-    stage.gathering.begin(0)
+    stage.gathering.start_step(0)
     stage.commit(0, FIRST[2:])
     stage.work()
     assert stage.gathering.train(0, FIRST)["actor/num_tokens_early"] == 0  # the order would be another
-    stage.gathering.begin(1)
+    stage.gathering.start_step(1)
     stage.gathering.train(1, SECOND)
     assert torch.equal(stage.trainer.flat, expected)
 
 
 def test_what_fails_early_is_done_with_the_whole_batch(expected: torch.Tensor) -> None:
     stage = Stage()
-    stage.gathering.begin(0)
+    stage.gathering.start_step(0)
     stage.commit(0, FIRST)
     stage.reader.broken = {FIRST[2]}
     stage.work()
-    assert not stage.gathering.can_work
-    assert stage.trainer.num_accumulated == 0
+    assert not stage.gathering.can_accumulate
+    assert stage.trainer.num_accumulated_tokens == 0
     stage.gathering.train(0, FIRST)
-    stage.gathering.begin(1)
+    stage.gathering.start_step(1)
     stage.gathering.train(1, SECOND)
     assert torch.equal(stage.trainer.flat, expected)
 
 
 def test_a_step_that_failed_is_taken_again_from_its_beginning(expected: torch.Tensor) -> None:
     stage = Stage()
-    stage.gathering.begin(0)
+    stage.gathering.start_step(0)
     stage.commit(0, FIRST)
-    stage.gathering.work()
+    stage.gathering.accumulate()
     stage.reader.broken = {FIRST[3]}
     with pytest.raises(OSError, match="no such luck"):
         stage.gathering.train(0, FIRST)
     stage.gathering.train(0, FIRST)
-    stage.gathering.begin(1)
+    stage.gathering.start_step(1)
     stage.gathering.train(1, SECOND)
     assert torch.equal(stage.trainer.flat, expected)
 
 
 def test_a_gradient_that_is_not_finite_leaves_nothing_behind(expected: torch.Tensor) -> None:
     stage = Stage()
-    stage.gathering.begin(0)
-    stage.trainer.put([replace(s, advantage=float("nan")) for s in samples(FIRST)])
+    stage.gathering.start_step(0)
+    stage.trainer.add_samples([replace(s, advantage=float("nan")) for s in samples(FIRST)])
     with pytest.raises(RunError, match="grad_norm"):
         stage.gathering.train(0, FIRST)
     assert torch.equal(stage.two_steps(), expected)
@@ -171,8 +171,8 @@ def samples(groups: Sequence[GroupId]) -> list[Sample]:
 def test_without_streaming_the_order_of_commitment_does_not_matter() -> None:
     one, other = Stage(streams=False), Stage(streams=False)
     one.commit(0, FIRST)
-    one.gathering.begin(0)
-    assert not one.gathering.can_work
+    one.gathering.start_step(0)
+    assert not one.gathering.can_accumulate
     one.gathering.train(0, FIRST)
     other.gathering.train(0, FIRST[::-1])
     assert torch.equal(one.trainer.flat, other.trainer.flat)
@@ -193,9 +193,9 @@ def test_what_other_bytes_of_its_version_have_drawn_is_trained_and_not_compared(
 
 
 def test_advantages_of_a_batch_come_from_its_stored_rewards() -> None:
-    stage = Stage(Scoring("reinforce_plus_plus"), streams=False)
+    stage = Stage(AdvantageSettings("reinforce_plus_plus"), streams=False)
     stage.gathering.train(0, FIRST)
-    made = batch_advantages("reinforce_plus_plus", [REWARDS] * 4, [(3, 5)] * 4)
+    made = compute_advantages("reinforce_plus_plus", [REWARDS] * 4, [(3, 5)] * 4)
     flat = [advantage for group in made for advantage in group]
     reference = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS)
     batch = samples(sorted(FIRST))
@@ -204,16 +204,16 @@ def test_advantages_of_a_batch_come_from_its_stored_rewards() -> None:
 
 
 def critic() -> Critic:
-    flat = initial_critic(MODEL, initial_weights(MODEL, seed=0))
+    flat = initial_critic_weights(MODEL, initial_weights(MODEL, seed=0))
     return Critic(MODEL, flat, CriticSettings(lr=1e-2, num_steps=9))
 
 
 def test_a_critic_judges_the_stored_rewards_less_what_long_answers_lose() -> None:
     """Answers of 3 and 5 tokens, the last two tokens of which cost up to 1; then both learn."""
-    scoring = Scoring("gae", max_tokens=6, overlong_buffer_tokens=2)
+    scoring = AdvantageSettings("gae", max_tokens=6, overlong_buffer_tokens=2)
     stage, reference = Stage(scoring, streams=False, critic=critic()), critic()
     metrics = stage.gathering.train(0, FIRST)
-    judged = reference.judge(samples(sorted(FIRST)), [1.0, 0.25 - 0.5] * 4)
+    judged = reference.compute_advantages(samples(sorted(FIRST)), [1.0, 0.25 - 0.5] * 4)
     trainer = Trainer(MODEL, initial_weights(MODEL, seed=0), SETTINGS, critic=reference)
     trainer.step(judged)
     assert torch.equal(stage.trainer.flat, trainer.flat)
@@ -223,7 +223,7 @@ def test_a_critic_judges_the_stored_rewards_less_what_long_answers_lose() -> Non
 
 
 def test_a_step_with_a_critic_that_failed_is_taken_again_from_its_beginning() -> None:
-    stage, calm = (Stage(Scoring("gae"), streams=False, critic=critic()) for _ in range(2))
+    stage, calm = (Stage(AdvantageSettings("gae"), streams=False, critic=critic()) for _ in range(2))
     stage.reader.broken = {FIRST[3]}
     with pytest.raises(OSError, match="no such luck"):
         stage.gathering.train(0, FIRST)

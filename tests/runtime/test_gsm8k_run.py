@@ -62,7 +62,7 @@ def test_a_group_that_a_reward_of_trls_kind_fails_is_the_only_one(
     start_run: StartRun, given: dict[str, Path], tmp_path: Path
 ) -> None:
     (tmp_path / "judge.py").write_text(TRL_REWARD)
-    changes = {"reward__function": f"{tmp_path / 'judge.py'}:reward_func", "reward__max_failed_share": 1.0}
+    changes = {"reward__function": f"{tmp_path / 'judge.py'}:reward_func", "reward__max_failed_fraction": 1.0}
     run = start_run(EXAMPLES / "gsm8k.toml", **SMALL, **given, **changes)
     ended = run.end()
     assert ended.code == 0, ended
@@ -79,4 +79,4 @@ def test_the_configurations_for_gpus_pass_a_dry_run(
     sets = [f"model.path={given['model__path']}", f"data.path={given['data__path']}"]
     done = dora("train", EXAMPLES / name, "--dry-run", "--set", sets[0], "--set", sets[1])
     assert done.code == 0, done
-    assert "0 for an empty answer to the first prompt" in done.out
+    assert "0 for an empty response to the first prompt" in done.out

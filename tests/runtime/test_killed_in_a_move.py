@@ -20,10 +20,10 @@ def test_a_kill_at_each_moment_of_a_move_loses_nothing(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "figures.json").read_text())
     killed = {(row["moment"], row["killed"]) for row in figures["rows"] if row["kills"]}
     assert killed == {
-        ("asked", "source"),
+        ("requested", "source"),
         ("reserved", "destination"),
-        ("offered", "source"),
-        ("taken", "destination"),
+        ("exported", "source"),
+        ("imported", "destination"),
     }
     assert figures["ratios"]["kills"] == 4
     assert figures["ratios"]["findings"] == 0

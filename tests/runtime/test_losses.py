@@ -12,11 +12,11 @@ import pytest
 from tests.runtime.conftest import StartRun
 from tests.runtime.running import Ended, Run, dora, journal, summary, wait_until_gone
 
-from dora.model.folder import load_folder
+from dora.model.pretrained import load_pretrained
 
 ENGINES, TRAINER = slice(0, 2), 2
-SLOW = {"engine__pace": "40ms", "run__steps": 5}  # every answer takes most of a second
-LONG = {"engine__pace": "40ms", "run__steps": 1000}  # does not come to its end by itself
+SLOW = {"engine__min_step_time": "40ms", "run__steps": 5}  # every answer takes most of a second
+LONG = {"engine__min_step_time": "40ms", "run__steps": 1000}  # does not come to its end by itself
 
 
 def check_ended_badly(run: Run, workers: list[psutil.Process], wanted: str) -> Ended:
@@ -43,7 +43,9 @@ def check_left_behind(run: Run, workers: list[psutil.Process]) -> None:
 def decodes(run: Run, engine: int) -> bool:
     """Whether the engine's last word is that it has tokens of unfinished requests."""
     told: list[Any] = [line for line in journal(run.out) if line.get("engine") == engine]
-    return bool(told) and told[-1]["kind"] == "progressed" and sum(n for _, n in told[-1]["lengths"]) > 0
+    return (
+        bool(told) and told[-1]["kind"] == "progress_reported" and sum(n for _, n in told[-1]["lengths"]) > 0
+    )
 
 
 def test_a_killed_engine_costs_only_its_unfinished_answers(start_run: StartRun) -> None:
@@ -58,7 +60,7 @@ def test_a_killed_engine_costs_only_its_unfinished_answers(start_run: StartRun) 
     assert ended.code == 0, ended
     assert "engine 0 is lost (engine 0 was killed by SIGKILL)" in ended.out
     s = summary(run.out)
-    assert (s["engine_losses"], s["trained_groups"], s["pending_groups"]) == (1, 10, 0)
+    assert (s["engine_failures"], s["trained_groups"], s["pending_groups"]) == (1, 10, 0)
     assert s["regenerated_tokens"] > 0
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
     check_generated_again(run)
@@ -94,7 +96,7 @@ def test_an_engine_that_falls_silent_is_lost_after_its_time(start_run: StartRun)
     ended = run.end()
     assert ended.code == 0, ended
     assert "engine 1 is lost (silent for more than runtime.heartbeat_timeout_s = 3)" in ended.out
-    assert summary(run.out)["engine_losses"] == 1
+    assert summary(run.out)["engine_failures"] == 1
     check_left_behind(run, workers)
 
 
@@ -105,7 +107,7 @@ def test_a_run_without_engines_ends_in_words(start_run: StartRun) -> None:
     for engine in workers[ENGINES]:
         engine.kill()
     check_ended_badly(run, workers, "the last engine is lost: engine ")
-    assert summary(run.out)["engine_losses"] == 2
+    assert summary(run.out)["engine_failures"] == 2
 
 
 def test_a_run_whose_trainer_is_not_to_be_replaced_ends_in_words(start_run: StartRun) -> None:
@@ -140,7 +142,7 @@ def test_a_run_that_is_asked_to_stop_ends_cleanly(start_run: StartRun, number: s
     assert s["stopped"] == number.name
     (saved,) = (run.out / "checkpoints").iterdir()
     assert saved.name == f"step-{s['steps']}" != "step-0"
-    assert load_folder(saved)
+    assert load_pretrained(saved)
     assert s["pending_groups"] > 0
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
     check_left_behind(run, workers)
@@ -163,4 +165,4 @@ def test_a_trainer_that_hangs_ends_the_run_within_its_timeout(start_run: StartRu
     why = "the trainer was silent for more than runtime.trainer_timeout_s = 2"
     ended = check_ended_badly(run, workers, why)
     assert f"dora train --resume {run.out} does, with a new one" in ended.err
-    assert "waits, in the end, for trainer" in ended.out
+    assert "ultimately waits for trainer" in ended.out

@@ -10,14 +10,14 @@ from tests.runtime.conftest import StartRun
 from tests.runtime.running import dora, metrics, settings, summary
 from tests.runtime.tiny import MODEL, write_task
 
+from dora.config.load import read_config
 from dora.data.tokenizer import Tokenizer
 from dora.errors import ConfigError
-from dora.model.folder import save_folder
+from dora.journal.reader import read_responses, read_samples
+from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
-from dora.observe.samples import read_answers, read_samples
-from dora.runtime.plan import Plan
-from dora.settings import read
-from dora.trainer.lora import Lora
+from dora.runtime.run_setup import RunSetup
+from dora.trainer.lora import LoraSettings
 
 MIXTURE = replace(
     MODEL,
@@ -33,7 +33,7 @@ MIXTURE = replace(
 def mixture_task(tmp_path: Path) -> Path:
     """The tiny task, for a mixture."""
     config = write_task(tmp_path)
-    save_folder(tmp_path / "start", MIXTURE, initial_weights(MIXTURE, seed=0, std=0.3))
+    save_pretrained(tmp_path / "start", MIXTURE, initial_weights(MIXTURE, seed=0, std=0.3))
     return config
 
 
@@ -56,7 +56,7 @@ def test_filters_stop_texts_and_routes_go_through_a_whole_run(
     assert all(1 <= step["moe/load_imbalance"] <= MIXTURE.num_experts for step in steps)
     assert max(step["mismatch/logprob_abs_diff_max"] for step in steps) < 1e-5
     tokenizer = Tokenizer(mixture_task.parent / "start")
-    samples = [s for s in read_answers(run.out, read_samples(run.out).values()) if s is not None]
+    samples = [s for s in read_responses(run.out, read_samples(run.out).values()) if s is not None]
     assert len(samples) == 16
     for sample in samples:
         num_tokens = len(sample.prompt_ids) + len(sample.token_ids)
@@ -69,10 +69,10 @@ def test_filters_stop_texts_and_routes_go_through_a_whole_run(
 
 def test_experts_of_a_mixture_have_no_adapters(mixture_task: Path) -> None:
     with pytest.raises(ConfigError, match="gate_proj, up_proj: experts of a mixture have no"):
-        Plan.make(read(mixture_task, ["trainer.lora_rank=2"]), mixture_task.parent / "run")
+        RunSetup.make(read_config(mixture_task, ["trainer.lora_rank=2"]), mixture_task.parent / "run")
     attention = ["trainer.lora_rank=2", "trainer.lora_targets=['q_proj']"]
-    plan = Plan.make(read(mixture_task, attention), mixture_task.parent / "run")
-    assert plan.lora == Lora(2, 32.0, ("q_proj",))
+    plan = RunSetup.make(read_config(mixture_task, attention), mixture_task.parent / "run")
+    assert plan.lora == LoraSettings(2, 32.0, ("q_proj",))
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_experts_of_a_mixture_have_no_adapters(mixture_task: Path) -> None:
             "sampling.stop_token_ids = [1, 99]: 99 is no token, the model's vocab_size is",
         ),
         ({"sampling.stop_token_ids": "[1, 2, 3, 4, 5, 6, 7, 8]"}, "they are 9; engines know at most 8"),
-        ({"engine.kv_blocks": 2}, "the longest answer with its prompt, 32 tokens, takes 3"),
-        ({"sampling.top_k": 1}, "sampling.top_k = 1 leaves one token to draw"),
+        ({"engine.num_kv_blocks": 2}, "the longest answer with its prompt, 32 tokens, takes 3"),
+        ({"sampling.top_k": 1}, "sampling.top_k = 1 leaves one token to sample"),
     ],
 )
 def test_what_the_model_cannot_follow_is_refused(

@@ -14,7 +14,7 @@ MOVING: dict[str, Any] = {
     "engine__num_engines": 4,
     "engine__version_slots": 1,
     "sampling__max_response_length": 48,
-    "orchestrator__level_running": "true",
+    "orchestrator__balance_running": "true",
     "orchestrator__rebalance_interval_s": 0.1,
 }
 
@@ -31,11 +31,11 @@ def test_many_requests_move_and_nothing_is_computed_again(run: Run) -> None:
     s = summary(run.out)
     assert s["migrations"] >= 20
     assert sum(s["migration_reasons"].values()) == s["migrations"]
-    assert (s["reprefill_tokens"], s["regenerated_tokens"], s["engine_losses"]) == (0, 0, 0)
+    assert (s["reprefill_tokens"], s["regenerated_tokens"], s["engine_failures"]) == (0, 0, 0)
     assert s["migrated_kv_bytes"] > 0
-    assert 0 < s["migration_stop_s_p50"] <= s["migration_stop_s_max"]
+    assert 0 < s["migration_downtime_s_p50"] <= s["migration_downtime_s_max"]
     assert (s["trained_groups"], s["pending_groups"]) == (24, 0)
-    assert re.search(rf"moved +│ {s['migrations']} request", run.end().out)
+    assert re.search(rf"requests migrated +│ {s['migrations']} \(", run.end().out)
 
 
 def test_audit_and_replay_accept_the_record(run: Run) -> None:
@@ -56,15 +56,15 @@ def test_the_waits_of_the_trainer_name_whom_it_waited_for(run: Run) -> None:
     s = summary(run.out)
     assert sum(stall["seconds"] for stall in s["stalls"]) <= s["stall_s"] + 0.01
     assert all(stall["group"].count("/") == 1 for stall in s["stalls"])
-    assert sorted(map(int, s["engine_busy_ratios"])) == [0, 1, 2, 3]
+    assert sorted(map(int, s["rollout_utilization_by_engine"])) == [0, 1, 2, 3]
 
 
 def test_why_tells_the_life_of_a_request_that_moved(run: Run) -> None:
     moved = next(line for line in journal(run.out) if line["kind"] == "migrated")
     told = dora("why", run.out, "/".join(map(str, moved["request"])))
     assert told.code == 0
-    assert f"moved from engine {moved['source']} to engine {moved['destination']} (" in told.out
-    words = ("admitted at", "placed on", "begins to move", "finished on", "scored", "committed", "trained in")
+    assert f"migrated from engine {moved['source']} to engine {moved['destination']} (" in told.out
+    words = ("admitted at", "placed on", "migration from", "finished on", "scored", "committed", "trained in")
     places = [told.out.index(word) for word in words]
     assert places == sorted(places)
     unknown = dora("why", run.out, "99/0/0")

@@ -19,11 +19,11 @@ import pytest
 import torch
 from tests.runtime.running import Run, environment, journal, summary, wait_until_gone
 
-from dora import settings
-from dora.data.inflow import Inflow
-from dora.observe import replay
-from dora.runtime import folder
-from dora.runtime.prompts import PUT_PROMPTS
+from dora.config import load
+from dora.data.dataset import GrowingDataset
+from dora.journal import replay
+from dora.runtime import run_dir
+from dora.runtime.run_setup import PUT_PROMPTS
 
 TRAINER = Path(__file__).parent.parent.parent / "examples" / "external_trainer.py"
 OUTSIDE: dict[str, object] = {"service__trainer": "external", "data__path": "service"}
@@ -105,14 +105,14 @@ def test_the_trainer_of_the_examples_learns_nothing_of_tokens_that_were_read(ser
 
 
 def test_prompts_outlive_a_run_that_died_before_it_began(task: Path, tmp_path: Path) -> None:
-    config, out = settings.read(task, []), tmp_path / "run"
-    folder.claim(out, config)
-    Inflow(out / PUT_PROMPTS).add([{"prompt": "1:"}])
+    config, out = load.read_config(task, []), tmp_path / "run"
+    run_dir.claim(out, config)
+    GrowingDataset(out / PUT_PROMPTS).add([{"prompt": "1:"}])
     (out / "journal.jsonl").write_text("half a lin")
-    again = Inflow(out / PUT_PROMPTS)  # as the plan of the next life has it
-    folder.reclaim(out, config)
+    again = GrowingDataset(out / PUT_PROMPTS)  # as the plan of the next life has it
+    run_dir.reclaim(out, config)
     again.add([{"prompt": "2:"}])
-    assert [row["prompt"] for row in map(Inflow(out / PUT_PROMPTS).row, range(2))] == ["1:", "2:"]
+    assert [row["prompt"] for row in map(GrowingDataset(out / PUT_PROMPTS).row, range(2))] == ["1:", "2:"]
     assert sorted(file.name for file in out.iterdir()) == ["config.toml", PUT_PROMPTS]
 
 
@@ -133,7 +133,7 @@ def test_a_run_that_is_fed_and_trained_from_outside_outlives_everybody(served: S
     versions = [line.split()[1] for line in told.splitlines()]
     assert versions[-4:] == ["1", "2", "3", "4"]  # nothing was saved, so the first two are redone
     found = summary(served.out)
-    assert (found["steps"], found["trained_groups"], found["lives"], found["redone_steps"]) == (4, 8, 2, 2)
+    assert (found["steps"], found["trained_groups"], found["attempts"], found["redone_steps"]) == (4, 8, 2, 2)
     assert (found["c1"], found["c2"], found["c3"]) == (True, True, True)
     assert replay.main(served.out) == 0
     lines = [line for line in journal(served.out) if line["kind"] == "prompts_fetched"]

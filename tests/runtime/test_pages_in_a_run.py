@@ -17,10 +17,10 @@ from tests.docs.blocks import Block, commands, dora, furnish, of_language, run
 from tests.runtime.running import Run
 from tests.service.standing import StandingRun
 
-from dora.core.records import RequestId
-from dora.runtime.players import Episode, Over, Turn
-from dora.service.server import WebDoor
-from dora.serving import Service
+from dora.config.schema import ServiceSection
+from dora.core.types import RequestId
+from dora.runtime.rollout.episodes import EpisodeId, EpisodeEnded, PolicyTurn
+from dora.service.server import WebGateway
 
 READ = ("dora audit", "dora why", "dora replay", "dora report", "dora trace")
 
@@ -86,22 +86,22 @@ def test_an_agent_plays_as_the_page_says(here: Path) -> None:
     standing = StandingRun(here / "task", service__agents="true", data__path="gcd")
     standing.plan.out.mkdir()
     (here / "runs" / "agents").symlink_to(standing.plan.out)
-    door = WebDoor(Service(), standing.plan.out)
+    door = WebGateway(ServiceSection(), standing.plan.out)
     door.open(standing.calls, lambda sentence: None)
-    episode, names = Episode(RequestId(0, 0, 0), 0), dict[str, Any]()
+    episode, names = EpisodeId(RequestId(0, 0, 0), 0), dict[str, Any]()
     block = of_page("docs/service.md", "async def play")
     alone = re.sub(r"with Client\(.*?\n\n\n", "", block.text, flags=re.DOTALL)  # it is tried above
     play = run(replace(block, text=alone), names)["play"]
     assert callable(play)
     playing = threading.Thread(target=lambda: asyncio.run(play()))
     try:
-        standing.agents.begin(episode, version=1)
+        standing.agents.start(episode, version=1)
         playing.start()
         standing.told.get(timeout=20)
-        standing.agents.take_turn(Turn(episode, 0, standing.plan.tokenizer.encode("01=61"), "stop", 8))
+        standing.agents.on_turn(PolicyTurn(episode, 0, standing.plan.tokenizer.encode("01=61"), "stop", 8))
         standing.look()
         playing.join(20)
-        assert standing.words()[-1] == Over(episode, 0, 0.0)
+        assert standing.words()[-1] == EpisodeEnded(episode, 0, 0.0)
     finally:
         standing.calls.close()
         door.close()

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from dora.core.events import Woken
+from dora.core.events import TimerFired
 from dora.errors import RunError
-from dora.runtime.local import LocalHands
-from dora.runtime.outside import Patience
+from dora.runtime.executor import ProcessExecutor
+from dora.runtime.training.external import Patience
 
 
 def hands(patience_s: float, num_wanted: int = 0, agents: bool = False) -> Any:
@@ -25,7 +25,7 @@ def hands(patience_s: float, num_wanted: int = 0, agents: bool = False) -> Any:
 
 
 def test_who_does_not_come_is_named() -> None:
-    patience = Patience(cast(LocalHands, hands(0.0, num_wanted=3, agents=True)))
+    patience = Patience(cast(ProcessExecutor, hands(0.0, num_wanted=3, agents=True)))
     with pytest.raises(RunError, match=r"nothing has happened .* waits for 3 prompts, agents from outside"):
         patience.check(0.0)
 
@@ -38,7 +38,7 @@ def test_facts_pauses_and_sleep_begin_the_wait_anew() -> None:
     run = hands(0.0, num_wanted=3)
     patience = Patience(run)
     patience.check(asleep_s=60.0)
-    run.facts.append(Woken())
+    run.facts.append(TimerFired())
     patience.check(0.0)
     run.facts.clear()
     run.is_held = True

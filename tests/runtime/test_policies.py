@@ -12,7 +12,7 @@ from tests.runtime.running import Run, dora, journal, summary
 POLICIES: dict[str, dict[str, Any]] = {
     "one_step": {"update_policy": "one_step"},
     "drain": {"update_policy": "drain", "max_staleness": 2, "batches_per_version": 3},
-    "slack": {"slack": 1, "load_interval": 2, "rush": "false"},
+    "slack": {"slack": 1, "weight_sync_interval": 2, "prioritize_stragglers": "false"},
     "static": {"placement": "static"},
 }
 
@@ -51,10 +51,10 @@ def check_turns(run: Run, colocated: set[int]) -> int:
         if kind == "engine_joined":
             assert line["is_colocated"] == (line["engine"] in colocated)
             resting |= {line["engine"]} & colocated
-        elif kind == "paused":
+        elif kind == "engine_paused":
             resting.add(line["engine"])
             num_pauses += 1
-        elif kind == "resume":
+        elif kind == "resume_engine":
             resting.discard(line["engine"])
         elif kind == "train":
             assert resting == colocated

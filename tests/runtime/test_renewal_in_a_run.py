@@ -14,7 +14,7 @@ from tests.runtime.running import Run, dora, metrics, summary
 
 SLOW: dict[str, Any] = {
     "run__steps": 8,
-    "engine__pace": "10ms",
+    "engine__min_step_time": "10ms",
     "sampling__max_response_length": 48,
 }
 
@@ -33,7 +33,7 @@ def check_record(run: Run, *, recomputes: bool) -> dict[str, Any]:
     """What the run has left; its summary."""
     s, audit = summary(run.out), dora("audit", run.out)
     assert audit.code == 0, audit
-    assert "C1 given up" in audit.out
+    assert "C1 waived" in audit.out
     assert (s["breaks_c1"], s["c1"], s["c2"], s["c3"]) == (True, False, True, True)
     assert (s["pending_groups"], s["migrations"]) == (0, 0)
     assert (s["reprefill_tokens"] > 0) == recomputes
@@ -73,9 +73,9 @@ def test_an_engine_dies_and_answers_go_on_with_newer_weights(start_run: StartRun
     run.workers()[0].kill()
     ended = run.end()
     assert ended.code == 0, ended
-    assert "given up by the update policy" in ended.out
+    assert "waived by the update policy" in ended.out
     s = check_record(run, recomputes=policy == "partial")
-    assert s["engine_losses"] == 1
+    assert s["engine_failures"] == 1
     assert s["segmented_samples"] >= len(segments(run.out))
     header = json.loads((run.out / "journal.jsonl").read_text().split("\n")[0])
     assert header["limits"]["breaks_c1"] is True
@@ -89,5 +89,5 @@ def test_everything_dies_and_answers_go_on_with_newer_weights(start_run: StartRu
     resumed = start_run(config=None)
     assert resumed.end().code == 0, resumed.end()
     s = check_record(resumed, recomputes=False)
-    assert s["lives"] == 2
+    assert s["attempts"] == 2
     assert {line["step"] for line in metrics(run.out) if "step" in line} == set(range(8))

@@ -15,12 +15,13 @@ from rich.console import Console
 from tests.runtime.running import Ended, Run, dora, journal, metrics, summary, wait_until_gone
 from tests.runtime.tiny import MODEL, PROMPTS, write_task
 
-from dora import settings
-from dora.core.snapshot import SCHEMA
+from dora.config import load
+from dora.config.toml import to_toml
+from dora.core.codec import SNAPSHOT_SCHEMA
 from dora.errors import InputError
-from dora.model.folder import save_folder
+from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
-from dora.runtime.resuming import MAY_CHANGE, recorded, resumed_config
+from dora.runtime.recovery.resume import CHANGEABLE_KEYS, read_recorded_journal, resumed_config
 from dora.runtime.run import resume
 
 STEPS, BATCH_SIZE = 6, 2
@@ -101,7 +102,7 @@ def test_a_run_that_was_killed_three_times_comes_to_its_end(life: Life) -> None:
     core = checkpoints / "step-2" / "core.json"
     with tampered(core, '"next_index": ', '"next_index":1'):
         assert "step-2 is not a checkpoint of this run's record" in refusal(life.out)
-    by_an_older_version = f'"schema": {SCHEMA}', f'"schema": {SCHEMA - 1}'
+    by_an_older_version = f'"schema": {SNAPSHOT_SCHEMA}', f'"schema": {SNAPSHOT_SCHEMA - 1}'
     core.write_text(core.read_text().replace(*by_an_older_version))
     with other_weights(life.task.parent / "start"):  # a reference, or adapters, would be to them
         assert "start' does not hold the weights that the run began with" in refusal(life.out)
@@ -120,7 +121,7 @@ def check_redone(out: Path) -> None:
     """Steps that were redone are counted, and gave the same weights."""
     lines = journal(out)
     redone = [len(line["redone"]) for line in lines if line["kind"] == "resumed"]
-    assert (len(redone), sum(redone)) == (summary(out)["lives"] - 1, summary(out)["redone_steps"])
+    assert (len(redone), sum(redone)) == (summary(out)["attempts"] - 1, summary(out)["redone_steps"])
     assert max(redone) > 0
     digests: dict[int, set[str]] = {}
     for line in lines:
@@ -132,7 +133,7 @@ def check_redone(out: Path) -> None:
 def test_requests_that_begin_again_get_the_tokens_they_would_have_got(life: Life, task: Path) -> None:
     """With one version nothing else can change them. The trainer is told of what was committed."""
     one = {"run__steps": 1, "trainer__batch_size": 6, "orchestrator__max_staleness": 0}
-    run = life.begin(**one, trainer__micro_batch_tokens=32, engine__max_rows=2)
+    run = life.begin(**one, trainer__micro_batch_tokens=32, engine__max_num_seqs=2)
     run.wait_until(lambda: "commit" in [line["kind"] for line in journal(life.out)], "a group in the batch")
     life.kill_after(run, 0)
     assert life.go_on().end().code == 0
@@ -167,7 +168,7 @@ def test_a_run_that_died_in_its_last_moments_is_finished(life: Life) -> None:
     assert again.code == 2
     assert f"has finished all its {STEPS} steps" in again.err
     with tampered(life.out / "summary.json", '"stopped": ""', '"stopped": "Ctrl-C"'):
-        assert recorded(life.out, len(PROMPTS)).lines, "the evaluation after training is due"
+        assert read_recorded_journal(life.out, len(PROMPTS)).lines, "the evaluation after training is due"
 
 
 def test_a_run_that_died_before_it_began_begins(life: Life) -> None:
@@ -176,7 +177,7 @@ def test_a_run_that_died_before_it_began_begins(life: Life) -> None:
     os.killpg(run.pid, signal.SIGKILL)
     run.end()
     check_union(life.out, life.go_on().end())
-    assert summary(life.out)["lives"] == 1
+    assert summary(life.out)["attempts"] == 1
 
 
 def refusal(folder: Path, *overrides: str) -> str:
@@ -204,11 +205,11 @@ def test_what_cannot_go_on_is_refused_in_words(life: Life, tmp_path: Path) -> No
     with tampered(life.task.parent / "prompts.jsonl", '{"prompt": "10:"}\n', ""):
         assert "the dataset had 7 prompts and now has 6" in refusal(life.out)
     with tampered(life.out / "journal.jsonl", '"kind": "admit"', '"kind": "commit"'):
-        assert "neither a fact nor an order" in refusal(life.out)
+        assert "neither an event nor an action" in refusal(life.out)
     with tampered(life.out / "journal.jsonl", '"deadline": 2', '"deadline": 3'):
         assert "does not order what is recorded from line" in refusal(life.out)
     (life.out / "tensorboard").write_text("no folder")
-    assert "tensorboard cannot be started" in refusal(life.out, 'metrics.report_to=["tensorboard"]')
+    assert "tensorboard cannot start" in refusal(life.out, 'metrics.report_to=["tensorboard"]')
     after = [(life.out / name).read_bytes() for name in ("journal.jsonl", "metrics.jsonl")], life.samples()
     assert after == before
     with sqlite3.connect(life.out / "samples.sqlite") as db:
@@ -218,7 +219,7 @@ def test_what_cannot_go_on_is_refused_in_words(life: Life, tmp_path: Path) -> No
 
 def test_a_run_goes_on_when_its_cluster_is_gone(tmp_path: Path) -> None:
     changes = ["runtime.kind=ray", "ray.address=gone:6379", "ray.engine_cpus=2"]
-    written = settings.read(write_task(tmp_path), changes).to_toml()
+    written = to_toml(load.read_config(write_task(tmp_path), changes))
     (tmp_path / "config.toml").write_text(written)
     here = resumed_config(tmp_path, ["runtime.kind=local"])
     assert (here.runtime.kind, here.ray.address) == ("local", None)
@@ -230,7 +231,7 @@ def test_a_run_goes_on_when_its_cluster_is_gone(tmp_path: Path) -> None:
 
 def test_the_page_names_all_that_may_change() -> None:
     page = (Path(__file__).parents[2] / "docs" / "resume.md").read_text()
-    named = [pattern if pattern.endswith(".*") else pattern.replace("*", "NAME") for pattern in MAY_CHANGE]
+    named = [pattern if pattern.endswith(".*") else pattern.replace("*", "NAME") for pattern in CHANGEABLE_KEYS]
     assert [pattern for pattern in named if f"`{pattern}`" not in page] == []
 
 
@@ -239,7 +240,7 @@ def other_weights(folder: Path) -> Iterator[None]:
     """A model of the same shapes in a folder, for a while."""
     path = folder / "model.safetensors"
     before = path.read_bytes()
-    save_folder(folder, MODEL, initial_weights(MODEL, seed=99))
+    save_pretrained(folder, MODEL, initial_weights(MODEL, seed=99))
     try:
         yield
     finally:

@@ -43,7 +43,7 @@ def test_groups_that_cannot_be_scored_fail_by_name_and_the_run_goes_on(
 ) -> None:
     prompts = [{"prompt": f"{number}:", "mood": mood} for number, mood in enumerate(MOODS)]
     config = write_task(tmp_path, reward=MOODY, prompts=prompts)
-    limits = {"reward__timeout_s": 1.0, "reward__max_failed_share": 1.0, "data__shuffle": "false"}
+    limits = {"reward__timeout_s": 1.0, "reward__max_failed_fraction": 1.0, "data__shuffle": "false"}
     run = start_run(config, run__steps=2, **limits)
     ended = run.end()
     assert ended.code == 0, ended
@@ -64,7 +64,7 @@ class Length:
         return [self.unit * len(text) for text in completions]
 """
 SECOND = """
-[[task]]
+[[reward_task]]
 name = "length"
 class = "task.py:Length"
 options = {unit = 0.5}
@@ -107,7 +107,7 @@ def test_a_run_whose_groups_all_fail_stops_with_the_first_traceback(
     run = start_run(write_task(tmp_path, reward=reward))
     ended = run.end()
     assert ended.code == 1, ended
-    assert "more than reward.max_failed_share = 0.2 allows; the first failure:\n" in ended.err
+    assert "more than reward.max_failed_fraction = 0.2 allows; the first failure:\n" in ended.err
     assert "Traceback (most recent call last)" in ended.err
     assert "task.py" in ended.err
     assert ended.err.rstrip().endswith("ValueError: no such answer")
@@ -172,7 +172,7 @@ def test_a_group_that_failed_is_not_judged_on_at_the_cost_of_the_next(
 ) -> None:
     prompts = [{"prompt": f"{number}:"} for number in range(9)]
     config = write_task(tmp_path, reward=PATCHY, prompts=prompts)
-    run = start_run(config, run__steps=2, reward__timeout_s=1.0, reward__max_failed_share=1.0)
+    run = start_run(config, run__steps=2, reward__timeout_s=1.0, reward__max_failed_fraction=1.0)
     ended = run.end()
     assert ended.code == 0, ended
     assert [line["reason"] for line in journal(run.out) if line["kind"] == "fail"] == [

@@ -13,8 +13,8 @@ import pytest
 from tests.runtime.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, summary
 
-from dora.client import Address, AsyncClient, Client
 from dora.errors import ServiceError
+from dora.service.client import Address, AsyncClient, Client
 
 QUESTION = {"role": "user", "content": "10:"}
 
@@ -57,8 +57,8 @@ def test_agents_play_a_run_though_one_of_them_and_an_engine_disappear(start_run:
         run__steps=6,
         sampling__max_turn_length=8,
         service__agents="true",
-        service__session_lease_s=2.0,
-        reward__max_failed_share=1.0,
+        service__session_timeout_s=2.0,
+        reward__max_failed_fraction=1.0,
     )
     ends: Counter[str] = Counter()
 
@@ -74,7 +74,7 @@ def test_agents_play_a_run_though_one_of_them_and_an_engine_disappear(start_run:
     assert ended.code == 0, ended.err
     assert "Traceback" not in ended.err
     found = summary(run.out)
-    assert (found["c1"], found["c2"], found["c3"], found["engine_losses"]) == (True, True, True, 1)
+    assert (found["c1"], found["c2"], found["c3"], found["engine_failures"]) == (True, True, True, 1)
     assert "session expired" in {line["reason"] for line in journal(run.out) if line["kind"] == "fail"}
     assert ends["rewarded"] >= 6 * 2 * 2
     assert not (run.out / "service.json").exists()
@@ -94,7 +94,7 @@ def test_a_run_is_steered_while_it_trains(start_run: StartRun) -> None:
         (new,) = client.add_engines()["engines"]
         assert client.drain_engine(0)["state"] in ("leaving", "ended")
         assert new["engine"] == 2
-        steps = [status["num_steps_trained"] for status in client.progress(every_s=0.1)]
+        steps = [status["num_steps_trained"] for status in client.progress(interval_s=0.1)]
         assert steps == sorted(steps)
     ended = run.end()
     assert (ended.code, summary(run.out)["steps"]) == (0, 8)

@@ -8,15 +8,15 @@ import pytest
 import torch
 from tests.runtime.tiny import MODEL, save_start, write_task
 
-from dora import settings
-from dora.config import Config
+from dora.config import load
+from dora.config.schema import Config
 from dora.core.events import Published
-from dora.core.records import Limits
+from dora.core.types import Limits
 from dora.errors import InputError
-from dora.model.folder import save_folder
+from dora.journal.reader import JournalLine, Journal
+from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights, weight_digest
-from dora.observe.journal import Line, RecordedRun
-from dora.runtime.starting import check_start, critic_digest
+from dora.runtime.recovery.resume import check_initial_weights, critic_digest
 
 START = initial_weights(MODEL, seed=0)
 OTHER = initial_weights(MODEL, seed=1)
@@ -24,14 +24,14 @@ LIMITS = Limits(num_steps=4, batch_size=2, group_size=2, max_staleness=2)
 
 
 def read(folder: Path, *changes: str) -> Config:
-    return settings.read(write_task(folder), [*changes])
+    return load.read_config(write_task(folder), [*changes])
 
 
-def recorded(*digests: str, critic: str | None = None) -> RecordedRun:
+def recorded(*digests: str, critic: str | None = None) -> Journal:
     """A journal in which versions with these digests were published."""
     facts = [Published(version, digest) for version, digest in enumerate(digests)]
-    lines = tuple(Line(seq, 0.0, fact) for seq, fact in enumerate(facts))
-    return RecordedRun(LIMITS, 7, lines, False, critic)
+    lines = tuple(JournalLine(seq, 0.0, fact) for seq, fact in enumerate(facts))
+    return Journal(LIMITS, 7, lines, False, critic)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -41,25 +41,25 @@ def test_another_starting_model_is_refused_at_every_resume(
 ) -> None:
     config = read(tmp_path, f"engine.dtype={dtype}")
     journal = recorded(weight_digest(START.to(getattr(torch, dtype))), "digest of version 1")
-    check_start(config, journal, has_checkpoint=has_checkpoint)
-    save_folder(tmp_path / "start", MODEL, OTHER)
+    check_initial_weights(config, journal, has_checkpoint=has_checkpoint)
+    save_pretrained(tmp_path / "start", MODEL, OTHER)
     with pytest.raises(InputError, match=r"model.path = '.*start' does not .*version 0, .*; put the old"):
-        check_start(config, journal, has_checkpoint=has_checkpoint)
+        check_initial_weights(config, journal, has_checkpoint=has_checkpoint)
 
 
 def test_a_run_that_published_nothing_may_begin_with_any_model(tmp_path: Path) -> None:
-    check_start(read(tmp_path), recorded(), has_checkpoint=False)
+    check_initial_weights(read(tmp_path), recorded(), has_checkpoint=False)
 
 
 def test_another_critic_is_refused_while_no_checkpoint_has_it(tmp_path: Path) -> None:
     folder = save_start(tmp_path / "critic")
     config = read(tmp_path, "algorithm.adv_estimator=gae", f"critic.path={folder}")
     journal = recorded(weight_digest(START), critic=critic_digest(config))
-    check_start(config, journal, has_checkpoint=False)
-    save_folder(folder, MODEL, OTHER)
-    check_start(config, journal, has_checkpoint=True)
+    check_initial_weights(config, journal, has_checkpoint=False)
+    save_pretrained(folder, MODEL, OTHER)
+    check_initial_weights(config, journal, has_checkpoint=True)
     with pytest.raises(InputError, match=r"critic.path = '.*critic' does not hold .*; put the old files"):
-        check_start(config, journal, has_checkpoint=False)
+        check_initial_weights(config, journal, has_checkpoint=False)
 
 
 def test_a_critic_that_begins_as_the_policy_needs_no_digest(tmp_path: Path) -> None:

@@ -15,14 +15,14 @@ from dora.trainer.checkpoint import load_checkpoint
 STEPS = 6
 CHANGES = {
     "run__steps": STEPS,
-    "engine__exact": "true",
+    "engine__exact_logprobs": "true",
     "orchestrator__max_staleness": 0,
     "algorithm__adv_estimator": "gae",
     "algorithm__kl_loss_coef": 0.1,
     "correction__proximal": "recomputed",
     "correction__token": "tis",
-    "trainer__stations": '["reference", "proximal", "critic"]',
-    "trainer__batch_tokens": 30,
+    "trainer__aux_workers": '["reference", "proximal", "critic"]',
+    "trainer__mini_batch_tokens": 30,
     "trainer__deterministic": "true",
     "trainer__save_freq": 2,
 }
@@ -55,7 +55,7 @@ def test_a_run_is_the_same_to_the_bit_when_engine_reference_and_critic_die(
     assert "the trainer is lost (critic was killed by SIGKILL); engines go on" in ended.out
     assert dora("audit", broken.out).code == 0
     s = summary(broken.out)
-    assert (s["trainer_losses"], s["engine_losses"], s["lives"], s["pending_groups"]) == (1, 1, 1, 0)
+    assert (s["trainer_failures"], s["engine_failures"], s["attempts"], s["pending_groups"]) == (1, 1, 1, 0)
     assert s["redone_steps"] > 0
 
     ends = [load_checkpoint(out / "checkpoints" / f"step-{STEPS}") for out in (whole, broken.out)]
@@ -65,8 +65,8 @@ def test_a_run_is_the_same_to_the_bit_when_engine_reference_and_critic_die(
 
 
 def test_a_station_that_is_stopped_is_replaced(start_run: StartRun) -> None:
-    compares = {"algorithm__kl_loss_coef": 0.1, "trainer__stations": '["reference"]'}
-    run = start_run(run__steps=6, engine__pace="20ms", runtime__trainer_timeout_s=3.0, **compares)
+    compares = {"algorithm__kl_loss_coef": 0.1, "trainer__aux_workers": '["reference"]'}
+    run = start_run(run__steps=6, engine__min_step_time="20ms", runtime__trainer_timeout_s=3.0, **compares)
     run.wait_for_steps(1)
     run.workers()[REFERENCE].suspend()
     ended = run.end()

@@ -12,20 +12,21 @@ from typing import Any, cast
 
 import pytest
 from tests.core.midway import engine, midway, running
-from tests.core.stations import limits
+from tests.core.fake_workers import limits
 from tests.runtime.conftest import StartRun
-from tests.runtime.puppets import Stage
+from tests.runtime.fake_process import Stage
 from tests.runtime.running import Run, dora
 
-from dora.core.events import Progressed, Published, Woken
-from dora.core.waits import REWARDS
-from dora.errors import RunError, SilentError
-from dora.observe.status import FILE_NAME, standing_of
-from dora.runtime import status
-from dora.runtime.local import LocalHands
-from dora.runtime.process import Pulse, Told, Worker
-from dora.runtime.restarts import Restarts
-from dora.runtime.status import PLACE_S, TRAINING, Status
+from dora.core.events import ProgressReported, Published, TimerFired
+from dora.core.wait_graph import REWARDS
+from dora.errors import RunError, WorkerTimeoutError
+from dora.metrics.status import STATUS_FILE, read_status
+from dora.runtime.control import status
+from dora.runtime.control.status import PLACE_S, TRAINING
+from dora.service.state import Status
+from dora.runtime.executor import ProcessExecutor
+from dora.runtime.process.worker_process import RestartPolicy
+from dora.runtime.process.worker_process import WorkerState, WorkerMessages, Worker
 
 
 class Desk:
@@ -37,16 +38,16 @@ class Desk:
         self.state = midway(limits(num_steps=20, batch_size=1, max_staleness=2), newest=2)
         engine(self.state, 0, rows=4, held={2})
         running(self.state, 0, 2, 1)
-        fleet, self.trainers = SimpleNamespace(restarts=Restarts(1)), SimpleNamespace(due_s=None)
-        self.stations: dict[str, list[Pulse]] = {}
+        fleet, self.trainers = SimpleNamespace(restarts=RestartPolicy(1)), SimpleNamespace(due_s=None)
+        self.stations: dict[str, list[WorkerState]] = {}
         hands = SimpleNamespace(now=7.0, pulses=list, fleet=fleet, trainers=self.trainers, storage=None)
         hands.stations = lambda: self.stations
         self.hands = hands
-        self.status = Status(out, cast(LocalHands, hands), lambda: self.state, self.notices.append)
+        self.status = Status(out, cast(ProcessExecutor, hands), lambda: self.state, self.notices.append)
 
     @property
     def told(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.out / FILE_NAME).read_text())
+        found: dict[str, Any] = json.loads((self.out / STATUS_FILE).read_text())
         return found
 
 
@@ -61,22 +62,22 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
 def test_a_run_in_which_nothing_happens_says_once_who_waits_for_whom(desk: Desk) -> None:
     desk.status.enter(TRAINING)
     desk.status.look()
-    assert (desk.notices, standing_of(desk.out).state) == ([], "running")
+    assert (desk.notices, read_status(desk.out).state) == ([], "running")
     time.sleep(0.6)
-    desk.status.hear(Woken())  # which are no progress
-    desk.status.hear(Progressed(0, (), row_tokens_per_s=0.0))
+    desk.status.hear(TimerFired())  # which are no progress
+    desk.status.hear(ProgressReported(0, (), row_tokens_per_s=0.0))
     desk.status.look()
     desk.status.look()
     (notice,) = desk.notices
     first, *waits = notice.splitlines()
-    assert first.startswith("nothing has happened for ")
-    assert first.endswith(" s: trainer waits, in the end, for engine 0")
+    assert first.startswith("no progress for ")
+    assert first.endswith(" s: trainer ultimately waits for engine 0")
     assert "  group 0/1 waits for request 0/1/0: its last token, for 0.0 s" in waits
-    assert standing_of(desk.out).state == "stalled"
-    desk.status.hear(Progressed(0, (), row_tokens_per_s=9.0))
+    assert read_status(desk.out).state == "stalled"
+    desk.status.hear(ProgressReported(0, (), row_tokens_per_s=9.0))
     desk.status.look()
-    assert standing_of(desk.out).state == "running"
-    assert desk.told["patience_s"] > 1.0, "a run that has waited so long before may do so again"
+    assert read_status(desk.out).state == "running"
+    assert desk.told["stall_after_s"] > 1.0, "a run that has waited so long before may do so again"
 
 
 def test_a_wait_is_as_old_as_its_first_sight(desk: Desk) -> None:
@@ -86,7 +87,7 @@ def test_a_wait_is_as_old_as_its_first_sight(desk: Desk) -> None:
     desk.status.look()
     assert {wait["since_s"] for wait in desk.told["waits"]} == {7.0}
     running(desk.state, 0, 2, 2)
-    desk.state.engines[0].is_leaving = True
+    desk.state.engines[0].is_draining = True
     desk.status.look()
     assert {wait["since_s"] for wait in desk.told["waits"]} == {7.0, 12.0}
 
@@ -99,25 +100,25 @@ def test_only_training_can_stall(desk: Desk) -> None:
     assert (desk.told["idle_s"], desk.told["waits"], desk.told["phase"]) == (0.0, [], "evaluating")
 
 
-@pytest.mark.parametrize("error", [SilentError, RunError])
+@pytest.mark.parametrize("error", [WorkerTimeoutError, RunError])
 def test_a_run_that_fails_says_why_and_for_a_silent_process_who_waits(
     desk: Desk, error: type[RunError]
 ) -> None:
     desk.status.enter(TRAINING)
     desk.status.fail(error("the trainer was silent\nlong ago"))
     desk.status.end("an error")
-    standing = standing_of(desk.out)
+    standing = read_status(desk.out)
     assert standing.state == "failed"
     assert standing.sentence.startswith("failed: the trainer was silent; training, 0 of 20 steps")
-    assert standing.told["owners"] == ["engine 0"]
-    assert len(desk.notices) == (error is SilentError)
+    assert standing.told["root_causes"] == ["engine 0"]
+    assert len(desk.notices) == (error is WorkerTimeoutError)
 
 
 def test_who_has_no_place_to_start_in_is_named_once_and_waited_for(desk: Desk) -> None:
     stage = Stage()
-    worker = Worker("rewarder 0", lambda *_: None, None, Told(stage.start))
+    worker = Worker("rewarder 0", lambda *_: None, None, WorkerMessages(stage.start))
     stage.puppets[0].awaits = "the cluster"
-    desk.stations = {REWARDS: [Pulse(worker, is_ready=False, limit_s=60.0)]}
+    desk.stations = {REWARDS: [WorkerState(worker, is_ready=False, timeout_s=60.0)]}
     desk.status.enter(TRAINING)
     desk.status.look()
     assert not desk.notices
@@ -125,10 +126,10 @@ def test_who_has_no_place_to_start_in_is_named_once_and_waited_for(desk: Desk) -
     for _ in range(2):
         desk.status.look()
     assert desk.notices == ["rewarder 0 cannot start yet: the cluster has no place for it"]
-    waits = [(wait["who"], wait["on"]) for wait in desk.told["waits"]]
+    waits = [(wait["waiter"], wait["target"]) for wait in desk.told["waits"]]
     assert waits[-2:] == [(REWARDS, "rewarder 0"), ("rewarder 0", "the cluster")]
     assert desk.stations[REWARDS][0].to_json(0.0)["at"] == "waiting for the cluster"
-    assert worker.why_late == ": the cluster has no place for it"
+    assert worker.start_delay_reason == ": the cluster has no place for it"
     worker.kill()
 
 
@@ -148,7 +149,7 @@ def status_of(run: Run) -> dict[str, Any]:
 
 
 def test_a_run_that_goes_and_is_killed_says_so_with_its_processes(start_run: StartRun) -> None:
-    run = start_run(engine__pace="20ms", run__steps=1000)
+    run = start_run(engine__min_step_time="20ms", run__steps=1000)
     run.wait_for_steps(1)
     run.wait_until(lambda: status_of(run)["steps"] > 0, "news of the first step")
     told = status_of(run)
@@ -156,7 +157,7 @@ def test_a_run_that_goes_and_is_killed_says_so_with_its_processes(start_run: Sta
     names = [process["name"] for process in told["processes"]]
     assert names == ["engine 0", "engine 1", "trainer", "rewarder"]
     assert {process["pid"] for process in told["processes"]} == {worker.pid for worker in run.workers()}
-    assert all(process["heard_s"] < process["limit_s"] for process in told["processes"])
+    assert all(process["last_message_s"] < process["timeout_s"] for process in told["processes"])
     assert told["waits"]
     printed = dora("status", run.out)
     assert printed.code == 0, printed
@@ -165,8 +166,8 @@ def test_a_run_that_goes_and_is_killed_says_so_with_its_processes(start_run: Sta
     run.end()
     dead = dora("status", run.out)
     assert dead.code == 1
-    assert f"died: its driver, process {run.pid}, is gone; training, " in dead.out
-    assert f"dora train --resume {run.out} goes on with it" in dead.out
+    assert f"crashed: driver process {run.pid} has exited; training, " in dead.out
+    assert f"dora train --resume {run.out} resumes it" in dead.out
 
 
 def test_a_run_that_has_finished_says_so_and_what_is_no_run_is_refused(

@@ -9,13 +9,13 @@ import pytest
 import torch
 from tests.runtime.tiny import MODEL
 
-from dora.core.records import GroupId, RequestId
+from dora.core.types import GroupId, RequestId
 from dora.engine.engine import Engine
-from dora.engine.sequence import EngineError, Request, Sampling
+from dora.engine.request import EngineError, Request, SamplingParams
 from dora.model.weights import initial_weights, weight_digest
-from dora.runtime.messages import LoadRefused, WeightsLoaded
-from dora.runtime.taking import Taking
-from dora.weights.staging import Staging
+from dora.runtime.process.messages import LoadRejected, WeightsLoaded
+from dora.runtime.rollout.engine_worker import WeightLoader
+from dora.weights.store import Prefetcher
 from dora.weights.store import WeightStore
 
 
@@ -31,16 +31,16 @@ def make_engine(**settings: Any) -> Engine:
     return Engine(MODEL, max_rows=2, max_context=40, version_slots=2, kernels="eager", **settings)
 
 
-def deferred(store: WeightStore, engine: Engine) -> Taking:
-    return Taking(engine, store, Staging(store, is_pinned=False))
+def deferred(store: WeightStore, engine: Engine) -> WeightLoader:
+    return WeightLoader(engine, store, Prefetcher(store, is_pinned=False))
 
 
 def request(version: int) -> Request:
-    sampling = Sampling(temperature=1.0, max_tokens=20)
+    sampling = SamplingParams(temperature=1.0, max_tokens=20)
     return Request(RequestId(0, 0, 0), GroupId(0, 0), (1, 2, 3), version, seed=1, sampling=sampling)
 
 
-def told(taking: Taking) -> WeightsLoaded:
+def told(taking: WeightLoader) -> WeightsLoaded:
     """What is said of the load that is under way, when it is said."""
     while not (replies := taking.poll()):
         assert taking.is_busy
@@ -51,8 +51,8 @@ def told(taking: Taking) -> WeightsLoaded:
 
 def test_a_load_at_once_is_told_at_once(store: WeightStore) -> None:
     engine = make_engine()
-    taking = Taking(engine, store, None)
-    taking.stage(0)
+    taking = WeightLoader(engine, store, None)
+    taking.prefetch(0)
     taking.load(0)
     assert not taking.is_busy
     assert taking.poll() == [WeightsLoaded(0, weight_digest(initial_weights(MODEL, seed=0)))]
@@ -62,7 +62,7 @@ def test_a_load_at_once_is_told_at_once(store: WeightStore) -> None:
 def test_a_deferred_version_is_held_once_its_bytes_are_digested(store: WeightStore) -> None:
     engine = make_engine()
     taking = deferred(store, engine)
-    taking.stage(1)
+    taking.prefetch(1)
     taking.load(1)
     assert engine.versions == {}
     assert told(taking) == WeightsLoaded(1, weight_digest(initial_weights(MODEL, seed=1)))
@@ -72,15 +72,15 @@ def test_a_deferred_version_is_held_once_its_bytes_are_digested(store: WeightSto
 def test_the_digest_is_of_the_bytes_in_the_engine(store: WeightStore) -> None:
     engine = make_engine()
     taking = deferred(store, engine)
-    right = engine.place
+    right = engine.copy_to_slot
 
     def damage(version: int, source: torch.Tensor) -> torch.Tensor:
         placed = right(version, source)
         placed[3] += 1.0
         return placed
 
-    engine.place = damage  # type: ignore[method-assign]
-    taking.stage(1)
+    engine.copy_to_slot = damage  # type: ignore[method-assign]
+    taking.prefetch(1)
     taking.load(1)
     assert told(taking).digest != weight_digest(initial_weights(MODEL, seed=1))
 
@@ -99,7 +99,7 @@ def test_rows_decode_on_while_a_version_is_digested_and_give_the_same_tokens(sto
     answers = []
     for is_deferred in (False, True):
         engine = make_engine()
-        loads = deferred(store, engine) if is_deferred else Taking(engine, store, None)
+        loads = deferred(store, engine) if is_deferred else WeightLoader(engine, store, None)
         loads.load(0)
         loads.wait_for({0})
         engine.submit([request(0)])
@@ -139,10 +139,10 @@ def test_a_version_may_be_dropped_and_loaded_again_before_its_load_is_told(store
 def test_a_version_that_is_not_there_is_refused_and_leaves_nothing(store: WeightStore) -> None:
     engine = make_engine()
     taking = deferred(store, engine)
-    taking.stage(7)
+    taking.prefetch(7)
     taking.load(7)
     (reply,) = taking.poll()
-    assert isinstance(reply, LoadRefused)
+    assert isinstance(reply, LoadRejected)
     taking.drop(7)
     taking.load(0)
     assert told(taking).version == 0
@@ -150,9 +150,9 @@ def test_a_version_that_is_not_there_is_refused_and_leaves_nothing(store: Weight
 
 def test_nothing_can_be_asked_of_a_version_that_is_only_placed() -> None:
     engine = make_engine()
-    engine.place(0, initial_weights(MODEL, seed=0))
+    engine.copy_to_slot(0, initial_weights(MODEL, seed=0))
     engine.check()
     with pytest.raises(EngineError, match="version 0"):
         engine.submit([request(0)])
-    with pytest.raises(EngineError, match="held already"):
+    with pytest.raises(EngineError, match="loaded already"):
         engine.load(0, initial_weights(MODEL, seed=0))

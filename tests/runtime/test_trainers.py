@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.runtime.puppets import Puppet, Stage
+from tests.runtime.fake_process import Puppet, Stage
 
-from dora import settings
-from dora.core.events import Attested, Event, Published, Trained, TrainerLost, TrainerReplaced
-from dora.core.records import GroupId
+from dora.config import load
+from dora.core.events import DigestReported, Event, Published, Trained, TrainerLost, TrainerReplaced
+from dora.core.types import GroupId
 from dora.errors import RunError
-from dora.runtime import messages as m
-from dora.runtime.checkpoints import Checkpoints
-from dora.runtime.plan import Plan
-from dora.runtime.process import Told, take
-from dora.runtime.restarts import FIRST_S
-from dora.runtime.telling import Teller
-from dora.runtime.trainers import Trainers
-from dora.stream.samples import SampleStore
+from dora.runtime.process import messages as m
+from dora.runtime.process.worker_process import FIRST_DELAY_S
+from dora.runtime.process.worker_process import WorkerMessages, receive
+from dora.runtime.run_setup import RunSetup
+from dora.runtime.sample_book import SampleBook
+from dora.runtime.training.checkpoints import CheckpointManager
+from dora.runtime.training.supervisor import TrainerSupervisor
+from dora.stream.sample_db import SampleStore
 from dora.weights.store import WeightStore, make_store_folder
 
 BATCH = (GroupId(0, 0), GroupId(0, 1))
@@ -33,19 +33,19 @@ class Scene:
     """A run that has begun, with a trainer whose words are the test's."""
 
     def __init__(self, task: Path, out: Path, *changes: str) -> None:
-        self.plan = Plan.make(settings.read(task, changes), out)
+        self.plan = RunSetup.make(load.read_config(task, changes), out)
         self.facts: deque[Event] = deque()
         self.notices: list[str] = []
         self.published: dict[int, str] = {}
         self.stage = Stage()
-        self._told = Told(self.stage.start)
+        self._told = WorkerMessages(self.stage.start)
         self.samples = SampleStore(out / "samples.sqlite")
         self.store = WeightStore(make_store_folder(1))
-        teller = Teller(self.plan, self.samples)
-        checkpoints = Checkpoints(self.plan, self.store, self.notices.append)
+        teller = SampleBook(self.plan, self.samples)
+        checkpoints = CheckpointManager(self.plan, self.store, self.notices.append)
         folders = self.store.folder, out
         announce = self.published.__setitem__
-        self.trainers = Trainers(
+        self.trainers = TrainerSupervisor(
             self.plan,
             folders,
             (0, None),
@@ -56,7 +56,7 @@ class Scene:
             announce,
             self.notices.append,
         )
-        self.says(m.Ready())
+        self.says(m.WorkerReady())
         self.trainers.open(may_replace=True)
 
     @property
@@ -69,21 +69,21 @@ class Scene:
         self.hear()
 
     def hear(self) -> None:
-        for worker, message in take(self._told, 5.0):
+        for worker, message in receive(self._told, 5.0):
             if worker in self.trainers.ranks:
-                self.trainers.hear(worker, message)
+                self.trainers.on_message(worker, message)
 
     def train(self, step: int) -> None:
         self.trainers.send(m.TrainStep(step, BATCH))
-        self.says(m.StepDone(step, {}))
+        self.says(m.StepCompleted(step, {}))
 
     def replace(self) -> None:
         """Its successor's time has come."""
         num_before = len(self.stage.puppets)
-        deadline_s = time.monotonic() + 3 * FIRST_S
+        deadline_s = time.monotonic() + 3 * FIRST_DELAY_S
         while len(self.stage.puppets) == num_before:
             assert time.monotonic() < deadline_s
-            self.trainers.check(0.0)
+            self.trainers.check_deadlines(0.0)
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -123,9 +123,9 @@ def test_a_successor_redoes_what_was_trained_with_the_batches_of_the_journal(sce
     scene.hear()
     assert scene.facts.pop() == TrainerLost("trainer was killed by SIGKILL")
     assert "another one begins in 1 s" in scene.notices[-1]
-    assert scene.trainers.due_s is not None
+    assert scene.trainers.restart_at_s is not None
     scene.replace()
-    scene.says(m.Ready())
+    scene.says(m.WorkerReady())
     assert scene.facts.pop() == TrainerReplaced(0, (BATCH, BATCH))
     assert scene.puppet.spec.checkpoint is None
 
@@ -135,15 +135,15 @@ def test_a_version_that_is_only_attested_is_announced_to_nobody(scene: Scene) ->
     scene.says(m.WeightsPublished(0, "bytes"))
     scene.trainers.send(m.PublishWeights(1, is_stored=False))
     scene.says(m.WeightsPublished(1, "other bytes"))
-    assert [*scene.facts] == [Published(0, "bytes"), Attested(1, "other bytes")]
+    assert [*scene.facts] == [Published(0, "bytes"), DigestReported(1, "other bytes")]
     assert scene.published == {0: "bytes"}
 
 
 def test_a_trainer_that_answers_no_order_is_lost_though_it_beats(scene: Scene) -> None:
     scene.trainers.send(m.TrainStep(0, BATCH))
     time.sleep(0.25)
-    scene.puppet.say(m.Alive())
-    scene.trainers.check(0.0)
+    scene.puppet.say(m.Heartbeat())
+    scene.trainers.check_deadlines(0.0)
     assert scene.facts.pop() == TrainerLost(
         "the trainer has answered no order for runtime.step_timeout_s = 0.2 s"
     )
@@ -153,7 +153,7 @@ def test_a_trainer_that_answers_no_order_is_lost_though_it_beats(scene: Scene) -
 def test_a_trainer_without_an_order_may_rest(scene: Scene) -> None:
     scene.train(0)
     time.sleep(0.25)
-    scene.trainers.check(0.0)
+    scene.trainers.check_deadlines(0.0)
     assert isinstance(scene.facts.pop(), Trained)
     assert scene.puppet.is_alive
 
@@ -161,7 +161,7 @@ def test_a_trainer_without_an_order_may_rest(scene: Scene) -> None:
 def test_time_that_the_driver_has_slept_is_nobody_s_silence(scene: Scene) -> None:
     scene.trainers.send(m.TrainStep(0, BATCH))
     time.sleep(0.25)
-    scene.trainers.check(asleep_s=0.25)
+    scene.trainers.check_deadlines(asleep_s=0.25)
     assert not scene.facts
 
 
@@ -181,7 +181,7 @@ def test_who_follows_a_trainer_that_got_on_starts_soon(scene_of_many: Scene) -> 
     scene.hear()
     scene.replace()
     write_journal(scene.plan.out)
-    scene.says(m.Ready())
+    scene.says(m.WorkerReady())
     scene.train(0)
     scene.puppet.kill()
     scene.hear()
@@ -195,7 +195,7 @@ def test_a_checkpoint_that_gives_other_bytes_than_it_was_written_of_ends_the_run
     scene.hear()
     scene.replace()
     write_journal(scene.plan.out)
-    scene.says(m.Ready())
+    scene.says(m.WorkerReady())
     scene.trainers.send(m.PublishWeights(0, is_stored=False))
     with pytest.raises(RunError, match="the checkpoint of version 0 gives other, and it was bytes"):
         scene.says(m.WeightsPublished(0, "other"))
@@ -203,12 +203,12 @@ def test_a_checkpoint_that_gives_other_bytes_than_it_was_written_of_ends_the_run
 
 def test_one_that_is_ready_though_nobody_waits_for_it_is_no_successor(scene: Scene) -> None:
     """As a station beside it that was replaced."""
-    scene.says(m.Ready())
+    scene.says(m.WorkerReady())
     assert not scene.facts
 
 
 def test_once_all_is_saved_its_death_is_no_loss(scene: Scene) -> None:
-    scene.trainers.excuse()
+    scene.trainers.ignore_exit()
     scene.puppet.kill()
     scene.hear()
     assert not scene.facts

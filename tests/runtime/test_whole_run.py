@@ -11,7 +11,7 @@ import torch
 from tests.runtime.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, metrics, summary
 
-from dora.model.folder import load_folder
+from dora.model.pretrained import load_pretrained
 
 STEPS, BATCH_SIZE, GROUP_SIZE = 6, 2, 2
 KEYS = [
@@ -36,16 +36,16 @@ KEYS = [
     "staleness_histogram",
     "staleness_mean",
     "staleness_max",
-    "engine_busy_ratio",
+    "rollout_utilization",
     "trainer_idle_ratio",
     "stall_s",
     "exposed_rollout_s",
-    "orchestration_share",
+    "orchestrator_time_ratio",
     "migrations",
     "migrated_kv_bytes",
-    "engine_losses",
+    "engine_failures",
     "engine_restarts",
-    "lives",
+    "attempts",
     "redone_steps",
     "redone_tokens",
     "c1",
@@ -58,7 +58,7 @@ KEYS = [
 def run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with evaluation that came to its end."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    changes: dict[str, Any] = {"run__steps": STEPS, "engine__pace": "20ms", "eval__num_prompts": 3}
+    changes: dict[str, Any] = {"run__steps": STEPS, "engine__min_step_time": "20ms", "eval__num_prompts": 3}
     run = Run(task, out, eval__path=task.parent / "prompts.jsonl", **changes)
     ended = run.end()
     assert (ended.code, ended.err) == (0, ""), ended
@@ -79,10 +79,10 @@ def test_the_summary_adds_up(run: Run) -> None:
     mean = sum(int(age) * count for age, count in s["staleness_histogram"].items()) / s["trained_samples"]
     assert s["staleness_mean"] == pytest.approx(mean)
     assert s["staleness_max"] == max(map(int, s["staleness_histogram"])) <= 2
-    assert (s["filtered_groups"], s["failed_groups"], s["pending_groups"], s["engine_losses"]) == (0, 0, 0, 0)
+    assert (s["filtered_groups"], s["failed_groups"], s["pending_groups"], s["engine_failures"]) == (0, 0, 0, 0)
     assert s["tokens_per_s"] == pytest.approx(s["trained_tokens"] / s["wall_s"], rel=0.01)
     assert all(
-        0 < s[share] < 1 for share in ("engine_busy_ratio", "trainer_idle_ratio", "orchestration_share")
+        0 < s[share] < 1 for share in ("rollout_utilization", "trainer_idle_ratio", "orchestrator_time_ratio")
     )
     assert 0 <= s["stall_s"] <= s["wall_s"]
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
@@ -92,8 +92,8 @@ def test_the_summary_adds_up(run: Run) -> None:
 def test_the_last_step_is_told_once_and_the_last_line_says_where_the_run_is(run: Run) -> None:
     lines = run.end().out.splitlines()
     assert sum(line.startswith(f"step {STEPS}/{STEPS},") for line in lines) == 1
-    what = f"dora report {run.out} makes a page of it, dora dash {run.out} shows it"
-    assert lines[-1] == f"the run is in {run.out}: {what}"
+    what = f"dora report {run.out} writes an HTML report, dora dash {run.out} serves it"
+    assert lines[-1] == f"run folder {run.out}: {what}"
 
 
 def test_several_versions_are_alive_at_once(run: Run) -> None:
@@ -118,7 +118,7 @@ def test_an_engine_generates_with_two_versions_between_the_same_facts(run: Run) 
 def test_each_step_has_one_line_of_metrics(run: Run) -> None:
     lines = metrics(run.out)
     assert [line["step"] for line in lines] == list(range(STEPS))
-    assert sum(line["tokens"] for line in lines) == summary(run.out)["trained_tokens"]
+    assert sum(line["num_response_tokens"] for line in lines) == summary(run.out)["trained_tokens"]
     assert all(line["actor/grad_norm"] > 0 for line in lines)
 
 
@@ -126,9 +126,9 @@ def test_the_checkpoint_loads_here_and_in_transformers(run: Run, task: Path) -> 
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
     folder = run.out / "checkpoints" / f"step-{STEPS}"
-    config, flat = load_folder(folder)
-    assert config == load_folder(task.parent / "start")[0]
-    assert not torch.equal(flat, load_folder(task.parent / "start")[1])
+    config, flat = load_pretrained(folder)
+    assert config == load_pretrained(task.parent / "start")[0]
+    assert not torch.equal(flat, load_pretrained(task.parent / "start")[1])
     theirs = Qwen3ForCausalLM.from_pretrained(folder)
     ours = AutoTokenizer.from_pretrained(folder)("10:").input_ids
     assert theirs(torch.tensor([ours])).logits.shape == (1, 3, config.vocab_size)
@@ -137,7 +137,7 @@ def test_the_checkpoint_loads_here_and_in_transformers(run: Run, task: Path) -> 
 def test_audit_and_replay_agree_with_the_run(run: Run) -> None:
     audit, replay = dora("audit", run.out, "--deep", "4"), dora("replay", run.out)
     assert (audit.code, replay.code) == (0, 0)
-    assert "log-probs ok  4 samples computed again" in audit.out
+    assert "log-probs ok  4 samples recomputed" in audit.out
     assert f"{STEPS * BATCH_SIZE} groups admitted = {STEPS * BATCH_SIZE} trained" in audit.out
     assert "replay agrees" in replay.out
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from dora.data.gcd import ALPHABET
 from dora.data.tokenizer import save_character_tokenizer
 from dora.model.config import ModelConfig
-from dora.model.folder import save_folder
+from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
 
 CHARACTERS = ALPHABET + string.ascii_lowercase  # many, so that a random answer seldom ends early
@@ -39,8 +39,8 @@ max_response_length = 24
 [engine]
 kernels = "eager"
 num_engines = 2
-max_rows = 4
-pace = "10ms"
+max_num_seqs = 4
+min_step_time = "10ms"
 [reward]
 function = "task.py:reward"
 [trainer]
@@ -60,7 +60,7 @@ PROMPTS = tuple({"prompt": f"{number}:"} for number in range(10, 17))
 
 def save_start(folder: Path) -> Path:
     """Write the initial policy and its tokenizer."""
-    save_folder(folder, MODEL, initial_weights(MODEL, seed=0))
+    save_pretrained(folder, MODEL, initial_weights(MODEL, seed=0))
     save_character_tokenizer(folder, CHARACTERS)
     return folder
 

@@ -15,19 +15,20 @@ from urllib.parse import urlencode
 import httpx
 from tests.runtime.tiny import write_task
 
-from dora import settings
+from dora.config import load
 from dora.core.events import EngineJoined, Event
 from dora.core.orchestrator import Orchestrator
-from dora.runtime.agents import Agents
-from dora.runtime.calls import Calls, Inside
-from dora.runtime.local import LocalHands
-from dora.runtime.meter import Meter
-from dora.runtime.plan import Plan
-from dora.runtime.players import Word
-from dora.runtime.process import Told, Worker
-from dora.runtime.travels import Travels
-from dora.service.gate import Gate
-from dora.service.routes import make_app
+from dora.metrics.rollout import MigrationMetrics
+from dora.metrics.run import RunMetrics
+from dora.runtime.control.requests import RequestQueue
+from dora.service.context import RunContext
+from dora.runtime.executor import ProcessExecutor
+from dora.runtime.process.worker_process import WorkerMessages, Worker
+from dora.runtime.rollout.agent_sessions import AgentSessions
+from dora.runtime.rollout.episodes import EpisodeReply
+from dora.runtime.run_setup import RunSetup
+from dora.service.auth import AuthMiddleware
+from dora.service.server import make_app
 
 TOKEN = "the-token-of-a-test"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -63,12 +64,12 @@ class Hands:
 
     now, is_held, teller = 12.0, False, None
 
-    def __init__(self, plan: Plan, told: Told) -> None:
+    def __init__(self, plan: RunSetup, told: WorkerMessages) -> None:
         self.plan, self.fleet = plan, Fleet()
         self.weights = SimpleNamespace(folder=plan.out.parent)  # it is asked for free room
         self.facts: deque[Event] = deque()
         self.refusals: dict[int, str] = {}
-        agents = Agents(plan, told, lambda sentence: None) if plan.config.service.agents else None
+        agents = AgentSessions(plan, told, lambda sentence: None) if plan.config.service.agents else None
         self.episodes = SimpleNamespace(player=agents)
         self.patience = SimpleNamespace(awaited=lambda: iter(["agents"] if agents else []))
         self.nudge: Callable[[], None] = lambda: None
@@ -80,17 +81,17 @@ class StandingRun:
     def __init__(self, folder: Path, **changes: object) -> None:
         config = write_task(folder)
         overrides = [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
-        self.plan = Plan.make(settings.read(config, overrides), folder / "run")
-        self.told = Told()
+        self.plan = RunSetup.make(load.read_config(config, overrides), folder / "run")
+        self.told = WorkerMessages()
         self.hands = Hands(self.plan, self.told)
         self.core = Orchestrator(self.plan.limits)
         self.core.start(0.0)
         for engine in range(NUM_ENGINES):
-            self.core.handle(EngineJoined(engine, NUM_ROWS, slots=3), 0.0)
-        hands = cast(LocalHands, self.hands)
-        meter = Meter(self.plan.limits, hands.teller, Travels(lambda group: 0))
-        self.inside = Inside(self.plan, hands, self.core.snapshot, meter, is_training=True)
-        self.calls = Calls(self.inside)
+            self.core.handle(EngineJoined(engine, NUM_ROWS, version_slots=3), 0.0)
+        hands = cast(ProcessExecutor, self.hands)
+        meter = RunMetrics(self.plan.limits, hands.sample_book, MigrationMetrics(lambda group: 0))
+        self.inside = RunContext(self.plan, hands, self.core.snapshot, meter, is_training=True)
+        self.calls = RequestQueue(self.inside)
         self._lock = threading.Lock()
         self.hands.nudge = self.look
         self.app = make_app(self.calls, TOKEN, MAX_BYTES)
@@ -101,11 +102,11 @@ class StandingRun:
             self.calls.look()
 
     @property
-    def agents(self) -> Agents:
-        agents: Agents = self.hands.episodes.player
+    def agents(self) -> AgentSessions:
+        agents: AgentSessions = self.hands.episodes.player
         return agents
 
-    def words(self) -> list[Word]:
+    def words(self) -> list[EpisodeReply]:
         """What the player has said since the last time."""
         return [self.told.get()[1] for _ in range(self.told.qsize())]
 
@@ -123,14 +124,14 @@ class StandingRun:
         return asyncio.run(run())
 
 
-def client(app: Gate) -> httpx.AsyncClient:
+def client(app: AuthMiddleware) -> httpx.AsyncClient:
     """A client with the token, without a network between."""
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(app=app), base_url="http://run", headers=BEARER, timeout=20
     )
 
 
-def hang_up(
+def disconnect_after(
     run: StandingRun,
     method: str,
     path: str,

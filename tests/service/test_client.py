@@ -16,12 +16,12 @@ import httpx
 import pytest
 from tests.service.standing import TOKEN, StandingRun
 
-from dora.client import Address, AsyncClient, Call, Client, _Tries
-from dora.core.records import RequestId
+from dora.config.schema import ServiceSection
+from dora.core.types import RequestId
 from dora.errors import ConfigError, InputError, ServiceError
-from dora.runtime.players import Episode, Over, Turn
-from dora.service.server import WebDoor
-from dora.serving import Service
+from dora.runtime.rollout.episodes import EpisodeId, EpisodeEnded, PolicyTurn
+from dora.service.client import Address, AsyncClient, ApiCall, Client, _RetryLoop
+from dora.service.server import WebGateway
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 BUSY = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\n\r\n"
@@ -32,7 +32,7 @@ def served(tmp_path: Path) -> Iterator[StandingRun]:
     """A run behind a real server; its folder is `run.plan.out`."""
     run = StandingRun(tmp_path, service__agents="true")
     run.plan.out.mkdir()
-    door = WebDoor(Service(), run.plan.out)
+    door = WebGateway(ServiceSection(), run.plan.out)
     door.open(run.calls, lambda sentence: None)
     yield run
     run.calls.close()
@@ -68,12 +68,12 @@ def test_a_wrong_token_is_not_tried_again(served: StandingRun) -> None:
 
 
 def test_an_asynchronous_client_plays_an_episode(served: StandingRun) -> None:
-    episode = Episode(RequestId(0, 0, 0), 0)
+    episode = EpisodeId(RequestId(0, 0, 0), 0)
 
     async def play() -> float:
         async with AsyncClient(Address.of_run(served.plan.out)) as run:
             waiting = asyncio.ensure_future(run.open_session())
-            served.agents.begin(episode, version=1)
+            served.agents.start(episode, version=1)
             served.hands.nudge()
             session = (await waiting)["session"]
             asked = asyncio.ensure_future(
@@ -81,28 +81,28 @@ def test_an_asynchronous_client_plays_an_episode(served: StandingRun) -> None:
             )
             while served.told.empty():
                 await asyncio.wait([asked], timeout=0.001)
-            served.agents.take_turn(Turn(episode, 0, [7], "stop", 9))
+            served.agents.on_turn(PolicyTurn(episode, 0, [7], "stop", 9))
             served.hands.nudge()
             answer = (await asked)["choices"][0]["message"]["content"]
-            assert (await run.look_at_session(session))["num_turns"] == 1
+            assert (await run.get_session(session))["num_turns"] == 1
             await run.post_reward(session, float(answer))
-            async for status in run.progress(every_s=0.0):
+            async for status in run.progress(interval_s=0.0):
                 assert status["num_steps"] == 4
                 served.core.snapshot().num_trained += served.plan.limits.batch_size
             assert status["num_steps_trained"] == 4
             return float(answer)
 
     assert asyncio.run(play()) == 7.0
-    assert served.words()[-1] == Over(episode, 0, 7.0)
+    assert served.words()[-1] == EpisodeEnded(episode, 0, 7.0)
 
 
 def test_who_is_told_to_come_again_comes_again_for_a_while(served: StandingRun) -> None:
     address = Address.of_run(served.plan.out)
-    with Client(Address(address.url, address.token, patience_s=0.3)) as run:
+    with Client(Address(address.url, address.token, retry_timeout_s=0.3)) as run:
         with pytest.raises(ServiceError, match="no episode waits for an agent"):
             run.open_session(wait_s=0.0)
         with pytest.raises(ServiceError, match="no session of this name"):
-            run.give_up_session("nobody")
+            run.abandon_session("nobody")
 
 
 def test_progress_ends_with_the_summary_of_a_run_that_is_complete(tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ def test_progress_ends_with_the_summary_of_a_run_that_is_complete(tmp_path: Path
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         thread = threading.Thread(target=answer_each, args=(server, [head + status]))
         thread.start()
-        with Client(Address(url, TOKEN, patience_s=0.3, run=tmp_path)) as run:
-            progress = run.progress(every_s=0.0)
+        with Client(Address(url, TOKEN, retry_timeout_s=0.3, run=tmp_path)) as run:
+            progress = run.progress(interval_s=0.0)
             assert next(progress)["num_steps_trained"] == 1
             thread.join()
             server.close()
@@ -143,7 +143,7 @@ def through(answers: list[bytes], call: str, *arguments: object) -> tuple[object
         thread.start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         try:
-            with Client(Address(url, TOKEN, patience_s=10)) as run:
+            with Client(Address(url, TOKEN, retry_timeout_s=10)) as run:
                 found: object = getattr(run, call)(*arguments)
                 found = list(found) if isinstance(found, Iterator) else found
         except ServiceError as error:
@@ -199,7 +199,7 @@ def test_a_refusal_in_another_form_is_told_as_well() -> None:
 def test_time_that_the_service_takes_to_answer_is_no_time_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    tries = _Tries(Call("POST", "/"), patience_s=2.0)
+    tries = _RetryLoop(ApiCall("POST", "/"), patience_s=2.0)
 
     def ask() -> httpx.Response | None:
         nonlocal now_s
@@ -217,7 +217,7 @@ def test_time_that_the_service_takes_to_answer_is_no_time_without_it(monkeypatch
 def test_a_service_that_is_not_there_is_given_up(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    gone = Address(f"http://127.0.0.1:{port}", TOKEN, patience_s=0.2)
+    gone = Address(f"http://127.0.0.1:{port}", TOKEN, retry_timeout_s=0.2)
     with Client(gone) as run, pytest.raises(ServiceError, match="is the run over") as error:
         run.status()
     assert error.value.status == 503
@@ -227,9 +227,9 @@ def test_an_address_in_use_is_found_before_anything_starts(tmp_path: Path) -> No
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ConfigError, match=f"service.port = {port}: cannot listen there"):
-            WebDoor(Service(port=port), tmp_path)
+            WebGateway(ServiceSection(port=port), tmp_path)
     with pytest.raises(ConfigError, match=r"service\.host"):
-        WebDoor(Service(host="256.0.0.1"), tmp_path)
+        WebGateway(ServiceSection(host="256.0.0.1"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -238,13 +238,13 @@ def test_an_address_in_use_is_found_before_anything_starts(tmp_path: Path) -> No
 def test_a_token_that_cannot_be_one_is_refused(tmp_path: Path, token: str) -> None:
     (tmp_path / "token").write_text(token, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"service\.token_file"):
-        WebDoor(Service(token_file=str(tmp_path / "token")), tmp_path)
+        WebGateway(ServiceSection(token_file=str(tmp_path / "token")), tmp_path)
 
 
 def test_a_service_that_others_can_reach_says_so(tmp_path: Path) -> None:
     run, notices = StandingRun(tmp_path), list[str]()
     (tmp_path / "token").write_text(TOKEN + "\n")
-    door = WebDoor(Service(host="0.0.0.0", token_file=str(tmp_path / "token")), tmp_path)
+    door = WebGateway(ServiceSection(host="0.0.0.0", token_file=str(tmp_path / "token")), tmp_path)
     door.open(run.calls, notices.append)
     try:
         assert json.loads((tmp_path / "service.json").read_text())["token"] == TOKEN

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import pytest
 from tests.service.standing import StandingRun
 
-from dora.client import Address, Client
+from dora.config.schema import ServiceSection
 from dora.service import connections
-from dora.service.server import WebDoor
-from dora.serving import Service
+from dora.service.client import Address, Client
+from dora.service.server import WebGateway
 
 MOST = 4
 HEAD = b"GET /health HTTP/1.1\r\nhost: run\r\n\r\n"
@@ -26,7 +26,7 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Address
     monkeypatch.setattr(connections, "most_connections", lambda: MOST)
     run = StandingRun(tmp_path)
     run.plan.out.mkdir()
-    door = WebDoor(Service(), run.plan.out)
+    door = WebGateway(ServiceSection(), run.plan.out)
     door.open(run.calls, lambda sentence: None)
     yield Address.of_run(run.plan.out)
     run.calls.close()

@@ -12,14 +12,14 @@ from types import ModuleType
 import pytest
 from tests.service.standing import StandingRun
 
-from dora.core.records import RequestId
+from dora.config.schema import ServiceSection
+from dora.core.types import RequestId
 from dora.data.gcd import chain
-from dora.runtime.players import Began, Episode, Observed, Over, Turn, Word
-from dora.service.server import WebDoor
-from dora.serving import Service
+from dora.runtime.rollout.episodes import EpisodeStarted, EpisodeId, EpisodeObservation, EpisodeEnded, PolicyTurn, EpisodeReply
+from dora.service.server import WebGateway
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "external_agent.py"
-EPISODE = Episode(RequestId(0, 0, 0), 0)
+EPISODE = EpisodeId(RequestId(0, 0, 0), 0)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Iterator[StandingRun]:
     """A run of the demo's task behind a real server."""
     made = StandingRun(tmp_path, service__agents="true", data__path="gcd", sampling__max_response_length=56)
     made.plan.out.mkdir()
-    door = WebDoor(Service(), made.plan.out)
+    door = WebGateway(ServiceSection(), made.plan.out)
     door.open(made.calls, lambda sentence: None)
     yield made
     made.calls.close()
@@ -43,21 +43,21 @@ def load_script() -> ModuleType:
     return module
 
 
-def play(run: StandingRun, *answers: str) -> tuple[list[Word], str]:
+def play(run: StandingRun, *answers: str) -> tuple[list[EpisodeReply], str]:
     """What the agent says where the model answers so, and how the episode ends for it."""
-    script, ends, words = load_script(), list[str](), list[Word]()
+    script, ends, words = load_script(), list[str](), list[EpisodeReply]()
     service = script.Service(run.plan.out)
     agent = threading.Thread(target=lambda: ends.append(script.play(service)))
-    run.agents.begin(EPISODE, version=3)
+    run.agents.start(EPISODE, version=3)
     agent.start()
     for number, answer in enumerate(answers):
         words.append(run.told.get(timeout=20)[1])
         token_ids = run.plan.tokenizer.encode(answer)
-        run.agents.take_turn(Turn(EPISODE, number, token_ids, "stop", 300 - 150 * number))
+        run.agents.on_turn(PolicyTurn(EPISODE, number, token_ids, "stop", 300 - 150 * number))
         run.hands.nudge()
     agent.join()
     service.close()
-    run.agents.forget(EPISODE)
+    run.agents.release(EPISODE)
     return [*words, *run.words()], ends[0]
 
 
@@ -72,24 +72,24 @@ def right(run: StandingRun) -> str:
 
 def test_a_right_answer_is_worth_one(run: StandingRun) -> None:
     words, end = play(run, right(run))
-    assert words == [Began(EPISODE, ids(run), None), Over(EPISODE, 0, 1.0)]
+    assert words == [EpisodeStarted(EPISODE, ids(run), None), EpisodeEnded(EPISODE, 0, 1.0)]
     assert end == "reward 1.0"
 
 
 def test_a_wrong_answer_is_asked_for_again_once(run: StandingRun) -> None:
     words, end = play(run, "01=61", right(run))
-    assert words == [Began(EPISODE, ids(run), None), Observed(EPISODE, 0, ids(run)), Over(EPISODE, 1, 0.5)]
+    assert words == [EpisodeStarted(EPISODE, ids(run), None), EpisodeObservation(EPISODE, 0, ids(run)), EpisodeEnded(EPISODE, 1, 0.5)]
     assert end == "reward 0.5"
     assert play(run, "01=61", "02=61")[1] == "reward 0.0"
 
 
 def test_an_episode_that_is_lost_is_told(run: StandingRun) -> None:
     script = load_script()
-    run.agents.begin(EPISODE, version=0)
+    run.agents.start(EPISODE, version=0)
 
     def lose() -> None:
         run.told.get(timeout=20)
-        run.agents.forget(EPISODE)
+        run.agents.release(EPISODE)
         run.look()
 
     lost = threading.Thread(target=lose)

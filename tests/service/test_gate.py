@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 from tests.service.standing import BEARER, MAX_BYTES, TOKEN, StandingRun, refusal
 
-from dora.service.gate import MAX_CALLS, Gate
+from dora.service.auth import MAX_CALLS, AuthMiddleware
 
 JSON = {"content-type": "application/json"}
 
@@ -83,7 +83,7 @@ def test_too_many_calls_at_once_are_told_to_come_again() -> None:
         statuses.append(message["status"]) if "status" in message else None
 
     async def crowd() -> None:
-        gate = Gate(app, TOKEN, MAX_BYTES, {}, lambda *noted: None)
+        gate = AuthMiddleware(app, TOKEN, MAX_BYTES, {}, lambda *noted: None)
         scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
         calls = [asyncio.ensure_future(gate(scope, None, send)) for _ in range(MAX_CALLS + 1)]  # type: ignore[arg-type]
         await calls[-1]
@@ -130,7 +130,7 @@ def test_methods_that_nobody_has_are_one_to_whoever_reads_the_metrics() -> None:
     async def send(message: Message) -> None:
         pass
 
-    gate = Gate(lambda *_: None, TOKEN, MAX_BYTES, {}, lambda *noted: methods.append(noted[0]))  # type: ignore[arg-type]
+    gate = AuthMiddleware(lambda *_: None, TOKEN, MAX_BYTES, {}, lambda *noted: methods.append(noted[0]))  # type: ignore[arg-type]
     for method in ("GET", "M1", "M2"):
         scope: Scope = {"type": "http", "method": method, "path": "/x", "headers": []}
         asyncio.run(gate(scope, None, send))  # type: ignore[arg-type]

@@ -17,20 +17,20 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load, save
-from tests.service.standing import StandingRun, hang_up, refusal
+from tests.service.standing import StandingRun, disconnect_after, refusal
 from torch import Tensor
 
 from dora.core.events import PromptsFetched
-from dora.core.records import GroupId, RequestId
-from dora.model.folder import load_folder
-from dora.model.weights import Layout, weight_digest
-from dora.runtime import messages as m
-from dora.runtime.lending import OutsideJudge
-from dora.runtime.outside import OutsideTrainer
-from dora.runtime.process import take, warm_up
-from dora.runtime.supply import Supply
-from dora.stream.feed import Feed
-from dora.stream.samples import Trajectory
+from dora.core.types import GroupId, RequestId
+from dora.model.pretrained import load_pretrained
+from dora.model.weights import WeightLayout, weight_digest
+from dora.runtime.process import messages as m
+from dora.runtime.process.worker_process import receive, preload_workers
+from dora.runtime.rollout.prompts import PromptSource
+from dora.runtime.scoring.external import ExternalRewards
+from dora.runtime.training.external import ExternalTrainer
+from dora.stream.run_stream import RunStream
+from dora.stream.sample_db import Trajectory
 from dora.weights.store import WeightStore
 
 PACKED = "model.layers.0.mlp.experts.gate_up_proj"  # a name that stands for many tensors
@@ -41,17 +41,17 @@ class Outside(StandingRun):
     """A standing run whose prompts and trainer are outside; what is trained is published."""
 
     def __init__(self, folder: Path) -> None:
-        warm_up()
+        preload_workers()
         super().__init__(folder, service__trainer="external", data__path='"service"')
         self.plan.out.mkdir()
         store = WeightStore(folder / "store")
         store.folder.mkdir()
-        self.feed = Feed(store.folder / "stream", self.plan.limits.group_size, tasks={"reward": 60.0})
+        self.feed = RunStream(store.folder / "stream", self.plan.limits.group_size, tasks={"reward": 60.0})
         model = Path(self.plan.config.model.path)
-        self.judge = OutsideJudge("reward", 120.0, "reward.timeout_s", self.feed.folder, model)
+        self.judge = ExternalRewards("reward", 120.0, "reward.timeout_s", self.feed.folder, model)
         spec = self.plan.trainer_spec(store.folder, self.feed.folder)
-        self.trainer = OutsideTrainer(spec, self.plan.limits.batch_size, self.told)
-        own = {"trainer": self.trainer, "supply": Supply(self.plan, 0), "stream_folder": self.feed.folder}
+        self.trainer = ExternalTrainer(spec, self.plan.limits.batch_size, self.told)
+        own = {"trainer": self.trainer, "supply": PromptSource(self.plan, 0), "stream_folder": self.feed.folder}
         vars(self.hands).update(own, weights=store, rewarding=SimpleNamespace(outside={"reward": self.judge}))
         self.heard: list[object] = []
         self._is_over, self._has_begun = threading.Event(), threading.Event()
@@ -61,12 +61,12 @@ class Outside(StandingRun):
 
     def _drive(self) -> None:
         while not self._is_over.is_set():
-            for _, message in take(self.told, 0.05):
+            for _, message in receive(self.told, 0.05):
                 self.heard.append(message)
-                match self.trainer.hear(message):
-                    case m.Ready():
+                match self.trainer.on_message(message):
+                    case m.WorkerReady():
                         self.trainer.send(m.PublishWeights(0))
-                    case m.StepDone(step):
+                    case m.StepCompleted(step):
                         self.trainer.send(m.PublishWeights(step + 1))
                     case m.WeightsPublished():
                         self._has_begun.set()
@@ -84,7 +84,7 @@ class Outside(StandingRun):
             self.finish(group)
             self.feed.score(group, [0.0, 1.0], [-1.0, 1.0])
             self.feed.flush()
-            self.trainer.send(m.Accumulate(step, group))
+            self.trainer.send(m.AccumulateGroup(step, group))
 
     def make_due(self) -> None:
         """The first step has its batch, and waits for weights."""
@@ -93,8 +93,8 @@ class Outside(StandingRun):
 
     def weights(self) -> dict[str, Tensor]:
         """Version 0."""
-        config, flat = load_folder(Path(self.plan.config.model.path))
-        return Layout(config).views(flat)
+        config, flat = load_pretrained(Path(self.plan.config.model.path))
+        return WeightLayout(config).views(flat)
 
     def put(self, body: bytes, version: int = 1, **query: Any) -> httpx.Response:
         query = {"sha256": hashlib.sha256(body).hexdigest()} | query
@@ -168,7 +168,7 @@ def test_a_batch_is_handed_out_group_by_group_as_it_fills_up(run: Outside) -> No
 
 
 def test_nobody_waits_for_a_batch_in_the_name_of_who_has_gone(run: Outside) -> None:
-    assert hang_up(run, "GET", "/v1/batches/0", wait_s="60") == 200
+    assert disconnect_after(run, "GET", "/v1/batches/0", wait_s="60") == 200
 
 
 def test_log_probs_of_an_episode_are_as_many_as_its_tokens(run: Outside) -> None:
@@ -176,7 +176,7 @@ def test_log_probs_of_an_episode_are_as_many_as_its_tokens(run: Outside) -> None
     run.finish(GROUPS[0], **turns)
     run.feed.score(GROUPS[0], [0.0, 1.0], [-1.0, 1.0])
     run.feed.flush()
-    run.trainer.send(m.Accumulate(0, GROUPS[0]))
+    run.trainer.send(m.AccumulateGroup(0, GROUPS[0]))
     fields = {"fields": "token_ids,logprobs,loss_mask", "wait_s": 0}
     group, _ = lines(run.ask("GET", "/v1/batches/0", params=fields))
     assert group["fields"] == {
@@ -208,8 +208,8 @@ def test_weights_end_the_step_and_have_the_digest_of_what_engines_hold(run: Outs
             "digest": weight_digest(torch.cat([tensor.flatten() for tensor in changed.values()])),
         }
     )
-    assert [message for message in run.heard if isinstance(message, m.StepDone)] == [
-        m.StepDone(0, {"outside/loss": 0.25})
+    assert [message for message in run.heard if isinstance(message, m.StepCompleted)] == [
+        m.StepCompleted(0, {"external/loss": 0.25})
     ]
     fetched = load(run.ask("GET", "/v1/weights/1").content)
     assert all(torch.equal(fetched[name], tensor) for name, tensor in changed.items())
@@ -240,7 +240,7 @@ def test_weights_that_do_not_fit_change_nothing(run: Outside) -> None:
     refusal(run.put(good, metrics='{"loss": NaN}'), 422)
     assert "at most" in refusal(run.put(bytes(run.plan.upload_bytes + 1)), 413)
     assert "version 2 cannot be published" in refusal(run.put(good, version=2), 409)
-    assert run.trainer.due == 0
+    assert run.trainer.due_step == 0
     assert run.put(good).json()["version"] == 1
     assert "is published already" in refusal(run.put(save({n: t + 1 for n, t in weights.items()})), 409)
 
@@ -309,12 +309,12 @@ def test_rewards_are_given_for_a_group_on_loan(run: Outside) -> None:
         await http.get("/v1/prompts")  # meanwhile the first call waits
         run.finish(GROUPS[0])
         run.feed.flush()
-        run.feed.ask(GROUPS[0], b'["1:", {"answer": 1}]')
+        run.feed.request_scores(GROUPS[0], b'["1:", {"answer": 1}]')
         run.judge.ask(GROUPS[0])
         return await waiting
 
     assert run.ask("GET", "/v1/experience/reward").json()["loan"] is None
-    assert hang_up(run, "GET", "/v1/experience/reward", wait_s="60") == 200
+    assert disconnect_after(run, "GET", "/v1/experience/reward", wait_s="60") == 200
     loan = run.converse(talk).json()["loan"]
     assert (loan["group"], loan["prompt"], loan["columns"]) == ("0/3", "1:", {"answer": 1})
     assert loan["token_ids"] == [[2], [2, 2]]
@@ -333,7 +333,7 @@ def test_rewards_are_given_for_a_group_on_loan(run: Outside) -> None:
 
 def test_a_run_of_its_own_has_no_place_for_others(tmp_path: Path) -> None:
     run = StandingRun(tmp_path)
-    vars(run.hands).update(trainer=None, supply=Supply(run.plan, 0))
+    vars(run.hands).update(trainer=None, supply=PromptSource(run.plan, 0))
     for path in ("/v1/training", "/v1/batches/0"):
         assert "a trainer of its own" in refusal(run.ask("GET", path), 409)
     rows = {"first": 0, "rows": [{"prompt": "1:"}]}

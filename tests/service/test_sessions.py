@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.standing import StandingRun, hang_up, refusal
+from tests.service.standing import StandingRun, disconnect_after, refusal
 
-from dora.core.records import RequestId
-from dora.runtime.players import Began, Broken, Episode, Observed, Over, Turn
+from dora.core.types import RequestId
+from dora.runtime.rollout.episodes import EpisodeStarted, EpisodeFailed, EpisodeId, EpisodeObservation, EpisodeEnded, PolicyTurn
 
-EPISODE = Episode(RequestId(0, 3, 1), 0)
+EPISODE = EpisodeId(RequestId(0, 3, 1), 0)
 USER = {"role": "user", "content": "13:"}
 AGAIN = {"role": "user", "content": ","}
 CHAT = "/v1/chat/completions"
@@ -30,7 +30,7 @@ def ids(run: StandingRun, text: str) -> tuple[int, ...]:
 
 def write(run: StandingRun, text: str, number: int = 0, num_left: int = 20, reason: str = "stop") -> None:
     """The model writes a turn."""
-    run.agents.take_turn(Turn(EPISODE, number, [*ids(run, text)], reason, num_left))
+    run.agents.on_turn(PolicyTurn(EPISODE, number, [*ids(run, text)], reason, num_left))
     run.calls.look()
 
 
@@ -54,7 +54,7 @@ def ask_and_write(run: StandingRun, messages: Sequence[Any], text: str, **turn: 
 
 def open_one(run: StandingRun) -> dict[str, Any]:
     """An episode waits, and the session "a" takes it."""
-    run.agents.begin(EPISODE, version=4)
+    run.agents.start(EPISODE, version=4)
     opened: dict[str, Any] = run.ask("PUT", "/v1/sessions/a").json()
     return opened
 
@@ -72,7 +72,7 @@ def test_messages_are_written_as_clients_of_openai_write_them(run: StandingRun) 
     wrote = {"role": "assistant", "content": "77", "refusal": None, "tool_calls": None}
     tool = {"role": "tool", "content": "1", "tool_call_id": "call_1"}
     assert ask_and_write(run, [USER, wrote, tool], "8", number=1).status_code == 200
-    assert run.words() == [Observed(EPISODE, 0, ids(run, "1"))]
+    assert run.words() == [EpisodeObservation(EPISODE, 0, ids(run, "1"))]
     assert "seed" in refusal(ask(run, [USER], seed=1), 422)  # which would have no effect
 
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_few_tokens_is_refused_before_it_is_tokenized(
     assert "9000 characters" in refusal(ask(run, [{"role": "user", "content": "1" * 9000}]), 400)
     monkeypatch.undo()
     wrote = ask_and_write(run, [USER], "77").json()["choices"][0]["message"]
-    monkeypatch.setattr(type(run.plan.prompts), "encode_next", lambda *_: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(type(run.plan.prompts), "encode_observation", lambda *_: pytest.fail("it was tokenized"))
     assert "at most 640" in refusal(ask(run, [USER, wrote, {"role": "user", "content": "1" * 9000}]), 400)
 
 
@@ -101,20 +101,20 @@ def test_an_episode_is_played_from_its_prompt_to_its_reward(run: StandingRun) ->
     assert (opened["version"], opened["group"], opened["sibling"]) == (4, "0/3", 1)
     assert (opened["prompt"], opened["fields"]) == ("13:", {})
     first = ask_and_write(run, [USER], "77").json()
-    assert run.words() == [Began(EPISODE, ids(run, "13:"), None)]
+    assert run.words() == [EpisodeStarted(EPISODE, ids(run, "13:"), None)]
     (choice,) = first["choices"]
     assert choice["message"] == {"role": "assistant", "content": "77"}
     assert (choice["finish_reason"], choice["token_ids"]) == ("stop", [*ids(run, "77")])
     assert (first["version"], first["num_left"]) == (4, 20)
     second = ask_and_write(run, [USER, choice["message"], AGAIN], "8", number=1, reason="turn_length").json()
-    assert run.words() == [Observed(EPISODE, 0, ids(run, ","))]
+    assert run.words() == [EpisodeObservation(EPISODE, 0, ids(run, ","))]
     assert second["choices"][0]["finish_reason"] == "length"
     assert second["usage"] == {"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7}
     for _ in range(2):  # the same again has the same answer
         ended = run.ask("POST", "/v1/sessions/a/reward", json={"reward": 1})
         assert ended.json() == {"session": "a", "end": "finished with reward 1.0"}
-    assert run.words() == [Over(EPISODE, 1, 1.0)]
-    run.agents.forget(EPISODE)
+    assert run.words() == [EpisodeEnded(EPISODE, 1, 1.0)]
+    run.agents.release(EPISODE)
     assert run.ask("POST", "/v1/sessions/a/reward", json={"reward": 1.0}).status_code == 200
     assert "finished" in refusal(run.ask("POST", "/v1/sessions/a/reward", json={"reward": 2.0}), 410)
     assert "finished" in refusal(ask(run, [USER]), 410)
@@ -133,7 +133,7 @@ def test_a_call_that_was_lost_on_the_way_is_sent_again_and_answered_alike(run: S
 
 def test_the_oldest_version_is_played_first(run: StandingRun) -> None:
     for sibling, version in enumerate((2, 1, 1, 3)):
-        run.agents.begin(Episode(RequestId(0, 0, sibling), 0), version)
+        run.agents.start(EpisodeId(RequestId(0, 0, sibling), 0), version)
     siblings = [run.ask("PUT", f"/v1/sessions/{name}").json()["sibling"] for name in "abcd"]
     assert siblings == [1, 2, 0, 3]
     assert run.ask("GET", "/v1/status").json()["agents"] == {"sessions": 4, "waiting": 0}
@@ -146,7 +146,7 @@ def test_an_agent_that_waits_gets_the_episode_that_comes(run: StandingRun) -> No
     async def talk(http: Any) -> Any:
         call = asyncio.ensure_future(http.put("/v1/sessions/a", params={"wait_s": 60}))
         await http.get("/health")
-        run.agents.begin(EPISODE, version=0)
+        run.agents.start(EPISODE, version=0)
         run.calls.look()
         return await call
 
@@ -161,11 +161,11 @@ def test_an_agent_that_falls_silent_has_failed_its_episode(run: StandingRun) -> 
     pass_time(run, 59)
     assert len(run.words()) == 1
     pass_time(run, 2)
-    assert run.words() == [Broken(EPISODE, "session expired")]
+    assert run.words() == [EpisodeFailed(EPISODE, "session expired")]
     for _ in range(2):
         assert "session expired" in refusal(ask(run, [USER]), 410)
         assert "session expired" in refusal(run.ask("PUT", "/v1/sessions/a"), 410)
-        run.agents.forget(EPISODE)
+        run.agents.release(EPISODE)
 
 
 def test_an_episode_that_nothing_was_asked_in_waits_for_the_next_agent(run: StandingRun) -> None:
@@ -177,15 +177,15 @@ def test_an_episode_that_nothing_was_asked_in_waits_for_the_next_agent(run: Stan
 
 
 def test_an_agent_that_has_gone_gets_no_episode(run: StandingRun) -> None:
-    assert hang_up(run, "PUT", "/v1/sessions/a", wait_s="60") == 429
-    run.agents.begin(EPISODE, version=0)
+    assert disconnect_after(run, "PUT", "/v1/sessions/a", wait_s="60") == 429
+    run.agents.start(EPISODE, version=0)
     run.calls.look()
-    assert run.agents.num_seats == 1
+    assert run.agents.num_waiting == 1
 
 
 def test_an_agent_that_has_gone_is_not_answered_and_may_ask_again(run: StandingRun) -> None:
     open_one(run)
-    assert hang_up(run, "POST", CHAT, {"messages": [USER]}, {"dora-session": "a"}) == 429
+    assert disconnect_after(run, "POST", CHAT, {"messages": [USER]}, {"dora-session": "a"}) == 429
     write(run, "77")
     assert ask(run, [USER]).json()["choices"][0]["message"]["content"] == "77"
 
@@ -197,20 +197,20 @@ def test_a_lease_does_not_run_while_the_model_writes(run: StandingRun) -> None:
     assert len(run.words()) == 1
     write(run, "7")
     pass_time(run, 61)
-    assert run.words() == [Broken(EPISODE, "session expired")]
+    assert run.words() == [EpisodeFailed(EPISODE, "session expired")]
 
 
 def run_message(message: dict[str, str]) -> Any:
-    from dora.runtime.agents import Message
+    from dora.runtime.rollout.agent_sessions import ChatMessage
 
-    return Message(**message)
+    return ChatMessage(**message)
 
 
 def test_an_episode_whose_engine_died_is_another_sessions(run: StandingRun) -> None:
     open_one(run)
     ask_and_write(run, [USER], "77")
-    run.agents.forget(EPISODE)
-    run.agents.begin(EPISODE._replace(attempt=1), version=4)
+    run.agents.release(EPISODE)
+    run.agents.start(EPISODE._replace(attempt=1), version=4)
     assert "its engine was lost" in refusal(ask(run, [USER]), 410)
     assert run.ask("PUT", "/v1/sessions/b").json()["version"] == 4
 
@@ -224,8 +224,8 @@ def test_an_agent_that_gives_up_fails_only_what_it_began(run: StandingRun) -> No
     assert run.ask("DELETE", "/v1/sessions/b").json()["end"] == "session given up by its agent"
     write(run, "7")
     assert run.words() == [
-        Began(EPISODE, ids(run, "13:"), 5),
-        Broken(EPISODE, "session given up by its agent"),
+        EpisodeStarted(EPISODE, ids(run, "13:"), 5),
+        EpisodeFailed(EPISODE, "session given up by its agent"),
     ]
 
 
@@ -253,7 +253,7 @@ def test_what_does_not_fit_any_more_is_refused_and_the_reward_still_taken(run: S
     message = refusal(ask(run, [USER, answer, {"role": "tool", "content": "12"}]), 409)
     assert "have 2 tokens, and the episode may only have 2 more" in message
     assert run.ask("POST", "/v1/sessions/a/reward", json={"reward": None}).status_code == 200
-    assert run.words() == [Over(EPISODE, 0, None)]
+    assert run.words() == [EpisodeEnded(EPISODE, 0, None)]
 
 
 def test_two_different_calls_at_once_are_one_too_many(run: StandingRun) -> None:
@@ -333,7 +333,7 @@ def test_a_run_without_agents_has_no_sessions(tmp_path: Path) -> None:
 def test_the_person_watching_learns_that_nobody_plays(run: StandingRun) -> None:
     notices: list[str] = []
     run.agents._notice = notices.append
-    run.agents.begin(EPISODE, version=0)
+    run.agents.start(EPISODE, version=0)
     for _ in range(3):
         pass_time(run, 20)
     assert notices == ["no agent opens a session: 1 answer not begun"]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.service.standing import StandingRun, hang_up, refusal
+from tests.service.standing import StandingRun, disconnect_after, refusal
 
-from dora.core.actions import RefuseDrain
-from dora.core.events import DrainAsked, Published
+from dora.core.actions import RejectDrain
+from dora.core.events import DrainRequested, Published
 from dora.errors import ConfigError
-from dora.runtime import messages as m
-from dora.runtime.calls import check_door
+from dora.runtime.control.requests import check_gateway
+from dora.runtime.process import messages as m
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ def carry_out(run: StandingRun) -> None:
     run.calls.look()
     while run.hands.facts:
         fact = run.hands.facts.popleft()
-        assert isinstance(fact, DrainAsked)
+        assert isinstance(fact, DrainRequested)
         for order in run.core.handle(fact, 1.0):
-            if isinstance(order, RefuseDrain):
+            if isinstance(order, RejectDrain):
                 run.hands.refusals[order.engine] = order.reason
     run.calls.look()
 
@@ -72,7 +72,7 @@ def test_the_only_engine_stays(run: StandingRun) -> None:
     run.hands.nudge = lambda: carry_out(run)
     left = run.ask("POST", "/v1/engines/0/drain")
     assert (left.status_code, left.json()["state"]) == (202, "leaving")
-    assert "it is the only engine that stays" in refusal(run.ask("POST", "/v1/engines/1/drain"), 409)
+    assert "it is the only engine that is not draining" in refusal(run.ask("POST", "/v1/engines/1/drain"), 409)
 
 
 @pytest.mark.parametrize("engine", ["7", "-1", "x", "99999999999"])
@@ -89,7 +89,7 @@ def test_a_run_is_paused_and_goes_on(run: StandingRun) -> None:
     assert run.ask("GET", "/v1/status").json()["phase"] == "paused"
     for _ in range(2):
         assert run.ask("POST", "/v1/resume").json() == {"is_paused": False}
-        assert run.hands.fleet.sent == [(0, m.ResumeRows()), (1, m.ResumeRows())]
+        assert run.hands.fleet.sent == [(0, m.ResumeDecoding()), (1, m.ResumeDecoding())]
     assert not run.hands.is_held
 
 
@@ -114,7 +114,7 @@ def test_prometheus_can_read_the_metrics(run: StandingRun) -> None:
 
 
 def test_nobody_waits_for_a_version_in_the_name_of_who_has_gone(run: StandingRun) -> None:
-    assert hang_up(run, "GET", "/v1/versions", wait_s="60") == 200
+    assert disconnect_after(run, "GET", "/v1/versions", wait_s="60") == 200
 
 
 def test_a_run_that_is_over_says_so_to_whoever_asks(run: StandingRun) -> None:
@@ -138,9 +138,9 @@ def test_what_a_call_raises_is_its_own_trouble(run: StandingRun) -> None:
 
 
 def test_a_run_that_waits_for_somebody_outside_needs_a_door(run: StandingRun, tmp_path: Path) -> None:
-    check_door(run.plan.config, None)
+    check_gateway(run.plan.config, None)
     served = StandingRun(tmp_path / "served", service__agents="true")
     with pytest.raises(
         ConfigError, match=r"service.agents = true: the run needs its service; start it with dora serve"
     ):
-        check_door(served.plan.config, None)
+        check_gateway(served.plan.config, None)

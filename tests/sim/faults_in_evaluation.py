@@ -1,156 +1,159 @@
-"""Deliberate faults in evaluations beside the training, and how each shows."""
+"""Deliberate faults in evaluations during training, and the message of each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-from tests.sim.breaking import Fault, after_hearing
+from tests.sim.fault_tools import Fault, after_handling
 from tests.sim.faults_in_groups import snapshot_without
 
-from dora.core import batching, evaluating, hearing, versions
-from dora.core.actions import Action, BeginEvaluation, Score
+from dora.core import batching, evaluation, event_handlers, weight_sync
+from dora.core.actions import Action, Score, StartEvaluation
 from dora.core.events import Event, Published, Resumed
-from dora.core.held_out import Evaluation
-from dora.core.records import EvaluationRule, RequestId
-from dora.core.state import State
+from dora.core.state import EvaluationRecord, State
+from dora.core.types import EvaluationRule, RequestId
 
 
-def as_if_none_were_under_way(patch: pytest.MonkeyPatch, module: object, rule: str) -> None:
-    """A rule that gives orders does not see the evaluation."""
-    right = getattr(module, rule)
+def hide_evaluation(patch: pytest.MonkeyPatch, module: object, rule: str) -> None:
+    """Hide the running evaluation from a rule."""
+    original = getattr(module, rule)
 
-    def blind(state: State) -> list[Action]:
-        under_way, state.evaluation = state.evaluation, None
-        orders: list[Action] = right(state)
-        state.evaluation = under_way
-        return orders
+    def without_evaluation(state: State) -> list[Action]:
+        running, state.evaluation = state.evaluation, None
+        actions: list[Action] = original(state)
+        state.evaluation = running
+        return actions
 
-    patch.setattr(module, rule, blind)
+    patch.setattr(module, rule, without_evaluation)
 
 
 def two_versions_are_evaluated_at_once(patch: pytest.MonkeyPatch) -> None:
-    right = evaluating.open_evaluation
+    original = evaluation.start_if_due
 
-    def open_evaluation(state: State, version: int) -> list[Action]:
-        return [BeginEvaluation(version) for _ in right(state, version)]
+    def start_if_due(state: State, version: int) -> list[Action]:
+        return [StartEvaluation(version) for _ in original(state, version)]
 
-    patch.setattr(evaluating, "open_evaluation", open_evaluation)
+    patch.setattr(evaluation, "start_if_due", start_if_due)
 
 
 def a_due_evaluation_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(evaluating, "open_evaluation", lambda state, version: [])
+    patch.setattr(evaluation, "start_if_due", lambda state, version: [])
 
 
 def a_redone_version_is_evaluated_again(patch: pytest.MonkeyPatch) -> None:
-    def forget(state: State, event: Event, orders: list[Action]) -> list[Action]:
+    def forget(state: State, event: Event, actions: list[Action]) -> list[Action]:
         if isinstance(event, Resumed):
-            state.evaluated = 0
-        return orders
+            state.last_evaluated = 0
+        return actions
 
-    after_hearing(patch, forget)
+    after_handling(patch, forget)
 
 
 def an_evaluated_version_is_retired(patch: pytest.MonkeyPatch) -> None:
-    as_if_none_were_under_way(patch, versions, "retire")
+    hide_evaluation(patch, weight_sync, "retire_versions")
 
 
 def the_run_does_not_wait_for_an_evaluation(patch: pytest.MonkeyPatch) -> None:
-    as_if_none_were_under_way(patch, batching, "train")
+    hide_evaluation(patch, batching, "train")
 
 
 def an_evaluation_takes_all_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(evaluating, "_most_running", lambda state, evaluation: state.num_rows)
+    patch.setattr(evaluation, "_max_unfinished", lambda state, evaluation: state.num_rows)
 
 
 def held_out_requests_are_those_of_another_version(patch: pytest.MonkeyPatch) -> None:
-    right = EvaluationRule.request
+    original = EvaluationRule.request_id
     wrong: Callable[[EvaluationRule, int, int], RequestId]
-    wrong = lambda rule, version, index: right(rule, version + 1, index)  # noqa: E731
-    patch.setattr(EvaluationRule, "request", wrong)
+    wrong = lambda rule, version, index: original(rule, version + 1, index)  # noqa: E731
+    patch.setattr(EvaluationRule, "request_id", wrong)
 
 
-def one_answer_too_few_is_begun(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Evaluation, "num_left", property(lambda run: max(0, run.num_requests - run.num_begun - 1)))
+def one_answer_too_few_is_started(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        EvaluationRecord,
+        "num_not_started",
+        property(lambda run: max(0, run.num_requests - run.num_started - 1)),
+    )
 
 
-def an_engine_is_never_lent(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(versions, "lend", lambda state, is_due: [])
+def no_engine_loads_an_older_version_to_evaluate_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(weight_sync, "load_for_evaluation", lambda state, is_rebalance: [])
 
 
-def a_prompt_is_scored_before_it_is_whole(patch: pytest.MonkeyPatch) -> None:
-    right = evaluating.end_request
+def a_prompt_is_scored_before_its_answers_have_finished(patch: pytest.MonkeyPatch) -> None:
+    original = evaluation.finish_request
 
-    def end_request(state: State, request: RequestId, *, is_failed: bool = False) -> list[Action]:
-        right(state, request, is_failed=is_failed)
+    def finish_request(state: State, request: RequestId, *, is_failed: bool = False) -> list[Action]:
+        original(state, request, is_failed=is_failed)
         return [Score(request.group)]
 
-    patch.setattr(evaluating, "end_request", end_request)
+    patch.setattr(evaluation, "finish_request", finish_request)
 
 
-def an_answer_that_was_refused_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    right = evaluating.end_request
+def a_failed_answer_counts_as_finished(patch: pytest.MonkeyPatch) -> None:
+    original = evaluation.finish_request
 
-    def end_request(state: State, request: RequestId, *, is_failed: bool = False) -> list[Action]:
-        return right(state, request)
+    def finish_request(state: State, request: RequestId, *, is_failed: bool = False) -> list[Action]:
+        return original(state, request)
 
-    patch.setattr(evaluating, "end_request", end_request)
+    patch.setattr(evaluation, "finish_request", finish_request)
 
 
-def a_prompt_at_its_end_is_not_counted(patch: pytest.MonkeyPatch) -> None:
-    right = evaluating.end_judging
+def a_scored_prompt_is_not_counted(patch: pytest.MonkeyPatch) -> None:
+    original = evaluation.finish_scoring
 
-    def end_judging(state: State, group: object) -> list[Action]:
+    def finish_scoring(state: State, group: object) -> list[Action]:
         run = state.evaluation
-        orders = right(state, group)  # type: ignore[arg-type]
-        if run is not None and run.num_judged == 1:
-            run.num_judged = 0
-        return orders
+        actions = original(state, group)  # type: ignore[arg-type]
+        if run is not None and run.num_prompts_done == 1:
+            run.num_prompts_done = 0
+        return actions
 
-    patch.setattr(evaluating, "end_judging", end_judging)
+    patch.setattr(evaluation, "finish_scoring", finish_scoring)
 
 
-def what_was_with_the_rewarder_is_forgotten_in_a_resume(patch: pytest.MonkeyPatch) -> None:
-    def forget(state: State, event: Event, orders: list[Action]) -> list[Action]:
+def prompts_being_scored_are_forgotten_in_a_resume(patch: pytest.MonkeyPatch) -> None:
+    def forget(state: State, event: Event, actions: list[Action]) -> list[Action]:
         is_resumed = isinstance(event, Resumed)
-        return [o for o in orders if not (is_resumed and isinstance(o, Score) and o.group.is_held_out)]
+        return [o for o in actions if not (is_resumed and isinstance(o, Score) and o.group.is_held_out)]
 
-    after_hearing(patch, forget)
-
-
-def the_end_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    right = evaluating._end_prompt
-    patch.setattr(evaluating, "_end_prompt", lambda *known: right(*known) and [])
+    after_handling(patch, forget)
 
 
-def an_evaluation_begins_with_any_version(patch: pytest.MonkeyPatch) -> None:
-    right = hearing.hear
+def the_evaluation_is_never_finished(patch: pytest.MonkeyPatch) -> None:
+    original = evaluation._finish_prompt
+    patch.setattr(evaluation, "_finish_prompt", lambda *arguments: original(*arguments) and [])
 
-    def hear(state: State, event: Event) -> list[Action]:
-        orders = right(state, event)
+
+def every_version_is_evaluated(patch: pytest.MonkeyPatch) -> None:
+    original = event_handlers.handle
+
+    def handle(state: State, event: Event) -> list[Action]:
+        actions = original(state, event)
         if isinstance(event, Published) and state.evaluation is None and state.limits.evaluation:
-            orders.append(BeginEvaluation(event.version))
-        return orders
+            actions.append(StartEvaluation(event.version))
+        return actions
 
-    patch.setattr(hearing, "hear", hear)
+    patch.setattr(event_handlers, "handle", handle)
 
 
 FAULTS: list[tuple[Fault, str]] = [
     (two_versions_are_evaluated_at_once, "are evaluated at once"),
-    (a_due_evaluation_is_forgotten, "was due for an evaluation"),
+    (a_due_evaluation_is_forgotten, "its evaluation was not started"),
     (a_redone_version_is_evaluated_again, "is not due for an evaluation"),
-    (an_evaluation_begins_with_any_version, "is not due for an evaluation"),
+    (every_version_is_evaluated, "is not due for an evaluation"),
     (an_evaluated_version_is_retired, "is retired under"),
-    (the_run_does_not_wait_for_an_evaluation, "the run stops under an evaluation"),
+    (the_run_does_not_wait_for_an_evaluation, "the run stops during an evaluation"),
     (an_evaluation_takes_all_rows, "rows evaluate"),
     (held_out_requests_are_those_of_another_version, "held-out requests of another version"),
-    (one_answer_too_few_is_begun, "deadlock"),
-    (an_engine_is_never_lent, "deadlock"),
-    (a_prompt_is_scored_before_it_is_whole, "is scored before it is whole"),
-    (an_answer_that_was_refused_is_forgotten, "is scored before it is whole"),
-    (a_prompt_at_its_end_is_not_counted, "does not end"),
-    (what_was_with_the_rewarder_is_forgotten_in_a_resume, "deadlock"),
-    (the_end_is_not_told, "does not end"),
+    (one_answer_too_few_is_started, "deadlock"),
+    (no_engine_loads_an_older_version_to_evaluate_it, "deadlock"),
+    (a_prompt_is_scored_before_its_answers_have_finished, "is scored twice, or before"),
+    (a_failed_answer_counts_as_finished, "is scored twice, or before"),
+    (a_scored_prompt_is_not_counted, "does not finish"),
+    (prompts_being_scored_are_forgotten_in_a_resume, "deadlock"),
+    (the_evaluation_is_never_finished, "does not finish"),
     (snapshot_without("evaluation", None), "ProtocolError"),
-    (snapshot_without("evaluated", 0), "a resumed orchestrator orders"),
+    (snapshot_without("last_evaluated", 0), "a resumed orchestrator"),
 ]

@@ -1,16 +1,16 @@
-"""The swarm is worth its time: each rule of the core, broken on purpose, is caught by some seed."""
+"""Some seed of the swarm detects each rule of the core that is broken on purpose."""
 
 from __future__ import annotations
 
 import pytest
-from tests.sim.breaking import Fault
-from tests.sim.faults_in_aging import FAULTS as IN_AGING
+from tests.sim.fault_tools import Fault
+from tests.sim.faults_in_adaptive_staleness import FAULTS as IN_ADAPTIVE_STALENESS
 from tests.sim.faults_in_engines import FAULTS as IN_ENGINES
 from tests.sim.faults_in_evaluation import FAULTS as IN_EVALUATION
 from tests.sim.faults_in_groups import FAULTS as IN_GROUPS
+from tests.sim.faults_in_inflight_updates import FAULTS as IN_INFLIGHT_UPDATES
 from tests.sim.faults_in_loading import FAULTS as IN_LOADING
-from tests.sim.faults_in_renewing import FAULTS as IN_RENEWING
-from tests.sim.faults_in_trainers import FAULTS as IN_TRAINERS
+from tests.sim.faults_in_recovery import FAULTS as IN_RECOVERY
 
 from dora.sim import swarm
 
@@ -18,17 +18,17 @@ NUM_SEEDS = 300
 MAX_EVENTS = 5_000
 FAULTS: list[tuple[Fault, str]] = [
     *IN_GROUPS,
-    *IN_AGING,
+    *IN_ADAPTIVE_STALENESS,
     *IN_ENGINES,
     *IN_EVALUATION,
+    *IN_INFLIGHT_UPDATES,
     *IN_LOADING,
-    *IN_RENEWING,
-    *IN_TRAINERS,
+    *IN_RECOVERY,
 ]
 
 
-@pytest.mark.parametrize(("fault", "words"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-def test_a_broken_rule_is_caught(monkeypatch: pytest.MonkeyPatch, fault: Fault, words: str) -> None:
+@pytest.mark.parametrize(("fault", "message"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_a_broken_rule_is_detected(monkeypatch: pytest.MonkeyPatch, fault: Fault, message: str) -> None:
     monkeypatch.setattr(swarm, "MAX_EVENTS", MAX_EVENTS)
     fault(monkeypatch)
-    assert any(words in swarm.run_world(seed).verdict for seed in range(NUM_SEEDS))
+    assert any(message in swarm.run_world(seed).verdict for seed in range(NUM_SEEDS))

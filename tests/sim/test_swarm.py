@@ -1,4 +1,4 @@
-"""Random worlds keep the guarantees, come to their end, and are the same for ever."""
+"""Random worlds keep the guarantees, finish, and are deterministic."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from dora.core import batching, codec
 from dora.core.events import Event
 from dora.core.orchestrator import Orchestrator
-from dora.core.records import ABLATIONS
+from dora.core.types import ABLATIONS
 from dora.sim import swarm
-from dora.sim.marks import MARKS
-from dora.sim.models import FAMILIES, draw_config
-from dora.sim.swarm import Outcome, replays_alike, run_world
+from dora.sim.coverage import MARKS
+from dora.sim.random_config import LENGTH_FAMILIES, draw_world_config
+from dora.sim.swarm import WorldOutcome, replays_equally, run_swarm, run_world
 
-NUM_MARKED_SEEDS = 1_000
+NUM_COVERAGE_SEEDS = 1_000
 NUM_SEEDS = 60  # `make test` runs 200 by the command
 REGRESSIONS = Path(__file__).with_name("regressions.txt")
 
@@ -29,94 +29,104 @@ def read_regressions() -> dict[int, str]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[Outcome]:
+def outcomes() -> list[WorldOutcome]:
     return [run_world(seed) for seed in range(NUM_SEEDS)]
 
 
-def test_every_world_keeps_the_guarantees_and_comes_to_its_end(outcomes: list[Outcome]) -> None:
+def test_every_world_keeps_the_guarantees_and_finishes(outcomes: list[WorldOutcome]) -> None:
     assert {outcome.seed: outcome.verdict for outcome in outcomes if outcome.verdict != "ok"} == {}
 
 
-def test_the_worlds_use_every_fact_and_every_order(outcomes: list[Outcome]) -> None:
-    kinds = {cls.__name__ for cls in (*codec.FACTS.values(), *codec.ORDERS.values())}
-    assert kinds - {kind for outcome in outcomes for kind in outcome.seen} == set()
+def test_the_worlds_use_every_event_and_every_action(outcomes: list[WorldOutcome]) -> None:
+    kinds = {cls.__name__ for cls in (*codec.EVENTS.values(), *codec.ACTIONS.values())}
+    assert kinds - {kind for outcome in outcomes for kind in outcome.coverage} == set()
 
 
-def test_every_mark_is_met_and_every_situation_is_a_mark() -> None:
-    met: set[str] = set()
-    for seed in range(NUM_MARKED_SEEDS):
-        met |= {name for name in run_world(seed).seen if ": " in name}
-        if met == {*MARKS}:
+def test_every_mark_is_reached_and_every_situation_is_a_mark() -> None:
+    reached: set[str] = set()
+    for seed in range(NUM_COVERAGE_SEEDS):
+        reached |= {name for name in run_world(seed).coverage if ": " in name}
+        if reached == {*MARKS}:
             return
-    assert {*MARKS} - met == set(), "no world came into these situations"
-    assert met - {*MARKS} == set(), "these are not in MARKS"
+    assert {*MARKS} - reached == set(), "no world reaches these situations"
+    assert reached - {*MARKS} == set(), "these are not in MARKS"
 
 
-def test_the_worlds_use_up_the_bound_and_never_more(outcomes: list[Outcome]) -> None:
-    unused = [draw_config(o.seed).limits.max_staleness - o.max_staleness for o in outcomes]
+def test_the_worlds_reach_the_bound_and_never_exceed_it(outcomes: list[WorldOutcome]) -> None:
+    unused = [draw_world_config(o.seed).limits.max_staleness - o.max_staleness for o in outcomes]
     assert min(unused) == 0
-    assert {draw_config(o.seed).limits.max_staleness for o in outcomes} >= {0, 1, 2, 3, 4}
+    assert {draw_world_config(o.seed).limits.max_staleness for o in outcomes} >= {0, 1, 2, 3, 4}
     assert {o.max_staleness for o in outcomes} >= {0, 1, 2, 3}
 
 
 def test_worlds_differ_in_size_speed_and_policy() -> None:
-    configs = [draw_config(seed) for seed in range(400)]
+    configs = [draw_world_config(seed) for seed in range(400)]
     sizes = {len(c.engines) for c in configs}
     assert sizes >= {1, 2, 3, 4, 5, 6, 8, 12}
     assert max(sizes) > 48
     assert {c.limits.max_staleness for c in configs} == {*range(9)}
-    assert {c.family for c in configs} == {*FAMILIES}
+    assert {c.length_family for c in configs} == {*LENGTH_FAMILIES}
     assert any(slots > c.limits.max_staleness + 1 for c in configs for _, slots in c.engines)
     assert any(c.num_colocated == len(c.engines) > 1 for c in configs)
     assert any(0 < c.num_colocated < len(c.engines) for c in configs)
-    varied = ("batches_per_version", "slack", "load_interval", "is_deferred", "skip_below_kl", "is_static")
-    for field in (*varied, "level_running", "rush", "aging"):
+    varied = (
+        "batches_per_version",
+        "slack",
+        "weight_sync_interval",
+        "defers_loads",
+        "skip_below_kl",
+        "is_static",
+    )
+    for field in (*varied, "balance_running", "prioritize_stragglers", "adaptive_staleness"):
         assert len({getattr(c.limits, field) for c in configs}) >= 2, field
-    assert {part for c in configs for part in c.limits.without} == {*ABLATIONS}
-    assert {len(c.limits.without) for c in configs} >= {0, 1, 2, len(ABLATIONS)}
+    assert {part for c in configs for part in c.limits.ablations} == {*ABLATIONS}
+    assert {len(c.limits.ablations) for c in configs} >= {0, 1, 2, len(ABLATIONS)}
 
 
 @pytest.mark.parametrize("seed", range(0, NUM_SEEDS, 3))
-def test_an_orchestrator_that_never_crashed_gives_the_same_orders(outcomes: list[Outcome], seed: int) -> None:
-    assert replays_alike(outcomes[seed], Orchestrator(draw_config(seed).limits))
+def test_an_orchestrator_that_never_crashed_gives_the_same_actions(
+    outcomes: list[WorldOutcome], seed: int
+) -> None:
+    assert replays_equally(outcomes[seed], Orchestrator(draw_world_config(seed).limits))
 
 
-class Thorough(Orchestrator):
-    """Asks all rules after each fact, and remembers nothing; counts the facts after which it need not ask."""
+class ThoroughOrchestrator(Orchestrator):
+    """Decides after each event, without a cache; counts the events that need no decision."""
 
-    num_calm = 0
+    num_without_decision = 0
 
-    def _is_calm(self, event: Event) -> bool:
-        self.num_calm += super()._is_calm(event)
-        self.snapshot().admissible.clear()
+    def _needs_no_decision(self, event: Event) -> bool:
+        self.num_without_decision += super()._needs_no_decision(event)
+        self.snapshot().admissible_cache.clear()
         return False
 
 
-def test_a_calm_fact_leaves_the_rules_nothing_to_order(outcomes: list[Outcome]) -> None:
-    cores = [Thorough(draw_config(outcome.seed).limits) for outcome in outcomes]
-    assert all(replays_alike(outcome, core) for outcome, core in zip(outcomes, cores, strict=True))
-    assert sum(core.num_calm for core in cores) > 0.02 * sum(outcome.num_events for outcome in outcomes)
+def test_events_that_need_no_decision_lead_to_no_action(outcomes: list[WorldOutcome]) -> None:
+    thorough = [ThoroughOrchestrator(draw_world_config(outcome.seed).limits) for outcome in outcomes]
+    assert all(replays_equally(outcome, one) for outcome, one in zip(outcomes, thorough, strict=True))
+    num_events = sum(outcome.num_events for outcome in outcomes)
+    assert sum(one.num_without_decision for one in thorough) > 0.02 * num_events
 
 
-def test_orchestrators_crash_in_many_worlds(outcomes: list[Outcome]) -> None:
-    assert sum(outcome.seen["crash"] > 0 for outcome in outcomes[::3]) >= 5
+def test_orchestrators_crash_in_many_worlds(outcomes: list[WorldOutcome]) -> None:
+    assert sum(outcome.coverage["orchestrator crash"] > 0 for outcome in outcomes[::3]) >= 5
 
 
-def test_everything_dies_in_many_worlds(outcomes: list[Outcome]) -> None:
-    assert sum(outcome.seen["Resumed"] > 0 for outcome in outcomes) >= 10
+def test_the_whole_run_crashes_in_many_worlds(outcomes: list[WorldOutcome]) -> None:
+    assert sum(outcome.coverage["Resumed"] > 0 for outcome in outcomes) >= 10
 
 
 @pytest.mark.parametrize("seed", range(0, NUM_SEEDS, 12))
-def test_a_seed_is_the_same_world_for_ever(outcomes: list[Outcome], seed: int) -> None:
+def test_a_seed_always_gives_the_same_world(outcomes: list[WorldOutcome], seed: int) -> None:
     assert run_world(seed) == outcomes[seed]
 
 
 @pytest.mark.parametrize("seed", read_regressions())
-def test_a_seed_that_once_failed_stays_right(seed: int) -> None:
-    """Also by the whole rules, where the world of this seed has come to do without some."""
-    config = draw_config(seed)
-    for without in {(), config.limits.without}:
-        world = replace(config, limits=replace(config.limits, without=without))
+def test_a_seed_that_once_failed_passes(seed: int) -> None:
+    """Also with all rules, if the world of this seed leaves some out."""
+    config = draw_world_config(seed)
+    for ablations in {(), config.limits.ablations}:
+        world = replace(config, limits=replace(config.limits, ablations=ablations))
         assert run_world(seed, world).verdict == "ok", read_regressions()[seed]
 
 
@@ -125,7 +135,7 @@ def test_every_regression_names_its_cause() -> None:
 
 
 def test_the_last_line_printed_is_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
-    assert swarm.main(3, as_json=True) == 0
+    assert run_swarm(3, as_json=True) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["seeds"] == 3
     assert summary["violations"] == summary["deadlocks"] == 0
@@ -133,12 +143,13 @@ def test_the_last_line_printed_is_the_summary(capsys: pytest.CaptureFixture[str]
     assert {
         "migrations",
         "migrations_failed",
-        "steps_repeated",
-        "crashes",
-        "drains",
-        "marks",
+        "steps_failed",
+        "orchestrator_crashes",
+        "run_crashes",
+        "engines_removed",
+        "coverage",
     } < summary.keys()
-    assert swarm.main(3, as_json=False) == 0
+    assert run_swarm(3, as_json=False) == 0
     assert capsys.readouterr().out.startswith("seeds 3, events ")
 
 
@@ -147,7 +158,7 @@ def test_a_failed_world_is_named_and_makes_the_exit_code_1(
 ) -> None:
     monkeypatch.setattr(batching, "train", lambda state: [])
     monkeypatch.setattr(swarm, "MAX_EVENTS", 2_000)
-    assert swarm.main(1, as_json=True) == 1
+    assert run_swarm(1, as_json=True) == 1
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("seed 0: deadlock: ")
     (failure,) = json.loads(last)["failures"]

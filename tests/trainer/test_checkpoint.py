@@ -7,12 +7,12 @@ from dora.errors import ModelError
 from dora.model.config import ModelConfig
 from dora.model.weights import initial_weights
 from dora.trainer.checkpoint import (
-    forget_after,
-    keep_newest,
+    complete_checkpoints,
     load_checkpoint,
-    restore,
+    prune_checkpoints,
+    recover_replaced,
+    remove_after,
     save_checkpoint,
-    whole_checkpoints,
 )
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
@@ -56,72 +56,76 @@ def test_a_plain_model_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
 
 
 def save_steps(folder: Path, *steps: int) -> list[Path]:
-    """Checkpoints of the untrained model, one for each step."""
+    """Save the untrained model as the checkpoint of each step."""
     trainer = Trainer(TINY, initial_weights(TINY, seed=0), SETTINGS)
     older = folder / "0.f32"
     older.write_bytes(b"older weights")
-    beside: dict[str, str | Path] = {"core.json": "{}", "versions/0.f32": older}
+    extra_files: dict[str, str | Path] = {"core.json": "{}", "versions/0.f32": older}
     for step in steps:
         path = folder / f"step-{step}"
         state = trainer.state_dict()
-        save_checkpoint(path, TINY, trainer.flat, state, step, folder, beside=beside, fsync=True)
+        save_checkpoint(path, TINY, trainer.flat, state, step, folder, extra_files=extra_files, fsync=True)
     return [folder / f"step-{step}" for step in steps]
 
 
-def test_a_checkpoint_keeps_what_is_put_beside_it(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_its_extra_files(tmp_path: Path) -> None:
     (path,) = save_steps(tmp_path, 1)
     assert (path / "core.json").read_text() == "{}"
     assert (path / "versions" / "0.f32").read_bytes() == b"older weights"
 
 
-def test_whole_checkpoints_are_found_newest_first(tmp_path: Path) -> None:
+def test_complete_checkpoints_are_found_newest_first(tmp_path: Path) -> None:
     save_steps(tmp_path, 2, 10, 9)
     (tmp_path / "step-11.draft").mkdir()
     (tmp_path / "step-x").mkdir()
-    assert list(whole_checkpoints(tmp_path).items()) == [(n, tmp_path / f"step-{n}") for n in (10, 9, 2)]
-    assert whole_checkpoints(tmp_path / "nowhere") == {}
+    assert list(complete_checkpoints(tmp_path).items()) == [(n, tmp_path / f"step-{n}") for n in (10, 9, 2)]
+    assert complete_checkpoints(tmp_path / "nowhere") == {}
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "versions/0.f32", "checkpoint.json"])
-@pytest.mark.parametrize("is_gone", [False, True])
-def test_a_checkpoint_with_a_damaged_file_is_none(tmp_path: Path, name: str, is_gone: bool) -> None:
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_checkpoint_with_a_damaged_or_missing_file_is_incomplete(
+    tmp_path: Path, name: str, is_missing: bool
+) -> None:
     _, path = save_steps(tmp_path, 1, 2)
-    (path / name).unlink() if is_gone else (path / name).write_bytes(b"half")
-    assert [*whole_checkpoints(tmp_path)] == [1]
+    (path / name).unlink() if is_missing else (path / name).write_bytes(b"half")
+    assert [*complete_checkpoints(tmp_path)] == [1]
 
 
-def test_a_checkpoint_whose_weights_have_changed_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_with_changed_weights_is_rejected(tmp_path: Path) -> None:
     (path,) = save_steps(tmp_path, 1)
     file = path / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert [*whole_checkpoints(tmp_path)] == [1]
-    with pytest.raises(ModelError, match="its weights are not those that were saved; remove it"):
+    assert [*complete_checkpoints(tmp_path)] == [1]
+    with pytest.raises(
+        ModelError, match=r"its weights differ from the digest in checkpoint\.json; remove it"
+    ):
         load_checkpoint(path)
 
 
-def test_the_newest_checkpoints_are_kept_and_left_overs_removed(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_checkpoints_and_removes_leftovers(tmp_path: Path) -> None:
     save_steps(tmp_path, 2, 10, 9, 11)
     (tmp_path / "step-12.draft").mkdir()
     (tmp_path / "step-8.old").mkdir()
-    keep_newest(tmp_path, 2)
+    prune_checkpoints(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-10", "step-11"]
 
 
-def test_checkpoints_of_later_steps_are_forgotten_also_broken_ones(tmp_path: Path) -> None:
+def test_checkpoints_of_later_steps_are_removed_also_broken_ones(tmp_path: Path) -> None:
     *_, broken = save_steps(tmp_path, 1, 2, 3)
     (broken / "optimizer.pt").unlink()
-    forget_after(tmp_path, 1)
+    remove_after(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-1"]
 
 
-def test_a_checkpoint_that_was_being_replaced_gets_its_name_back(tmp_path: Path) -> None:
+def test_a_checkpoint_with_an_interrupted_replacement_gets_its_name_back(tmp_path: Path) -> None:
     (path,) = save_steps(tmp_path, 2)
     path.rename(path.with_name("step-2.old"))
-    assert whole_checkpoints(tmp_path) == {}
-    restore(tmp_path)
-    assert whole_checkpoints(tmp_path) == {2: path}
+    assert complete_checkpoints(tmp_path) == {}
+    recover_replaced(tmp_path)
+    assert complete_checkpoints(tmp_path) == {2: path}
     save_steps(tmp_path, 4)[0].rename(tmp_path / "step-2.old")
-    restore(tmp_path)
-    assert whole_checkpoints(tmp_path) == {2: path}
+    recover_replaced(tmp_path)
+    assert complete_checkpoints(tmp_path) == {2: path}

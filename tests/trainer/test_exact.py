@@ -1,16 +1,16 @@
-"""In exact mode a policy gives answers the engine's log-probs, to the last bit, and its own gradients."""
+"""Exact mode: a policy has the engine's log-probs bit for bit, and its own gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.engine.test_exact import MODES, WARM, asked, exact_engine
+from tests.engine.test_batch_invariant import MODES, WARM, asked, exact_engine
 from tests.engine.tiny import run
-from tests.model.families import CONFIGS, drawn_weights
+from tests.model.families import CONFIGS, random_weights
 
-from dora.engine.exact import Scorer
-from dora.model.weights import Layout
-from dora.trainer.packing import micro_batches, pack
+from dora.engine.batch_invariant import LogprobScorer
+from dora.model.weights import WeightLayout
+from dora.trainer.packing import pack, sequential_micro_batches
 from dora.trainer.policy import Policy
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
@@ -21,20 +21,23 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("token_budget", [60, 300])
-def test_packed_micro_batches_have_the_log_probs_that_engines_reported(name: str, token_budget: int) -> None:
+def test_packed_micro_batches_have_the_log_probs_of_the_engine(name: str, token_budget: int) -> None:
     config, mode = CONFIGS[name], ("auto", "float32")
     requests = [one for one in asked() if one.version == 0]
     answers = run(exact_engine(config, mode), requests)
-    scorer, flat = Scorer(config, 64, WARM, *mode), drawn_weights(config)
+    scorer, flat = LogprobScorer(config, 64, WARM, *mode), random_weights(config)
     policy = Policy(
-        config, Layout(config).views(flat), WARM, lambda batch: scorer(flat, batch.prompts, batch.responses)
+        config,
+        WeightLayout(config).views(flat),
+        WARM,
+        lambda batch: scorer(flat, batch.prompts, batch.responses),
     )
     lengths = [len(one.prompt_ids) + len(answers[one.id].token_ids) for one in requests]
-    for members in micro_batches(lengths, token_budget):
+    for members in sequential_micro_batches(lengths, token_budget):
         chosen = [requests[i] for i in members]
         batch = pack([one.prompt_ids for one in chosen], [answers[one.id].token_ids for one in chosen], CPU)
-        found, _ = policy.logprobs(batch)
-        assert found.tolist() == [x for one in chosen for x in answers[one.id].logprobs]
+        logprobs, _ = policy.logprobs(batch)
+        assert logprobs.tolist() == [x for one in chosen for x in answers[one.id].logprobs]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -45,10 +48,10 @@ def test_an_on_policy_step_in_exact_mode_has_no_mismatch_and_learns(mode: tuple[
         Sample(one.prompt_ids, answers[one.id].token_ids, answers[one.id].logprobs, 1.0 - i % 3)
         for i, one in enumerate(requests)
     ]
-    flats = [drawn_weights(QWEN), drawn_weights(QWEN)]
+    flats = [random_weights(QWEN), random_weights(QWEN)]
     trainers = [
         Trainer(QWEN, flats[0], SETTINGS),
-        Trainer(QWEN, flats[1], SETTINGS, score=Scorer(QWEN, 64, WARM, *mode)),
+        Trainer(QWEN, flats[1], SETTINGS, exact_logprobs=LogprobScorer(QWEN, 64, WARM, *mode)),
     ]
     plain, exact = (trainer.step(samples) for trainer in trainers)
     assert exact["mismatch/logprob_abs_diff_max"] == exact["actor/ppo_kl"] == exact["mismatch/kl"] == 0.0
@@ -57,7 +60,7 @@ def test_an_on_policy_step_in_exact_mode_has_no_mismatch_and_learns(mode: tuple[
     assert exact["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=tolerance)
 
 
-def test_stale_answers_in_exact_mode_have_no_mismatch_under_their_own_weights() -> None:
+def test_stale_samples_in_exact_mode_have_no_mismatch_under_their_own_weights() -> None:
     mode = ("auto", "float32")
     requests = [one for one in asked() if one.version == 0]
     answers = run(exact_engine(QWEN, mode), requests)
@@ -65,9 +68,13 @@ def test_stale_answers_in_exact_mode_have_no_mismatch_under_their_own_weights() 
         Sample(one.prompt_ids, answers[one.id].token_ids, answers[one.id].logprobs, 1.0, staleness=2)
         for one in requests
     ]
-    versions = {-2: drawn_weights(QWEN)}
+    versions = {-2: random_weights(QWEN)}
     trainer = Trainer(
-        QWEN, drawn_weights(QWEN, 1), SETTINGS, score=Scorer(QWEN, 64, WARM, *mode), sources=versions.get
+        QWEN,
+        random_weights(QWEN, 1),
+        SETTINGS,
+        exact_logprobs=LogprobScorer(QWEN, 64, WARM, *mode),
+        find_version=versions.get,
     )
     metrics = trainer.step(samples)
     assert metrics["mismatch/logprob_abs_diff_max"] == 0.0

@@ -1,25 +1,46 @@
+"""Policy losses, the critic's loss, KL estimators and loss aggregation."""
+
+from __future__ import annotations
+
 import math
+import random
+from itertools import pairwise
+from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dora.errors import ConfigError
-from dora.trainer.head import token_logprobs
+from dora.trainer.corrections import apply_correction
 from dora.trainer.loss import (
-    KLEstimator,
-    batch_total,
+    POLICY_LOSSES,
+    LossInputs,
+    LossSettings,
+    batch_divisor,
     cispo_loss,
     clipped_loss,
     dual_clipped_loss,
     gspo_loss,
     k3_divergence,
     kl_divergence,
+    online_dpo_loss,
     reinforce_loss,
     sequence_means,
-    token_shares,
     token_weights,
+    unnormalized_token_weights,
     value_loss,
+)
+from dora.trainer.policy import token_logprobs
+from dora.trainer.recipe import Correction, KLEstimator, LossAggMode, PolicyLoss
+
+CORRECTIONS = (
+    Correction(),
+    Correction(token="icepop", icepop_high=1.5),
+    Correction(proximal="recomputed", token="tis", tis_cap=1.2, sequence="mis", staleness_decay=0.7),
+    Correction(proximal="interpolated", token="icepop"),
 )
 
 
@@ -29,16 +50,16 @@ def gradient(losses: Tensor, leaf: Tensor) -> list[float]:
     return list(grad.tolist())
 
 
-def logs(*ratios: float) -> Tensor:
-    """Log-probs whose ratio to zeros is as given, as a leaf in double precision."""
+def log_ratios(*ratios: float) -> Tensor:
+    """Log-probs with these ratios to zeros, as a leaf in double precision."""
     return torch.tensor([math.log(ratio) for ratio in ratios], dtype=torch.float64, requires_grad=True)
 
 
-def test_the_ratio_is_clipped_only_where_clipping_makes_the_loss_larger() -> None:
+def test_the_ratio_is_clipped_only_if_clipping_increases_the_loss() -> None:
     ratios = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
     advantages = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0])
     losses, clipped = clipped_loss(ratios.log(), torch.zeros(5), advantages, clip_low=0.2, clip_high=0.3)
-    # 1.5 is cut to 1.3 for a good token and kept for a bad one; 0.5 is cut to 0.8 for a bad one.
+    # 1.5 is clipped to 1.3 for A > 0 and kept for A < 0; 0.5 is clipped to 0.8 for A < 0.
     torch.testing.assert_close(losses, torch.tensor([-2.6, 3.0, -1.0, 1.6, -2.2]))
     assert clipped.tolist() == [True, False, False, True, False]
 
@@ -58,44 +79,44 @@ def test_a_ratio_that_would_overflow_stays_finite() -> None:
     assert gradient(losses, logprobs) == [0.0, 0.0]
 
 
-def test_dual_clip_holds_the_loss_of_a_bad_token_below_its_cap() -> None:
-    logprobs, advantages = logs(5.0, 5.0, 2.0, 0.5), torch.tensor([-1.0, 1.0, -1.0, -1.0])
+def test_dual_clip_caps_the_loss_of_a_token_with_a_negative_advantage() -> None:
+    logprobs, advantages = log_ratios(5.0, 5.0, 2.0, 0.5), torch.tensor([-1.0, 1.0, -1.0, -1.0])
     losses, clipped = dual_clipped_loss(logprobs, torch.zeros(4), advantages, 0.2, 0.3, clip_cap=3.0)
     assert losses.tolist() == pytest.approx([3.0, -1.3, 2.0, 0.8])
     assert clipped.tolist() == [True, True, False, True]
     assert gradient(losses, logprobs) == pytest.approx([0.0, 0.0, 2.0, 0.0])
 
 
-def test_sequence_means_stay_inside_their_response() -> None:
+def test_a_sequence_mean_covers_its_own_response() -> None:
     means = sequence_means(torch.tensor([1.0, 3.0, 10.0]), [2, 1])
     assert means.tolist() == [2.0, 2.0, 10.0]
 
 
 def test_gspo_clips_whole_responses_by_the_geometric_mean_of_their_ratios() -> None:
     # Ratios 4 and 1 have the geometric mean 2, clipped to 1.5; 1.44 and 1 have 1.2, which is kept.
-    logprobs = logs(4.0, 1.0, 1.44, 1.0)
+    logprobs = log_ratios(4.0, 1.0, 1.44, 1.0)
     losses, clipped = gspo_loss(logprobs, torch.zeros(4), torch.ones(4), [2, 2], 0.5, 0.5)
     assert losses.tolist() == pytest.approx([-1.5, -1.5, -1.2, -1.2])
     assert clipped.tolist() == [True, True, False, False]
 
 
-def test_the_gradient_of_gspo_is_that_of_the_sequence_ratio() -> None:
-    logprobs = logs(4.0, 1.0, 1.2)
+def test_the_gradient_of_gspo_is_the_gradient_of_the_sequence_ratio() -> None:
+    logprobs = log_ratios(4.0, 1.0, 1.2)
     losses, _ = gspo_loss(logprobs, torch.zeros(3), torch.ones(3), [3], 9.0, 9.0)
     plain = -logprobs.mean().exp()
     assert gradient(losses / 3, logprobs) == pytest.approx(gradient(plain, logprobs))
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
-    logprobs, advantages = logs(3.0, 0.5, 1.1), torch.tensor([2.0, 2.0, -1.0])
+    logprobs, advantages = log_ratios(3.0, 0.5, 1.1), torch.tensor([2.0, 2.0, -1.0])
     losses, clipped = cispo_loss(logprobs, torch.zeros(3), advantages, clip_low=0.2, clip_high=0.5)
     assert gradient(losses, logprobs) == pytest.approx([-3.0, -1.6, 1.1])
     assert losses.tolist() == pytest.approx([-3.0 * math.log(3), -1.6 * math.log(0.5), 1.1 * math.log(1.1)])
     assert clipped.tolist() == [True, True, False]
 
 
-def test_reinforce_weights_the_policy_gradient_by_the_whole_ratio() -> None:
-    logprobs = logs(30.0, 0.5)
+def test_reinforce_weights_the_policy_gradient_by_the_unclipped_ratio() -> None:
+    logprobs = log_ratios(30.0, 0.5)
     losses, clipped = reinforce_loss(logprobs, torch.zeros(2), torch.tensor([2.0, -1.0]))
     assert gradient(losses, logprobs) == pytest.approx([-60.0, 0.5])
     assert not clipped.any()
@@ -104,18 +125,18 @@ def test_reinforce_weights_the_policy_gradient_by_the_whole_ratio() -> None:
 def test_on_policy_all_losses_have_the_gradient_of_reinforce() -> None:
     old, advantages = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([1.0, 1.0, -2.0])
     leaf = old.clone().requires_grad_()
-    found = [
+    losses_of_all = [
         clipped_loss(leaf, old, advantages, 0.2, 0.2)[0],
         dual_clipped_loss(leaf, old, advantages, 0.2, 0.2, 3.0)[0],
         gspo_loss(leaf, old, advantages, [2, 1], 0.2, 0.2)[0],
         cispo_loss(leaf, old, advantages, 0.2, 0.2)[0],
         reinforce_loss(leaf, old, advantages)[0],
     ]
-    assert [gradient(losses, leaf) for losses in found] == [[-1.0, -1.0, 2.0]] * 5
+    assert [gradient(losses, leaf) for losses in losses_of_all] == [[-1.0, -1.0, 2.0]] * 5
 
 
-def test_a_critic_cannot_gain_by_leaving_its_clip_range() -> None:
-    # Toward its return 2, V = 1 counts as the clipped 0.5; away from it, V = -1 counts as itself.
+def test_a_value_outside_its_clip_range_has_no_gradient_towards_the_return() -> None:
+    # Towards its return 2, V = 1 counts as the clipped 0.5; away from it, V = -1 is not clipped.
     values = torch.tensor([1.0, -1.0, 0.25], requires_grad=True)
     losses, clipped = value_loss(values, torch.zeros(3), torch.full((3,), 2.0), clip=0.5)
     assert losses.tolist() == pytest.approx([0.5 * 1.5**2, 0.5 * 3.0**2, 0.5 * 1.75**2])
@@ -138,7 +159,7 @@ def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
         ("k3+", math.exp(-0.5) - 0.5, 0.5),
     ],
 )
-def test_divergences_have_the_value_and_slope_of_their_names(
+def test_every_kl_estimator_has_its_value_and_gradient(
     estimator: KLEstimator, value: float, slope: float
 ) -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
@@ -147,28 +168,28 @@ def test_divergences_have_the_value_and_slope_of_their_names(
     assert gradient(divergence, logprobs) == pytest.approx([slope])
 
 
-def test_one_token_far_from_the_reference_does_not_rule_the_divergence() -> None:
+def test_the_divergence_of_one_token_is_bounded() -> None:
     logprobs = torch.tensor([-200.0], requires_grad=True)
     divergence = kl_divergence(logprobs, torch.tensor([-1.0]), "k3")
     assert divergence.item() == 10.0
     assert gradient(divergence, logprobs) == [0.0]
 
 
-def test_entropy_is_largest_where_all_tokens_are_alike_and_counts_no_impossible_token() -> None:
+def test_entropy_ignores_tokens_of_probability_zero() -> None:
     logits = torch.tensor([[0.0, 0.0, -1e30], [0.0, -1e30, -1e30]])
-    _, found = token_logprobs(logits, torch.eye(3), torch.zeros(2, dtype=torch.int64), 1.0, 9)
-    assert found.tolist() == pytest.approx([math.log(2), 0.0])
+    _, entropies = token_logprobs(logits, torch.eye(3), torch.zeros(2, dtype=torch.int64), 1.0, 9)
+    assert entropies.tolist() == pytest.approx([math.log(2), 0.0])
 
 
-def test_the_entropy_bonus_pushes_a_peaked_distribution_flat() -> None:
+def test_the_gradient_of_the_entropy_flattens_a_peaked_distribution() -> None:
     # dH / dlogit_i = -p_i (log p_i + H); here p = 0.8, 0.2 and H = 0.500402.
     logits = torch.tensor([[math.log(0.8), math.log(0.2)]], dtype=torch.float64, requires_grad=True)
-    _, found = token_logprobs(logits, torch.eye(2).double(), torch.tensor([0]), 1.0, 9)
-    (slope,) = torch.autograd.grad(found.sum(), logits)
+    _, entropies = token_logprobs(logits, torch.eye(2).double(), torch.tensor([0]), 1.0, 9)
+    (slope,) = torch.autograd.grad(entropies.sum(), logits)
     assert slope[0].tolist() == pytest.approx([-0.221807, 0.221807], abs=1e-6)
 
 
-def test_token_weights_average_as_their_names_say() -> None:
+def test_token_weights_of_every_aggregation_mode() -> None:
     lengths = [1, 3]
     assert token_weights(lengths, "token-mean") == [0.25, 0.25]
     assert token_weights(lengths, "seq-mean-token-sum") == [0.5, 0.5]
@@ -176,13 +197,133 @@ def test_token_weights_average_as_their_names_say() -> None:
     assert token_weights(lengths, "seq-mean-token-sum-norm", scale=10) == [0.05, 0.05]
 
 
-def test_a_share_needs_only_its_own_response_and_the_total_makes_it_a_weight() -> None:
-    assert token_shares([4], "token-mean") == [1.0]
-    assert token_shares([4], "seq-mean-token-mean") == [0.25]
-    assert token_shares([4], "seq-mean-token-sum-norm", scale=10) == [0.1]
-    assert (batch_total([1, 3], "token-mean"), batch_total([1, 3], "seq-mean-token-sum")) == (4, 2)
+def test_unnormalized_weights_need_their_own_response_alone() -> None:
+    assert unnormalized_token_weights([4], "token-mean") == [1.0]
+    assert unnormalized_token_weights([4], "seq-mean-token-mean") == [0.25]
+    assert unnormalized_token_weights([4], "seq-mean-token-sum-norm", scale=10) == [0.1]
+    assert (batch_divisor([1, 3], "token-mean"), batch_divisor([1, 3], "seq-mean-token-sum")) == (4, 2)
 
 
-def test_the_normalised_sum_asks_for_its_divisor() -> None:
+def test_seq_mean_token_sum_norm_needs_its_divisor() -> None:
     with pytest.raises(ConfigError, match="needs loss_scale_factor"):
         token_weights([1], "seq-mean-token-sum-norm")
+
+
+def test_online_dpo_is_the_logistic_loss_of_the_margin_over_the_reference() -> None:
+    logprobs = torch.tensor([-1.0, -1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.5, -2.0, -1.0], dtype=torch.float64)
+    losses, is_wrong = online_dpo_loss(logprobs, reference, [2, 1], beta=0.5)
+    # Log-ratios to the reference: best 0.5 + 1, worst -1; margin 2.5, times beta 1.25.
+    loss = math.log(1.0 + math.exp(-1.25))
+    assert losses.tolist() == pytest.approx([loss / 2, loss / 2, loss])
+    assert not is_wrong.any()
+    # Averaged over responses, d loss / d log p is -beta * sigmoid(-1.25) for the best, + for the worst.
+    (slope,) = torch.autograd.grad(losses.sum() / 2, logprobs)
+    slope_of_best = 0.5 / (1.0 + math.exp(1.25))
+    assert slope.tolist() == pytest.approx([-slope_of_best, -slope_of_best, slope_of_best])
+
+
+def test_a_pair_in_the_wrong_order_is_marked() -> None:
+    _, is_wrong = online_dpo_loss(torch.tensor([-3.0, -1.0, 0.0, -1.0]), torch.zeros(4), [1, 1, 1, 1], 0.1)
+    assert is_wrong.tolist() == [True, True, False, False]
+
+
+class RandomBatch:
+    """Random responses: log-probs near the behaviour's, advantages of both signs."""
+
+    def __init__(self, lengths: list[int], seed: int) -> None:
+        source = torch.Generator().manual_seed(seed)
+        num = sum(lengths)
+        self.lengths = lengths
+        self.behaviour = -torch.rand(num, generator=source, dtype=torch.float64)
+        self.logprobs = self.behaviour + 0.4 * torch.randn(num, generator=source, dtype=torch.float64)
+        self.reference = self.behaviour + 0.1
+        repeats = torch.tensor(lengths)
+        self.advantages = torch.randn(len(lengths), generator=source).double().repeat_interleave(repeats)
+        self.staleness = torch.randint(0, 4, (len(lengths),), generator=source).repeat_interleave(repeats)
+
+    def gradient(
+        self, loss: PolicyLoss, correction: Correction, members: range, weights: list[float]
+    ) -> Tensor:
+        """d loss / d log p of every token of the batch [N], for consecutive responses."""
+        leaf = self.logprobs.clone().requires_grad_()
+        part = slice(sum(self.lengths[: members.start]), sum(self.lengths[: members.stop]))
+        lengths = self.lengths[members.start : members.stop]
+        logprobs, behaviour = leaf[part], self.behaviour[part]
+        corrected = apply_correction(correction, logprobs, behaviour, lengths, self.staleness[part])
+        tokens = LossInputs(
+            logprobs, corrected.old_logprobs, self.advantages[part], lengths, self.reference[part]
+        )
+        losses, _ = POLICY_LOSSES[loss](tokens, LossSettings())
+        response_weights = weights[members.start : members.stop]
+        token_weight = torch.tensor(response_weights, dtype=torch.float64).repeat_interleave(
+            torch.tensor(lengths)
+        )
+        (grad,) = torch.autograd.grad((losses * corrected.weights * token_weight).sum(), leaf)
+        return grad
+
+
+def random_cuts(num_pairs: int, source: random.Random) -> list[range]:
+    """Consecutive micro-batches of whole pairs of responses."""
+    edges = sorted({0, num_pairs, *(source.randrange(num_pairs + 1) for _ in range(3))})
+    return [range(2 * a, 2 * b) for a, b in pairwise(edges)]
+
+
+@pytest.mark.parametrize("loss", get_args(PolicyLoss))
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+@settings(max_examples=15, deadline=None)
+@given(
+    pairs=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5),
+    seed=st.integers(0, 999),
+)
+def test_gradients_of_micro_batches_add_up_to_that_of_the_whole_batch(
+    loss: PolicyLoss, mode: LossAggMode, pairs: list[tuple[int, int]], seed: int
+) -> None:
+    batch = RandomBatch([length for pair in pairs for length in pair], seed)
+    correction = CORRECTIONS[seed % len(CORRECTIONS)]
+    weights = token_weights(batch.lengths, mode, scale=8)
+    whole = batch.gradient(loss, correction, range(len(batch.lengths)), weights)
+    # As in a streamed step: the divisor is known only after the last response.
+    unnormalized = unnormalized_token_weights(batch.lengths, mode, scale=8)
+    parts = [
+        batch.gradient(loss, correction, cut, unnormalized)
+        for cut in random_cuts(len(pairs), random.Random(seed))
+    ]
+    streamed = torch.stack(parts).sum(0) / batch_divisor(batch.lengths, mode)
+    torch.testing.assert_close(streamed, whole, rtol=1e-12, atol=1e-15)
+
+
+def test_every_loss_reads_its_own_settings() -> None:
+    ratio = torch.tensor([8.0]).log()
+    tokens = LossInputs(ratio, torch.zeros(1), torch.tensor([-1.0]), [1])
+    bounds = LossSettings(clip_ratio_high=2.0, clip_ratio_c=4.0)
+    values = {
+        loss: POLICY_LOSSES[loss](tokens, bounds)[0].item() for loss in POLICY_LOSSES if loss != "online_dpo"
+    }
+    assert values == pytest.approx(
+        {
+            "ppo_clip": 8.0,
+            "dual_clip": 4.0,
+            "triplet_clip": 4.0,
+            "gspo": 8.0,
+            "cispo": 3.0 * ratio.item(),
+            "reinforce": 8.0 * ratio.item(),
+        }
+    )
+
+
+def test_online_dpo_needs_a_reference() -> None:
+    tokens = LossInputs(torch.zeros(2), torch.zeros(2), torch.ones(2), [1, 1])
+    with pytest.raises(ConfigError, match="reference policy"):
+        POLICY_LOSSES["online_dpo"](tokens, LossSettings())
+
+
+def test_triplet_clip_divides_by_responses_and_the_longest_response_allowed() -> None:
+    """LongCat's: ratios up to 1.3 for A > 0, from 0.8 to 3 for A < 0, all over B * T_max = 2 * 10."""
+    logprobs = torch.tensor([2.0, 5.0, 0.5, 1.1]).log()
+    advantages = torch.tensor([1.0, -1.0, -1.0, -1.0])
+    tokens = LossInputs(logprobs, torch.zeros(4), advantages, [1, 3])
+    losses, _ = POLICY_LOSSES["triplet_clip"](tokens, LossSettings(0.2, 0.3, 3.0))
+    weights = torch.tensor(token_weights([1, 3], "seq-mean-token-sum-norm", scale=10))
+    loss = (losses * weights.repeat_interleave(torch.tensor([1, 3]))).sum()
+    assert loss.item() == pytest.approx((-1.3 + 3.0 + 0.8 + 1.1) / 20)

@@ -1,4 +1,4 @@
-"""Sequences that share a micro-batch, and even their prompt, are computed as if each were alone."""
+"""Sequences that share a micro-batch, and their prompt, have the log-probs that each has alone."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import random
 
 import pytest
 import torch
-from tests.model.families import CONFIGS, SHAPE, drawn_weights
+from tests.model.families import CONFIGS, SHAPE, random_weights
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from dora.model.config import ModelConfig
-from dora.model.weights import Layout
+from dora.model.weights import WeightLayout
 from dora.trainer.packing import pack
 from dora.trainer.policy import Policy
-from dora.trainer.routes import Counted, replay
+from dora.trainer.routing_replay import CountingRouter, replay_routes
 
 CPU = torch.device("cpu")
 Sequences = list[tuple[list[int], list[int]]]
 
 
-def drawn(num_groups: int, group_size: int = 3, longest: int = 30) -> Sequences:
-    """Siblings of some prompts, of 1 to `longest` tokens."""
+def random_groups(num_groups: int, group_size: int = 3, longest: int = 30) -> Sequences:
+    """Prompts with sibling responses of 1 to `longest` tokens."""
     source = random.Random(0)
 
     def ids(num: int) -> list[int]:
@@ -31,88 +31,95 @@ def drawn(num_groups: int, group_size: int = 3, longest: int = 30) -> Sequences:
     return [(prompt, ids(source.randint(1, longest))) for prompt in prompts for _ in range(group_size)]
 
 
-def computed(
+def logprobs_and_gradient(
     config: ModelConfig,
     parts: list[Sequences],
     dtype: torch.dtype = torch.float64,
-    keeps_activations: bool = True,
+    activation_checkpointing: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of all responses, and the gradient of their weighted sum, part by part."""
-    flat = drawn_weights(config).to(dtype).requires_grad_()
+    """Log-probs of all responses, part by part, and the gradient of a function of them."""
+    flat = random_weights(config).to(dtype).requires_grad_()
     policy = Policy(
         config,
-        Layout(config).views(flat),
+        WeightLayout(config).views(flat),
         temperature=0.9,
         logits_chunk_tokens=7,
-        keeps_activations=keeps_activations,
+        activation_checkpointing=activation_checkpointing,
     )
-    found = []
+    results = []
     for part in parts:
         logprobs, entropies = policy.logprobs(pack([p for p, _ in part], [r for _, r in part], CPU))
         torch.autograd.backward((logprobs.sin() + 0.1 * entropies).sum())
-        found.append(logprobs.detach())
+        results.append(logprobs.detach())
     assert flat.grad is not None
-    return torch.cat(found), flat.grad
+    return torch.cat(results), flat.grad
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_siblings_have_the_log_probs_and_gradients_that_each_has_alone(name: str) -> None:
-    sequences = drawn(num_groups=3)
-    packed, gradient = computed(CONFIGS[name], [sequences])
-    alone, expected = computed(CONFIGS[name], [[one] for one in sequences])
-    tolerance = 1e-7 if CONFIGS[name].mixture_layers else 1e-12  # routers weigh experts in fp32
+    sequences = random_groups(num_groups=3)
+    packed, gradient = logprobs_and_gradient(CONFIGS[name], [sequences])
+    alone, expected = logprobs_and_gradient(CONFIGS[name], [[one] for one in sequences])
+    tolerance = 1e-7 if CONFIGS[name].moe_layers else 1e-12  # router probabilities are fp32
     torch.testing.assert_close(packed, alone, rtol=tolerance, atol=tolerance)
     assert float((gradient - expected).norm() / expected.norm()) < tolerance
 
 
-def test_a_sequence_does_not_see_its_neighbours() -> None:
+def test_a_sequence_does_not_attend_to_its_neighbours() -> None:
     config = CONFIGS["qwen3"]
-    (first, *others), (_, *changed) = drawn(3), drawn(3, longest=20)
+    (first, *others), (_, *changed) = random_groups(3), random_groups(3, longest=20)
     num = len(first[1])
-    found, _ = computed(config, [[first, *others]], torch.float32)
-    again, _ = computed(config, [[first, *changed]], torch.float32)
-    torch.testing.assert_close(found[:num], again[:num], rtol=1e-5, atol=1e-5)
+    before, _ = logprobs_and_gradient(config, [[first, *others]], torch.float32)
+    after, _ = logprobs_and_gradient(config, [[first, *changed]], torch.float32)
+    torch.testing.assert_close(before[:num], after[:num], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe-mixed"])
-def test_layers_that_run_again_give_the_same_gradient(name: str) -> None:
-    config, sequences = CONFIGS[name], drawn(2)
-    kept = computed(config, [sequences], torch.float32)
-    again = computed(config, [sequences], torch.float32, keeps_activations=False)
-    assert torch.equal(kept[0], again[0])
-    assert torch.equal(kept[1], again[1])
+def test_activation_checkpointing_gives_the_same_gradient(name: str) -> None:
+    config, sequences = CONFIGS[name], random_groups(2)
+    saved = logprobs_and_gradient(config, [sequences], torch.float32)
+    recomputed = logprobs_and_gradient(config, [sequences], torch.float32, activation_checkpointing=True)
+    assert torch.equal(saved[0], recomputed[0])
+    assert torch.equal(saved[1], recomputed[1])
 
 
-def num_saved(config: ModelConfig, sequences: Sequences, keeps_activations: bool = True) -> int:
-    """Bytes that a forward pass keeps for its backward pass, beside the weights."""
-    flat = drawn_weights(config).requires_grad_()
+def saved_bytes(config: ModelConfig, sequences: Sequences, activation_checkpointing: bool = False) -> int:
+    """Bytes that a forward pass saves for its backward pass, without the weights."""
+    flat = random_weights(config).requires_grad_()
     saved: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    policy = Policy(config, Layout(config).views(flat), keeps_activations=keeps_activations)
-    with saved_tensors_hooks(note, lambda tensor: tensor):
+    policy = Policy(
+        config, WeightLayout(config).views(flat), activation_checkpointing=activation_checkpointing
+    )
+    with saved_tensors_hooks(record, lambda tensor: tensor):
         logprobs, _ = policy.logprobs(pack([p for p, _ in sequences], [r for _, r in sequences], CPU))
     assert logprobs.requires_grad
     saved.pop(flat.untyped_storage().data_ptr(), None)
     return sum(saved.values())
 
 
-def test_layers_that_run_again_keep_little_in_between() -> None:
-    config, sequences = CONFIGS["llama"], drawn(8)
-    assert num_saved(config, sequences, keeps_activations=False) < 0.4 * num_saved(config, sequences)
+def test_activation_checkpointing_saves_few_bytes() -> None:
+    config, sequences = CONFIGS["llama"], random_groups(8)
+    assert saved_bytes(config, sequences, activation_checkpointing=True) < 0.4 * saved_bytes(
+        config, sequences
+    )
 
 
-def test_tokens_of_a_layer_that_runs_again_count_once() -> None:
-    config, sequences = CONFIGS["qwen3_moe-mixed"], drawn(2)
+def test_activation_checkpointing_counts_tokens_of_experts_once() -> None:
+    config, sequences = CONFIGS["qwen3_moe-mixed"], random_groups(2)
     batch = pack([p for p, _ in sequences], [r for _, r in sequences], CPU)
     views = {
-        name: view.requires_grad_() for name, view in Layout(config).views(drawn_weights(config)).items()
+        name: view.requires_grad_()
+        for name, view in WeightLayout(config).views(random_weights(config)).items()
     }
-    route = Counted(config, replay(config, batch, [None] * len(sequences)), batch.rows)
-    logprobs, _ = Policy(config, views, keeps_activations=False).logprobs(batch, route)
+    router = CountingRouter(
+        config, replay_routes(config, batch, [None] * len(sequences)), batch.logits_indices
+    )
+    logprobs, _ = Policy(config, views, activation_checkpointing=True).logprobs(batch, router)
     torch.autograd.backward(logprobs.sum())
-    assert route.num_tokens.sum(1).tolist() == [len(batch.rows) * config.num_experts_per_tok] * 2
+    assert router.num_tokens.sum(1).tolist() == [len(batch.logits_indices) * config.num_experts_per_tok] * 2

@@ -1,3 +1,7 @@
+"""Supervised fine-tuning of a tiny model."""
+
+from __future__ import annotations
+
 import itertools
 
 import pytest
@@ -5,7 +9,7 @@ import torch
 
 from dora.model.config import ModelConfig
 from dora.model.weights import initial_weights
-from dora.trainer.sft import imitate
+from dora.trainer.sft import train_sft
 
 TINY = ModelConfig(
     vocab_size=6,
@@ -20,9 +24,9 @@ TINY = ModelConfig(
 EXAMPLES = [([1, 2], [3, 4, 5]), ([2, 1], [4, 5])]
 
 
-def test_imitation_learns_its_examples_and_reports_every_step() -> None:
+def test_sft_learns_its_examples_and_yields_the_loss_of_every_step() -> None:
     flat = initial_weights(TINY, seed=0)
-    losses = list(imitate(TINY, flat, itertools.repeat(EXAMPLES), num_steps=60, lr=1e-2, warmup_steps=5))
+    losses = list(train_sft(TINY, flat, itertools.repeat(EXAMPLES), num_steps=60, lr=1e-2, warmup_steps=5))
     assert len(losses) == 60
     assert losses[0] == pytest.approx(1.8, abs=0.3)  # about ln 6
     assert losses[-1] < 0.2

@@ -1,5 +1,5 @@
-"""The mind of a run: facts in, orders out.
+"""The pure orchestrator: events in, actions out.
 
-Standard library only, and no clock, no random, no I/O: the same code drives real processes
-and the simulator. Only `orchestrator` composes the rules; no rule calls another.
+Standard library only; no clock, no randomness, no I/O. The same code schedules real runs and the simulator.
+`orchestrator` runs the rules in order; each rule is a module that reads and changes the state.
 """

@@ -1,25 +1,25 @@
-"""The orders the orchestrator gives, as imperatives, in journey order.
+"""Actions that the orchestrator orders, as imperatives, in the order of a prompt's journey.
 
-Each names the station that carries it out; what comes of it is told later, as a fact.
+The first word of a docstring is the component that executes the action; it reports the outcome as an event.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dora.core.records import GroupId, RequestId
+from dora.core.types import GroupId, RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
-    """Dataset: hand out the next `count` groups."""
+class FetchPrompts:
+    """Dataset: deliver the next `count` prompts."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Sample store: open a group; it is generated at `version` and trained by step `deadline`."""
+    """Sample stream: open a group that is generated at `version` and trained by step `deadline`."""
 
     group: GroupId
     index: int
@@ -29,7 +29,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Engine: generate these requests on this version."""
+    """Engine: generate these requests on `version`."""
 
     engine: int
     version: int
@@ -38,7 +38,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Engine: give these requests up; their group has failed."""
+    """Engine: abort these requests; their group has failed."""
 
     engine: int
     requests: tuple[RequestId, ...]
@@ -46,7 +46,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Engines: move a running request with its KV; `Migrated` or `MigrationFailed` is told of it."""
+    """Engines: move a running request with its KV; report `Migrated` or `MigrationFailed`."""
 
     request: RequestId
     source: int
@@ -56,37 +56,37 @@ class Migrate:
 
 
 @dataclass(frozen=True, slots=True)
-class Rush:
-    """Engine: decode these requests only, the others stand still; none: decode all again."""
+class DecodeOnly:
+    """Engine: decode these requests and preempt all others; if empty, decode all again."""
 
     engine: int
     requests: tuple[RequestId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
-    """Engine: decode nothing until `Resume`, for the trainer needs the device; then tell `Paused`."""
+class PauseEngine:
+    """Engine: stop decoding until `ResumeEngine`, and report `EnginePaused`; the trainer needs the device."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeEngine:
     """Engine: decode again."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss:
-    """Engine: end; it has no requests. `EngineLeft` is told of it."""
+class RemoveEngine:
+    """Engine: exit; it has no requests. Report `EngineRemoved`."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
-class RefuseDrain:
-    """Log: the engine stays, for a reason."""
+class RejectDrain:
+    """Log: the engine is not drained, for this reason."""
 
     engine: int
     reason: str
@@ -94,14 +94,14 @@ class RefuseDrain:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Rewarder: score every sibling of a group."""
+    """Reward worker: score every sibling of a group."""
 
     group: GroupId
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Sample store: the group ends untrained because it cannot teach anything."""
+    """Sample stream: end the group untrained, because its rewards carry no signal."""
 
     group: GroupId
     reason: str
@@ -109,7 +109,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Sample store: the group ends untrained because a sibling failed."""
+    """Sample stream: end the group untrained, because a sibling failed."""
 
     group: GroupId
     reason: str
@@ -117,7 +117,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Sample store: the group belongs to the batch of `step`."""
+    """Sample stream: assign the group to the batch of `step`."""
 
     group: GroupId
     step: int
@@ -133,14 +133,14 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Trainer: put the weights of `version` into the weight store."""
+    """Trainer: write the weights of `version` to the weight store."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Attest:
-    """Trainer: say the digest of `version`, made again; the weight store keeps what it has of it."""
+class ReportDigest:
+    """Trainer: report the digest of `version`, computed again; the published weights stay as they are."""
 
     version: int
 
@@ -155,15 +155,15 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Engine: take `version` from the weight store into a free slot."""
+    """Engine: load `version` from the weight store into a free slot."""
 
     engine: int
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Skip:
-    """Log: the engine does without `version`, for its own says nearly the same; the bound may still ask."""
+class SkipLoad:
+    """Log: the engine does not load `version`, which hardly differs from its own."""
 
     engine: int
     version: int
@@ -171,36 +171,36 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Weight store: nobody needs `version` any more."""
+    """Weight store: delete `version`."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class BeginEvaluation:
-    """Log: from now on `version` answers the held-out prompts, beside the training."""
+class StartEvaluation:
+    """Log: `version` starts to answer the held-out prompts, while training continues."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class SkipEvaluation:
-    """Log: `version` was due for an evaluation, and that of version `under_way` is not over."""
+    """Log: `version` was due for an evaluation, while that of `running_version` is not finished."""
 
     version: int
-    under_way: int
+    running_version: int
 
 
 @dataclass(frozen=True, slots=True)
-class EndEvaluation:
-    """Log: every held-out prompt that `version` answered is judged, or has failed."""
+class FinishEvaluation:
+    """Log: every held-out prompt of `version` is scored or has failed."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReportStall:
-    """Log: step `step` waits for `group`, which has reached its deadline, since `since_s`."""
+    """Log: step `step` has waited since `since_s` for `requests` of `group`, which is at its deadline."""
 
     step: int
     group: GroupId
@@ -210,34 +210,34 @@ class ReportStall:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Everyone: the last step is trained and published."""
+    """All: the last step is trained and published."""
 
 
 Action = (
-    Fetch
+    FetchPrompts
     | Admit
     | Generate
     | Abort
     | Migrate
-    | Rush
-    | Pause
-    | Resume
-    | Dismiss
-    | RefuseDrain
+    | DecodeOnly
+    | PauseEngine
+    | ResumeEngine
+    | RemoveEngine
+    | RejectDrain
     | Score
     | Filter
     | Fail
     | Commit
     | Train
     | Publish
-    | Attest
+    | ReportDigest
     | Drop
     | Load
-    | Skip
+    | SkipLoad
     | Retire
-    | BeginEvaluation
+    | StartEvaluation
     | SkipEvaluation
-    | EndEvaluation
+    | FinishEvaluation
     | ReportStall
     | Stop
 )

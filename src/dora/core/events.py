@@ -1,84 +1,84 @@
-"""The facts a station may tell, as past participles, in journey order.
+"""Events that workers report to the orchestrator, as past participles, in the order of a prompt's journey.
 
-They carry identities, lengths, versions and rewards; payloads lie in the sample store already.
+They carry identities, lengths, versions and rewards. Token data is in the sample stream.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dora.core.records import Chunk, GroupId, Member, RequestId
+from dora.core.types import BatchMember, Chunk, GroupId, RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class EngineJoined:
     """A rollout engine is ready; it holds no version yet.
 
-    One that shares its device with the trainer (`is_colocated`) decodes only while the trainer rests. It may
-    have been started because the engine that it `replaces` was lost.
+    A colocated engine shares the trainer's device and decodes only while the trainer is idle. `replaces`
+    names the lost engine that this one was started for.
     """
 
     engine: int
-    rows: int
-    slots: int
+    max_num_seqs: int
+    version_slots: int
     is_colocated: bool = False
     replaces: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLost:
-    """An engine is gone, with every version and request it had."""
+    """An engine has crashed or timed out; its versions and requests are lost."""
 
     engine: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
-    """Somebody wants an engine to leave once it has no request any more."""
+class DrainRequested:
+    """An operator or the autoscaler asks an engine to leave once it has no requests."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLeft:
-    """An engine that was dismissed has ended; it had no requests."""
+class EngineRemoved:
+    """An engine has exited after `RemoveEngine`; it had no requests."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
-class Paused:
-    """An engine that was ordered to pause decodes no more; it keeps its versions, requests and KV."""
+class EnginePaused:
+    """An engine has stopped decoding after `PauseEngine`; it keeps its versions, requests and KV."""
 
     engine: int
 
 
 @dataclass(frozen=True, slots=True)
 class PromptsFetched:
-    """The dataset hands out groups; the first stands at position `first_index` of its order."""
+    """The dataset has delivered prompts; the first has position `first_index` in its order."""
 
     first_index: int
     groups: tuple[GroupId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Progressed:
-    """At most once a second: tokens so far of the unfinished requests of an engine, and its pace.
+class ProgressReported:
+    """An engine reports the tokens so far of its unfinished requests, at most once a second.
 
-    `row_tokens_per_s` is what one row gained per second since the last report (0: no row ran),
-    `kv_share` the share of its KV blocks in use.
+    `row_tokens_per_s` is the throughput per row since the last report (0: no row ran), `kv_usage` the
+    fraction of its KV blocks in use.
     """
 
     engine: int
     lengths: tuple[tuple[RequestId, int], ...]
     row_tokens_per_s: float = 0.0
-    kv_share: float = 0.0
+    kv_usage: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A request has its last token; its tokens are durable in the sample store."""
+    """A request has its last token; its tokens are durable in the sample stream."""
 
     engine: int
     request: RequestId
@@ -90,7 +90,7 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """An engine refused a request; it no longer holds it."""
+    """An engine has rejected a request and freed its row."""
 
     engine: int
     request: RequestId
@@ -99,7 +99,7 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class RequestsAborted:
-    """An engine gave up requests it was ordered to abort; finished ones are not among them."""
+    """An engine has aborted requests after `Abort`; those that finished first are not among them."""
 
     engine: int
     requests: tuple[RequestId, ...]
@@ -108,11 +108,11 @@ class RequestsAborted:
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """`destination` has taken a running request with its KV, and alone owns it from now on.
+    """A running request has moved with its KV; from now on only `destination` owns it.
 
-    `num_tokens` of its answer came along; `num_bytes` of KV took `copy_s` to copy, while the
-    request stood still for `stop_s`. Between engines that cannot read each other's KV it came without, and
-    that of `num_prefilled` tokens, of prompt and answer, is computed again.
+    `num_tokens` of its response moved. `num_bytes` of KV were copied in `copy_s`; the request was paused for
+    `stop_s`. Between engines with incompatible KV no bytes are copied, and the destination prefills
+    `num_prefilled` tokens of prompt and response again.
     """
 
     request: RequestId
@@ -127,7 +127,7 @@ class Migrated:
 
 @dataclass(frozen=True, slots=True)
 class MigrationFailed:
-    """A request that was ordered to move stays with `source`; `destination` has freed its place."""
+    """A request stays with `source`; `destination` has freed the row reserved for it."""
 
     request: RequestId
     source: int
@@ -137,15 +137,15 @@ class MigrationFailed:
 
 @dataclass(frozen=True, slots=True)
 class GroupScored:
-    """Every sibling has a reward; all columns that the trainer needs are there."""
+    """Every sibling has a reward, and all columns that the trainer needs are stored."""
 
     group: GroupId
     rewards: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupUnscorable:
-    """One sibling could not be scored, which fails its group."""
+class ScoringFailed:
+    """A sibling could not be scored, which fails its group."""
 
     group: GroupId
     reason: str
@@ -155,8 +155,9 @@ class GroupUnscorable:
 class Trained:
     """Training step `step` has consumed its batch.
 
-    `ess` (share of the tokens) and `kl` (nats per token) say how far the policy in training was from those
-    that sampled the batch; None where nothing was measured. `kls` has the same KL of each version's samples.
+    `ess` (fraction of the tokens) and `kl` (nats per token) measure how far the policy in training was from
+    the policies that sampled the batch; None if not measured. `kls` has the same KL per version: (version,
+    KL).
     """
 
     step: int
@@ -167,7 +168,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """Training step `step` has failed and changed nothing."""
+    """Training step `step` has failed without changing the weights."""
 
     step: int
     reason: str
@@ -183,16 +184,16 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLost:
-    """The trainer is gone, with the step it was in. What it has published stays."""
+    """The trainer has crashed, and its running step is lost. Published versions remain."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerReplaced:
-    """A new trainer is ready, with the checkpoint of `from_step` trained steps; engines have gone on.
+    """A new trainer has loaded the checkpoint of `from_step` trained steps; the engines kept running.
 
-    `redone` are the batches of the later steps that were trained, in order, each as it was committed.
+    `redone` are the batches of the later steps that had been trained, in order, as they were committed.
     """
 
     from_step: int
@@ -200,8 +201,8 @@ class TrainerReplaced:
 
 
 @dataclass(frozen=True, slots=True)
-class Attested:
-    """A new trainer has come to `version`, with bytes of this digest; what was published stays as it is."""
+class DigestReported:
+    """A new trainer has reached `version` again, with this digest; the published weights stay as they are."""
 
     version: int
     digest: str
@@ -209,9 +210,9 @@ class Attested:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine holds `version`; the digest is of the bytes it holds.
+    """An engine has loaded `version`; the digest is that of the bytes in its memory.
 
-    Its requests stood still for `stop_s` meanwhile.
+    Its requests were paused for `stop_s`.
     """
 
     engine: int
@@ -222,7 +223,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """An engine could not take `version`; its slot is empty."""
+    """An engine could not load `version`; the slot is empty."""
 
     engine: int
     version: int
@@ -231,45 +232,46 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """All processes had died; new ones go on from the checkpoint of `from_step` trained steps.
+    """All processes of the run were replaced; training resumes at the checkpoint of `from_step` trained
+    steps.
 
-    Versions in `kept` (version, digest) are older and still in the weight store. The later steps that
-    were trained are void; `redone` are their batches, in order.
+    `kept_versions` (version, digest) are older than the checkpoint and still in the weight store. Later steps
+    are void; `redone` are their batches, in order.
     """
 
     from_step: int
-    kept: tuple[tuple[int, str], ...]
-    redone: tuple[tuple[Member, ...], ...]
+    kept_versions: tuple[tuple[int, str], ...]
+    redone: tuple[tuple[BatchMember, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Woken:
-    """The time that `next_wakeup` asked for has come."""
+class TimerFired:
+    """The time returned by `Orchestrator.next_wakeup` has come."""
 
 
 Event = (
     EngineJoined
     | EngineLost
-    | DrainAsked
-    | EngineLeft
-    | Paused
+    | DrainRequested
+    | EngineRemoved
+    | EnginePaused
     | PromptsFetched
-    | Progressed
+    | ProgressReported
     | RequestFinished
     | RequestFailed
     | RequestsAborted
     | Migrated
     | MigrationFailed
     | GroupScored
-    | GroupUnscorable
+    | ScoringFailed
     | Trained
     | StepFailed
     | Published
     | TrainerLost
     | TrainerReplaced
-    | Attested
+    | DigestReported
     | Loaded
     | LoadFailed
     | Resumed
-    | Woken
+    | TimerFired
 )

@@ -1,9 +1,9 @@
-"""Which version each engine serves, and which engine runs which waiting request.
+"""Placement: which versions each engine serves, and which engine runs which waiting request.
 
-Algorithm 1 of DORA (arXiv 2604.26256): engines are shared out among versions in proportion to
-their requests, what the bound still admits counted for the newest. Waiting requests go to the
-engine with the most free rows, versions closest to their deadline first; siblings stay
-together where rows allow, so that they share the KV of their prompt.
+Algorithm 1 of DORA (arXiv 2604.26256). Engines are divided among versions in proportion to their requests;
+the newest version also counts what the bound still admits. Waiting requests go to the engine with most free
+rows, versions nearest to their deadline first. Siblings stay together where rows allow, so that they share
+the KV of their prompt.
 """
 
 from __future__ import annotations
@@ -13,68 +13,66 @@ from collections.abc import Mapping, Sequence
 from math import fsum
 
 from dora.core.actions import Action, Generate
-from dora.core.bound import admissible
-from dora.core.deadlines import nearest_first
-from dora.core.engines import Engine
-from dora.core.lengths import horizon_tokens
-from dora.core.records import RequestId
-from dora.core.state import State
+from dora.core.bound import cached_num_admissible, sort_by_deadline
+from dora.core.length_prediction import predict_remaining_steps
+from dora.core.state import EngineRecord, State
+from dora.core.types import RequestId
 
 
-def place(state: State) -> list[Action]:
-    """Give waiting requests the free rows of engines that hold their version."""
+def place_waiting(state: State) -> list[Action]:
+    """Place waiting requests on free rows of engines that hold their version."""
     if not state.waiting:
         return []
-    orders: list[Action] = []
-    for version in nearest_first(state, state.waiting):
+    actions: list[Action] = []
+    for version in sort_by_deadline(state, state.waiting):
         placed: dict[int, list[RequestId]] = {}
-        while version in state.waiting and version in state.takers:
-            taker = state.takers[version].first()
-            assert taker is not None, f"version {version} has takers without a first"
-            placed.setdefault(taker, []).extend(_fill(state, state.engines[taker], version))
-        orders += [Generate(e, version, tuple(requests)) for e, requests in sorted(placed.items())]
-    return orders
+        while version in state.waiting and version in state.available_engines:
+            engine = state.available_engines[version].first()
+            assert engine is not None, f"the heap of engines available for version {version} is empty"
+            placed.setdefault(engine, []).extend(_place_siblings(state, state.engines[engine], version))
+        actions += [Generate(e, version, tuple(requests)) for e, requests in sorted(placed.items())]
+    return actions
 
 
-def is_now(state: State) -> bool:
-    """Whether engines and requests are to be looked at again: something happened, or time has passed."""
-    is_later = state.now_s >= state.rebalanced_s + state.limits.rebalance_interval_s
-    return state.is_rebalance_due or (is_later and "period" not in state.limits.without)
+def needs_rebalance(state: State) -> bool:
+    """Whether engines and requests must be rebalanced: an event requires it, or the interval has passed."""
+    is_interval_over = state.now_s >= state.last_rebalance_s + state.limits.rebalance_interval_s
+    return state.is_rebalance_due or (is_interval_over and "period" not in state.limits.ablations)
 
 
-def is_due(state: State) -> bool:
-    """As `is_now`, and it is done now."""
-    if not is_now(state):
+def begin_rebalance(state: State) -> bool:
+    """`needs_rebalance`; if true, the interval starts again."""
+    if not needs_rebalance(state):
         return False
-    state.is_rebalance_due, state.rebalanced_s = False, state.now_s
+    state.is_rebalance_due, state.last_rebalance_s = False, state.now_s
     return True
 
 
 def repartition(state: State) -> bool:
-    """Decide which engines clear a slot for another version, where that gains more than it costs.
+    """Decide which engines evict a version for another one, where that gains more than it costs.
 
-    Returns whether it stopped at `max_moves`, so that it is to go on at the next event.
+    Returns whether it stopped at `max_migrations`, so that it must continue at the next event.
     """
     limits = state.limits
-    if limits.is_static or "shares" in limits.without or state.newest is None or state.is_trained:
+    newest = state.newest_published
+    if limits.is_static or "shares" in limits.ablations or newest is None or state.is_training_done:
         return False
     flips = _Flips(state)
     engines = sorted(state.engines.values(), key=lambda e: (e.kv_tokens.total(), e.id))
-    _share_out(state, [e for e in engines if e.slots == 1 and not e.is_leaving], flips)
+    _divide_engines(state, [e for e in engines if e.num_slots == 1 and not e.is_draining], flips)
     for engine in engines:
-        if engine.slots > 1 and state.newest not in engine.held and len(engine.held) == engine.slots:
-            victims = sorted(engine.held, key=lambda v: (engine.kv_tokens[v], v))
-            any(flips.flip(engine, version, state.newest) for version in victims)
+        if engine.num_slots > 1 and newest not in engine.loaded and len(engine.loaded) == engine.num_slots:
+            by_kv = sorted(engine.loaded, key=lambda v: (engine.kv_tokens[v], v))
+            any(flips.try_flip(engine, version, newest) for version in by_kv)
     return flips.num_left <= 0
 
 
-def shares(requests: Mapping[int, int], total: int, order: Sequence[int]) -> dict[int, int]:
+def apportion(requests: Mapping[int, int], total: int, order: Sequence[int]) -> dict[int, int]:
     """Divide `total` engines among versions in proportion to their requests, sum preserved.
 
-    Largest remainder; a version with any request gets at least 1, and where there are fewer
-    engines than such versions, the first in `order` get theirs and the others wait. Ties go to
-    the first in `order`, which names every version of `requests` once. (Step 2 of Algorithm 1,
-    which leaves the rounding open.)
+    Largest-remainder method. A version with any request gets at least 1; if there are fewer engines than such
+    versions, the first in `order` get one each. Ties go to the first in `order`, which contains every version
+    of `requests` once. (Step 2 of Algorithm 1, which leaves the rounding open.)
     """
     wanting = [version for version in order if requests[version] > 0]
     if total <= len(wanting):
@@ -87,154 +85,157 @@ def shares(requests: Mapping[int, int], total: int, order: Sequence[int]) -> dic
     for version in by_remainder[: total - sum(result.values())]:
         result[version] += 1
     for version in wanting:
-        if result[version] == 0:  # from the one that has most over its quota, and more than one
+        if result[version] == 0:  # take one from the version that exceeds its quota most
             rich = [v for v in wanting if result[v] > 1]
             result[max(rich, key=lambda v: result[v] * num_requests - total * requests[v])] -= 1
             result[version] = 1
     return result
 
 
-def rounded(requests: Mapping[int, int], total: int, order: Sequence[int]) -> dict[int, int]:
-    """Step 2 of Algorithm 1 as it is printed: the sum may differ from `total`, a version may get none."""
+def apportion_by_rounding(requests: Mapping[int, int], total: int, order: Sequence[int]) -> dict[int, int]:
+    """Step 2 of Algorithm 1 as printed: the sum may differ from `total`, and a version may get no engine."""
     num_requests = sum(requests.values())
     return {v: int(total * requests[v] / num_requests + 0.5) if num_requests else 0 for v in order}
 
 
-def _share_out(state: State, engines: list[Engine], flips: _Flips) -> None:
-    """Engines of one slot: whole engines change their version until shares are met.
-
-    Unequal engines count by their throughput, in units of the slowest.
-    """
-    if not engines:
-        return
-    units = _units(engines)
-    have: Counter[int] = Counter()
-    for engine in engines:
-        have[engine.top] += units[engine.id]
-    requests = _requests(state)
-    order = sorted(nearest_first(state, requests), key=state.is_only_evaluated)
-    divide = rounded if "remainders" in state.limits.without else shares
-    target = divide(requests, sum(units.values()), order)
-    for version in order:
-        is_newest = version == state.newest
-        lacking = state.num_waiting(version) - _rows_of(state, version)
-        for engine in engines:
-            unit, old = units[engine.id], engine.top
-            if have[version] >= target[version] or (lacking <= 0 and not is_newest) or flips.num_left <= 0:
-                break  # more engines would find nothing to do, or that is enough for now
-            is_due = have[version] + unit / 2 <= target[version]
-            is_surplus = old != version and have[old] - unit / 2 >= target.get(old, 0)
-            if is_due and is_surplus and flips.flip(engine, old, version):
-                have[old] -= unit
-                have[version] += unit
-                lacking -= engine.rows
-
-
-def _rows_of(state: State, version: int) -> int:
-    """Rows that requests of `version` get sooner or later, on engines that have it or are to have it."""
-    if version not in state.waiting:
-        return 0
-    engines = (e for e in state.engines.values() if e.is_working)
-    return sum(e.rows for e in engines if version in (e.loading, e.wanted, *e.held))
-
-
-def _requests(state: State) -> dict[int, int]:
-    """R[w]: unfinished requests by version, with what the bound still admits at the newest."""
-    assert state.newest is not None
-    requests = {v: num for v, num in state.unfinished.items() if v in state.store}
-    for version in [v for v in requests if state.is_only_evaluated(v) and v not in state.holders]:
-        del requests[version]  # it is lent an engine
-    num_rows = sum(e.rows for e in state.engines.values() if not e.is_leaving)
-    supplement = admissible(state, state.newest) * state.limits.group_size
-    free_rows = max(0, num_rows - sum(requests.values()))
-    requests[state.newest] = requests.get(state.newest, 0) + min(supplement, free_rows)
-    return requests
-
-
-def _units(engines: list[Engine]) -> dict[int, int]:
-    """Throughput of each engine, in units of the slowest; unmeasured ones count as the mean."""
-    speeds = [e.row_tokens_per_s for e in engines if e.row_tokens_per_s > 0]
-    usual = sum(speeds) / len(speeds) if speeds else 1.0
-    throughput = {e.id: e.rows * (e.row_tokens_per_s or usual) for e in engines}
-    slowest = min(throughput.values())
-    return {engine: round(speed / slowest) for engine, speed in throughput.items()}
-
-
 class _Flips:
-    """Engines that clear a slot, until `max_moves` requests have to move for it."""
+    """Engines that evict one version for another, until `max_migrations` requests must migrate for it."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self.num_left = state.limits.max_moves
-        self._spare: Counter[int] = Counter()  # version -> rows that requests may move to
-        self._room: dict[int, float] = {}  # ... and for how much KV, in that of an engine
-        for version, takers in state.takers.items():
-            engines = [state.engines[e] for e in takers]
-            self._spare[version] = sum(_spare_rows(state, e, version) for e in engines)
-            self._room[version] = fsum(_spare_kv(state, e, version) for e in engines)  # in any order
+        self.num_left = state.limits.max_migrations
+        self._free_rows: Counter[int] = Counter()  # version -> rows that its requests may migrate to
+        self._free_kv: dict[int, float] = {}  # ... and KV, in units of one engine's KV
+        for version, available in state.available_engines.items():
+            engines = [state.engines[e] for e in available]
+            self._free_rows[version] = sum(_receivable_rows(state, e, version) for e in engines)
+            free_kv = (_receivable_kv(state, e, version) for e in engines)
+            self._free_kv[version] = fsum(free_kv)  # exact, hence independent of the order of engines
 
-    def flip(self, engine: Engine, old: int, new: int) -> bool:
-        """Have it clear `old` for `new`, if its requests find rows and KV elsewhere and it is worth it."""
+    def try_flip(self, engine: EngineRecord, old: int, new: int) -> bool:
+        """Let the engine evict `old` and load `new`, if its requests have room elsewhere and it pays off."""
         state = self._state
-        if self.num_left <= 0 or engine.loading is not None or engine.wanted is not None:
+        if self.num_left <= 0 or not _can_flip(state, engine, old, new):
             return False
-        if not engine.is_working or engine.arriving or old not in engine.held:
+        num_requests = engine.rows_by_version[old]
+        rows_elsewhere = self._free_rows[old] - _receivable_rows(state, engine, old)
+        kv_elsewhere = self._free_kv.get(old, 0.0) - _receivable_kv(state, engine, old)
+        kv = engine.kv_usage_of(old) if "room" not in state.limits.ablations else 0.0
+        if num_requests > rows_elsewhere or kv > max(0.0, kv_elsewhere):
             return False
-        if not _is_due(state, engine, new):
-            return False
-        num_requests = engine.running[old]
-        rows_elsewhere = self._spare[old] - _spare_rows(state, engine, old)
-        room_elsewhere = self._room.get(old, 0.0) - _spare_kv(state, engine, old)
-        kv = engine.kv_share_of(old) if "room" not in state.limits.without else 0.0
-        if num_requests > rows_elsewhere or kv > max(0.0, room_elsewhere):
-            return False
-        if num_requests and not _is_worth_it(state, engine, old):
+        if num_requests and not _gains_by_flip(state, engine, old):
             return False
         if state.is_pinned(old) and len(state.holders[old]) == 1:
             return False
-        self._spare[old], self._room[old] = rows_elsewhere - num_requests, room_elsewhere - kv
+        self._free_rows[old], self._free_kv[old] = rows_elsewhere - num_requests, kv_elsewhere - kv
         self.num_left -= num_requests
-        engine.clearing, engine.wanted = old, new
-        state.touch(engine)
+        engine.evicting, engine.next_load = old, new
+        state.mark_dirty(engine)
         return True
 
 
-def _is_due(state: State, engine: Engine, version: int) -> bool:
-    """Whether engines take this version now, or leave it out."""
-    if version != state.newest or state.is_newest_asked:
+def _divide_engines(state: State, engines: list[EngineRecord], flips: _Flips) -> None:
+    """Engines of one slot: flip whole engines until every version has its share.
+
+    Engines of different speed count by their throughput, in units of the slowest.
+    """
+    if not engines:
+        return
+    units = _throughput_units(engines)
+    current: Counter[int] = Counter()
+    for engine in engines:
+        current[engine.newest_version] += units[engine.id]
+    requests = _requests_by_version(state)
+    order = sorted(sort_by_deadline(state, requests), key=state.is_evaluation_only)
+    divide = apportion_by_rounding if "remainders" in state.limits.ablations else apportion
+    target = divide(requests, sum(units.values()), order)
+    for version in order:
+        is_newest = version == state.newest_published
+        num_missing_rows = state.num_waiting(version) - _rows_for_waiting(state, version)
+        for engine in engines:
+            unit, old = units[engine.id], engine.newest_version
+            has_rows = num_missing_rows <= 0 and not is_newest  # more engines would be idle
+            if current[version] >= target[version] or has_rows or flips.num_left <= 0:
+                break
+            is_below = current[version] + unit / 2 <= target[version]
+            is_surplus = old != version and current[old] - unit / 2 >= target.get(old, 0)
+            if is_below and is_surplus and flips.try_flip(engine, old, version):
+                current[old] -= unit
+                current[version] += unit
+                num_missing_rows -= engine.num_rows
+
+
+def _rows_for_waiting(state: State, version: int) -> int:
+    """Rows that waiting requests of `version` will get on engines that hold it or are about to load it."""
+    if version not in state.waiting:
+        return 0
+    engines = (e for e in state.engines.values() if e.is_active)
+    return sum(e.num_rows for e in engines if version in (e.loading, e.next_load, *e.loaded))
+
+
+def _requests_by_version(state: State) -> dict[int, int]:
+    """R[w]: unfinished requests by version, plus what the bound still admits at the newest."""
+    newest = state.newest_published
+    assert newest is not None, "repartition runs only after the first publication"
+    requests = {v: num for v, num in state.num_unfinished.items() if v in state.stored_versions}
+    for version in [v for v in requests if state.is_evaluation_only(v) and v not in state.holders]:
+        del requests[version]  # weight_sync.load_for_evaluation finds an engine
+    num_rows = sum(e.num_rows for e in state.engines.values() if not e.is_draining)
+    supplement = cached_num_admissible(state, newest) * state.limits.group_size
+    free_rows = max(0, num_rows - sum(requests.values()))
+    requests[newest] = requests.get(newest, 0) + min(supplement, free_rows)
+    return requests
+
+
+def _throughput_units(engines: list[EngineRecord]) -> dict[int, int]:
+    """Throughput of each engine in units of the slowest; an unmeasured engine counts as average."""
+    rates = [e.row_tokens_per_s for e in engines if e.row_tokens_per_s > 0]
+    average = sum(rates) / len(rates) if rates else 1.0
+    throughput = {e.id: e.num_rows * (e.row_tokens_per_s or average) for e in engines}
+    slowest = min(throughput.values())
+    return {engine: round(tokens_per_s / slowest) for engine, tokens_per_s in throughput.items()}
+
+
+def _can_flip(state: State, engine: EngineRecord, old: int, new: int) -> bool:
+    if engine.loading is not None or engine.next_load is not None:
+        return False
+    if not engine.is_active or engine.incoming or old not in engine.loaded:
+        return False
+    if new != state.newest_published or state.is_newest_needed:
         return True
     limits = state.limits
-    is_left_out = engine.skipped == version or version - engine.top < limits.load_interval
-    return limits.batches_per_version is None and not is_left_out
+    is_skipped = engine.skipped_version == new or new - engine.newest_version < limits.weight_sync_interval
+    return limits.batches_per_version is None and not is_skipped
 
 
-def _is_worth_it(state: State, engine: Engine, old: int) -> bool:
-    """Rows that would stay empty until the last request ends, against moving these and loading."""
-    pace, num_requests = engine.row_tokens_per_s, engine.running[old]
-    gain = (engine.rows - num_requests) * horizon_tokens(state, engine, old)
-    cost = state.costs.of_move(num_requests, engine.kv_tokens[old], pace)
-    return gain > cost + state.costs.of_load(engine.rows, pace)
+def _gains_by_flip(state: State, engine: EngineRecord, old: int) -> bool:
+    """Compare rows that stay empty until the last request of `old` finishes with migrations and the load."""
+    rate, num_requests = engine.row_tokens_per_s, engine.rows_by_version[old]
+    gain = (engine.num_rows - num_requests) * predict_remaining_steps(state, engine, old)
+    cost = state.costs.migration_cost(num_requests, engine.kv_tokens[old], rate)
+    return gain > cost + state.costs.load_cost(engine.num_rows, rate)
 
 
-def _spare_rows(state: State, engine: Engine, version: int) -> int:
-    return engine.free_rows if state.may_receive(engine, version) else 0
+def _receivable_rows(state: State, engine: EngineRecord, version: int) -> int:
+    return engine.free_rows if state.can_receive(engine, version) else 0
 
 
-def _spare_kv(state: State, engine: Engine, version: int) -> float:
-    """Where it has rows, too: `takers` has no others, and what was not counted in is not to be taken out."""
-    return state.limits.kv_watermark - engine.kv_share if _spare_rows(state, engine, version) else 0.0
+def _receivable_kv(state: State, engine: EngineRecord, version: int) -> float:
+    """KV up to the watermark; 0 without free rows, as such engines are not in `available_engines`."""
+    has_rows = _receivable_rows(state, engine, version) > 0
+    return state.limits.kv_watermark - engine.kv_usage if has_rows else 0.0
 
 
-def _fill(state: State, engine: Engine, version: int) -> list[RequestId]:
-    """Siblings of the first waiting group, as many as the engine has rows for."""
-    waiting = state.waiting[version]
-    group = next(iter(waiting)).group
-    taken: list[RequestId] = []
-    while waiting and engine.free_rows > 0 and (request := next(iter(waiting))).group == group:
-        del waiting[request]
-        state.seat(request, engine, version)
-        taken.append(request)
-    if not waiting:
-        state.forget_waiting(version)
-    state.touch(engine)
-    return taken
+def _place_siblings(state: State, engine: EngineRecord, version: int) -> list[RequestId]:
+    """Place siblings of the first waiting group, as many as the engine has rows for."""
+    queue = state.waiting[version]
+    group = next(iter(queue)).group
+    placed: list[RequestId] = []
+    while queue and engine.free_rows > 0 and (request := next(iter(queue))).group == group:
+        del queue[request]
+        state.assign(request, engine, version)
+        placed.append(request)
+    if not queue:
+        state.remove_queue(version)
+    state.mark_dirty(engine)
+    return placed

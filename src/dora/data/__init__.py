@@ -1,5 +1,5 @@
-"""Where prompts come from.
+"""Prompts and tokenizers.
 
-`files` reads rows, `dataset` checks and orders them, `chat` puts prompts into a model's template,
-`tokenizer` turns text into ids, `bpe` makes a new tokenizer, `gcd` is the built-in task.
+`dataset` reads, checks and orders rows, `chat` applies a model's chat template, `tokenizer` converts text to
+ids and makes new tokenizers, `gcd` is the built-in task.
 """

@@ -1,7 +1,6 @@
 """Prompts to token ids, with or without the chat template of the model's tokenizer.
 
-The template is rendered by transformers, which alone knows all that templates may call; it is
-imported only where a template is wanted.
+transformers renders the template, because only it has all functions that templates call.
 """
 
 from __future__ import annotations
@@ -17,39 +16,40 @@ from dora.errors import DataError, ModelError
 
 
 class PromptEncoder:
-    """Encodes prompts for one model. `template` is None where prompts go in as they are."""
+    """Encodes prompts and observations for one model. `template` None: text is encoded as it is."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
         self._tokenizer, self._template = tokenizer, template
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises DataError where it cannot be tokenized."""
+        """Token ids of a prompt. Raises DataError if it cannot be tokenized."""
         if self._template is not None:
-            # The template has written whatever tokens begin a sequence.
+            # The template writes the special tokens at the start of a sequence itself.
             return self._tokenizer.encode(self._template.render(prompt), add_special_tokens=False)
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
         raise DataError("the prompt is a conversation; set data.chat_template = true")
 
-    def encode_next(self, observation: Prompt, turn_ids: Sequence[int]) -> list[int]:
-        """Token ids that lead from the model's turn to its next one, with what it observes in between.
+    def encode_observation(self, observation: Prompt, turn_ids: Sequence[int]) -> list[int]:
+        """Token ids of an observation, between the model's turn `turn_ids` and its next one.
 
-        A token that the template puts after a turn is left out where the turn has it already. Raises
-        DataError where it cannot be tokenized.
+        A first token that repeats the last one of the turn (its end) is dropped. Raises DataError if it
+        cannot be tokenized.
         """
         if self._template is None:
             if isinstance(observation, str):
                 return self._tokenizer.encode(observation, add_special_tokens=False)
             raise DataError("the observation has messages; set data.chat_template = true")
-        ids = self._tokenizer.encode(self._template.render_next(observation), add_special_tokens=False)
+        text = self._template.render_observation(observation)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
         return ids[1:] if ids and ids[0] == turn_ids[-1] else ids
 
 
 class ChatTemplate:
-    """The chat template of a model folder, up to where the assistant begins to answer."""
+    """The chat template of a model folder, up to the start of the assistant's answer."""
 
     def __init__(self, folder: Path, system_prompt: str | None = None) -> None:
-        """Raises ModelError where the folder has none, or transformers is not installed."""
+        """Raises ModelError if the folder has no template, or transformers is not installed."""
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -60,7 +60,7 @@ class ChatTemplate:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # the library raises whatever its readers do
+        except Exception as error:  # transformers raises many types
             raise ModelError(f"transformers cannot read the tokenizer of {folder}: {error}") from error
         if not self._tokenizer.chat_template:
             raise ModelError(
@@ -72,21 +72,21 @@ class ChatTemplate:
             self._system = [{"role": "system", "content": system_prompt}]
 
     def render(self, prompt: Prompt) -> str:
-        """The conversation as text; a prompt that is text becomes the user's message.
+        """The conversation as text; text becomes a message of the user.
 
-        Raises DataError where the template refuses it.
+        Raises DataError if the template refuses it.
         """
         messages = _messages(prompt)
         if messages[0]["role"] != "system":
             messages = [*self._system, *messages]
         return self._render(messages)
 
-    def render_next(self, observation: Prompt) -> str:
-        """What the template writes after an answer of the assistant: its end, then the observation.
+    def render_observation(self, observation: Prompt) -> str:
+        """The text after an answer of the assistant: its end, the observation, the start of the next answer.
 
-        Text becomes the user's message. Raises DataError as `render` does.
+        Text becomes a message of the user. Raises DataError as `render`.
         """
-        answer = f"(answer {secrets.token_hex(8)})"  # stands for any: what comes after it is the same
+        answer = f"(answer {secrets.token_hex(8)})"  # a placeholder: the text after it is the same for any
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
         _, found, after = self._render([*before, *_messages(observation)]).partition(answer)
         if not found:
@@ -98,7 +98,7 @@ class ChatTemplate:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise any type
             raise DataError(f"the chat template refuses the prompt: {error}") from error
         return text
 

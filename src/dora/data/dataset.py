@@ -1,25 +1,28 @@
-"""Prompts and their order.
+"""Datasets of prompts, and their order.
 
-A dataset is a list of rows; each holds a prompt and whatever else the reward wants to know.
-A cursor walks it epoch after epoch, and one integer says how far it has come.
+A dataset is a list of rows; each has a prompt and columns for the reward function. Rows come from JSONL and
+Parquet files, from folders that Hugging Face datasets reads, or are added during a run. A cursor iterates
+over epochs; its state is one integer.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dora.data.files import Rows, read_rows
 from dora.errors import DataError
 
 Messages = Sequence[Mapping[str, str]]  # each with a "role" and a "content", both text
 Prompt = str | Messages
-# What reward functions get by these names, beside the columns.
-TAKEN = ("prompt", "prompts", "completion", "completions", "completion_ids")
+Rows = Sequence[Mapping[str, Any]]
+# Reward functions get arguments with these names besides the columns.
+RESERVED_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 
 
 class Dataset:
@@ -28,25 +31,25 @@ class Dataset:
     MIN_ROWS = 1
 
     def __init__(
-        self, rows: Rows, prompt_key: str = "prompt", origin: str = "dataset", is_lines: bool = False
+        self, rows: Rows, prompt_key: str = "prompt", origin: str = "dataset", is_jsonl: bool = False
     ) -> None:
-        """Rows that are lines of a file are counted from 1, others from 0.
+        """With `is_jsonl`, errors count rows as lines from 1, otherwise as rows from 0.
 
-        Raises DataError where there are no rows or one has no usable prompt.
+        Raises DataError if there are no rows, or one has no valid prompt.
         """
         if len(rows) < self.MIN_ROWS:
             raise DataError(f"{origin} has no rows; a run needs at least one prompt")
         self.origin = origin
         self.prompt_key = prompt_key
         self._rows = rows
-        self._is_lines = is_lines
+        self._is_jsonl = is_jsonl
         for index, row in enumerate(rows):
-            _check_row(row, prompt_key, self._place(index))
+            _check_row(row, prompt_key, self._location(index))
 
     @classmethod
     def from_path(cls, path: Path, prompt_key: str = "prompt", split: str | None = None) -> Dataset:
         """Read a file or a folder, see `read_rows`. Raises DataError naming file, line, rule and remedy."""
-        return cls(read_rows(path, split), prompt_key, str(path), is_lines=path.suffix == ".jsonl")
+        return cls(read_rows(path, split), prompt_key, str(path), is_jsonl=path.suffix == ".jsonl")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -58,10 +61,10 @@ class Dataset:
                 f"eval.num_prompts = {num_rows}, but {self.origin} has {len(self)} rows; lower it"
             )
         rows = [self._rows[index] for index in range(num_rows)]
-        return Dataset(rows, self.prompt_key, self.origin, self._is_lines)
+        return Dataset(rows, self.prompt_key, self.origin, self._is_jsonl)
 
     def row(self, index: int) -> dict[str, Any]:
-        """The row as it was read, prompt included."""
+        """The row as read, with its prompt."""
         return dict(self._rows[index])
 
     def prompt(self, index: int) -> Prompt:
@@ -70,16 +73,16 @@ class Dataset:
         return prompt
 
     def fields(self, index: int) -> dict[str, Any]:
-        """The row without its prompt: what a reward function gets as `**row`."""
+        """The row without its prompt: the `**row` of a reward function."""
         return {key: value for key, value in self._rows[index].items() if key != self.prompt_key}
 
     @property
     def columns(self) -> tuple[str, ...] | None:
-        """The fields of the first row; None while there is no row."""
+        """The fields of the first row; None if there is no row."""
         return tuple(self.fields(0)) if len(self) else None
 
     def check_prompt_lengths(self, num_tokens: Callable[[Prompt], int], max_prompt_length: int) -> None:
-        """Raises DataError for the first prompt that has no token, too many, or cannot be tokenized.
+        """Raises DataError for the first prompt without tokens, with too many, or that cannot be tokenized.
 
         `max_prompt_length` in tokens; `num_tokens` may raise DataError itself.
         """
@@ -87,39 +90,94 @@ class Dataset:
             try:
                 num = num_tokens(self.prompt(index))
             except DataError as error:
-                raise DataError(f"{self._place(index)}: {error}") from error
+                raise DataError(f"{self._location(index)}: {error}") from error
             if not 1 <= num <= max_prompt_length:
                 raise DataError(
-                    f"{self._place(index)}: the prompt has {num} tokens; the rule is 1 "
+                    f"{self._location(index)}: the prompt has {num} tokens; must be 1 "
                     f"to data.max_prompt_length = {max_prompt_length}; shorten it or raise the limit"
                 )
 
-    def _place(self, index: int) -> str:
-        return f"{self.origin}, " + (f"line {index + 1}" if self._is_lines else f"row {index}")
+    def _location(self, index: int) -> str:
+        return f"{self.origin}, " + (f"line {index + 1}" if self._is_jsonl else f"row {index}")
 
 
-def _check_row(row: object, prompt_key: str, where: str) -> None:
+class GrowingDataset(Dataset):
+    """The rows of a JSONL file that grows during a run, in the order in which they were put.
+
+    Appended rows survive a crash. An incomplete last line was never confirmed, so it is overwritten.
+    """
+
+    MIN_ROWS = 0
+
+    def __init__(self, path: Path, prompt_key: str = "prompt", *, fsync: bool = False) -> None:
+        """The file is created by the first `append`. With `fsync`, rows survive a loss of power.
+
+        Raises DataError for a corrupt file.
+        """
+        self._path, self._fsync = path, fsync
+        content = path.read_bytes() if path.exists() else b""
+        self._num_bytes = content.rfind(b"\n") + 1
+        try:
+            self._own_rows = [json.loads(line) for line in content[: self._num_bytes].splitlines()]
+        except ValueError as error:
+            raise DataError(f"{path} is corrupt ({error}): restore the file to resume the run") from error
+        super().__init__(self._own_rows, prompt_key, str(path), is_jsonl=True)
+
+    def contains(self, first: int, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the dataset has these rows, starting at index `first`."""
+        return self._own_rows[first : first + len(rows)] == [*rows]
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows; they are durable when this returns.
+
+        Raises DataError for a row without a valid prompt and for a file that was truncated, OSError as the
+        file system does; the dataset is then unchanged.
+        """
+        Dataset(rows, self.prompt_key, "the request")  # checks them
+        try:
+            lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+        except ValueError as error:
+            raise DataError("the request holds nan or inf, which JSON cannot express; remove them") from error
+        exists = self._path.exists()
+        if (self._path.stat().st_size if exists else 0) < self._num_bytes:
+            raise DataError(
+                f"{self._path} is shorter than {self._num_bytes} bytes, so rows are lost: restore the file"
+            )
+        with self._path.open("r+b" if exists else "xb") as file:
+            file.truncate(self._num_bytes)
+            file.seek(self._num_bytes)
+            file.write(lines)
+            file.flush()
+            if self._fsync:
+                os.fsync(file.fileno())
+        self._num_bytes += len(lines)
+        self._own_rows += map(dict, rows)
+
+
+def _check_row(row: object, prompt_key: str, location: str) -> None:
     if not isinstance(row, Mapping):
-        raise DataError(f'{where}: is a {type(row).__name__}, must be an object such as {{"prompt": "..."}}')
+        raise DataError(
+            f'{location}: is a {type(row).__name__}, must be an object such as {{"prompt": "..."}}'
+        )
     if prompt_key not in row:
         raise DataError(
-            f"{where}: has no column {prompt_key!r} among its {len(row)}; "
+            f"{location}: has no column {prompt_key!r} among its {len(row)}; "
             "name the column with data.prompt_key"
         )
     if not _is_prompt(prompt := row[prompt_key]):
         raise DataError(
-            f"{where}: {prompt_key} is a {type(prompt).__name__}, must be a string, or messages "
+            f"{location}: {prompt_key} is a {type(prompt).__name__}, must be a string, or messages "
             'such as [{"role": "user", "content": "..."}]'
         )
-    for taken in {*TAKEN} - {prompt_key}:
-        if taken in row:
+    for reserved in {*RESERVED_COLUMNS} - {prompt_key}:
+        if reserved in row:
             raise DataError(
-                f"{where}: the column {taken!r} hides what the reward function gets by that name; rename it"
+                f"{location}: the column {reserved!r} has the name of an argument of rewards; rename it"
             )
 
 
 def _is_prompt(prompt: object) -> bool:
-    """Whether it is text, or messages of a conversation."""
+    """Whether it is text, or the messages of a conversation."""
     if isinstance(prompt, list) and prompt:
         return all(
             isinstance(message, Mapping)
@@ -133,14 +191,14 @@ def _is_prompt(prompt: object) -> bool:
 @lru_cache(maxsize=2)
 def epoch_order(num_rows: int, epoch: int, seed: int) -> tuple[int, ...]:
     """The rows of one epoch in a shuffled order that depends on the three arguments alone."""
-    # Sorted by random(), the one generator method whose sequence Python promises to keep.
+    # Sorted by random(), the only method of the generator whose sequence Python keeps between versions.
     source = random.Random(f"{seed}/{epoch}")
     return tuple(sorted(range(num_rows), key=lambda _: source.random()))
 
 
 @dataclass
 class Cursor:
-    """Walks `num_rows` rows epoch after epoch. `index`, the groups handed out so far, is all its state."""
+    """Iterates over `num_rows` rows, epoch after epoch. Its state is `index`, the next group."""
 
     num_rows: int
     seed: int
@@ -149,11 +207,101 @@ class Cursor:
 
     def group_at(self, index: int) -> tuple[int, int]:
         """(epoch, row) of the group at any index: epoch = index // num_rows."""
-        epoch, place = divmod(index, self.num_rows)
-        return epoch, epoch_order(self.num_rows, epoch, self.seed)[place] if self.shuffle else place
+        epoch, position = divmod(index, self.num_rows)
+        row = epoch_order(self.num_rows, epoch, self.seed)[position] if self.shuffle else position
+        return epoch, row
 
-    def take(self) -> tuple[int, int]:
+    def next_group(self) -> tuple[int, int]:
         """(epoch, row) of the next group."""
         group = self.group_at(self.index)
         self.index += 1
         return group
+
+
+def read_rows(path: Path, split: str | None = None) -> Rows:
+    """The rows of a .jsonl or .parquet file, or of a folder and its `split`. Raises DataError.
+
+    Rows of a folder stay on disk until they are read.
+    """
+    if path.is_dir():
+        return _read_folder(path, split)
+    if not path.is_file():
+        raise DataError(f"dataset {path} does not exist")
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise DataError(
+            f"dataset {path} must be a {' or '.join(readers)} file, or a folder saved by datasets"
+        )
+    if split is not None:
+        raise DataError(f"{path}: split = {split!r}, but a file has no splits; remove the split")
+    return readers[path.suffix](path)
+
+
+def _read_jsonl(path: Path) -> list[Any]:
+    return list(_json_lines(path))
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    raise DataError(f"{path}, line {number}: is empty; every line must hold one JSON object")
+                yield json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}, line {number}: is not JSON ({error}); every line must hold one object"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, after line {number}: is not UTF-8 ({error}); convert the file") from error
+
+
+def _read_parquet(path: Path) -> list[Any]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise _missing_package(path, "Parquet", "pyarrow") from error
+    try:
+        rows: list[Any] = parquet.read_table(path).to_pylist()
+    except ArrowException as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+    return rows
+
+
+def _read_folder(path: Path, split: str | None) -> Rows:
+    """A folder written by `save_to_disk`, or one of .jsonl, .parquet or .csv files."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise _missing_package(path, "a folder", "datasets") from error
+    is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    try:
+        found = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
+    except Exception as error:  # the library raises many types
+        raise DataError(
+            f"{path} cannot be read by datasets: {error}; give a folder that save_to_disk wrote, "
+            "or one of .jsonl or .parquet files"
+        ) from error
+    return _select_split(path, found, split)
+
+
+def _select_split(path: Path, found: Any, split: str | None) -> Rows:
+    """The named split; without a name, the only one."""
+    if not isinstance(found, dict):
+        if split is not None:
+            raise DataError(f"{path}: split = {split!r}, but it holds no splits; remove the split")
+        rows: Rows = found
+        return rows
+    names = ", ".join(map(str, found))
+    if split is None and len(found) > 1:
+        raise DataError(f"{path} has the splits {names}; choose one with data.split (eval.split)")
+    chosen = next(iter(found)) if split is None else split
+    if chosen not in found:
+        raise DataError(f"{path}: split = {split!r} does not exist; it has {names}")
+    rows = found[chosen]
+    return rows
+
+
+def _missing_package(path: Path, kind: str, package: str) -> DataError:
+    return DataError(f"{path}: reading {kind} needs {package}; run pip install 'dora-rl[data]'")

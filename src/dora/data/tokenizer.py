@@ -1,26 +1,36 @@
-"""Text to token ids and back, from the tokenizer.json of a model folder.
+"""Text to token ids and back, from the tokenizer.json of a model folder; and new tokenizers for small models.
 
-Reads with the `tokenizers` library alone: importing transformers takes seconds.
+Uses the `tokenizers` library alone: importing transformers takes seconds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dora.errors import DataError, ModelError
+
+# ChatML, as Qwen has it
+END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+MIN_VOCAB_SIZE = 256 + 3
 
 
 class Tokenizer:
     """A model's tokenizer. `stop_ids` end a response; `eos_id` is the first of them."""
 
     def __init__(self, folder: Path) -> None:
-        """Read a model folder. Raises ModelError where it has no tokenizer.json or names no end token."""
+        """Read a model folder. Raises ModelError if it has no tokenizer.json or names no end token."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
@@ -30,7 +40,8 @@ class Tokenizer:
             raise ModelError(
                 f"{path} is not a tokenizer: {error}; save the model's tokenizer again"
             ) from error
-        # Files saved after a supervised training often say to cut or pad; prompts are used as they are.
+        # Files saved after supervised training often request truncation or padding, which prompts must not
+        # get.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size: int = self._tokenizer.get_vocab_size()
@@ -38,10 +49,7 @@ class Tokenizer:
         self.eos_id = self.stop_ids[0]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, and the ones the model wants around it unless told otherwise.
-
-        Raises DataError for a character the vocabulary lacks.
-        """
+        """Token ids of a text. Raises DataError for a character that is not in the vocabulary."""
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the library raises bare Exception
@@ -57,10 +65,10 @@ class Tokenizer:
 def _stop_ids(folder: Path, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
     """The end-of-sequence ids, from the first file of the folder that names any."""
     for name in ("generation_config.json", "config.json"):
-        ids = _read(folder / name).get("eos_token_id")
+        ids = _read_json(folder / name).get("eos_token_id")
         if ids is not None:
             return tuple(ids) if isinstance(ids, list) else (int(ids),)
-    token = _read(folder / "tokenizer_config.json").get("eos_token")
+    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
     text = token["content"] if isinstance(token, dict) else token
     stop = tokenizer.token_to_id(text) if text else None
     if stop is None:
@@ -68,7 +76,7 @@ def _stop_ids(folder: Path, tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
     return (stop,)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -83,18 +91,49 @@ def _read(path: Path) -> dict[str, Any]:
 def save_character_tokenizer(folder: Path, alphabet: str, eos: str = "<eos>") -> None:
     """Write a tokenizer with one id per character of `alphabet` and a last one for `eos`.
 
-    There is no separate padding id: every id the model can sample has a meaning. The folder also
-    loads with transformers' AutoTokenizer.
+    There is no separate padding id, so every id that the model can sample has a meaning. transformers'
+    AutoTokenizer can load the folder as well.
     """
     vocabulary = {token: index for index, token in enumerate([*alphabet, eos])}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([eos])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": eos}
+    _save(folder, tokenizer, config, eos_token_id=len(alphabet))
+
+
+def save_bpe_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None:
+    """Train a byte-level BPE tokenizer with a chat template, and write it for `dora` and transformers.
+
+    It encodes every text, because all 256 bytes are tokens. The vocabulary is smaller than `vocab_size` if
+    the texts have too few pairs.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, MESSAGE_START, MESSAGE_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": MESSAGE_END,
+        "pad_token": END_OF_TEXT,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    end_ids = [tokenizer.token_to_id(token) for token in (MESSAGE_END, END_OF_TEXT)]
+    _save(folder, tokenizer, config, eos_token_id=end_ids)
+
+
+def _save(
+    folder: Path, tokenizer: tokenizers.Tokenizer, config: dict[str, str], eos_token_id: object
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": eos}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": len(alphabet)}, indent=2) + "\n"
-    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generation_config = {"eos_token_id": eos_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(generation_config, indent=2) + "\n")

@@ -1,5 +1,6 @@
-"""The rollout engine: several versions of the policy decode side by side in one batch.
+"""The rollout engine: paged KV, continuous batching, several versions of the policy in one batch.
 
-`sequence`, `blocks` and `scheduler` decide (no torch); `rows` keeps what the active rows
-need at each step; `runner`, `sampler` and `kernels` compute; `engine` is the door.
+`engine` is the entry point. `request`, `scheduler` and `block_manager` decide what runs, without torch;
+`decode_batch` has the state of the rows; `runner` and `kernels` compute. `interface` has the protocols of
+other engines.
 """

@@ -1,42 +1,35 @@
-"""The rollout engine's only door: hold versions, take requests, step, hand back answers.
+"""The rollout engine: loads versions, accepts requests, steps, and returns completions.
 
-It belongs to one thread and waits for nobody; whoever owns it calls `step` while not `idle`.
+An engine belongs to one thread and never blocks. Call `step` while `can_step`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 from torch import Tensor
 
-from dora.core.records import RequestId
-from dora.engine.blocks import kv_seed, num_blocks_for
-from dora.engine.exact import SPARE_ROWS, ExactRunner, self_test
-from dora.engine.graphs import GraphRunner
-from dora.engine.interleaving import NEVER, Interleaving
-from dora.engine.plan import Plan, State
-from dora.engine.refusal import reason_to_refuse
-from dora.engine.rows import Rows
-from dora.engine.runner import Prompt, Runner
-from dora.engine.sampler import Int64s
-from dora.engine.scheduler import Scheduler
-from dora.engine.seats import Seats
-from dora.engine.sequence import Completion, EngineError, Request
-from dora.engine.sequence import Sequence as Seated
-from dora.engine.stopping import Detokenize
-from dora.engine.workspace import Memory, Workspace
+from dora.core.types import RequestId
+from dora.engine.batch_invariant import SPARE_ROWS, BatchInvariantRunner, self_test
+from dora.engine.block_manager import hash_seed, num_blocks_for
+from dora.engine.cuda_graphs import CUDAGraphRunner
+from dora.engine.decode_batch import MAX_STOP_IDS, DecodeBatch, Detokenize, KVCache
+from dora.engine.kernels.sampler import Int64s
+from dora.engine.kernels.workspace import KVAllocator, Workspace
+from dora.engine.request import Completion, EngineError, Request, Sequence
+from dora.engine.runner import ModelRunner, PrefillInput
+from dora.engine.scheduler import RequestStatus, Scheduler, SchedulerOutput
 from dora.model.config import ModelConfig
 from dora.model.weights import weight_digest
 
 
 @dataclass(frozen=True)
-class _Loaded:
-    """A version in a slot, and the digest of the bytes there."""
+class _LoadedVersion:
+    """The slot of a version, and the digest of the bytes in it."""
 
     slot: int
     digest: str
@@ -45,15 +38,18 @@ class _Loaded:
 class Engine:
     """Decodes up to `max_rows` requests at once, of up to `version_slots` versions.
 
-    `max_context` bounds prompt and answer, in tokens. `num_blocks` of KV default to what all
-    rows at full context need; with fewer, some requests wait in host memory at times. A step computes
-    at most `prefill_budget` tokens of prompts, or some times as many if nothing decodes. `pace_s` pads
-    every decode step to that wall time, to stand in for an accelerator's flat step time. `detokenize`
-    turns token ids into text; stop strings need it. With `returns_routes`, answers say which experts
-    their tokens were sent to. `device` is "cpu" or "cuda", `dtype` that of weights and KV: "float32" or
-    "bfloat16". `exact` answers have log-probs of the same bits in whatever batch, and a `Scorer` finds them
-    again; it is refused where this machine cannot do it. `kv_memory` is where the KV lies instead of the
-    engine's own memory.
+    max_context     maximum prompt and output tokens of a request
+    num_blocks      KV blocks; the default fits all rows at full context, with fewer blocks requests are
+                    preempted and swapped to host memory
+    prefill_budget  prompt tokens per step; several times as many while nothing decodes
+    kernels         "auto", "numba", "eager" or "triton"
+    pace_s          pads each decode step to this time, to emulate an accelerator's flat step time
+    detokenize      token ids -> text; required for stop strings
+    returns_routes  completions contain the experts of each token
+    device, dtype   "cpu" or "cuda"; "float32" or "bfloat16", of weights and KV
+    exact           log-probs have the same bits in any batch, and `LogprobScorer` reproduces them; raises
+                    EngineError if this machine cannot do so
+    kv_allocator    allocates the KV pool, instead of this process's own memory
     """
 
     def __init__(
@@ -69,14 +65,13 @@ class Engine:
         pace_s: float = 0.0,
         detokenize: Detokenize | None = None,
         returns_routes: bool = False,
-        interleaving: Interleaving = NEVER,
         device: str = "cpu",
         dtype: str = "float32",
         exact: bool = False,
-        kv_memory: Memory | None = None,
+        kv_allocator: KVAllocator | None = None,
     ) -> None:
-        least_one = {"max_rows": max_rows, "version_slots": version_slots, "prefill_budget": prefill_budget}
-        for name, value in least_one.items():
+        positive = {"max_rows": max_rows, "version_slots": version_slots, "prefill_budget": prefill_budget}
+        for name, value in positive.items():
             if value < 1:
                 raise EngineError(f"{name} = {value} must be at least 1")
         if not 2 <= max_context <= config.max_position_embeddings:
@@ -85,275 +80,305 @@ class Engine:
                 f"max_position_embeddings = {config.max_position_embeddings}"
             )
         if num_blocks is None:
-            # One more per row: the partial block a prompt ends in is kept beside its copies.
+            # One more per row: the partial block of a prompt is kept beside its copies.
             num_blocks = max_rows * (num_blocks_for(max_context) + 1)
         self._config, self._max_context, self._pace_s = config, max_context, pace_s
         self._model_digest = config.digest()
-        runner = GraphRunner if device == "cuda" or kernels == "triton" else Runner
+        runner = CUDAGraphRunner if device == "cuda" or kernels == "triton" else ModelRunner
         sizes = (max_rows + exact * SPARE_ROWS, max_context, version_slots, num_blocks)
-        self._workspace = Workspace(config, *sizes, kv_memory, device, dtype, is_padded=runner is GraphRunner)
-        self._runner: Runner = runner(self._workspace, kernels)
+        self._workspace = Workspace(
+            config, *sizes, kv_allocator, device, dtype, is_padded=runner is CUDAGraphRunner
+        )
+        self._runner: ModelRunner = runner(self._workspace, kernels)
         if exact:
-            self._runner = ExactRunner(self._workspace, kernels, self_test(config, kernels, dtype, device))
+            row_counts = self_test(config, kernels, dtype, device)
+            self._runner = BatchInvariantRunner(self._workspace, kernels, row_counts)
         self._scheduler = Scheduler(max_rows, num_blocks, prefill_budget)
         self._num_blocks = num_blocks
-        self._rows, self._detokenize = Rows(max_rows, max_context, detokenize), detokenize
-        self._returns_routes, self._interleaving = returns_routes, interleaving
-        self._seats = Seats(self._rows, self._workspace.tables, self._workspace.kv, runner.num_ahead)
-        self._held: dict[int, _Loaded] = {}
-        self._placed: dict[int, int] = {}  # copied and not held yet -> slot
+        self._batch, self._detokenize = DecodeBatch(max_rows, max_context, detokenize), detokenize
+        block_tables, kv = self._workspace.block_tables, self._workspace.kv
+        self._kv_cache = KVCache(self._batch, block_tables, kv, runner.num_steps_ahead)
+        self._returns_routes = returns_routes
+        self._loaded: dict[int, _LoadedVersion] = {}
+        self._copied: dict[int, int] = {}  # versions in a slot that are not active yet -> slot
         self._free_slots = list(range(version_slots - 1, -1, -1))
-        self._slot_stamps = np.full(version_slots, -1, np.int64)
-        self._order: list[Seated] = []  # rows that decode
-        self._resting = frozenset[int]()  # versions that sit this step out
+        self._slot_weights_ids = np.full(version_slots, -1, np.int64)
+        self._decoding: list[Sequence] = []  # in the order of the batch
         self._is_paused = False
-        # When the last step was due to end, and rows that decoded times wall time, summed over steps.
-        self._ended_s = self.busy_row_s = 0.0
-        self.num_steps = 0  # decode steps so far
-        self.num_decoded = 0  # tokens of answers so far
-        self.num_prefilled = 0  # prompt tokens computed so far
-        self.num_swapped = 0  # requests swapped out so far, each time counted
-        self.swapped_bytes = 0  # of KV, copied to host memory for them
+        self._step_ended_s = 0.0  # when the last step ended, or should have ended at `pace_s`
+        self.busy_row_s = 0.0  # decoding rows times wall time, summed over steps
+        self.num_steps = 0  # decode steps
+        self.num_decoded = 0  # output tokens
+        self.num_prefilled = 0  # prompt tokens computed
+        self.num_swapped = 0  # times that a request was swapped out
+        self.swapped_bytes = 0  # of KV copied to host memory
 
     @property
     def versions(self) -> dict[int, str]:
-        """Versions held and the digests of their bytes."""
-        return {version: loaded.digest for version, loaded in self._held.items()}
+        """Active versions and the digests of their bytes."""
+        return {version: loaded.digest for version, loaded in self._loaded.items()}
 
     @property
     def kernels(self) -> str:
-        """Which kernels run: "numba", "eager" or "triton"."""
+        """The kernels in use: "numba", "eager" or "triton"."""
         return self._runner.kernels_name
 
     @property
-    def num_rows(self) -> int:
-        """Requests in rows that decode, or could."""
+    def num_running(self) -> int:
+        """Requests in decode rows whose prompt is computed."""
         return len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
         """All other requests: waiting, in prefill or swapped out."""
-        parts = self._scheduler
-        return len(parts.waiting) + len(parts.prefilling) + len(parts.swapped)
+        scheduler = self._scheduler
+        return len(scheduler.waiting) + len(scheduler.prefilling) + len(scheduler.swapped)
 
     @property
-    def kv_share(self) -> float:
-        """Share of the KV blocks that hold tokens; what longest answers might need is not counted."""
-        num_full = sum(num_blocks_for(self._rows.num_computed(s)) for s in self._scheduler.running.values())
-        return num_full / self._num_blocks
+    def kv_usage(self) -> float:
+        """Fraction of the KV blocks that hold tokens of running requests."""
+        running = self._scheduler.running.values()
+        return sum(num_blocks_for(self._batch.num_computed_tokens(s)) for s in running) / self._num_blocks
 
     @property
-    def idle(self) -> bool:
-        """Whether no request is here."""
-        return not self.num_rows and not self.num_waiting
+    def is_idle(self) -> bool:
+        """Whether the engine has no request."""
+        return not self.num_running and not self.num_waiting
 
     @property
     def can_step(self) -> bool:
-        """Whether `step` has anything to do: not while it is paused or all rows stand still."""
-        return not self._is_paused and bool(len(self._rows.active) or self._scheduler.can_schedule())
+        """Whether `step` has anything to do: false if paused or if no request can decode or start."""
+        return not self._is_paused and bool(len(self._batch.active) or self._scheduler.can_schedule())
+
+    # Versions.
 
     def load(self, version: int, source: Tensor) -> str:
-        """Take a version, as `place` says; returns the digest of its bytes here, rounded if they are."""
-        return self.hold(version, weight_digest(self.place(version, source)))
+        """Load and activate a version (see `copy_to_slot`); returns the digest of the bytes in the slot."""
+        return self.activate(version, weight_digest(self.copy_to_slot(version, source)))
 
-    def place(self, version: int, source: Tensor) -> Tensor:
-        """Copy a flat buffer [numel], fp32 or of the engine's dtype, into a free slot; returns the slot's.
+    def copy_to_slot(self, version: int, source: Tensor) -> Tensor:
+        """Copy a flat buffer [numel], fp32 or of the engine's dtype, to a free slot; returns the slot's
+        buffer.
 
-        Nothing can be asked of the version until it is held. Raises EngineError if it is here
-        already, no slot is free or the buffer has another size or dtype.
+        The version takes requests once it is active. Raises EngineError if it is loaded already, no slot is
+        free, or the buffer has another size or dtype.
         """
-        if version in self._held or version in self._placed:
-            raise EngineError(f"version {version} is held already; drop it before loading it again")
+        if version in self._loaded or version in self._copied:
+            raise EngineError(f"version {version} is loaded already; drop it before loading it again")
         if not self._free_slots:
             raise EngineError(
-                f"no free slot for version {version}: {sorted(self._held)} are held; "
+                f"no free slot for version {version}: {sorted(self._loaded)} are loaded; "
                 "drop one or raise version_slots"
             )
         self._workspace.check_fits(version, source)
-        self._placed[version] = slot = self._free_slots.pop()
-        return self._workspace.slot(slot).copy_(source)
+        self._copied[version] = slot = self._free_slots.pop()
+        return self._workspace.slot_weights(slot).copy_(source)
 
-    def hold(self, version: int, digest: str) -> str:
-        """Generate with a placed version from now on; its bytes here have this digest."""
-        slot = self._placed.pop(version)
-        self._held[version] = _Loaded(slot, digest)
-        self._slot_stamps[slot] = self._rows.stamp(version, digest)
-        self._scheduler.add_version(version, kv_seed(self._model_digest, digest))
+    def activate(self, version: int, digest: str) -> str:
+        """Accept requests of a copied version, whose bytes in the slot have this digest; returns it."""
+        slot = self._copied.pop(version)
+        self._loaded[version] = _LoadedVersion(slot, digest)
+        self._slot_weights_ids[slot] = self._batch.weights_id(version, digest)
+        self._scheduler.add_version(version, hash_seed(self._model_digest, digest))
         return digest
 
     def drop(self, version: int) -> None:
-        """Free the slot of a version and forget its prompts.
+        """Free the slot of a version and remove its prompts from the prefix cache.
 
-        Raises EngineError if it is unknown or has unfinished requests, those arriving included.
+        Raises EngineError if it is unknown or has unfinished requests, including those migrating in.
         """
-        if version not in self._held:
-            raise EngineError(f"version {version} is not held; held: {sorted(self._held)}")
-        if num_users := sum(request.version == version for request in self._scheduler.requests()):
-            raise EngineError(f"version {version} has {num_users} unfinished requests; finish or abort them")
-        self._free_slots.append(self._held.pop(version).slot)
+        if version not in self._loaded:
+            raise EngineError(f"version {version} is not loaded; loaded: {sorted(self._loaded)}")
+        if num_requests := sum(request.version == version for request in self._scheduler.requests()):
+            raise EngineError(
+                f"version {version} has {num_requests} unfinished requests; finish or abort them"
+            )
+        self._free_slots.append(self._loaded.pop(version).slot)
         self._scheduler.drop_version(version)
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises EngineError naming those that cannot run; all others are queued."""
-        refused: dict[RequestId, str] = {}
+    # Requests.
+
+    def submit(self, requests: Collection[Request]) -> None:
+        """Queue requests. Raises EngineError with those that cannot run; all others are queued."""
+        rejected: dict[RequestId, str] = {}
         for request in requests:
-            if reason := self._reason_to_refuse(request):
-                refused[request.id] = reason
+            if reason := self._reason_to_reject(request):
+                rejected[request.id] = reason
             else:
-                self._scheduler.submit(request)
-        if refused:
-            reasons = "; ".join(f"request {request_id}: {reason}" for request_id, reason in refused.items())
-            raise EngineError(f"{len(refused)} of {len(requests)} requests refused: {reasons}", refused)
+                self._scheduler.add(request)
+        if rejected:
+            reasons = "; ".join(f"request {request_id}: {reason}" for request_id, reason in rejected.items())
+            raise EngineError(f"{len(rejected)} of {len(requests)} requests rejected: {reasons}", rejected)
 
     def abort(self, ids: Iterable[RequestId]) -> dict[RequestId, int]:
-        """Give up requests; returns the tokens thrown away for each.
-
-        Ids that are not here are ignored.
-        """
+        """Abort requests; returns the output tokens lost for each. Ignores unknown ids."""
         progress = self.progress()
-        thrown_away = {i: progress[i] for i in ids if self._scheduler.request(i) is not None}
-        for request_id in thrown_away:
+        lost = {i: progress[i] for i in ids if self._scheduler.request(i) is not None}
+        for request_id in lost:
             self._scheduler.remove(request_id)
-            self._seats.forget(request_id)
-        if thrown_away:
-            self._arrange()
-        return thrown_away
+            self._kv_cache.discard(request_id)
+        if lost:
+            self._update_batch()
+        return lost
 
     def progress(self) -> dict[RequestId, int]:
-        """Tokens so far of every unfinished request."""
-        parts = self._scheduler
-        running = {request: self._rows.num_tokens(sequence) for request, sequence in parts.running.items()}
-        swapped = {request_id: self._seats.num_tokens(request_id) for request_id in parts.swapped}
-        return running | swapped | dict.fromkeys((*parts.prefilling, *parts.waiting), 0)
+        """Output tokens so far of each unfinished request."""
+        scheduler = self._scheduler
+        running = {i: self._batch.num_output_tokens(sequence) for i, sequence in scheduler.running.items()}
+        swapped = {i: self._kv_cache.num_output_tokens(i) for i in scheduler.swapped}
+        return running | swapped | dict.fromkeys((*scheduler.prefilling, *scheduler.waiting), 0)
 
-    def state_of(self, request_id: RequestId) -> State:
-        """Where a request is here."""
-        return self._scheduler.state_of(request_id)
+    def status_of(self, request_id: RequestId) -> RequestStatus:
+        return self._scheduler.status_of(request_id)
 
-    def rush(self, ids: Iterable[RequestId]) -> None:
-        """Decode these requests only; the others keep row and KV and stand still.
+    def decode_only(self, ids: Iterable[RequestId]) -> None:
+        """Decode only these requests; the others keep row and KV, and are paused.
 
-        Once none of them is running here, and at once for no ids, all decode again.
+        Once none of them is running, and at once for no ids, all requests decode again.
         """
-        self._scheduler.rush(ids)
-        self._arrange()
+        self._scheduler.decode_only(ids)
+        self._update_batch()
 
     def pause(self) -> None:
-        """Make `step` do nothing until `resume`; everything else goes on."""
+        """Make `step` do nothing until `resume`; all other methods work."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Decode again."""
         self._is_paused = False
 
+    # Steps.
+
     def step(self) -> list[Completion]:
-        """Schedule, prefill, decode, collect; returns the answers that this step finished."""
+        """Schedule, prefill, decode one token per row, and return the completions of this step."""
         if self._is_paused:
             return []
-        # At a pace, a step begins as soon as the last one was due to end, as on a device.
-        started_s = self._ended_s if (now_s := time.perf_counter()) < self._ended_s + self._pace_s else now_s
-        self._choose_resting()
+        # At a pace, a step starts when the last one was due to end, as on a device.
+        is_early = (now_s := time.perf_counter()) < self._step_ended_s + self._pace_s
+        started_s = self._step_ended_s if is_early else now_s
         self._prefill(self._schedule())
-        num_rows = len(self._rows.active)
+        num_rows = len(self._batch.active)
         if not num_rows:
             return []
-        completions = self._collect([self._order[i] for i in self._decode()])
-        self._ended_s = max(started_s + self._pace_s, time.perf_counter())
-        if (rest_s := self._ended_s - time.perf_counter()) > 0:
-            time.sleep(rest_s)
+        completions = self._collect([self._decoding[i] for i in self._decode()])
+        self._step_ended_s = max(started_s + self._pace_s, time.perf_counter())
+        if (remaining_s := self._step_ended_s - time.perf_counter()) > 0:
+            time.sleep(remaining_s)
         self.num_steps += 1
         self.num_decoded += num_rows
-        self.busy_row_s += num_rows * (self._ended_s - started_s)
+        self.busy_row_s += num_rows * (self._step_ended_s - started_s)
         return completions
 
     def check(self) -> None:
-        """Assert that rows, blocks and slots are conserved."""
+        """Assert that rows, blocks, slots and host memory are conserved."""
         self._scheduler.check()
-        assert len(self._seats) == len(self._scheduler.swapped), "host memory is kept for nobody"
-        slots = [*(loaded.slot for loaded in self._held.values()), *self._placed.values(), *self._free_slots]
-        assert sorted(slots) == list(range(len(self._slot_stamps))), f"slots held or free: {sorted(slots)}"
+        assert self._kv_cache.num_swapped == len(self._scheduler.swapped), "host memory is leaked"
+        slots = [
+            *(loaded.slot for loaded in self._loaded.values()),
+            *self._copied.values(),
+            *self._free_slots,
+        ]
+        assert sorted(slots) == list(range(len(self._slot_weights_ids))), (
+            f"slots used or free: {sorted(slots)}"
+        )
 
-    def _schedule(self) -> Plan:
-        """Let rows and blocks change hands; returns what is to be computed before the next decode step."""
-        plan = self._scheduler.schedule(self._lacking())
-        for sequence in plan.swapped_out:
-            self.swapped_bytes += self._seats.swap_out(sequence)
+    def _schedule(self) -> SchedulerOutput:
+        """Let the scheduler reassign rows and blocks, and swap sequences; returns what to compute next."""
+        scheduled = self._scheduler.schedule(self._missing_blocks())
+        for sequence in scheduled.swapped_out:
+            self.swapped_bytes += self._kv_cache.swap_out(sequence)
             self.num_swapped += 1
-        for sequence in plan.grown:
-            self._seats.grow(sequence)
-        for sequence, num_known in plan.swapped_in:
-            self._seats.swap_in(sequence, num_known)
-        return plan
+        for sequence in scheduled.grown:
+            self._kv_cache.update_block_table(sequence)
+        for sequence, num_cached in scheduled.swapped_in:
+            self._kv_cache.swap_in(sequence, num_cached)
+        return scheduled
 
-    def _lacking(self) -> dict[Seated, int]:
-        """Rows that need more blocks for what is computed next, and how many at least."""
-        return dict.fromkeys((self._order[i] for i in self._seats.full()), 1)
+    def _missing_blocks(self) -> dict[Sequence, int]:
+        """Sequences that need more blocks for their next input, and how many at least."""
+        return dict.fromkeys((self._decoding[i] for i in self._kv_cache.rows_to_grow()), 1)
 
-    def _prefill(self, plan: Plan) -> None:
-        """Compute prompts, or parts of them, and seat those who decode from now on."""
-        by_version = sorted(plan.prefills, key=lambda prefill: prefill.key.version)
-        for version, prefills in groupby(by_version, key=lambda prefill: prefill.key.version):
-            prompts = [Prompt(p.key.prompt_ids[: p.stop], p.start, p.blocks) for p in prefills]
-            self.num_prefilled += self._runner.prefill(self._held[version].slot, prompts)
-        self._runner.copy_blocks(plan.copies)
-        for sequence in plan.started:
-            self._seats.seat(sequence)
-        if plan.started or plan.swapped_in or plan.swapped_out:
-            self._arrange()
+    def _prefill(self, scheduled: SchedulerOutput) -> None:
+        """Compute the scheduled prompt chunks, and add the sequences that start to decode to the batch."""
+        by_version = sorted(scheduled.prefills, key=lambda chunk: chunk.key.version)
+        for version, chunks in groupby(by_version, key=lambda chunk: chunk.key.version):
+            inputs = [PrefillInput(c.key.prompt_ids[: c.stop], c.start, c.blocks) for c in chunks]
+            self.num_prefilled += self._runner.prefill(self._loaded[version].slot, inputs)
+        self._runner.copy_blocks(scheduled.copies)
+        for sequence in scheduled.started:
+            self._kv_cache.add(sequence)
+        if scheduled.started or scheduled.swapped_in or scheduled.swapped_out:
+            self._update_batch()
 
     def _decode(self) -> Int64s:
-        """One token for every row; returns which rows (by order) have finished."""
-        rows = self._rows
-        tokens, positions = rows.inputs()
-        drawn = self._runner.draw(tokens, positions, rows.active_rules, self._has_next)
-        return rows.append(drawn, self._stamps)
+        """Decode one token per row; returns the indices of the rows that have finished."""
+        tokens, positions = self._batch.inputs()
+        sampled = self._runner.decode_and_sample(
+            tokens, positions, self._batch.active_sampling, self._can_decode_again
+        )
+        return self._batch.append(sampled, self._active_weights_ids)
 
-    def _has_next(self) -> bool:
-        """Whether the rows that decode now will do so once more, without any others."""
-        return self._seats.has_next() and not self._scheduler.can_schedule()
+    def _can_decode_again(self) -> bool:
+        """Whether the next step decodes the same rows."""
+        return self._kv_cache.can_decode_again() and not self._scheduler.can_schedule()
 
-    def _collect(self, done: list[Seated]) -> list[Completion]:
-        """The answers of rows that have their last token; others have their places."""
+    def _collect(self, done: list[Sequence]) -> list[Completion]:
+        """Remove finished sequences, whose rows are then free; returns their completions."""
         if not done:
             return []
-        completions = [self._rows.completion(sequence) for sequence in done]
+        completions = [self._batch.completion(sequence) for sequence in done]
         if self._returns_routes:
-            routes = [self._runner.routes(s.blocks, self._rows.num_computed(s)).numpy() for s in done]
+            routes = [
+                self._runner.routes(s.block_table, self._batch.num_computed_tokens(s)).numpy() for s in done
+            ]
             completions = [replace(c, routes=r) for c, r in zip(completions, routes, strict=True)]
         for sequence in done:
             self._scheduler.remove(sequence.request.id)
-        self._arrange()
+        self._update_batch()
         return completions
 
-    def _arrange(self) -> None:
-        """The set of rows that decode may have changed: put them in order again."""
-        order = self._scheduler.rows_by_version(self._resting)
-        if order == self._order:
+    def _update_batch(self) -> None:
+        """Call this when the sequences that decode may have changed."""
+        decoding = self._scheduler.decode_order()
+        if decoding == self._decoding:
             return
-        self._order = order
-        self._rows.arrange([sequence.row for sequence in self._order])
-        slots = np.array([self._held[sequence.request.version].slot for sequence in self._order], np.int64)
-        # The stamp is that of the slot whose weights are used, not the one the request asks for.
-        self._stamps = self._slot_stamps[slots]
-        self._runner.arrange(self._rows.active, slots)
+        self._decoding = decoding
+        self._batch.set_active([sequence.row for sequence in decoding])
+        slots = np.array([self._loaded[sequence.request.version].slot for sequence in decoding], np.int64)
+        # The ids are those of the slots that decode, not of the versions that the requests name.
+        self._active_weights_ids = self._slot_weights_ids[slots]
+        self._runner.set_batch(self._batch.active, slots)
 
-    def _choose_resting(self) -> None:
-        """Versions that sit this step out; rows that wake up are asked for room with all others."""
-        if self._interleaving.interval > 1:
-            num_rows = Counter(s.request.version for s in self._scheduler.running.values())
-            newest = max(self._held, default=0)
-            self._resting = self._interleaving.resting(self.num_steps, num_rows, newest)
-            self._arrange()
-
-    def _reason_to_refuse(self, request: Request) -> str:
+    def _reason_to_reject(self, request: Request) -> str:
         """Why a request cannot run here, or an empty string."""
-        if self.state_of(request.id) is not State.DONE:
-            return "it is here already"
-        if request.version not in self._held:
-            return f"version {request.version} is not held; held: {sorted(self._held)}"
-        can_read = self._detokenize is not None
-        reason = reason_to_refuse(request, self._config.vocab_size, self._max_context, can_read=can_read)
-        if not reason and (num_needed := self._scheduler.num_needed(request)) > self._num_blocks:
-            needs = f"it may need {num_needed} KV blocks and the engine has {self._num_blocks} in all"
-            return f"{needs}; raise num_blocks or lower max_tokens"
-        return reason
+        if self.status_of(request.id) is not RequestStatus.ABSENT:
+            return "the engine has this request already"
+        if request.version not in self._loaded:
+            return f"version {request.version} is not loaded; loaded: {sorted(self._loaded)}"
+        can_detokenize = self._detokenize is not None
+        if reason := reason_to_reject(
+            request, self._config.vocab_size, self._max_context, can_detokenize=can_detokenize
+        ):
+            return reason
+        if (num_required := self._scheduler.num_blocks_required(request)) > self._num_blocks:
+            required = f"it may need {num_required} KV blocks and the engine has {self._num_blocks}"
+            return f"{required}; raise num_blocks or lower max_tokens"
+        return ""
+
+
+def reason_to_reject(request: Request, vocab_size: int, max_context: int, *, can_detokenize: bool) -> str:
+    """Why a request could never run on an engine of these sizes, with the remedy, or an empty string."""
+    prompt_ids, sampling = request.prompt_ids, request.sampling
+    if not prompt_ids:
+        return "its prompt is empty; give at least one token"
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
+        return f"its prompt has token ids outside 0..{vocab_size - 1}; use the model's own tokenizer"
+    if request.max_length > max_context:
+        return (
+            f"prompt and max_tokens are {len(prompt_ids)} + {sampling.max_tokens} tokens, over max_context = "
+            f"{max_context}; shorten the prompt, lower max_tokens or raise max_context"
+        )
+    if len(sampling.stop_ids) > MAX_STOP_IDS:
+        return f"it has {len(sampling.stop_ids)} stop_ids; give at most {MAX_STOP_IDS}"
+    if sampling.stop_strings and not can_detokenize:
+        return "it has stop_strings, but the engine has no tokenizer; pass Engine(detokenize=...)"
+    return ""

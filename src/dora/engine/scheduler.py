@@ -1,51 +1,90 @@
-"""Which request has a row and blocks, which one gives them up for others, and which rows decode.
+"""Which requests have a decode row and KV blocks, which are preempted, and which decode.
 
-Rows that decode come first: their blocks are allocated as answers grow. Where none is free, a
-request is swapped out to host memory, and comes back before any new one. What is left goes to
-waiting requests, first come, first served. A prompt is computed once per group and version, a
-bounded number of tokens per step, and its KV kept while a sibling lives and blocks last. Full
-blocks of a prompt that other prompts of the version begin with, or that came with a sibling
-from elsewhere, are found by name and not computed again.
+Decoding rows come first: their blocks are allocated as the outputs grow. If no block is free, a sequence is
+preempted: it is swapped out to host memory, and comes back before any new request is admitted. What is left
+goes to waiting requests, first come, first served.
+
+A prompt is prefilled once per group and version, in chunks within a budget per step. Its KV is kept while
+it has unfinished siblings and blocks last. Full prompt blocks are also found by hash, for other prompts of
+the version with the same beginning and for siblings of a request that migrated here.
+
+The scheduler touches no KV: `schedule` returns what the engine must do before the next decode step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from itertools import chain, count
 
-from dora.core.records import RequestId
-from dora.engine.blocks import BLOCK_SIZE, BlockManager, chain_hashes, num_blocks_for
-from dora.engine.plan import Plan, Prefill, State
-from dora.engine.sequence import PromptKey, Request, Sequence
+from dora.core.types import RequestId
+from dora.engine.block_manager import BLOCK_SIZE, BlockManager, block_hashes, num_blocks_for
+from dora.engine.request import PromptKey, Request, Sequence
 
-_IDLE_BUDGETS = 8  # prefill budgets in a step before which nothing decodes
-_RUN = 4  # blocks a row gets at a time while many are free: neighbours are moved in one go
+_IDLE_BUDGETS = 8  # prefill budgets spent per step while no sequence runs
+_GROWTH_BLOCKS = 4  # allocated at a time while many are free: neighbours are copied in one go
+
+
+class RequestStatus(Enum):
+    """Where a request is."""
+
+    WAITING = auto()  # for a row
+    PREFILL = auto()  # it has a row; its prompt is being computed
+    RUNNING = auto()
+    MIGRATING_OUT = auto()  # it has a row and is paused; another engine may already own it
+    MIGRATING_IN = auto()  # it has a row; another engine still owns it
+    SWAPPED = auto()  # it was preempted; its KV is in host memory
+    ABSENT = auto()  # unknown, finished, aborted or migrated away
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Compute the KV of prompt tokens `start` to `stop` into `blocks`.
+
+    The KV of the tokens before is there, or an earlier chunk of the same output computes it.
+    """
+
+    key: PromptKey
+    blocks: list[int]
+    start: int
+    stop: int
 
 
 @dataclass(slots=True)
-class _Prompt:
-    """KV kept for siblings: `num_computed` tokens are there, or will be when the plan is carried out."""
+class SchedulerOutput:
+    """What the engine does before the next decode step, in this order."""
+
+    swapped_out: list[Sequence] = field(default_factory=list)  # with the rows and blocks they had
+    grown: list[Sequence] = field(default_factory=list)  # their block tables are longer
+    swapped_in: list[tuple[Sequence, int]] = field(default_factory=list)  # and cached leading blocks
+    prefills: list[PrefillChunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # of whole blocks, (from, to)
+    started: list[Sequence] = field(default_factory=list)  # they decode from now on
+
+
+@dataclass(slots=True)
+class _SharedPrompt:
+    """Prompt KV kept for siblings: `num_computed` tokens, counting scheduled chunks."""
 
     blocks: list[int]
     num_computed: int
 
 
 class Scheduler:
-    """The queue, the decode rows and the prompts held. Each request is in one of five places.
+    """The waiting queue, the decode rows and the shared prompts.
 
-    Every request ends: of the rows that decode, the oldest gives up its blocks only where no other
-    has any left to give, and those it lacks are held by a prompt being computed or by moves, which
-    end by themselves; what was swapped out comes back oldest first; and `num_needed` says whether the
-    pool is enough for each alone.
+    A request is in exactly one of `waiting`, `prefilling`, `running`, `migrating_in` and `swapped`. At most
+    one is `prefilling`, so no prompt builds on one that may never be completed.
 
-    At most one is `prefilling`, so that no prompt is built on one that might not be completed.
-    Those `arriving` have a row and blocks, but still belong to another engine. Those `swapped`
-    keep the record of what they had.
+    Every request finishes. The oldest running sequence is preempted only if no other can be, and the blocks
+    that it needs are then held by a prefill or by migrations, both of which end. Preempted sequences
+    return oldest first. A request fits the pool alone if `num_blocks_required` is at most its size.
 
-    Those `still` do not decode, for their turn is over. Until it is answered they give way to whoever lacks
-    a place, and do not come back.
+    `migrating_out` are running requests that keep row and blocks but do not decode. `between_turns` are
+    running or swapped episodes whose turn has ended; the value is whether the observation has arrived. Until
+    then they are preempted first, and not swapped in.
     """
 
     def __init__(self, max_rows: int, num_blocks: int, prefill_budget: int = 512) -> None:
@@ -53,345 +92,391 @@ class Scheduler:
         self._num_blocks = num_blocks
         self._prefill_budget = prefill_budget
         self._blocks = BlockManager(num_blocks)
-        self._seeds: dict[int, str] = {}  # what names of blocks begin with, by version
+        self._hash_seeds: dict[int, str] = {}  # by version
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._numbers = count()
-        self._prompts: dict[PromptKey, _Prompt] = {}
-        self._siblings: Counter[PromptKey] = Counter()  # unfinished requests by prompt
-        self._rushed: frozenset[RequestId] = frozenset()  # they decode alone, as long as one is running
-        self.frozen: set[RequestId] = set()  # they keep row and blocks, but do not decode
-        self.still: dict[RequestId, bool] = {}  # running or swapped; whether their turn has been answered
+        self._seq_ids = count()
+        self._prompts: dict[PromptKey, _SharedPrompt] = {}
+        self._num_siblings: Counter[PromptKey] = Counter()  # unfinished requests by prompt
+        self._prioritized: frozenset[RequestId] = frozenset()  # they decode alone while any is running
         self.waiting: dict[RequestId, Request] = {}
         self.prefilling: dict[RequestId, Sequence] = {}
         self.running: dict[RequestId, Sequence] = {}
-        self.arriving: dict[RequestId, Sequence] = {}
+        self.migrating_in: dict[RequestId, Sequence] = {}
         self.swapped: dict[RequestId, Sequence] = {}
+        self.migrating_out: set[RequestId] = set()
+        self.between_turns: dict[RequestId, bool] = {}
 
-    def state_of(self, request_id: RequestId) -> State:
+    # Requests and versions.
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting[request.id] = request
+        self._num_siblings[request.prompt_key] += 1
+
+    def remove(self, request_id: RequestId) -> None:
+        """Forget a finished, aborted or migrated request, and free its row and blocks."""
+        request = self.waiting.pop(request_id, None)
+        for sequences in (self.running, self.migrating_in, self.prefilling, self.swapped):
+            if sequence := sequences.pop(request_id, None):
+                request = sequence.request
+                if sequences is not self.swapped:
+                    self._free(sequence)
+        assert request is not None, f"request {request_id} is unknown"
+        self.migrating_out.discard(request_id)
+        self.between_turns.pop(request_id, None)
+        self._drop_sibling(request.prompt_key)
+
+    def change_version(self, request: Request, *, keeps_kv: bool) -> Sequence | None:
+        """Replace the request with the same id by `request`, which has a newer version.
+
+        Returns its sequence if it has started. With `keeps_kv` the sequence keeps its row; otherwise it has
+        none and is scheduled like a swapped one. A request without any token is queued again.
+        """
+        sequence = self.running.get(request.id) or self.swapped.get(request.id)
+        if sequence is None:
+            self.remove(request.id)
+            self.add(request)
+            return None
+        old_key = sequence.request.prompt_key
+        sequence.request = request
+        self._num_siblings[request.prompt_key] += 1
+        self._drop_sibling(old_key)
+        if request.id in self.running and not keeps_kv:
+            self.swapped[request.id] = self.running.pop(request.id)
+            self._free(sequence)
+        return sequence
+
+    def status_of(self, request_id: RequestId) -> RequestStatus:
         if request_id in self.running:
-            return State.MIGRATING_OUT if request_id in self.frozen else State.RUNNING
-        places: dict[State, Container[RequestId]] = {
-            State.WAITING: self.waiting,
-            State.PREFILL: self.prefilling,
-            State.MIGRATING_IN: self.arriving,
-            State.SWAPPED: self.swapped,
+            is_leaving = request_id in self.migrating_out
+            return RequestStatus.MIGRATING_OUT if is_leaving else RequestStatus.RUNNING
+        places: dict[RequestStatus, Container[RequestId]] = {
+            RequestStatus.WAITING: self.waiting,
+            RequestStatus.PREFILL: self.prefilling,
+            RequestStatus.MIGRATING_IN: self.migrating_in,
+            RequestStatus.SWAPPED: self.swapped,
         }
-        return next((state for state, place in places.items() if request_id in place), State.DONE)
+        return next((status for status, ids in places.items() if request_id in ids), RequestStatus.ABSENT)
 
     def request(self, request_id: RequestId) -> Request | None:
-        """An unfinished request that belongs to this engine."""
-        for place in (self.running, self.prefilling, self.swapped):
-            if request_id in place:
-                return place[request_id].request
+        """An unfinished request that this engine owns."""
+        for sequences in (self.running, self.prefilling, self.swapped):
+            if request_id in sequences:
+                return sequences[request_id].request
         return self.waiting.get(request_id)
 
     def requests(self) -> Iterator[Request]:
-        """All unfinished requests, those arriving included."""
-        for place in (self.running, self.arriving, self.prefilling, self.swapped):
-            yield from (sequence.request for sequence in place.values())
+        """All unfinished requests, including those that are migrating in."""
+        for sequences in (self.running, self.migrating_in, self.prefilling, self.swapped):
+            yield from (sequence.request for sequence in sequences.values())
         yield from self.waiting.values()
 
     def add_version(self, version: int, seed: str) -> None:
-        """Requests of `version` may come; `seed` begins the names of its blocks (see `kv_seed`)."""
-        self._seeds[version] = seed
+        """Accept requests of `version`; `seed` begins the hashes of its blocks (see `hash_seed`)."""
+        self._hash_seeds[version] = seed
 
     def drop_version(self, version: int) -> None:
-        """No request of `version` is left, and its prompts are of no use any more."""
-        self._blocks.forget(self._seeds.pop(version))
+        """Remove the prompts of a version without requests from the prefix cache."""
+        self._blocks.unregister(self._hash_seeds.pop(version))
 
-    def num_needed(self, request: Request) -> int:
-        """Most blocks that this request takes where it is alone."""
-        num_own = num_blocks_for(request.max_length - 1) - request.num_prompt_kv // BLOCK_SIZE
-        return num_own + num_blocks_for(request.num_prompt_kv)
+    def num_blocks_required(self, request: Request) -> int:
+        """The maximum number of blocks of a request that is alone in the engine."""
+        num_shared = request.num_prefill_tokens // BLOCK_SIZE
+        return _max_blocks(request) - num_shared + num_blocks_for(request.num_prefill_tokens)
 
-    def submit(self, request: Request) -> None:
-        self.waiting[request.id] = request
-        self._siblings[request.prompt_key] += 1
+    # Scheduling.
 
     def can_schedule(self) -> bool:
-        """Whether `schedule` would do anything for requests that do not decode yet."""
-        return bool(self.prefilling) or self._can_return() or self._can_seat() or self._must_make_way()
+        """Whether `schedule` would do anything beside growing block tables."""
+        return (
+            bool(self.prefilling)
+            or self._can_swap_in()
+            or self._can_admit()
+            or self._must_preempt_between_turns()
+        )
 
-    def schedule(self, lacking: Mapping[Sequence, int] | None = None) -> Plan:
-        """Blocks for rows that lack so many; then back with what was swapped out; then new requests."""
-        plan = Plan()
+    def schedule(self, missing_blocks: Mapping[Sequence, int] | None = None) -> SchedulerOutput:
+        """Grow rows by their `missing_blocks`, then swap in, then admit and prefill new requests."""
+        out = SchedulerOutput()
         budget = self._prefill_budget * (1 if self.running else _IDLE_BUDGETS)
-        for sequence, num_blocks in sorted((lacking or {}).items(), key=lambda item: self._rank(item[0])):
-            self._grow(sequence, num_blocks, plan)
-        if self._must_make_way():
-            self._swap_out(self._victim(), plan)
-        while not plan.swapped_out and self._can_return():
-            self._swap_in(plan)
-        while self._can_seat() or (self.prefilling and budget):
+        by_priority = sorted((missing_blocks or {}).items(), key=lambda item: self._priority(item[0]))
+        for sequence, num_blocks in by_priority:
+            self._grow(sequence, num_blocks, out)
+        if self._must_preempt_between_turns():
+            self._swap_out(self._victim(), out)
+        while not out.swapped_out and self._can_swap_in():
+            self._swap_in(out)
+        while self._can_admit() or (self.prefilling and budget):
             if self.prefilling:
-                budget -= self._compute(budget, plan)
+                budget -= self._prefill(budget, out)
             else:
-                self._seat(plan)
-        return plan
+                self._admit(out)
+        return out
 
-    def reserve(self, request: Request) -> tuple[int, str] | None:
-        """Give a row and a few blocks to a request that another engine decodes; None where they are lacking.
+    def decode_only(self, ids: Iterable[RequestId]) -> None:
+        """Decode only these requests until none of them is running; then, and for no ids, all."""
+        self._prioritized = frozenset(ids)
 
-        Returns how many leading blocks of its prompt are here already, and the name of the last.
-        """
-        num_blocks = min(num_blocks_for(len(request.prompt_ids)) + 1, _most_blocks(request))
-        if self._first_back() or not self._has_place(request, num_blocks):
-            return None
-        blocks, num_known = self._table(request, num_blocks)
-        self.arriving[request.id] = Sequence(request, self._free_rows.pop(), blocks, next(self._numbers))
-        self._siblings[request.prompt_key] += 1
-        return num_known, self.prompt_hashes(request)[num_known - 1] if num_known else ""
-
-    def extend(self, sequence: Sequence, num_blocks: int) -> bool:
-        """See that an arriving request has `num_blocks` blocks; False where they are lacking."""
-        num_more = max(0, num_blocks - len(sequence.blocks))
-        if not self._has_room(num_more, needed_by=()):
-            return False
-        sequence.blocks += self._blocks.allocate(num_more)
-        return True
-
-    def settle(self, request_id: RequestId) -> Sequence:
-        """An arriving request belongs to this engine now, and its blocks hold what they should."""
-        sequence = self.running[request_id] = self.arriving.pop(request_id)
-        self._name(sequence.request, sequence.blocks)
-        return sequence
-
-    def prompt_hashes(self, request: Request) -> tuple[str, ...]:
-        """The names of the full blocks of a request's prompt."""
-        return chain_hashes(self._seeds[request.version], request.prompt_ids[: request.num_prompt_kv])
-
-    def rush(self, ids: Iterable[RequestId]) -> None:
-        """Only these requests decode from now on; once none of them is running, all do."""
-        self._rushed = frozenset(ids)
-
-    def rows_by_version(self, resting: Container[int] = ()) -> list[Sequence]:
-        """Sequences that decode, such that each version is one contiguous segment.
-
-        Versions `resting` are left out, unless they are rushed or there are no others.
-        """
-        decoding = self.running.keys() - self.frozen - self.still.keys()
-        rushed = self._rushed & decoding
-        sequences = [self.running[request_id] for request_id in rushed or decoding]
-        if not rushed:
-            sequences = [s for s in sequences if s.request.version not in resting] or sequences
+    def decode_order(self) -> list[Sequence]:
+        """The sequences that decode, each version as one contiguous segment."""
+        ready = self.running.keys() - self.migrating_out - self.between_turns.keys()
+        sequences = (self.running[request_id] for request_id in (self._prioritized & ready) or ready)
         return sorted(sequences, key=lambda sequence: (sequence.request.version, sequence.row))
 
-    def remove(self, request_id: RequestId) -> None:
-        """Forget a request that is finished, aborted or elsewhere; its row and blocks are free again."""
-        request = self.waiting.pop(request_id, None)
-        for place in (self.running, self.arriving, self.prefilling, self.swapped):
-            if sequence := place.pop(request_id, None):
-                request = sequence.request
-                if place is not self.swapped:
-                    self._vacate(sequence)
-        assert request is not None, f"{request_id} is not here"
-        self.frozen.discard(request_id)
-        self.still.pop(request_id, None)
-        key = request.prompt_key
-        self._siblings[key] -= 1
-        if self._siblings[key] == 0:
-            del self._siblings[key]
-            self._let_go(key)
+    # Migration to this engine.
+
+    def reserve(self, request: Request) -> tuple[int, str] | None:
+        """Reserve a row and a few blocks for a request that another engine decodes; None if none are free.
+
+        Returns the number of leading prompt blocks that are cached here, and the hash of the last.
+        """
+        num_blocks = min(num_blocks_for(len(request.prompt_ids)) + 1, _max_blocks(request))
+        if self._next_to_swap_in() or not self._has_room_for_sequence(request, num_blocks):
+            return None
+        blocks, num_cached = self._allocate_table(request, num_blocks)
+        row, seq_id = self._free_rows.pop(), next(self._seq_ids)
+        self.migrating_in[request.id] = Sequence(request, row, blocks, seq_id)
+        self._num_siblings[request.prompt_key] += 1
+        return num_cached, self.prompt_block_hashes(request)[num_cached - 1] if num_cached else ""
+
+    def allocate_up_to(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Grow a sequence that is migrating in to `num_blocks` blocks; False if they are not free."""
+        num_more = max(0, num_blocks - len(sequence.block_table))
+        if not self._make_room(num_more, needed_by=()):
+            return False
+        sequence.block_table += self._blocks.allocate(num_more)
+        return True
+
+    def activate(self, request_id: RequestId) -> Sequence:
+        """Make a request that has migrated in running; its KV is in its blocks."""
+        sequence = self.running[request_id] = self.migrating_in.pop(request_id)
+        self._register_prompt(sequence.request, sequence.block_table)
+        return sequence
+
+    def prompt_block_hashes(self, request: Request) -> tuple[str, ...]:
+        """The hashes of the full blocks of a request's prompt."""
+        seed = self._hash_seeds[request.version]
+        return block_hashes(seed, request.prompt_ids[: request.num_prefill_tokens])
 
     def check(self) -> None:
-        """Rows and blocks are conserved, and every prompt held has a living sibling.
+        """Assert that rows and blocks are conserved and each shared prompt has a sibling.
 
-        So where no request is left, every block is free or cached.
+        It follows that without requests every block is free or cached.
         """
-        seated = [*self.running.values(), *self.arriving.values(), *self.prefilling.values()]
-        rows = [sequence.row for sequence in seated] + self._free_rows
+        in_rows = [*self.running.values(), *self.migrating_in.values(), *self.prefilling.values()]
+        rows = [sequence.row for sequence in in_rows] + self._free_rows
         assert sorted(rows) == list(range(self._max_rows)), f"rows in use or free: {sorted(rows)}"
         ids = Counter(request.id for request in self.requests())
         assert max(ids.values(), default=1) == 1, f"requests in two places: {ids}"
-        assert self._siblings == Counter(r.prompt_key for r in self.requests()), "siblings miscounted"
-        assert self._prompts.keys() <= self._siblings.keys(), "a prompt without siblings is held"
-        assert self.frozen <= self.running.keys(), f"frozen, but not here: {self.frozen}"
-        assert self.still.keys() <= self.running.keys() | self.swapped.keys(), f"still: {self.still}"
+        siblings = Counter(request.prompt_key for request in self.requests())
+        assert self._num_siblings == siblings, f"siblings miscounted: {self._num_siblings}"
+        assert self._prompts.keys() <= siblings.keys(), "a prompt without siblings is kept"
+        assert self.migrating_out <= self.running.keys(), f"not running: {self.migrating_out}"
+        started = self.running.keys() | self.swapped.keys()
+        assert self.between_turns.keys() <= started, f"not started: {self.between_turns}"
         assert len(self.prefilling) <= 1, f"more than one in prefill: {self.prefilling}"
         for sequence in self.prefilling.values():
-            prompt, num_tokens = self._prompts[sequence.request.prompt_key], sequence.request.num_prompt_kv
-            assert prompt.num_computed < num_tokens, f"nothing left to compute for {sequence}"
-        self._blocks.check(chain((s.blocks for s in seated), (p.blocks for p in self._prompts.values())))
+            request, prompt = sequence.request, self._prompts[sequence.request.prompt_key]
+            assert prompt.num_computed < request.num_prefill_tokens, f"nothing left to compute for {sequence}"
+        shared = (prompt.blocks for prompt in self._prompts.values())
+        self._blocks.check(chain((sequence.block_table for sequence in in_rows), shared))
 
-    def _rank(self, sequence: Sequence) -> tuple[bool, int]:
-        """The less, the sooner a request is served and the later it gives up its row."""
-        return sequence.request.id not in self._rushed, sequence.number
+    # Preemption and swapping.
 
-    def _grow(self, sequence: Sequence, num_blocks: int, plan: Plan) -> None:
-        """At least so many more blocks for a row, unless it has been or must be swapped out itself."""
+    def _priority(self, sequence: Sequence) -> tuple[bool, int]:
+        """Lower values are served first and preempted last."""
+        return sequence.request.id not in self._prioritized, sequence.seq_id
+
+    def _awaits_observation(self, sequence: Sequence) -> bool:
+        return self.between_turns.get(sequence.request.id) is False
+
+    def _grow(self, sequence: Sequence, num_blocks: int, out: SchedulerOutput) -> None:
+        """Give a row at least `num_blocks` more blocks, unless it is or must be preempted itself."""
         request_id = sequence.request.id
-        while request_id in self.running and not self._has_room(num_blocks, needed_by=()):
-            self._swap_out(self._victim(), plan)
+        while request_id in self.running and not self._make_room(num_blocks, needed_by=()):
+            self._swap_out(self._victim(), out)
         if request_id in self.running:
-            num_blocks = max(num_blocks, self._num_to_give(sequence.request, len(sequence.blocks)))
-            sequence.blocks += self._blocks.allocate(num_blocks)
-            plan.grown.append(sequence)
+            num_blocks = max(num_blocks, self._growth(sequence.request, len(sequence.block_table)))
+            sequence.block_table += self._blocks.allocate(num_blocks)
+            out.grown.append(sequence)
 
     def _victim(self) -> Sequence:
-        """The youngest of the version with most rows, for that version's answers lose the least by it.
+        """The sequence to preempt: the youngest of the version with most rows, which loses least by it.
 
-        Of equally many it is the newest version, whose deadline is the farthest. Rows that stand still
-        for a rush go first, and before them those at rest. The oldest of the others goes last, so that one
-        always gets to its end.
+        Of equally many the newest version, whose deadline is farthest. Sequences that await an observation
+        go first, then those that `decode_only` pauses. The oldest one goes last, so that it finishes.
         """
-        rows = [sequence for key, sequence in self.running.items() if key not in self.frozen]
-        num_rows = Counter(sequence.request.version for sequence in rows)
-        oldest = min(rows, key=lambda sequence: (self._rests(sequence), self._rank(sequence)))
+        candidates = [s for request_id, s in self.running.items() if request_id not in self.migrating_out]
+        num_rows = Counter(sequence.request.version for sequence in candidates)
+        oldest = min(candidates, key=lambda s: (self._awaits_observation(s), self._priority(s)))
 
-        def cheapness(sequence: Sequence) -> tuple[bool, bool, bool, int, int, int]:
-            request, rests = sequence.request, self._rests(sequence)
-            is_rushed = request.id in self._rushed
-            version = request.version
-            return rests, sequence is not oldest, not is_rushed, num_rows[version], version, sequence.number
+        def order(sequence: Sequence) -> tuple[bool, bool, bool, int, int, int]:
+            version = sequence.request.version
+            return (
+                self._awaits_observation(sequence),
+                sequence is not oldest,
+                sequence.request.id not in self._prioritized,
+                num_rows[version],
+                version,
+                sequence.seq_id,
+            )
 
-        return max(rows, key=cheapness)
+        return max(candidates, key=order)
 
-    def _swap_out(self, sequence: Sequence, plan: Plan) -> None:
+    def _swap_out(self, sequence: Sequence, out: SchedulerOutput) -> None:
         self.swapped[sequence.request.id] = self.running.pop(sequence.request.id)
-        self._vacate(sequence)
-        plan.swapped_out.append(sequence)
+        self._free(sequence)
+        out.swapped_out.append(sequence)
 
-    def _rests(self, sequence: Sequence) -> bool:
-        """Whether a request waits for an answer to its turn."""
-        return self.still.get(sequence.request.id) is False
-
-    def _first_back(self) -> Sequence | None:
-        """Who of those swapped out is the first to come back."""
-        back = (sequence for sequence in self.swapped.values() if not self._rests(sequence))
-        return min(back, key=self._rank, default=None)
-
-    def _can_return(self) -> bool:
-        first = self._first_back()
-        return first is not None and self._has_place(first.request, _num_to_return(first))
-
-    def _must_make_way(self) -> bool:
-        """Whether somebody finds no place, and there is a row at rest."""
-        at_rest = (request_id for request_id, is_answered in self.still.items() if not is_answered)
-        if self.running.keys().isdisjoint(at_rest) or self._can_return() or self._can_seat():
+    def _must_preempt_between_turns(self) -> bool:
+        """Whether another request needs the row or blocks of one that awaits an observation."""
+        awaiting = (request_id for request_id, has_arrived in self.between_turns.items() if not has_arrived)
+        if self.running.keys().isdisjoint(awaiting) or self._can_swap_in() or self._can_admit():
             return False
-        return self._first_back() is not None or bool(self.waiting and not self.prefilling)
+        return self._next_to_swap_in() is not None or bool(self.waiting and not self.prefilling)
 
-    def _swap_in(self, plan: Plan) -> None:
-        before = self._first_back()
-        assert before is not None
-        del self.swapped[before.request.id]
-        blocks, num_known = self._table(before.request, _num_to_return(before))
-        sequence = replace(before, row=self._free_rows.pop(), blocks=blocks)
-        self._name(sequence.request, sequence.blocks)
+    def _next_to_swap_in(self) -> Sequence | None:
+        ready = (sequence for sequence in self.swapped.values() if not self._awaits_observation(sequence))
+        return min(ready, key=self._priority, default=None)
+
+    def _can_swap_in(self) -> bool:
+        sequence = self._next_to_swap_in()
+        return sequence is not None and self._has_room_for_sequence(
+            sequence.request, _num_blocks_to_swap_in(sequence)
+        )
+
+    def _swap_in(self, out: SchedulerOutput) -> None:
+        swapped = self._next_to_swap_in()
+        assert swapped is not None
+        del self.swapped[swapped.request.id]
+        blocks, num_cached = self._allocate_table(swapped.request, _num_blocks_to_swap_in(swapped))
+        sequence = replace(swapped, row=self._free_rows.pop(), block_table=blocks)
+        self._register_prompt(sequence.request, sequence.block_table)
         self.running[sequence.request.id] = sequence
-        plan.swapped_in.append((sequence, num_known))
+        out.swapped_in.append((sequence, num_cached))
 
-    def _can_seat(self) -> bool:
-        """Whether there is a row for the first in the queue, and blocks for its prompt and one token."""
-        if self.prefilling or self._first_back() or not (self.waiting and self._free_rows):
+    # Admission and prefill.
+
+    def _can_admit(self) -> bool:
+        """Whether there is a row for the first waiting request, and blocks for its prompt and one token."""
+        if self.prefilling or self._next_to_swap_in() or not (self.waiting and self._free_rows):
             return False
         request = next(iter(self.waiting.values()))
         if request.prompt_key in self._prompts:
-            known, num_new = [], 1
+            cached, num_new = [], 1
         else:
-            known = self._known_blocks(request)
-            num_new = num_blocks_for(request.num_prompt_kv) - len(known) + 1
+            cached = self._cached_blocks(request)
+            num_new = num_blocks_for(request.num_prefill_tokens) - len(cached) + 1
         needed_by = [request, *(sequence.request for sequence in self.running.values())]
-        return self._has_room(num_new + self._num_growing(), needed_by, known)
+        return self._make_room(num_new + self._growth_reserve(), needed_by, cached)
 
-    def _seat(self, plan: Plan) -> None:
-        """The first in the queue gets a row, and decodes at once if its prompt is here."""
+    def _admit(self, out: SchedulerOutput) -> None:
+        """Give the first waiting request a row; it runs at once if its prompt is computed."""
         request = self.waiting.pop(next(iter(self.waiting)))
-        sequence = Sequence(request, self._free_rows.pop(), [], next(self._numbers))
-        prompt = self._prompts.get(request.prompt_key) or self._begin_prompt(request)
-        sequence.blocks += prompt.blocks[: request.num_prompt_kv // BLOCK_SIZE]
-        self._blocks.share(sequence.blocks)
-        sequence.blocks += self._blocks.allocate(self._num_to_give(request, len(sequence.blocks)))
+        sequence = Sequence(request, self._free_rows.pop(), [], next(self._seq_ids))
+        prompt = self._prompts.get(request.prompt_key) or self._start_prompt(request)
+        sequence.block_table += prompt.blocks[: request.num_prefill_tokens // BLOCK_SIZE]
+        self._blocks.share(sequence.block_table)
+        sequence.block_table += self._blocks.allocate(self._growth(request, len(sequence.block_table)))
         self.prefilling[request.id] = sequence
-        if prompt.num_computed == request.num_prompt_kv:
-            self._start(plan)
+        if prompt.num_computed == request.num_prefill_tokens:
+            self._start_decoding(out)
 
-    def _begin_prompt(self, request: Request) -> _Prompt:
-        blocks, num_known = self._table(request, num_blocks_for(request.num_prompt_kv))
-        prompt = self._prompts[request.prompt_key] = _Prompt(blocks, num_known * BLOCK_SIZE)
+    def _start_prompt(self, request: Request) -> _SharedPrompt:
+        blocks, num_cached = self._allocate_table(request, num_blocks_for(request.num_prefill_tokens))
+        prompt = self._prompts[request.prompt_key] = _SharedPrompt(blocks, num_cached * BLOCK_SIZE)
         return prompt
 
-    def _compute(self, budget: int, plan: Plan) -> int:
-        """As much of the prompt begun as the budget allows; the number of tokens."""
+    def _prefill(self, budget: int, out: SchedulerOutput) -> int:
+        """Schedule the next chunk of the prompt in prefill; returns its number of tokens."""
         (sequence,) = self.prefilling.values()
         request, prompt = sequence.request, self._prompts[sequence.request.prompt_key]
-        start, stop = prompt.num_computed, min(prompt.num_computed + budget, request.num_prompt_kv)
+        start, stop = prompt.num_computed, min(prompt.num_computed + budget, request.num_prefill_tokens)
         blocks = prompt.blocks[: num_blocks_for(stop)]
-        plan.prefills.append(Prefill(request.prompt_key, blocks, start, stop))
+        out.prefills.append(PrefillChunk(request.prompt_key, blocks, start, stop))
         prompt.num_computed = stop
-        if stop == request.num_prompt_kv:
-            self._name(request, prompt.blocks)
-            self._start(plan)
+        if stop == request.num_prefill_tokens:
+            self._register_prompt(request, prompt.blocks)
+            self._start_decoding(out)
         return stop - start
 
-    def _start(self, plan: Plan) -> None:
-        """The request in prefill has all of its prompt, but for a copy of the block that it ends in."""
+    def _start_decoding(self, out: SchedulerOutput) -> None:
+        """Move the sequence in prefill to running, with a copy of the prompt's partial block."""
         request_id, sequence = self.prefilling.popitem()
-        num_full, rest = divmod(sequence.request.num_prompt_kv, BLOCK_SIZE)
-        if rest:
+        num_full, remainder = divmod(sequence.request.num_prefill_tokens, BLOCK_SIZE)
+        if remainder:
             source = self._prompts[sequence.request.prompt_key].blocks[num_full]
-            plan.copies.append((source, sequence.blocks[num_full]))
+            out.copies.append((source, sequence.block_table[num_full]))
         self.running[request_id] = sequence
-        plan.started.append(sequence)
+        out.started.append(sequence)
 
-    def _name(self, request: Request, blocks: list[int]) -> None:
-        """These blocks hold a request's prompt: let others find them."""
-        hashes = self.prompt_hashes(request)
-        self._blocks.name(blocks[: len(hashes)], hashes)
+    # Blocks.
 
-    def _known_blocks(self, request: Request) -> list[int]:
-        """The leading blocks of a prompt that are here already."""
-        return self._blocks.find(self.prompt_hashes(request))
+    def _register_prompt(self, request: Request, blocks: list[int]) -> None:
+        """Add the full prompt blocks of a request to the prefix cache."""
+        hashes = self.prompt_block_hashes(request)
+        self._blocks.register(blocks[: len(hashes)], hashes)
 
-    def _has_place(self, request: Request, num_blocks: int) -> bool:
-        """Whether there is a row and a table of `num_blocks` for a request that brings its KV along."""
+    def _cached_blocks(self, request: Request) -> list[int]:
+        """The leading prompt blocks of a request that are in the prefix cache."""
+        return self._blocks.lookup(self.prompt_block_hashes(request))
+
+    def _has_room_for_sequence(self, request: Request, num_blocks: int) -> bool:
+        """Whether a row and `num_blocks` blocks are free for a request whose KV is copied here."""
         if not self._free_rows:
             return False
-        known = self._known_blocks(request)
-        return self._has_room(num_blocks - len(known) + self._num_growing(), (), known)
+        cached = self._cached_blocks(request)
+        return self._make_room(num_blocks - len(cached) + self._growth_reserve(), (), cached)
 
-    def _table(self, request: Request, num_blocks: int) -> tuple[list[int], int]:
-        """Blocks for a request, and how many of them, the first ones, hold its prompt already."""
-        known = self._known_blocks(request)
-        self._blocks.share(known)
-        return known + self._blocks.allocate(num_blocks - len(known)), len(known)
+    def _allocate_table(self, request: Request, num_blocks: int) -> tuple[list[int], int]:
+        """A block table for a request, and how many of its leading blocks hold the prompt already."""
+        cached = self._cached_blocks(request)
+        self._blocks.share(cached)
+        return cached + self._blocks.allocate(num_blocks - len(cached)), len(cached)
 
-    def _has_room(self, num_new: int, needed_by: Iterable[Request], shared: Iterable[int] = ()) -> bool:
-        """Whether so many blocks can be had beside those `shared`.
+    def _make_room(self, num_new: int, needed_by: Iterable[Request], shared: Iterable[int] = ()) -> bool:
+        """Whether `num_new` blocks can be allocated beside those `shared`.
 
-        If need be they are taken from prompts that are held for siblings to come, but not from one being
-        computed and those that `needed_by` have.
+        If too few are free, releases shared prompts that are kept for siblings to come, except those of
+        `needed_by` and the one in prefill.
         """
-        if num_new > self._blocks.num_free_beside(shared):
-            computing = (sequence.request for sequence in self.prefilling.values())
-            for key in self._prompts.keys() - {request.prompt_key for request in (*needed_by, *computing)}:
-                self._let_go(key)
-        return num_new <= self._blocks.num_free_beside(shared)
+        if num_new > self._blocks.num_free_after_sharing(shared):
+            in_prefill = (sequence.request for sequence in self.prefilling.values())
+            needed = {request.prompt_key for request in (*needed_by, *in_prefill)}
+            for key in self._prompts.keys() - needed:
+                self._release_prompt(key)
+        return num_new <= self._blocks.num_free_after_sharing(shared)
 
-    def _num_growing(self) -> int:
-        """A block for each row that may need one: newcomers leave these, or somebody is swapped out soon."""
-        seated = chain(self.running.values(), self.arriving.values(), self.prefilling.values())
-        return sum(len(sequence.blocks) < _most_blocks(sequence.request) for sequence in seated)
+    def _growth_reserve(self) -> int:
+        """Blocks that newcomers must leave free, one per row that may grow: else a row is soon preempted."""
+        in_rows = chain(self.running.values(), self.migrating_in.values(), self.prefilling.values())
+        return sum(len(sequence.block_table) < _max_blocks(sequence.request) for sequence in in_rows)
 
-    def _num_to_give(self, request: Request, num_blocks: int) -> int:
-        """How many more blocks a row gets that has `num_blocks` and needs another."""
-        is_roomy = self._blocks.num_free > _RUN * self._max_rows
-        return min(_RUN if is_roomy else 1, _most_blocks(request) - num_blocks)
+    def _growth(self, request: Request, num_blocks: int) -> int:
+        """How many blocks to allocate for a row that has `num_blocks` and needs another."""
+        has_many = self._blocks.num_free > _GROWTH_BLOCKS * self._max_rows
+        return min(_GROWTH_BLOCKS if has_many else 1, _max_blocks(request) - num_blocks)
 
-    def _let_go(self, key: PromptKey) -> None:
+    def _drop_sibling(self, key: PromptKey) -> None:
+        self._num_siblings[key] -= 1
+        if self._num_siblings[key] == 0:
+            del self._num_siblings[key]
+            self._release_prompt(key)
+
+    def _release_prompt(self, key: PromptKey) -> None:
         if key in self._prompts:
             self._blocks.release(self._prompts.pop(key).blocks)
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _free(self, sequence: Sequence) -> None:
         self._free_rows.append(sequence.row)
-        self._blocks.release(sequence.blocks)
+        self._blocks.release(sequence.block_table)
 
 
-def _most_blocks(request: Request) -> int:
-    """Blocks of the longest answer and its prompt; its last token is never an input and needs no place."""
+def _max_blocks(request: Request) -> int:
+    """Blocks of the prompt and the longest output, whose last token is never an input."""
     return num_blocks_for(request.max_length - 1)
 
 
-def _num_to_return(sequence: Sequence) -> int:
-    """What a request had that was swapped out, and a block for its next token."""
-    return min(len(sequence.blocks) + 1, _most_blocks(sequence.request))
+def _num_blocks_to_swap_in(sequence: Sequence) -> int:
+    """The blocks that a swapped sequence had, and one for its next token."""
+    return min(len(sequence.block_table) + 1, _max_blocks(sequence.request))

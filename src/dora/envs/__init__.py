@@ -1,5 +1,5 @@
-"""The other side of an episode: environments that answer what the policy writes.
+"""Environments of episodes: they reply to the actions of the policy with observations and rewards.
 
-`base` says what an environment is, `host` plays many of them at once, `gymnasium` adapts those of that
-library, `remote` those on other machines.
+`base` is the protocol that users implement, `runner` runs many environments concurrently, `gymnasium` adapts
+environments of that library, `remote` connects environments on other machines.
 """

@@ -1,7 +1,7 @@
-"""What an environment is: `reset` begins an episode, `step` answers an action.
+"""The protocol of environments: `reset` starts an episode, `step` executes an action.
 
-Both are coroutines, so that one process plays many episodes at once. An object plays one episode
-at a time; when that is over, `reset` begins the next.
+Both are coroutines, so that one process can run many episodes concurrently. An object runs one episode at a
+time; afterwards `reset` starts the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Observation = str | Sequence[Mapping[str, str]]  # text, or messages with a "rol
 
 
 class Step(NamedTuple):
-    """What an action led to. Nobody reads the observation of a step that is `done`."""
+    """The result of an action. The observation of a step that is `done` is not used."""
 
     observation: Observation
     reward: float
@@ -28,31 +28,35 @@ class Step(NamedTuple):
 
 
 class Fault(Exception):
-    """Why an episode cannot go on: a short sentence that names its group's end."""
+    """The episode cannot continue. The message is the reason with which its group fails: keep it short."""
 
 
 class Environment:
-    """What environments inherit from, or look like. The reward of an episode is the sum of its steps'."""
+    """Base class of environments; a class with the same methods works as well.
+
+    The reward of an episode is the sum of the rewards of its steps.
+    """
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        """Begin an episode: what the policy reads first, which is the prompt.
+        """Start an episode; the first observation is the prompt.
 
-        `row` is the dataset's, `seed` the same for all siblings of a group: they should begin alike.
+        `row` is the row of the dataset. `seed` is the same for all siblings of a group: they should start
+        alike.
         """
         raise NotImplementedError
 
     async def step(self, action: str) -> Step:
-        """Answer what the policy wrote in its turn; special tokens are left out."""
+        """Execute an action: the text of the policy's turn, without special tokens."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """The object is not needed any more, perhaps in the middle of an episode or of a call."""
+        """Release resources; may be called in the middle of an episode or of a call."""
 
 
 def load_environment(name: str) -> Callable[[], Environment]:
-    """The class named "file.py:Class" or "package.module:Class", or a function that makes such objects.
+    """The class "file.py:Class" or "package.module:Class", or a function that makes such objects.
 
-    Raises EnvError where there is none, or where `reset` and `step` are no coroutines, or `close` is one.
+    Raises EnvError if it does not exist, if `reset` or `step` is not a coroutine, or `close` is one.
     """
     make: Callable[[], Environment] = load_attribute(name, "env.environment", EnvError)
     if inspect.isclass(make):
@@ -65,14 +69,14 @@ def load_environment(name: str) -> Callable[[], Environment]:
     return make
 
 
-def let_go(environment: Environment) -> None:
-    """Close an environment; what goes wrong in that is nobody's any more."""
+def close_environment(environment: Environment) -> None:
+    """Close an environment and ignore its errors."""
     with contextlib.suppress(Exception, SystemExit):
         environment.close()
 
 
-def reason_of(error: BaseException) -> str:
-    """What an environment did, as its group's end has it."""
+def failure_reason(error: BaseException) -> str:
+    """The reason with which a group fails because of an error of its environment."""
     return str(error) if isinstance(error, Fault) else f"environment raised {type(error).__name__}"
 
 

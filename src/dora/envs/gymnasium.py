@@ -1,7 +1,7 @@
-"""Environments of the library Gymnasium, whose actions and observations are no text.
+"""Environments of the library Gymnasium, whose actions and observations are not text.
 
-A subclass says how they are written. Their `step` is no coroutine and may take its time, so that
-each has a thread of its own.
+A subclass defines how they are written. Their `step` is not a coroutine and may be slow, so each environment
+has its own thread.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ T = TypeVar("T")
 
 
 class GymnasiumEnvironment(Environment):
-    """Plays `env`. An action that cannot be read ends the episode, with a reward of 0 for it."""
+    """Adapts `env`. An invalid action ends the episode with a reward of 0 for that step."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         self.env = env
         self._thread = ThreadPoolExecutor(max_workers=1)
 
     def to_text(self, observation: Any) -> Observation:
-        """How an observation is written."""
+        """The text of an observation."""
         return str(observation)
 
     def to_action(self, text: str) -> Any:
-        """What the policy means. Raises ValueError where it means nothing."""
+        """The action that a text writes. Raises ValueError if it writes none."""
         if isinstance(self.env.action_space, gymnasium.spaces.Discrete):
             return int(text)
         return text
 
     def to_options(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What the environment's own `reset` gets as `options`, beside the seed."""
+        """The `options` of the environment's `reset`."""
         return None
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        """The column `seed` is the seed, where there is one: so each row is another episode."""
+        """Start an episode. A column `seed` of the row replaces `seed`, so each row is another episode."""
         seed, options = row.get("seed", seed), self.to_options(row)
-        observation, _ = await self._away(lambda: self.env.reset(seed=seed, options=options))
+        observation, _ = await self._in_thread(lambda: self.env.reset(seed=seed, options=options))
         return self.to_text(observation)
 
     async def step(self, action: str) -> Step:
-        """The end of the time that an environment allows (`truncated`) is an end like any other."""
+        """Execute an action. `truncated` ends an episode like `terminated`."""
         try:
-            meant = self.to_action(action)
+            parsed = self.to_action(action)
         except ValueError:
             return Step("", 0.0, True)
-        if not self.env.action_space.contains(meant):
+        if not self.env.action_space.contains(parsed):
             return Step("", 0.0, True)
-        observation, reward, terminated, truncated, _ = await self._away(lambda: self.env.step(meant))
+        observation, reward, terminated, truncated, _ = await self._in_thread(lambda: self.env.step(parsed))
         return Step(self.to_text(observation), float(reward), terminated or truncated)
 
     def close(self) -> None:
-        """Let the thread go, once it has ended what it is at; nobody waits for one that hangs."""
+        """Close the environment after its current call, without waiting."""
         self._thread.submit(self.env.close)
         self._thread.shutdown(wait=False)
 
-    async def _away(self, call: Callable[[], T]) -> T:
+    async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)

@@ -1,7 +1,7 @@
-"""Environments on other machines: `reset` and `step` happen there, learning here.
+"""Environments on other machines: `reset` and `step` are calls over TCP.
 
-One connection is one environment. It begins with a line that is the host's token; then what travels is a line
-of JSON for each call and one for its answer. Nothing is encrypted: let hosts listen in private networks only.
+One connection is one environment. The first line is the host's auth token; then each call and each reply is
+one line of JSON. Connections are not encrypted: let hosts listen in private networks only.
 """
 
 from __future__ import annotations
@@ -22,164 +22,168 @@ from dora.envs.base import (
     Step,
     check_observation,
     check_step,
-    let_go,
-    reason_of,
+    close_environment,
+    failure_reason,
 )
 
 MAX_LINE_BYTES = 16 * 2**20
-TOKEN_S = 10.0  # that the first line may take
-WRONG_TOKEN = "the host refuses the token: env.token_file must have what its --token-file has"
+TOKEN_TIMEOUT_S = 10.0  # for the first line
+WRONG_TOKEN = "the host refuses the auth token: env.token_file must have the content of its --token-file"
 
 
-class _Gone(Fault):
-    """The host does not answer any more."""
+class _ConnectionLost(Fault):
+    """The host does not reply."""
 
 
 class RemoteEnvironment(Environment):
-    """An environment of one of several hosts, "name:port"; the first that can be reached."""
+    """An environment on the first reachable of several hosts ("name:port")."""
 
     def __init__(
         self,
         hosts: Sequence[str],
-        token: str,
-        connect_s: float,
-        pass_over: Callable[[str, str], None] = lambda host, reason: None,
+        auth_token: str,
+        connect_timeout_s: float,
+        on_unreachable: Callable[[str, str], None] = lambda host, reason: None,
     ) -> None:
-        """`connect_s` is the time for trying all of them, one after the other; they have the same token.
+        """All hosts have the same token. `connect_timeout_s` is for trying all of them, one after the other.
 
-        `pass_over` gets each that cannot be reached, and why.
+        `on_unreachable` gets each host that cannot be reached, and the reason.
         """
-        self._hosts, self._token = hosts, token
-        self._connect_s, self._pass_over = connect_s, pass_over
-        self._line: tuple[StreamReader, StreamWriter] | None = None
+        self._hosts, self._auth_token = hosts, auth_token
+        self._connect_timeout_s, self._on_unreachable = connect_timeout_s, on_unreachable
+        self._connection: tuple[StreamReader, StreamWriter] | None = None
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        """On another host if the last one is gone by now. Raises Fault if none can be reached."""
-        if self._line is not None:
-            with contextlib.suppress(_Gone):
-                return check_observation(await self._ask("reset", row, seed))
-        self._line = await self._connect()
-        return check_observation(await self._ask("reset", row, seed))
+        """Start an episode, on another host if the connection is lost. Raises Fault if none is reachable."""
+        if self._connection is not None:
+            with contextlib.suppress(_ConnectionLost):
+                return check_observation(await self._call("reset", row, seed))
+        self._connection = await self._connect()
+        return check_observation(await self._call("reset", row, seed))
 
     async def step(self, action: str) -> Step:
-        return Step(*await self._ask("step", action))
+        """Execute an action. Raises Fault, also if the connection is lost."""
+        return Step(*await self._call("step", action))
 
     def close(self) -> None:
-        """The host sees it, and closes the environment."""
-        if self._line is not None:
-            self._line[1].close()
+        """Close the connection; the host then closes the environment."""
+        if self._connection is not None:
+            self._connection[1].close()
 
     async def _connect(self) -> tuple[StreamReader, StreamWriter]:
-        """To the first host that answers; each gets its share of the time, and is shown the token."""
-        share_s, reasons = self._connect_s / len(self._hosts), []
+        """Connect to the first reachable host and send the token."""
+        timeout_s, reasons = self._connect_timeout_s / len(self._hosts), []
         for host in self._hosts:
             name, _, port = host.rpartition(":")
             try:
-                async with asyncio.timeout(share_s):
+                async with asyncio.timeout(timeout_s):
                     reader, writer = await asyncio.open_connection(name, int(port), limit=MAX_LINE_BYTES)
-                writer.write(f"{self._token}\n".encode())
+                writer.write(f"{self._auth_token}\n".encode())
                 return reader, writer
             except TimeoutError:
-                reason = f"no answer within {share_s:g} s"
+                reason = f"no answer within {timeout_s:g} s"
             except OSError as error:
                 reason = str(error)
             reasons.append(f"{host}: {reason}")
-            self._pass_over(host, reason)
+            self._on_unreachable(host, reason)
         raise Fault(f"no environment host can be reached ({'; '.join(reasons)})")
 
-    async def _ask(self, *call: Any) -> Any:
-        """What the other side returns. Raises Fault with what it says, or if it is gone."""
-        assert self._line is not None
-        reader, writer = self._line
+    async def _call(self, *call: Any) -> Any:
+        """The value that the host returns. Raises Fault with its error, or if the connection is lost."""
+        assert self._connection is not None
+        reader, writer = self._connection
         try:
-            writer.write(_line(call))
+            writer.write(_encode_line(call))
             await writer.drain()
-            answer = json.loads(await reader.readuntil())
+            reply = json.loads(await reader.readuntil())
         except (OSError, asyncio.IncompleteReadError) as error:
             writer.close()
-            raise _Gone("environment host is gone") from error
-        if "fault" in answer:
-            raise Fault(answer["fault"]) from RuntimeError(answer["detail"])
-        return answer["value"]
+            raise _ConnectionLost("the connection to the environment host is lost") from error
+        if "fault" in reply:
+            raise Fault(reply["fault"]) from RuntimeError(reply["detail"])
+        return reply["value"]
 
 
-async def serve(make: Callable[[], Environment], token: str, host: str, port: int) -> asyncio.Server:
-    """Listen for runs that show the token, and play one environment for each connection.
+async def serve_forever(
+    make: Callable[[], Environment],
+    auth_token: str,
+    host: str,
+    port: int,
+    announce: Callable[[int], None],
+) -> None:
+    """Run `serve` until cancelled; `announce` gets the port."""
+    async with await serve(make, auth_token, host, port) as server:
+        announce(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
 
-    Port 0 is any free one.
-    """
 
-    async def hear(reader: StreamReader, writer: StreamWriter) -> None:
-        """Take calls until the run hangs up, which also ends the one that is being answered."""
-        if not await _is_shown(token, reader):
+async def serve(make: Callable[[], Environment], auth_token: str, host: str, port: int) -> asyncio.Server:
+    """Listen for runs with the auth token, and run one environment per connection. Port 0: any free one."""
+
+    async def handle(reader: StreamReader, writer: StreamWriter) -> None:
+        """Queue calls until the run disconnects, which also cancels the current one."""
+        if not await _is_authenticated(auth_token, reader):
             with contextlib.suppress(OSError):
-                writer.write(_line({"fault": WRONG_TOKEN, "detail": ""}))
+                writer.write(_encode_line({"fault": WRONG_TOKEN, "detail": ""}))
                 await writer.drain()
             writer.close()
             return
         calls = asyncio.Queue[bytes](maxsize=1)
-        playing = asyncio.create_task(_play(make, calls, writer))
+        serving = asyncio.create_task(_serve_calls(make, calls, writer))
         try:
             while True:
                 calls.put_nowait(await reader.readuntil())
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.QueueFull):
-            pass  # gone, or no run: those wait for an answer before they ask again
+            pass  # disconnected, or not a run: runs wait for each reply
         finally:
-            playing.cancel()
+            serving.cancel()
             writer.close()
 
-    return await asyncio.start_server(hear, host, port, limit=MAX_LINE_BYTES)
+    return await asyncio.start_server(handle, host, port, limit=MAX_LINE_BYTES)
 
 
-async def _is_shown(token: str, reader: StreamReader) -> bool:
+async def _is_authenticated(auth_token: str, reader: StreamReader) -> bool:
     """Whether the first line is the token."""
     try:
-        async with asyncio.timeout(TOKEN_S):
-            shown = await reader.readuntil()
+        async with asyncio.timeout(TOKEN_TIMEOUT_S):
+            line = await reader.readuntil()
     except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         return False
-    return secrets.compare_digest(shown, f"{token}\n".encode())
+    return secrets.compare_digest(line, f"{auth_token}\n".encode())
 
 
-async def _play(make: Callable[[], Environment], calls: asyncio.Queue[bytes], writer: StreamWriter) -> None:
-    """Answer calls with one environment, until it cannot go on or is cancelled."""
+async def _serve_calls(
+    make: Callable[[], Environment], calls: asyncio.Queue[bytes], writer: StreamWriter
+) -> None:
+    """Execute calls with one environment until it is cancelled or the run disconnects."""
     environment: Environment | None = None
     try:
         while True:
             line = await calls.get()
             try:
                 environment = make() if environment is None else environment
-                answer = _line({"value": await _answer(environment, json.loads(line))})
+                reply = _encode_line({"value": await _execute(environment, json.loads(line))})
             except (Exception, SystemExit) as error:
-                answer = _line({"fault": reason_of(error), "detail": traceback.format_exc()})
-            writer.write(answer)
+                reply = _encode_line({"fault": failure_reason(error), "detail": traceback.format_exc()})
+            writer.write(reply)
             await writer.drain()
     except OSError:
-        pass  # the run is gone
+        pass  # disconnected
     finally:
         writer.close()
         if environment is not None:
-            let_go(environment)
+            close_environment(environment)
 
 
-async def serve_forever(
-    make: Callable[[], Environment], token: str, host: str, port: int, announce: Callable[[int], None]
-) -> None:
-    """The same until it is cancelled; `announce` gets the port."""
-    async with await serve(make, token, host, port) as server:
-        announce(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
-
-
-async def _answer(environment: Environment, call: object) -> Observation | Step:
-    """What a call returns. Raises Fault if there is no such call."""
+async def _execute(environment: Environment, call: object) -> Observation | Step:
+    """The result of a call. Raises Fault for an unknown call."""
     match call:
         case ["reset", dict(row), int(seed)]:
             return check_observation(await environment.reset(row, seed))
         case ["step", str(action)]:
             return check_step(await environment.step(action))
-    raise Fault(f"an environment host was asked {str(call)[:80]!r}")
+    raise Fault(f"unknown call of an environment host: {str(call)[:80]!r}")
 
 
-def _line(value: object) -> bytes:
+def _encode_line(value: object) -> bytes:
     return json.dumps(value).encode() + b"\n"

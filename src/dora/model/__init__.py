@@ -1,6 +1,5 @@
-"""One decoder for four families, used by the rollout engine and by the trainer alike.
+"""One decoder for four families of models, used by the rollout engine and by the trainer.
 
-`config` reads a Hugging Face `config.json`, `rope` stretches positions, `weights` lays all
-parameters out in one flat buffer, `decoder` is the forward pass, `routing` sends tokens to
-experts, `folder` loads and saves Hugging Face folders.
+`config` is the shape, `weights` the flat buffer of all parameters, `decoder` the forward pass, `moe` the
+mixture of experts, `pretrained` loads and saves Hugging Face folders.
 """

@@ -1,19 +1,19 @@
 """The shape of a decoder, as a Hugging Face `config.json` states it.
 
-Four families are computed: Llama, Qwen2 (and 2.5), Qwen3 and Qwen3-MoE. What this decoder
-would compute wrongly is refused by name.
+Four families are supported: Llama, Qwen2 (and 2.5), Qwen3 and Qwen3-MoE. Models that this decoder would
+compute wrongly are rejected.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dora.errors import ModelError
-from dora.model.rope import RopeScaling
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -21,18 +21,18 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-_REASONS = {  # by the beginning of a model_type
-    "mistral": "where its sliding_window is null it is a Llama: set model_type to 'llama'",
-    "mixtral": "its router and expert names differ; take a Qwen3-MoE",
-    "qwen2_moe": "it has experts that all tokens share; take a Qwen3-MoE",
-    "qwen3_next": "it has linear attention; take a Qwen3 or Qwen3-MoE",
+_REMEDIES = {  # by prefix of model_type
+    "mistral": "if its sliding_window is null it is a Llama: set model_type to 'llama'",
+    "mixtral": "its router and experts have other names; use a Qwen3-MoE",
+    "qwen2_moe": "it has shared experts; use a Qwen3-MoE",
+    "qwen3_next": "it has linear attention; use a Qwen3 or Qwen3-MoE",
     "deepseek": "it has latent attention; its distilled Llama and Qwen2 models are supported",
-    "gemma": "it has other norms and a sliding window; take a Qwen3 or Llama of its size",
-    "phi": "it has fused projections or rotates part of a head; take a Qwen3 or Llama of its size",
-    "glm": "it rotates part of a head; take a Qwen3 or Qwen3-MoE of its size",
-    "gpt2": "it has learned positions; take a Qwen3 or Llama of its size",
+    "gemma": "it has other norms and a sliding window; use a Qwen3 or Llama of its size",
+    "phi": "it has fused projections or rotates part of a head; use a Qwen3 or Llama of its size",
+    "glm": "it rotates part of a head; use a Qwen3 or Qwen3-MoE of its size",
+    "gpt2": "it has learned positions; use a Qwen3 or Llama of its size",
 }
-_MIXTURE_KEYS = (
+_MOE_KEYS = (
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
@@ -40,14 +40,18 @@ _MIXTURE_KEYS = (
     "decoder_sparse_step",
     "mlp_only_layers",
 )
+_SCALED = ("factor", "original_max_position_embeddings")
+_ROPE_KEYS = {
+    "linear": ("factor",),
+    "llama3": (*_SCALED, "low_freq_factor", "high_freq_factor"),
+    "yarn": (*_SCALED, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's shape; every field has the name it has in `config.json`.
-
-    `num_experts` is 0 where no layer is a mixture of experts.
-    """
+    """The shape of a decoder; fields are named as in `config.json`. Dense models have `num_experts` = 0."""
 
     vocab_size: int
     hidden_size: int
@@ -89,7 +93,7 @@ class ModelConfig:
 
     @property
     def has_qk_norm(self) -> bool:
-        """Whether queries and keys are normed, head by head."""
+        """Whether each head of queries and keys has an RMS norm."""
         return self.model_type.startswith("qwen3")
 
     @property
@@ -97,8 +101,8 @@ class ModelConfig:
         return self.attention_bias or self.model_type == "qwen2"
 
     @property
-    def mixture_layers(self) -> tuple[int, ...]:
-        """The layers whose MLP is a mixture of experts."""
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers whose MLP is a mixture of experts (MoE)."""
         if not self.num_experts:
             return ()
         step, dense = self.decoder_sparse_step, self.mlp_only_layers
@@ -106,22 +110,22 @@ class ModelConfig:
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers of a KV pool: the decoder's, and room for the experts each token was sent to (int16)."""
-        num_bytes = 2 * len(self.mixture_layers) * self.num_experts_per_tok
+        """Layers of a KV pool: those of the decoder, and extra ones for the experts of each token (int16)."""
+        num_bytes = 2 * len(self.moe_layers) * self.num_experts_per_tok
         return self.num_hidden_layers + -(-num_bytes // (8 * self.num_key_value_heads * self.head_dim))
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes one token keeps in the KV pool, in fp32: 2 * layers * kv heads * head_dim * 4."""
+        """Bytes of a token in the KV pool, in fp32: 2 * layers * kv heads * head_dim * 4."""
         return 2 * self.num_kv_layers * self.num_key_value_heads * self.head_dim * 4
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Read a parsed `config.json`, of transformers 5 or older.
+        """Read a parsed `config.json` of transformers 5 or older.
 
-        Raises ModelError for what this decoder does not compute, KeyError for what is missing.
+        Raises ModelError for unsupported values, KeyError for missing keys.
         """
-        _refuse(raw)
+        _check_supported(raw)
         kind, hidden, heads = raw["model_type"], int(raw["hidden_size"]), int(raw["num_attention_heads"])
         max_positions = int(raw["max_position_embeddings"])
         rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
@@ -142,17 +146,17 @@ class ModelConfig:
             rope_scaling=RopeScaling.from_dict(rope, max_positions),
             attention_bias=kind != "qwen2" and bool(raw.get("attention_bias")),
             mlp_bias=kind == "llama" and bool(raw.get("mlp_bias")),
-            **(_mixture(raw) if kind == "qwen3_moe" else {}),
+            **(_moe_fields(raw) if kind == "qwen3_moe" else {}),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """A `config.json` that transformers reads as the same model."""
-        shape = {k: v for k, v in asdict(self).items() if self.num_experts or k not in _MIXTURE_KEYS}
+        """The content of a `config.json` that transformers reads as the same model."""
+        shape = {k: v for k, v in asdict(self).items() if self.num_experts or k not in _MOE_KEYS}
         scaling = {} if self.rope_scaling is None else self.rope_scaling.to_dict()
         return {
             "architectures": [_ARCHITECTURES[self.model_type]],
             **shape,
-            "rope_scaling": scaling or None,  # for transformers 4, which reads no rope_parameters
+            "rope_scaling": scaling or None,  # transformers 4 does not read rope_parameters
             "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": self.rope_theta},
             "hidden_act": "silu",
             "use_sliding_window": False,
@@ -160,36 +164,103 @@ class ModelConfig:
         }
 
     def digest(self) -> str:
-        """Digest (32 hex digits) of the shape: equal for models that can use each other's KV."""
+        """Digest (32 hex digits) of the shape, which models must share to use each other's KV."""
         content = json.dumps(self.to_dict(), sort_keys=True).encode()
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _refuse(raw: Mapping[str, Any]) -> None:
-    """Raises ModelError naming what this decoder would compute wrongly."""
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE is scaled to longer contexts; fields are named as in `config.json`."""
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None  # this and the following: yarn
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @classmethod
+    def from_dict(cls, rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
+        """Read `rope_parameters` or `rope_scaling`; None for unscaled RoPE.
+
+        Raises ModelError for unsupported kinds, KeyError for missing keys.
+        """
+        kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor")
+        if factor not in (None, 1.0):
+            raise ModelError(
+                f"config.json: partial_rotary_factor = {factor} is not supported: RoPE must rotate "
+                "whole heads; use a model with partial_rotary_factor = 1"
+            )
+        if kind == "default":
+            return None
+        if kind not in _ROPE_KEYS:
+            is_length_dependent = kind in _LENGTH_DEPENDENT_ROPE
+            reason = "keys would depend on the sequence length" if is_length_dependent else "unknown"
+            raise ModelError(
+                f"config.json: rope_type = {kind!r} is not supported ({reason}); set 'yarn', or 'default' if "
+                f"the original context is enough; supported: default, {', '.join(_ROPE_KEYS)}"
+            )
+        values = {key: rope[key] for key in _ROPE_KEYS[kind] if rope.get(key) is not None}
+        original = int(values.get("original_max_position_embeddings", max_positions))
+        if kind == "yarn":
+            values.setdefault("factor", max_positions / original)
+        values |= {"factor": float(values["factor"]), "original_max_position_embeddings": original}
+        return cls(kind, **values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys that `from_dict` reads for this kind of scaling."""
+        values = {key: getattr(self, key) for key in _ROPE_KEYS[self.rope_type]}
+        return {"rope_type": self.rope_type} | {k: v for k, v in values.items() if v is not None}
+
+    @property
+    def cos_sin_factor(self) -> float:
+        """The factor of cos and sin: YaRN's (arXiv 2309.00071, section 3.4), else 1."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    def _mscale(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+def _check_supported(raw: Mapping[str, Any]) -> None:
+    """Raise ModelError for a model that this decoder would compute wrongly."""
     kind = raw.get("model_type")
     if kind not in _ARCHITECTURES:
-        reasons = [text for start, text in _REASONS.items() if str(kind).startswith(start)]
-        remedy = reasons[0] if reasons else "take a checkpoint of one of these"
+        remedies = [text for prefix, text in _REMEDIES.items() if str(kind).startswith(prefix)]
+        remedy = remedies[0] if remedies else "use a checkpoint of one of these"
         raise ModelError(
             f"config.json: model_type = {kind!r} is not supported; supported: {', '.join(_ARCHITECTURES)}; "
             f"{remedy}"
         )
     rules = {
         "hidden_act": (raw.get("hidden_act", "silu") == "silu", "the activation must be 'silu'"),
-        "use_sliding_window": (not raw.get("use_sliding_window"), "every layer attends to the whole context"),
+        "use_sliding_window": (
+            not raw.get("use_sliding_window"),
+            "every layer must attend to the whole context",
+        ),
         "layer_types": (
             set(raw.get("layer_types") or ()) <= {"full_attention"},
-            "every layer attends to the whole context",
+            "every layer must attend to the whole context",
         ),
         "quantization_config": (not raw.get("quantization_config"), "use the bf16, fp16 or fp32 checkpoint"),
     }
-    for key, (holds, rule) in rules.items():
-        if not holds:
-            raise ModelError(f"config.json: {key} = {raw[key]!r} is not supported by this decoder: {rule}")
+    for key, (is_supported, rule) in rules.items():
+        if not is_supported:
+            raise ModelError(f"config.json: {key} = {raw[key]!r} is not supported: {rule}")
 
 
-def _mixture(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _moe_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_experts": int(raw.get("num_local_experts") or raw["num_experts"]),
         "num_experts_per_tok": int(raw["num_experts_per_tok"]),

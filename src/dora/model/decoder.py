@@ -1,11 +1,12 @@
-"""The forward pass of a decoder of any family, over packed tokens.
+"""The forward pass of the decoder over packed tokens, for all families.
 
-It keeps no state: weights come as named views, and attention is a callback, so that the
-trainer can attend inside packed sequences and the engine can attend to its KV cache.
+It keeps no state: weights are named views, and attention is a callback. The trainer attends within packed
+sequences, the engine to its KV cache.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
@@ -14,34 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dora.model.config import ModelConfig
-from dora.model.rope import frequencies
-from dora.model.routing import Recorder, Route, mix, shares
+from dora.model.config import ModelConfig, RopeScaling
+from dora.model.moe import RecordingRouter, Router, expert_weights, mix_experts
 
 Weights = Mapping[str, Tensor]
-Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+LayerRunner = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
-class Attend(Protocol):
+class AttentionFn(Protocol):
     """Attention of one layer: q [N, heads, D], k and v [N, kv heads, D] -> [N, heads, D]."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-
-def rope_tables(config: ModelConfig, num_positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [num_positions, head_dim], fp32."""
-    scaling = config.rope_scaling
-    turned = frequencies(config.head_dim, config.rope_theta, scaling)
-    angles = torch.outer(torch.arange(num_positions).float(), turned)
-    angles = torch.cat((angles, angles), dim=-1)
-    factor = 1.0 if scaling is None else scaling.cos_sin_factor
-    return angles.cos() * factor, angles.sin() * factor
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE: x [N, heads, D], cos and sin [N, D] fp32; what is rounded is the result."""
-    left, right = x.chunk(2, dim=-1)
-    return (x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]).to(x.dtype)
 
 
 def forward(
@@ -50,37 +34,91 @@ def forward(
     tokens: Tensor,
     cos: Tensor,
     sin: Tensor,
-    attend: Attend,
-    route: Route | None = None,
-    run: Run = lambda layer, x: layer(x),
+    attend: AttentionFn,
+    router: Router | None = None,
+    run_layer: LayerRunner = lambda layer, x: layer(x),
 ) -> Tensor:
-    """Final hidden states [N, hidden] of packed tokens [N] with their rope rows [N, D].
+    """Final hidden states [N, hidden] of packed tokens [N] with the RoPE rows [N, D] of their positions.
 
-    `route` chooses the experts of a mixture's tokens; without it these are the likeliest. `run` computes
-    each layer of its input [N, hidden]: it may do so twice, to keep less in between.
+    `router` chooses the experts of MoE layers, by default the top k. `run_layer` calls each layer on its
+    input [N, hidden]; with activation checkpointing it does so twice.
     """
-    route, eps = route or Recorder(config), config.rms_norm_eps
+    router, eps = router or RecordingRouter(config), config.rms_norm_eps
 
     def layer(i: int, x: Tensor) -> Tensor:
         name = f"model.layers.{i}."
         h = _norm(weights, name + "input_layernorm", x, eps)
-        q, k, v = _queries_keys_values(weights, config, name + "self_attn.", h)
-        mixed = attend(i, rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2)
-        x = x + _linear(weights, name + "self_attn.o_proj", mixed)
+        q, k, v = _qkv(weights, config, name + "self_attn.", h)
+        attended = attend(i, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2)
+        x = x + _linear(weights, name + "self_attn.o_proj", attended)
         h = _norm(weights, name + "post_attention_layernorm", x, eps)
-        if i in config.mixture_layers:
-            return x + _mixture(weights, config, i, h, route)
+        if i in config.moe_layers:
+            return x + _moe(weights, config, i, h, router)
         return x + _mlp(weights, name + "mlp.", h)
 
     x = F.embedding(tokens, weights["model.embed_tokens.weight"]).to(weights["model.norm.weight"].dtype)
     for i in range(config.num_hidden_layers):
-        x = run(partial(layer, i), x)
+        x = run_layer(partial(layer, i), x)
     return _norm(weights, "model.norm", x, eps)
 
 
-def head(weights: Weights) -> Tensor:
-    """[vocab, hidden]: what makes logits of hidden states; the embedding, where the two are tied."""
+def lm_head(weights: Weights) -> Tensor:
+    """The output projection [vocab, hidden]: the embedding, if the two are tied."""
     return weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+
+
+def rope_tables(config: ModelConfig, num_positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [num_positions, head_dim], fp32."""
+    scaling = config.rope_scaling
+    frequencies = rope_frequencies(config.head_dim, config.rope_theta, scaling)
+    angles = torch.outer(torch.arange(num_positions).float(), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    factor = 1.0 if scaling is None else scaling.cos_sin_factor
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [N, heads, D] by cos and sin [N, D] fp32; only the result is rounded to x's dtype."""
+    left, right = x.chunk(2, dim=-1)
+    return (x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]).to(x.dtype)
+
+
+def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Radians per position of each pair of dimensions [dim / 2] (RoPE: arXiv 2104.09864).
+
+    Scaling interpolates between the original frequency and that divided by `factor`.
+    """
+    original = 1.0 / _periods(dim, theta)
+    if scaling is None:
+        return original
+    ratio = _original_ratio(scaling, dim, theta)
+    return ratio * original + (1 - ratio) * original / scaling.factor
+
+
+def _periods(dim: int, theta: float) -> Tensor:
+    """Positions per radian of each pair of dimensions [dim / 2], unscaled."""
+    return theta ** (torch.arange(0, dim, 2).float() / dim)
+
+
+def _original_ratio(scaling: RopeScaling, dim: int, theta: float) -> Tensor:
+    """The weight of the original frequency of each pair of dimensions [dim / 2], 0 to 1."""
+    if scaling.rope_type == "linear":
+        return torch.zeros(dim // 2)
+    positions = scaling.original_max_position_embeddings
+    if scaling.rope_type == "llama3":
+        rotations = positions / (2 * math.pi * _periods(dim, theta))
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return ((rotations - low) / (high - low)).clamp(0, 1)
+
+    def pair(rotations: float) -> float:
+        """The pair, as a fraction, that rotates so often in the original context (YaRN, arXiv 2309.00071)."""
+        return dim * math.log(positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    return 1 - ((torch.arange(dim // 2) - first) / max(last - first, 0.001)).clamp(0, 1)
 
 
 def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:
@@ -91,8 +129,8 @@ def _norm(weights: Weights, name: str, x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weights[name + ".weight"], eps)
 
 
-def _queries_keys_values(weights: Weights, config: ModelConfig, attn: str, h: Tensor) -> list[Tensor]:
-    """Each [N, heads, D], not rotated."""
+def _qkv(weights: Weights, config: ModelConfig, attn: str, h: Tensor) -> list[Tensor]:
+    """q, k and v, each [N, heads, D], before RoPE."""
     q, k, v = (_linear(weights, f"{attn}{x}_proj", h).unflatten(-1, (-1, config.head_dim)) for x in "qkv")
     if config.has_qk_norm:
         q = _norm(weights, attn + "q_norm", q, config.rms_norm_eps)
@@ -105,9 +143,9 @@ def _mlp(weights: Weights, mlp: str, h: Tensor) -> Tensor:
     return _linear(weights, mlp + "down_proj", gate * _linear(weights, mlp + "up_proj", h))
 
 
-def _mixture(weights: Weights, config: ModelConfig, layer: int, h: Tensor, route: Route) -> Tensor:
+def _moe(weights: Weights, config: ModelConfig, layer: int, h: Tensor, router: Router) -> Tensor:
     mlp = f"model.layers.{layer}.mlp."
     probs = _linear(weights, mlp + "gate", h).float().softmax(-1)
-    ids = route(layer, probs)
-    weights_of = shares(config, probs, ids).to(h.dtype)
-    return mix(h, ids, weights_of, lambda i, part: _mlp(weights, f"{mlp}experts.{i}.", part))
+    ids = router(layer, probs)
+    weights_of_ids = expert_weights(config, probs, ids).to(h.dtype)
+    return mix_experts(h, ids, weights_of_ids, lambda i, part: _mlp(weights, f"{mlp}experts.{i}.", part))

@@ -1,8 +1,7 @@
 """All parameters of a decoder in one flat buffer.
 
-A version of the policy is one contiguous tensor: publishing is one copy, loading is one
-copy, and its digest is the digest of those bytes. `Layout` says where each Hugging Face
-parameter name lies in it; the views share the buffer's memory.
+A version of the policy is one contiguous tensor: publishing and loading are one copy, and its digest is that
+of the bytes.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from torch import Tensor
 from dora.errors import ModelError
 from dora.model.config import ModelConfig
 
-_PIECE_BYTES = 2**26
+_CHUNK_BYTES = 2**26
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def parameter_shapes(config: ModelConfig) -> Shapes:
-    """Hugging Face name -> shape, in the order in which the flat buffer holds them.
+    """Hugging Face name -> shape, in the order of the flat buffer.
 
-    Matrices with the same input are neighbours, and so are their biases.
+    Matrices with the same input are adjacent, and so are their biases.
     """
     hidden, head = config.hidden_size, (config.vocab_size, config.hidden_size)
     shapes: Shapes = {"model.embed_tokens.weight": head}
@@ -35,8 +34,8 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
         shapes[layer + "input_layernorm.weight"] = (hidden,)
         shapes |= _attention(config, layer + "self_attn.")
         shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
-        if i in config.mixture_layers:
-            shapes |= _mixture(config, layer + "mlp.")
+        if i in config.moe_layers:
+            shapes |= _moe(config, layer + "mlp.")
         else:
             bias, inner = config.mlp_bias, config.intermediate_size
             shapes |= _linears(layer + "mlp.", {"gate_proj": inner, "up_proj": inner}, hidden, bias)
@@ -61,8 +60,8 @@ def _attention(config: ModelConfig, attn: str) -> Shapes:
     return shapes | _linears(attn, {"o_proj": hidden}, queries, config.attention_bias)
 
 
-def _mixture(config: ModelConfig, mlp: str) -> Shapes:
-    """The router; gate and up of all experts, [experts * 2 * inner, hidden]; down of all of them."""
+def _moe(config: ModelConfig, mlp: str) -> Shapes:
+    """The router; gate and up of all experts [experts * 2 * inner, hidden]; then down of all experts."""
     hidden, inner = config.hidden_size, config.moe_intermediate_size
     experts = [f"{mlp}experts.{i}." for i in range(config.num_experts)]
     shapes = _linears(mlp, {"gate": config.num_experts}, hidden, bias=False)
@@ -70,11 +69,11 @@ def _mixture(config: ModelConfig, mlp: str) -> Shapes:
     return shapes | {f"{expert}down_proj.weight": (hidden, inner) for expert in experts}
 
 
-class Layout:
-    """Where every parameter lies in the flat buffer of `numel` elements.
+class WeightLayout:
+    """Shapes and offsets of all parameters in the flat buffer of `numel` elements.
 
-    q, k and v of a layer are neighbours, and so are gate and up, of all experts where there are any, so
-    that `span` can hand out their fused matrix as one view.
+    q, k and v of a layer are adjacent, and so are gate and up (of all experts in a MoE layer), so `span`
+    returns their fused matrix as a view.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -90,31 +89,31 @@ class Layout:
         return {name: self.span(flat, name) for name in self.shapes}
 
     def span(self, flat: Tensor, first: str, last: str | None = None) -> Tensor:
-        """One view over the neighbours first..last, stacked along their first dimension."""
+        """A view of the adjacent parameters first..last, stacked along their first dimension."""
         last = last or first
         start = self.offsets[first]
         stop = self.offsets[last] + math.prod(self.shapes[last])
         return flat[start:stop].view(-1, *self.shapes[first][1:])
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ModelError naming what is missing, extra or of another shape."""
+        """Raise ModelError for missing, extra or misshapen tensors of a checkpoint."""
         missing = sorted(self.shapes.keys() - shapes.keys())
         extra = sorted(shapes.keys() - self.shapes.keys())
         if missing or extra:
             raise ModelError(
-                f"checkpoint does not fit config.json: missing {missing[:3] or 'none'} ({len(missing)}), "
+                f"the checkpoint does not fit config.json: missing {missing[:3] or 'none'} ({len(missing)}), "
                 f"extra {extra[:3] or 'none'} ({len(extra)}); check tie_word_embeddings and model_type"
             )
         for name, shape in self.shapes.items():
             if shapes[name] != shape:
                 raise ModelError(
-                    f"checkpoint tensor {name} has shape {shapes[name]}, config.json asks for {shape}"
+                    f"checkpoint tensor {name} has shape {shapes[name]}, config.json requires {shape}"
                 )
 
 
 def initial_weights(config: ModelConfig, seed: int, std: float = 0.02) -> Tensor:
-    """A flat buffer drawn as Hugging Face draws it: normal(0, std), norms at one, biases at zero."""
-    layout = Layout(config)
+    """Random weights [numel] as Hugging Face initialises them: normal(0, std), norms 1, biases 0."""
+    layout = WeightLayout(config)
     generator = torch.Generator().manual_seed(seed)
     flat = torch.empty(layout.numel)
     for name, view in layout.views(flat).items():
@@ -126,14 +125,14 @@ def initial_weights(config: ModelConfig, seed: int, std: float = 0.02) -> Tensor
 
 
 def weight_digest(flat: Tensor) -> str:
-    """Digest (32 hex digits) of the bytes of a flat weight buffer ([numel], contiguous, on any device).
+    """Digest (32 hex digits) of the bytes of a flat buffer [numel], contiguous, on any device.
 
-    That of a large one is the digest of its pieces' digests, which are computed side by side.
+    For a large buffer, the digest of the digests of its chunks, which are computed in parallel.
     """
-    if flat.nbytes <= _PIECE_BYTES:
+    if flat.nbytes <= _CHUNK_BYTES:
         return _digest(flat).hex()
     with ThreadPoolExecutor() as threads:
-        digests = b"".join(threads.map(_digest, flat.split(_PIECE_BYTES // flat.element_size())))
+        digests = b"".join(threads.map(_digest, flat.split(_CHUNK_BYTES // flat.element_size())))
     return hashlib.blake2b(digests, digest_size=16).hexdigest()
 
 

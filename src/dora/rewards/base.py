@@ -1,9 +1,9 @@
-"""Load a reward function and call it for the answers of a group.
+"""Load a reward function, check its signature, and score the completions of a prompt.
 
-A reward is `def reward(prompt, completion, **row) -> float`, or TRL's kind, which judges all
-answers at once: `def reward(completions, **columns) -> list[float]`. Either may be async, or an object
-that a class makes of options. Whatever it does wrong becomes an `Outcome` with a named reason, never an
-exception: one bad answer must not end a run. A call that hangs is ended from outside, with its process.
+A reward function is `def reward(prompt, completion, **row) -> float`, or TRL's kind, which scores all
+completions at once: `def reward(completions, **columns) -> list[float]`. Either may be async, or an object
+made by a class with options. Every failure of a reward function becomes a `RewardResult` with a reason, never
+an exception: one bad completion must not end a run. A call that hangs is ended by killing its process.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from typing import Any
 
 from dora.errors import RewardError
 from dora.loading import load_attribute
-from dora.rewards.signature import called, check_signature, takes_batches
 
 RewardFunction = Callable[..., Any]
 Prompt = str | Sequence[Mapping[str, str]]  # text, or the messages of a conversation
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One sibling's answer to its prompt; `row` are the other columns of the prompt's dataset row."""
+class RewardInput:
+    """A completion with its prompt; `row` has the other columns of the prompt's dataset row."""
 
     prompt: Prompt
-    text: str
+    completion: str
     token_ids: Sequence[int]
     row: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of one sibling: a reward, or a short `reason` why there is none and its `detail`."""
+class RewardResult:
+    """The reward of one completion, or None with a short `reason` and its `detail`."""
 
     reward: float | None
     reason: str = ""
@@ -50,15 +49,14 @@ def load_reward(
     options: Mapping[str, Any] | None = None,
     columns: Sequence[str] | None = None,
 ) -> RewardFunction:
-    """The function named "file.py:function" or "package.module:function", or what a class so named makes.
+    """Load "file.py:function" or "package.module:function", or make an instance of a class so named.
 
-    A class is called once, with `options`; its instance is the reward. `key` is the setting that names it.
-    `columns` are those of the dataset, if they are known. Raises RewardError, also for a function that cannot
-    be called with them.
+    `key` is the setting that has the name, `options` the arguments of a class, `columns` those of the dataset
+    if they are known. Raises RewardError, also for a function that cannot be called with these columns.
     """
-    reward = _load(name, key, options)
-    check_signature(reward, f"{key} = {name!r}", columns)
-    return reward
+    function = _load(name, key, options)
+    check_signature(function, f"{key} = {name!r}", columns)
+    return function
 
 
 def _load(name: str, key: str, options: Mapping[str, Any] | None) -> RewardFunction:
@@ -74,99 +72,185 @@ def _load(name: str, key: str, options: Mapping[str, Any] | None) -> RewardFunct
         raise
     except Exception as error:
         raise RewardError(
-            f"{key} = {name!r}: making one with the options {dict(options or {})} raised "
-            f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            f"{key} = {name!r}: the class raised {type(error).__name__} for the options "
+            f"{dict(options or {})}: {error}\n{traceback.format_exc()}"
         ) from error
     if not callable(made):
-        raise RewardError(f"{key} = {name!r}: nobody can call what it makes; give the class a __call__")
-    judge: RewardFunction = made
-    return judge
+        raise RewardError(f"{key} = {name!r}: its instances are not callable; give the class a __call__")
+    reward: RewardFunction = made
+    return reward
 
 
-def judge(function: RewardFunction, answers: Sequence[Answer]) -> Iterator[Outcome]:
-    """Outcomes of answers in their order, the last one perhaps a failure."""
+def score(function: RewardFunction, inputs: Sequence[RewardInput]) -> Iterator[RewardResult]:
+    """Score completions in order. A function that scores all at once may yield a single failure."""
     if takes_batches(function):
-        yield from score_batch(function, answers)
+        yield from score_batch(function, inputs)
         return
-    for answer in answers:
-        yield score(function, answer.prompt, answer.text, answer.row)
+    for item in inputs:
+        yield score_one(function, item.prompt, item.completion, item.row)
 
 
-def score(function: RewardFunction, prompt: Prompt, completion: str, row: Mapping[str, Any]) -> Outcome:
-    """Judge one answer."""
+def score_one(
+    function: RewardFunction, prompt: Prompt, completion: str, row: Mapping[str, Any]
+) -> RewardResult:
+    """Score one completion with `function(prompt, completion, **row)`."""
     value = _call(function, prompt, completion, **row)
-    return value if isinstance(value, Outcome) else _check(value, called(function))
+    return value if isinstance(value, RewardResult) else _check(value, reward_name(function))
 
 
-def score_batch(function: RewardFunction, answers: Sequence[Answer]) -> list[Outcome]:
-    """Judge answers in one call with TRL's arguments: every column is a list with a value per answer.
+def score_batch(function: RewardFunction, inputs: Sequence[RewardInput]) -> list[RewardResult]:
+    """Score completions in one call with TRL's arguments: every column is a list with one value each.
 
-    Where the prompt is a conversation, so is the completion: one message of the assistant. A column that
-    only some rows have is None for the others.
+    Where the prompt is a conversation, the completion is one message of the assistant. A column that only
+    some rows have is None for the others.
     """
-    columns = dict.fromkeys(column for answer in answers for column in answer.row)
+    columns = dict.fromkeys(column for item in inputs for column in item.row)
     values = _call(
         function,
-        prompts=[answer.prompt for answer in answers],
-        completions=[_completion(answer) for answer in answers],
-        completion_ids=[list(answer.token_ids) for answer in answers],
-        **{column: [answer.row.get(column) for answer in answers] for column in columns},
+        prompts=[item.prompt for item in inputs],
+        completions=[_completion(item) for item in inputs],
+        completion_ids=[list(item.token_ids) for item in inputs],
+        **{column: [item.row.get(column) for item in inputs] for column in columns},
     )
-    if isinstance(values, Outcome):
+    if isinstance(values, RewardResult):
         return [values]
     values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
+    name = reward_name(function)
     if not isinstance(values, list | tuple):
-        return [
-            _failure(values, called(function), f"a list of {len(answers)} finite floats, one per completion")
-        ]
-    outcomes = [_check(value, called(function)) for value in values]
-    if len(outcomes) == len(answers):
-        return outcomes
-    reason = f"reward returned {len(outcomes)} values for {len(answers)} completions"
-    return [Outcome(None, reason, f"{reason}; it must return one for each")]
+        return [_wrong_type(values, name, f"a list of {len(inputs)} finite floats, one per completion")]
+    results = [_check(value, name) for value in values]
+    if len(results) == len(inputs):
+        return results
+    reason = f"reward returned {len(results)} values for {len(inputs)} completions"
+    return [RewardResult(None, reason, f"{reason}; it must return one for each")]
 
 
-def _completion(answer: Answer) -> str | list[dict[str, str]]:
-    is_text = isinstance(answer.prompt, str)
-    return answer.text if is_text else [{"role": "assistant", "content": answer.text}]
+def _completion(item: RewardInput) -> str | list[dict[str, str]]:
+    is_text = isinstance(item.prompt, str)
+    return item.completion if is_text else [{"role": "assistant", "content": item.completion}]
 
 
 def _call(function: RewardFunction, /, *args: Any, **kwargs: Any) -> Any:
-    """What it returns, awaited if need be; an Outcome if it raises. Any column may be among `kwargs`."""
+    """The value, awaited if necessary; a RewardResult if the function raises. `kwargs` may have any name."""
     try:
         value = function(*args, **kwargs)
-        return asyncio.run(_wait_for(value)) if inspect.isawaitable(value) else value
+        return asyncio.run(_await(value)) if inspect.isawaitable(value) else value
     except (Exception, SystemExit) as error:
-        return Outcome(None, f"reward raised {type(error).__name__}", traceback.format_exc())
+        return RewardResult(None, f"reward raised {type(error).__name__}", traceback.format_exc())
 
 
-async def _wait_for(value: Awaitable[Any]) -> Any:
+async def _await(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _check(value: object, who: str) -> Outcome:
-    """Accepts every finite real number, bool, numpy's and tensors of one number included."""
+def _check(value: object, name: str) -> RewardResult:
+    """Accepts every finite real number, including bool, numpy scalars and tensors with one element."""
     real = value.item() if hasattr(value, "item") and getattr(value, "size", 1) != 0 else value
     if not isinstance(real, numbers.Real):
-        return _failure(value, who, "a finite float")
+        return _wrong_type(value, name, "a finite float")
     try:
         number = float(real)
-    except OverflowError:  # of an int
+    except OverflowError:  # of a large int
         number = math.inf
     if not math.isfinite(number):
-        return Outcome(
-            None,
-            f"reward returned {number}",
-            f"the reward function {who} returned {number}; it must return a finite float",
-        )
-    return Outcome(number)
+        detail = f"the reward function {name} returned {number}; it must return a finite float"
+        return RewardResult(None, f"reward returned {number}", detail)
+    return RewardResult(number)
 
 
-def _failure(value: object, who: str, wanted: str) -> Outcome:
+def _wrong_type(value: object, name: str, expected: str) -> RewardResult:
     kind = type(value).__name__
-    missing = "; is a `return` missing?" if value is None else ""
-    return Outcome(
-        None,
-        f"reward returned {kind}",
-        f"the reward function {who} returned {value!r} ({kind}); it must return {wanted}{missing}",
-    )
+    hint = "; is a `return` missing?" if value is None else ""
+    detail = f"the reward function {name} returned {value!r} ({kind}); it must return {expected}{hint}"
+    return RewardResult(None, f"reward returned {kind}", detail)
+
+
+ONE_ARGUMENTS = ("prompt", "completion")
+BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")
+EXAMPLES = """\
+    def reward(prompt, completion, **row):  # one completion; `row` has the other columns
+        return float(row["answer"] in completion)
+or, for all completions of a prompt at once, as TRL calls its reward_funcs:
+    def reward(prompts, completions, **columns):
+        return [float(right in text) for right, text in zip(columns["answer"], completions)]"""
+NOT_A_NUMBER = {"none", "nonetype", "str", "bytes", "dict", "list", "tuple"}
+NOT_A_LIST = {"none", "nonetype", "str", "bytes", "dict", "float", "int", "bool"}
+
+
+def reward_name(function: Callable[..., Any]) -> str:
+    """The name of a reward in messages: a function's name, or the class of an object."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def takes_batches(function: Callable[..., Any]) -> bool:
+    """Whether it scores many completions in one call, as TRL's functions do.
+
+    Such a function has a parameter `completions` or `prompts`, or only `**kwargs`.
+    """
+    signature = _signature(function)
+    return signature is not None and _is_batch_signature(signature)
+
+
+def check_signature(function: Callable[..., Any], source: str, columns: Sequence[str] | None) -> None:
+    """Raises RewardError if a call must fail, or if the return annotation is no reward.
+
+    `source` begins the message. `columns` are passed by name; None: not known yet. A builtin without a
+    signature passes.
+    """
+    signature = _signature(function)
+    if signature is None:
+        return
+    declared = f"{reward_name(function)}{_without_types(signature)}"
+    is_batch = _is_batch_signature(signature)
+    arguments: tuple[str, ...] = BATCH_ARGUMENTS if is_batch else ONE_ARGUMENTS
+    passed = _required_columns(signature, arguments) if columns is None else columns
+    try:
+        if is_batch:
+            signature.bind(**dict.fromkeys((*arguments, *passed)))
+        else:
+            signature.bind(*arguments, **dict.fromkeys(passed))
+    except TypeError as error:
+        call = ", ".join(arguments) + (f" and the first row's {', '.join(columns)}" if columns else "")
+        raise RewardError(
+            f"{source}: {declared} cannot be called with {call}: {error}; write it as\n{EXAMPLES}"
+        ) from error
+    returned = _outer_type(signature.return_annotation)
+    if returned.lower() in (NOT_A_LIST if is_batch else NOT_A_NUMBER):
+        expected = "a list with a finite number for each completion" if is_batch else "a finite number"
+        raise RewardError(
+            f"{source}: {declared} is annotated to return {returned}, and must return {expected}; "
+            f"write it as\n{EXAMPLES}"
+        )
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without signature
+        return None
+
+
+def _is_batch_signature(signature: inspect.Signature) -> bool:
+    has_only_kwargs = [p.kind for p in signature.parameters.values()] == [inspect.Parameter.VAR_KEYWORD]
+    return has_only_kwargs or not {"completions", "prompts"}.isdisjoint(signature.parameters)
+
+
+def _required_columns(signature: inspect.Signature, arguments: Sequence[str]) -> list[str]:
+    """Required parameters that only a column can fill."""
+    parameters = [p for p in signature.parameters.values() if p.default is p.empty]
+    keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    either = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if arguments is ONE_ARGUMENTS:
+        either = either[len(ONE_ARGUMENTS) :]  # the first two are passed by position, whatever their names
+    return [name for name in (*either, *keyword_only) if name not in arguments]
+
+
+def _without_types(signature: inspect.Signature) -> inspect.Signature:
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+
+
+def _outer_type(annotation: object) -> str:
+    """The outermost type of an annotation: "list" of `list[float]`."""
+    text = annotation if isinstance(annotation, str) else str(getattr(annotation, "__name__", annotation))
+    return text.split("[")[0].split(".")[-1].strip()

@@ -1,8 +1,8 @@
-"""Judge a program by running it: standard input and output, or assertions, as a column of the data has them.
+"""Reward for programs: run them against the tests in a column of the data.
 
-Programs run in cells (`rewards/sandbox`), which have no network, no files and no other process. What is right
-stays in this process: it compares what a cell printed. Of an assertion, the calls go to a cell with the
-program, and the rest, with what they returned, to a cell without it.
+Programs run in a sandbox (`rewards/sandbox`) without network, files or other processes. Expected values stay
+in this process, which compares the printed output. An assertion is split: its calls are evaluated in the
+sandbox of the program, the rest in a second sandbox that never sees the program.
 """
 
 from __future__ import annotations
@@ -18,35 +18,34 @@ from pathlib import Path
 from typing import Any
 
 from dora.errors import RewardError
-from dora.rewards.sandbox.cell import Cells, Limits
+from dora.rewards.sandbox.runner import Sandbox, SandboxLimits
 
 _FENCED = re.compile(r"^[ \t]*```[^`\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
-_CALLER, _CHECKER = (
-    (Path(__file__).with_name("sandbox") / name).read_text(encoding="utf-8")
-    for name in ("caller.py", "checker.py")
-)
-_PYTHONS_OWN = (None, "math", *dir(builtins))  # what begins with one of these is not the program's to compute
+_ASSERTIONS = (Path(__file__).with_name("sandbox") / "assertions.py").read_text(encoding="utf-8")
+_EVALUATE_CALLS = f"{_ASSERTIONS}\nevaluate_calls()\n"
+_CHECK_EXPRESSIONS = f"{_ASSERTIONS}\ncheck_expressions()\n"
+_NOT_PROGRAM = (None, "math", *dir(builtins))  # roots of expressions that do not call the program
 _MIN_MEMORY_MB = 64
 
 
 @dataclass(frozen=True)
-class Pair:
-    """What a program reads, and what it then has to print."""
+class InputOutputTest:
+    """A program that reads `stdin` must print `expected`."""
 
-    given: str
-    wanted: str
+    stdin: str
+    expected: str
 
 
 @dataclass(frozen=True)
-class Assertion:
-    """An assertion in two: what the program computes, and what has to be true of `value_0`, `value_1`, ..."""
+class AssertionTest:
+    """A split assertion: calls of the program, and an expression over their values value_0, value_1, ..."""
 
     calls: tuple[str, ...]
     expression: str
 
 
 class PassedTests:
-    """The share of its tests that the program in an answer passes."""
+    """The fraction of its tests that the program in a completion passes."""
 
     def __init__(
         self,
@@ -57,146 +56,147 @@ class PassedTests:
         memory_mb: int = 512,
         confined: bool = True,
     ) -> None:
-        """Tests are in `column` of the data; one takes `test_s` at most, all of an answer's `answer_s`.
+        """`column` has the tests; `test_s` limits one test, `answer_s` all tests of a completion.
 
-        Without `confined`, programs may do what this user may. Raises RewardError where they must be
-        confined and cannot be, or for limits that leave nothing.
+        `confined = False` gives programs all rights of this user. Raises RewardError where programs must be
+        confined and cannot be, or for limits that no program can keep.
         """
         if not 0 < test_s <= answer_s:
             raise RewardError(f"test_s = {test_s:g}, answer_s = {answer_s:g}: need 0 < test_s <= answer_s")
         if memory_mb < _MIN_MEMORY_MB:
-            raise RewardError(
-                f"memory_mb = {memory_mb}: Python alone takes some; need {_MIN_MEMORY_MB} or more"
-            )
-        self._column, self._is_strict = column, all_or_nothing
-        self._test_s, self._answer_s, self._memory_bytes = test_s, answer_s, memory_mb << 20
-        self._cells = Cells(confined)
+            raise RewardError(f"memory_mb = {memory_mb}: Python itself needs {_MIN_MEMORY_MB} or more")
+        self._column, self._all_or_nothing = column, all_or_nothing
+        self._test_s, self._completion_s, self._memory_bytes = test_s, answer_s, memory_mb << 20
+        self._sandbox = Sandbox(confined)
 
     def __call__(self, prompt: Any, completion: str, **row: Any) -> float:
-        """0 to 1; with `all_or_nothing` 0 or 1. Raises ValueError for a row whose tests cannot be read."""
+        """0 to 1; with `all_or_nothing` 0 or 1. Raises ValueError for a row with unreadable tests."""
         tests = read_tests(row.get(self._column), self._column)
-        program, until_s = program_of(completion), time.monotonic() + self._answer_s
+        program, deadline_s = extract_program(completion), time.monotonic() + self._completion_s
         num_passed = 0
-        for num_done, passed in enumerate(self._verdicts(program, tests, until_s), start=1):
+        for num_run, passed in enumerate(self._run(program, tests, deadline_s), start=1):
             num_passed += passed
-            if self._is_strict and num_passed < num_done:
+            if self._all_or_nothing and num_passed < num_run:
                 return 0.0
         return num_passed / len(tests)
 
-    def _verdicts(self, program: str, tests: Sequence[Pair | Assertion], until_s: float) -> Iterator[bool]:
-        """One for each test, pairs first; those for which no time is left have failed."""
+    def _run(
+        self, program: str, tests: Sequence[InputOutputTest | AssertionTest], deadline_s: float
+    ) -> Iterator[bool]:
+        """Whether each test passes, input-output tests first; a test without time left fails."""
         for test in tests:
-            if isinstance(test, Pair):
-                limits = self._limits(1, until_s)
-                yield limits is not None and self._prints(program, test, limits)
-        assertions = [test for test in tests if isinstance(test, Assertion)]
+            if isinstance(test, InputOutputTest):
+                limits = self._limits(1, deadline_s)
+                yield limits is not None and self._prints_expected(program, test, limits)
+        assertions = [test for test in tests if isinstance(test, AssertionTest)]
         if assertions:
-            limits = self._limits(len(assertions), until_s)
-            values = [] if limits is None else self._values(program, assertions, limits)
-            yield from self._hold(assertions, values)
+            limits = self._limits(len(assertions), deadline_s)
+            values = [] if limits is None else self._evaluate_calls(program, assertions, limits)
+            yield from self._check_assertions(assertions, values)
 
-    def _prints(self, program: str, test: Pair, limits: Limits) -> bool:
-        ran = self._cells.run(program, test.given.encode(), limits)
-        return ran.is_good and _lines(ran.output) == _lines(test.wanted.encode())
+    def _prints_expected(self, program: str, test: InputOutputTest, limits: SandboxLimits) -> bool:
+        result = self._sandbox.run(program, test.stdin.encode(), limits)
+        return result.is_success and _lines(result.output) == _lines(test.expected.encode())
 
-    def _values(self, program: str, assertions: Sequence[Assertion], limits: Limits) -> list[str]:
-        """What the calls of all assertions returned, as far as it came; "" where there is no value."""
+    def _evaluate_calls(
+        self, program: str, assertions: Sequence[AssertionTest], limits: SandboxLimits
+    ) -> list[str]:
+        """Literals of the values of all calls, as many as came in time; "" for a call without a value."""
         calls = [call for assertion in assertions for call in assertion.calls]
-        asked = json.dumps({"program": program, "calls": calls})
-        printed = self._cells.run(_CALLER, asked.encode(), limits).output
-        return printed.decode(errors="replace").split("\n")[:-1]
+        request = json.dumps({"program": program, "calls": calls})
+        output = self._sandbox.run(_EVALUATE_CALLS, request.encode(), limits).output
+        return output.decode(errors="replace").split("\n")[:-1]
 
-    def _hold(self, assertions: Sequence[Assertion], values: list[str]) -> list[bool]:
-        """Which assertions hold, by a cell that has not seen the program."""
-        asked, answered = [], []
+    def _check_assertions(self, assertions: Sequence[AssertionTest], values: list[str]) -> list[bool]:
+        """Which assertions hold for the values of their calls."""
+        request, has_values = [], []
         for assertion in assertions:
-            num = len(assertion.calls)
-            own, values = values[:num], values[num:]
-            answered.append(len(own) == num and all(own))
-            if answered[-1]:
-                asked.append((assertion.expression, own))
-        limits = Limits(self._test_s, self._memory_bytes)
-        told = iter(self._cells.run(_CHECKER, json.dumps(asked).encode(), limits).output.split())
-        return [is_answered and next(told, b"") == b"1" for is_answered in answered]
+            num_calls = len(assertion.calls)
+            own, values = values[:num_calls], values[num_calls:]
+            has_values.append(len(own) == num_calls and all(own))
+            if has_values[-1]:
+                request.append((assertion.expression, own))
+        limits = SandboxLimits(self._test_s, self._memory_bytes)
+        output = self._sandbox.run(_CHECK_EXPRESSIONS, json.dumps(request).encode(), limits).output
+        replies = iter(output.split())
+        return [has_value and next(replies, b"") == b"1" for has_value in has_values]
 
-    def _limits(self, num_tests: int, until_s: float) -> Limits | None:
-        """None: the answer's time is over."""
-        seconds = min(num_tests * self._test_s, until_s - time.monotonic())
-        return Limits(seconds, self._memory_bytes) if seconds > 0 else None
+    def _limits(self, num_tests: int, deadline_s: float) -> SandboxLimits | None:
+        """None if the time of the completion is over."""
+        seconds = min(num_tests * self._test_s, deadline_s - time.monotonic())
+        return SandboxLimits(seconds, self._memory_bytes) if seconds > 0 else None
 
 
-def program_of(text: str) -> str:
-    """The last fenced block of an answer, or all of it if it has none."""
+def extract_program(text: str) -> str:
+    """The last fenced block of a completion, or the whole text if it has none."""
     blocks = _FENCED.findall(text)
     return str(blocks[-1]) if blocks else text
 
 
-def read_tests(given: Any, column: str) -> list[Pair | Assertion]:
+def read_tests(value: Any, column: str) -> list[InputOutputTest | AssertionTest]:
     """The tests of a row: a list of {"input", "output"} and of assertions, or the same as JSON.
 
     Raises ValueError naming the column.
     """
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given = json.loads(given)
+            value = json.loads(value)
         except ValueError as error:
-            raise ValueError(f"the column {column} is no JSON: {error}") from error
-    if not isinstance(given, list) or not given:
-        raise ValueError(f"the column {column} = {given!r:.80}: needs a list of tests; see docs/data.md")
-    return [_read_test(test, column) for test in given]
+            raise ValueError(f"the column {column} is not JSON: {error}") from error
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"the column {column} = {value!r:.80}: needs a list of tests; see docs/data.md")
+    return [_read_test(test, column) for test in value]
 
 
-def _read_test(test: Any, column: str) -> Pair | Assertion:
+def _read_test(test: Any, column: str) -> InputOutputTest | AssertionTest:
     match test:
-        case {"input": str(given), "output": str(wanted)}:
-            return Pair(given, wanted)
+        case {"input": str(stdin), "output": str(expected)}:
+            return InputOutputTest(stdin, expected)
         case str(text):
-            return split(text)
+            return split_assertion(text)
     needed = '{"input": TEXT, "output": TEXT} or "assert ..."'
     raise ValueError(f"a test of the column {column} = {test!r:.80}: needs {needed}")
 
 
-def split(text: str) -> Assertion:
-    """An assertion in its two parts. Raises ValueError if it is none, or cannot be divided."""
+def split_assertion(text: str) -> AssertionTest:
+    """Split an assertion into calls of the program and the rest. Raises ValueError if it cannot be split."""
     try:
         (statement,) = ast.parse(text.strip()).body
         if not isinstance(statement, ast.Assert):
-            raise ValueError("it is another statement")
-        calls = _Calls()
-        expression = ast.unparse(calls.visit(statement.test))
-        if not calls.found:
-            raise ValueError("it calls nothing but what is Python's own")
+            raise ValueError("it is not an assert statement")
+        extractor = _CallExtractor()
+        expression = ast.unparse(extractor.visit(statement.test))
+        if not extractor.calls:
+            raise ValueError("it does not call the program")
     except (ValueError, SyntaxError) as error:
-        raise ValueError(
-            f"the test {text!r:.80} is not one assertion that can be divided: {error}"
-        ) from error
-    return Assertion(tuple(calls.found), expression)
+        raise ValueError(f"the test {text!r:.80} is not one assertion that can be split: {error}") from error
+    return AssertionTest(tuple(extractor.calls), expression)
 
 
-class _Calls(ast.NodeTransformer):
-    """Takes the outermost expressions that begin with a name of the program's out of an expression."""
+class _CallExtractor(ast.NodeTransformer):
+    """Replaces the outermost expressions that use a name of the program by value_0, value_1, ..."""
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.calls: list[str] = []
 
     def visit(self, node: ast.AST) -> ast.AST:
-        """Raises ValueError for names that only a part of the expression knows."""
+        """Raises ValueError for an expression that binds names of its own."""
         if isinstance(node, ast.comprehension | ast.Lambda | ast.NamedExpr):
-            raise ValueError("it has names of its own; write the assertions one by one")
-        if _root(node) not in _PYTHONS_OWN:
-            self.found.append(ast.unparse(node))
-            return ast.Name(f"value_{len(self.found) - 1}", ast.Load())
-        changed: ast.AST = self.generic_visit(node)
-        return changed
+            raise ValueError("it binds names; write one assertion for each value")
+        if _root_name(node) not in _NOT_PROGRAM:
+            self.calls.append(ast.unparse(node))
+            return ast.Name(f"value_{len(self.calls) - 1}", ast.Load())
+        visited: ast.AST = self.generic_visit(node)
+        return visited
 
 
-def _root(node: ast.AST) -> str | None:
-    """The name that a chain of calls and attributes begins with; None: it begins with something else."""
+def _root_name(node: ast.AST) -> str | None:
+    """The name at the start of a chain of calls and attributes; None if the chain starts otherwise."""
     while isinstance(node, ast.Call | ast.Attribute):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else None
 
 
 def _lines(output: bytes) -> list[bytes]:
-    """Lines without blanks at their ends, and no empty ones at the end."""
+    """Lines without trailing blanks, and without empty lines at the end."""
     return [line.rstrip() for line in output.rstrip().split(b"\n")]

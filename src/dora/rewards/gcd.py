@@ -1,6 +1,6 @@
-"""Verifies an answer of the built-in task (greatest common divisors), the whole chain of it.
+"""Reward of the built-in task (`data/gcd.py`): every step and the divisor must be right.
 
-Checking only the divisor would teach the model to answer "01": most pairs are coprime.
+A reward for the divisor alone would teach the model to answer "01": most pairs are coprime.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Verify the final answer of a mathematical problem: strict, exact, without any library.
+"""Reward for mathematical problems: compare the final answer with the column `answer` exactly, without a
+library.
 
-For data with a column `answer`, as GSM8K has it. `dora.rewards.math_verify` is the lenient one.
+The column is as GSM8K has it. `dora.rewards.math_verify` reads LaTeX and is lenient.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ _RATIO = re.compile(r"-?\d+/\d+", re.ASCII)
 
 
 def gsm8k(prompt: Any, completion: str, *, answer: object, **row: object) -> float:
-    r"""1.0 if the number after the last "####", or in the last \boxed{}, is that of `answer`.
+    r"""1.0 if the number after the last "####", or in the last \boxed{}, equals that of `answer`.
 
-    Where the completion has both, the later one counts. Numbers are compared exactly: 0.5 is 1/2,
-    and 72.0 is 72. Thousands commas, a dollar sign and a percent sign do not count.
-    Raises ValueError if `answer` has no number.
+    Where the completion has both, the later one counts. Numbers are compared exactly: 0.5 equals 1/2, and
+    72.0 equals 72. Thousands commas, a dollar sign and a percent sign are ignored. Raises ValueError if
+    `answer` has no number.
     """
-    wanted = number(final_answer(str(answer)) or str(answer))
-    if wanted is None:
+    expected = parse_number(final_answer(str(answer)) or str(answer))
+    if expected is None:
         raise ValueError(f"the column answer = {answer!r} holds no number, neither after {_MARK} nor alone")
-    given = final_answer(completion)
-    return float(given is not None and number(given) == wanted)
+    found = final_answer(completion)
+    return float(found is not None and parse_number(found) == expected)
 
 
 def final_answer(text: str) -> str | None:
-    r"""What stands after the last "####" on its line, or in the last \boxed{}, whichever is later."""
+    r"""The text after the last "####" on its line, or in the last \boxed{}; the later of the two."""
     mark, box = text.rfind(_MARK), text.rfind(r"\boxed{")
     if mark > box:
         return text[mark + len(_MARK) :].strip().partition("\n")[0].strip()
-    return None if box < 0 else _braced(text[box + len(r"\boxed{") :])
+    return None if box < 0 else _until_closing_brace(text[box + len(r"\boxed{") :])
 
 
-def number(text: str) -> Fraction | None:
-    r"""The rational number that a text is: 1,234.50, -3/4 or \frac{3}{4}; None if it is no number."""
+def parse_number(text: str) -> Fraction | None:
+    r"""The rational number that a text writes: 1,234.50, -3/4 or \frac{3}{4}; None if it writes none."""
     text = _UNITS.sub("", text.strip().removesuffix(".")).strip()
     fraction = _FRACTION.fullmatch(text)
     if fraction is not None:
@@ -52,11 +53,11 @@ def number(text: str) -> Fraction | None:
         return None
 
 
-def _braced(text: str) -> str | None:
-    """The text up to the brace that closes; None if it never does."""
+def _until_closing_brace(text: str) -> str | None:
+    """The text before the matching closing brace; None if there is none."""
     depth = 1
-    for place, character in enumerate(text):
+    for position, character in enumerate(text):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return text[:place].strip()
+            return text[:position].strip()
     return None

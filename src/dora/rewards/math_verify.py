@@ -1,7 +1,7 @@
-"""Verify the final answer of a mathematical problem with the library math-verify.
+"""Reward for mathematical problems with the library math-verify, which reads LaTeX and most notations.
 
-It reads LaTeX and most of what people write. It ends what takes too long by a signal, which
-works because a rewarder judges in its main thread; reward.timeout_s stands behind that.
+The library ends slow calls by a signal. That works because a reward worker scores in its main thread; behind
+it stands reward.timeout_s.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ TIMEOUT_S = 2  # of each of the three calls: together less than the default of r
 def reward(prompt: Any, completion: str, *, answer: object, **row: object) -> float:
     """1.0 if the completion's final answer equals that of `answer`, else 0.0.
 
-    The final answer is what `final_answer` finds; a completion without one is searched whole, and
-    what the library finds last in it counts. Raises ValueError if `answer` cannot be read.
+    The final answer is that of `final_answer`; in a completion without one, the last expression that the
+    library finds. Raises ValueError if `answer` cannot be read.
     """
-    wanted = _read(final_answer(str(answer)) or str(answer))
-    if not wanted:
+    expected = _parse(final_answer(str(answer)) or str(answer))
+    if not expected:
         raise ValueError(f"the column answer = {answer!r} holds nothing that math-verify can read")
-    given = _read(final_answer(completion) or completion)
-    return float(math_verify.verify(wanted, given, timeout_seconds=TIMEOUT_S))
+    found = _parse(final_answer(completion) or completion)
+    return float(math_verify.verify(expected, found, timeout_seconds=TIMEOUT_S))
 
 
-def _read(text: str) -> list[Any]:
-    """What a text may mean; LaTeX is only read between dollars."""
+def _parse(text: str) -> list[Any]:
+    """The expressions in a text. The library reads LaTeX only between dollar signs."""
     in_dollars = f"${text}$" if "\\" in text and "$" not in text else text
     found: list[Any] = math_verify.parse(in_dollars, parsing_timeout=TIMEOUT_S)
     return found

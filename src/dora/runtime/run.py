@@ -6,66 +6,82 @@ However it ends, its processes are gone afterwards and its folder holds a summar
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import signal
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 from rich.console import Console
 
-from dora.config import Config
-from dora.core import invariants, snapshot
+from dora.config.schema import Config
+from dora.config.toml import config_digest
+from dora.core import codec, invariants
 from dora.core.actions import Action, Publish, SkipEvaluation
 from dora.core.events import Event, Published, Trained, TrainerReplaced
-from dora.core.wording import counted, nth
 from dora.errors import InputError, RunError
-from dora.runtime import adapters, devices, folder, resuming
-from dora.runtime.calls import Calls, Door, Inside, check_door
-from dora.runtime.control import Control, forget_dead
-from dora.runtime.curves import Curves
-from dora.runtime.desk import Desk
-from dora.runtime.drive import drive
-from dora.runtime.evaluate import evaluate
-from dora.runtime.futility import Futility
-from dora.runtime.garbage import collect_young, no_pauses
-from dora.runtime.held_out import Evaluation, Evaluations, describe_awaited
-from dora.runtime.journal import Journal
-from dora.runtime.lengths import DRIFT_LIMIT
-from dora.runtime.local import LocalHands
-from dora.runtime.meter import Meter, StepRecord, TimedOrchestrator
-from dora.runtime.past import SAMPLES, Past, read_past
-from dora.runtime.plan import Plan
-from dora.runtime.process import cpu_s
-from dora.runtime.starting import critic_digest
-from dora.runtime.status import TRAINING, Status
-from dora.runtime.stopping import Stopped, Stopper
-from dora.runtime.summary import evaluation_numbers, summarize
-from dora.runtime.travels import Travels
-from dora.runtime.view import View
-from dora.stream.samples import SampleStore
+from dora.journal.writer import JournalWriter
+from dora.metrics.console import RunConsole
+from dora.metrics.evaluation import (
+    EvaluationResult,
+    EvaluationTracker,
+    describe_pending_evaluation,
+    summarize_evaluation,
+)
+from dora.metrics.rollout import DRIFT_LIMIT, MigrationMetrics
+from dora.metrics.run import RunMetrics, StepRecord, TimedOrchestrator
+from dora.metrics.summary import summarize
+from dora.metrics.writer import MetricsWriter, Trackers
+from dora.runtime import run_dir
+from dora.runtime.control.admin import ControlDir, EngineAdmin
+from dora.runtime.control.evaluation import evaluate
+from dora.runtime.control.failure_guard import FailureGuard
+from dora.runtime.control.requests import Gateway, RequestQueue, check_gateway
+from dora.runtime.control.status import TRAINING, StatusWriter
+from dora.runtime.executor import LiveRun, ProcessExecutor
+from dora.runtime.main_loop import run_main_loop
+from dora.runtime.process import backends, resources
+from dora.runtime.process.worker_process import cpu_s
+from dora.runtime.recovery.journal_replay import PreviousRun, read_previous_run
+from dora.runtime.recovery.resume import critic_digest, has_recorded_events, prepare_run_dir, read_recorded_journal, resumed_config
+from dora.runtime.run_dir import SAMPLES, forget_dead
+from dora.runtime.run_setup import RunSetup
+from dora.stream.sample_db import SampleStore
+from dora.text import plural, step_number
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SWITCH_INTERVAL_S = 0.0005  # of Python's threads while training; the default is ten times that
 
 
 def train(
-    config: Config, out: Path, console: Console, plan_type: type[Plan] = Plan, door: Door | None = None
+    config: Config,
+    out: Path,
+    console: Console,
+    setup_type: type[RunSetup] = RunSetup,
+    gateway: Gateway | None = None,
 ) -> dict[str, Any]:
-    """Run to the end or to Ctrl-C; returns the summary without the audit's verdicts, `stopped` included.
+    """Run to the end or to Ctrl-C; returns the summary, `stopped` included, without the audit's verdicts.
 
-    `plan_type` may be a plan that asks for other requests, as benchmarks with forced lengths do; through
-    a `door` the run can be asked from outside.
+    `setup_type` may create other requests, as benchmarks with forced lengths do. A `gateway` lets requests in
+    from outside.
 
-    Raises InputError before anything is started, and RunError where the run cannot go on: what
-    was recorded until then stays in `out`, with a summary.
+    Raises InputError before anything is started. Raises RunError where the run cannot continue: what was
+    recorded until then stays in `out`, with a summary.
     """
-    devices.check(config)
-    adapters.check(config)
-    check_door(config, door)
-    plan = plan_type.make(config, out)
-    folder.claim(out, plan.config)
+    resources.check_devices(config)
+    backends.check_backends(config)
+    check_gateway(config, gateway)
+    setup = setup_type.make(config, out)
+    run_dir.claim(out, setup.config)
     try:
-        return _run(plan, console, door=door)
+        return _run(setup, console, gateway=gateway)
     except InputError:
-        folder.unclaim(out)
+        run_dir.unclaim(out)
         raise
 
 
@@ -73,46 +89,50 @@ def resume(
     run: Path,
     overrides: Sequence[str],
     console: Console,
-    plan_type: type[Plan] = Plan,
-    door: Door | None = None,
+    setup_type: type[RunSetup] = RunSetup,
+    gateway: Gateway | None = None,
 ) -> dict[str, Any]:
-    """Go on with a run that was stopped, or whose processes died; as `train`.
+    """Continue a run that was stopped or killed; see `train`.
 
-    Raises InputError, with what is recorded as it was, if it cannot go on.
+    Raises InputError, with the recorded files unchanged, if it cannot continue.
     """
-    config = resuming.resumed_config(run, overrides)
-    devices.check(config)
-    adapters.check(config)
-    check_door(config, door)
-    plan = plan_type.make(config, run)
+    config = resumed_config(run, overrides)
+    resources.check_devices(config)
+    backends.check_backends(config)
+    check_gateway(config, gateway)
+    setup = setup_type.make(config, run)
     forget_dead(run)
-    if resuming.has_begun(run):
-        with _past(plan) as past:
-            return _run(plan, console, past, door)
-    folder.reclaim(run, config)
-    return _run(plan, console, door=door)
+    if has_recorded_events(run):
+        with _previous_run(setup) as previous:
+            return _run(setup, console, previous, gateway)
+    run_dir.reclaim(run, config)
+    return _run(setup, console, gateway=gateway)
 
 
 @contextlib.contextmanager
-def _past(plan: Plan) -> Iterator[Past]:
-    """What a former life left. Its journal is as long as that life was, and is not kept."""
-    journal = resuming.recorded(plan.out, plan.num_prompts)
-    store = SampleStore(plan.out / SAMPLES, fsync=plan.config.journal.fsync)
+def _previous_run(setup: RunSetup) -> Iterator[PreviousRun]:
+    """The state that the recorded files give. The journal, which may be long, is not kept in memory."""
+    journal = read_recorded_journal(setup.out, setup.num_prompts)
+    store = SampleStore(setup.out / SAMPLES, fsync=setup.config.journal.fsync)
     with contextlib.closing(store) as samples:
-        past = read_past(plan, journal, samples)
+        previous = read_previous_run(setup, journal, samples)
         del journal
-        yield past
+        yield previous
 
 
-def _run(plan: Plan, console: Console, past: Past | None = None, door: Door | None = None) -> dict[str, Any]:
-    """With a `past`, go on from where it ended."""
+def _run(
+    setup: RunSetup,
+    console: Console,
+    previous: PreviousRun | None = None,
+    gateway: Gateway | None = None,
+) -> dict[str, Any]:
     try:
-        with contextlib.closing(Control(plan.out)) as control, Stopper() as stopper:
-            return _Session(plan, console, stopper, control, past, door).run()
+        with contextlib.closing(ControlDir(setup.out)) as control, StopSignals() as signals:
+            return _Session(setup, console, signals, control, previous, gateway).run()
     except (OSError, sqlite3.Error) as error:
         raise RunError(
-            f"the run cannot go on: {error}; make room, or use another --out; what is in {plan.out} stays "
-            "readable"
+            f"the run cannot continue: {error}; free disk space, or use another --out; the files in "
+            f"{setup.out} stay readable"
         ) from error
 
 
@@ -121,47 +141,55 @@ class _Session:
 
     def __init__(
         self,
-        plan: Plan,
+        setup: RunSetup,
         console: Console,
-        stopper: Stopper,
-        control: Control,
-        past: Past | None,
-        door: Door | None,
+        signals: StopSignals,
+        control: ControlDir,
+        previous: PreviousRun | None,
+        gateway: Gateway | None,
     ) -> None:
-        config = plan.config
-        self._plan, self._stopper, self._past = plan, stopper, past
-        self._view = View(console, config.run.steps)
-        self._core = past.core if past else TimedOrchestrator(plan.limits)
-        self._before: Evaluation | None = None
-        self._after: Evaluation | None = None
+        config = setup.config
+        self._setup, self._signals, self._previous, self._gateway = setup, signals, previous, gateway
+        self._console = RunConsole(console, config.run.steps)
+        self._orchestrator = previous.orchestrator if previous else TimedOrchestrator(setup.limits)
+        self._before: EvaluationResult | None = None
+        self._after: EvaluationResult | None = None
         self._cpu_s = 0.0
-        self._is_saved = self._is_warned = False
-        told = (past.resumed.from_step, past.evaluations.ended, past.now_s) if past else ()
-        self._curves = Curves(config, plan.out, self._view.notice, *told)
-        if past is not None:  # all of it fits, so from here on the folder changes
-            past.settle()
-            resuming.put_in_order(plan.out, past.resumed.from_step)
-        self._journal = Journal(
-            plan.out / "journal.jsonl",
-            plan.limits,
-            config.digest(),
-            plan.num_prompts,
-            critic_digest=None if past else critic_digest(config),
-            seq=past.seq if past else None,
+        self._is_saved = self._is_zero_gradient_reported = False
+        known = (previous.resumed.from_step, previous.evaluations.finished, previous.now_s) if previous else ()
+        trackers = Trackers(
+            config.metrics.report_to,
+            setup.out,
+            config.metrics.project,
+            config.model_dump(),
+            self._console.notice,
+            previous.resumed.from_step if previous else None,
+        )
+        self._metrics_writer = MetricsWriter(setup.out, trackers, *known)
+        if previous is not None:  # all checks have passed: from here on the folder changes
+            previous.repair_samples()
+            prepare_run_dir(setup.out, previous.resumed.from_step)
+        self._journal = JournalWriter(
+            setup.out / "journal.jsonl",
+            setup.limits,
+            config_digest(config),
+            setup.num_prompts,
+            critic_digest=None if previous else critic_digest(config),
+            seq=previous.next_seq if previous else None,
             fsync=config.journal.fsync,
         )
         self._has_begun = False
-        self._ended: list[StepRecord] = []  # steps that have not been looked at
-        self._unsaved: str | None = None  # what the orchestrator knew when a checkpoint became due
-        self._hands = LocalHands(plan, self._view.notice, self._look_up, past)
-        self._desk = Desk(control, self._hands, self._core.snapshot)
-        travels = Travels(lambda group: len(plan.prompt_ids(group)))
-        self._meter = past.meter if past else Meter(plan.limits, self._hands.teller, travels)
-        self._evaluations = past.evaluations if past else Evaluations(config.eval.greedy)
-        self._inside = Inside(plan, self._hands, self._core.snapshot, self._meter)
-        self._calls = Calls(self._inside, door)
-        self._futility = Futility(config)
-        self._status = Status(plan.out, self._hands, self._core.snapshot, self._view.notice)
+        self._finished_steps: list[StepRecord] = []  # not written to metrics.jsonl yet
+        self._due_checkpoint: str | None = None  # the orchestrator's snapshot to save
+        self._executor = ProcessExecutor(setup, self._console.notice, previous)
+        self._admin = EngineAdmin(control, self._executor, self._orchestrator.snapshot)
+        migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
+        self._metrics = previous.metrics if previous else RunMetrics(setup.limits, self._executor.sample_book, migrations)
+        self._evaluations = previous.evaluations if previous else EvaluationTracker(config.eval.greedy)
+        self._live = LiveRun(setup, self._executor, self._orchestrator.snapshot, self._metrics)
+        self._requests = RequestQueue(self._live, self._executor.wake_up)
+        self._failure_guard = FailureGuard(config)
+        self._status = StatusWriter(setup.out, self._executor, self._orchestrator.snapshot, self._console.notice)
 
     def run(self) -> dict[str, Any]:
         stopped = "an error"
@@ -170,49 +198,44 @@ class _Session:
             stopped = ""
         except Stopped as error:
             stopped = str(error)
-            self._view.notice(f"stopped by {stopped}")
-            self._rescue()
+            self._console.notice(f"stopped by {stopped}")
+            self._save_what_was_trained()
         except RunError as error:
             self._status.fail(error)
-            self._rescue()
+            self._save_what_was_trained()
             raise
         finally:
-            self._stopper.disarm()
+            self._signals.ignore()
             summary = self._finish(stopped)
         return summary
 
     def _train(self) -> None:
-        hands, config = self._hands, self._plan.config
-        self._status.look()
-        self._calls.open(self._view.notice)
-        hands.wait_until_ready()
-        self._status.enter("evaluating")
-        engines = f"{counted(len(hands.engines), 'engine')} ({', '.join(hands.fleet.kernels)})"
-        self._view.notice(f"{engines}, 1 trainer, {hands.rewarding.headcount} are ready")
-        if self._past is None:
-            self._evaluate_start()
-            self._meter.start(hands.now)
+        executor, config = self._executor, self._setup.config
+        self._start_workers()
+        if self._previous is None:
+            self._evaluate_initial_policy()
+            self._metrics.start(executor.now)
         else:
-            self._go_on(self._past)
-        first = self._past.resumed if self._past else None
-        hands.facts.clear()  # what evaluation left behind is no business of the orchestrator
-        hands.join_all()
+            self._report_resumed(self._previous)
+        first_event = self._previous.resumed if self._previous else None
+        executor.events.clear()  # left over from the evaluation
+        executor.join_all()
         cpu_before_s = cpu_s()
-        self._has_begun = self._inside.is_training = True
+        self._has_begun = self._live.is_training = True
         self._status.enter(TRAINING)
         try:
-            with self._view, no_pauses():
-                drive(self._core, hands, self._record, first)
-                self._look_back()
-                self._view.close(self._meter, self._core.snapshot())
+            with self._console, low_latency():
+                run_main_loop(self._orchestrator, executor, self._record, first_event, self._between_events)
+                self._write_finished_steps()
+                self._console.close(self._metrics, self._orchestrator.snapshot())
         finally:
-            self._inside.is_training = False
+            self._live.is_training = False
             self._cpu_s = cpu_s() - cpu_before_s
         held = {
-            e.id: {*e.held, *([] if e.loading is None else [e.loading])}
-            for e in self._core.snapshot().engines.values()
+            e.id: {*e.loaded, *([] if e.loading is None else [e.loading])}
+            for e in self._orchestrator.snapshot().engines.values()
         }
-        self._warn_of_drift()
+        self._warn_of_length_drift()
         self._status.enter("saving")
         self._save(self._snapshot())
         self._wait_until_saved()
@@ -220,181 +243,284 @@ class _Session:
         self._after = self._evaluate(config.run.steps, held)
         self._show(self._after, "after")
 
-    def _warn_of_drift(self) -> None:
-        """What was trained should be as long as what was generated."""
-        drift = self._meter.lengths.drift()
-        if drift is not None and abs(drift) > DRIFT_LIMIT:
-            self._view.notice(
-                f"answers trained are on average {abs(drift):.0%} {'longer' if drift > 0 else 'shorter'} "
-                "than answers generated, for groups of equal rewards were left out; see summary.json"
+    def _start_workers(self) -> None:
+        executor = self._executor
+        self._status.update()
+        if self._gateway is not None:
+            self._gateway.open(self._requests, self._console.notice)
+        while executor.not_started():
+            self._between_events()
+            executor.poll()
+        executor.begin_clock()
+        self._status.enter("evaluating")
+        kernels = ", ".join(executor.engine_pool.kernels)
+        self._console.notice(
+            f"ready: {plural(len(executor.engines), 'engine')} ({kernels}), 1 trainer, "
+            f"{executor.rewards.headcount}"
+        )
+        if (reason := self._setup.config.why_not_streaming) is not None:
+            self._console.notice(f"gradients wait for the whole batch: {reason}")
+
+    def _between_events(self) -> None:
+        """Everything but training, while no action is half done. Raises Stopped after Ctrl-C or SIGTERM."""
+        self._write_finished_steps()
+        if self._due_checkpoint is not None:
+            self._save(self._due_checkpoint)
+            self._due_checkpoint = None
+        self._signals.check()
+        self._requests.process()
+        self._status.update()
+        if self._live.is_training:
+            self._admin.process()
+
+    # every event passes here, before its actions are executed
+
+    def _record(self, now: float, event: Event | None, actions: Sequence[Action]) -> None:
+        self._note(now, event, actions)
+        if isinstance(event, Trained) and self._is_checkpoint_due(event.step + 1):
+            self._due_checkpoint = self._snapshot()
+        if isinstance(event, TrainerReplaced):
+            state = self._orchestrator.snapshot()
+            batches = (*event.redone, *state.batches.values(), state.committed)
+            self._executor.offer_again([group for batch in batches for group in batch])
+            self._send_commitments()
+        state = self._orchestrator.snapshot()
+        self._failure_guard.check(actions, state, self._executor.first_scoring_failure)
+
+    def _note(self, now: float, event: Event | None, actions: Sequence[Action]) -> None:
+        self._journal.record(now, event, actions)
+        self._status.on_event(event)
+        state = self._orchestrator.snapshot()
+        if (step := self._metrics.update(now, event, actions, state)) is not None:
+            self._finished_steps.append(step)
+        self._note_evaluation(event, actions)
+        self._console.update(self._metrics, state)
+
+    def _note_evaluation(self, event: Event | None, actions: Sequence[Action]) -> None:
+        """Report the result of an evaluation during training, or why there is none."""
+        rule, view = self._setup.limits.evaluation, self._console
+        finished = self._evaluations.update(event, actions, rule)
+        if finished is not None:
+            num_steps = len(self._metrics.steps)
+            view.notice(
+                f"evaluation of version {finished.version} (now at step {num_steps}): {finished.describe()}"
             )
+            self._metrics_writer.write_evaluation(finished, num_steps, self._executor.now)
+        for action in [action for action in actions if isinstance(action, SkipEvaluation)]:
+            view.notice(
+                f"evaluation of version {action.version} skipped: that of version {action.running_version} "
+                "is still running"
+            )
+        if isinstance(event, Published) and (overdue := describe_pending_evaluation(self._orchestrator.snapshot())):
+            view.notice(overdue)
 
-    def _look_up(self) -> None:
-        """Whenever nothing is half done: has somebody asked for something? Raises Stopped."""
-        self._look_back()
-        if self._unsaved is not None:
-            self._save(self._unsaved)
-            self._unsaved = None
-        self._stopper.check()
-        self._calls.look()
-        self._status.look()
-        if self._inside.is_training:
-            self._desk.look()
+    def _is_checkpoint_due(self, step: int) -> bool:
+        """The last step is saved after training."""
+        save_freq, steps = self._setup.config.trainer.save_freq, self._setup.config.run.steps
+        return save_freq > 0 and step % save_freq == 0 and step < steps
 
-    def _go_on(self, past: Past) -> None:
-        """Record what the last life had no time to, and say where this one begins."""
-        self._journal.record(past.now_s, None, past.unrecorded)
-        self._brief()
-        num_redone = len(past.resumed.redone)
-        self._view.notice(
-            f"resumed at {past.checkpoint or 'the start'}: {counted(past.resumed.from_step, 'trained step')} "
-            f"kept, {num_redone} redone"
+    def _write_finished_steps(self) -> None:
+        """After the next step's actions have been executed, because the trainer waits for those."""
+        steps, self._finished_steps = self._finished_steps, []
+        for step in steps:
+            broken = invariants.check(self._orchestrator.snapshot())
+            assert not broken, "; ".join(broken)
+            gc.collect(1)  # cycles made since the last step; nothing older is scanned
+            if step.others.get("actor/num_tokens") == 0 and not self._is_zero_gradient_reported:
+                self._is_zero_gradient_reported = True
+                self._console.notice(
+                    f"step {step_number(step.step)} had no gradient: the rewards of each group were equal"
+                )
+            self._metrics_writer.write(step.to_json())
+
+    # resuming, saving, evaluating
+
+    def _report_resumed(self, previous: PreviousRun) -> None:
+        """Journal what the previous process had no time to record, and say where this one begins."""
+        self._journal.record(previous.now_s, None, previous.unrecorded_actions)
+        self._send_commitments()
+        self._console.notice(
+            f"resumed from {previous.checkpoint or 'the start'}: "
+            f"{plural(previous.resumed.from_step, 'trained step')} kept, "
+            f"{len(previous.resumed.redone)} redone"
         )
 
-    def _brief(self) -> None:
-        """Tell a new trainer what the one before it was told of steps to come."""
-        state = self._core.snapshot()
+    def _send_commitments(self) -> None:
+        """Send a new trainer the groups committed to its next steps."""
+        state = self._orchestrator.snapshot()
         for step, groups in (*state.batches.items(), (state.next_step, state.committed)):
-            self._hands.accumulate(step, groups)
+            self._executor.accumulate(step, groups)
 
     def _snapshot(self) -> str:
-        """What the orchestrator knows now, and how much of the journal that is."""
-        state = snapshot.to_json(self._core.snapshot())
+        """The orchestrator's state as JSON, and the length of the journal that led to it."""
+        state = codec.state_to_json(self._orchestrator.snapshot())
         return json.dumps({"seq": self._journal.seq, "state": state})
 
     def _save(self, core: str) -> None:
         """Have a checkpoint written, with the versions that unfinished requests may still need."""
-        state = self._core.snapshot()
+        state = self._orchestrator.snapshot()
         num_trained = state.num_trained // state.limits.batch_size
-        self._hands.save(core, [version for version in sorted(state.store) if version < num_trained])
+        self._executor.save(
+            core, [version for version in sorted(state.stored_versions) if version < num_trained]
+        )
 
     def _wait_until_saved(self) -> None:
-        saved = self._hands.wait_until_saved()
+        self._wait_for_trainer(lambda: not self._executor.is_saving, "save a checkpoint")
+        saved = self._executor.saved_checkpoint()
         self._is_saved = True
-        self._view.notice(f"saved {saved}")
+        self._console.notice(f"saved {saved}")
 
-    def _rescue(self) -> None:
-        """Keep what was trained, if the trainer still can; the record must know the step it is in."""
-        self._stopper.disarm()
-        if not (self._has_begun and self._meter.steps) or self._is_saved:
+    def _wait_for_trainer(self, is_done: Callable[[], bool], what: str) -> None:
+        executor, timeout_s = self._executor, self._setup.config.runtime.trainer_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        executor.keep_trainer()
+        while not is_done():
+            if not executor.trainer.is_alive:
+                raise RunError(f"the trainer exited before it could {what}: {executor.trainer.exit_reason}")
+            if time.monotonic() > deadline_s:
+                raise RunError(
+                    f"the trainer did not {what} within runtime.trainer_timeout_s = {timeout_s:g} s"
+                )
+            self._between_events()
+            executor.poll()
+
+    def _save_what_was_trained(self) -> None:
+        """After a stop or an error: save a checkpoint if the trainer still can."""
+        self._signals.ignore()
+        if not (self._has_begun and self._metrics.steps) or self._is_saved:
             return
-        hands, core = self._hands, self._core
+        executor = self._executor
         with contextlib.suppress(RunError):
-            hands.wait_until_trained()
-            for fact in [fact for fact in hands.facts if isinstance(fact, Trained)]:
-                now = hands.now
-                self._note(now, fact, core.handle(fact, now))
-            self._look_back()
+            self._wait_for_trainer(lambda: not executor.is_in_step, "finish its step")
+            for event in [event for event in executor.events if isinstance(event, Trained)]:
+                now = executor.now
+                self._note(now, event, self._orchestrator.handle(event, now))
+            self._write_finished_steps()
             self._save(self._snapshot())
             self._wait_until_saved()
 
-    def _evaluate(self, version: int, held: Mapping[int, Iterable[int]]) -> Evaluation | None:
-        if self._plan.held_out is not None:
-            prompts = counted(len(self._plan.held_out), "held-out prompt")
-            self._view.notice(f"evaluating version {version} on {prompts}")
-        evaluation = evaluate(self._hands, version, held)
-        if evaluation is not None and self._plan.config.eval.every:  # the ends of the curve
-            self._curves.write_evaluation(evaluation, len(self._meter.steps), self._hands.now)
+    def _evaluate(self, version: int, held: Mapping[int, Iterable[int]]) -> EvaluationResult | None:
+        if self._setup.held_out is not None:
+            prompts = plural(len(self._setup.held_out), "held-out prompt")
+            self._console.notice(f"evaluating version {version} on {prompts}")
+        evaluation = evaluate(self._executor, version, held, self._between_events)
+        if evaluation is not None and self._setup.config.eval.every:  # the ends of the curve
+            self._metrics_writer.write_evaluation(evaluation, len(self._metrics.steps), self._executor.now)
         return evaluation
 
-    def _evaluate_start(self) -> None:
-        """Evaluate the initial policy; the orchestrator publishes it again for itself."""
-        hands = self._hands
-        if self._plan.held_out is None:
+    def _evaluate_initial_policy(self) -> None:
+        """The orchestrator publishes version 0 again when training begins."""
+        executor = self._executor
+        if self._setup.held_out is None:
             return
-        hands.perform(Publish(0))
-        while not isinstance(hands.next_fact(None), Published):
-            pass
+        executor.execute(Publish(0))
+        while not isinstance(executor.next_event(None), Published):
+            self._between_events()
         self._before = self._evaluate(0, {})
         self._show(self._before, "before")
         if self._before is not None:
-            first = evaluation_numbers("before", self._before)
+            first = summarize_evaluation("before", self._before)
             first["evaluations"] = [self._before.to_json()]
-            (self._plan.out / folder.EVAL_BEFORE).write_text(json.dumps(first))
+            (self._setup.out / run_dir.EVAL_BEFORE).write_text(json.dumps(first))
 
-    def _record(self, now: float, event: Event | None, orders: Sequence[Action]) -> None:
-        """Every fact and its orders pass here before the orders are carried out."""
-        self._note(now, event, orders)
-        if isinstance(event, Trained) and self._is_save_due(event.step + 1):
-            self._unsaved = self._snapshot()
-        if isinstance(event, TrainerReplaced):
-            state = self._core.snapshot()
-            batches = (*event.redone, *state.batches.values(), state.committed)
-            self._hands.brief([group for batch in batches for group in batch])
-            self._brief()
-        self._futility.check(orders, self._core.snapshot(), self._hands.rewarding.first_failure)
-
-    def _is_save_due(self, step: int) -> bool:
-        """The last step is saved when the run is over."""
-        save_freq, steps = self._plan.config.trainer.save_freq, self._plan.config.run.steps
-        return save_freq > 0 and step % save_freq == 0 and step < steps
-
-    def _note(self, now: float, event: Event | None, orders: Sequence[Action]) -> None:
-        self._journal.record(now, event, orders)
-        self._status.hear(event)
-        state = self._core.snapshot()
-        if (step := self._meter.hear(now, event, orders, state)) is not None:
-            self._ended.append(step)
-        self._note_evaluation(event, orders)
-        self._view.update(self._meter, state)
-
-    def _look_back(self) -> None:
-        """At steps that have ended, once what follows has been ordered: the trainer waits for that."""
-        ended, self._ended = self._ended, []
-        for step in ended:
-            self._check_invariants()
-            collect_young()
-            if step.metrics.get("actor/num_tokens") == 0 and not self._is_warned:
-                self._is_warned = True
-                self._view.notice(f"step {nth(step.step)} had no gradient: each group's rewards were equal")
-            self._curves.write(step.to_json())
-
-    def _note_evaluation(self, event: Event | None, orders: Sequence[Action]) -> None:
-        """What an evaluation beside the training has found, or why there was none."""
-        rule, view = self._plan.limits.evaluation, self._view
-        over = self._evaluations.hear(event, orders, rule)
-        if over is not None:
-            num_steps, name = len(self._meter.steps), f"version {over.version}"
-            view.notice(f"after {counted(num_steps, 'step')}, {name} is evaluated: {over.describe()}")
-            self._curves.write_evaluation(over, num_steps, self._hands.now)
-        for order in [order for order in orders if isinstance(order, SkipEvaluation)]:
-            view.notice(f"version {order.version} is not evaluated: version {order.under_way} still is")
-        if isinstance(event, Published) and (awaited := describe_awaited(self._core.snapshot())):
-            view.notice(awaited)
-
-    def _check_invariants(self) -> None:
-        """Recount the orchestrator's state once a step; a difference is a mistake of DORA's own."""
-        broken = invariants.check(self._core.snapshot())
-        assert not broken, "; ".join(broken)
-
-    def _show(self, evaluation: Evaluation | None, when: str) -> None:
+    def _show(self, evaluation: EvaluationResult | None, when: str) -> None:
         if evaluation is None:
             return
-        notice = self._view.notice
+        notice = self._console.notice
         notice(
             f"{when} training (version {evaluation.version}, "
-            f"{counted(evaluation.num_prompts, 'held-out prompt')}): {evaluation.describe()}"
+            f"{plural(evaluation.num_prompts, 'held-out prompt')}): {evaluation.describe()}"
         )
         for prompt, answer, reward in evaluation.examples():
             notice(f"  {prompt} {answer}   reward {reward:g}")
 
+    def _warn_of_length_drift(self) -> None:
+        """Trained answers should be as long as generated ones."""
+        drift = self._metrics.lengths.drift()
+        if drift is not None and abs(drift) > DRIFT_LIMIT:
+            self._console.notice(
+                f"trained answers are on average {abs(drift):.0%} {'longer' if drift > 0 else 'shorter'} "
+                "than generated ones, because groups of equal rewards were filtered; see summary.json"
+            )
+
     def _finish(self, stopped: str) -> dict[str, Any]:
-        """End the processes and write the summary; also on the way out of an error."""
-        self._calls.close()
-        with contextlib.ExitStack() as closing:  # on a full disk each of them may raise
-            curves = self._curves
-            for close in (curves.close_file, curves.close_trackers, self._journal.close, self._hands.close):
+        """End the workers and write the summary, also after an error."""
+        self._requests.close()
+        if self._gateway is not None:
+            self._gateway.close()
+        with contextlib.ExitStack() as closing:  # each of them may raise if the disk is full
+            writer = self._metrics_writer
+            for close in (
+                writer.close_file,
+                writer.close_trackers,
+                self._journal.close,
+                self._executor.close,
+            ):
                 closing.callback(close)
-        state = self._core.snapshot()
-        summary = summarize(self._meter, state, self._before, self._evaluations.ended, self._after)
-        if self._past is not None and (path := self._plan.out / folder.EVAL_BEFORE).is_file():
+        state = self._orchestrator.snapshot()
+        summary = summarize(self._metrics, state, self._before, self._evaluations.finished, self._after)
+        if self._previous is not None and (path := self._setup.out / run_dir.EVAL_BEFORE).is_file():
             first = json.loads(path.read_text())
             summary["evaluations"] = first.pop("evaluations", []) + summary["evaluations"]
             summary |= first
-        wall_s = max(1e-9, self._meter.now_s - self._meter.began_s)
-        summary["orchestration_share"] = round(self._core.busy_s / wall_s, 5)
+        wall_s = max(1e-9, self._metrics.now_s - self._metrics.started_s)
+        summary["orchestrator_time_ratio"] = round(self._orchestrator.handling_s / wall_s, 5)
         summary["cpu_s"] = round(self._cpu_s, 1)
         summary["stopped"] = stopped
-        folder.write_summary(self._plan.out, summary)
+        run_dir.write_summary(self._setup.out, summary)
         self._status.end(stopped)
         return summary
+
+
+class Stopped(Exception):
+    """The run was asked to end early; the text is the signal's name."""
+
+
+class StopSignals:
+    """Turns Ctrl-C and SIGTERM into the exception `Stopped`, raised by `check` where no work is half done."""
+
+    def __init__(self) -> None:
+        self._received = ""
+        self._is_ignored = False
+
+    def __enter__(self) -> StopSignals:
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raises Stopped if a signal has arrived."""
+        if self._received and not self._is_ignored:
+            raise Stopped(self._received)
+
+    def ignore(self) -> None:
+        """Ignore signals from here on: the run is ending."""
+        self._is_ignored = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._received = signal.Signals(number).name
+
+
+@contextlib.contextmanager
+def low_latency() -> Iterator[None]:
+    """Keep Python from pausing the main loop: no full garbage collection, and short turns for other threads.
+
+    With a million requests a full collection scans the orchestrator's state, which has no cycles, for
+    seconds. A thread that sends to a worker would otherwise wait 5 ms for its turn.
+    """
+    switch_interval_s = sys.getswitchinterval()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(switch_interval_s)
+        gc.enable()
+        gc.unfreeze()

@@ -1,4 +1,1 @@
-"""The HTTP side of a run: `dora serve`.
-
-A handler never touches the run: it hands the driver a function and waits for what comes of it.
-"""
+"""The HTTP service of a run (`dora serve`) and its client."""

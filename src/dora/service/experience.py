@@ -1,28 +1,101 @@
-"""Prompts from outside, and samples for a trainer outside.
+"""What a trainer outside gets: groups of the sample stream as lines of JSON, and versions as safetensors.
 
-A batch is a stream of lines: each whole group as it is committed to the step. So a trainer works on the
-first ones while the last are still generated.
+For threads of the service: the run is touched through its stream and its weight store alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 import time
-from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Query
+from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
+from dora.core.types import GroupId
 from dora.errors import DoraError, ServiceError
-from dora.runtime.calls import Inside
-from dora.runtime.experience import FIELDS, check_fields, lines_of
-from dora.runtime.outside import Committed, OutsideTrainer
-from dora.runtime.supply import check_rows
-from dora.service.answers import Given
-from dora.service.app import Driver, Run
+from dora.runtime.rollout.prompts import check_prompts
+from dora.runtime.training.external import CommittedGroups, ExternalTrainer
+from dora.service.context import Run, RunContext, RunHandle
+from dora.service.models import Given
+from dora.stream.run_stream import GroupReader
+from dora.stream.sample_db import StoredSample
+
+if TYPE_CHECKING:
+    from dora.runtime.run_setup import RunSetup
+
+
+FIELDS = tuple(name for name in StoredSample._fields if name != "stream_index")  # which is the run's own
+
+
+def check_fields(names: Sequence[str]) -> None:
+    """Raises ServiceError for a field that samples do not have."""
+    for place, name in enumerate(names, start=1):
+        if name not in FIELDS:
+            raise ServiceError(422, f"fields: name {place} is none of a sample's: {', '.join(FIELDS)}")
+
+
+def lines_of(stream: Path, groups: Sequence[GroupId], fields: Sequence[str]) -> list[bytes]:
+    """A line for each committed group: its fields as lists, sibling by sibling; null: there is none.
+
+    They are leased while they are read, and ended with their step. Raises RunError if one does not come.
+    """
+    with contextlib.closing(GroupReader(stream)) as reader:
+        return [_line(group, reader.read_group(group), fields) for group in groups]
+
+
+def _line(group: GroupId, samples: Sequence[StoredSample], fields: Sequence[str]) -> bytes:
+    columns = {name: [_field(sample, name) for sample in samples] for name in fields}
+    return json.dumps({"group": str(group), "fields": columns}, separators=(",", ":")).encode() + b"\n"
+
+
+def _field(sample: StoredSample, name: str) -> object:
+    """Arrays as lists. Log-probs, which are those of drawn tokens, have a 0 for each token that was read."""
+    value = getattr(sample, name)
+    if name == "logprobs" and sample.loss_mask is not None:
+        drawn = iter(value)
+        return [next(drawn) if is_drawn else 0.0 for is_drawn in sample.loss_mask]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def open_version(plan: RunSetup, store: Path, version: int) -> BinaryIO:
+    """A stored version as a safetensors file that ends when it is closed.
+
+    Raises ServiceError if the version is not stored, or there is no room to write it.
+    """
+    from safetensors.torch import save_file
+
+    from dora.model.weights import WeightLayout
+    from dora.weights.store import WeightStore
+
+    kept = WeightStore(store, plan.config.engine.dtype)
+    try:
+        flat = kept.fetch(version)
+    except FileNotFoundError as error:
+        there = ", ".join(map(str, kept.versions())) or "none"
+        raise ServiceError(404, f"version {version} is not stored (any more); stored are: {there}") from error
+    try:
+        with tempfile.TemporaryDirectory(dir=plan.out) as folder:
+            file = Path(folder) / "tensors"
+            save_file(WeightLayout(plan.model).views(flat), file, metadata={"format": "pt"})
+            return file.open("rb")
+    except OSError as error:
+        raise ServiceError(
+            503, f"version {version} cannot be written: {error.strerror}; make room"
+        ) from error
+
+
+# === dora.service.experience: Prompts from outside, and samples for a trainer outside.
+#
+# A batch is a stream of lines: each whole group as it is committed to the step. So a trainer works on the
+# first ones while the last are still generated.
 
 router = APIRouter(prefix="/v1", tags=["experience"])
 
@@ -58,10 +131,10 @@ class Training(BaseModel):
     algorithm: dict[str, Any]
 
 
-def outside(inside: Inside) -> OutsideTrainer:
+def outside(context: RunContext) -> ExternalTrainer:
     """The place of a trainer outside. Raises ServiceError if the run has a trainer of its own."""
-    trainer = inside.hands.trainer
-    if not isinstance(trainer, OutsideTrainer):
+    trainer = context.external_trainer
+    if trainer is None:
         raise ServiceError(409, 'this run has a trainer of its own; set service.trainer = "external"')
     return trainer
 
@@ -70,12 +143,12 @@ def outside(inside: Inside) -> OutsideTrainer:
 async def put_prompts(prompts: Prompts, run: Run) -> Supplied:
     """Add prompts to a run with data.path = "service"; they are durable when this is answered."""
 
-    def put(inside: Inside) -> Supplied:
-        inside.hands.facts.extend(inside.hands.supply.put(prompts.first, prompts.rows))
-        return _supplied(inside)
+    def put(context: RunContext) -> Supplied:
+        context.put_prompts(prompts.first, prompts.rows)
+        return _supplied(context)
 
-    plan = await run(lambda inside: inside.plan)
-    await run_in_threadpool(check_rows, plan, prompts.rows)
+    plan = await run(lambda context: context.setup)
+    await run_in_threadpool(check_prompts, plan, prompts.rows)
     return await run(put)
 
 
@@ -85,10 +158,11 @@ async def count_prompts(run: Run) -> Supplied:
     return await run(_supplied)
 
 
-def _supplied(inside: Inside) -> Supplied:
-    supply = inside.hands.supply
+def _supplied(context: RunContext) -> Supplied:
     return Supplied(
-        num_prompts=len(inside.plan.dataset), num_taken=supply.num_taken, num_wanted=supply.num_wanted
+        num_prompts=len(context.setup.dataset),
+        num_taken=context.num_prompts_taken,
+        num_wanted=context.num_prompts_wanted,
     )
 
 
@@ -96,8 +170,8 @@ def _supplied(inside: Inside) -> Supplied:
 async def training(run: Run) -> Training:
     """What a trainer outside begins with. The configuration's settings of training are for it to keep."""
 
-    def look(inside: Inside) -> Training | None:
-        config, limits, step = inside.plan.config, inside.plan.limits, outside(inside).num_trained
+    def look(context: RunContext) -> Training | None:
+        config, limits, step = context.setup.config, context.setup.limits, outside(context).num_trained
         if step is None:
             return None
         return Training(
@@ -118,7 +192,7 @@ async def training(run: Run) -> Training:
 @router.get("/batches/{step}", response_class=StreamingResponse)
 async def get_batch(
     run: Run,
-    step: Annotated[int, Path(ge=0, lt=2**31, description="number of the training step")],
+    step: Annotated[int, PathParameter(ge=0, lt=2**31, description="number of the training step")],
     fields: Annotated[str, Query(description=f"names from {ALL_FIELDS}")] = ALL_FIELDS,
     after: Annotated[int, Query(ge=0, lt=2**31, description="groups that you have already")] = 0,
     wait_s: Wait = 30.0,
@@ -130,11 +204,11 @@ async def get_batch(
     names = fields.split(",")
     check_fields(names)
 
-    def begin(inside: Inside) -> tuple[Any, Committed]:
-        if step >= (num_steps := inside.plan.limits.num_steps):
+    def begin(context: RunContext) -> tuple[Any, CommittedGroups]:
+        if step >= (num_steps := context.setup.limits.num_steps):
             raise ServiceError(404, f"step {step}: the run has {num_steps} steps, from 0 on")
-        found = outside(inside).committed(step, after) or Committed([], False)
-        return inside.hands.stream_folder, found
+        found = outside(context).committed_groups(step, after) or CommittedGroups([], False)
+        return context.stream_dir, found
 
     stream, found = await run(begin)
     until_s = time.monotonic() + wait_s
@@ -152,13 +226,13 @@ async def get_batch(
                     break
                 found = await _committed(run, step, num_groups, left_s)
         except DoraError as error:  # trained by somebody else meanwhile, or the run is over
-            found, why = Committed([], False), str(error)
+            found, why = CommittedGroups([], False), str(error)
         last = {"is_whole": found.is_whole, "num_groups": num_groups}
         yield json.dumps(last | ({"why": why} if why else {})).encode() + b"\n"
 
     return StreamingResponse(lines(), media_type="application/x-ndjson")
 
 
-async def _committed(run: Driver, step: int, after: int, wait_s: float) -> Committed:
-    found = await run.wait(lambda inside: outside(inside).committed(step, after), wait_s)
-    return found or Committed([], False)
+async def _committed(run: RunHandle, step: int, after: int, wait_s: float) -> CommittedGroups:
+    found = await run.wait(lambda context: outside(context).committed_groups(step, after), wait_s)
+    return found or CommittedGroups([], False)

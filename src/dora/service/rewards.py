@@ -15,12 +15,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from dora.errors import RunError, ServiceError
-from dora.runtime.calls import Inside
-from dora.runtime.lending import Loan, OutsideJudge
-from dora.service.answers import Given
-from dora.service.app import Run, while_here
+from dora.runtime.scoring.external import ExternalRewards, LeasedGroup
+from dora.service.agents import MOST_REWARD
+from dora.service.context import Run, RunContext, while_connected
 from dora.service.experience import Wait
-from dora.service.sessions import MOST_REWARD
+from dora.service.models import Given
 
 router = APIRouter(prefix="/v1", tags=["experience"])
 
@@ -41,7 +40,7 @@ class Judged(Given):
 class Loans(BaseModel):
     """A group to judge, if there is one, and how long it is lent."""
 
-    loan: Loan | None
+    loan: LeasedGroup | None
     lease_s: float
 
 
@@ -54,9 +53,9 @@ async def get_experience(run: Run, request: Request, task: str, wait_s: Wait = 0
     """A group that a reward task is to judge; the task of the section [reward] is called reward."""
     judge, until_s = await run(partial(_find, task)), time.monotonic() + wait_s
     pause_s = 0.0
-    while (loan := await _call(judge, judge.lend)) is None and (left_s := until_s - time.monotonic()) > 0:
+    while (loan := await _call(judge, judge.lease)) is None and (left_s := until_s - time.monotonic()) > 0:
         await asyncio.sleep(pause_s)
-        if await while_here(request, run.wait(lambda _: judge.has_group() or None, left_s)) is None:
+        if await while_connected(request, run.wait(lambda _: judge.has_group() or None, left_s)) is None:
             break  # nothing came, or the client has gone, to whom nothing should be lent
         pause_s = PAUSE_S
     return Loans(loan=loan, lease_s=judge.lease_s)
@@ -66,19 +65,19 @@ async def get_experience(run: Run, request: Request, task: str, wait_s: Wait = 0
 async def put_experience(run: Run, task: str, judged: Judged) -> Taken:
     """What the answers of a loan are worth. Who hears no answer puts it again."""
     judge = await run(partial(_find, task))
-    await _call(judge, partial(judge.take, judged.lease, judged.fields["reward"]))
+    await _call(judge, partial(judge.submit, judged.lease, judged.fields["reward"]))
     return Taken(lease=judged.lease)
 
 
-def _find(task: str, inside: Inside) -> OutsideJudge:
-    tasks = inside.hands.rewarding.outside
+def _find(task: str, context: RunContext) -> ExternalRewards:
+    tasks = context.external_rewards
     if task not in tasks:
         known = ", ".join(tasks) or 'none; set reward.function = "service"'
         raise ServiceError(404, f"no reward task of this name is judged from outside; these are: {known}")
     return tasks[task]
 
 
-async def _call(judge: OutsideJudge, function: Callable[[], T]) -> T:
+async def _call(judge: ExternalRewards, function: Callable[[], T]) -> T:
     """Have the judge's thread do it."""
     try:
         return await asyncio.wrap_future(judge.thread.submit(function))

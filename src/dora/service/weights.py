@@ -23,12 +23,11 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect
 
 from dora.errors import ServiceError
-from dora.runtime.calls import Inside
-from dora.runtime.experience import open_version
-from dora.runtime.outside import INCOMING, PARTS
-from dora.service.answers import Given
-from dora.service.app import Driver, Run
-from dora.service.experience import outside
+from dora.runtime.run_dir import INCOMING_PARTS
+from dora.runtime.training.external import INCOMING_DIR
+from dora.service.context import Run, RunContext, RunHandle
+from dora.service.experience import open_version, outside
+from dora.service.models import Given
 
 router = APIRouter(prefix="/v1", tags=["weights"])
 
@@ -100,7 +99,7 @@ async def notify(announced: Announced, run: Run, request: Request) -> Published:
 @router.get("/weights/{version}", response_class=StreamingResponse)
 async def get_weights(run: Run, version: Annotated[Number, InPath()]) -> StreamingResponse:
     """A stored version as safetensors: the newest, and older ones that are still needed."""
-    plan, store = await run(lambda inside: (inside.plan, inside.hands.weights.folder))
+    plan, store = await run(lambda context: (context.setup, context.weights_dir))
     written = await run_in_threadpool(open_version, plan, store, version)
     length = str(os.fstat(written.fileno()).st_size)
 
@@ -118,13 +117,13 @@ class _Upload(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def _upload(run: Driver, request: Request, version: int, sha256: str) -> AsyncIterator[_Upload]:
+async def _upload(run: RunHandle, request: Request, version: int, sha256: str) -> AsyncIterator[_Upload]:
     """One at a time. Raises ServiceError, before anything is read, for a version that is not awaited."""
 
-    def begin(inside: Inside) -> _Upload:
-        outside(inside).check_due(version, sha256)
-        part = inside.plan.out.absolute() / PARTS / f"{uuid.uuid4().hex}.safetensors"
-        return _Upload(part, inside.plan.upload_bytes)
+    def begin(context: RunContext) -> _Upload:
+        outside(context).check_due(version, sha256)
+        part = context.setup.out.absolute() / INCOMING_PARTS / f"{uuid.uuid4().hex}.safetensors"
+        return _Upload(part, context.setup.upload_bytes)
 
     async with request.app.state.uploads:
         upload = await run(begin)
@@ -137,8 +136,8 @@ async def _upload(run: Driver, request: Request, version: int, sha256: str) -> A
             upload.part.unlink(missing_ok=True)
 
 
-async def _publish(run: Driver, version: int, sha256: str, file: Path, metrics: Metrics) -> Published:
-    digest = await run.wait(lambda inside: outside(inside).publish(version, sha256, file, metrics), READ_S)
+async def _publish(run: RunHandle, version: int, sha256: str, file: Path, metrics: Metrics) -> Published:
+    digest = await run.wait(lambda context: outside(context).publish(version, sha256, file, metrics), READ_S)
     if digest is None:
         raise ServiceError(503, f"version {version} is still being read; send it again")
     return Published(version=version, digest=digest)
@@ -197,4 +196,4 @@ def _open_plain(file: Path) -> BinaryIO:
         opened.close()
         raise IsADirectoryError(0, "it is no plain file")
     except OSError as error:
-        raise ServiceError(404, f"there is no such file in {INCOMING}: {error.strerror}") from error
+        raise ServiceError(404, f"there is no such file in {INCOMING_DIR}: {error.strerror}") from error

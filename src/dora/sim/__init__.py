@@ -1,6 +1,6 @@
-"""The same orchestrator in virtual time, with faults.
+"""Deterministic simulation testing of the orchestrator: random worlds in virtual time, with faults.
 
-`world` plays every station from one seed, `checker` watches the guarantees from outside the
-core, `swarm` draws whole configurations, lets things go wrong, heals the world, and looks for a
-seed that breaks a guarantee or does not come to its end.
+`random_config` draws a world from a seed, `world` simulates every worker of it, and `swarm` runs many of
+them. `checker` checks the guarantees and shares no code with `dora.core`; `coverage` counts the situations
+that were reached.
 """

@@ -1,390 +1,735 @@
-"""C1, C2 and C3, watched from outside the core.
+"""Checks the guarantees C1, C2 and C3 and the rules of scheduling, by the events and actions of a run alone.
 
-The checker keeps its own small ledger from the facts and orders alone and shares no code with
-the rules it checks; the first broken guarantee raises Violation. What concerns engines is in
-`seats.py`, what concerns groups, versions and steps is here.
+The checker shares no code with `dora.core`, so that a mistake there is not repeated here. The first broken
+guarantee raises `Violation`. `Checker` follows groups and versions; its parts follow engines
+(`fleet_checker`), steps, loads, inflight updates, adaptive staleness and evaluations.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dora.core.actions import (
     Abort,
     Action,
     Admit,
-    Attest,
-    BeginEvaluation,
     Commit,
-    Dismiss,
+    DecodeOnly,
     Drop,
-    EndEvaluation,
     Fail,
     Filter,
+    FinishEvaluation,
     Generate,
     Load,
     Migrate,
-    Pause,
+    PauseEngine,
     Publish,
-    RefuseDrain,
-    Resume,
+    RejectDrain,
+    RemoveEngine,
+    ReportDigest,
+    ResumeEngine,
     Retire,
-    Rush,
     Score,
-    Skip,
     SkipEvaluation,
+    SkipLoad,
+    StartEvaluation,
     Stop,
     Train,
 )
 from dora.core.events import (
-    DrainAsked,
+    DrainRequested,
     EngineJoined,
-    EngineLeft,
     EngineLost,
+    EnginePaused,
+    EngineRemoved,
     Event,
     GroupScored,
-    GroupUnscorable,
     Loaded,
     LoadFailed,
     Migrated,
     MigrationFailed,
-    Paused,
-    Progressed,
+    ProgressReported,
     Published,
     RequestFailed,
     RequestFinished,
     RequestsAborted,
     Resumed,
+    ScoringFailed,
     StepFailed,
     Trained,
     TrainerLost,
     TrainerReplaced,
 )
-from dora.core.records import GroupId, Limits, RequestId
-from dora.sim import admissions
-from dora.sim.ages import Ages
-from dora.sim.engines import Violation
-from dora.sim.held_out import HeldOut
-from dora.sim.loads import Loads
-from dora.sim.renewals import Renewals
-from dora.sim.seats import Seats, require
-from dora.sim.steps import Steps
+from dora.core.types import GroupId, Limits, RequestId
+from dora.sim.fleet_checker import FleetChecker
+from dora.sim.ground_truth import Violation, require
 
-__all__ = ["Ledger", "Violation"]
+ENGINES_PER_LOAD = 4  # with deferred loads, one in so many engines may load at a time
+ROWS_PER_EVALUATION = 8  # one in so many rows may evaluate beside the training
 
 
-class Ledger:
-    """What the checker has seen."""
+class Checker:
+    """Checks every event and action of a run. All methods raise `Violation`."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.seats = Seats()
-        self.ages = Ages(limits)
-        self.loads = Loads(limits, self.seats)
-        self.held_out = HeldOut(limits)
+        self.fleet = FleetChecker()
+        self.steps = StepChecker()
+        self.loads = LoadChecker(limits, self.fleet)
+        self.adaptive_staleness = AdaptiveStalenessChecker(limits)
+        self.evaluation = EvaluationChecker(limits)
+        # Groups and requests
         self.version_of: dict[GroupId, int] = {}
         self.deadline_of: dict[GroupId, int] = {}
-        self.end_of: dict[GroupId, str] = {}
-        self.finished: dict[RequestId, int] = {}
-        self.unfinished: dict[GroupId, int] = {}  # siblings without their last token
+        self.outcome_of: dict[GroupId, str] = {}  # "step 3", "Filter" or "Fail"
+        self.finished: dict[RequestId, int] = {}  # -> version
+        self.num_unfinished: dict[GroupId, int] = {}  # siblings
         self.scored: set[GroupId] = set()
+        # Versions
+        self.store: set[int] = set()  # versions in the weight store
         self.pins: Counter[int] = Counter()  # version -> unfinished requests
-        self.open: Counter[int] = Counter()  # deadline -> admitted, not committed or ended
-        self.live: Counter[int] = Counter()  # version -> groups admitted, not filtered or failed
-        self.store: set[int] = set()
-        self.renewals = Renewals(limits, self.seats, self.pins)
-        self.next_index = 0
-        self.next_step = 0  # n
-        self.num_committed = 0  # c
-        self.steps = Steps()
-        self.redo_until = 0  # version that is published again before anything is admitted
-        self.max_seen_staleness = 0
+        self.num_live: Counter[int] = Counter()  # version -> groups admitted, not filtered or failed
+        self.inflight_updates = InflightUpdateChecker(limits, self.fleet, self.pins)
+        # The bound
+        self.num_open: Counter[int] = (
+            Counter()
+        )  # deadline -> groups admitted, and neither committed nor ended
+        self.next_step = 0  # that groups are committed to
+        self.num_committed = 0  # groups of the next step
+        self.next_index = 0  # of the dataset's order
+        self.max_staleness = 0  # of a trained group
+        self._redo_until = 0  # version to publish again after a crash, before anything is admitted
 
-    def hear(self, event: Event) -> None:
-        """Take note of a fact, before the core hears it."""
-        self.seats.begin(event)
-        self.held_out.begin_fact()
-        if (note := _FACTS.get(type(event))) is not None:
-            note(self, event)
-        self.renewals.catch_up(self.store)
+    def observe(self, event: Event) -> None:
+        """Follow an event, before the orchestrator handles it."""
+        self.fleet.before_event(event)
+        self.evaluation.before_event()
+        if (handler := _EVENT_HANDLERS.get(type(event))) is not None:
+            handler(self, event)
+        self.inflight_updates.after_event(self.store)
 
-    def obey(self, order: Action) -> None:
-        """Check an order, before a station hears it."""
-        if (check := _ORDERS.get(type(order))) is not None:
-            check(self, order)
+    def check(self, action: Action) -> None:
+        """Check an action, before it is executed."""
+        if (handler := _ACTION_HANDLERS.get(type(action))) is not None:
+            handler(self, action)
 
-    def check_idleness(self) -> None:
-        """Nothing stands still that could go on; costs a look at all requests."""
-        self.seats.check_idleness(self.pins)
+    def check_idle(self) -> None:
+        """No request waits beside a free row that it could use. Costs a pass over all requests."""
+        self.fleet.check_idle(self.pins)
 
-    def close(self) -> None:
-        """At the end of a whole run every admitted group has an end, and every step was trained."""
-        left = self.version_of.keys() - self.end_of.keys()
-        require(not left, f"C2: {sorted(left)[:3]} were admitted and have no end")
-        self.steps.end(self.limits.num_steps)
+    def finish(self) -> None:
+        """At the end of a run, every step is trained and every admitted group has an outcome."""
+        missing = self.version_of.keys() - self.outcome_of.keys()
+        require(not missing, f"C2: {sorted(missing)[:3]} were admitted and have no outcome")
+        self.steps.finish(self.limits.num_steps)
 
-    # facts
+    def deadline(self, version: int) -> int:
+        """The last step that may train a group that is admitted at `version` now."""
+        return min(version + self.adaptive_staleness.bound, self.limits.num_steps - 1)
 
-    def _joined(self, fact: EngineJoined) -> None:
-        self.seats.join(fact)
-        self.held_out.joined(sum(engine.num_rows for engine in self.seats.engines.values()))
+    # Events
 
-    def _finish(self, fact: RequestFinished) -> None:
-        request, version = fact.request, fact.version
-        given_up = request in self.seats.aborting
-        self.seats.free(fact.engine, request)
+    def _on_joined(self, event: EngineJoined) -> None:
+        self.fleet.on_joined(event)
+        self.evaluation.on_joined(sum(engine.num_rows for engine in self.fleet.engines.values()))
+
+    def _on_finished(self, event: RequestFinished) -> None:
+        request, version = event.request, event.version
+        is_aborted = request in self.fleet.aborting
+        self.fleet.release(event.engine, request)
         if self.limits.breaks_c1 and not request.is_held_out:
-            version = self.renewals.first_version(fact, self.version_of[request.group])
-        elif any(chunk.version != version for chunk in fact.chunks):
-            raise Violation(f"C1: {request} mixes versions: {fact.chunks}")
+            version = self.inflight_updates.first_version(event, self.version_of[request.group])
+        elif any(chunk.version != version for chunk in event.chunks):
+            raise Violation(f"C1: {request} mixes versions: {event.chunks}")
         if request.is_held_out:
             self._end_held_out(request, version, is_failed=False)
-        elif not given_up:
+        elif not is_aborted:
             self.finished[request] = version
-            self.unfinished[request.group] -= 1
-            self.renewals.end(request, version)
+            self.num_unfinished[request.group] -= 1
+            self.inflight_updates.end(request, version)
 
-    def _fail_request(self, fact: RequestFailed) -> None:
-        self.seats.free(fact.engine, fact.request)
-        if fact.request.is_held_out:
-            self._end_held_out(fact.request, -1 - fact.request.epoch, is_failed=True)
+    def _on_failed(self, event: RequestFailed) -> None:
+        self.fleet.release(event.engine, event.request)
+        if event.request.is_held_out:
+            self._end_held_out(event.request, -1 - event.request.epoch, is_failed=True)
 
     def _end_held_out(self, request: RequestId, version: int, *, is_failed: bool) -> None:
-        require(version == self.held_out.version, f"C1: {request} was generated on version {version}")
-        self.held_out.end(request, is_failed=is_failed)
+        require(version == self.evaluation.version, f"C1: {request} was generated with version {version}")
+        self.evaluation.end(request, is_failed=is_failed)
         self.pins[version] -= 1
 
-    def _aborted(self, fact: RequestsAborted) -> None:
-        for request in fact.requests:
-            require(request in self.seats.aborting, f"{request} was given up unasked")
-            self.seats.free(fact.engine, request)
+    def _on_aborted(self, event: RequestsAborted) -> None:
+        for request in event.requests:
+            require(request in self.fleet.aborting, f"{request} was aborted without an Abort")
+            self.fleet.release(event.engine, request)
 
-    def _judge(self, fact: GroupScored | GroupUnscorable) -> None:
-        if fact.group.is_held_out:
-            self.held_out.judge(fact.group)
-        elif isinstance(fact, GroupScored):
-            self.scored.add(fact.group)
+    def _on_scored(self, event: GroupScored | ScoringFailed) -> None:
+        if event.group.is_held_out:
+            self.evaluation.on_scored(event.group)
+        elif isinstance(event, GroupScored):
+            self.scored.add(event.group)
 
-    def _loaded(self, fact: Loaded) -> None:
-        self.seats.loaded(fact)
-        self.renewals.loaded(fact)
+    def _on_loaded(self, event: Loaded) -> None:
+        self.fleet.on_loaded(event)
+        self.inflight_updates.on_loaded(event)
 
-    def _published(self, fact: Published) -> None:
-        self.store.add(fact.version)
-        self.steps.published(fact)
-        self.loads.published(fact)
-        self.held_out.published(fact.version)
+    def _on_published(self, event: Published) -> None:
+        self.store.add(event.version)
+        self.steps.on_published(event)
+        self.loads.on_published(event)
+        self.evaluation.on_published(event.version)
 
-    def _trained(self, fact: Trained) -> None:
-        """Of one that is redone nothing new is learnt."""
+    def _on_trained(self, event: Trained) -> None:
+        """A step that is trained again has no new measurements."""
         is_redo = self.steps.is_redo
-        if (order := self.steps.trained()) is not None and not is_redo:
-            self.ages.hear(fact, fact.step - min(self.version_of[group] for group in order.groups))
-            self.loads.trained(fact)
+        if (action := self.steps.on_trained()) is not None and not is_redo:
+            oldest = event.step - min(self.version_of[group] for group in action.groups)
+            self.adaptive_staleness.on_trained(event, oldest)
+            self.loads.on_trained(event)
 
-    def _resumed(self, fact: Resumed) -> None:
-        """Steps after the checkpoint are trained again, with the groups that ended in them."""
-        self.seats.lose_all()
-        self.loads.resumed(fact)
-        self.redo_until = max({self.redo_until, *self.store})
-        self.store = {version for version, _ in fact.kept}
-        self.steps.resumed(fact.from_step)
+    def _on_resumed(self, event: Resumed) -> None:
+        """Every process has crashed. Steps after the checkpoint are trained again, with the same groups."""
+        self.fleet.on_run_crashed()
+        self.loads.on_run_crashed()
+        self._redo_until = max({self._redo_until, *self.store})
+        self.store = {version for version, _ in event.kept_versions}
+        self.steps.on_run_crashed(event.from_step)
 
-    # orders
+    # Actions
 
-    def _admit(self, order: Admit) -> None:
-        group, version, limits = order.group, order.version, self.limits
-        require(group not in self.version_of, f"C2: {group} admitted twice")
-        require(order.index == self.next_index, f"C2: dataset gap before {group}")
-        require(
-            self.redo_until in {0, *self.store} or max(self.store) > self.redo_until, f"{group} in a redo"
-        )
-        require(self.seats.copies[version] > 0, f"{group} at a version nobody holds")
-        self.version_of[group], self.next_index = version, order.index + 1
-        self.unfinished[group] = limits.group_size
-        self.pins[version] += limits.group_size
-        siblings = (RequestId(*group, k) for k in range(limits.group_size))
-        self.renewals.admitted(siblings, version, self.store)
+    def _admit(self, action: Admit) -> None:
+        group, version, size = action.group, action.version, self.limits.group_size
+        require(group not in self.version_of, f"C2: {group} is admitted twice")
+        require(action.index == self.next_index, f"C2: {group} is admitted before prompt {self.next_index}")
+        is_redone = self._redo_until in {0, *self.store} or max(self.store) > self._redo_until
+        require(is_redone, f"{group} is admitted before version {self._redo_until} is published again")
+        is_held = self.fleet.num_holders[version] > 0
+        require(is_held, f"{group} is admitted at version {version}, which no engine holds")
+        self.version_of[group], self.next_index = version, action.index + 1
+        self.num_unfinished[group] = size
+        self.pins[version] += size
+        self.inflight_updates.admit(_siblings(group, size), version, self.store)
         deadline = self.deadline(version)
-        require(order.deadline == deadline, f"C3: {group} gets deadline {order.deadline}, not {deadline}")
+        require(action.deadline == deadline, f"C3: {group} has deadline {action.deadline}, not {deadline}")
         self.deadline_of[group] = deadline
-        self.open[deadline] += 1
-        self.live[version] += 1
+        self.num_open[deadline] += 1
+        self.num_live[version] += 1
         self._check_bound(f"admitting {group} at version {version}")
-        admissions.check(self, group, version)
+        self._check_slack(group)
+        self._check_expiry(version)
+        self._check_single_version(version)
 
-    def _generate(self, order: Generate) -> None:
+    def _check_bound(self, cause: str) -> None:
+        """C3 in advance: every open group can be committed by its deadline."""
+        num_open = 0
+        for deadline, count in sorted(self.num_open.items()):
+            num_open += count
+            num_places = self.limits.batch_size * (deadline - self.next_step + 1) - self.num_committed
+            if count and num_open > max(0, num_places):
+                raise Violation(f"C3: {cause}: {num_open} groups for {num_places} places by step {deadline}")
+
+    def _check_slack(self, group: GroupId) -> None:
+        """Open groups stay `slack` below the bound, but always fill one batch."""
+        limits = self.limits
+        most = (self.adaptive_staleness.bound + 1) * limits.batch_size - limits.slack
+        num_open = self.num_open.total() + self.num_committed
+        is_kept = not limits.slack or num_open <= max(limits.batch_size, most)
+        require(is_kept, f"admitting {group} uses up the slack: {num_open} groups are open")
+
+    def _check_expiry(self, version: int) -> None:
+        """No group is admitted at an old version in its last step once an engine has or loads the newest."""
+        newest = max(self.store)
+        if version < newest and self.deadline(version) <= self.next_step:
+            staying = (engine for engine in self.fleet.engines.values() if not engine.is_draining)
+            is_near = any(newest in engine.held or engine.loading == newest for engine in staying)
+            require(not is_near, f"a group is admitted at version {version}, which expires in this step")
+
+    def _check_single_version(self, version: int) -> None:
+        """With `batches_per_version`, one version is live at a time, with at most so many batches."""
+        num_batches = self.limits.batches_per_version
+        if num_batches is None:
+            return
+        evaluated = {self.evaluation.version: len(self.evaluation.running)}
+        others = [v for v, count in self.pins.items() if count > evaluated.get(v, 0) and v != version]
+        require(not others, f"a group is admitted at version {version}, and versions {others} are still live")
+        most = (num_batches if version else self.limits.max_staleness + 1) * self.limits.batch_size
+        require(self.num_live[version] <= most, f"version {version} has more than {most} groups")
+
+    def _generate(self, action: Generate) -> None:
         versions = []
-        for request in order.requests:
+        for request in action.requests:
             group = request.group
             if request.is_held_out:
                 versions.append(self._generate_held_out(request))
                 continue
-            if request in self.finished or group in self.end_of:
+            if request in self.finished or group in self.outcome_of:
                 raise Violation(f"{request} is generated after its end")
-            versions.append(self.renewals.version_of(request, self.version_of[group]))
-        self.seats.generate(order, versions)
+            versions.append(self.inflight_updates.version_of(request, self.version_of[group]))
+        self.fleet.generate(action, versions)
 
     def _generate_held_out(self, request: RequestId) -> int:
-        is_new = request not in self.held_out.running
-        version = self.held_out.generate(request, is_over=self.next_step == self.limits.num_steps)
+        is_new = request not in self.evaluation.running
+        is_training_over = self.next_step == self.limits.num_steps
+        version = self.evaluation.generate(request, is_training_over=is_training_over)
         self.pins[version] += is_new
         return version
 
-    def _score(self, order: Score) -> None:
-        if order.group.is_held_out:
-            return self.held_out.score(order.group)
-        require(not self.unfinished[order.group], f"C2: {order.group} is scored before it is whole")
+    def _score(self, action: Score) -> None:
+        if action.group.is_held_out:
+            return self.evaluation.score(action.group)
+        is_complete = not self.num_unfinished[action.group]
+        require(is_complete, f"C2: {action.group} is scored before all siblings have finished")
 
-    def _end_untrained(self, order: Filter | Fail) -> None:
-        group = order.group
-        self._end(group, type(order).__name__)
+    def _end_untrained(self, action: Filter | Fail) -> None:
+        group = action.group
+        self._end(group, type(action).__name__)
         version = self.version_of[group]
-        self.live[version] -= 1
-        del self.unfinished[group]
-        for request in (RequestId(*group, k) for k in range(self.limits.group_size)):
+        self.num_live[version] -= 1
+        del self.num_unfinished[group]
+        for request in _siblings(group, self.limits.group_size):
             if request not in self.finished:
-                self.renewals.end(request, version)
+                self.inflight_updates.end(request, version)
 
-    def _commit(self, order: Commit) -> None:
-        group = order.group
+    def _commit(self, action: Commit) -> None:
+        group, step = action.group, action.step
         require(group in self.scored, f"C2: {group} is committed without rewards")
-        require(order.step == self.next_step, f"{group} is committed to step {order.step}, not the next")
-        self._end(group, f"step {order.step}")
+        require(step == self.next_step, f"{group} is committed to step {step}, not to step {self.next_step}")
+        self._end(group, f"step {step}")
         self.num_committed += 1
         if self.num_committed == self.limits.batch_size:
             self.next_step, self.num_committed = self.next_step + 1, 0
         self._check_bound(f"committing {group}")
 
-    def _end(self, group: GroupId, how: str) -> None:
-        if group not in self.version_of or group in self.end_of:
-            raise Violation(
-                f"C2: {group} ends {how}; before, it was {self.end_of.get(group, 'not admitted')}"
-            )
-        self.end_of[group] = how
-        self.open[self.deadline_of[group]] -= 1
+    def _end(self, group: GroupId, outcome: str) -> None:
+        if group not in self.version_of or group in self.outcome_of:
+            before = self.outcome_of.get(group, "not admitted")
+            raise Violation(f"C2: {group} ends with {outcome}; its outcome before was {before}")
+        self.outcome_of[group] = outcome
+        self.num_open[self.deadline_of[group]] -= 1
 
-    def _train(self, order: Train) -> None:
-        step, groups = order.step, order.groups
-        self.steps.train(order)
-        self.seats.check_device()
+    def _train(self, action: Train) -> None:
+        step, groups, size = action.step, action.groups, self.limits.group_size
+        self.steps.train(action)
+        self.fleet.check_device()
         require(len(set(groups)) == self.limits.batch_size, f"C2: batch {step} has {len(groups)} groups")
         for group in groups:
-            require(self.end_of.get(group) == f"step {step}", f"C2: {group} trained uncommitted")
-            versions = {self.finished.get(RequestId(*group, k)) for k in range(self.limits.group_size)}
+            require(self.outcome_of.get(group) == f"step {step}", f"C2: {group} is trained without a commit")
+            admitted_at = self.version_of[group]
+            versions = {self.finished.get(request) for request in _siblings(group, size)}
             if self.limits.breaks_c1:
-                self.renewals.check_group(group, versions, self.version_of[group], step)
+                self.inflight_updates.check_group(group, versions, admitted_at, step)
             else:
-                require(versions == {self.version_of[group]}, f"C1: {group} has versions {versions}")
-            staleness = step - self.version_of[group]
+                require(versions == {admitted_at}, f"C1: {group} has versions {versions}, not {admitted_at}")
+            staleness = step - admitted_at
             require(0 <= staleness <= self.limits.max_staleness, f"C3: {group} has staleness {staleness}")
             require(step <= self.deadline_of[group], f"C3: {group} is trained after its deadline")
-            self.max_seen_staleness = max(self.max_seen_staleness, staleness)
+            self.max_staleness = max(self.max_staleness, staleness)
 
-    def _migrate(self, order: Migrate) -> None:
-        require(not self.limits.is_static, f"{order.request} is moved, and is_static = true")
-        self.seats.migrate(order)
+    def _migrate(self, action: Migrate) -> None:
+        require(not self.limits.is_static, f"{action.request} migrates although is_static = true")
+        self.fleet.migrate(action)
 
-    def _drop(self, order: Drop) -> None:
-        self.seats.drop(order, self.pins[order.version] > 0)
+    def _decode_only(self, action: DecodeOnly) -> None:
+        is_allowed = self.limits.prioritize_stragglers or not action.requests
+        require(is_allowed, f"engine {action.engine} gets DecodeOnly although prioritize_stragglers = false")
+        self.fleet.decode_only(action)
 
-    def _load(self, order: Load) -> None:
-        require(order.version in self.store, f"version {order.version} is loaded but not stored")
-        self.loads.load(order)
-        self.seats.load(order, order.version == self.held_out.version)
+    def _drop(self, action: Drop) -> None:
+        self.fleet.drop(action, self.pins[action.version] > 0)
 
-    def _skip(self, order: Skip) -> None:
-        """Only while a group may still be begun with what the engine stays with."""
-        deadline = self.deadline(self.loads.skip(order))
-        require(deadline > self.next_step, f"engine {order.engine} stays with a version that expires")
-        self.open[deadline] += 1
-        self._check_bound(f"{order}")
-        self.open[deadline] -= 1
+    def _load(self, action: Load) -> None:
+        require(action.version in self.store, f"version {action.version} is loaded and is not in the store")
+        self.loads.load(action)
+        self.fleet.load(action, action.version == self.evaluation.version)
 
-    def _retire(self, order: Retire) -> None:
-        version = order.version
-        require(not self.pins[version], f"version {version} is retired under {self.pins[version]} requests")
-        require(version != self.held_out.version, f"version {version} is retired under its evaluation")
-        loading = [e.id for e in self.seats.engines.values() if e.loading == version]
+    def _skip_load(self, action: SkipLoad) -> None:
+        """An engine may skip a version while a group can still be admitted at the version it keeps."""
+        kept = self.loads.skip(action)
+        deadline = self.deadline(kept)
+        require(deadline > self.next_step, f"engine {action.engine} keeps version {kept}, which expires")
+        self.num_open[deadline] += 1
+        self._check_bound(f"{action}")
+        self.num_open[deadline] -= 1
+
+    def _retire(self, action: Retire) -> None:
+        version, num_pins = action.version, self.pins[action.version]
+        require(not num_pins, f"version {version} is retired under its {num_pins} requests")
+        require(version != self.evaluation.version, f"version {version} is retired under its evaluation")
+        loading = [engine.id for engine in self.fleet.engines.values() if engine.loading == version]
         require(not loading, f"version {version} is retired while engines {loading} load it")
         self.store.discard(version)
 
-    def _resume(self, order: Resume) -> None:
-        require(self.steps.training is None, f"engine {order.engine} is resumed during a step")
-        self.seats.resume(order.engine)
+    def _resume_engine(self, action: ResumeEngine) -> None:
+        require(self.steps.training is None, f"engine {action.engine} is resumed during a step")
+        self.fleet.resume(action.engine)
 
-    def _rush(self, order: Rush) -> None:
-        require(self.limits.rush or not order.requests, "a rush is ordered, and rush = false")
-        self.seats.rush(order)
-
-    def _stop(self, order: Stop) -> None:
-        self.steps.end(self.limits.num_steps)
+    def _stop(self, action: Stop) -> None:
+        self.steps.finish(self.limits.num_steps)
         require(self.limits.num_steps in self.store, "the run stops before its last version is published")
-        require(self.held_out.version is None, "the run stops under an evaluation")
-
-    def deadline(self, version: int) -> int:
-        """Last step that may train what is admitted at `version` now."""
-        return min(version + self.ages.staleness, self.limits.num_steps - 1)
-
-    def _check_bound(self, doing: str) -> None:
-        """C3 beforehand: every open group still has a place by its deadline."""
-        num_before = 0
-        for deadline, count in sorted(self.open.items()):
-            num_before += count
-            places = self.limits.batch_size * (deadline - self.next_step + 1) - self.num_committed
-            if count and num_before > max(0, places):
-                raise Violation(f"C3: {doing} leaves {num_before} groups {places} places by step {deadline}")
+        require(self.evaluation.version is None, "the run stops during an evaluation")
 
 
-Note = Callable[[Ledger, Any], None]
-_FACTS: dict[type, Note] = {
-    EngineJoined: Ledger._joined,
-    EngineLost: lambda ledger, fact: ledger.seats.lose(fact),
-    EngineLeft: lambda ledger, fact: ledger.seats.leave(fact),
-    DrainAsked: lambda ledger, fact: ledger.seats.ask_drain(fact.engine, True),
-    Paused: lambda ledger, fact: ledger.seats.paused(fact.engine),
-    Progressed: lambda ledger, fact: ledger.seats.progress(fact),
-    RequestFinished: Ledger._finish,
-    RequestFailed: Ledger._fail_request,
-    RequestsAborted: Ledger._aborted,
-    Migrated: lambda ledger, fact: ledger.seats.move(fact),
-    MigrationFailed: lambda ledger, fact: ledger.seats.stay(fact),
-    GroupScored: Ledger._judge,
-    GroupUnscorable: Ledger._judge,
-    Trained: Ledger._trained,
-    StepFailed: lambda ledger, fact: ledger.steps.has_failed(),
-    TrainerLost: lambda ledger, fact: ledger.steps.lost(),
-    TrainerReplaced: lambda ledger, fact: ledger.steps.replaced(fact),
-    Resumed: Ledger._resumed,
-    Published: Ledger._published,
-    Loaded: Ledger._loaded,
-    LoadFailed: lambda ledger, fact: ledger.seats.load_failed(fact),
+def _siblings(group: GroupId, group_size: int) -> Iterable[RequestId]:
+    return (RequestId(*group, k) for k in range(group_size))
+
+
+_EVENT_HANDLERS: dict[type, Callable[[Checker, Any], None]] = {
+    EngineJoined: Checker._on_joined,
+    EngineLost: lambda checker, event: checker.fleet.on_lost(event),
+    EngineRemoved: lambda checker, event: checker.fleet.on_removed(event),
+    DrainRequested: lambda checker, event: checker.fleet.set_draining(event.engine, True),
+    EnginePaused: lambda checker, event: checker.fleet.on_paused(event.engine),
+    ProgressReported: lambda checker, event: checker.fleet.on_progress(event),
+    RequestFinished: Checker._on_finished,
+    RequestFailed: Checker._on_failed,
+    RequestsAborted: Checker._on_aborted,
+    Migrated: lambda checker, event: checker.fleet.on_migrated(event),
+    MigrationFailed: lambda checker, event: checker.fleet.on_migration_failed(event),
+    GroupScored: Checker._on_scored,
+    ScoringFailed: Checker._on_scored,
+    Trained: Checker._on_trained,
+    StepFailed: lambda checker, event: checker.steps.on_failed(),
+    TrainerLost: lambda checker, event: checker.steps.on_lost(),
+    TrainerReplaced: lambda checker, event: checker.steps.on_replaced(event),
+    Resumed: Checker._on_resumed,
+    Published: Checker._on_published,
+    Loaded: Checker._on_loaded,
+    LoadFailed: lambda checker, event: checker.fleet.on_load_failed(event),
 }
-_ORDERS: dict[type, Note] = {
-    Admit: Ledger._admit,
-    Generate: Ledger._generate,
-    Abort: lambda ledger, order: ledger.seats.abort(order),
-    Migrate: Ledger._migrate,
-    Rush: Ledger._rush,
-    Pause: lambda ledger, order: ledger.seats.pause(order.engine),
-    Resume: Ledger._resume,
-    Dismiss: lambda ledger, order: ledger.seats.dismiss(order.engine),
-    RefuseDrain: lambda ledger, order: ledger.seats.ask_drain(order.engine, False),
-    Score: Ledger._score,
-    Filter: Ledger._end_untrained,
-    Fail: Ledger._end_untrained,
-    Commit: Ledger._commit,
-    Train: Ledger._train,
-    Publish: lambda ledger, order: ledger.steps.publish(order),
-    Attest: lambda ledger, order: ledger.steps.attest(order),
-    Drop: Ledger._drop,
-    Load: Ledger._load,
-    Skip: Ledger._skip,
-    Retire: Ledger._retire,
-    BeginEvaluation: lambda ledger, order: ledger.held_out.begin(order),
-    SkipEvaluation: lambda ledger, order: ledger.held_out.skip(order),
-    EndEvaluation: lambda ledger, order: ledger.held_out.finish(order),
-    Stop: Ledger._stop,
+_ACTION_HANDLERS: dict[type, Callable[[Checker, Any], None]] = {
+    Admit: Checker._admit,
+    Generate: Checker._generate,
+    Abort: lambda checker, action: checker.fleet.abort(action),
+    Migrate: Checker._migrate,
+    DecodeOnly: Checker._decode_only,
+    PauseEngine: lambda checker, action: checker.fleet.pause(action.engine),
+    ResumeEngine: Checker._resume_engine,
+    RemoveEngine: lambda checker, action: checker.fleet.remove(action.engine),
+    RejectDrain: lambda checker, action: checker.fleet.set_draining(action.engine, False),
+    Score: Checker._score,
+    Filter: Checker._end_untrained,
+    Fail: Checker._end_untrained,
+    Commit: Checker._commit,
+    Train: Checker._train,
+    Publish: lambda checker, action: checker.steps.publish(action),
+    ReportDigest: lambda checker, action: checker.steps.report_digest(action),
+    Drop: Checker._drop,
+    Load: Checker._load,
+    SkipLoad: Checker._skip_load,
+    Retire: Checker._retire,
+    StartEvaluation: lambda checker, action: checker.evaluation.start(action),
+    SkipEvaluation: lambda checker, action: checker.evaluation.skip(action),
+    FinishEvaluation: lambda checker, action: checker.evaluation.finish(action),
+    Stop: Checker._stop,
 }
+
+
+class StepChecker:
+    """Training steps: in order, one at a time, and repeated with the same groups after a failure or crash."""
+
+    def __init__(self) -> None:
+        self.num_trained = 0  # steps of the present trainer, its checkpoint included
+        self.training: Train | None = None
+        self.failed: Train | None = None  # to be repeated unchanged
+        self._is_lost = False
+        self._max_trained = 0  # steps of any trainer
+        self._newest: int | None = None  # version published since the last crash of the run
+
+    @property
+    def is_redo(self) -> bool:
+        """Whether a lost trainer has trained the next step before."""
+        return self.num_trained < self._max_trained
+
+    def on_trained(self) -> Train | None:
+        """The action of the step that has ended."""
+        action, self.training = self.training, None
+        self.num_trained += 1
+        return action
+
+    def on_failed(self) -> None:
+        self.training, self.failed = None, self.training
+
+    def on_published(self, event: Published) -> None:
+        self._newest = event.version
+
+    def on_lost(self) -> None:
+        self._is_lost, self._max_trained = True, max(self._max_trained, self.num_trained)
+        self.training = self.failed = None
+
+    def on_replaced(self, event: TrainerReplaced) -> None:
+        self._is_lost, self.num_trained = False, event.from_step
+
+    def on_run_crashed(self, from_step: int) -> None:
+        self.num_trained = self._max_trained = from_step
+        self._is_lost, self._newest = False, None
+        self.training = self.failed = None
+
+    def train(self, action: Train) -> None:
+        step = action.step
+        require(not self._is_lost, f"step {step} starts without a trainer")
+        require(self.training is None, f"step {step} starts during another step")
+        require(step == self.num_trained, f"step {step} is trained out of order, not {self.num_trained}")
+        require(self.failed in (None, action), f"C2: step {step} is repeated with other groups")
+        self.training, self.failed = action, None
+
+    def publish(self, action: Publish) -> None:
+        version = action.version
+        require(version == self.num_trained, f"version {version} is published and is not trained")
+        is_new = self._newest is None or version > self._newest
+        require(is_new and not self._is_lost, f"C1: version {version} is published again")
+
+    def report_digest(self, action: ReportDigest) -> None:
+        version = action.version
+        require(version == self.num_trained, f"ReportDigest of version {version}, which is not trained")
+        is_published = self._newest is not None and version <= self._newest
+        is_ready = is_published and not self._is_lost
+        require(is_ready, f"ReportDigest of version {version}, which is not published, or without a trainer")
+
+    def finish(self, num_steps: int) -> None:
+        require(self.num_trained == num_steps, f"{self.num_trained} of {num_steps} steps are trained")
+
+
+class LoadChecker:
+    """Order of loads (`defers_loads`) and skipped versions (`skip_below_kl`)."""
+
+    def __init__(self, limits: Limits, fleet: FleetChecker) -> None:
+        self._limits, self._fleet = limits, fleet
+        self._newest: int | None = None
+        self._steps: list[Trained] = []  # since the last crash of the run
+        self.skipped: dict[int, int] = {}  # engine -> version that it skipped last
+
+    def on_published(self, event: Published) -> None:
+        self._newest = event.version
+
+    def on_trained(self, event: Trained) -> None:
+        self._steps.append(event)
+
+    def on_run_crashed(self) -> None:
+        self._newest = None
+        self._steps.clear()
+        self.skipped.clear()
+
+    def load(self, action: Load) -> None:
+        """Few engines load the newest version at a time; a version that requests wait for needs no turn."""
+        engines = self._fleet.engines
+        if self._limits.defers_loads and action.version == self._newest:
+            others = [engine.id for engine in engines.values() if engine.loading is not None]
+            is_turn = len(others) < max(1, len(engines) // ENGINES_PER_LOAD)
+            require(is_turn, f"engine {action.engine} loads out of turn, while engines {others} load")
+
+    def skip(self, action: SkipLoad) -> int:
+        """Check a `SkipLoad`; return the version that the engine keeps, which must be close to the newest."""
+        engine, version = self._fleet.engines[action.engine], action.version
+        require(version == self._newest, f"engine {engine.id} skips version {version}, not the newest")
+        require(self.skipped.get(engine.id) != version, f"engine {engine.id} skips version {version} twice")
+        self.skipped[engine.id] = version
+        loading = set() if engine.loading is None else {engine.loading}
+        kept = max(engine.held | loading, default=version)
+        is_close = kept < version and self._is_close(version - kept)
+        require(is_close, f"engine {engine.id} skips version {version}, which is far from its version {kept}")
+        return kept
+
+    def _is_close(self, age: int) -> bool:
+        """Whether the KL at this age, or at the next higher age that was measured, is below the threshold."""
+        last = self._steps[-1].step if self._steps else 0
+        kl_at = {
+            event.step - version: kl
+            for event in self._steps
+            if event.step >= last - self._limits.max_staleness
+            for version, kl in event.kls
+        }
+        measured = sorted(other for other in kl_at if other >= age)
+        return bool(measured) and kl_at[measured[0]] < (self._limits.skip_below_kl or 0.0)
+
+
+class AdaptiveStalenessChecker:
+    """The effective staleness bound, recomputed from the ESS and KL of the training steps."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.bound = limits.max_staleness
+        self.next_step = 0  # the first step that is not measured yet
+        self._max_bound = limits.max_staleness
+        self._rule = limits.adaptive_staleness
+        self._window: list[tuple[float, float, int]] = []  # (1 - ESS, KL, age of the oldest sample)
+
+    def on_trained(self, event: Trained, oldest: int) -> None:
+        """Update the bound after a step whose oldest sample has this age, in versions."""
+        rule = self._rule
+        if rule is None or event.ess is None or event.kl is None or event.step < self.next_step:
+            return
+        self.next_step = event.step + 1
+        if oldest > self.bound:
+            return
+        self._window.append((1 - event.ess, event.kl, oldest))
+        lost_ess, kl, ages = zip(*self._window, strict=True)
+        drift = max(sum(lost_ess) / (1 - rule.min_ess), sum(kl) / rule.max_kl) / rule.window
+        if drift > 1 and max(ages) > 0:
+            self.bound = max(ages) // 2
+        elif drift <= 0.5 and len(self._window) == rule.window:
+            self.bound = min(self._max_bound, self.bound + 1)
+        elif drift <= 1 and len(self._window) < rule.window:
+            return
+        self._window.clear()
+
+
+class InflightUpdateChecker:
+    """Versions of unfinished requests where these continue with newer weights (`breaks_c1`); unused
+    elsewhere.
+
+    When an engine loads a version, its running requests continue with it. Waiting requests start with the
+    newest version that any engine holds.
+    """
+
+    def __init__(self, limits: Limits, fleet: FleetChecker, pins: Counter[int]) -> None:
+        self._is_on, self._fleet, self._pins = limits.breaks_c1, fleet, pins
+        self._versions: dict[RequestId, int] = {}  # of unfinished requests
+
+    def admit(self, siblings: Iterable[RequestId], version: int, store: Iterable[int]) -> None:
+        """Check that a group is admitted at the newest version that engines hold."""
+        if self._is_on:
+            newest = self._newest_held(store)
+            require(version == newest, f"a group is admitted at version {version}, and engines hold {newest}")
+            self._versions.update(dict.fromkeys(siblings, version))
+
+    def end(self, request: RequestId, version: int) -> None:
+        """Release the version of a request that has ended; `version` is its group's."""
+        self._pins[self._versions.pop(request, version)] -= 1
+
+    def on_loaded(self, event: Loaded) -> None:
+        """Running requests of the engine continue with the version."""
+        if self._is_on:
+            engine = self._fleet.engines[event.engine]
+            for request, old in engine.running.items():
+                if old < event.version and request in self._versions:
+                    engine.running[request] = event.version
+                    engine.num_rows_of[old] -= 1
+                    engine.num_rows_of[event.version] += 1
+                    self._change(request, event.version)
+
+    def after_event(self, store: Iterable[int]) -> None:
+        """Waiting requests start with the newest version that engines hold."""
+        if not self._is_on:
+            return
+        newest = self._newest_held(store)
+        for request, version in self._versions.items():
+            if version < newest and request not in self._fleet.owner:
+                self._change(request, newest)
+
+    def version_of(self, request: RequestId, admitted_at: int) -> int:
+        """The version that a request must start with."""
+        return self._versions.get(request, admitted_at)
+
+    def first_version(self, event: RequestFinished, admitted_at: int) -> int:
+        """The version of the first segment. Versions only increase, from the group's on."""
+        versions = [chunk.version for chunk in event.chunks]
+        is_increasing = versions == sorted(set(versions)) and versions[-1] <= event.version
+        require(is_increasing and versions[0] >= admitted_at, f"{event.request} has segments {event.chunks}")
+        return versions[0]
+
+    def check_group(self, group: GroupId, versions: set[int | None], admitted_at: int, step: int) -> None:
+        """No segment of a trained group is older than the group."""
+        is_kept = all(v is not None and admitted_at <= v <= step for v in versions)
+        require(is_kept, f"{group} of version {admitted_at} has segments of {versions} in step {step}")
+
+    def _newest_held(self, store: Iterable[int]) -> int:
+        held = {v for e in self._fleet.engines.values() if not e.is_draining for v in e.held}
+        return max(held.intersection(store), default=-1)
+
+    def _change(self, request: RequestId, version: int) -> None:
+        self._pins[self._versions[request]] -= 1
+        self._pins[version] += 1
+        self._versions[request] = version
+
+
+class EvaluationChecker:
+    """Evaluations: one at a time, each prompt scored once, on few rows while training runs."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._rule, self._num_steps = limits.evaluation, limits.num_steps
+        self.version: int | None = None  # of the running evaluation
+        self.running: set[RequestId] = set()  # generated and not ended
+        self._last_due = 0  # version
+        self._due: int | None = None  # version that was just published; starts or is skipped at once
+        self._ended: set[RequestId] = set()
+        self._failed: set[GroupId] = set()
+        self._scoring: set[GroupId] = set()
+        self._done: set[GroupId] = set()  # prompts that are scored or have failed
+        self._newest = 0  # version published so far
+        self._num_rows = 0  # of all engines, the most there were at a time
+
+    # Events
+
+    def before_event(self) -> None:
+        """Check what the actions after the previous event should have done."""
+        require(self._due is None, f"version {self._due} was due, and its evaluation was not started")
+        is_done = self._rule is not None and len(self._done) == self._rule.num_prompts
+        require(self.version is None or not is_done, f"the evaluation of {self.version} does not finish")
+
+    def on_joined(self, num_rows: int) -> None:
+        self._num_rows = max(self._num_rows, num_rows)
+
+    def on_published(self, version: int) -> None:
+        rule, self._newest = self._rule, max(self._newest, version)
+        if rule and self._last_due < version < self._num_steps and version % rule.every == 0:
+            self._last_due = self._due = version
+
+    def end(self, request: RequestId, *, is_failed: bool) -> None:
+        self.running.remove(request)
+        self._ended.add(request)
+        if is_failed:
+            self._failed.add(request.group)
+        if self._is_complete(request.group) and request.group in self._failed:
+            self._done.add(request.group)
+
+    def on_scored(self, group: GroupId) -> None:
+        self._scoring.remove(group)
+        self._done.add(group)
+
+    # Actions
+
+    def start(self, action: StartEvaluation) -> None:
+        require(self.version is None, f"versions {self.version} and {action.version} are evaluated at once")
+        self._take_due(action.version)
+        self.version = action.version
+        for known in (self._ended, self._failed, self._done):
+            known.clear()
+
+    def skip(self, action: SkipEvaluation) -> None:
+        is_running = self.version is not None and self.version == action.running_version
+        require(is_running, f"the evaluation of version {action.version} is skipped, and none is running")
+        self._take_due(action.version)
+
+    def generate(self, request: RequestId, *, is_training_over: bool) -> int:
+        """Check a held-out request; return the version that must generate it."""
+        rule = self._rule
+        is_known = rule is not None and request.row < rule.num_prompts and request.sibling < rule.num_answers
+        if not is_known or self.version is None or request.epoch != -1 - self.version:
+            raise Violation(f"{request} is generated during the evaluation of version {self.version}")
+        require(request not in self._ended, f"{request} is generated after its end")
+        self.running.add(request)
+        if self.version == self._newest and not is_training_over:
+            most = max(1, self._num_rows // ROWS_PER_EVALUATION)
+            num_running = len(self.running)
+            require(num_running <= most, f"{num_running} of {self._num_rows} rows evaluate, more than {most}")
+        return self.version
+
+    def score(self, group: GroupId) -> None:
+        is_due = self._is_complete(group) and group not in self._failed and group not in self._done
+        require(is_due, f"held-out prompt {group} is scored twice, or before all its answers have finished")
+        self._scoring.add(group)  # a second time after a crash of the run
+
+    def finish(self, action: FinishEvaluation) -> None:
+        assert self._rule is not None
+        is_done = self.version == action.version and len(self._done) == self._rule.num_prompts
+        require(is_done, f"the evaluation of version {action.version} finishes before all prompts are scored")
+        self.version = None
+
+    def _take_due(self, version: int) -> None:
+        require(self._due == version, f"version {version} is not due for an evaluation")
+        self._due = None
+
+    def _is_complete(self, group: GroupId) -> bool:
+        assert self._rule is not None
+        return all(request in self._ended for request in _siblings(group, self._rule.num_answers))

@@ -1,8 +1,4 @@
-"""Many seeds, each a whole world.
-
-Every one must keep the guarantees after every event while things go wrong, and come to its end
-once the world has healed.
-"""
+"""Runs many random worlds. Each must keep the guarantees after every event, and finish once it has healed."""
 
 from __future__ import annotations
 
@@ -11,184 +7,224 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from random import Random
 
-from dora.core import invariants, snapshot
+from dora.core import codec, invariants
 from dora.core.actions import Action
-from dora.core.events import Event, Progressed, Trained, Woken
+from dora.core.events import Event, ProgressReported, Resumed, TimerFired, Trained
 from dora.core.orchestrator import Orchestrator
-from dora.core.records import ProtocolError
-from dora.sim.checker import Ledger, Violation
-from dora.sim.deaths import Deaths
-from dora.sim.marks import Marks
-from dora.sim.models import WorldConfig, draw_config
-from dora.sim.world import Deadlock, World
+from dora.core.state import State
+from dora.core.types import BatchMember, ProtocolError
+from dora.sim.checker import Checker
+from dora.sim.coverage import CoverageMarks
+from dora.sim.ground_truth import Violation
+from dora.sim.random_config import WorldConfig, draw_world_config
+from dora.sim.world import MAX_REDONE_STEPS, Deadlock, World
 
-MAX_EVENTS = 20_000  # per world; more means it runs in circles
-COMPARED = 10  # facts after a crash for which the orchestrator that died hears on
-RECOUNT_EVERY = 40  # events between two recounts of the core's whole state
+MAX_EVENTS = 20_000  # of a world; a run with more makes no progress
+MAX_RUN_CRASHES = 4  # in a world
+NUM_COMPARED = 10  # events after an orchestrator crash that the crashed one handles, too
+CHECK_STATE_EVERY = 40  # events between two checks of the orchestrator's whole state
 
 
 @dataclass(slots=True)
-class Outcome:
-    """How one world ended: "ok", "deadlock: ...", or the broken guarantee."""
+class WorldOutcome:
+    """The end of one world. `verdict` is "ok", "deadlock: ..." or the broken guarantee."""
 
     seed: int
     verdict: str = "ok"
     num_events: int = 0
-    num_orders: int = 0
+    num_actions: int = 0
     max_staleness: int = 0
-    seen: Counter[str] = field(default_factory=Counter)  # marks and kinds of facts
+    coverage: Counter[str] = field(default_factory=Counter)
     record: list[tuple[float, Event, list[Action]]] = field(default_factory=list)
 
 
-def run_world(seed: int, config: WorldConfig | None = None) -> Outcome:
-    """Run one world to its end: every fact and order is checked, and now and then the whole state."""
-    config = config or draw_config(seed)
-    run = Run(seed, config)
-    try:
-        run.live()
-    except (Violation, ProtocolError, AssertionError, LookupError) as error:
-        run.outcome.verdict = f"{type(error).__name__}: {error}"
-    except Deadlock as error:
-        run.outcome.verdict = f"deadlock: {error}"
-    run.outcome.max_staleness = run.ledger.max_seen_staleness
-    run.outcome.seen = run.marks.seen
-    return run.outcome
-
-
-class Run:
-    """One world with its orchestrator, its checkers and its marks."""
-
-    def __init__(self, seed: int, config: WorldConfig) -> None:
-        self.config = config
-        self.world, self.core = World(config, seed), Orchestrator(config.limits)
-        self.ledger = Ledger(config.limits)
-        self.marks = Marks(self.ledger)
-        self.outcome = Outcome(seed)
-        self._last_progress_s = 0.0
-        self._dead: Orchestrator | None = None  # crashed lately; hears on, to be compared
-        self._num_compared = 0
-        self._deaths = Deaths(seed, config.faults.die_every)
-
-    def live(self) -> None:
-        """Until the core is done. Raises what a checker finds."""
-        world, config = self.world, self.config
-        orders = self.core.start(world.now)
-        while True:
-            self._obey(orders)
-            if self.core.done:
-                return self.ledger.close()
-            if self.outcome.num_events % RECOUNT_EVERY == 0:
-                self._recount()
-            event = self._death() or world.next_fact(self.core.next_wakeup()) or Woken()
-            self._check_progress(event)
-            self.marks.hear(event)
-            self.ledger.hear(event)
-            if isinstance(event, Trained):
-                self._deaths.note(event, self.core.snapshot())
-            orders = self.core.handle(event, world.now)
-            if self._dead is not None:
-                self._compare(self._dead, event, orders)
-            self.outcome.record.append((world.now, event, orders))
-            self.outcome.num_events += 1
-            if self.outcome.num_events == config.faults.heal_after:
-                world.heal()
-            if config.faults.crash_every and self.outcome.num_events % config.faults.crash_every == 0:
-                self._crash()
-
-    def _obey(self, orders: list[Action]) -> None:
-        self.outcome.num_orders += len(orders)
-        for order in orders:
-            self.marks.obey(order)
-            self.ledger.obey(order)
-            self.world.perform(order)
-
-    def _recount(self) -> None:
-        state = self.core.snapshot()
-        if broken := invariants.check(state):
-            raise Violation("; ".join(broken))
-        self.marks.look(state)
-        self.ledger.check_idleness()
-        if not self.world.due:  # what is true, but not told yet, cannot agree
-            self.ledger.seats.compare(self.world.truth)
-
-    def _check_progress(self, event: Event) -> None:
-        """A healed world goes on: something other than waking up and reporting happens in time."""
-        if type(event) not in (Woken, Progressed) or not self.world.luck.is_healed:
-            self._last_progress_s = self.world.now
-        elif self.world.now - self._last_progress_s > self.config.patience_s:
-            raise Deadlock("nothing but waking up and reporting happens any more")
-        if self.outcome.num_events > MAX_EVENTS:
-            raise Deadlock("it runs in circles")
-
-    def _death(self) -> Event | None:
-        """Everything dies, and goes on with this fact."""
-        if self.world.luck.is_healed or not self._deaths.is_due(self.outcome.num_events):
-            return None
-        state, self._dead = self.core.snapshot(), None
-        resumed = self._deaths.resume(state)
-        self.world.die(state.next_index, resumed.from_step)
-        return resumed
-
-    def _crash(self) -> None:
-        """The orchestrator dies and another goes on from what was written of its state."""
-        written = json.dumps(snapshot.to_json(self.core.snapshot()))
-        self._dead, self._num_compared = self.core, 0
-        self.core = Orchestrator(self.config.limits, snapshot.from_json(json.loads(written)))
-        self.marks.seen["crash"] += 1
-
-    def _compare(self, dead: Orchestrator, event: Event, orders: list[Action]) -> None:
-        """For some facts after a crash: the same orders as if there had been none."""
-        missed = dead.handle(event, self.world.now)
-        if missed != orders:
-            raise Violation(f"a resumed orchestrator orders {orders}, not {missed}")
-        self._num_compared += 1
-        if self._num_compared == COMPARED:
-            self._dead = None
-
-
-def replays_alike(outcome: Outcome, core: Orchestrator) -> bool:
-    """Whether a fresh core, which never crashes, gives the same orders for the recorded facts."""
-    core.start(0.0)
-    return all(core.handle(event, now) == orders for now, event, orders in outcome.record)
-
-
-def main(num_seeds: int, as_json: bool, first_seed: int = 0) -> int:
-    """Run seeds first..first + num - 1; exit code 1 if any of them failed."""
-    began_s = time.process_time()
-    tally: Counter[str] = Counter()
-    seen: Counter[str] = Counter()
+def run_swarm(num_seeds: int, as_json: bool, first_seed: int = 0) -> int:
+    """Run `num_seeds` worlds, print a summary, and return the exit code: 1 if a world failed."""
+    started_s = time.process_time()
+    totals: Counter[str] = Counter()
+    coverage: Counter[str] = Counter()
     num_events: list[int] = []
     failures: list[dict[str, object]] = []
     for seed in range(first_seed, first_seed + num_seeds):
         outcome = run_world(seed)
         num_events.append(outcome.num_events)
-        tally["orders"] += outcome.num_orders
-        seen.update(outcome.seen)
+        totals["actions"] += outcome.num_actions
+        coverage.update(outcome.coverage)
         if outcome.verdict == "ok":
             continue
-        tally["deadlocks" if outcome.verdict.startswith("deadlock") else "violations"] += 1
+        totals["deadlocks" if outcome.verdict.startswith("deadlock") else "violations"] += 1
         failures.append({"seed": seed, "verdict": outcome.verdict})
         print(f"seed {seed}: {outcome.verdict} after {outcome.num_events} events", flush=True)
     summary = {
         "seeds": num_seeds,
         "events": sum(num_events),
         "median_events_per_world": statistics.median(num_events),
-        "violations": tally["violations"],
-        "deadlocks": tally["deadlocks"],
-        "orders": tally["orders"],
-        "engine_losses": seen["EngineLost"],
-        "migrations": seen["Migrated"],
-        "migrations_failed": seen["MigrationFailed"],
-        "steps_repeated": seen["StepFailed"],
-        "trainer_losses": seen["TrainerLost"],
-        "crashes": seen["crash"],
-        "deaths": seen["Resumed"],
-        "drains": seen["EngineLeft"],
-        "cpu_s": round(time.process_time() - began_s, 2),
+        "violations": totals["violations"],
+        "deadlocks": totals["deadlocks"],
+        "actions": totals["actions"],
+        "engine_losses": coverage["EngineLost"],
+        "migrations": coverage["Migrated"],
+        "migrations_failed": coverage["MigrationFailed"],
+        "steps_failed": coverage["StepFailed"],
+        "trainer_losses": coverage["TrainerLost"],
+        "orchestrator_crashes": coverage["orchestrator crash"],
+        "run_crashes": coverage["Resumed"],
+        "engines_removed": coverage["EngineRemoved"],
+        "cpu_s": round(time.process_time() - started_s, 2),
     }
     if as_json:
-        print(json.dumps(summary | {"failures": failures, "marks": dict(sorted(seen.items()))}))
+        print(json.dumps(summary | {"failures": failures, "coverage": dict(sorted(coverage.items()))}))
     else:
         print(", ".join(f"{key} {value}" for key, value in summary.items()))
     return 1 if failures else 0
+
+
+def run_world(seed: int, config: WorldConfig | None = None) -> WorldOutcome:
+    """Run one world to its end. Every event and action is checked, and now and then the whole state."""
+    run = _SimulatedRun(seed, config or draw_world_config(seed))
+    try:
+        run.run()
+    except (Violation, ProtocolError, AssertionError, LookupError) as error:
+        run.outcome.verdict = f"{type(error).__name__}: {error}"
+    except Deadlock as error:
+        run.outcome.verdict = f"deadlock: {error}"
+    run.outcome.max_staleness = run.checker.max_staleness
+    run.outcome.coverage = run.marks.counts
+    return run.outcome
+
+
+def replays_equally(outcome: WorldOutcome, orchestrator: Orchestrator) -> bool:
+    """Whether a new orchestrator, which never crashes, gives the same actions for the recorded events."""
+    orchestrator.start(0.0)
+    return all(orchestrator.handle(event, now) == actions for now, event, actions in outcome.record)
+
+
+class _SimulatedRun:
+    """One world with its orchestrator, checker and coverage marks."""
+
+    def __init__(self, seed: int, config: WorldConfig) -> None:
+        self.config = config
+        self.world, self.orchestrator = World(config, seed), Orchestrator(config.limits)
+        self.checker = Checker(config.limits)
+        self.marks = CoverageMarks(self.checker)
+        self.outcome = WorldOutcome(seed)
+        self._last_progress_s = 0.0
+        self._crashed: Orchestrator | None = None  # it still handles events, and its actions are compared
+        self._num_compared = 0
+        self._run_crashes = _RunCrashes(seed, config.faults.run_crash_every)
+
+    def run(self) -> None:
+        """Run until the orchestrator is done. Raises what a check finds."""
+        world, outcome = self.world, self.outcome
+        actions = self.orchestrator.start(world.now)
+        while True:
+            self._execute(actions)
+            if self.orchestrator.done:
+                return self.checker.finish()
+            if outcome.num_events % CHECK_STATE_EVERY == 0:
+                self._check_state()
+            event = self._crash_run() or world.next_event(self.orchestrator.next_wakeup()) or TimerFired()
+            self._check_progress(event)
+            self.marks.on_event(event)
+            self.checker.observe(event)
+            if isinstance(event, Trained):
+                self._run_crashes.on_trained(event, self.orchestrator.snapshot())
+            actions = self.orchestrator.handle(event, world.now)
+            if self._crashed is not None:
+                self._compare(self._crashed, event, actions)
+            outcome.record.append((world.now, event, actions))
+            outcome.num_events += 1
+            self._inject_faults(outcome.num_events)
+
+    def _execute(self, actions: list[Action]) -> None:
+        self.outcome.num_actions += len(actions)
+        for action in actions:
+            self.marks.on_action(action)
+            self.checker.check(action)
+            self.world.execute(action)
+
+    def _check_state(self) -> None:
+        """Recompute the orchestrator's whole state, and compare it with the ground truth."""
+        state = self.orchestrator.snapshot()
+        if broken := invariants.check(state):
+            raise Violation("; ".join(broken))
+        self.marks.on_state(state)
+        self.checker.check_idle()
+        if not self.world.urgent_events:  # the ground truth is ahead of these
+            self.checker.fleet.compare(self.world.truth)
+
+    def _check_progress(self, event: Event) -> None:
+        """In a healed world, some event other than a timer or progress report happens in time."""
+        if type(event) not in (TimerFired, ProgressReported) or not self.world.faults.is_healed:
+            self._last_progress_s = self.world.now
+        elif self.world.now - self._last_progress_s > self.config.deadlock_timeout_s:
+            raise Deadlock("only timers and progress reports happen any more")
+        if self.outcome.num_events > MAX_EVENTS:
+            raise Deadlock(f"the run is not done after {MAX_EVENTS} events")
+
+    def _inject_faults(self, num_events: int) -> None:
+        faults = self.config.faults
+        if num_events == faults.heal_after_events:
+            self.world.heal()
+        if faults.orchestrator_crash_every and num_events % faults.orchestrator_crash_every == 0:
+            self._crash_orchestrator()
+
+    def _crash_run(self) -> Event | None:
+        """Crash every process, if it is time to, and return the event that resumes the run."""
+        if self.world.faults.is_healed or not self._run_crashes.is_due(self.outcome.num_events):
+            return None
+        state, self._crashed = self.orchestrator.snapshot(), None
+        resumed = self._run_crashes.resume(state)
+        self.world.restart(state.next_index, resumed.from_step)
+        return resumed
+
+    def _crash_orchestrator(self) -> None:
+        """Replace the orchestrator by another that reads its state from JSON."""
+        written = json.dumps(codec.state_to_json(self.orchestrator.snapshot()))
+        self._crashed, self._num_compared = self.orchestrator, 0
+        self.orchestrator = Orchestrator(self.config.limits, codec.state_from_json(json.loads(written)))
+        self.marks.counts["orchestrator crash"] += 1
+
+    def _compare(self, crashed: Orchestrator, event: Event, actions: list[Action]) -> None:
+        """For some events after its crash, the orchestrator would have given the same actions."""
+        expected = crashed.handle(event, self.world.now)
+        if expected != actions:
+            raise Violation(f"a resumed orchestrator gives the actions {actions}, not {expected}")
+        self._num_compared += 1
+        if self._num_compared == NUM_COMPARED:
+            self._crashed = None
+
+
+class _RunCrashes:
+    """When every process of a run crashes at once, and the checkpoint from which the run resumes."""
+
+    def __init__(self, seed: int, every: int | None) -> None:
+        """`every`: events between two crashes; None: no crashes."""
+        self._rng = Random(f"deaths {seed}")
+        self._every = every
+        self._num_crashes = self._from_step = 0
+        self._batches: dict[int, tuple[BatchMember, ...]] = {}  # of trained steps, as a journal has them
+
+    def on_trained(self, event: Trained, state: State) -> None:
+        """Keep the batch of a step, before the orchestrator handles the event and forgets it."""
+        if event.step not in state.batches:
+            return
+        groups = [state.groups[group] for group in state.batches[event.step]]
+        self._batches[event.step] = tuple(BatchMember(g.id, g.index, g.version) for g in groups)
+
+    def is_due(self, num_events: int) -> bool:
+        is_due = self._every is not None and num_events > 0 and num_events % self._every == 0
+        return is_due and self._num_crashes < MAX_RUN_CRASHES
+
+    def resume(self, state: State) -> Resumed:
+        """Resume from a checkpoint that is no older than that of the previous crash."""
+        self._num_crashes += 1
+        num_trained = state.num_trained // state.limits.batch_size
+        first = max(self._from_step, num_trained - MAX_REDONE_STEPS)
+        self._from_step = self._rng.randint(first, num_trained)
+        stored = sorted(state.stored_versions.items())
+        kept = tuple((version, digest) for version, digest in stored if version < self._from_step)
+        redone = tuple(self._batches[step] for step in range(self._from_step, num_trained))
+        return Resumed(self._from_step, kept, redone)

@@ -1,7 +1,7 @@
-"""Every station of a run, played in virtual time.
+"""A simulated world: the executor of a run in virtual time, with dataset, engines, rewards and trainer.
 
-A heap of (time, tie-break, happening): the tie-break makes a seed give the same run for ever.
-Orders are carried out by planning what they cause; a happening may tell a fact, or none.
+The event queue is a heap of (time, number, callback). The number breaks ties, so a seed gives the same run
+every time. Executing an action schedules callbacks; a callback returns the event that it reports, or None.
 """
 
 from __future__ import annotations
@@ -12,192 +12,608 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from dora.core.actions import Action, Attest, Fetch, Migrate, Publish, Score, Train
+from dora.core.actions import (
+    Abort,
+    Action,
+    DecodeOnly,
+    Drop,
+    FetchPrompts,
+    Generate,
+    Load,
+    Migrate,
+    PauseEngine,
+    Publish,
+    RemoveEngine,
+    ReportDigest,
+    ResumeEngine,
+    Score,
+    Train,
+)
 from dora.core.events import (
-    DrainAsked,
+    DigestReported,
+    DrainRequested,
     EngineJoined,
     EngineLost,
+    EnginePaused,
+    EngineRemoved,
     Event,
     GroupScored,
-    GroupUnscorable,
+    Loaded,
+    LoadFailed,
+    Migrated,
+    MigrationFailed,
+    ProgressReported,
     PromptsFetched,
+    Published,
+    RequestFailed,
+    RequestFinished,
+    RequestsAborted,
+    ScoringFailed,
+    StepFailed,
+    Trained,
+    TrainerLost,
+    TrainerReplaced,
 )
-from dora.core.records import GroupId
-from dora.sim.ages import Drift
-from dora.sim.engines import SimEngine, Stage, Truth
-from dora.sim.faults import Luck
-from dora.sim.models import WorldConfig
-from dora.sim.moves import Moves
-from dora.sim.rollout import Rollout
-from dora.sim.trainers import Trainers
+from dora.core.types import Chunk, GroupId, RequestId
+from dora.sim.ground_truth import GroundTruth, MigrationStage, SimEngine, SimMigration, SimRequest, Violation
+from dora.sim.random_config import FaultDraw, PolicyDrift, RequestLengths, WorldConfig, draw_kls
 
-Happening = Callable[..., Event | None]
+KV_BYTES_PER_TOKEN = 1024
+MAX_REDONE_STEPS = 3  # between two checkpoints of the trainer
+
+Callback = Callable[..., Event | None]
 
 
 class Deadlock(Exception):
-    """The run is not done and nothing will ever happen again."""
+    """The run is not done, and nothing can happen any more."""
 
 
 class World:
-    """Carries out orders and tells facts; `now` is virtual seconds."""
+    """Executes actions and returns events, like the executor of a real run; `now` is in virtual seconds."""
 
     def __init__(self, config: WorldConfig, seed: int) -> None:
         self.config = config
         self.now = 0.0
         self.rng = Random(f"world {seed}")
-        self.luck = Luck(config.faults, self.rng)
-        self.drift = Drift(config.limits.aging, Random(f"drift {seed}"))
-        self.truth = Truth()
-        self.moves = Moves(self)
-        self.rollout = Rollout(self)
-        self.due: deque[Event] = deque()  # facts to be told before all others
-        self._heap: list[tuple[float, int, Happening, tuple[Any, ...]]] = []
-        self._num_planned = 0
-        self._cursor = 0
-        self._num_coming = 0  # engines on their way
-        self._next_engine = 0
-        self._trainers = Trainers(self, seed)
-        self._orders: dict[type, Callable[[Any], None]] = {
-            Fetch: self._fetch,
-            Migrate: self.moves.begin,
+        self.faults = FaultDraw(self.rng)
+        self.drift = PolicyDrift(config.limits.adaptive_staleness, Random(f"drift {seed}"))
+        self.truth = GroundTruth()
+        self.urgent_events: deque[Event] = deque()  # returned before everything that is scheduled
+        self.migrations = SimMigrations(self)
+        self.rollout = SimRollout(self)
+        self._heap: list[tuple[float, int, Callback, tuple[Any, ...]]] = []
+        self._num_scheduled = 0
+        self._dataset_index = 0
+        self._num_joining = 0
+        self._next_engine_id = 0
+        self._trainer = SimTrainer(self, seed)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            FetchPrompts: self._fetch_prompts,
+            Migrate: self.migrations.start,
             Score: self._score,
-            Train: self._trainers.train,
-            Publish: self._trainers.publish,
-            Attest: self._trainers.publish,
+            Train: self._trainer.train,
+            Publish: self._trainer.publish,
+            ReportDigest: self._trainer.publish,
         }
-        self._begin()
+        self._start_engines()
 
-    def _begin(self) -> None:
-        config = self.config
-        for kind in range(len(config.engines)):
-            self._plan_join(kind, config.late_s[kind] if config.late_s else self.rng.uniform(0.0, 0.1))
-        self._plan_mishap(config.loss_interval_s, self._lose_some)
-        self._plan_mishap(config.faults.drain_interval_s, self._ask_drain)
+    def execute(self, action: Action) -> None:
+        """Start an action. Those that no worker executes (`Admit`, `Commit`, ...) do nothing."""
+        self._handlers.get(type(action), self.rollout.execute)(action)
 
-    def die(self, cursor: int, from_step: int) -> None:
-        """Nothing is left of all stations; new ones start, the dataset goes on at `cursor`, the trainer after
-        so many steps.
-        """
-        self._heap.clear()
-        self.due.clear()
-        self.truth = Truth()
-        self._cursor, self._num_coming, self._next_engine = cursor, 0, 0
-        self._trainers.die(from_step)
-        self._begin()
-
-    def perform(self, order: Action) -> None:
-        """Orders that only the ledger carries out (admit, commit, ...) need nothing here."""
-        carry_out = self._orders.get(type(order), self.rollout.carry_out)
-        carry_out(order)
-
-    def next_fact(self, until: float | None) -> Event | None:
-        """The next fact, or None when `until` comes first. Raises Deadlock if nothing is to come."""
-        while not self.due:
+    def next_event(self, until: float | None) -> Event | None:
+        """The next event, or None once `now` has reached `until`. Raises Deadlock if nothing is scheduled."""
+        while not self.urgent_events:
             if until is not None and (not self._heap or self._heap[0][0] > until):
                 self.now = max(self.now, until)
                 return None
-            if not self._heap and not self.luck.is_healed:
+            if not self._heap and not self.faults.is_healed:
                 self.heal()
             if not self._heap:
-                raise Deadlock("everyone waits, and no fact is under way")
-            self.now, _, happen, args = heapq.heappop(self._heap)
-            if (event := happen(*args)) is not None:
+                raise Deadlock("nothing is scheduled, and the run is not done")
+            self.now, _, callback, args = heapq.heappop(self._heap)
+            if (event := callback(*args)) is not None:
                 return event
-        return self.due.popleft()
+        return self.urgent_events.popleft()
+
+    def schedule(self, delay_s: float, callback: Callback, *args: Any) -> None:
+        self._num_scheduled += 1
+        heapq.heappush(self._heap, (self.now + delay_s, self._num_scheduled, callback, args))
 
     def heal(self) -> None:
-        """From now on nothing fails and nothing is slow; there is at least one engine."""
-        self.luck.is_healed = True
-        if not self._staying() and not self._num_coming:
-            self._plan_join(0, 0.0)
+        """Stop all faults, and start an engine if there is none: from now on the run must make progress."""
+        self.faults.is_healed = True
+        if not self._working_engines() and not self._num_joining:
+            self._schedule_join(0, 0.0)
 
-    def at(self, delay_s: float, happen: Happening, *args: Any) -> None:
-        """Plan a happening."""
-        self._num_planned += 1
-        heapq.heappush(self._heap, (self.now + delay_s, self._num_planned, happen, args))
+    def restart(self, dataset_index: int, from_step: int) -> None:
+        """Crash every process and start new ones, with these positions of dataset and trainer."""
+        self._heap.clear()
+        self.urgent_events.clear()
+        self.truth = GroundTruth()
+        self._dataset_index, self._num_joining, self._next_engine_id = dataset_index, 0, 0
+        self._trainer.restart(from_step)
+        self._start_engines()
 
-    # dataset, rewarder
+    # Dataset and rewards
 
-    def _tell(self, delay_s: float, event: Event) -> None:
-        self.at(delay_s, lambda: event)
+    def _report(self, delay_s: float, event: Event) -> None:
+        self.schedule(delay_s, lambda: event)
 
-    def _fetch(self, order: Fetch) -> None:
-        size = self.config.num_prompts
-        ids = tuple(GroupId(*divmod(self._cursor + k, size)) for k in range(order.count))
-        self._tell(0.001, PromptsFetched(self._cursor, ids))
-        self._cursor += order.count
+    def _fetch_prompts(self, action: FetchPrompts) -> None:
+        first, size = self._dataset_index, self.config.num_prompts
+        groups = tuple(GroupId(*divmod(first + k, size)) for k in range(action.count))
+        self._report(0.001, PromptsFetched(first, groups))
+        self._dataset_index += action.count
 
-    def _score(self, order: Score) -> None:
+    def _score(self, action: Score) -> None:
         delay_s = self.config.reward_s * self.rng.expovariate(1.0)
-        if self.luck.fails(self.config.share_failed):
-            return self._tell(delay_s, GroupUnscorable(order.group, "simulated reward failure"))
-        is_flat = self.rng.random() < self.config.share_flat
+        if self.faults.fails(self.config.scoring_failure_rate):
+            return self._report(delay_s, ScoringFailed(action.group, "simulated scoring failure"))
+        is_equal = self.rng.random() < self.config.equal_reward_rate
         limits = self.config.limits
         size = limits.group_size
-        if order.group.is_held_out and limits.evaluation is not None:
+        if action.group.is_held_out and limits.evaluation is not None:
             size = limits.evaluation.num_answers
-        rewards = tuple(1.0 if is_flat else float(k % 2) for k in range(size))
-        self._tell(delay_s, GroupScored(order.group, rewards))
+        rewards = tuple(1.0 if is_equal else float(k % 2) for k in range(size))
+        self._report(delay_s, GroupScored(action.group, rewards))
 
-    # engines come and go
+    # Engines join, crash and drain
 
-    def _plan_join(self, kind: int, delay_s: float, lost: int | None = None) -> None:
-        self._num_coming += 1
-        self.at(delay_s, self._join, kind, lost)
+    def _start_engines(self) -> None:
+        config = self.config
+        for index in range(len(config.engines)):
+            delays_s = config.join_delays_s
+            self._schedule_join(index, delays_s[index] if delays_s else self.rng.uniform(0.0, 0.1))
+        self._schedule_fault(config.engine_loss_interval_s, self._crash_engines)
+        self._schedule_fault(config.faults.drain_interval_s, self._request_drain)
 
-    def _join(self, kind: int, lost: int | None) -> Event:
-        """An engine may be started in the place of one whose loss is known."""
-        config, number = self.config, self._next_engine
-        self._num_coming -= 1
-        self._next_engine += 1  # ids are never used again
-        rows, slots = config.engines[kind]
-        is_colocated = kind >= len(config.engines) - config.num_colocated
-        speed = 1.0 / config.speeds[kind]
-        engine = SimEngine(number, kind, rows, slots, speed, is_colocated, is_paused=is_colocated)
-        self.truth.engines[number] = engine
-        return EngineJoined(number, rows, slots, is_colocated, None if lost in self.truth.engines else lost)
+    def _schedule_join(self, index: int, delay_s: float, replaces: int | None = None) -> None:
+        self._num_joining += 1
+        self.schedule(delay_s, self._join, index, replaces)
 
-    def _plan_mishap(self, interval_s: float | None, happen: Happening) -> None:
-        if interval_s is not None and not self.luck.is_healed:
-            self.at(self.rng.expovariate(1.0 / interval_s), happen)
+    def _join(self, index: int, replaces: int | None) -> Event:
+        """Start an engine with a new id. It names the engine that it replaces if that was reported lost."""
+        config, engine_id = self.config, self._next_engine_id
+        self._num_joining -= 1
+        self._next_engine_id += 1
+        rows, slots = config.engines[index]
+        is_colocated = index >= len(config.engines) - config.num_colocated
+        tokens_per_s = 1.0 / config.seconds_per_token[index]
+        engine = SimEngine(engine_id, index, rows, slots, tokens_per_s, is_colocated, is_paused=is_colocated)
+        self.truth.engines[engine_id] = engine
+        is_loss_unreported = replaces in self.truth.engines
+        return EngineJoined(engine_id, rows, slots, is_colocated, None if is_loss_unreported else replaces)
 
-    def _staying(self) -> list[SimEngine]:
+    def _schedule_fault(self, interval_s: float | None, callback: Callback) -> None:
+        if interval_s is not None and not self.faults.is_healed:
+            self.schedule(self.rng.expovariate(1.0 / interval_s), callback)
+
+    def _working_engines(self) -> list[SimEngine]:
         return [e for e in self.truth.engines.values() if not e.is_lost and not e.is_leaving]
 
-    def _lose_some(self) -> None:
-        """One engine dies, now and then two at once; a world without engines heals."""
-        staying = self._staying()
-        if not staying and not self._num_coming:
+    def _crash_engines(self) -> None:
+        """Crash one engine, in one of ten cases two at once. A world without engines heals."""
+        working = self._working_engines()
+        if not working and not self._num_joining:
             self.heal()
-        if self.luck.is_healed:
+        if self.faults.is_healed:
             return
-        for engine in self.rng.sample(staying, min(len(staying), 1 + self.luck.fails(0.1))):
-            self.lose(engine)
-        self._plan_mishap(self.config.loss_interval_s, self._lose_some)
+        for engine in self.rng.sample(working, min(len(working), 1 + self.faults.fails(0.1))):
+            self.crash_engine(engine)
+        self._schedule_fault(self.config.engine_loss_interval_s, self._crash_engines)
 
-    def lose(self, engine: SimEngine) -> None:
-        """It is dead from now on; a request that it had offered may still be taken from its memory."""
+    def crash_engine(self, engine: SimEngine) -> None:
+        """Crash an engine. A request that has stopped to migrate survives in its snapshot."""
         engine.is_lost = True
-        for row in engine.rows.values():
-            if row.move is None or row.move.stage is not Stage.STOPPED:
-                del self.truth.where[row.request]
-        engine.rows = {}
-        self.at(self.luck.takes(self.config.faults.detect_s), self._bury, engine)
-        if self.rng.random() < self.config.faults.share_returning:
-            self._plan_join(engine.kind, self.luck.takes(self.config.return_s), engine.id)
+        for request in engine.requests.values():
+            if request.migration is None or request.migration.stage is not MigrationStage.STOPPED:
+                del self.truth.owner[request.id]
+        engine.requests = {}
+        self.schedule(self.faults.delay_s(self.config.faults.loss_detection_s), self._detect_loss, engine)
+        if self.rng.random() < self.config.faults.engine_restart_rate:
+            self._schedule_join(engine.index, self.faults.delay_s(self.config.engine_restart_s), engine.id)
 
-    def _bury(self, engine: SimEngine) -> None:
-        """Its death is noticed: first what became of its moves is told, then that it is lost."""
-        self.due.extend(self.moves.bury(engine))
-        self.due.append(EngineLost(engine.id, "simulated loss"))
+    def _detect_loss(self, engine: SimEngine) -> None:
+        """Report the outcomes of its migrations first, then the loss of the engine."""
+        self.urgent_events.extend(self.migrations.end_all(engine))
+        self.urgent_events.append(EngineLost(engine.id, "simulated loss"))
         del self.truth.engines[engine.id]
 
-    def _ask_drain(self) -> Event | None:
-        self._plan_mishap(self.config.faults.drain_interval_s, self._ask_drain)
-        staying = self._staying()
-        if self.luck.is_healed or not staying:
+    def _request_drain(self) -> Event | None:
+        self._schedule_fault(self.config.faults.drain_interval_s, self._request_drain)
+        working = self._working_engines()
+        if self.faults.is_healed or not working:
             return None
-        engine = self.rng.choice(staying)
-        if self.rng.random() < self.config.faults.share_returning:
-            self._plan_join(engine.kind, self.luck.takes(self.config.return_s))
-        return DrainAsked(engine.id)
+        engine = self.rng.choice(working)
+        if self.rng.random() < self.config.faults.engine_restart_rate:
+            self._schedule_join(engine.index, self.faults.delay_s(self.config.engine_restart_s))
+        return DrainRequested(engine.id)
+
+
+class SimRollout:
+    """The engines of a world: each action, and the progress of running requests."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._lengths = RequestLengths(world.config, world.rng)
+        self._handlers: dict[type, Callable[[SimEngine, Any], None]] = {
+            Generate: self._generate,
+            Abort: self._abort,
+            DecodeOnly: self._decode_only,
+            PauseEngine: self._pause,
+            ResumeEngine: self._resume,
+            RemoveEngine: self._remove,
+            Load: self._load,
+            Drop: self._drop,
+        }
+
+    def execute(self, action: Any) -> None:
+        """Start an action of an engine; a lost engine ignores it."""
+        handler = self._handlers.get(type(action))
+        if handler is not None:
+            engine = self._world.truth.engines.get(action.engine)
+            if engine is not None and not engine.is_lost:
+                handler(engine, action)
+
+    def update_rate(self, request: SimRequest) -> None:
+        """Set the decode rate of a request, and schedule its end by it."""
+        if request.is_over:
+            return
+        world, engine = self._world, request.engine
+        request.advance(world.now)
+        request.tokens_per_s = rate = engine.tokens_per_s_of(request)
+        request.finish_id += 1
+        if rate:
+            left_s = (request.length - request.num_tokens) / rate
+            delay_s = max(left_s, request.report_after_s - world.now)
+            world.schedule(delay_s, self._finish, request, request.finish_id)
+            if engine.is_colocated and world.truth.is_training:
+                world.truth.check_device()
+
+    def start_reports(self, engine: SimEngine) -> None:
+        """Start the progress reports of an engine with requests."""
+        if not engine.is_reporting:
+            engine.is_reporting = True
+            self._world.schedule(self._world.config.report_interval_s, self._report_progress, engine)
+
+    def _generate(self, engine: SimEngine, action: Generate) -> None:
+        world = self._world
+        for request_id in action.requests:
+            version = self._version_of(engine, request_id, action.version)
+            request = SimRequest(request_id, version, self._lengths.of(request_id), engine, world.now)
+            world.truth.assign(request, engine)
+            if world.faults.fails(world.config.request_failure_rate):
+                request.is_refused = True
+                wasted_s = request.length / engine.tokens_per_s * world.rng.choice((0.0, 0.5, 1.0))
+                world.schedule(world.faults.delay_s(0.001 + wasted_s), self._refuse, request)
+            else:
+                self.update_rate(request)
+        self.start_reports(engine)
+
+    def _version_of(self, engine: SimEngine, request: RequestId, version: int) -> int:
+        """The version that decodes a request: with inflight updates the newest of the engine."""
+        if not self._world.config.limits.breaks_c1 or request.is_held_out:
+            return version
+        return max(version, *engine.held)
+
+    def _finish(self, request: SimRequest, finish_id: int) -> Event | None:
+        if request.finish_id != finish_id or request.is_over:
+            return None
+        self._release(request)
+        chunks = tuple(Chunk(version, digest_of(version), num) for version, num in request.chunks())
+        return RequestFinished(request.engine.id, request.id, request.version, request.length, chunks, "stop")
+
+    def _refuse(self, request: SimRequest) -> Event | None:
+        if request.is_over:
+            return None
+        if self._world.now < request.report_after_s:
+            self._world.schedule(request.report_after_s - self._world.now, self._refuse, request)
+            return None
+        self._release(request)
+        return RequestFailed(request.engine.id, request.id, "refused by the simulated engine")
+
+    def _release(self, request: SimRequest, reason: str = "the request finished first") -> None:
+        """Free the row; a running migration of the request has failed."""
+        migration = request.migration
+        self._world.truth.release(request)
+        if migration is not None:
+            self._world.migrations.fail(migration, reason, self._world.faults.delay_s(0.001))
+
+    def _abort(self, engine: SimEngine, action: Abort) -> None:
+        world = self._world
+        delay_s = world.faults.delay_s(max(0.005, 2 * world.config.kv_stop_s))  # often after a migration
+        world.schedule(delay_s, self._aborted, engine, action.requests)
+
+    def _aborted(self, engine: SimEngine, requests: tuple[RequestId, ...]) -> Event | None:
+        """Requests that have finished or migrated meanwhile are not aborted."""
+        if engine.is_lost:
+            return None
+        running = [found for request in requests if (found := engine.requests.get(request)) is not None]
+        aborted = [request for request in running if request.report_after_s <= self._world.now]
+        for request in aborted:
+            request.advance(self._world.now)
+            self._release(request, "the request was aborted")
+        num_tokens = sum(int(request.num_tokens) for request in aborted)
+        return RequestsAborted(engine.id, tuple(request.id for request in aborted), num_tokens)
+
+    def _decode_only(self, engine: SimEngine, action: DecodeOnly) -> None:
+        engine.decode_only = frozenset(action.requests)
+        self._update_rates(engine)
+
+    def _pause(self, engine: SimEngine, action: PauseEngine) -> None:
+        engine.is_pausing = True
+        delay_s = self._world.faults.delay_s(self._world.config.pause_s)
+        self._world.schedule(delay_s, self._paused, engine)
+
+    def _paused(self, engine: SimEngine) -> Event | None:
+        if engine.is_lost:
+            return None
+        engine.is_pausing = False
+        engine.is_paused = not engine.resumes_after_pause
+        engine.resumes_after_pause = False
+        self._update_rates(engine)
+        return EnginePaused(engine.id)
+
+    def _resume(self, engine: SimEngine, action: ResumeEngine) -> None:
+        if engine.is_pausing:
+            engine.resumes_after_pause = True
+            return
+        engine.is_paused = False
+        self._update_rates(engine)
+
+    def _update_rates(self, engine: SimEngine) -> None:
+        for request in engine.requests.values():
+            self.update_rate(request)
+
+    def _remove(self, engine: SimEngine, action: RemoveEngine) -> None:
+        self._world.truth.check_removal(engine)
+        engine.is_leaving = True
+        self._world.schedule(self._world.faults.delay_s(0.01), self._removed, engine)
+
+    def _removed(self, engine: SimEngine) -> Event:
+        engine.is_lost = True
+        del self._world.truth.engines[engine.id]
+        return EngineRemoved(engine.id)
+
+    def _load(self, engine: SimEngine, action: Load) -> None:
+        world = self._world
+        world.truth.check_load(engine)
+        engine.loading = action.version
+        load_s = world.faults.delay_s(world.config.load_s, world.config.faults.slow_load_rate)
+        world.schedule(load_s, self._loaded, engine, action.version)
+
+    def _loaded(self, engine: SimEngine, version: int) -> Event | None:
+        if engine.is_lost:
+            return None
+        engine.loading = None
+        if self._world.faults.fails(self._world.config.faults.load_failure_rate):
+            return LoadFailed(engine.id, version, "simulated load failure")
+        engine.held.add(version)
+        for request in engine.requests.values():
+            newest = self._version_of(engine, request.id, request.version)
+            if newest > request.version:
+                request.switch_version(newest, self._world.now)
+                self.update_rate(request)
+        return Loaded(engine.id, version, digest_of(version))
+
+    def _drop(self, engine: SimEngine, action: Drop) -> None:
+        self._world.truth.check_drop(engine, action.version)
+        engine.held.discard(action.version)
+
+    def _report_progress(self, engine: SimEngine) -> Event | None:
+        """Report the lengths of all requests, and a last time of those that have migrated."""
+        if engine.is_lost or not engine.requests:
+            engine.is_reporting = False
+            return None
+        world = self._world
+        world.schedule(world.config.report_interval_s, self._report_progress, engine)
+        for request in engine.requests.values():
+            request.advance(world.now)
+        known = [request for request in engine.requests.values() if request.report_after_s <= world.now]
+        lengths = [(request.id, int(request.num_tokens)) for request in known]
+        lengths += [(r, n) for r, n in engine.migrated_away.items() if r not in engine.requests]
+        engine.migrated_away.clear()
+        kv_capacity = engine.num_rows * world.config.kv_tokens_per_row
+        num_tokens = sum(int(request.num_tokens) for request in known)
+        kv_usage = min(1.0, num_tokens / kv_capacity) if kv_capacity else 0.0
+        rate = max((request.tokens_per_s for request in known), default=0.0)
+        return ProgressReported(engine.id, tuple(lengths), rate, kv_usage)
+
+
+class SimMigrations:
+    """Migrations: the KV is copied while the source decodes, the request stops, and the destination takes
+    over.
+
+    At any time at most one engine owns the request. The outcome is reported once, before the loss of either
+    engine.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def start(self, action: Migrate) -> None:
+        world, truth = self._world, self._world.truth
+        source, destination = truth.engines.get(action.source), truth.engines.get(action.destination)
+        if source is None or destination is None or source.is_lost or destination.is_lost:
+            failed = MigrationFailed(
+                action.request, action.source, action.destination, "one of its engines is lost"
+            )
+            world.urgent_events.appendleft(failed)  # before the loss, which may be the next event
+            return
+        request = source.requests.get(action.request)
+        if request is None:
+            raise Violation(f"{action.request} migrates from engine {source.id}, which does not run it")
+        config, faults = world.config, world.faults
+        copy_s = faults.delay_s(config.kv_copy_s, config.faults.slow_migration_rate)
+        will_fail = faults.fails(config.faults.migration_failure_rate)
+        stop_s = faults.delay_s(config.kv_stop_s)
+        migration = SimMigration(request, source, destination, copy_s, stop_s, will_fail)
+        truth.reserve(migration)
+        request.migration = migration
+        if will_fail and faults.fails(0.5):
+            world.schedule(copy_s, self._refuse, migration)
+        else:
+            world.schedule(copy_s, self._stop, migration)
+
+    def fail(self, migration: SimMigration, reason: str, report_delay_s: float = 0.0) -> None:
+        """Leave the request with its source, where it continues or has ended."""
+        self._end(migration, MigrationStage.FAILED, reason)
+        self._world.rollout.update_rate(migration.request)
+        self._world.schedule(report_delay_s, self._report, migration)
+
+    def end_all(self, engine: SimEngine) -> list[Event]:
+        """The outcomes of all migrations of a lost engine; those that are active have failed."""
+        outcomes = []
+        for migration in list(engine.migrations.values()):
+            if migration.is_active:
+                self._end(migration, MigrationStage.FAILED, f"engine {engine.id} is lost")
+                if migration.source.is_lost:
+                    self._world.truth.owner.pop(migration.request.id, None)
+                else:
+                    self._world.rollout.update_rate(migration.request)
+            outcome = self._report(migration)
+            assert outcome is not None, "a reported migration is not in the list"
+            outcomes.append(outcome)
+        return outcomes
+
+    def _refuse(self, migration: SimMigration) -> None:
+        if migration.stage is MigrationStage.COPYING and not migration.destination.is_lost:
+            self.fail(migration, "the destination refused it")
+
+    def _stop(self, migration: SimMigration) -> None:
+        """Stop the request to copy the rest of its KV."""
+        is_copying = migration.stage is MigrationStage.COPYING
+        if not is_copying or migration.source.is_lost or migration.destination.is_lost:
+            return
+        migration.stage = MigrationStage.STOPPED
+        self._world.rollout.update_rate(migration.request)
+        self._world.schedule(migration.stop_s, self._take_over, migration)
+
+    def _take_over(self, migration: SimMigration) -> None:
+        """Make the destination the owner, unless the lease of the source has expired."""
+        if migration.stage is not MigrationStage.STOPPED or migration.destination.is_lost:
+            return
+        world, request = self._world, migration.request
+        if migration.will_fail and not migration.source.is_lost:
+            return self.fail(migration, "the lease expired", world.faults.delay_s(0.001))
+        # The report takes so long that much may happen before it.
+        report_delay_s = world.faults.delay_s(world.config.kv_stop_s + world.config.kv_copy_s)
+        self._end(migration, MigrationStage.COMPLETED, "")
+        world.truth.release(request)
+        world.truth.assign(request, migration.destination)
+        migration.num_tokens = int(request.num_tokens)
+        migration.source.migrated_away[request.id] = migration.num_tokens
+        request.report_after_s = world.now + report_delay_s
+        world.schedule(report_delay_s, self._report, migration)
+        world.rollout.start_reports(migration.destination)
+        world.rollout.update_rate(request)
+
+    def _end(self, migration: SimMigration, stage: MigrationStage, reason: str) -> None:
+        migration.stage, migration.reason = stage, reason
+        migration.request.migration = None
+        del migration.destination.incoming[migration.request.id]
+
+    def _report(self, migration: SimMigration) -> Event | None:
+        """The outcome, once."""
+        if migration.is_reported:
+            return None
+        migration.is_reported = True
+        request, source, destination = migration.request.id, migration.source, migration.destination
+        del source.migrations[request], destination.migrations[request]
+        if migration.stage is MigrationStage.FAILED:
+            return MigrationFailed(request, source.id, destination.id, migration.reason)
+        num_tokens = migration.num_tokens
+        num_bytes = num_tokens * KV_BYTES_PER_TOKEN
+        copy_s, stop_s = migration.copy_s, migration.stop_s
+        return Migrated(request, source.id, destination.id, num_tokens, num_bytes, copy_s, stop_s)
+
+
+class SimTrainer:
+    """The trainer: training steps, publications, and restarts from a checkpoint after a crash.
+
+    `_attempt` counts the starts; callbacks of an earlier attempt are ignored.
+    """
+
+    def __init__(self, world: World, seed: int) -> None:
+        self._world = world
+        self._kl_rng = Random(f"versions {seed}")
+        self._rng = Random(f"trainers {seed}")
+        self._attempt = 0
+        self._num_trained = 0  # steps of this attempt, its checkpoint included
+        self._max_trained = 0  # steps of any attempt
+        self._checkpoint = 0  # steps of the newest checkpoint
+        self._digests: dict[int, str] = {}  # of each version, as last computed
+        self._batches: list[tuple[GroupId, ...]] = []
+        self._schedule_loss()
+
+    def restart(self, from_step: int) -> None:
+        """Start again from a checkpoint after every process has crashed."""
+        self._attempt += 1
+        self._num_trained = self._max_trained = self._checkpoint = from_step
+        self._schedule_loss()
+
+    def train(self, action: Train) -> None:
+        world, slow_rate = self._world, self._world.config.faults.slow_step_rate
+        world.truth.is_training = True
+        world.truth.check_device()
+        if action.step == len(self._batches):
+            self._batches.append(action.groups)
+        step_s = world.faults.delay_s(world.config.step_s, slow_rate)
+        world.schedule(step_s, self._trained, action.step, self._attempt)
+
+    def publish(self, action: Publish | ReportDigest) -> None:
+        self._world.schedule(0.001, self._published, action, self._attempt)
+
+    def _trained(self, step: int, attempt: int) -> Event | None:
+        world = self._world
+        if attempt != self._attempt:
+            return None
+        world.truth.is_training = False
+        if world.faults.fails(world.config.faults.step_failure_rate):
+            return StepFailed(step, "simulated step failure")
+        self._num_trained = step + 1
+        self._max_trained = max(self._max_trained, self._num_trained)
+        kls = draw_kls(self._kl_rng, step, world.config.limits.max_staleness)
+        return Trained(step, *world.drift.draw(), kls)
+
+    def _published(self, action: Publish | ReportDigest, attempt: int) -> Event | None:
+        if attempt != self._attempt:
+            return None
+        version = action.version
+        if isinstance(action, Publish):
+            self._digests[version] = digest_of(version)
+            return Published(version, digest_of(version))
+        if version > self._checkpoint:  # only the version of the checkpoint has the same bytes again
+            self._digests[version] = f"{digest_of(version)} again"
+        return DigestReported(version, self._digests[version])
+
+    def _schedule_loss(self) -> None:
+        interval_s = self._world.config.faults.trainer_loss_interval_s
+        if interval_s is not None and not self._world.faults.is_healed:
+            self._world.schedule(self._rng.expovariate(1.0 / interval_s), self._lose, self._attempt)
+
+    def _lose(self, attempt: int) -> Event | None:
+        world = self._world
+        if attempt != self._attempt or world.faults.is_healed:
+            return None
+        self._attempt += 1
+        world.truth.is_training = False
+        restart_s = self._rng.uniform(0.0, 2.0) * world.config.engine_restart_s
+        world.schedule(restart_s, self._replace, self._attempt)
+        return TrainerLost("simulated loss")
+
+    def _replace(self, attempt: int) -> Event | None:
+        """Start from a checkpoint that is no older than the previous one."""
+        if attempt != self._attempt:
+            return None
+        first = min(self._num_trained, max(self._checkpoint, self._max_trained - MAX_REDONE_STEPS))
+        from_step = self._checkpoint = self._rng.randint(first, self._num_trained)
+        self._num_trained = from_step
+        self._schedule_loss()
+        return TrainerReplaced(from_step, tuple(self._batches[from_step : self._max_trained]))
+
+
+def digest_of(version: int) -> str:
+    """The digest of a version's weights in simulated runs."""
+    return f"sim-{version:08x}"

@@ -1,7 +1,7 @@
-"""A stream in another process, as its producers and consumers see it.
+"""Client of a stream in another process.
 
-On the storage's own host blocks are written and read where they lie; from other hosts they travel with
-the messages. A client is for one thread: every process and every thread makes its own.
+On the server's host, blocks are written and read in shared memory; on other hosts they are sent with the
+messages. A client is not thread-safe: every process and thread makes its own.
 """
 
 from __future__ import annotations
@@ -16,135 +16,146 @@ from typing import Any, Self
 
 import numpy as np
 
-from dora.core.records import GroupId
-from dora.errors import NoRoomError, RunError, StreamError
-from dora.stream import wire
-from dora.stream.batch import Batch, Part, Waited
-from dora.stream.connection import check_size
-from dora.stream.fields import Given, Packing
-from dora.stream.ledger import FOREVER
-from dora.stream.lines import NewRow, Want
-from dora.stream.links import Far, Link, Near
-from dora.stream.segments import Arena, Place, Reader, is_full
+from dora.core.types import GroupId
+from dora.errors import RunError, StorageFullError, StreamError
+from dora.stream import transport
+from dora.stream.metadata import NO_TIMEOUT, BatchRequest, BlockLocation, SampleMeta
+from dora.stream.schema import BatchPart, BlockPacker, ColumnData, StreamBatch, TimedOut
+from dora.stream.storage import SegmentReader, SegmentWriter, is_disk_full
+from dora.stream.transport import ClientTransport, UnixTransport, ZmqTransport
 
-_TRY_AGAIN_S = 0.02  # while a file system is full
+_RETRY_S = 0.02  # while the file system is full
 
 
 class StreamClient:
-    """Puts and gets rows; what is refused raises StreamError, and RunError says that nobody answers."""
+    """Puts and gets rows. StreamError: the request was refused. RunError: the server does not reply."""
 
-    def __init__(self, endpoint: str, timeout_s: float = 30.0, token: str = "") -> None:
-        """`timeout_s`: how long an answer may take, beyond what was to be waited for. Raises RunError.
+    def __init__(self, endpoint: str, timeout_s: float = 30.0, auth_token: str = "") -> None:
+        """`timeout_s` limits the time of a reply, beyond the wait of the request itself. Raises RunError.
 
-        `token`: what the file `token` in the stream's folder says; needed at a TCP endpoint.
+        `auth_token` is the content of the file `token` in the stream's folder; required at a TCP endpoint.
         """
         self._endpoint, self._timeout_s = endpoint, timeout_s
-        self._link: Link = (Near if wire.is_local(endpoint) else Far)(endpoint, timeout_s)
-        self._num_asked, self._is_closed = 0, False
-        self._arena: Arena | None = None
-        self._reader: Reader | None = None
-        self.owner = secrets.token_hex(8)  # by which the storage knows it
+        make_transport = UnixTransport if transport.is_local(endpoint) else ZmqTransport
+        self._transport: ClientTransport = make_transport(endpoint, timeout_s)
+        self._num_requests, self._is_closed = 0, False
+        self._writer: SegmentWriter | None = None
+        self._reader: SegmentReader | None = None
+        self.client_id = secrets.token_hex(8)  # also the owner of its segments
         try:
-            hello, _ = self._ask("hello", {"owner": self.owner, "token": token})
+            reply, _ = self._call("connect", {"client_id": self.client_id, "auth_token": auth_token})
         except (RunError, StreamError):
-            self._link.close()
+            self._transport.close()
             raise
-        self.fields = {name: wire.field_from_json(name, *rest) for name, *rest in hello["fields"]}
-        folders = [Path(folder) for folder in hello["folders"]]
-        if folders and wire.shares_memory(hello["folders"][0], hello["token"], hello["host"]):
-            self._arena, self._reader = Arena(folders[0], self.owner), Reader(*folders)
+        self.fields = {name: transport.field_from_json(name, *rest) for name, *rest in reply["fields"]}
+        if transport.shares_memory(reply["folder"], reply["auth_token"], reply["host"]):
+            folder = Path(reply["folder"])
+            self._writer, self._reader = SegmentWriter(folder, self.client_id), SegmentReader(folder)
 
     @property
     def shares_memory(self) -> bool:
-        """Whether blocks are read where they lie."""
+        """Whether blocks are written and read in shared memory."""
         return self._reader is not None
 
-    def declare(
+    def register_consumer(
         self,
         name: str,
         fields: Sequence[str],
         group_size: int = 0,
         by_version: bool = False,
-        lease_s: float = FOREVER,
+        lease_s: float = NO_TIMEOUT,
         held_out_size: int = 0,
     ) -> None:
-        """A consumer, as `Ledger.declare`. Without `lease_s` it holds rows until it commits or dies."""
+        """Register a consumer; see `MetadataController.register_consumer`.
+
+        Without `lease_s`, a lease lasts until its client commits, releases it or exits.
+        """
         rules = {"group_size": group_size, "by_version": by_version, "held_out_size": held_out_size}
-        end = {"lease_s": None if lease_s == FOREVER else lease_s}
-        self._ask("declare", {"name": name, "fields": [*fields], **rules, **end})
+        lease = {"lease_s": None if lease_s == NO_TIMEOUT else lease_s}
+        self._call("register_consumer", {"name": name, "fields": [*fields], **rules, **lease})
 
-    def put(self, rows: Sequence[NewRow], columns: Given, wait_s: float = 60.0) -> range | Waited:
-        """New rows with their first columns; their indices.
+    def put(
+        self, samples: Sequence[SampleMeta], columns: ColumnData, wait_s: float = 60.0
+    ) -> range | TimedOut:
+        """Add rows with their first columns; their indices.
 
-        While the stream is full it waits; after `wait_s` it says who is slow, and the rows are not there.
+        Waits while the stream is full. After `wait_s` nothing is put, and the result names the slowest
+        consumer.
         """
-        wait_s = wire.seconds(wait_s)
-        packing = Packing(self.fields, columns, len(rows))
-        numbers = np.array([(*row.id, row.version, row.num_tokens) for row in rows], np.int64)
-        answer = self._write("put", packing, numbers, wait_s)
-        if isinstance(answer, Waited):
-            return answer
-        return range(answer["first"], answer["first"] + len(rows))
+        wait_s = transport.parse_wait(wait_s)
+        packer = BlockPacker(self.fields, columns, len(samples))
+        numbers = np.array([(*s.request, s.version, s.num_tokens) for s in samples], np.int64)
+        reply = self._write("put", packer, numbers, wait_s)
+        if isinstance(reply, TimedOut):
+            return reply
+        return range(reply["first"], reply["first"] + len(samples))
 
-    def fill(self, indices: Sequence[int], columns: Given) -> None:
-        """Further columns of rows that are there; a full stream takes them too.
+    def fill(self, indices: Sequence[int], columns: ColumnData) -> None:
+        """Add columns to existing rows, also if the stream is full.
 
-        Raises NoRoomError, which is no StreamError, if the file system is full: nothing was filled in.
+        Raises StorageFullError (no StreamError) if the file system is full: no column was added.
         """
-        packing = Packing(self.fields, columns, len(indices))
-        if isinstance(full := self._write("fill", packing, np.asarray(indices, np.int64)), Waited):
-            raise NoRoomError(full.why)
+        packer = BlockPacker(self.fields, columns, len(indices))
+        reply = self._write("fill", packer, np.asarray(indices, np.int64))
+        if isinstance(reply, TimedOut):
+            raise StorageFullError(reply.reason)
 
-    def get(self, consumer: str, want: Want | None = None, wait_s: float = 60.0) -> Batch | Waited:
-        """Rows on lease, or after `wait_s` (math.inf: never) whom they wait for."""
-        wait_s = wire.seconds(wait_s)
-        asked = {"consumer": consumer, "want": want or Want(), "inline": self._reader is None}
-        header, buffers = self._ask("get", asked, wait_s=wait_s)
-        if "waited" in header:
-            return Waited(*header["waited"])
+    def get(
+        self, consumer: str, request: BatchRequest | None = None, wait_s: float = 60.0
+    ) -> StreamBatch | TimedOut:
+        """Lease rows; after `wait_s` (math.inf: unlimited), what is missing."""
+        wait_s = transport.parse_wait(wait_s)
+        arguments = {
+            "consumer": consumer,
+            "request": request or BatchRequest(),
+            "inline": not self.shares_memory,
+        }
+        header, buffers = self._call("get", arguments, wait_s=wait_s)
+        if "timed_out" in header:
+            return TimedOut(*header["timed_out"])
         try:
             return self._batch(header, buffers)
-        except BaseException:  # nobody here will know of the lease
-            self._send("give_back", {"lease": header["lease"]}, ())
+        except BaseException:  # the caller cannot release the lease
+            self._send("release", {"lease": header["lease"]}, ())
             raise
 
-    def look(self, consumer: str, indices: Sequence[int]) -> Batch:
-        """Rows that another client has on lease for the consumer, as long as it does; nothing to commit."""
-        asked = {"consumer": consumer, "inline": self._reader is None}
-        return self._batch(*self._ask("look", asked, (np.asarray(indices, np.int64),)))
+    def read_leased(self, consumer: str, indices: Sequence[int]) -> StreamBatch:
+        """Read rows that another client of the consumer has on lease; there is nothing to commit."""
+        arguments = {"consumer": consumer, "inline": not self.shares_memory}
+        return self._batch(*self._call("read_leased", arguments, (np.asarray(indices, np.int64),)))
 
-    def commit(self, batch: Batch) -> None:
-        """The rows are consumed; their columns must not be looked at any more."""
-        self._ask("commit", {"lease": batch.lease})
+    def commit(self, batch: StreamBatch) -> None:
+        """Mark the rows as consumed; do not read their columns any more."""
+        self._call("commit", {"lease": batch.lease})
 
-    def give_back(self, batch: Batch) -> None:
-        """Somebody else may have the rows."""
-        self._ask("give_back", {"lease": batch.lease})
+    def release(self, batch: StreamBatch) -> None:
+        """Return the rows to the front of the consumer's queue."""
+        self._call("release", {"lease": batch.lease})
 
-    def renew(self, batch: Batch) -> None:
-        """The lease lasts as long again, from now on."""
-        self._ask("renew", {"lease": batch.lease})
+    def renew(self, batch: StreamBatch) -> None:
+        """Restart the time of the lease."""
+        self._call("renew", {"lease": batch.lease})
 
     def clear(self, groups: Iterable[GroupId]) -> None:
-        """Forget groups that nobody needs any more."""
-        self._ask("clear", {"groups": [*groups]})
+        """Remove groups, whatever their status."""
+        self._call("clear", {"groups": [*groups]})
 
-    def bury(self, owner: str) -> None:
-        """The client of this name is dead. Who is far away may be so without a word, so say it for it."""
-        self._ask("bury", {"owner": owner})
+    def evict(self, client_id: str) -> None:
+        """Disconnect another client, e.g. a crashed one on another host, and release its leases."""
+        self._call("evict", {"client_id": client_id})
 
     def status(self) -> dict[str, Any]:
-        """Rows and bytes there, rows ready by consumer, and who is furthest behind."""
-        header, _ = self._ask("status", {})
+        """Number of rows and bytes, ready rows by consumer, and a sentence about the slowest consumer."""
+        header, _ = self._call("status", {})
         return {name: header[name] for name in ("num_rows", "num_bytes", "num_ready", "slowest")}
 
     def close(self) -> None:
-        """Give back what is on lease. Rows that were put stay."""
+        """Release all leases and disconnect. Rows that were put stay."""
         if not self._is_closed:
             self._is_closed = True
-            with contextlib.suppress(RunError):  # the storage has ended before
-                self._send("bye", {}, ())
-            self._link.close()
+            with contextlib.suppress(RunError):  # the server has exited
+                self._send("disconnect", {}, ())
+            self._transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -154,75 +165,80 @@ class StreamClient:
     ) -> None:
         self.close()
 
-    def _batch(self, header: dict[str, Any], buffers: Sequence[bytes]) -> Batch:
+    def _batch(self, header: dict[str, Any], buffers: Sequence[bytes]) -> StreamBatch:
         num_parts, parts = len(header["parts"]), []
         rows, pairs, blocks = buffers[0], buffers[1 : 1 + num_parts], iter(buffers[1 + num_parts :])
-        for (names, num_rows, place), found in zip(header["parts"], pairs, strict=True):
-            block = next(blocks) if self._reader is None else self._reader.view(Place(*place))
-            parts.append(Part(names, num_rows, block, wire.integers(found, np.int32, 2)))
-        return Batch(header["lease"], wire.integers(rows, np.int64, 6), self.fields, parts)
+        for (names, num_rows, location), found in zip(header["parts"], pairs, strict=True):
+            block = next(blocks) if self._reader is None else self._reader.view(BlockLocation(*location))
+            parts.append(BatchPart(names, num_rows, block, transport.decode_integers(found, np.int32, 2)))
+        numbers = transport.decode_integers(rows, np.int64, 6)
+        return StreamBatch(header["lease"], numbers, self.fields, parts)
 
-    def _write(self, verb: str, packing: Packing, numbers: Any, wait_s: float = 0.0) -> Any:
-        """Have a block written, and say so; the header of the answer, or Waited."""
-        asked: dict[str, Any] = {"names": packing.names, "place": None}
-        if self._arena is None:
-            block = bytearray(packing.num_bytes)
-            packing.write(block)
-            header, _ = self._ask(verb, asked, (numbers, block), wait_s)
-            return Waited(*header["waited"]) if "waited" in header else header
-        reserved = self._reserved(self._arena, packing.num_bytes, wait_s)
-        if isinstance(reserved, Waited):
-            return reserved
-        place, view = reserved
-        packing.write(view)
+    def _write(self, method: str, packer: BlockPacker, numbers: Any, wait_s: float = 0.0) -> Any:
+        """Write a block and send its location, or send the block; the header of the reply, or TimedOut."""
+        arguments: dict[str, Any] = {"names": packer.names, "location": None}
+        if self._writer is None:
+            block = bytearray(packer.num_bytes)
+            packer.write(block)
+            header, _ = self._call(method, arguments, (numbers, block), wait_s)
+            return TimedOut(*header["timed_out"]) if "timed_out" in header else header
+        allocated = self._allocate(self._writer, packer.num_bytes, wait_s)
+        if isinstance(allocated, TimedOut):
+            return allocated
+        location, view = allocated
+        packer.write(view)
         try:
-            header, _ = self._ask(verb, asked | {"place": place}, (numbers,), wait_s)
-        except (StreamError, NoRoomError):  # but without an answer it may have been taken
-            self._arena.release(place.segment)
+            header, _ = self._call(method, arguments | {"location": location}, (numbers,), wait_s)
+        except (StreamError, StorageFullError):  # after a RunError the server may have accepted the block
+            self._writer.free(location.segment)
             raise
-        if "waited" not in header:
+        if "timed_out" not in header:
             return header
-        self._arena.release(place.segment)
-        return Waited(*header["waited"])
+        self._writer.free(location.segment)
+        return TimedOut(*header["timed_out"])
 
-    def _reserved(self, arena: Arena, num_bytes: int, wait_s: float) -> tuple[Place, memoryview] | Waited:
-        """A place for a block; while the file system is full, it waits for blocks to go."""
-        until_s = time.monotonic() + wait_s
+    def _allocate(
+        self, writer: SegmentWriter, num_bytes: int, wait_s: float
+    ) -> tuple[BlockLocation, memoryview] | TimedOut:
+        """Allocate a block; while the file system is full, wait until blocks are free again."""
+        deadline_s = time.monotonic() + wait_s
         while True:
             try:
-                return arena.reserve(num_bytes)
+                return writer.allocate(num_bytes)
             except OSError as error:
-                if not is_full(error):
+                if not is_disk_full(error):
                     raise
-                slowest = self.status()["slowest"]  # whose answer also says what may be used again
-                if time.monotonic() >= until_s:
-                    return Waited(wait_s, f"there is no room for {num_bytes} bytes ({error}): {slowest}")
-                time.sleep(_TRY_AGAIN_S)
+                slowest = self.status()["slowest"]  # this reply also frees reusable blocks
+                if time.monotonic() >= deadline_s:
+                    return TimedOut(wait_s, f"no room for {num_bytes} bytes ({error}): {slowest}")
+                time.sleep(_RETRY_S)
 
-    def _ask(
-        self, verb: str, asked: dict[str, Any], buffers: Sequence[Any] = (), wait_s: float = 0.0
+    def _call(
+        self, method: str, arguments: dict[str, Any], buffers: Sequence[Any] = (), wait_s: float = 0.0
     ) -> tuple[dict[str, Any], list[bytes]]:
-        number = self._send(verb, asked | {"wait_s": wait_s}, buffers)
-        until_s = time.monotonic() + wait_s + self._timeout_s
-        while (frames := self._link.receive(until_s)) is not None:
-            header = wire.header_of(frames)
-            for segment, num_blocks in header.get("released", {}).items():
-                if self._arena is not None:
-                    self._arena.release(segment, num_blocks)
-            if header["n"] not in (number, wire.TO_ANY):  # of a request that was given up
+        """Send a request and wait for its reply."""
+        request_id = self._send(method, arguments | {"wait_s": wait_s}, buffers)
+        deadline_s = time.monotonic() + wait_s + self._timeout_s
+        while (frames := self._transport.receive(deadline_s)) is not None:
+            header = transport.decode_header(frames)
+            for segment, num_blocks in header.get("reusable", {}).items():
+                if self._writer is not None:
+                    self._writer.free(segment, num_blocks)
+            if header["id"] not in (request_id, transport.UNMATCHED):  # of a request that timed out here
                 if header.get("lease"):
-                    self._send("give_back", {"lease": header["lease"]}, ())
+                    self._send("release", {"lease": header["lease"]}, ())
                 continue
             if "error" in header:
-                raise (NoRoomError if header.get("is_full") else StreamError)(header["error"])
+                raise (StorageFullError if header.get("is_full") else StreamError)(header["error"])
             return header, frames[1:]
         raise RunError(
-            f"the stream at {self._endpoint} has not answered {verb!r} for {self._timeout_s:g} s: "
-            "is its process alive?"
+            f"the stream at {self._endpoint} has not replied to {method!r} for {self._timeout_s:g} s: "
+            "is its process running?"
         )
 
-    def _send(self, verb: str, asked: dict[str, Any], buffers: Sequence[Any]) -> int:
-        check_size(sum(memoryview(buffer).nbytes for buffer in buffers))
-        self._num_asked += 1
-        self._link.send(wire.frames_of({"n": self._num_asked, "do": verb} | asked, buffers))
-        return self._num_asked
+    def _send(self, method: str, arguments: dict[str, Any], buffers: Sequence[Any]) -> int:
+        transport.check_size(sum(memoryview(buffer).nbytes for buffer in buffers))
+        self._num_requests += 1
+        header = {"id": self._num_requests, "method": method} | arguments
+        self._transport.send(transport.encode_message(header, buffers))
+        return self._num_requests

@@ -1,7 +1,7 @@
-"""A stream for other processes, of this host and of others.
+"""Serve a stream to other processes, on the same host and on others.
 
-One thread, one round after the other: hear what was asked, do it, make it durable, answer. A put that
-finds no room and a get that finds too little are held until there is, or until their deadline.
+One thread repeats: receive requests, execute them, flush the metadata, reply. A put without room and a get
+without ready rows stay pending until they can be served or time out.
 """
 
 from __future__ import annotations
@@ -19,51 +19,56 @@ from typing import Any
 
 import numpy as np
 
+from dora.auth_token import write_private_file
 from dora.errors import StreamError
-from dora.stream import wire
-from dora.stream.door import Client, Door, Frames
-from dora.stream.fields import Field, Packing, unpack
-from dora.stream.keeper import rows_of
-from dora.stream.ledger import Lease
-from dora.stream.segments import is_full, is_segment, num_bytes_of
-from dora.stream.stream import Stream, numbers_of_lease
-from dora.tokens import write_private
+from dora.stream import transport
+from dora.stream.metadata import BlockLocation, StreamLease
+from dora.stream.schema import BlockPacker, unpack
+from dora.stream.storage import (
+    SampleStream,
+    decode_samples,
+    encode_lease,
+    is_disk_full,
+    is_segment_name,
+    segment_size,
+)
+from dora.stream.transport import ClientConnection, Frames, Reply, ServerEndpoint
 
-REFUSED = (StreamError, OSError)  # a request that cannot be, or no room in the storage's file system
+REFUSED = (StreamError, OSError)  # an invalid request, or a full file system
 MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError)
 
 
 @dataclass(eq=False)
-class Held:
-    """A request that waits: `attempt` answers it, if it can be answered by now."""
+class PendingRequest:
+    """A request that waits: `attempt` returns a reply once it can be served, `reason` why it cannot."""
 
-    client: Client
-    number: int
-    attempt: Callable[[], wire.Answer | None]
-    why: Callable[[], str]
+    client: ClientConnection
+    request_id: int
+    attempt: Callable[[], Reply | None]
+    reason: Callable[[], str]
     wait_s: float
-    until_s: float
+    deadline_s: float
 
 
-class Server:
+class StreamServer:
     """Serves a stream until it is stopped."""
 
-    def __init__(self, stream: Stream, endpoints: Sequence[str]) -> None:
-        """Listens from now on; `run` answers. Raises OSError or zmq.ZMQError if an endpoint cannot be had."""
+    def __init__(self, stream: SampleStream, endpoints: Sequence[str]) -> None:
+        """Listens at once; `run` replies. Raises OSError or zmq.ZMQError if an endpoint is not available."""
         self._stream = stream
-        self._door = Door(endpoints)
-        self.endpoints = self._door.endpoints
-        self._puts: deque[Held] = deque()
-        self._gets: dict[str, deque[Held]] = {}
-        self._answers: list[tuple[Client, int, wire.Answer]] = []
-        self._owners: set[str] = set()  # of segments, said by clients that are here
-        self.token = secrets.token_hex(16)  # that clients of other hosts must show
-        if stream.folder is not None:
-            write_private(stream.folder / wire.TOKEN, self.token)
+        self._endpoint = ServerEndpoint(endpoints)
+        self.endpoints = self._endpoint.endpoints
+        self._puts: deque[PendingRequest] = deque()
+        self._gets: dict[str, deque[PendingRequest]] = {}
+        self._replies: list[tuple[ClientConnection, int, Reply]] = []
+        self._client_ids: set[str] = set()
+        self.auth_token = secrets.token_hex(16)  # required from clients on other hosts
+        self._token_path = stream.folder / transport.TOKEN_FILE
+        write_private_file(self._token_path, self.auth_token)
         self._is_stopped = False
 
     def start(self) -> threading.Thread:
-        """`run` in a thread of this process."""
+        """Execute `run` in a thread of this process."""
         thread = threading.Thread(target=self.run, name="stream", daemon=True)
         thread.start()
         return thread
@@ -71,280 +76,288 @@ class Server:
     def stop(self) -> None:
         """End `run`, from any thread."""
         self._is_stopped = True
-        self._door.ring()
+        self._endpoint.wake()
 
     def run(self) -> None:
-        """Round after round."""
+        """Serve until `stop`; then close the stream."""
         try:
             while not self._is_stopped:
-                self._hear()
-                self._stream.ledger.expire(time.monotonic())
-                self._serve_held()
-                self._stream.settle()
-                self._send()
+                self._receive()
+                self._stream.metadata.expire(time.monotonic())
+                self._retry_pending()
+                self._stream.flush()
+                self._send_replies()
         finally:
-            self._door.close()
-            if self._stream.folder is not None:
-                (self._stream.folder / wire.TOKEN).unlink(missing_ok=True)
+            self._endpoint.close()
+            self._token_path.unlink(missing_ok=True)
             self._stream.close()
 
-    def _timeout_ms(self) -> int | None:
-        """Until the next lease or the next wait ends."""
-        ends = [held.until_s for queue in (self._puts, *self._gets.values()) for held in queue]
-        if (next_end_s := self._stream.ledger.next_end_s) is not None:
-            ends.append(next_end_s)
-        left_s = min(min(ends) - time.monotonic(), wire.LONGEST_WAIT_S) if ends else None
-        return None if left_s is None else int(1e3 * max(0.0, left_s)) + 1
-
-    def _hear(self) -> None:
-        for client, frames in self._door.hear(self._timeout_ms()):
+    def _receive(self) -> None:
+        for client, frames in self._endpoint.receive(self._timeout_ms()):
             if frames is None:
-                self._leave(client)
+                self._disconnect(client)
             else:
-                self._obey(client, frames)
+                self._execute(client, frames)
 
-    def _obey(self, client: Client, frames: Frames) -> None:
-        """Do what is asked. A request that makes no sense changes nothing."""
-        number = wire.TO_ANY
+    def _timeout_ms(self) -> int | None:
+        """Time to the first deadline of a lease or pending request."""
+        deadlines = [p.deadline_s for queue in (self._puts, *self._gets.values()) for p in queue]
+        if (next_expiry_s := self._stream.metadata.next_expiry_s) is not None:
+            deadlines.append(next_expiry_s)
+        if not deadlines:
+            return None
+        remaining_s = min(min(deadlines) - time.monotonic(), transport.MAX_POLL_S)
+        return int(1e3 * max(0.0, remaining_s)) + 1
+
+    def _execute(self, client: ClientConnection, frames: Frames) -> None:
+        """Execute a request. An invalid one changes nothing and gets an error reply."""
+        request_id = transport.UNMATCHED
         try:
-            header = wire.header_of(frames)
-            number = int(header["n"])
-            verb = _VERBS.get(header["do"])
-            if verb is None:
-                raise StreamError(f"the stream knows no {header['do']!r}; it knows {', '.join(_VERBS)}")
-            if not client.owner and header["do"] != "hello":  # it may be the last word of somebody who died
-                raise StreamError("the stream does not know this client, or took it for dead: connect anew")
-            answer = verb(self, client, header, frames[1:])
+            header = transport.decode_header(frames)
+            request_id = int(header["id"])
+            method = _METHODS.get(header["method"])
+            if method is None:
+                raise StreamError(
+                    f"unknown method {header['method']!r}; the methods are {', '.join(_METHODS)}"
+                )
+            if not client.client_id and header["method"] != "connect":
+                # The last request of a client that was evicted may arrive after its eviction.
+                raise StreamError("this client is not connected, or was evicted: connect again")
+            reply = method(self, client, header, frames[1:])
         except (*REFUSED, *MALFORMED) as error:
-            answer = _refusal(error)
-        if answer is not None:
-            self._answers.append((client, number, answer))
+            reply = _error_reply(error)
+        if reply is not None:
+            self._replies.append((client, request_id, reply))
 
-    def _send(self) -> None:
-        """All answers, with what the owners of segments may use again."""
-        for client, number, (header, buffers) in self._answers:
-            header |= {"n": number}
-            if client.owner and (released := self._stream.released(client.owner)):
-                header["released"] = released
-            self._door.send(client, wire.frames_of(header, buffers))
-        self._answers.clear()
+    def _send_replies(self) -> None:
+        """Send all replies, with the blocks that each client may reuse."""
+        for client, request_id, (header, buffers) in self._replies:
+            header |= {"id": request_id}
+            if client.client_id and (reusable := self._stream.take_reusable(client.client_id)):
+                header["reusable"] = reusable
+            self._endpoint.send(client, transport.encode_message(header, buffers))
+        self._replies.clear()
 
-    def _serve_held(self) -> None:
-        """Puts in order, for a large one must not wait for ever; gets of a consumer whoever can be served."""
-        is_held_up = False
-        for held in [*self._puts]:
-            is_held_up |= not self._try(self._puts, held, is_held_up)
+    def _retry_pending(self) -> None:
+        """Retry puts in order, so that small ones do not starve a large one; gets in any order."""
+        is_blocked = False
+        for pending in [*self._puts]:
+            is_blocked |= not self._retry(self._puts, pending, is_blocked)
         for queue in self._gets.values():
-            for held in [*queue]:
-                self._try(queue, held)
+            for pending in [*queue]:
+                self._retry(queue, pending)
 
-    def _try(self, queue: deque[Held], held: Held, is_held_up: bool = False) -> bool:
-        """Answer a held request, if it can be or must be; whether it is answered."""
+    def _retry(self, queue: deque[PendingRequest], pending: PendingRequest, is_blocked: bool = False) -> bool:
+        """Reply to a pending request if it can be served or has timed out; whether it has a reply."""
         try:
-            answer = None if is_held_up else held.attempt()
+            reply = None if is_blocked else pending.attempt()
         except (*REFUSED, *MALFORMED) as error:
-            answer = _refusal(error)
-        if answer is None:
-            if time.monotonic() < held.until_s:
+            reply = _error_reply(error)
+        if reply is None:
+            if time.monotonic() < pending.deadline_s:
                 return False
-            answer = {"waited": [held.wait_s, held.why()]}, ()
-        queue.remove(held)
-        self._answers.append((held.client, held.number, answer))
+            reply = {"timed_out": [pending.wait_s, pending.reason()]}, ()
+        queue.remove(pending)
+        self._replies.append((pending.client, pending.request_id, reply))
         return True
 
-    def _hold(
+    def _add_pending(
         self,
-        queue: deque[Held],
-        client: Client,
+        queue: deque[PendingRequest],
+        client: ClientConnection,
         header: dict[str, Any],
-        attempt: Callable[[], wire.Answer | None],
-        why: Callable[[], str],
+        attempt: Callable[[], Reply | None],
+        reason: Callable[[], str],
     ) -> None:
-        wait_s = wire.seconds(header["wait_s"])
-        until_s = time.monotonic() + wait_s
-        queue.append(Held(client, int(header["n"]), attempt, why, wait_s, until_s))
+        wait_s = transport.parse_wait(header["wait_s"])
+        deadline_s = time.monotonic() + wait_s
+        queue.append(PendingRequest(client, int(header["id"]), attempt, reason, wait_s, deadline_s))
 
-    def _leave(self, client: Client) -> None:
-        """A client is gone: what it held is given back, what it waited for is forgotten."""
-        self._stream.ledger.leave(client.name)
-        if client.owner:
-            self._owners.discard(client.owner)
-            self._stream.let_go(client.owner)
+    def _disconnect(self, client: ClientConnection) -> None:
+        """Release the leases of a client, drop its pending requests and close its connection."""
+        self._stream.metadata.release_client(client.name)
+        if client.client_id:
+            self._client_ids.discard(client.client_id)
+            self._stream.remove_owner(client.client_id)
         for queue in (self._puts, *self._gets.values()):
-            for held in [held for held in queue if held.client is client]:
-                queue.remove(held)
-        self._door.forget(client)
+            for pending in [pending for pending in queue if pending.client is client]:
+                queue.remove(pending)
+        self._endpoint.disconnect(client)
 
-    def _do_hello(self, client: Client, header: dict[str, Any], _: Frames) -> wire.Answer:
-        """Who it is; from far away, with the token."""
-        stream, owner = self._stream, str(header["owner"])
-        if client.far is not None and not secrets.compare_digest(str(header.get("token")), self.token):
-            raise StreamError("the token is missing or wrong: give StreamClient that of the stream's folder")
-        if not is_segment(f"{owner}-0"):
-            raise StreamError("owner must be 16 hexadecimal digits")
-        is_other = bool(client.owner) or owner in self._owners or stream.knows(owner)
-        if is_other and owner != client.owner:
-            raise StreamError(f"owner {owner} is in use, or this client has another: draw one, and keep it")
-        client.owner = owner
-        self._owners.add(owner)
-        self._door.welcome(client)
+    def _handle_connect(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
+        """Register the client's id. A client on another host must send the auth token."""
+        stream, client_id = self._stream, str(header["client_id"])
+        if client.remote is not None and not secrets.compare_digest(
+            str(header.get("auth_token")), self.auth_token
+        ):
+            raise StreamError("the auth token is missing or wrong: pass the token of the stream's folder")
+        if not is_segment_name(f"{client_id}-0"):
+            raise StreamError(f"client_id = {client_id!r:.40}: must be 16 hexadecimal digits")
+        is_in_use = bool(client.client_id) or client_id in self._client_ids or stream.has_owner(client_id)
+        if is_in_use and client_id != client.client_id:
+            raise StreamError(
+                f"client_id {client_id} is in use, or this client has another one: draw an id and keep it"
+            )
+        client.client_id = client_id
+        self._client_ids.add(client_id)
+        self._endpoint.register(client)
         return {
-            "fields": [wire.field_to_json(f) for f in stream.fields.values()],
-            "folders": [str(path.resolve()) for path in stream.folders],
-            "token": self.token,
+            "fields": [transport.field_to_json(f) for f in stream.fields.values()],
+            "folder": str(stream.folder.resolve()),
+            "auth_token": self.auth_token,
             "host": platform.node(),
         }, ()
 
-    def _do_bye(self, client: Client, _: dict[str, Any], __: Frames) -> wire.Answer:
-        self._leave(client)
+    def _handle_disconnect(self, client: ClientConnection, _: dict[str, Any], __: Frames) -> Reply:
+        self._disconnect(client)
         return {}, ()
 
-    def _do_declare(self, _: Client, header: dict[str, Any], __: Frames) -> wire.Answer:
+    def _handle_register_consumer(self, _: ClientConnection, header: dict[str, Any], __: Frames) -> Reply:
         lease_s = header["lease_s"]
         rules: dict[str, Any] = {} if lease_s is None else {"lease_s": float(lease_s)}
         rules |= {key: int(header[key]) for key in ("group_size", "held_out_size")}
         rules["by_version"] = bool(header["by_version"])
-        self._stream.declare(str(header["name"]), header["fields"], **rules)
+        self._stream.register_consumer(str(header["name"]), header["fields"], **rules)
         return {}, ()
 
-    def _do_put(self, client: Client, header: dict[str, Any], buffers: Frames) -> None:
-        stream, rows = self._stream, rows_of(wire.integers(buffers[0], np.int64, 5))
-        if (given := header["place"]) is not None:
-            place, names = self._place(client, given), [*header["names"]]
-            put = partial(stream.admit, rows, names, place)
+    def _handle_put(self, client: ClientConnection, header: dict[str, Any], buffers: Frames) -> None:
+        stream = self._stream
+        samples = decode_samples(transport.decode_integers(buffers[0], np.int64, 5))
+        if header["location"] is not None:
+            location, names = self._client_block(client, header["location"]), [*header["names"]]
+            put = partial(stream.put_block, samples, names, location)
         else:
-            columns = unpack(stream.fields, self._names(header), len(rows), buffers[1])
-            put = partial(stream.put, rows, columns)
+            columns = unpack(stream.fields, self._names(header), len(samples), buffers[1])
+            put = partial(stream.put, samples, columns)
 
-        def attempt() -> wire.Answer | None:
+        def attempt() -> Reply | None:
             indices = put()
             return None if indices is None else ({"first": indices.start}, ())
 
-        def why() -> str:
-            return f"the stream is full: {stream.ledger.slowest()}"
+        def reason() -> str:
+            return f"the stream is full: {stream.metadata.describe_slowest()}"
 
-        self._hold(self._puts, client, header, attempt, why)
+        self._add_pending(self._puts, client, header, attempt, reason)
 
-    def _do_fill(self, client: Client, header: dict[str, Any], buffers: Frames) -> wire.Answer:
-        indices = wire.integers(buffers[0], np.int64, 1)[:, 0].tolist()
-        if header["place"] is not None:
-            self._stream.extend(indices, [*header["names"]], self._place(client, header["place"]))
+    def _handle_fill(self, client: ClientConnection, header: dict[str, Any], buffers: Frames) -> Reply:
+        indices = transport.decode_integers(buffers[0], np.int64, 1)[:, 0].tolist()
+        if header["location"] is not None:
+            location = self._client_block(client, header["location"])
+            self._stream.fill_block(indices, [*header["names"]], location)
         else:
             names = self._names(header)
             self._stream.fill(indices, unpack(self._stream.fields, names, len(indices), buffers[1]))
         return {}, ()
 
-    def _do_get(self, client: Client, header: dict[str, Any], _: Frames) -> None:
-        stream, name, want = self._stream, header["consumer"], wire.want_from_json(header["want"])
-        is_inline = bool(header["inline"])
-        stream.ledger.consumer(name)
+    def _handle_get(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> None:
+        stream, name = self._stream, header["consumer"]
+        request, is_inline = transport.request_from_json(header["request"]), bool(header["inline"])
+        stream.metadata.consumer(name)
 
-        def attempt() -> wire.Answer | None:
+        def attempt() -> Reply | None:
             now_s = time.monotonic()
-            lease = stream.lease(name, client.name, want, now_s)
+            lease = stream.lease(name, client.name, request, now_s)
             if lease is None:
                 return None
-            with contextlib.ExitStack() as if_it_fails:  # nobody would know of the lease
-                if_it_fails.callback(stream.ledger.give_back, lease.number, client.name, now_s)
-                answer = self._handed(lease, is_inline)
-                if_it_fails.pop_all()
-            return answer
+            with contextlib.ExitStack() as on_error:  # the client would not know that it has the lease
+                on_error.callback(stream.metadata.release, lease.lease_id, client.name, now_s)
+                reply = self._lease_reply(lease, is_inline)
+                on_error.pop_all()
+            return reply
 
-        self._hold(
-            self._gets.setdefault(name, deque()),
-            client,
-            header,
-            attempt,
-            lambda: stream.ledger.waits_for(name, want),
-        )
+        def reason() -> str:
+            return stream.metadata.describe_missing(name, request)
 
-    def _do_look(self, _: Client, header: dict[str, Any], buffers: Frames) -> wire.Answer:
-        indices = wire.integers(buffers[0], np.int64, 1)[:, 0].tolist()
-        return self._handed(self._stream.ledger.look(header["consumer"], indices), bool(header["inline"]))
+        self._add_pending(self._gets.setdefault(name, deque()), client, header, attempt, reason)
 
-    def _do_commit(self, client: Client, header: dict[str, Any], _: Frames) -> wire.Answer:
+    def _handle_read_leased(self, _: ClientConnection, header: dict[str, Any], buffers: Frames) -> Reply:
+        indices = transport.decode_integers(buffers[0], np.int64, 1)[:, 0].tolist()
+        lease = self._stream.metadata.leased_rows(header["consumer"], indices)
+        return self._lease_reply(lease, bool(header["inline"]))
+
+    def _handle_commit(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
         self._stream.commit(int(header["lease"]), client.name, time.monotonic())
         return {}, ()
 
-    def _do_give_back(self, client: Client, header: dict[str, Any], _: Frames) -> wire.Answer:
-        self._stream.ledger.give_back(int(header["lease"]), client.name, time.monotonic())
+    def _handle_release(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
+        self._stream.metadata.release(int(header["lease"]), client.name, time.monotonic())
         return {}, ()
 
-    def _do_renew(self, client: Client, header: dict[str, Any], _: Frames) -> wire.Answer:
-        self._stream.ledger.renew(int(header["lease"]), client.name, time.monotonic())
+    def _handle_renew(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
+        self._stream.metadata.renew(int(header["lease"]), client.name, time.monotonic())
         return {}, ()
 
-    def _do_clear(self, _: Client, header: dict[str, Any], __: Frames) -> wire.Answer:
-        self._stream.clear(wire.groups_from_json(header["groups"]))
+    def _handle_clear(self, _: ClientConnection, header: dict[str, Any], __: Frames) -> Reply:
+        self._stream.clear(transport.groups_from_json(header["groups"]))
         return {}, ()
 
-    def _do_bury(self, client: Client, header: dict[str, Any], _: Frames) -> wire.Answer:
-        if client.far is not None:
-            raise StreamError("only a client of the storage's own machine may say that another is dead")
-        for dead in self._door.find(str(header["owner"])):
-            self._leave(dead)
+    def _handle_evict(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
+        if client.remote is not None:
+            raise StreamError("only a client on the server's own host may evict another client")
+        for evicted in self._endpoint.find(str(header["client_id"])):
+            self._disconnect(evicted)
         return {}, ()
 
-    def _do_status(self, _: Client, __: dict[str, Any], ___: Frames) -> wire.Answer:
-        ledger = self._stream.ledger
-        ready = {name: consumer.line.num_rows for name, consumer in ledger.consumers.items()}
+    def _handle_status(self, _: ClientConnection, __: dict[str, Any], ___: Frames) -> Reply:
+        metadata = self._stream.metadata
         return {
-            "num_rows": len(ledger.rows),
-            "num_bytes": ledger.num_bytes,
-            "num_ready": ready,
-            "slowest": ledger.slowest(),
+            "num_rows": len(metadata.rows),
+            "num_bytes": metadata.num_bytes,
+            "num_ready": {name: consumer.ready.num_rows for name, consumer in metadata.consumers.items()},
+            "slowest": metadata.describe_slowest(),
         }, ()
 
     def _names(self, header: dict[str, Any]) -> list[str]:
         names = [*header["names"]]
-        self._stream.ledger.mask(names)
+        self._stream.metadata.field_mask(names)
         return names
 
-    def _place(self, client: Client, given: Sequence[Any]) -> Any:
-        """Where a client says it has written a block. Raises StreamError if it may not have."""
-        place = wire.place_from_json(given)
+    def _client_block(self, client: ClientConnection, value: Sequence[Any]) -> BlockLocation:
+        """The location of a block in a segment of the client. Raises StreamError for any other location."""
+        location = transport.location_from_json(value)
         if (
-            not is_segment(place.segment)
-            or not client.owner
-            or not place.segment.startswith(f"{client.owner}-")
+            not is_segment_name(location.segment)
+            or not client.client_id
+            or not location.segment.startswith(f"{client.client_id}-")
         ):
-            raise StreamError(
-                f"{place.segment!r} is no segment of this client: say hello, and write to your own"
-            )
-        folder = self._stream.folder
-        num_bytes = 0 if folder is None else num_bytes_of(folder / place.segment)
-        if place.offset < 0 or place.num_bytes < 0 or place.offset + place.num_bytes > num_bytes:
-            raise StreamError(f"{place} lies outside of its segment, which has {num_bytes} bytes")
-        return place
+            raise StreamError(f"{location.segment!r} is not a segment of this client: write to your own")
+        num_bytes = segment_size(self._stream.folder / location.segment)
+        if location.offset < 0 or location.num_bytes < 0 or location.offset + location.num_bytes > num_bytes:
+            raise StreamError(f"{location} is outside its segment, which has {num_bytes} bytes")
+        return location
 
-    def _handed(self, lease: Lease, is_inline: bool) -> wire.Answer:
-        """A lease as an answer: where its blocks are, or for other hosts the blocks themselves."""
+    def _lease_reply(self, lease: StreamLease, is_inline: bool) -> Reply:
+        """The locations of a lease's blocks; with `is_inline`, the needed columns themselves."""
         parts, pairs, blocks = [], [], []
         for block, found in lease.blocks.items():
-            names, place, num_rows = block.names, block.place, block.num_rows
+            names, num_rows = block.names, block.num_rows
+            location: BlockLocation | None = block.location
             positions = np.array(found, np.int32).reshape(-1, 2)
             if is_inline:
-                fields: dict[str, Field] = self._stream.fields
+                fields = self._stream.fields
                 columns = unpack(fields, names, num_rows, self._stream.view(block))
-                names = self._stream.ledger.needed(lease.consumer, names)
-                packing = Packing(fields, {n: columns[n].part(positions[:, 1]) for n in names}, len(found))
-                blocks.append(bytearray(packing.num_bytes))
-                packing.write(blocks[-1])
+                names = self._stream.metadata.needed_names(lease.consumer, names)
+                rows = positions[:, 1]
+                packer = BlockPacker(fields, {n: columns[n].select(rows) for n in names}, len(found))
+                blocks.append(bytearray(packer.num_bytes))
+                packer.write(blocks[-1])
                 positions[:, 1] = np.arange(len(found))
-                place, num_rows = None, len(found)
-            parts.append([names, num_rows, place])
+                location, num_rows = None, len(found)
+            parts.append([names, num_rows, location])
             pairs.append(positions)
-        header = {"lease": lease.number, "parts": parts}
-        return header, [numbers_of_lease(lease), *pairs, *blocks]
+        header = {"lease": lease.lease_id, "parts": parts}
+        return header, [encode_lease(lease), *pairs, *blocks]
 
 
-def _refusal(error: Exception) -> wire.Answer:
-    """As a client is told."""
+def _error_reply(error: Exception) -> Reply:
     if isinstance(error, MALFORMED):
-        return {"error": f"a malformed request: {type(error).__name__}: {error}"}, ()
-    return {"error": str(error), "is_full": isinstance(error, OSError) and is_full(error)}, ()
+        return {"error": f"malformed request: {type(error).__name__}: {error}"}, ()
+    is_full = isinstance(error, OSError) and is_disk_full(error)
+    return {"error": str(error), "is_full": is_full}, ()
 
 
-_VERBS: dict[str, Callable[[Server, Client, dict[str, Any], Frames], wire.Answer | None]] = {
-    name.removeprefix("_do_"): verb for name, verb in vars(Server).items() if name.startswith("_do_")
+_METHODS: dict[str, Callable[[StreamServer, ClientConnection, dict[str, Any], Frames], Reply | None]] = {
+    name.removeprefix("_handle_"): method
+    for name, method in vars(StreamServer).items()
+    if name.startswith("_handle_")
 }

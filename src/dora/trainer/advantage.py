@@ -1,25 +1,82 @@
-"""Advantages from rewards, by verl's names of `adv_estimator`, and the shaping that precedes them.
+"""Advantages from rewards, under verl's names of `adv_estimator`, and the reward shaping before them.
 
-All are plain floats: one per response, except for `gae`, where it is one per token. `recipe.NEEDS`
-says which estimators look at a group and which at the whole batch.
+Everything is plain floats: one advantage per response, or one per token for `gae`. This module does not
+import torch. `recipe.ADVANTAGE_SCOPE` says which estimators need a group and which the whole batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from dora.trainer.recipe import AdvEstimator
+from dora.trainer.recipe import ADVANTAGE_SCOPE, AdvEstimator
+
+MAX_REWARD = 1e6  # absolute value; above it, sums and squares of rewards and gradients lose their precision
 
 Rewards = Sequence[float]
 
 
-def group_advantages(rewards: Rewards, eps: float = 1e-6) -> list[float]:
-    """(reward - mean) / (std + eps) for every sibling of one group (GRPO, arXiv 2402.03300, 4.1.2).
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """How a run turns rewards into advantages; lengths are in tokens.
 
-    `std` is the sample deviation (n - 1), as in verl. A group whose rewards are all equal, a
-    group of one included, compares nothing: its advantages are exactly 0.
+    A response that uses the last `overlong_buffer_tokens` of `max_tokens` first loses up to
+    `overlong_penalty` of its reward (DAPO's soft overlong punishment); 0 leaves the rewards alone. With
+    `is_paired`, the best response of a group has advantage 1 and the worst -1, whatever the estimator.
+    """
+
+    adv_estimator: AdvEstimator = "grpo"
+    max_tokens: int = 0
+    overlong_buffer_tokens: int = 0
+    overlong_penalty: float = 1.0
+    is_paired: bool = False
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether an advantage depends on all rewards of a batch."""
+        return ADVANTAGE_SCOPE[self.adv_estimator] == "batch" and not self.is_paired
+
+    def group_advantages(self, rewards: Rewards, num_tokens: Sequence[int]) -> Sequence[float | None]:
+        """Advantages of one group's responses; None for each if the estimator needs the whole batch."""
+        if self.needs_batch:
+            return [None] * len(rewards)
+        return self.batch_advantages([rewards], [num_tokens])[0]
+
+    def batch_advantages(
+        self, rewards: Sequence[Rewards], num_tokens: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Advantages of a batch, group by group; `num_tokens` are the response lengths."""
+        shaped = self.shape_rewards(rewards, num_tokens)
+        if self.is_paired:
+            return [preference_pair(group) for group in shaped]
+        return compute_advantages(self.adv_estimator, shaped, num_tokens)
+
+    def shape_rewards(
+        self, rewards: Sequence[Rewards], num_tokens: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Rewards of a batch after the overlong penalty, group by group; a critic learns to predict these."""
+        return [list(map(self._shape, *group)) for group in zip(rewards, num_tokens, strict=True)]
+
+    def _shape(self, reward: float, num_tokens: int) -> float:
+        if not self.overlong_buffer_tokens:
+            return reward
+        bounds = self.max_tokens, self.overlong_buffer_tokens, self.overlong_penalty
+        return reward + overlong_penalty(num_tokens, *bounds)
+
+
+def invalid_rewards_reason(rewards: Rewards) -> str:
+    """Why these rewards cannot be used; empty if they can."""
+    invalid = [reward for reward in rewards if not abs(reward) <= MAX_REWARD]  # also catches nan
+    return f"reward {invalid[0]:g} must be between {-MAX_REWARD:g} and {MAX_REWARD:g}" if invalid else ""
+
+
+def grpo_advantages(rewards: Rewards, eps: float = 1e-6) -> list[float]:
+    """(reward - mean) / (std + eps) for every response of one group (GRPO, arXiv 2402.03300, 4.1.2).
+
+    `std` is the sample deviation (n - 1), as in verl. If all rewards are equal, as in a group of one, the
+    advantages are exactly 0.
     """
     if min(rewards) == max(rewards):
         return [0.0] * len(rewards)
@@ -28,10 +85,11 @@ def group_advantages(rewards: Rewards, eps: float = 1e-6) -> list[float]:
     return [(reward - mean) / (math.sqrt(variance) + eps) for reward in rewards]
 
 
-def centred(rewards: Rewards) -> list[float]:
-    """reward - mean for every sibling of one group (Dr. GRPO, arXiv 2503.20783).
+def dr_grpo_advantages(rewards: Rewards) -> list[float]:
+    """reward - mean for every response of one group (Dr. GRPO, arXiv 2503.20783).
 
-    Without the division, hard and easy prompts are not weighted up. Equal rewards give exactly 0.
+    Without the division by the deviation, very hard and very easy prompts get no extra weight. Equal rewards
+    give exactly 0.
     """
     if min(rewards) == max(rewards):
         return [0.0] * len(rewards)
@@ -39,19 +97,19 @@ def centred(rewards: Rewards) -> list[float]:
     return [reward - mean for reward in rewards]
 
 
-def leave_one_out(rewards: Rewards) -> list[float]:
-    """reward - mean of the *other* siblings' rewards (RLOO, arXiv 2402.14740).
+def rloo_advantages(rewards: Rewards) -> list[float]:
+    """reward - mean of the other responses' rewards (RLOO, arXiv 2402.14740).
 
-    It is n / (n - 1) times `centred`; a group of one has nobody to compare with and gets 0.
+    This is n / (n - 1) times `dr_grpo_advantages`. The advantage in a group of one is 0.
     """
     num = len(rewards)
-    return [advantage * num / (num - 1) if num > 1 else 0.0 for advantage in centred(rewards)]
+    return [advantage * num / (num - 1) if num > 1 else 0.0 for advantage in dr_grpo_advantages(rewards)]
 
 
-def best_and_worst(rewards: Rewards) -> list[float]:
-    """+1 for the best sibling of one group, -1 for the worst, 0 for all others (arXiv 2410.18252).
+def preference_pair(rewards: Rewards) -> list[float]:
+    """+1 for the best response of one group, -1 for the worst, 0 for all others (arXiv 2410.18252).
 
-    The pair that online DPO learns from. Ties go to the earliest; equal rewards make no pair.
+    Online DPO learns from this pair. Ties go to the earliest response; equal rewards make no pair.
     """
     signs = [0.0] * len(rewards)
     best, worst = max(rewards), min(rewards)
@@ -60,11 +118,11 @@ def best_and_worst(rewards: Rewards) -> list[float]:
     return signs
 
 
-def whitened(values: Sequence[float], num_tokens: Sequence[int], eps: float = 1e-8) -> list[float]:
-    """(value - mean) / sqrt(variance + eps), where value i stands for num_tokens[i] tokens.
+def whiten(values: Sequence[float], num_tokens: Sequence[int], eps: float = 1e-8) -> list[float]:
+    """(value - mean) / sqrt(variance + eps), where value i counts num_tokens[i] times.
 
-    Mean and variance (over n - 1) are over the tokens of the whole batch, as verl's
-    `masked_whiten`. A batch without any spread compares nothing and gives exactly 0.
+    Mean and variance (n - 1) are over the tokens of the whole batch, as in verl's `masked_whiten`. If all
+    values are equal the result is exactly 0.
     """
     total = sum(num_tokens)
     if min(values) == max(values) or total < 2:
@@ -75,38 +133,38 @@ def whitened(values: Sequence[float], num_tokens: Sequence[int], eps: float = 1e
     return [(value - mean) / math.sqrt(variance + eps) for value in values]
 
 
-_OF_A_GROUP: Mapping[AdvEstimator, Callable[[Rewards], list[float]]] = MappingProxyType(
+_GROUP_ESTIMATORS: Mapping[AdvEstimator, Callable[[Rewards], list[float]]] = MappingProxyType(
     {
-        "grpo": group_advantages,
-        "dr_grpo": centred,
-        "rloo": leave_one_out,
+        "grpo": grpo_advantages,
+        "dr_grpo": dr_grpo_advantages,
+        "rloo": rloo_advantages,
         "reinforce_plus_plus": list,
-        "reinforce_plus_plus_baseline": centred,
+        "reinforce_plus_plus_baseline": dr_grpo_advantages,
     }
 )
 
 
-def batch_advantages(
+def compute_advantages(
     estimator: AdvEstimator, rewards: Sequence[Rewards], num_tokens: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Advantages of a whole batch, laid out as `rewards`: group by group, sibling by sibling.
+    """Advantages of a whole batch, in the layout of `rewards`: group by group, response by response.
 
-    reinforce_plus_plus (arXiv 2501.03262, with discount 1) whitens the rewards over the batch, its
-    baseline variant first subtracts the group's mean; the others stop at the group, so that a part
-    of a batch gives the same values. `num_tokens` are response lengths, used for whitening only.
+    reinforce_plus_plus (arXiv 2501.03262, with discount 1) whitens the rewards over the batch; its baseline
+    variant first subtracts the group's mean. The other estimators need the group alone, so a part of a batch
+    gives the same values. `num_tokens` are the response lengths, which only whitening uses.
     """
-    scores = [_OF_A_GROUP[estimator](group) for group in rewards]
+    scores = [_GROUP_ESTIMATORS[estimator](group) for group in rewards]
     if estimator not in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         return scores
-    flat = iter(whitened([x for group in scores for x in group], [n for group in num_tokens for n in group]))
+    flat = iter(whiten([x for group in scores for x in group], [n for group in num_tokens for n in group]))
     return [[next(flat) for _ in group] for group in scores]
 
 
 def gae(reward: float, values: Sequence[float], gamma: float, lam: float) -> tuple[list[float], list[float]]:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) of one response: advantages and returns.
 
-    `values` are the critic's before each token; beyond the last one the value is 0, and `reward` comes
-    with it. delta = r + gamma V' - V; A = delta + gamma lam A'; return = A + V.
+    `values` are the critic's, one before each token; the value after the last token is 0. `reward` belongs to
+    the last token. delta = r + gamma V' - V; A = delta + gamma lam A'; return = A + V.
     """
     advantages = [0.0] * len(values)
     advantage = next_value = 0.0
@@ -118,7 +176,7 @@ def gae(reward: float, values: Sequence[float], gamma: float, lam: float) -> tup
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> float:
-    """What to add to the reward of a long response, from 0 to -factor (DAPO, arXiv 2503.14476).
+    """Reward shaping of a long response, from 0 to -factor (DAPO, arXiv 2503.14476).
 
     0 up to max_tokens - buffer_tokens, then linear; -factor at `max_tokens` and beyond.
     """

@@ -1,7 +1,7 @@
-"""PPO's critic: a decoder that says of every token what reward is to come, learnt beside the policy.
+"""PPO's critic: a decoder that predicts the return at every token, trained beside the policy.
 
-It has a head of one value in place of the vocabulary's, named as transformers' token classifiers name
-it. All its weights are one flat buffer: the decoder's, then the head's.
+Its head has one output in place of the vocabulary, under the names of transformers' token classifiers. All
+its weights are one flat buffer: the decoder's, then the head's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,71 +17,71 @@ from torch.nn import functional as F
 
 from dora.errors import RunError
 from dora.model.config import ModelConfig
-from dora.model.weights import Layout
-from dora.trainer.advantage import gae, whitened
+from dora.model.weights import WeightLayout
+from dora.trainer.advantage import gae, whiten
 from dora.trainer.loss import value_loss
-from dora.trainer.optimizer import FlatAdamW, learning_rate
-from dora.trainer.packing import balanced_micro_batches, pack_samples
+from dora.trainer.optimizer import Bf16Weights, FlatAdamW, learning_rate, snapshot_local_state
+from dora.trainer.packing import balanced_micro_batches, pack_samples, split_mini_batches
 from dora.trainer.policy import Policy
-from dora.trainer.precision import Bf16Weights
+from dora.trainer.recipe import Dtype, LrDecay
 from dora.trainer.settings import Sample
-from dora.trainer.updates import kept_whole, updates
 
 _HEAD = "score.weight", "score.bias"
 
 
 @dataclass(frozen=True)
 class CriticSettings:
-    """How a critic judges and learns; names and defaults are verl's. `num_steps` is the run's length.
+    """Settings of `Critic`; names and defaults are verl's. `num_steps` is the length of the run.
 
-    A step learns `ppo_epochs` times from its batch, in updates of near `batch_tokens` tokens (None: one
-    update); a value that moved by more than `cliprange_value` in it learns no further.
+    A step trains `ppo_epochs` times on its batch, in updates of about `mini_batch_tokens` tokens (None: one
+    update). A value that moved by more than `cliprange_value` since its prediction has no gradient. `gamma`
+    is the discount factor and `lam` GAE's lambda.
     """
 
     lr: float
     num_steps: int
     warmup_steps: int = 0
-    lr_decay: Literal["linear", "constant"] = "linear"
+    lr_decay: LrDecay = "linear"
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     ppo_epochs: int = 1
     cliprange_value: float = 0.5
     gamma: float = 1.0
     lam: float = 1.0
-    batch_tokens: int | None = None
+    mini_batch_tokens: int | None = None
     micro_batch_tokens: int = 1024
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     activation_checkpointing: bool = False
 
 
-class ValueLayout(Layout):
-    """Where a critic's parameters lie: a decoder's without the vocabulary's head, then its own head's."""
+class ValueLayout(WeightLayout):
+    """Offsets of a critic's parameters: a decoder's without the vocabulary's head, then the value head's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(replace(config, tie_word_embeddings=True))
-        self.num_decoder = self.numel
+        self.decoder_numel = self.numel
         for name, shape in zip(_HEAD, ((1, config.hidden_size), (1,)), strict=True):
             self.shapes[name], self.offsets[name] = shape, self.numel
             self.numel += math.prod(shape)
 
 
-def initial_critic(config: ModelConfig, flat: Tensor) -> Tensor:
-    """Flat weights of a critic that begins as the decoder `flat`, and with all values at 0."""
+def initial_critic_weights(config: ModelConfig, flat: Tensor) -> Tensor:
+    """Flat weights of a critic that starts from the decoder `flat`, with a head of zeros."""
     layout = ValueLayout(config)
-    made = torch.zeros(layout.numel, dtype=flat.dtype, device=flat.device)
-    made[: layout.num_decoder] = flat[: layout.num_decoder]
-    return made
+    weights = torch.zeros(layout.numel, dtype=flat.dtype, device=flat.device)
+    weights[: layout.decoder_numel] = flat[: layout.decoder_numel]
+    return weights
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A batch with advantages of its tokens, and what they come from, response by response."""
+class CriticBatch:
+    """A batch with advantages, and the returns [tokens] of each response."""
 
     samples: list[Sample]
     returns: list[list[float]]
 
     def metrics(self) -> dict[str, float]:
-        """What was foretold of the batch, and how good that was."""
+        """Means of values and returns, and how much of the returns' variance the values explain."""
         values = torch.tensor([value for s in self.samples for value in s.values or ()])
         if not len(values):
             return {}
@@ -94,124 +94,125 @@ class Judged:
         }
 
 
-def judged(samples: Sequence[Sample], rewards: Sequence[float], gamma: float, lam: float) -> Judged:
-    """A batch whose `values` are known. Advantages are whitened over its tokens, as in verl.
+def with_advantages(
+    samples: Sequence[Sample], rewards: Sequence[float], gamma: float, lam: float
+) -> CriticBatch:
+    """GAE advantages and returns of a batch with `values`, whitened over its tokens as in verl.
 
-    A response's reward comes with its last token. Empty responses have no tokens to judge.
+    The reward of a response belongs to its last token. Empty responses get no advantages.
     """
-    made = [gae(reward, s.values or (), gamma, lam) for s, reward in zip(samples, rewards, strict=True)]
-    raw = [advantage for advantages, _ in made for advantage in advantages]
-    flat = iter(whitened(raw, [1] * len(raw)) if raw else [])
-    told = [replace(s, advantage=[next(flat) for _ in range(s.num_drawn)]) for s in samples]
-    return Judged(told, [returns for _, returns in made])
+    pairs = [gae(reward, s.values or (), gamma, lam) for s, reward in zip(samples, rewards, strict=True)]
+    raw = [advantage for advantages, _ in pairs for advantage in advantages]
+    flat = iter(whiten(raw, [1] * len(raw)) if raw else [])
+    updated = [replace(s, advantage=[next(flat) for _ in range(s.num_loss_tokens)]) for s in samples]
+    return CriticBatch(updated, [returns for _, returns in pairs])
 
 
 class Critic:
-    """Owns its flat weights ([numel of ValueLayout], fp32) and learns in place."""
+    """Owns its flat weights ([numel of ValueLayout], fp32) and updates them in place."""
 
     def __init__(self, config: ModelConfig, flat: Tensor, settings: CriticSettings) -> None:
-        """`flat` is stepped in place; `initial_critic` makes one."""
+        """`initial_critic_weights` makes `flat`."""
         self.flat, self.settings = flat, settings
         layout = ValueLayout(config)
         self._optimizer = FlatAdamW(layout, flat, settings.weight_decay, (0.9, 0.999))
-        self._copies = None
+        self._bf16 = None
         if settings.dtype == "bfloat16":
-            self._copies = Bf16Weights(layout, flat, self._optimizer.weights)
-        weights = (self._copies or self._optimizer).weights
-        self._decoder = Policy(config, weights, keeps_activations=not settings.activation_checkpointing)
-        self._judged: Judged | None = None
+            self._bf16 = Bf16Weights(layout, flat, self._optimizer.weights)
+        weights = (self._bf16 or self._optimizer).weights
+        self._decoder = Policy(config, weights, activation_checkpointing=settings.activation_checkpointing)
+        self._batch: CriticBatch | None = None
 
-    def foretell(self, samples: Sequence[Sample]) -> list[Sample]:
+    def predict_values(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with a value before every response token."""
-        answers = [s for s in samples if s.token_ids]
-        values: list[Tensor] = [torch.empty(0)] * len(answers)
-        for members in self._micro_batches(answers):
-            own = [answers[i] for i in members]
+        nonempty = [s for s in samples if s.token_ids]
+        values: list[Tensor] = [torch.empty(0)] * len(nonempty)
+        for members in self._micro_batches(nonempty):
+            own = [nonempty[i] for i in members]
             with torch.no_grad():
-                found = self._values(own).split([s.num_drawn for s in own])
-            for i, of_one in zip(members, found, strict=True):
-                values[i] = of_one
-        told = iter(values)
-        return [replace(s, values=next(told).tolist() if s.token_ids else []) for s in samples]
+                parts = self._values(own).split([s.num_loss_tokens for s in own])
+            for i, part in zip(members, parts, strict=True):
+                values[i] = part
+        remaining = iter(values)
+        return [replace(s, values=next(remaining).tolist() if s.token_ids else []) for s in samples]
 
-    def judge(self, samples: Sequence[Sample], rewards: Sequence[float]) -> list[Sample]:
-        """A batch with advantages of its tokens, as `judged`; values that it has are not foretold again."""
+    def compute_advantages(self, samples: Sequence[Sample], rewards: Sequence[float]) -> list[Sample]:
+        """The batch of the next `update` with advantages; predicts values unless all samples have them."""
         if any(s.values is None for s in samples):
-            samples = self.foretell(samples)
-        self._judged = judged(samples, rewards, self.settings.gamma, self.settings.lam)
-        return self._judged.samples
+            samples = self.predict_values(samples)
+        self._batch = with_advantages(samples, rewards, self.settings.gamma, self.settings.lam)
+        return self._batch.samples
 
-    def learn(self, step: int) -> dict[str, float]:
-        """Learn to foretell the returns of the batch that was judged last; metrics as verl names them.
+    def update(self, step: int) -> dict[str, float]:
+        """Train on the returns of the batch of the last `compute_advantages`; metrics under verl's keys.
 
-        Raises RunError where none was judged in this step, or where the gradient is not finite; updates
-        that were taken before stay.
+        Raises RunError if this step has no such batch, or if a gradient is not finite; earlier updates of the
+        step then stay.
         """
-        settings, judged = self.settings, self._judged
-        if judged is None:
-            raise RunError("critic: no batch was judged since the last step; pass each one to `judge` first")
+        settings, batch = self.settings, self._batch
+        if batch is None:
+            raise RunError("critic: this step has no batch; call compute_advantages before each update")
         rate = learning_rate(settings.lr, step, settings.warmup_steps, settings.num_steps, settings.lr_decay)
-        told = zip(judged.samples, judged.returns, strict=True)
-        answers = [(s, returns) for s, returns in told if s.token_ids]
-        lengths = [s.num_drawn for s, _ in answers]
-        loss = clipped = 0.0
+        pairs = zip(batch.samples, batch.returns, strict=True)
+        answers = [(s, returns) for s, returns in pairs if s.token_ids]
+        lengths = [s.num_loss_tokens for s, _ in answers]
+        loss = num_clipped = 0.0
         norms: list[float] = []
         for _ in range(settings.ppo_epochs):
-            for part in updates(lengths, settings.batch_tokens):
-                total = settings.batch_tokens or max(1, sum(lengths))
-                for members in self._micro_batches([answers[i][0] for i in part]):
-                    added = self._add([answers[part[i]] for i in members], total)
-                    loss, clipped = loss + added[0], clipped + added[1]
+            for mini_batch in split_mini_batches(lengths, settings.mini_batch_tokens):
+                divisor = settings.mini_batch_tokens or max(1, sum(lengths))
+                for members in self._micro_batches([answers[i][0] for i in mini_batch]):
+                    sums = self._backward([answers[mini_batch[i]] for i in members], divisor)
+                    loss, num_clipped = loss + sums[0], num_clipped + sums[1]
                 norms.append(self._optimizer.step(rate, settings.max_grad_norm))
-                if self._copies:
-                    self._copies.refresh()
-        num_learnt = max(1, sum(lengths) * settings.ppo_epochs)
-        return judged.metrics() | {
-            "critic/vf_loss": loss / num_learnt,
-            "critic/vf_clipfrac": clipped / num_learnt,
+                if self._bf16:
+                    self._bf16.refresh()
+        num_tokens = max(1, sum(lengths) * settings.ppo_epochs)
+        return batch.metrics() | {
+            "critic/vf_loss": loss / num_tokens,
+            "critic/vf_clipfrac": num_clipped / num_tokens,
             "critic/grad_norm": math.fsum(norms) / len(norms),
             "critic/lr": rate,
         }
 
     def end_step(self) -> None:
-        """What was judged has been learnt, and counts no more."""
-        self._judged = None
+        """Drop the step's batch."""
+        self._batch = None
 
-    def forget(self) -> None:
-        """Begin the gradient anew."""
+    def zero_grad(self) -> None:
+        """Clear the accumulated gradient."""
         self._optimizer.gradient.zero_()
 
-    def keep(self) -> Callable[[], None]:
-        """Copy weights and moments to the host's memory; what is returned puts them back."""
-        return kept_whole(self)
+    def snapshot(self) -> Callable[[], None]:
+        """Copy weights and moments to host memory; returns the function that restores them."""
+        return snapshot_local_state(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's; a resumed run needs the weights, too."""
+        """The optimizer's state; a resumed run also needs the weights."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`; the weights may have changed, too."""
+        """Restore a `state_dict`; the weights may have changed, too."""
         self._optimizer.load_state_dict(state)
-        if self._copies:
-            self._copies.refresh()
+        if self._bf16:
+            self._bf16.refresh()
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[list[int]]:
-        prompts = [s.prompt_ids for s in samples]
-        lengths = [len(s.prompt_ids) + len(s.token_ids) for s in samples]
+        prompts, lengths = [s.prompt_ids for s in samples], [s.num_tokens for s in samples]
         return balanced_micro_batches(prompts, lengths, self.settings.micro_batch_tokens)
 
     def _values(self, samples: Sequence[Sample]) -> Tensor:
-        """The value before every response token [N], one response after the other."""
+        """The value before every response token [N], one response after another."""
         batch = pack_samples(samples, self._decoder.device)
         weight, bias = (self._optimizer.weights[name] for name in _HEAD)
-        states = self._decoder.hidden(batch).index_select(0, batch.rows)
-        return F.linear(states.float(), weight, bias).squeeze(-1)
+        hidden = self._decoder.hidden_states(batch).index_select(0, batch.logits_indices)
+        return F.linear(hidden.float(), weight, bias).squeeze(-1)
 
-    def _add(self, answers: Sequence[tuple[Sample, list[float]]], total: int) -> tuple[float, float]:
-        """Add the gradient of some responses over `total`; the sums of losses and of clipped tokens."""
+    def _backward(self, answers: Sequence[tuple[Sample, list[float]]], divisor: int) -> tuple[float, float]:
+        """Add the gradient of responses with returns, over `divisor`; sums of losses and clipped tokens."""
         values = self._values([s for s, _ in answers])
         old = values.new_tensor([value for s, _ in answers for value in s.values or ()])
         returns = values.new_tensor([value for _, own in answers for value in own])
         losses, is_clipped = value_loss(values, old, returns, self.settings.cliprange_value)
-        torch.autograd.backward(losses.sum() / total)
+        torch.autograd.backward(losses.sum() / divisor)
         return float(losses.detach().sum()), float(is_clipped.sum())

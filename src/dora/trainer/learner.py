@@ -1,67 +1,70 @@
-"""Who holds a policy in training, and makes its gradients.
+"""Forward, loss and backward of micro-batches, and a policy with its optimizer in one process.
 
-Here that is one process with all of it; `ranks` has several with a share each.
+`distributed` has a learner of several ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dora.model.config import ModelConfig
-from dora.model.weights import Layout
-from dora.trainer.gradient import Backward
-from dora.trainer.lora import AdapterAdamW
-from dora.trainer.optimizer import FlatAdamW
-from dora.trainer.packing import Tokens
-from dora.trainer.policy import Policy, Values
-from dora.trainer.precision import Bf16Weights
+from dora.model.weights import WeightLayout
+from dora.trainer.corrections import CorrectedTokens, apply_correction
+from dora.trainer.lora import LoraAdamW
+from dora.trainer.loss import POLICY_LOSSES, LossInputs, kl_divergence, unnormalized_token_weights
+from dora.trainer.metrics import StepMetrics
+from dora.trainer.optimizer import Bf16Weights, FlatAdamW, snapshot_local_state
+from dora.trainer.packing import PackedBatch, TokenIds, pack_samples
+from dora.trainer.perf import forward_flops
+from dora.trainer.policy import BatchLogprobs, Policy
+from dora.trainer.routing_replay import CountingRouter, replay_routes
 from dora.trainer.settings import Sample, TrainerSettings
-from dora.trainer.tally import Tally
-from dora.trainer.updates import kept_whole
 
-Score = Callable[[Tensor, Sequence[Tokens], Sequence[Tokens]], Tensor]
+# (flat weights, prompts, responses) -> log-probs of all response tokens, as engines compute them.
+ComputeLogprobs = Callable[[Tensor, Sequence[TokenIds], Sequence[TokenIds]], Tensor]
 
 
 class Learner(Protocol):
-    """A policy's weights with their gradient and their optimizer, on `num_ranks` processes."""
+    """A policy's weights with gradient and optimizer, on `num_ranks` processes."""
 
     num_ranks: int
 
     @property
     def flat(self) -> Tensor:
-        """The weights as they are now, [numel], fp32."""
+        """The current weights, [numel], fp32."""
 
-    def add(self, packs: Sequence[Sequence[Sample]], tally: Tally) -> None:
-        """The gradient's shares of micro-batches, at most one for each rank; counts them in `tally`."""
+    def accumulate(self, micro_batches: Sequence[Sequence[Sample]], metrics: StepMetrics) -> None:
+        """Add the gradients of micro-batches, at most one per rank, and their sums to `metrics`."""
 
     def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
         """Divide the gradient, update the weights; returns the gradient's norm before clipping.
 
-        Raises RunError, with the weights unchanged, where the norm is not finite.
+        Raises RunError, with the weights unchanged, if the norm is not finite.
         """
 
-    def forget(self) -> None:
-        """Begin the gradient anew."""
+    def zero_grad(self) -> None:
+        """Clear the accumulated gradient."""
 
-    def keep(self) -> Callable[[], None]:
-        """Copy weights and moments to the host's memory; what is returned puts them back."""
+    def snapshot(self) -> Callable[[], None]:
+        """Copy weights and moments to host memory; returns the function that restores them."""
 
-    def under(self, flat: Tensor) -> Policy:
+    def policy_with_weights(self, flat: Tensor) -> Policy:
         """The policy with other weights [numel], without gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, as torch's AdamW has it over one flat parameter."""
+        """The optimizer's state, in the layout of torch's AdamW over one flat parameter."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, be it of another number of ranks."""
+        """Restore a `state_dict`, also one of another number of ranks."""
 
 
-class Alone:
-    """One process with all of it; `flat` is stepped in place."""
+class LocalLearner:
+    """A learner of one process; `flat` is updated in place."""
 
     num_ranks = 1
 
@@ -71,69 +74,169 @@ class Alone:
         flat: Tensor,
         settings: TrainerSettings,
         reference: Tensor | None,
-        score: Score | None,
+        exact_logprobs: ComputeLogprobs | None,
     ) -> None:
-        """As `Trainer`, which says more."""
-        self.flat, self._score = flat, score
-        self._layout = Layout(config)
+        """The arguments are those of `Trainer`."""
+        self.flat, self._exact_logprobs = flat, exact_logprobs
+        self._layout = WeightLayout(config)
         decay, betas = settings.weight_decay, settings.betas
-        self._optimizer: FlatAdamW | AdapterAdamW = (
-            AdapterAdamW(self._layout, flat, settings.lora, decay, betas)
+        self._optimizer: FlatAdamW | LoraAdamW = (
+            LoraAdamW(self._layout, flat, settings.lora, decay, betas)
             if settings.lora
             else FlatAdamW(self._layout, flat, decay, betas)
         )
-        self._copies = None
+        self._bf16 = None
         if settings.dtype == "bfloat16":
-            self._copies = Bf16Weights(self._layout, flat, self._optimizer.weights)
+            self._bf16 = Bf16Weights(self._layout, flat, self._optimizer.weights)
         self._policy = Policy(
             config,
-            (self._copies or self._optimizer).weights,
+            (self._bf16 or self._optimizer).weights,
             settings.temperature,
-            self._values(flat),
+            self._exact_logprobs_of(flat),
             logits_chunk_tokens=settings.logits_chunk_tokens,
-            keeps_activations=not settings.activation_checkpointing,
+            activation_checkpointing=settings.activation_checkpointing,
         )
-        compared: Policy | None = None
-        if settings.keeps_reference:
+        reference_policy: Policy | None = None
+        if settings.computes_reference:
             frozen = flat.clone() if reference is None else reference
-            compared = self._policy.under(self._views(frozen), None)
-        self._backward = Backward(self._policy, settings, compared)
+            reference_policy = self._policy.with_weights(self._compute_views(frozen), None)
+        self._accumulator = GradientAccumulator(self._policy, settings, reference_policy)
 
-    def add(self, packs: Sequence[Sequence[Sample]], tally: Tally) -> None:
-        for samples in packs:
-            self._backward.add(samples, tally)
+    def accumulate(self, micro_batches: Sequence[Sequence[Sample]], metrics: StepMetrics) -> None:
+        for samples in micro_batches:
+            self._accumulator.accumulate(samples, metrics)
 
     def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
         self._optimizer.gradient.div_(divisor)
         norm = self._optimizer.step(lr, max_grad_norm)
-        if self._copies:
-            self._copies.refresh()
+        if self._bf16:
+            self._bf16.refresh()
         return norm
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         self._optimizer.gradient.zero_()
 
-    def keep(self) -> Callable[[], None]:
-        return kept_whole(self)
+    def snapshot(self) -> Callable[[], None]:
+        return snapshot_local_state(self)
 
-    def under(self, flat: Tensor) -> Policy:
-        return self._policy.under(self._views(flat), self._values(flat))
+    def policy_with_weights(self, flat: Tensor) -> Policy:
+        return self._policy.with_weights(self._compute_views(flat), self._exact_logprobs_of(flat))
 
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._optimizer.load_state_dict(dict(state))
-        if self._copies:
-            self._copies.refresh()  # the weights may have been set to those of the moments
+        if self._bf16:
+            self._bf16.refresh()  # the weights may have been replaced with those of the moments
 
-    def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Weights to compute with, without gradients; a copy unless they are on this device, in this type."""
-        dtype = torch.bfloat16 if self._copies else self.flat.dtype
+    def _compute_views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views without gradients on this device, in the compute dtype; they copy `flat` only if needed."""
+        dtype = torch.bfloat16 if self._bf16 else self.flat.dtype
         return self._layout.views(flat.to(self.flat.device, dtype))
 
-    def _values(self, flat: Tensor) -> Values | None:
-        """In exact mode, the log-probs of batches with these weights."""
-        if (score := self._score) is None:
+    def _exact_logprobs_of(self, flat: Tensor) -> BatchLogprobs | None:
+        """In exact mode, the function that computes log-probs of batches with these weights."""
+        if (compute := self._exact_logprobs) is None:
             return None
-        return lambda batch: score(flat, batch.prompts, batch.responses)[batch.drawn]
+        return lambda batch: compute(flat, batch.prompts, batch.responses)[batch.loss_mask]
+
+
+class GradientAccumulator:
+    """Adds gradients of micro-batches to those of a policy's weights."""
+
+    def __init__(self, policy: Policy, settings: TrainerSettings, reference: Policy | None) -> None:
+        """`reference` is the policy of the KL term and of pairs, if the trainer computes it."""
+        self._policy, self._settings, self._reference = policy, settings, reference
+
+    def accumulate(self, samples: Sequence[Sample], metrics: StepMetrics) -> None:
+        """Add the gradient of one micro-batch, times the batch's divisor, and its sums to `metrics`."""
+        settings, policy = self._settings, self._policy
+        routes = [s.routes for s in samples]
+        batch = pack_samples(samples, policy.device, routes)
+        router = None
+        if policy.config.moe_layers:
+            replayed = replay_routes(policy.config, batch, routes)
+            router = CountingRouter(policy.config, replayed, batch.logits_indices)
+        logprobs, entropies = policy.logprobs(batch, router)
+        tokens = _token_tensors(samples, settings, logprobs)
+        corrected = apply_correction(
+            settings.correction, logprobs, tokens.behaviour, tokens.lengths, tokens.staleness, tokens.proximal
+        )
+        losses, is_clipped = self._losses(batch, logprobs, entropies, corrected, tokens, metrics)
+        torch.autograd.backward((losses * tokens.weights).sum())
+        metrics.add(
+            logprobs, tokens.behaviour, is_clipped, entropies, tokens.is_fresh, tokens.staleness, corrected
+        )
+        num_passes = 3 + (self._reference is not None)  # a backward pass counts as two
+        metrics.num_flops += num_passes * forward_flops(policy.config, batch)
+        if router is not None:
+            metrics.expert_load = metrics.expert_load + router.num_tokens.cpu()
+
+    def _losses(
+        self,
+        batch: PackedBatch,
+        logprobs: Tensor,
+        entropies: Tensor,
+        corrected: CorrectedTokens,
+        tokens: _TokenTensors,
+        metrics: StepMetrics,
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of every token with all its terms, and whether clipping decided it; all [N]."""
+        settings, reference = self._settings, tokens.reference
+        if self._reference is not None:
+            with torch.no_grad():
+                reference, _ = self._reference.logprobs(batch)
+        inputs = LossInputs(logprobs, corrected.old_logprobs, tokens.advantages, tokens.lengths, reference)
+        losses, is_clipped = POLICY_LOSSES[settings.policy_loss](inputs, settings.loss_settings)
+        losses = losses * corrected.weights
+        metrics.pg_loss += float((losses.detach() * tokens.weights).sum())
+        if reference is not None and settings.kl_loss_coef:
+            divergence = kl_divergence(logprobs, reference, settings.kl_loss_type)
+            kl_loss = float((divergence.detach() * tokens.weights).sum())
+            metrics.kl_loss = (metrics.kl_loss or 0.0) + kl_loss
+            losses = losses + settings.kl_loss_coef * divergence
+        if settings.entropy_coeff:
+            losses = losses - settings.entropy_coeff * entropies
+        return losses, is_clipped
+
+
+@dataclass(frozen=True)
+class _TokenTensors:
+    """The samples' values for N response tokens, one response after another; all tensors [N]."""
+
+    lengths: list[int]
+    behaviour: Tensor
+    advantages: Tensor
+    staleness: Tensor
+    is_fresh: Tensor  # bool: the current weights sampled the token
+    weights: Tensor  # in the loss, times the batch's divisor
+    proximal: Tensor | None  # None: the current log-probs
+    reference: Tensor | None  # None: not computed yet
+
+
+def _token_tensors(samples: Sequence[Sample], settings: TrainerSettings, like: Tensor) -> _TokenTensors:
+    """Tensors of these samples; those of log-probs and weights have the dtype of `like`."""
+    lengths = [s.num_loss_tokens for s in samples]
+    repeats = torch.tensor(lengths, device=like.device)
+
+    def per_token(values: Sequence[float]) -> Tensor:
+        """Repeat the value of each response for its tokens: [N]."""
+        return torch.tensor(values, device=like.device).repeat_interleave(repeats)
+
+    def optional(columns: Sequence[Sequence[float] | None]) -> Tensor | None:
+        """A column that all samples have, or none."""
+        present = [column for column in columns if column is not None]
+        return like.new_tensor([x for column in present for x in column]) if present else None
+
+    weights = unnormalized_token_weights(lengths, settings.loss_agg_mode, settings.loss_scale_factor)
+    return _TokenTensors(
+        lengths,
+        behaviour=like.new_tensor([x for s in samples for x in s.logprobs]),
+        advantages=like.new_tensor([x for s in samples for x in s.advantages]),
+        staleness=per_token([s.staleness for s in samples]),
+        is_fresh=per_token([s.is_comparable and s.staleness == 0 for s in samples]),
+        weights=per_token(weights).to(like),
+        proximal=optional([s.proximal_logprobs for s in samples]),
+        reference=optional([s.reference_logprobs for s in samples]),
+    )

@@ -1,6 +1,6 @@
-"""Log-probs that weights give to answers, without a gradient: of another policy, or of another time.
+"""Log-probs of responses under given weights, without a gradient.
 
-The trainer asks for a few of its batch; a station beside it for all of them, group by group.
+The trainer computes them for a few samples of its batch; an auxiliary worker for all samples, group by group.
 """
 
 from __future__ import annotations
@@ -11,82 +11,87 @@ import torch
 from torch import Tensor
 
 from dora.model.config import ModelConfig
-from dora.model.weights import Layout
-from dora.trainer.learner import Score
+from dora.model.weights import WeightLayout
+from dora.trainer.learner import ComputeLogprobs
+from dora.trainer.metrics import StepMetrics
 from dora.trainer.packing import balanced_micro_batches, pack_samples
+from dora.trainer.perf import forward_flops
 from dora.trainer.policy import Policy
-from dora.trainer.routes import replay
+from dora.trainer.routing_replay import replay_routes
 from dora.trainer.settings import Sample, TrainerSettings
-from dora.trainer.speed import forward_flops
-from dora.trainer.tally import Tally
 
 
-def answer_logprobs(
-    policy: Policy, samples: Sequence[Sample], micro_batch_tokens: int, tally: Tally
+def response_logprobs(
+    policy: Policy, samples: Sequence[Sample], micro_batch_tokens: int, metrics: StepMetrics
 ) -> list[Tensor]:
-    """Those of each sample's response tokens, in micro-batches; the work counts in `tally`.
+    """Log-probs of each sample's tokens of the loss, in micro-batches; adds the FLOPs to `metrics`.
 
-    Responses may not be empty.
+    Responses must not be empty.
     """
-    found = [torch.empty(0)] * len(samples)
-    lengths = [len(s.prompt_ids) + len(s.token_ids) for s in samples]
-    for members in balanced_micro_batches([s.prompt_ids for s in samples], lengths, micro_batch_tokens):
+    results = [torch.empty(0)] * len(samples)
+    prompts, lengths = [s.prompt_ids for s in samples], [s.num_tokens for s in samples]
+    for members in balanced_micro_batches(prompts, lengths, micro_batch_tokens):
         own = [samples[i] for i in members]
-        parts = _of_micro_batch(policy, own, tally).split([s.num_drawn for s in own])
+        parts = _micro_batch_logprobs(policy, own, metrics).split([s.num_loss_tokens for s in own])
         for i, logprobs in zip(members, parts, strict=True):
-            found[i] = logprobs
-    return found
+            results[i] = logprobs
+    return results
 
 
-def _of_micro_batch(policy: Policy, samples: Sequence[Sample], tally: Tally) -> Tensor:
-    """Log-probs of all response tokens [N]."""
+def _micro_batch_logprobs(policy: Policy, samples: Sequence[Sample], metrics: StepMetrics) -> Tensor:
+    """Log-probs of all tokens of the loss [N]."""
     config, routes = policy.config, [s.routes for s in samples]
     batch = pack_samples(samples, policy.device, routes)
-    route = replay(config, batch, routes) if config.mixture_layers else None
-    tally.num_flops += forward_flops(config, batch)
+    router = replay_routes(config, batch, routes) if config.moe_layers else None
+    metrics.num_flops += forward_flops(config, batch)
     with torch.no_grad():
-        return policy.logprobs(batch, route)[0]
+        return policy.logprobs(batch, router)[0]
 
 
 class GroupLogprobs:
-    """Log-probs of groups under weights that somebody else steps, if anybody does.
+    """Log-probs of groups under weights that another process trains, or that stay fixed.
 
-    Groups never share a forward pass, so the bits of one depend on nothing but itself and the weights: a
-    step that is redone, in whatever company, has the same.
+    Groups never share a forward pass, so the bits of a group depend on nothing but the group and the weights.
+    A repeated step therefore has the same log-probs, whatever else its batch contains.
     """
 
     def __init__(
-        self, config: ModelConfig, settings: TrainerSettings, device: str, score: Score | None = None
+        self,
+        config: ModelConfig,
+        settings: TrainerSettings,
+        device: str,
+        exact_logprobs: ComputeLogprobs | None = None,
     ) -> None:
-        """Computes as the trainer of these settings does; `score` in exact mode, as `Trainer`."""
-        self._config, self._settings, self._score = config, settings, score
+        """Computes as the trainer of these settings does; `exact_logprobs` as in `Trainer`."""
+        self._config, self._settings, self._exact_logprobs = config, settings, exact_logprobs
         self._device, self._dtype = torch.device(device), getattr(torch, settings.dtype)
         self._flat: Tensor | None = None
         self._policy: Policy | None = None
 
-    def use(self, flat: Tensor) -> None:
-        """Compute with the weights `flat` [numel] from now on; they must stay as they are."""
+    def load_weights(self, flat: Tensor) -> None:
+        """Use the weights `flat` [numel] from now on; the caller must not change them."""
         self._flat = flat
-        if self._score is None:
-            views = Layout(self._config).views(flat.to(self._device, self._dtype))
+        if self._exact_logprobs is None:
+            views = WeightLayout(self._config).views(flat.to(self._device, self._dtype))
             chunk = self._settings.logits_chunk_tokens
-            before = self._policy or Policy(
+            policy = self._policy or Policy(
                 self._config, views, self._settings.temperature, logits_chunk_tokens=chunk
             )
-            self._policy = before.under(views, None)
+            self._policy = policy.with_weights(views, None)
 
     def __call__(self, group: Sequence[Sample]) -> list[Tensor]:
-        """Those of each answer's tokens, fp32 on the CPU; an empty answer has none."""
-        found = iter(self._found([s for s in group if s.token_ids]))
-        return [next(found).float().cpu() if s.token_ids else torch.empty(0) for s in group]
+        """Log-probs of each response's tokens of the loss, fp32 on the CPU; empty for an empty response."""
+        logprobs = iter(self._compute([s for s in group if s.token_ids]))
+        return [next(logprobs).float().cpu() if s.token_ids else torch.empty(0) for s in group]
 
-    def _found(self, told: Sequence[Sample]) -> Sequence[Tensor]:
-        if not told:
+    def _compute(self, samples: Sequence[Sample]) -> Sequence[Tensor]:
+        if not samples:
             return []
-        assert self._flat is not None, "no weights yet"
-        if self._score is not None:
-            logprobs = self._score(self._flat, [s.prompt_ids for s in told], [s.token_ids for s in told])
-            parts = zip(told, logprobs.split([len(s.token_ids) for s in told]), strict=True)
+        assert self._flat is not None, "load_weights was not called"
+        if self._exact_logprobs is not None:
+            prompts, responses = [s.prompt_ids for s in samples], [s.token_ids for s in samples]
+            logprobs = self._exact_logprobs(self._flat, prompts, responses)
+            parts = zip(samples, logprobs.split([len(s.token_ids) for s in samples]), strict=True)
             return [x if s.loss_mask is None else x[torch.tensor(s.loss_mask) > 0] for s, x in parts]
         assert self._policy is not None
-        return answer_logprobs(self._policy, told, self._settings.micro_batch_tokens, Tally())
+        return response_logprobs(self._policy, samples, self._settings.micro_batch_tokens, StepMetrics())

@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): matrices W + alpha / rank * B A, of which A and B are trained.
 
-What is computed with, published and saved are the merged matrices, so trainer and engines have the same
-weights to the last bit, and a version is a version like any other. The gradient of a merged matrix is
-summed as without adapters; by the chain rule that of A and B follows from the sum, once a step. Adapters
-are also written as PEFT reads them.
+Forward pass, publication and checkpoints use the merged matrices, so trainer and engines have the same
+weights bit for bit, and a version with adapters is a version like any other. The gradient of a merged matrix
+is accumulated as without adapters; once a step, the chain rule gives those of A and B. Checkpoints also
+contain the adapters in PEFT's format.
 """
 
 from __future__ import annotations
@@ -19,35 +19,36 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dora.model.config import ModelConfig
-from dora.model.weights import Layout
+from dora.model.weights import WeightLayout
 from dora.trainer.optimizer import FlatAdamW
 
 A, B = "lora_A", "lora_B"
 
 
 @dataclass(frozen=True)
-class Lora:
-    """Which matrices have adapters, by the last part of their module's name, and of which rank."""
+class LoraSettings:
+    """Rank and alpha of the adapters, and the last part of the names of the modules that have one."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
 
-    def adapted(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+    def target_shapes(self, layout: WeightLayout) -> dict[str, tuple[int, ...]]:
         """Name -> shape [out, in] of the matrices with an adapter."""
-        ends = tuple(f".{target}.weight" for target in self.targets)
-        return {name: shape for name, shape in layout.shapes.items() if name.endswith(ends)}
+        suffixes = tuple(f".{target}.weight" for target in self.targets)
+        return {name: shape for name, shape in layout.shapes.items() if name.endswith(suffixes)}
 
-    def factors(self, layout: Layout) -> Matrices:
-        """A [rank, in] and B [out, rank] of each of them, by PEFT's names."""
+    def adapter_layout(self, layout: WeightLayout) -> MatrixLayout:
+        """A [rank, in] and B [out, rank] of each of these matrices, under PEFT's names."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, (num_out, num_in) in self.adapted(layout).items():
-            shapes[_of(name, A)], shapes[_of(name, B)] = (self.rank, num_in), (num_out, self.rank)
-        return Matrices(shapes)
+        for name, (num_out, num_in) in self.target_shapes(layout).items():
+            shapes[_factor_name(name, A)] = (self.rank, num_in)
+            shapes[_factor_name(name, B)] = (num_out, self.rank)
+        return MatrixLayout(shapes)
 
 
-class Matrices(Layout):
-    """Where some matrices lie in a flat buffer of their own."""
+class MatrixLayout(WeightLayout):
+    """Offsets of some matrices in a flat buffer of their own."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes, self.offsets, self.numel = dict(shapes), {}, 0
@@ -56,34 +57,39 @@ class Matrices(Layout):
             self.numel += math.prod(shape)
 
 
-class AdapterAdamW:
-    """AdamW on adapters of `flat` ([numel], fp32), whose merged matrices are changed in place."""
+class LoraAdamW:
+    """AdamW on adapters of `flat` ([numel], fp32), whose merged matrices are updated in place."""
 
     def __init__(
-        self, layout: Layout, flat: Tensor, lora: Lora, weight_decay: float, betas: tuple[float, float]
+        self,
+        layout: WeightLayout,
+        flat: Tensor,
+        lora: LoraSettings,
+        weight_decay: float,
+        betas: tuple[float, float],
     ) -> None:
-        """`flat` are the weights without adapters. They begin as PEFT's: A is drawn, with seed 0, B is 0."""
+        """`flat` are the base weights. As in PEFT, A is drawn at random (seed 0) and B starts at 0."""
         self.flat, self._scale = flat, lora.alpha / lora.rank
-        adapted, factors = Matrices(lora.adapted(layout)), lora.factors(layout)
-        self._merged = {name: view for name, view in layout.views(flat).items() if name in adapted.shapes}
+        targets, adapters = MatrixLayout(lora.target_shapes(layout)), lora.adapter_layout(layout)
+        self._merged = {name: view for name, view in layout.views(flat).items() if name in targets.shapes}
         self._base = {name: view.detach().clone() for name, view in self._merged.items()}
-        self.gradient = torch.zeros(adapted.numel, dtype=flat.dtype, device=flat.device)
-        self._gradients = adapted.views(self.gradient)
+        self.gradient = torch.zeros(targets.numel, dtype=flat.dtype, device=flat.device)
+        self._gradients = targets.views(self.gradient)
         self.weights = {name: view.detach() for name, view in layout.views(flat).items()}
         for name, gradient in self._gradients.items():
             self.weights[name].requires_grad_().grad = gradient
-        self._adapters = _initial(factors).to(flat)
-        self._factors = factors.views(self._adapters)
-        self._adamw = FlatAdamW(factors, self._adapters, weight_decay, betas)
-        self._factor_gradients = factors.views(self._adamw.gradient)
+        self._adapters = _initial_adapters(adapters).to(flat)
+        self._factors = adapters.views(self._adapters)
+        self._adamw = FlatAdamW(adapters, self._adapters, weight_decay, betas)
+        self._factor_gradients = adapters.views(self._adamw.gradient)
 
     def step(self, lr: float, max_grad_norm: float) -> float:
-        """As that of `FlatAdamW`; the norm is that of the adapters' gradient."""
-        found = self._factor_gradients
+        """As `FlatAdamW.step`; the norm is that of the adapters' gradient."""
+        gradients = self._factor_gradients
         for name, gradient in self._gradients.items():
-            a, b = self._factors[_of(name, A)], self._factors[_of(name, B)]
-            torch.mm(b.T, gradient, out=found[_of(name, A)]).mul_(self._scale)
-            torch.mm(gradient, a.T, out=found[_of(name, B)]).mul_(self._scale)
+            a, b = self._factors[_factor_name(name, A)], self._factors[_factor_name(name, B)]
+            torch.mm(b.T, gradient, out=gradients[_factor_name(name, A)]).mul_(self._scale)
+            torch.mm(gradient, a.T, out=gradients[_factor_name(name, B)]).mul_(self._scale)
         self.gradient.zero_()
         norm = self._adamw.step(lr, max_grad_norm)
         self._merge()
@@ -94,7 +100,7 @@ class AdapterAdamW:
         return {**self._adamw.state_dict(), "adapters": self._adapters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`; the weights follow."""
+        """Restore a `state_dict`, and merge its adapters into the weights."""
         self._adapters.copy_(state["adapters"])
         self._adamw.load_state_dict(state)
         self._merge()
@@ -102,13 +108,15 @@ class AdapterAdamW:
     @torch.no_grad()
     def _merge(self) -> None:
         for name, merged in self._merged.items():
-            a, b = self._factors[_of(name, A)], self._factors[_of(name, B)]
+            a, b = self._factors[_factor_name(name, A)], self._factors[_factor_name(name, B)]
             torch.addmm(self._base[name], b, a, alpha=self._scale, out=merged)
 
 
-def adapter_files(config: ModelConfig, lora: Lora, adapters: Tensor, base: str) -> dict[str, str | bytes]:
-    """The two files that PEFT's `PeftModel.from_pretrained` reads; `base` is where the base model is."""
-    described = {
+def peft_files(
+    config: ModelConfig, lora: LoraSettings, adapters: Tensor, base: str
+) -> dict[str, str | bytes]:
+    """The two files that PEFT's `PeftModel.from_pretrained` reads; `base` is the path of the base model."""
+    adapter_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -119,22 +127,22 @@ def adapter_files(config: ModelConfig, lora: Lora, adapters: Tensor, base: str) 
         "bias": "none",
         "inference_mode": True,
     }
-    views = lora.factors(Layout(config)).views(adapters.detach().cpu())
+    views = lora.adapter_layout(WeightLayout(config)).views(adapters.detach().cpu())
     tensors = {f"base_model.model.{name}.weight": view.contiguous() for name, view in views.items()}
     return {
-        "adapter/adapter_config.json": json.dumps(described, indent=2) + "\n",
+        "adapter/adapter_config.json": json.dumps(adapter_config, indent=2) + "\n",
         "adapter/adapter_model.safetensors": save(tensors, metadata={"format": "pt"}),
     }
 
 
-def _of(matrix: str, factor: str) -> str:
+def _factor_name(matrix: str, factor: str) -> str:
     return f"{matrix.removesuffix('.weight')}.{factor}"
 
 
-def _initial(factors: Matrices) -> Tensor:
-    """A uniform between -1 / sqrt(in) and 1 / sqrt(in), B zero, so that the merged weights are the base's."""
-    flat, source = torch.zeros(factors.numel), torch.Generator().manual_seed(0)
-    for name, view in factors.views(flat).items():
+def _initial_adapters(layout: MatrixLayout) -> Tensor:
+    """A uniform between -1 / sqrt(in) and 1 / sqrt(in), B zero, so the merged weights equal the base's."""
+    flat, source = torch.zeros(layout.numel), torch.Generator().manual_seed(0)
+    for name, view in layout.views(flat).items():
         if name.endswith(A):
             bound = 1.0 / math.sqrt(view.shape[1])
             view.uniform_(-bound, bound, generator=source)

@@ -1,44 +1,79 @@
-"""Policy losses of every token, and four ways to average them.
+"""Policy losses, the critic's loss, KL estimators and loss aggregation; all plain torch.
 
-Every way to average is a weighted sum over tokens whose weights depend on lengths alone, so
-a batch can be cut into micro-batches without changing its gradient. A loss returns one value
-per token and whether a bound decided it.
+A policy loss returns one value per token and whether clipping decided it. Every aggregation mode is a
+weighted sum over tokens whose weights depend on lengths alone, so a batch can be cut into micro-batches
+without changing its gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dora.errors import ConfigError
+from dora.trainer.recipe import KLEstimator, LossAggMode, PolicyLoss
 
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
-
-MAX_LOG_RATIO = 20.0  # exp of more says nothing and may overflow
+MAX_LOG_RATIO = 20.0  # larger log-ratios carry no information, and exp of them may overflow
 MAX_K3 = 10.0  # nats; verl's bound on one token of its low-variance estimate
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """Clip ranges of the importance ratio, and DPO's temperature; each loss reads its own.
+
+    The ratio is clipped to [1 - clip_ratio_low, 1 + clip_ratio_high]. `clip_ratio_c` is the cap of dual clip
+    and triplet clip (no unit). `dpo_beta` is per nat.
+    """
+
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float = 3.0
+    dpo_beta: float = 0.1
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """N tokens of B whole responses, one response after another.
+
+    `logprobs` carry the gradient. `old_logprobs` are the denominator of the ratio, `advantages` are per
+    token; all [N]. `num_tokens` are the B response lengths, each at least 1.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    num_tokens: Sequence[int]
+    reference_logprobs: Tensor | None = None
+
+
+# The loss of every token [N] and whether clipping decided it [N].
+PolicyLossFunction = Callable[[LossInputs, LossSettings], tuple[Tensor, Tensor]]
 
 
 def token_weights(num_tokens: Sequence[int], mode: LossAggMode, scale: int | None = None) -> list[float]:
     """The weight of every token of each response, by verl's `loss_agg_mode`.
 
-    `num_tokens` are the response lengths of the whole batch. `scale` (tokens) is the constant
-    divisor of seq-mean-token-sum-norm (Dr. GRPO, arXiv 2503.20783; LongCat's T_max, arXiv
-    2509.18883); the others ignore it.
+    `num_tokens` are the response lengths of the whole batch. `scale` (tokens) is the constant divisor of
+    seq-mean-token-sum-norm (Dr. GRPO, arXiv 2503.20783; LongCat's T_max, arXiv 2509.18883); the other modes
+    ignore it.
     """
-    total = batch_total(num_tokens, mode)
-    return [share / total for share in token_shares(num_tokens, mode, scale)]
+    divisor = batch_divisor(num_tokens, mode)
+    return [weight / divisor for weight in unnormalized_token_weights(num_tokens, mode, scale)]
 
 
-def token_shares(num_tokens: Sequence[int], mode: LossAggMode, scale: int | None = None) -> list[float]:
-    """`token_weights` times `batch_total`: what each response knows of its weight by itself.
+def unnormalized_token_weights(
+    num_tokens: Sequence[int], mode: LossAggMode, scale: int | None = None
+) -> list[float]:
+    """`token_weights` times `batch_divisor`: each weight depends on its own response alone.
 
-    A gradient summed with these while the batch is still filling up is that of the whole batch
-    once it has been divided by the total.
+    A gradient accumulated with these weights while the batch fills equals the gradient of the whole batch
+    after division by the batch's divisor.
     """
     if mode in ("token-mean", "seq-mean-token-sum"):
         return [1.0] * len(num_tokens)
@@ -53,12 +88,12 @@ def token_shares(num_tokens: Sequence[int], mode: LossAggMode, scale: int | None
     )
 
 
-def batch_total(num_tokens: Sequence[int], mode: LossAggMode) -> int:
-    """What a batch's sum is divided by: its tokens for token-mean, else its responses."""
+def batch_divisor(num_tokens: Sequence[int], mode: LossAggMode) -> int:
+    """The divisor of a batch's summed loss: its tokens for token-mean, else its responses."""
     return sum(num_tokens) if mode == "token-mean" else len(num_tokens)
 
 
-def ratios(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+def importance_ratios(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """new / old probability of every token [N], kept within e**-20 to e**20."""
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -70,10 +105,10 @@ def clipped_loss(
 
     The ratio is clipped to [1 - clip_low, 1 + clip_high].
     """
-    ratio = ratios(logprobs, old_logprobs)
-    free = -advantages * ratio
+    ratio = importance_ratios(logprobs, old_logprobs)
+    unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return torch.maximum(free, clipped), clipped > free
+    return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
 def dual_clipped_loss(
@@ -84,11 +119,11 @@ def dual_clipped_loss(
     clip_high: float,
     clip_cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """`clipped_loss` with the loss of a bad token (A < 0) held below -A * clip_cap; all [N].
+    """`clipped_loss` with the loss of a token of A < 0 bounded by -A * clip_cap; all [N].
 
-    Dual-clip PPO (arXiv 1912.09729; verl's `clip_ratio_c`), where clip_cap > 1. LongCat's
-    triplet clip (arXiv 2509.18883) is the same function: clip_high is eps_pos_high, clip_low is
-    eps_neg_low and clip_cap is eps_neg_high; it differs by its constant divisor T_max.
+    Dual-clip PPO (arXiv 1912.09729; verl's `clip_ratio_c`), where clip_cap > 1. LongCat's triplet clip (arXiv
+    2509.18883) is the same function: clip_high is eps_pos_high, clip_low is eps_neg_low and clip_cap is
+    eps_neg_high. It differs by its constant divisor T_max.
     """
     losses, is_clipped = clipped_loss(logprobs, old_logprobs, advantages, clip_low, clip_high)
     ceiling = -advantages * clip_cap
@@ -97,7 +132,7 @@ def dual_clipped_loss(
 
 
 def sequence_means(values: Tensor, num_tokens: Sequence[int]) -> Tensor:
-    """The mean of each response's tokens, given back to every one of them: [N] to [N].
+    """The mean over each response, broadcast to its tokens: [N] to [N].
 
     `num_tokens` are the lengths of the responses in `values`, each at least 1.
     """
@@ -114,45 +149,66 @@ def gspo_loss(
 ) -> tuple[Tensor, Tensor]:
     """PPO's clipped loss with one ratio per response (GSPO-token, arXiv 2507.18071); all [N].
 
-    The ratio is the geometric mean of the token ratios, held constant, times p / constant(p): the
-    value is the response's, the gradient reaches each token by itself. The paper clips to
-    [1 - 3e-4, 1 + 4e-4] and averages by seq-mean-token-mean.
+    The ratio is the geometric mean of the token ratios, detached, times p / detach(p): its value is the
+    response's, and each token gets its own gradient. The paper clips to [1 - 3e-4, 1 + 4e-4] and aggregates
+    by seq-mean-token-mean.
     """
-    own = logprobs.detach()
-    log_ratio = logprobs - own + sequence_means(own - old_logprobs, num_tokens)
-    return clipped_loss(log_ratio, torch.zeros_like(own), advantages, clip_low, clip_high)
+    detached = logprobs.detach()
+    log_ratio = logprobs - detached + sequence_means(detached - old_logprobs, num_tokens)
+    return clipped_loss(log_ratio, torch.zeros_like(detached), advantages, clip_low, clip_high)
 
 
 def cispo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """-constant(clip(ratio)) * A * log p (CISPO, arXiv 2506.13585); all [N].
+    """-detach(clip(ratio)) * A * log p (CISPO, arXiv 2506.13585); all [N].
 
-    The weight is clipped to [1 - clip_low, 1 + clip_high], so no token loses its gradient. The
-    paper has no lower bound: clip_low = 1.
+    The weight is clipped to [1 - clip_low, 1 + clip_high], so no token loses its gradient. The paper has no
+    lower bound: clip_low = 1.
     """
-    ratio = ratios(logprobs.detach(), old_logprobs)
+    ratio = importance_ratios(logprobs.detach(), old_logprobs)
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -weight * advantages * logprobs, weight != ratio
 
 
 def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """-constant(ratio) * A * log p: the policy gradient with an importance weight; all [N].
+    """-detach(ratio) * A * log p: the policy gradient with an importance weight; all [N].
 
-    Nothing bounds the weight; `corrections` can (V-trace's, arXiv 1802.01561).
+    The loss does not bound the weight; `corrections` can (as V-trace does, arXiv 1802.01561).
     """
-    ratio = ratios(logprobs.detach(), old_logprobs)
+    ratio = importance_ratios(logprobs.detach(), old_logprobs)
     return -ratio * advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
+
+
+def online_dpo_loss(
+    logprobs: Tensor, reference_logprobs: Tensor, num_tokens: Sequence[int], beta: float
+) -> tuple[Tensor, Tensor]:
+    """-log sigmoid(beta * margin) of every pair, divided among its tokens (arXiv 2305.18290, eq. 7); all [N].
+
+    The responses come in pairs, best first (`advantage.preference_pair` selects them), so `num_tokens` has an
+    even length. margin = (log policy - log reference) of the best response minus that of the worst, each
+    summed over its tokens. The tokens of each response add up to the pair's loss, so seq-mean-token-sum over
+    the responses is the mean over pairs. The second result marks the tokens of pairs in the wrong order
+    (margin below 0). The loss has no ratio to the behaviour policy, so it is off-policy by construction
+    (arXiv 2410.18252).
+    """
+    lengths = list(num_tokens)
+    sums = torch.stack([part.sum() for part in (logprobs - reference_logprobs).split(lengths)])
+    margins = sums[0::2] - sums[1::2]
+    losses = F.softplus(-beta * margins).repeat_interleave(2)
+    repeats = torch.tensor(lengths, device=logprobs.device)
+    is_wrong = (margins.detach() < 0).repeat_interleave(2)
+    return (losses / repeats).repeat_interleave(repeats), is_wrong.repeat_interleave(repeats)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """A critic's loss of every token, and whether clipping decided it; all [N].
 
-    max of (V - R)**2 / 2 with V free and V clipped to old_V +- clip, as in verl.
+    max of (V - R)**2 / 2 for V and for V clipped to old_V +- clip, as in verl.
     """
-    free = (values - returns).square()
+    unclipped = (values - returns).square()
     clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
-    return 0.5 * torch.maximum(free, clipped), clipped > free
+    return 0.5 * torch.maximum(unclipped, clipped), clipped > unclipped
 
 
 def k3_divergence(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -167,18 +223,59 @@ def k3_divergence(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimate of KL(policy || reference) at every token [N], in nats (joschu.net/blog/kl-approx.html).
 
-    With d = log policy - log reference: k1 = d; k2 = d**2 / 2; k3 = exp(-d) - 1 + d, held below
-    MAX_K3 as verl's low_var_kl. As a term of the loss, k1's gradient averages to 0 (it belongs into
-    the reward), k2's is that of the true divergence, and k3's is
-    biased. k1+ and k3+ have the value of k1 and k3 and the gradient of k2 (verl's names).
+    With d = log policy - log reference: k1 = d; k2 = d**2 / 2; k3 = exp(-d) - 1 + d, at most MAX_K3 as in
+    verl's low_var_kl. As a term of the loss, the gradient of k1 averages to 0 (k1 belongs into the reward),
+    that of k2 is the gradient of the true divergence, and that of k3 is biased. k1+ and k3+ have the value of
+    k1 and k3 and the gradient of k2 (verl's names).
     """
-    gap = logprobs - reference_logprobs
-    k2 = 0.5 * gap.square()
+    log_ratio = logprobs - reference_logprobs
+    k2 = 0.5 * log_ratio.square()
     if estimator == "k2":
         return k2
     if estimator in ("k1", "k1+"):
-        value = gap
+        value = log_ratio
     else:
-        bounded = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        value = k3_divergence(bounded, torch.zeros_like(gap)).clamp(max=MAX_K3)
+        bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        value = k3_divergence(bounded, torch.zeros_like(log_ratio)).clamp(max=MAX_K3)
     return value.detach() + k2 - k2.detach() if estimator.endswith("+") else value
+
+
+def _ppo_clip(t: LossInputs, s: LossSettings) -> tuple[Tensor, Tensor]:
+    return clipped_loss(t.logprobs, t.old_logprobs, t.advantages, s.clip_ratio_low, s.clip_ratio_high)
+
+
+def _dual_clip(t: LossInputs, s: LossSettings) -> tuple[Tensor, Tensor]:
+    bounds = s.clip_ratio_low, s.clip_ratio_high, s.clip_ratio_c
+    return dual_clipped_loss(t.logprobs, t.old_logprobs, t.advantages, *bounds)
+
+
+def _gspo(t: LossInputs, s: LossSettings) -> tuple[Tensor, Tensor]:
+    bounds = s.clip_ratio_low, s.clip_ratio_high
+    return gspo_loss(t.logprobs, t.old_logprobs, t.advantages, t.num_tokens, *bounds)
+
+
+def _cispo(t: LossInputs, s: LossSettings) -> tuple[Tensor, Tensor]:
+    return cispo_loss(t.logprobs, t.old_logprobs, t.advantages, s.clip_ratio_low, s.clip_ratio_high)
+
+
+def _reinforce(t: LossInputs, s: LossSettings) -> tuple[Tensor, Tensor]:
+    return reinforce_loss(t.logprobs, t.old_logprobs, t.advantages)
+
+
+def _online_dpo(t: LossInputs, s: LossSettings) -> tuple[Tensor, Tensor]:
+    if t.reference_logprobs is None:
+        raise ConfigError("policy_loss = online_dpo needs log-probs of a reference policy; pass `reference`")
+    return online_dpo_loss(t.logprobs, t.reference_logprobs, t.num_tokens, s.dpo_beta)
+
+
+POLICY_LOSSES: Mapping[PolicyLoss, PolicyLossFunction] = MappingProxyType(
+    {
+        "ppo_clip": _ppo_clip,
+        "dual_clip": _dual_clip,
+        "triplet_clip": _dual_clip,
+        "gspo": _gspo,
+        "cispo": _cispo,
+        "reinforce": _reinforce,
+        "online_dpo": _online_dpo,
+    }
+)

@@ -1,14 +1,19 @@
-"""AdamW over one flat buffer, or over one rank's shards of it; and the learning-rate schedule.
+"""AdamW over one flat buffer or over a rank's shards of it, the learning-rate schedule, and rollback.
 
-In one buffer, parameters are leaves that view the flat weights, and their gradients view a flat gradient:
-autograd sees named matrices, while the norm, the update and a publication are one operation each.
+Parameters are views of one flat weight buffer, and their gradients are views of one flat gradient. Autograd
+sees named matrices; gradient norm, update and publication are one operation each.
+
+Weights and accumulated gradients stay in fp32 even if a model computes in bf16: an AdamW step changes most
+weights by less than bf16 resolves, and a bf16 sum loses the gradients of many micro-batches (mixed precision
+training, arXiv 1710.03740). bf16 has the range of fp32, so no loss scale is needed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,18 +21,21 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from dora.errors import RunError
-from dora.model.weights import Layout
+from dora.model.weights import WeightLayout
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_PIECE = 2**16  # elements
+_NORM_CHUNK = 2**16  # elements
+_FP32_GRADIENTS = ("model.embed_tokens.weight", "lm_head.weight")  # sums over tokens, or chunks of them
 
 
 class FlatAdamW:
-    """AdamW (arXiv 1711.05101) on `flat` ([numel], fp32), changed in place."""
+    """AdamW (arXiv 1711.05101) on `flat` ([numel], fp32), updated in place."""
 
-    def __init__(self, layout: Layout, flat: Tensor, weight_decay: float, betas: tuple[float, float]) -> None:
+    def __init__(
+        self, layout: WeightLayout, flat: Tensor, weight_decay: float, betas: tuple[float, float]
+    ) -> None:
         self.flat = flat
         self.gradient = torch.zeros_like(flat)
         self.weights = {name: view.detach().requires_grad_() for name, view in layout.views(flat).items()}
@@ -38,13 +46,14 @@ class FlatAdamW:
         self._state["step"] = torch.zeros((), device=flat.device)
 
     def step(self, lr: float, max_grad_norm: float) -> float:
-        """Clip the accumulated gradient, update, clear it; returns its norm before clipping.
+        """Clip the accumulated gradient, update the weights, clear the gradient.
 
-        Raises RunError, with the weights unchanged, where the norm is not finite.
+        Returns the gradient's norm before clipping. Raises RunError, with the weights unchanged, if the norm
+        is not finite.
         """
         norm = math.sqrt(float(_sum_of_squares(self.gradient)))
         try:
-            if (scale := _scale(norm, max_grad_norm)) != 1.0:
+            if (scale := _clip_factor(norm, max_grad_norm)) != 1.0:
                 self.gradient.mul_(scale)
         except RunError:
             self.gradient.zero_()
@@ -54,25 +63,25 @@ class FlatAdamW:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, as torch.optim.AdamW has them; none before the first step."""
+        """Moments in the layout of torch.optim.AdamW; empty before the first step."""
         return {"state": {0: dict(self._state)} if self._state["step"] else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        found = state["state"].get(0)
+        """Restore a `state_dict`."""
+        loaded = state["state"].get(0)
         for name, value in self._state.items():
-            value.copy_(found[name]) if found else value.zero_()
+            value.copy_(loaded[name]) if loaded else value.zero_()
 
     @torch.no_grad()
     def _update(self, lr: float) -> None:
-        """By the function: the class does no more, but it imports torch's compiler, which takes a second."""
-        of_weights, of_squares, step = (self._state[name] for name in ("exp_avg", "exp_avg_sq", "step"))
+        """Call torch's function: its AdamW class does no more, and imports torch's compiler for a second."""
+        exp_avg, exp_avg_sq, step = (self._state[name] for name in ("exp_avg", "exp_avg_sq", "step"))
         beta1, beta2 = self._betas
         adamw(
             [self.flat],
             [self.gradient],
-            [of_weights],
-            [of_squares],
+            [exp_avg],
+            [exp_avg_sq],
             [],
             [step],
             fused=True,
@@ -86,10 +95,46 @@ class FlatAdamW:
         )
 
 
-class ShardedAdamW:
-    """AdamW on this rank's shards, changed in place; gradients and moments are sharded as they are.
+class Bf16Weights:
+    """bf16 copies of `flat` ([numel], fp32) by name, whose gradients are added to the fp32 leaves.
 
-    Gradients are where autograd puts them: sums over the ranks, times what the batch amounts to.
+    Embedding and head are the fp32 leaves themselves, because autograd sums their gradients one by one over
+    tokens or chunks of tokens. A decoder converts what it reads from them.
+    """
+
+    def __init__(self, layout: WeightLayout, flat: Tensor, leaves: Mapping[str, Tensor]) -> None:
+        """`leaves` are the fp32 parameters, views of `flat`, with allocated gradients."""
+        self._flat, self._copy = flat, flat.detach().to(torch.bfloat16)
+        views = layout.views(self._copy)
+        self.weights = {
+            name: leaf if name in _FP32_GRADIENTS else _bf16_leaf(leaf, views[name])
+            for name, leaf in leaves.items()
+        }
+
+    def refresh(self) -> None:
+        """Copy `flat` again after it changed."""
+        self._copy.copy_(self._flat)
+
+
+def _bf16_leaf(leaf: Tensor, view: Tensor) -> Tensor:
+    copy = view.detach().requires_grad_(leaf.requires_grad)
+    if not leaf.requires_grad:
+        return copy
+
+    def add_to_fp32(copy: Tensor) -> None:
+        assert copy.grad is not None
+        assert leaf.grad is not None
+        leaf.grad += copy.grad
+        copy.grad = None
+
+    copy.register_post_accumulate_grad_hook(add_to_fp32)
+    return copy
+
+
+class ShardedAdamW:
+    """AdamW on this rank's shards, updated in place; gradients and moments have the same sharding.
+
+    Autograd leaves in each shard's gradient a sum over the ranks, times the divisor of the batch.
     """
 
     def __init__(self, shards: Sequence[DTensor], weight_decay: float, betas: tuple[float, float]) -> None:
@@ -99,77 +144,80 @@ class ShardedAdamW:
         self._adamw = torch.optim.AdamW(shards, betas=betas, weight_decay=weight_decay, fused=True)
 
     def step(self, divisor: float, lr: float, max_grad_norm: float) -> float:
-        """As that of one buffer, with the gradient divided by `divisor`; the same on all ranks."""
+        """As `FlatAdamW.step`, with the gradient divided by `divisor`; the result is equal on all ranks."""
         gradients = [shard.grad.to_local() for shard in self.shards]  # type: ignore[union-attr]
         squares = torch.stack([_sum_of_squares(gradient) for gradient in gradients]).sum()
         dist.all_reduce(squares)
         norm = math.sqrt(float(squares)) / divisor
         try:
-            torch._foreach_mul_(gradients, _scale(norm, max_grad_norm) / divisor)
+            torch._foreach_mul_(gradients, _clip_factor(norm, max_grad_norm) / divisor)
             self._adamw.param_groups[0]["lr"] = lr
             self._adamw.step()
         finally:
-            self.forget()
+            self.zero_grad()
         return norm
 
-    def forget(self) -> None:
-        """Begin the gradient anew."""
+    def zero_grad(self) -> None:
+        """Clear the accumulated gradient."""
         for shard in self.shards:
             assert shard.grad is not None
             shard.grad.zero_()
 
     @property
     def num_updates(self) -> int:
-        """How often the weights were updated; until then there are no moments."""
+        """Updates of the weights so far; before the first one there are no moments."""
         return max((int(state["step"]) for state in self._adamw.state.values()), default=0)
 
     @torch.no_grad()
-    def kept(self) -> list[dict[str, Tensor]]:
-        """A copy of this rank's weights and moments in the host's memory, shard by shard."""
+    def snapshot(self) -> list[dict[str, Tensor]]:
+        """Copy this rank's weights and moments to host memory, shard by shard."""
         return [
-            {name: _own(x).to("cpu", copy=True) for name, x in self._parts(shard).items()}
+            {name: _local(x).to("cpu", copy=True) for name, x in self._tensors(shard).items()}
             for shard in self.shards
         ]
 
     @torch.no_grad()
-    def put_back(self, kept: Sequence[Mapping[str, Tensor]]) -> None:
-        """Weights and moments as they were when they were `kept`, and no gradient."""
-        for shard, was in zip(self.shards, kept, strict=True):
-            if len(was) == 1:  # before the first update
+    def restore(self, snapshot: Sequence[Mapping[str, Tensor]]) -> None:
+        """Copy weights and moments back from a `snapshot`, and clear the gradient."""
+        for shard, saved in zip(self.shards, snapshot, strict=True):
+            if len(saved) == 1:  # before the first update
                 self._adamw.state.pop(shard, None)
-            for name, now in self._parts(shard).items():
-                _own(now).copy_(was[name])
-        self.forget()
+            for name, tensor in self._tensors(shard).items():
+                _local(tensor).copy_(saved[name])
+        self.zero_grad()
 
-    def _parts(self, shard: DTensor) -> dict[str, Tensor]:
+    def _tensors(self, shard: DTensor) -> dict[str, Tensor]:
         return {"weights": shard, **self._adamw.state.get(shard, {})}
 
     def moments(self, name: str) -> list[DTensor]:
         """The shards of one moment, "exp_avg" or "exp_avg_sq"."""
         return [self._adamw.state[shard][name] for shard in self.shards]
 
-    def resume(self, num_updates: int, moments: Mapping[str, Sequence[DTensor]]) -> None:
-        """Go on with these moments, which are shards as the weights are; there are none before an update."""
+    def load_moments(self, num_updates: int, moments: Mapping[str, Sequence[DTensor]]) -> None:
+        """Replace the moments, which have the sharding of the weights; there are none before an update."""
         self._adamw.state.clear()
         for i, shard in enumerate(self.shards if moments else ()):
             step = torch.tensor(float(num_updates), device=shard.device)
             self._adamw.state[shard] = {"step": step, **{name: own[i] for name, own in moments.items()}}
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found.detach()
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
 
 
 def _sum_of_squares(flat: Tensor) -> Tensor:
-    """Of [numel] numbers, in fp64: a CPU sums one by one, and in fp32 that lacks 0.5 % of 60 million."""
-    norms: tuple[Tensor, ...] = torch._foreach_norm(flat.split(_PIECE))
+    """Sum of squares of [numel] numbers in fp64.
+
+    A CPU adds numbers one by one; in fp32 the sum over 60 million of them is 0.5 % too small.
+    """
+    norms: tuple[Tensor, ...] = torch._foreach_norm(flat.split(_NORM_CHUNK))
     return torch.stack(norms).double().square().sum()
 
 
-def _scale(norm: float, max_norm: float) -> float:
-    """What a gradient of this norm is multiplied with. Raises RunError where the norm is not finite."""
+def _clip_factor(norm: float, max_norm: float) -> float:
+    """The factor that clips a gradient of this norm. Raises RunError if the norm is not finite."""
     if not math.isfinite(norm):
         raise RunError(
             f"grad_norm = {norm}: it must be finite; lower the learning rate or look for a broken sample"
@@ -184,3 +232,60 @@ def learning_rate(peak: float, step: int, warmup_steps: int, num_steps: int, dec
     if decay == "constant":
         return peak
     return peak * max(0.0, (num_steps - step) / (num_steps - warmup_steps))
+
+
+class Snapshottable(Protocol):
+    """Weights with their optimizer, in one process or in several."""
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy weights and moments to host memory; returns the function that restores them."""
+
+
+class LocalState(Protocol):
+    """Weights with their optimizer in one process."""
+
+    @property
+    def flat(self) -> Tensor:
+        """The weights [numel], updated in place."""
+
+    def zero_grad(self) -> None:
+        """Clear the accumulated gradient."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a `state_dict`; the weights may have changed, too."""
+
+
+@contextmanager
+def rollback_on_error(*states: Snapshottable) -> Iterator[None]:
+    """Restore weights and moments if the block raises. Snapshots are in host memory."""
+    restores = [state.snapshot() for state in states]
+    try:
+        yield
+    except BaseException:
+        for restore in restores:
+            restore()
+        raise
+
+
+def snapshot_local_state(state: LocalState) -> Callable[[], None]:
+    """`Snapshottable.snapshot` for the state of one process."""
+    flat, optimizer = state.flat.detach().to("cpu", copy=True), _host_copy(state.state_dict())
+
+    def restore() -> None:
+        state.flat.copy_(flat)
+        state.zero_grad()
+        state.load_state_dict(optimizer)
+
+    return restore
+
+
+def _host_copy(value: Any) -> Any:
+    """Nested dictionaries and lists with copies of their tensors in host memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _host_copy(item) for key, item in value.items()}
+    return [_host_copy(item) for item in value] if isinstance(value, list) else value

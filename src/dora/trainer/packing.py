@@ -1,7 +1,7 @@
-"""Which sequences share a micro-batch, and how they lie in it: end to end, without padding.
+"""Mini-batches and micro-batches of sequences, and their layout for one forward pass without padding.
 
-Siblings that share a micro-batch also share their prompt, which goes through the model once; where
-tokens are counted it counts for each of them.
+Siblings in one micro-batch share their prompt, which goes through the model once. In token counts it counts
+for each sibling.
 """
 
 from __future__ import annotations
@@ -18,74 +18,76 @@ from torch import Tensor
 
 from dora.trainer.settings import Sample
 
-Tokens = Sequence[int]
-_SLACK, _SLACK_TOKENS = 7 / 8, 8  # how much shorter than the longest one of its block a sequence may be
+TokenIds = Sequence[int]
+_MIN_FILL, _MAX_PADDING = 7 / 8, 8  # a sequence fits a block if it is this full, or if it lacks so few tokens
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Sequences (prompt + response) for one forward pass; M tokens, N of them drawn by a policy.
+class PackedBatch:
+    """Sequences (prompt + response) in one forward pass: M input tokens, N response tokens in the loss.
 
-    `inputs` [M] are all tokens but each sequence's last, those of shared prompts once; `positions` [M] their
-    places in their sequences. `rows` [N] are the inputs that predict a token that was drawn, `targets` [N]
-    those tokens, response after response; `drawn` [tokens of responses] says which they are. `members` are
-    the inputs of each sequence. `blocks` [B, L] are sequences of like lengths side by side, filled up with
-    input 0 on the right, and `found` [M] is where each input is among the blocks' flattened tokens.
+    `input_ids` [M] are all tokens except each sequence's last, with shared prompts once; `position_ids` [M]
+    are their positions in their sequences. `logits_indices` [N] are the inputs that predict a token of the
+    loss, `targets` [N] those tokens, response after response. `loss_mask` [response tokens] is bool.
+    `sequence_indices` are the inputs of each sequence.
+
+    For attention, `blocks` [B, L] hold the input indices of sequences of similar lengths, padded on the right
+    with input 0. `block_indices` [M] locate each input among the flattened tokens of all blocks.
     """
 
-    inputs: Tensor
-    positions: Tensor
-    rows: Tensor
+    input_ids: Tensor
+    position_ids: Tensor
+    logits_indices: Tensor
     targets: Tensor
-    drawn: Tensor
-    members: Sequence[NDArray[np.int64]]
+    loss_mask: Tensor
+    sequence_indices: Sequence[NDArray[np.int64]]
     blocks: Sequence[Tensor]
-    found: Tensor
-    prompts: Sequence[Tokens]
-    responses: Sequence[Tokens]
+    block_indices: Tensor
+    prompts: Sequence[TokenIds]
+    responses: Sequence[TokenIds]
 
 
 def pack(
-    prompts: Sequence[Tokens],
-    responses: Sequence[Tokens],
+    prompts: Sequence[TokenIds],
+    responses: Sequence[TokenIds],
     device: torch.device,
     routes: Sequence[NDArray[np.int16] | None] | None = None,
-    masks: Sequence[Tokens | None] | None = None,
-) -> Packed:
+    masks: Sequence[TokenIds | None] | None = None,
+) -> PackedBatch:
     """Lay sequences out for one forward pass. Neither prompts nor responses may be empty.
 
-    `masks` are 0 for tokens of a response that were read and not drawn; None: all were drawn. With the
-    `routes` [tokens - 1, ...] of sequences, equal prompts are shared where theirs are equal, too.
+    `masks` are 0 for response tokens outside the loss; None: all are in the loss. With the `routes`
+    [tokens - 1, ...] of sequences, equal prompts are shared only if their routes are equal, too.
     """
-    inputs: list[int] = []
+    input_ids: list[int] = []
     starts: dict[tuple[tuple[int, ...], bytes | None], int] = {}  # of prompts
-    members = []
-    for prompt, response, sent in zip(prompts, responses, routes or repeat(None, len(prompts)), strict=True):
-        key = tuple(prompt), None if sent is None else sent[: len(prompt)].tobytes()
-        start = starts.setdefault(key, len(inputs))
-        if start == len(inputs):
-            inputs += prompt
-        own = np.arange(len(inputs), len(inputs) + len(response) - 1)
-        members.append(np.concatenate((np.arange(start, start + len(prompt)), own)))
-        inputs += response[:-1]
-    blocks, positions, found = _blocks(members, len(inputs))
-    rows = np.concatenate([own[len(prompt) - 1 :] for own, prompt in zip(members, prompts, strict=True)])
+    sequence_indices = []
+    for prompt, response, route in zip(prompts, responses, routes or repeat(None, len(prompts)), strict=True):
+        key = tuple(prompt), None if route is None else route[: len(prompt)].tobytes()
+        start = starts.setdefault(key, len(input_ids))
+        if start == len(input_ids):
+            input_ids += prompt
+        own = np.arange(len(input_ids), len(input_ids) + len(response) - 1)
+        sequence_indices.append(np.concatenate((np.arange(start, start + len(prompt)), own)))
+        input_ids += response[:-1]
+    blocks, position_ids, block_indices = _length_blocks(sequence_indices, len(input_ids))
+    pairs = zip(sequence_indices, prompts, strict=True)
+    predicting = np.concatenate([indices[len(prompt) - 1 :] for indices, prompt in pairs])
     targets = np.array([token for response in responses for token in response])
-    told = zip(responses, masks or repeat(None, len(responses)), strict=True)
-    drawn = np.concatenate([np.ones(len(r), bool) if m is None else np.array([*m]) > 0 for r, m in told])
+    loss_mask = _joined_masks(responses, masks or [None] * len(responses))
 
-    def placed(values: Sequence[int] | NDArray[np.int64]) -> Tensor:
+    def on_device(values: Sequence[int] | NDArray[np.int64]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(device)
 
-    return Packed(
-        placed(inputs),
-        placed(positions),
-        placed(rows[drawn]),
-        placed(targets[drawn]),
-        torch.from_numpy(drawn).to(device),
-        members,
-        [placed(block) for block in blocks],
-        placed(found),
+    return PackedBatch(
+        on_device(input_ids),
+        on_device(position_ids),
+        on_device(predicting[loss_mask]),
+        on_device(targets[loss_mask]),
+        torch.from_numpy(loss_mask).to(device),
+        sequence_indices,
+        [on_device(block) for block in blocks],
+        on_device(block_indices),
         prompts,
         responses,
     )
@@ -93,38 +95,58 @@ def pack(
 
 def pack_samples(
     samples: Sequence[Sample], device: torch.device, routes: Sequence[NDArray[np.int16] | None] | None = None
-) -> Packed:
-    """`pack` for samples, whose masks count."""
+) -> PackedBatch:
+    """`pack` for samples with their loss masks."""
     prompts, responses = [s.prompt_ids for s in samples], [s.token_ids for s in samples]
     return pack(prompts, responses, device, routes, [s.loss_mask for s in samples])
 
 
-def _blocks(
-    members: Sequence[NDArray[np.int64]], num_inputs: int
+def _joined_masks(responses: Sequence[TokenIds], masks: Sequence[TokenIds | None]) -> NDArray[np.bool_]:
+    """The loss mask of all responses [response tokens]."""
+    pairs = zip(responses, masks, strict=True)
+    return np.concatenate([np.ones(len(r), bool) if m is None else np.array([*m]) > 0 for r, m in pairs])
+
+
+def _length_blocks(
+    sequence_indices: Sequence[NDArray[np.int64]], num_inputs: int
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64], NDArray[np.int64]]:
-    """Sequences of like lengths side by side; the place of every input in its sequence, and in them."""
-    positions, found = np.zeros(num_inputs, np.int64), np.zeros(num_inputs, np.int64)
+    """Blocks of sequences of similar lengths, the position of every input, and its index in the blocks."""
+    position_ids, block_indices = np.zeros(num_inputs, np.int64), np.zeros(num_inputs, np.int64)
     blocks: list[NDArray[np.int64]] = []
     num_before = 0
-    left = sorted(members, key=len, reverse=True)
-    while left:
-        longest = len(left[0])
-        alike = [own for own in left if len(own) >= min(_SLACK * longest, longest - _SLACK_TOKENS)]
-        left = left[len(alike) :]
-        block = np.zeros((len(alike), longest), np.int64)
-        for i, own in enumerate(alike):
-            places = np.arange(len(own))
-            block[i, : len(own)], positions[own] = own, places
-            found[own] = num_before + i * longest + places
+    remaining = sorted(sequence_indices, key=len, reverse=True)
+    while remaining:
+        longest = len(remaining[0])
+        shortest = min(_MIN_FILL * longest, longest - _MAX_PADDING)
+        similar = [indices for indices in remaining if len(indices) >= shortest]
+        remaining = remaining[len(similar) :]
+        block = np.zeros((len(similar), longest), np.int64)
+        for i, indices in enumerate(similar):
+            positions = np.arange(len(indices))
+            block[i, : len(indices)], position_ids[indices] = indices, positions
+            block_indices[indices] = num_before + i * longest + positions
         blocks.append(block)
         num_before += block.size
-    return blocks, positions, found
+    return blocks, position_ids, block_indices
 
 
-def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Indices of neighbours that fit the budget together, for a batch whose end is not known yet.
+def split_mini_batches(lengths: Sequence[int], token_budget: int | None) -> list[list[int]]:
+    """Response indices of each update of a step, with about `token_budget` tokens each; None: one update.
 
-    A sequence longer than `token_budget` gets a micro-batch of its own.
+    This is Ring-lite's token budget per update (C3PO, arXiv 2506.14731), except that every response is used:
+    the number of updates is the nearest to the batch's tokens over the budget, at least one, and their tokens
+    are as equal as whole responses allow.
+    """
+    if token_budget is None:
+        return [[*range(len(lengths))]]
+    num_updates = (2 * sum(lengths) + token_budget) // (2 * token_budget)
+    return balanced_partition(lengths, max(1, min(num_updates, len(lengths))))
+
+
+def sequential_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Indices of neighbours that fit the budget together, for a batch that is still filling.
+
+    A sequence longer than `token_budget` gets its own micro-batch.
     """
     batches: list[list[int]] = []
     room = 0
@@ -138,37 +160,37 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 
 def balanced_micro_batches(
-    prompts: Sequence[Tokens], lengths: Sequence[int], token_budget: int, num_ranks: int = 1
+    prompts: Sequence[TokenIds], lengths: Sequence[int], token_budget: int, num_ranks: int = 1
 ) -> list[list[int]]:
-    """Indices in few micro-batches within the budget that differ little in tokens, the largest first.
+    """Indices in few micro-batches of nearly equal tokens within the budget, the largest first.
 
-    Their number is the lowest from the budget's on at which `balanced` keeps within it; sequences one by
-    one, and less evenly, may fit into fewer. `lengths` are those of whole sequences. Neighbours with the same
-    prompt stay together as far as half of the budget allows. A sequence longer than `token_budget` gets a
-    micro-batch of its own. `num_ranks` work on as many micro-batches at a time, so their number is a multiple
-    of it, if there are enough sequences.
+    `lengths` are those of whole sequences. The number of micro-batches starts at the batch's tokens over the
+    budget and grows until `balanced_partition` keeps within the budget; a less even packing might need fewer.
+    Neighbours with the same prompt stay together up to half the budget. A sequence longer than `token_budget`
+    gets its own micro-batch. With `num_ranks` the number is a multiple of it, if there are enough sequences.
     """
-    pieces: list[list[int]] = []
-    room = min(token_budget, -(-sum(lengths) // num_ranks)) // 2
-    for _, group in groupby(range(len(prompts)), key=lambda i: tuple(prompts[i])):
-        run = list(group)
-        pieces += [[run[i] for i in part] for part in micro_batches([lengths[i] for i in run], room)]
-    sizes = [sum(lengths[i] for i in piece) for piece in pieces]
+    units: list[list[int]] = []
+    max_unit_tokens = min(token_budget, -(-sum(lengths) // num_ranks)) // 2
+    for _, siblings in groupby(range(len(prompts)), key=lambda i: tuple(prompts[i])):
+        run = list(siblings)
+        parts = sequential_micro_batches([lengths[i] for i in run], max_unit_tokens)
+        units += [[run[i] for i in part] for part in parts]
+    sizes = [sum(lengths[i] for i in unit) for unit in units]
     num_parts = -(-sum(min(size, token_budget) for size in sizes) // token_budget)
     num_parts += -num_parts % num_ranks
-    parts = balanced(sizes, num_parts)
-    while any(len(part) > 1 and sum(sizes[k] for k in part) > token_budget for part in parts):
+    partition = balanced_partition(sizes, num_parts)
+    while any(len(part) > 1 and sum(sizes[k] for k in part) > token_budget for part in partition):
         num_parts += num_ranks
-        parts = balanced(sizes, num_parts)
-    batches = [[i for k in part for i in pieces[k]] for part in parts if part]
+        partition = balanced_partition(sizes, num_parts)
+    batches = [[i for k in part for i in units[k]] for part in partition if part]
     return sorted(batches, key=lambda batch: -sum(lengths[i] for i in batch))
 
 
-def balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Indices in `num_parts` parts whose sums are nearly equal, each in ascending order; some may be empty.
+def balanced_partition(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Indices in `num_parts` parts of nearly equal sums, each in ascending order; some may be empty.
 
-    The largest differencing method (Karmarkar and Karp 1982): the two sets of parts that are least even
-    become one, largest part upon smallest, until there is one set.
+    The largest differencing method (Karmarkar and Karp 1982): the two least even partitions are merged,
+    largest part with smallest, until one partition is left.
     """
     ties = count()  # in order of appearance
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []  # (-spread, tie, parts: sum, indices)
@@ -177,9 +199,9 @@ def balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
         heapq.heappush(heap, (-_spread(parts), next(ties), parts))
     while len(heap) > 1:
         (*_, one), (*_, other) = heapq.heappop(heap), heapq.heappop(heap)
-        joined = [(a + b, m + n) for (a, m), (b, n) in zip(one, reversed(other), strict=True)]
-        joined.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (-_spread(joined), next(ties), joined))
+        merged = [(a + b, m + n) for (a, m), (b, n) in zip(one, reversed(other), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (-_spread(merged), next(ties), merged))
     parts = heap[0][2] if heap else [(0, [])] * num_parts
     return [sorted(indices) for _, indices in parts]
 

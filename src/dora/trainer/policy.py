@@ -1,31 +1,33 @@
-"""Log-probs that a policy gives to responses.
-
-Sequences come packed, one forward pass for all of them; logits exist in chunks.
-"""
+"""Log-probs that a policy gives to packed responses, without padding and without the full logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dora.model import decoder
 from dora.model.config import ModelConfig
-from dora.model.routing import Route
-from dora.trainer.attention import attend_in_blocks
-from dora.trainer.head import token_logprobs
-from dora.trainer.packing import Packed
+from dora.model.decoder import AttentionFn
+from dora.model.moe import Router
+from dora.trainer.packing import PackedBatch
 
-Values = Callable[[Packed], Tensor]
+BatchLogprobs = Callable[[PackedBatch], Tensor]
+
+_HEAD_ROWS = 8192  # of a product that is converted before it is added
 
 
 class Policy:
-    """A decoder seen as a distribution over responses, at one sampling temperature.
+    """A decoder as a distribution over responses, at one sampling temperature.
 
-    In exact mode, `values` says the log-probs [N] of a batch with the same `weights`, as engines compute
-    them to the last bit; only their gradients are this decoder's own.
+    In exact mode, `exact_logprobs` computes the log-probs [N] of a batch with the same `weights` bit for bit
+    as engines do; their gradients are this decoder's.
     """
 
     def __init__(
@@ -33,17 +35,18 @@ class Policy:
         config: ModelConfig,
         weights: Mapping[str, Tensor],
         temperature: float = 1.0,
-        values: Values | None = None,
+        exact_logprobs: BatchLogprobs | None = None,
         *,
         logits_chunk_tokens: int = 256,
-        keeps_activations: bool = True,
+        activation_checkpointing: bool = False,
     ) -> None:
-        """`logits_chunk_tokens` rows of logits exist at a time. Unless it `keeps_activations`, a layer
-        keeps its input alone and runs once more on the way back.
+        """At most `logits_chunk_tokens` rows of logits exist at a time.
+
+        With `activation_checkpointing` a layer saves its input alone and runs again in the backward pass.
         """
-        self._values = values
+        self._exact_logprobs = exact_logprobs
         self._chunk_tokens = logits_chunk_tokens
-        self._run = _keep if keeps_activations else _recompute
+        self._run_layer = _run_checkpointed if activation_checkpointing else _run
         self.config = config
         self.weights = weights
         self.temperature = temperature
@@ -51,36 +54,175 @@ class Policy:
         cos, sin = decoder.rope_tables(config, config.max_position_embeddings)
         self._cos, self._sin = cos.to(self.device), sin.to(self.device)
 
-    def under(self, weights: Mapping[str, Tensor], values: Values | None) -> Policy:
-        """The same with other weights."""
+    def with_weights(self, weights: Mapping[str, Tensor], exact_logprobs: BatchLogprobs | None) -> Policy:
+        """The same policy with other weights."""
         other = copy(self)
-        other.weights, other._values = weights, values
+        other.weights, other._exact_logprobs = weights, exact_logprobs
         return other
 
-    def logprobs(self, batch: Packed, route: Route | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probs of the response tokens [N] and the distribution's entropies [N], in nats.
+    def logprobs(self, batch: PackedBatch, router: Router | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probs of the response tokens [N] and the entropies of their distributions [N], in nats.
 
-        `route` chooses the experts of mixtures. Only positions that predict a response token go through
+        `router` chooses the experts of MoE layers. Only positions that predict a token of the loss go through
         the head.
         """
-        rows = self.hidden(batch, route).index_select(0, batch.rows)
-        head = decoder.head(self.weights)
-        logprobs, spread = token_logprobs(rows, head, batch.targets, self.temperature, self._chunk_tokens)
-        if self._values is not None:
-            logprobs = self._values(batch) + (logprobs - logprobs.detach())  # that is 0, with a gradient
-        return logprobs, spread
+        hidden = self.hidden_states(batch, router).index_select(0, batch.logits_indices)
+        head = decoder.lm_head(self.weights)
+        logprobs, entropies = token_logprobs(
+            hidden, head, batch.targets, self.temperature, self._chunk_tokens
+        )
+        if self._exact_logprobs is not None:  # the difference is 0 and carries the gradient
+            logprobs = self._exact_logprobs(batch) + (logprobs - logprobs.detach())
+        return logprobs, entropies
 
-    def hidden(self, batch: Packed, route: Route | None = None) -> Tensor:
+    def hidden_states(self, batch: PackedBatch, router: Router | None = None) -> Tensor:
         """Final hidden states [M, hidden]."""
-        cos, sin = (table.index_select(0, batch.positions) for table in (self._cos, self._sin))
-        attend = attend_in_blocks(batch.blocks, batch.found)
-        return decoder.forward(self.weights, self.config, batch.inputs, cos, sin, attend, route, self._run)
+        cos, sin = (table.index_select(0, batch.position_ids) for table in (self._cos, self._sin))
+        attend = packed_attention(batch.blocks, batch.block_indices)
+        return decoder.forward(
+            self.weights, self.config, batch.input_ids, cos, sin, attend, router, self._run_layer
+        )
 
 
-def _keep(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _run(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return layer(x)
 
 
-def _recompute(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    found: Tensor = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
-    return found
+def _run_checkpointed(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+def packed_attention(blocks: Sequence[Tensor], block_indices: Tensor | None = None) -> AttentionFn:
+    """Causal attention inside each sequence, as with a block-diagonal mask.
+
+    `blocks` [B, L] hold the input indices of B sequences of similar lengths, padded on the right, where
+    causality hides the padding. `block_indices` [M] locate each input among the blocks' flattened tokens;
+    None: the inputs are in that order. Several sequences may share an input if all inputs before it are the
+    same.
+    """
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [_block_attention(*(_take_rows(x, block) for x in (q, k, v))) for block in blocks]
+        return torch.cat(parts) if block_indices is None else _take_rows(torch.cat(parts), block_indices)
+
+    return attend
+
+
+def _block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B, L, heads, D], k and v [B, L, kv heads, D] -> [B * L, heads, D]."""
+    is_grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _take_rows(x: Tensor, ids: Tensor) -> Tensor:
+    """x[ids] by an embedding, whose backward pass on a CPU is far faster than that of indexing."""
+    rows: Tensor = F.embedding(ids, x.flatten(1)).unflatten(-1, x.shape[1:])
+    return rows
+
+
+def token_logprobs(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of `targets` [N] and the distributions' entropies [N], in nats; both carry a gradient.
+
+    The distributions are softmax(hidden head^T / temperature) of hidden [N, H] and head [V, H]. The product
+    is computed in the dtype of `hidden`, the rest in at least fp32. Both passes handle `chunk_tokens`
+    positions at a time, and the backward pass computes their logits again. Peak memory is two buffers of
+    chunk_tokens * V logits, the head in the dtype of `hidden`, and in the backward pass the head's gradient.
+    A token of probability 0 contributes 0 to the entropy.
+    """
+    apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogprobs.apply
+    return apply(hidden, head, targets, temperature, chunk_tokens)
+
+
+class _ChunkedLogprobs(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        matrix = head.to(hidden.dtype)
+        chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+        results = [
+            _logprobs_and_entropies(_distribution(rows, matrix, temperature), chunk_targets)
+            for rows, chunk_targets in chunks
+        ]
+        logprobs, entropies = (torch.cat(column) for column in zip(*results, strict=True))
+        ctx.save_for_backward(hidden, head, targets, entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients for hidden and head; `grads` are those of log-probs and entropies, each [N] or None."""
+        hidden, head, targets, entropies = ctx.saved_tensors
+        matrix, temperature, size = head.to(hidden.dtype), ctx.temperature, ctx.chunk_tokens
+        grad_hidden = torch.empty_like(hidden)
+        grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        grad_logits = None
+        for i in range(0, len(hidden), size):
+            chunk, grad_logits = slice(i, i + size), None  # free the previous chunk's first
+            distribution = _distribution(hidden[chunk], matrix, temperature)
+            chunk_grads = [None if grad is None else grad[chunk, None] / temperature for grad in grads]
+            _to_logits_gradient(distribution, targets[chunk, None], entropies[chunk, None], *chunk_grads)
+            grad_logits = distribution.to(hidden.dtype)
+            del distribution
+            torch.mm(grad_logits, matrix, out=grad_hidden[chunk])
+            if grad_head is not None:
+                _add_product(grad_head, grad_logits, hidden[chunk])
+        return grad_hidden, grad_head, None, None, None
+
+
+def _distribution(rows: Tensor, matrix: Tensor, temperature: float) -> Tensor:
+    """Log-probs of all tokens [C, V]."""
+    logits = F.linear(rows, matrix)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.div_(temperature).log_softmax(-1)
+
+
+def _logprobs_and_entropies(distribution: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of targets [C] and entropies [C]; overwrites the distribution [C, V]."""
+    logprobs = distribution.gather(-1, targets[:, None]).squeeze(-1)
+    p = distribution.exp()
+    return logprobs, -p.mul_(_finite(distribution)).sum(-1)
+
+
+def _finite(distribution: Tensor) -> Tensor:
+    """Clamp in place, so that a probability of 0 times its logarithm is 0."""
+    return distribution.clamp_(min=torch.finfo(distribution.dtype).min)
+
+
+def _to_logits_gradient(
+    distribution: Tensor,
+    targets: Tensor,
+    entropies: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropies: Tensor | None,
+) -> None:
+    """Overwrite a distribution [C, V] by the gradient for logits / temperature; the others are [C, 1].
+
+    With p = exp(distribution), y the target and H the entropy: d log p[y] / dz = onehot(y) - p, and
+    dH / dz = -p (log p + H).
+    """
+    p = distribution.exp()
+    if grad_entropies is None:
+        distribution.zero_()
+    else:
+        _finite(distribution).add_(entropies).mul_(grad_entropies)
+    if grad_logprobs is not None:
+        distribution.add_(grad_logprobs)
+    distribution.mul_(p).neg_()
+    if grad_logprobs is not None:
+        distribution.scatter_add_(1, targets, grad_logprobs)
+
+
+def _add_product(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
+    """Add grad_logits^T rows to `total` [V, H], a few rows at a time if the dtypes differ."""
+    if total.dtype == rows.dtype:
+        total.addmm_(grad_logits.T, rows)
+        return
+    for part, grads in zip(total.split(_HEAD_ROWS), grad_logits.split(_HEAD_ROWS, dim=1), strict=True):
+        part += grads.T @ rows

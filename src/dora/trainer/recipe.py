@@ -1,7 +1,7 @@
-"""Which algorithm: its names, what each part needs, and the combinations that are refused.
+"""Names of algorithms, what each one needs, and the combinations that are rejected.
 
-Plain values without torch, so that a configuration can be judged before anything heavy is
-loaded. The mathematics is in `advantage`, `loss`, `preference` and `corrections`.
+This module does not import torch, so a configuration is validated before anything heavy is loaded. The
+mathematics is in `advantage`, `loss` and `corrections`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ AdvEstimator = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
 ]
 PolicyLoss = Literal["ppo_clip", "dual_clip", "triplet_clip", "gspo", "cispo", "reinforce", "online_dpo"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
+ProximalPolicy = Literal["behavior", "recomputed", "interpolated"]
+TokenCorrection = Literal["none", "tis", "icepop"]
+SequenceCorrection = Literal["none", "mis"]
+LrDecay = Literal["linear", "constant"]
+Dtype = Literal["float32", "bfloat16"]  # of forward and backward passes, and of engines
 
-# What must be known before the first advantage is: a group's rewards, or those of the whole batch (of gae
-# also the critic's values). A trainer that accumulates gradients while the batch fills up has to wait for
-# the latter: a mean and a deviation cannot be divided out of a clipped loss afterwards.
-NEEDS: Mapping[AdvEstimator, Literal["group", "batch"]] = MappingProxyType(
+# The rewards that an estimator needs before it computes the first advantage. Scope "batch" rules out gradient
+# accumulation while the batch fills: a clipped loss cannot be rescaled afterwards by a mean and a deviation.
+ADVANTAGE_SCOPE: Mapping[AdvEstimator, Literal["group", "batch"]] = MappingProxyType(
     {
         "grpo": "group",
         "dr_grpo": "group",
@@ -35,12 +41,12 @@ NEEDS: Mapping[AdvEstimator, Literal["group", "batch"]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Traits:
-    """What a policy loss asks of the trainer.
+class PolicyLossTraits:
+    """What a policy loss requires of the trainer.
 
-    `unit` is what a micro-batch must hold whole. `is_clipped` says that a token whose probability
-    has moved too far loses its influence. `loss_agg_mode` is the only one that gives the published
-    objective; None where any does.
+    `unit`: what a micro-batch must not split. `is_clipped`: tokens whose ratio leaves the clip range lose
+    their gradient or have their weight bounded. `loss_agg_mode`: the only aggregation that gives the
+    published objective; None if any does.
     """
 
     unit: Literal["token", "sequence", "pair"] = "token"
@@ -48,53 +54,55 @@ class Traits:
     loss_agg_mode: str | None = None
 
 
-TRAITS: Mapping[PolicyLoss, Traits] = MappingProxyType(
+LOSS_TRAITS: Mapping[PolicyLoss, PolicyLossTraits] = MappingProxyType(
     {
-        "ppo_clip": Traits(),
-        "dual_clip": Traits(),
-        "triplet_clip": Traits(loss_agg_mode="seq-mean-token-sum-norm"),
-        "gspo": Traits(unit="sequence"),
-        "cispo": Traits(),
-        "reinforce": Traits(is_clipped=False),
-        "online_dpo": Traits(unit="pair", loss_agg_mode="seq-mean-token-sum"),
+        "ppo_clip": PolicyLossTraits(),
+        "dual_clip": PolicyLossTraits(),
+        "triplet_clip": PolicyLossTraits(loss_agg_mode="seq-mean-token-sum-norm"),
+        "gspo": PolicyLossTraits(unit="sequence"),
+        "cispo": PolicyLossTraits(),
+        "reinforce": PolicyLossTraits(is_clipped=False),
+        "online_dpo": PolicyLossTraits(unit="pair", loss_agg_mode="seq-mean-token-sum"),
     }
 )
 
 
 @dataclass(frozen=True)
 class Correction:
-    """How the gap between the policy that sampled and the policy in training is corrected.
+    """Off-policy correction between the behaviour policy, which sampled, and the policy in training.
 
-    `proximal`: the log-probs that the loss compares with, and so where its clip range is centred.
-    behaviour: those the engine sampled with. recomputed: the trainer's own before the step
-    (decoupled PPO, arXiv 2110.00641, 2505.24298). interpolated: between behaviour and current, by
-    staleness (A-3PO, arXiv 2512.06547).
-    `token`, on r = proximal / behaviour of each token: tis multiplies its loss by min(r, tis_cap)
-    (arXiv 1802.01561; fengyao.notion.site/off-policy-rl); icepop by r inside [icepop_low,
-    icepop_high] and by 0 outside (arXiv 2510.18855). `sequence` = mis drops a response whose
-    geometric mean of r is outside [mis_low, mis_high] (richardli.xyz/rl-collapse). Where `proximal`
-    is behaviour, the loss's own ratio already carries r = current / behaviour, and icepop and mis
-    only mask. `age_decay` weights a response by age_decay ** staleness (ours; 1: off).
+    `proximal` selects the old log-probs of the loss, which are the centre of its clip range: `behavior`, the
+    engine's; `recomputed`, the trainer's before the step (decoupled PPO, arXiv 2110.00641, 2505.24298);
+    `interpolated`, between behaviour and current by staleness (A-3PO, arXiv 2512.06547).
+
+    `token` acts on the importance ratio r = proximal / behaviour of each token. `tis` multiplies the token's
+    loss by min(r, tis_cap) (arXiv 1802.01561; fengyao.notion.site/off-policy-rl). `icepop` multiplies it by r
+    inside [icepop_low, icepop_high] and by 0 outside (arXiv 2510.18855). `sequence` = `mis` masks a response
+    whose geometric mean of r is outside [mis_low, mis_high] (richardli.xyz/rl-collapse). With `proximal` =
+    `behavior` the ratio of the loss itself already is current / behaviour, so icepop and mis take that ratio
+    as r and only mask.
+
+    `staleness_decay` multiplies the loss of a response by staleness_decay ** staleness (DORA's own; 1: off).
     """
 
-    proximal: Literal["behaviour", "recomputed", "interpolated"] = "behaviour"
-    token: Literal["none", "tis", "icepop"] = "none"
-    sequence: Literal["none", "mis"] = "none"
+    proximal: ProximalPolicy = "behavior"
+    token: TokenCorrection = "none"
+    sequence: SequenceCorrection = "none"
     tis_cap: float = 2.0
     icepop_low: float = 0.5
     icepop_high: float = 5.0
     mis_low: float = 0.9
     mis_high: float = 1.1
-    age_decay: float = 1.0
+    staleness_decay: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values that cannot work, or would silently do nothing."""
-        if self.proximal == "behaviour" and self.token == "tis":
+        """Raise ConfigError for values that cannot work or would have no effect."""
+        if self.proximal == "behavior" and self.token == "tis":
             raise ConfigError(
-                "correction.token = tis with correction.proximal = behaviour: its weight, proximal / "
-                "behaviour, is 1 for every token; choose proximal = recomputed or interpolated"
+                "correction.token = tis with correction.proximal = behavior: the weight proximal / behaviour "
+                "is 1 for every token; choose proximal = recomputed or interpolated"
             )
-        if self.proximal != "behaviour" and self.token == "none":
+        if self.proximal != "behavior" and self.token == "none":
             raise ConfigError(
                 f"correction.proximal = {self.proximal} with correction.token = none: the importance weight "
                 "proximal / behaviour would be lost; choose token = tis or icepop"
@@ -110,37 +118,36 @@ class Correction:
             if not 0.0 <= low <= 1.0 <= high:
                 raise ConfigError(
                     f"correction.{name}_low = {low}, correction.{name}_high = {high}: the range must "
-                    "hold 1, the ratio of an on-policy token"
+                    "include 1, the ratio of an on-policy token"
                 )
-        if not 0.0 < self.age_decay <= 1.0:
+        if not 0.0 < self.staleness_decay <= 1.0:
             raise ConfigError(
-                f"correction.age_decay = {self.age_decay}: must be above 0 and at most 1 (1: off)"
+                f"correction.staleness_decay = {self.staleness_decay}: must be above 0 and at most 1 (1: off)"
             )
 
     @property
     def bounds_tokens(self) -> bool:
-        """Whether no token's importance weight can exceed a constant."""
+        """Whether a constant bounds the importance weight of every token."""
         return self.token == "icepop" or (self.token == "tis" and math.isfinite(self.tis_cap))
 
 
-def why_unsafe(loss: PolicyLoss, correction: Correction, max_staleness: int) -> str | None:
-    """Why stale samples could wreck a run of this recipe; None where they cannot.
+def unsafe_reason(loss: PolicyLoss, correction: Correction, max_staleness: int) -> str | None:
+    """Why stale samples can destabilise a run with this recipe; None if they cannot.
 
-    The rule: some constant must bound what one stale token can do. It is the loss's clip range
-    around the behaviour, or a bounded importance weight on a ratio that cannot drift itself.
-    Recomputed log-probs equal the current ones when a batch gets one step, so a clip range around
-    them never acts. A loss over pairs uses no ratio at all: online DPO was the most robust to
-    staleness in arXiv 2410.18252.
+    A constant must bound the influence of a stale token: either the clip range of the loss around the
+    behaviour policy, or a bounded importance weight on a ratio that cannot drift itself. Recomputed log-probs
+    equal the current ones if a batch gets a single update, so a clip range around them has no effect. Pair
+    losses use no ratio: online DPO was the most robust to staleness in arXiv 2410.18252.
     """
-    traits = TRAITS[loss]
+    traits = LOSS_TRAITS[loss]
     if max_staleness == 0 or traits.unit == "pair":
         return None
-    if correction.proximal == "behaviour" and not traits.is_clipped and not correction.bounds_tokens:
+    if correction.proximal == "behavior" and not traits.is_clipped and not correction.bounds_tokens:
         return (
             f"loss {loss} multiplies each token by its unbounded ratio current / behaviour; choose a "
             "clipped loss, correction.token = icepop, or proximal = recomputed with token = tis"
         )
-    if correction.proximal != "behaviour" and not correction.bounds_tokens:
+    if correction.proximal != "behavior" and not correction.bounds_tokens:
         return (
             f"correction.tis_cap = {correction.tis_cap} leaves the ratio proximal / behaviour unbounded, "
             "and clipping around the proximal policy does not limit it; set a finite tis_cap"
@@ -153,17 +160,17 @@ def why_unsafe(loss: PolicyLoss, correction: Correction, max_staleness: int) -> 
     return None
 
 
-def why_never_clipped(
-    loss: PolicyLoss, proximal: str, max_staleness: int, batch_tokens: int | None
+def never_clipped_reason(
+    loss: PolicyLoss, proximal: str, max_staleness: int, mini_batch_tokens: int | None
 ) -> str | None:
-    """What leaves a loss's bounds of the ratio without effect; None where they may decide a token.
+    """Why the clip range of a loss has no effect; None if it may clip a token.
 
-    `batch_tokens`: a step has several updates, so that the last ones are away from the policy before it.
+    With `mini_batch_tokens` a step has several updates, so the later ones move away from the proximal policy.
     """
-    if not TRAITS[loss].is_clipped:
+    if not LOSS_TRAITS[loss].is_clipped:
         return f"with policy_loss = {loss}: it clips nothing"
     where = f"with correction.proximal = {proximal}"
-    if proximal == "recomputed" and batch_tokens is None:
+    if proximal == "recomputed" and mini_batch_tokens is None:
         return f"{where}: in the only update of a step the ratio to it is 1, and is never clipped"
     if proximal == "interpolated" and max_staleness == 0:
         return f"{where} and max_staleness = 0: the ratio to it is 1, and is never clipped"
@@ -172,7 +179,7 @@ def why_never_clipped(
 
 def check_recipe(loss: PolicyLoss, loss_agg_mode: str, correction: Correction, max_staleness: int) -> None:
     """Raise ConfigError, with reason and remedy, for a recipe that is unsafe or partly without effect."""
-    traits = TRAITS[loss]
+    traits = LOSS_TRAITS[loss]
     if traits.loss_agg_mode not in (None, loss_agg_mode):
         raise ConfigError(
             f"loss_agg_mode = {loss_agg_mode} with policy_loss = {loss}: this loss is defined with "
@@ -183,6 +190,6 @@ def check_recipe(loss: PolicyLoss, loss_agg_mode: str, correction: Correction, m
             f"policy_loss = {loss} with correction = {correction}: it uses no behaviour log-probs, so a "
             "correction would do nothing; remove the correction"
         )
-    reason = why_unsafe(loss, correction, max_staleness)
+    reason = unsafe_reason(loss, correction, max_staleness)
     if reason:
         raise ConfigError(f"policy_loss = {loss} at max_staleness = {max_staleness}: {reason}")

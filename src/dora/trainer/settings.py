@@ -1,38 +1,33 @@
-"""How a trainer is set up, and what it learns from.
-
-Plain values, which travel between processes.
-"""
+"""Settings of a trainer, and the samples that it learns from: plain values, which processes exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.trainer.lora import Lora
-from dora.trainer.loss import KLEstimator, LossAggMode
-from dora.trainer.objective import LossSettings
-from dora.trainer.recipe import TRAITS, Correction, PolicyLoss
+from dora.trainer.lora import LoraSettings
+from dora.trainer.loss import LossSettings
+from dora.trainer.recipe import LOSS_TRAITS, Correction, Dtype, KLEstimator, LossAggMode, LrDecay, PolicyLoss
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How to train. `num_steps` is the length of the run, where a linear decay ends.
+    """Settings of `Trainer`. `num_steps` is the length of the run, where a linear decay reaches 0.
 
-    `loss_scale_factor` (tokens) is the divisor of loss_agg_mode seq-mean-token-sum-norm. With `batch_tokens`
-    a step takes several updates of near so many response tokens each, and divides their gradients by it.
-    `temperature` is the one the samples were drawn at. `logits_chunk_tokens` rows of the vocabulary's
-    logits exist at a time. With `lora`, adapters are trained instead of the weights. A trainer that
-    `is_told_reference` finds the reference's log-probs in its samples.
+    `loss_scale_factor` (tokens) is the divisor of seq-mean-token-sum-norm. With `mini_batch_tokens` a step
+    takes several updates of about this many response tokens each, and divides their gradients by it.
+    `temperature` is the sampling temperature of the samples. At most `logits_chunk_tokens` rows of vocabulary
+    logits exist at a time. With `lora`, adapters are trained instead of the weights. With
+    `samples_have_reference` the trainer reads the reference policy's log-probs from its samples.
     """
 
     lr: float
     num_steps: int
     warmup_steps: int = 10
-    lr_decay: Literal["linear", "constant"] = "linear"
+    lr_decay: LrDecay = "linear"
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
@@ -47,45 +42,48 @@ class TrainerSettings:
     entropy_coeff: float = 0.0
     loss_agg_mode: LossAggMode = "token-mean"
     loss_scale_factor: int | None = None
-    batch_tokens: int | None = None
+    mini_batch_tokens: int | None = None
     micro_batch_tokens: int = 1024
     temperature: float = 1.0
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of forward and backward; weights are stepped in fp32
+    dtype: Dtype = "float32"  # of forward and backward; weights are stepped in fp32
     activation_checkpointing: bool = False
     logits_chunk_tokens: int = 256
-    lora: Lora | None = None
-    is_told_reference: bool = False
+    lora: LoraSettings | None = None
+    samples_have_reference: bool = False
 
     @property
-    def compares(self) -> bool:
-        """Whether the loss compares with a reference policy: in a KL term, or in pairs."""
-        return self.kl_loss_coef != 0.0 or TRAITS[self.policy_loss].unit == "pair"
+    def uses_reference(self) -> bool:
+        """Whether the loss needs a reference policy: for a KL term, or for pairs."""
+        return self.kl_loss_coef != 0.0 or LOSS_TRAITS[self.policy_loss].unit == "pair"
 
     @property
-    def keeps_reference(self) -> bool:
-        """Whether the trainer itself has the weights of that policy."""
-        return self.compares and not self.is_told_reference
+    def computes_reference(self) -> bool:
+        """Whether the trainer itself holds the reference policy's weights."""
+        return self.uses_reference and not self.samples_have_reference
 
     @property
-    def bounds(self) -> LossSettings:
-        """What a policy loss reads."""
+    def loss_settings(self) -> LossSettings:
+        """The settings that a policy loss reads."""
         return LossSettings(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, self.dpo_beta)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One scored response. `logprobs` are those of the version that sampled it, per token that it drew.
+    """One response with its reward turned into an advantage.
 
-    They are at the sampling temperature, before any token was excluded, for so are the trainer's: drawing
-    with filters (top_k, top_p, min_p) chooses what is learnt from, and the ratio is of like with like.
-    `loss_mask` is 0 for tokens that were read between turns (None: all were drawn); what else is told per
-    token is told of those that were drawn. `advantage` is one for all tokens, or one per token. `staleness`
-    (versions) says with which weights its log-probs can be found again; corrections may use it. `routes`
-    [tokens - 1, mixture layers * k] are the experts to send its tokens to; without, the likeliest.
-    `is_comparable`: those weights are at hand. `proximal` are log-probs of the policy before the step's first
-    update, where that is not the current one, `reference` those of the policy that the loss compares with,
-    `values` what a critic foretold of each token: where somebody else has computed them. `stream_index` is
-    its row in the sample stream, from where other ranks of the trainer read what they are not sent.
+    `loss_mask` is 1 for the response tokens that the policy sampled and 0 for those that an environment
+    inserted between turns; None if the policy sampled all of them. Every other per-token field has one
+    entry for each token of mask 1.
+
+    `logprobs` are the engine's at the sampling temperature, before top_k, top_p or min_p excluded a token, as
+    the trainer's are. `advantage` is one for the whole response, or one per token. `staleness` (versions) is
+    the distance to the policy that sampled. `is_comparable`: the trainer can find that policy's weights by
+    the staleness, and they are those that the engine reported. `routes` [tokens - 1, MoE layers * k] are the
+    experts that the engine chose; without them the trainer's router chooses.
+
+    Other workers may have computed the log-probs of the policy before the step's first update
+    (`proximal_logprobs`), those of the reference policy (`reference_logprobs`) and the critic's `values`.
+    `stream_index` is the row in the sample stream from which other ranks of the trainer read the columns.
     """
 
     prompt_ids: Sequence[int]
@@ -95,24 +93,29 @@ class Sample:
     staleness: int = 0
     routes: NDArray[np.int16] | None = None
     is_comparable: bool = True
-    proximal: Sequence[float] | None = None
-    reference: Sequence[float] | None = None
+    proximal_logprobs: Sequence[float] | None = None
+    reference_logprobs: Sequence[float] | None = None
     values: Sequence[float] | None = None
     stream_index: int | None = None
     loss_mask: Sequence[int] | None = None
 
     @property
-    def num_drawn(self) -> int:
-        """Tokens that are learnt from."""
+    def num_loss_tokens(self) -> int:
+        """Response tokens of mask 1."""
         return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
     def advantages(self) -> list[float]:
-        """One per token."""
+        """One per token of mask 1."""
         given = self.advantage
-        return [given] * self.num_drawn if isinstance(given, float | int) else list(given)
+        return [given] * self.num_loss_tokens if isinstance(given, float | int) else list(given)
 
     @property
     def has_advantage(self) -> bool:
-        """Whether any token has one that is not 0."""
+        """Whether the advantage of any token is not 0."""
         return any(self.advantages)

@@ -1,7 +1,4 @@
-"""Supervised warm start: imitate a teacher's responses.
-
-One step at a time, so that a caller can show how far it is.
-"""
+"""Supervised fine-tuning (SFT): a warm start on a teacher's responses."""
 
 from __future__ import annotations
 
@@ -12,18 +9,18 @@ import torch
 from torch import Tensor
 
 from dora.model.config import ModelConfig
-from dora.model.weights import Layout
+from dora.model.weights import WeightLayout
 from dora.trainer.optimizer import FlatAdamW, learning_rate
 from dora.trainer.packing import balanced_micro_batches, pack
 from dora.trainer.policy import Policy
 
-Example = tuple[Sequence[int], Sequence[int]]
+SftExample = tuple[Sequence[int], Sequence[int]]
 
 
-def imitate(
+def train_sft(
     config: ModelConfig,
     flat: Tensor,
-    batches: Iterable[Sequence[Example]],
+    batches: Iterable[Sequence[SftExample]],
     num_steps: int,
     lr: float = 2e-3,
     warmup_steps: int = 20,
@@ -31,10 +28,10 @@ def imitate(
 ) -> Iterator[float]:
     """Train `flat` in place on `num_steps` batches; yields the loss of each step (nats per token).
 
-    An example is (prompt ids, response ids); only response tokens count. The rate decays linearly
-    to 0, so what is left after the last step is a finished model, not a snapshot of a noisy one.
+    An example is (prompt ids, response ids); the loss covers the response. The learning rate decays linearly
+    to 0, so the last step leaves converged weights. The caller drives the steps and can show progress.
     """
-    optimizer = FlatAdamW(Layout(config), flat, weight_decay=0.0, betas=(0.9, 0.99))
+    optimizer = FlatAdamW(WeightLayout(config), flat, weight_decay=0.0, betas=(0.9, 0.99))
     policy = Policy(config, optimizer.weights)
     for step, batch in enumerate(islice(batches, num_steps)):
         num_tokens = sum(len(response) for _, response in batch)

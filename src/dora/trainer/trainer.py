@@ -1,8 +1,7 @@
-"""One training step: a batch of samples in, the next version of the weights out.
+"""One training step: consume a batch of samples and update the flat weights in place.
 
-The batch may come piece by piece: gradients are summed as micro-batches fill, and divided by what
-the whole batch amounts to at its end. The weights are one flat buffer, updated in place;
-publishing it is the caller's business.
+A batch may arrive in parts: gradients accumulate as micro-batches fill, and are divided by the batch's
+divisor at the end. The caller publishes the weights.
 """
 
 from __future__ import annotations
@@ -19,24 +18,23 @@ from torch import Tensor
 
 from dora.model.config import ModelConfig
 from dora.trainer.critic import Critic
-from dora.trainer.learner import Alone, Learner, Score
-from dora.trainer.logprobs import answer_logprobs
-from dora.trainer.loss import batch_total, token_shares
-from dora.trainer.mismatch import spot_check
-from dora.trainer.optimizer import learning_rate
-from dora.trainer.packing import balanced_micro_batches, micro_batches
-from dora.trainer.recipe import TRAITS
+from dora.trainer.learner import ComputeLogprobs, Learner, LocalLearner
+from dora.trainer.logprobs import response_logprobs
+from dora.trainer.loss import batch_divisor, unnormalized_token_weights
+from dora.trainer.metrics import StepMetrics, choose_spot_checks
+from dora.trainer.optimizer import Snapshottable, learning_rate, rollback_on_error
+from dora.trainer.packing import balanced_micro_batches, sequential_micro_batches, split_mini_batches
+from dora.trainer.recipe import LOSS_TRAITS
 from dora.trainer.settings import Sample, TrainerSettings
-from dora.trainer.tally import Tally
-from dora.trainer.updates import Undoable, undone_if_failed, updates
 
 __all__ = ["Sample", "Trainer", "TrainerSettings"]
 
-Sources = Callable[[int], Tensor | None]
+FindVersion = Callable[[int], Tensor | None]
+Unit = list[Sample]  # samples that must share a micro-batch: one response, or a pair
 
 
 class Trainer:
-    """Owns a policy's flat weights ([numel], fp32) and steps them in place."""
+    """Owns a policy's flat weights ([numel], fp32) and updates them in place."""
 
     def __init__(
         self,
@@ -44,203 +42,214 @@ class Trainer:
         flat: Tensor,
         settings: TrainerSettings,
         reference: Tensor | None = None,
-        score: Score | None = None,
-        sources: Sources = lambda version: None,
+        exact_logprobs: ComputeLogprobs | None = None,
+        find_version: FindVersion = lambda version: None,
         learner: Learner | None = None,
         critic: Critic | None = None,
     ) -> None:
-        """`reference` are the flat weights that the KL term and pairs compare with; by default as given.
+        """`reference` are the flat weights of the reference policy; by default a copy of `flat`.
 
-        In exact mode, `score` tells log-probs [N] of answers as engines compute them: from flat weights,
-        prompts and answers. `sources` has the flat weights of older versions, as far as they are known.
-        A `learner` that is given has the weights already. A `critic` learns in every step from the batch
-        that it judged last.
+        In exact mode, `exact_logprobs` computes log-probs [N] as engines do, from flat weights, prompts and
+        responses. `find_version` returns the flat weights of an older version, or None if they are not
+        available. A given `learner` already holds the weights. Each step trains `critic` on the batch of its
+        last `compute_advantages`.
         """
-        token_shares([1], settings.loss_agg_mode, settings.loss_scale_factor)
+        unnormalized_token_weights([1], settings.loss_agg_mode, settings.loss_scale_factor)  # validates them
         self.settings = settings
         self.critic = critic
         self.num_steps_done = 0
-        self._sources = sources
+        self._find_version = find_version
         self._has_warned = False
-        self._learner = learner or Alone(config, flat, settings, reference, score)
-        self._is_paired = TRAITS[settings.policy_loss].unit == "pair"
-        # A sample of advantage 0 has an exactly zero gradient unless there is a term beside the policy
-        # loss. It needs no forward pass, but its tokens stay in the denominators.
-        self._skips = not settings.compares and settings.entropy_coeff == 0.0
-        self._begin()
+        self._learner = learner or LocalLearner(config, flat, settings, reference, exact_logprobs)
+        self._is_paired = LOSS_TRAITS[settings.policy_loss].unit == "pair"
+        # Without a KL or entropy term the gradient of a sample with advantage 0 is exactly zero. It needs no
+        # forward pass, but its tokens stay in the denominators.
+        self._skips_zero_advantages = not settings.uses_reference and settings.entropy_coeff == 0.0
+        self._start_batch()
 
     @property
     def flat(self) -> Tensor:
-        """The weights as they are now, [numel], fp32."""
+        """The current weights, [numel], fp32."""
         return self._learner.flat
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Consume one batch, update `flat`, return metrics under the names verl uses.
+        """Train on one batch, update `flat`, return metrics under verl's keys.
 
-        Means are over the response tokens that went through the model; mismatch/* compares trainer
-        and engine log-probs under equal weights, for few of the stale samples. Raises RunError where
-        the gradient is not finite; whatever is raised, `flat` is then unchanged and the step can be tried
-        again.
+        Means are over the response tokens that went through the model. mismatch/* compares the log-probs of
+        trainer and engine under equal weights, for a few of the stale samples. Raises RunError if the
+        gradient is not finite. After any exception `flat` is unchanged and the step can be repeated.
         """
-        self.forget()
-        self.put(samples, is_whole=True)
-        return self.finish()
+        self.discard_batch()
+        self.add_samples(samples, is_whole_batch=True)
+        return self.finish_step()
 
-    def put(self, samples: Sequence[Sample], is_whole: bool = False) -> None:
-        """Take up whole groups of the next step's batch; what they fill becomes micro-batches.
+    def add_samples(self, samples: Sequence[Sample], is_whole_batch: bool = False) -> None:
+        """Add whole groups to the next step's batch, and pack full micro-batches.
 
-        A batch may be put piece by piece: the same pieces in the same order give the same bits, whenever
-        they come. Micro-batches of one that `is_whole` are balanced. A loss of pairs takes samples with an
-        advantage, two of each group or none; a pair with an empty response teaches nothing.
+        The same parts in the same order give the same bits, whenever they are added. The micro-batches of a
+        whole batch are balanced. A pair loss expects two samples with an advantage in each group, or none; it
+        ignores a pair with an empty response.
         """
         self._samples += [s for s in samples if s.token_ids]
         if self._is_paired:
-            told = [s for s in samples if any(s.advantages or [s.advantage])]  # empty ones may have one
-            pairs = zip(told[::2], told[1::2], strict=True)
-            whole = [pair for pair in pairs if all(s.token_ids for s in pair)]
-            units = [sorted(pair, key=lambda s: sum(s.advantages), reverse=True) for pair in whole]
-            samples = [s for unit in units for s in unit]
+            units = _pairs(samples)
+            self._num_tokens += [s.num_loss_tokens for pair in units for s in pair]
         else:
             units = [[s] for s in samples if s.token_ids and self._has_gradient(s)]
-        self._num_tokens += [s.num_drawn for s in samples]
-        self._waiting += units
-        if self.settings.batch_tokens is None:
-            self._pack(num_left=0 if is_whole else 1, balances=is_whole)
+            self._num_tokens += [s.num_loss_tokens for s in samples]
+        self._unpacked += units
+        if self.settings.mini_batch_tokens is None:
+            self._pack(num_open=0 if is_whole_batch else 1, is_balanced=is_whole_batch)
 
     @property
-    def can_work(self) -> bool:
-        """Whether a full micro-batch is there for every rank."""
-        return len(self._ready) >= self._learner.num_ranks
+    def can_accumulate(self) -> bool:
+        """Whether there is a full micro-batch for every rank."""
+        return len(self._packed) >= self._learner.num_ranks
 
-    def work(self) -> None:
-        """Add the share of a micro-batch for every rank to the gradient, up to the batch's total."""
-        num = min(self._learner.num_ranks, len(self._ready))
-        self._learner.add([self._ready.popleft() for _ in range(num)], self._tally)
+    def accumulate(self) -> None:
+        """Add the gradient of one micro-batch per rank."""
+        num = min(self._learner.num_ranks, len(self._packed))
+        self._learner.accumulate([self._packed.popleft() for _ in range(num)], self._metrics)
 
     @property
-    def num_accumulated(self) -> int:
+    def num_accumulated_tokens(self) -> int:
         """Response tokens of the next step's batch that went through the model."""
-        return self._tally.num_tokens
+        return self._metrics.num_tokens
 
-    def finish(self) -> dict[str, float]:
-        """Work on what is left, and step; as `step`. The batch is complete."""
-        at_risk: list[Undoable] = [] if self.settings.batch_tokens is None else [self._learner]
-        learnt: dict[str, float] = {}
-        with undone_if_failed(*at_risk, *([self.critic] if self.critic else [])):
+    def finish_step(self) -> dict[str, float]:
+        """Accumulate the rest of the complete batch and update the weights; as `step`."""
+        rollback: list[Snapshottable] = [] if self.settings.mini_batch_tokens is None else [self._learner]
+        critic_metrics: dict[str, float] = {}
+        with rollback_on_error(*rollback, *([self.critic] if self.critic else [])):
             if self.critic is not None:
-                learnt = self.critic.learn(self.num_steps_done)
+                critic_metrics = self.critic.update(self.num_steps_done)
             metrics = self._update()
         if self.critic is not None:
             self.critic.end_step()
         self.num_steps_done += 1
-        self._begin()
-        return metrics | learnt
+        self._start_batch()
+        return metrics | critic_metrics
 
-    def forget(self) -> None:
-        """Begin the step's batch anew: what was put and accumulated is gone."""
-        self._learner.forget()
-        self._begin()
+    def discard_batch(self) -> None:
+        """Drop the samples and the gradient of the next step's batch."""
+        self._learner.zero_grad()
+        self._start_batch()
 
-    def _begin(self) -> None:
+    def _start_batch(self) -> None:
         self._samples: list[Sample] = []
-        self._num_tokens: list[int] = []  # of every response of the batch so far that counts
-        self._waiting: list[list[Sample]] = []  # responses that must share a micro-batch
-        self._ready: deque[list[Sample]] = deque()
-        self._tally = Tally()
+        self._num_tokens: list[int] = []  # in the loss, of every response of the batch so far
+        self._unpacked: list[Unit] = []
+        self._packed: deque[list[Sample]] = deque()  # micro-batches
+        self._metrics = StepMetrics()
 
-    def _pack(self, num_left: int, balances: bool = False) -> None:
-        """Make micro-batches of what waits, but for the last `num_left`, which may not be full yet."""
-        waiting, budget = self._waiting, self.settings.micro_batch_tokens
-        lengths = [sum(len(s.prompt_ids) + len(s.token_ids) for s in unit) for unit in waiting]
-        if balances:
-            prompts, num_ranks = [unit[0].prompt_ids for unit in waiting], self._learner.num_ranks
+    def _pack(self, num_open: int, is_balanced: bool = False) -> None:
+        """Make micro-batches of the unpacked units, except for the last `num_open`, which may not be full."""
+        units, budget = self._unpacked, self.settings.micro_batch_tokens
+        lengths = [sum(s.num_tokens for s in unit) for unit in units]
+        if is_balanced:
+            prompts, num_ranks = [unit[0].prompt_ids for unit in units], self._learner.num_ranks
             packs = balanced_micro_batches(prompts, lengths, budget, num_ranks)
         else:
-            packs = micro_batches(lengths, budget)
-        num_ready = max(0, len(packs) - num_left)
-        self._ready.extend([s for i in pack for s in waiting[i]] for pack in packs[:num_ready])
-        self._waiting = [waiting[i] for pack in packs[num_ready:] for i in pack]
+            packs = sequential_micro_batches(lengths, budget)
+        num_full = max(0, len(packs) - num_open)
+        self._packed.extend([s for i in pack for s in units[i]] for pack in packs[:num_full])
+        self._unpacked = [units[i] for pack in packs[num_full:] for i in pack]
 
     def _update(self) -> dict[str, float]:
         """All updates of the step, at one learning rate."""
-        settings, tally = self.settings, self._tally
+        settings, metrics = self.settings, self._metrics
         lr = learning_rate(
             settings.lr, self.num_steps_done, settings.warmup_steps, settings.num_steps, settings.lr_decay
         )
-        parts = self._parts()
-        total = max(1, batch_total(self._num_tokens, settings.loss_agg_mode))
+        mini_batches = self._mini_batches()
+        divisor = max(1, batch_divisor(self._num_tokens, settings.loss_agg_mode))
         norms = []
-        for number, waiting in enumerate(parts, start=1):
-            self._waiting = waiting
-            self._pack(num_left=0, balances=settings.batch_tokens is not None)
-            while self._ready:
-                self.work()
-            if number == len(parts):
-                self._check()
-            norms.append(self._learner.step(settings.batch_tokens or total, lr, settings.max_grad_norm))
-            tally.num_updates += 1
-        return tally.metrics(total) | {"actor/grad_norm": math.fsum(norms) / len(norms), "actor/lr": lr}
+        for number, units in enumerate(mini_batches, start=1):
+            self._unpacked = units
+            self._pack(num_open=0, is_balanced=settings.mini_batch_tokens is not None)
+            while self._packed:
+                self.accumulate()
+            if number == len(mini_batches):
+                self._check_mismatch()
+            update_divisor = settings.mini_batch_tokens or divisor
+            norms.append(self._learner.step(update_divisor, lr, settings.max_grad_norm))
+            metrics.num_updates += 1
+        return metrics.metrics(divisor) | {
+            "actor/grad_norm": math.fsum(norms) / len(norms),
+            "actor/lr": lr,
+        }
 
-    def _parts(self) -> list[list[list[Sample]]]:
-        """What waits for each update of the step."""
-        if self.settings.batch_tokens is None:
-            return [self._waiting]
+    def _mini_batches(self) -> list[list[Unit]]:
+        """The unpacked units of each update of the step."""
+        if self.settings.mini_batch_tokens is None:
+            return [self._unpacked]
         samples = self._samples
+        lengths = [s.num_loss_tokens for s in samples]
         first, *later = [
             [samples[i] for i in part if self._has_gradient(samples[i])]
-            for part in updates([s.num_drawn for s in samples], self.settings.batch_tokens)
+            for part in split_mini_batches(lengths, self.settings.mini_batch_tokens)
         ]
         if self.settings.correction.proximal == "recomputed":
-            later = [self._with_proximal(part) for part in later]
+            later = [self._with_proximal_logprobs(part) for part in later]
         return [[[s] for s in part] for part in (first, *later)]
 
-    def _with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with the log-probs that the policy gives them now, unless they have been told."""
-        if all(s.proximal is not None for s in samples):
+    def _with_proximal_logprobs(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with the current policy's log-probs, unless they have proximal log-probs already."""
+        if all(s.proximal_logprobs is not None for s in samples):
             return list(samples)
-        found = self._logprobs(self.flat, samples)
-        return [replace(s, proximal=own.tolist()) for s, own in zip(samples, found, strict=True)]
+        logprobs = self._logprobs(self.flat, samples)
+        return [replace(s, proximal_logprobs=x.tolist()) for s, x in zip(samples, logprobs, strict=True)]
 
     def _has_gradient(self, sample: Sample) -> bool:
-        return sample.has_advantage or not self._skips
+        return sample.has_advantage or not self._skips_zero_advantages
 
-    def _check(self) -> None:
-        """Compare the engine's log-probs of a few samples, stale ones if any, that have not been compared.
+    def _check_mismatch(self) -> None:
+        """Compare log-probs of trainer and engine for a few samples; for stale samples, if there are any.
 
-        Where that fails, the step goes on without.
+        An error here does not fail the step.
         """
-        mismatch = self._tally.mismatch
-        left = [s for s in self._samples if s.is_comparable and (s.staleness or not mismatch.num_tokens)]
-        picked = spot_check([s.num_drawn for s in left], self._tally.num_tokens, self.num_steps_done)
+        mismatch = self._metrics.mismatch
+        needs_fresh = not mismatch.num_tokens
+        candidates = [s for s in self._samples if s.is_comparable and (s.staleness or needs_fresh)]
+        lengths = [s.num_loss_tokens for s in candidates]
+        chosen = choose_spot_checks(lengths, self._metrics.num_tokens, self.num_steps_done)
         try:
-            for age in sorted({left[i].staleness for i in picked}):
-                flat = self._sources(self.num_steps_done - age)
+            for staleness in sorted({candidates[i].staleness for i in chosen}):
+                flat = self._find_version(self.num_steps_done - staleness)
                 if flat is not None:
-                    own = [left[i] for i in picked if left[i].staleness == age]
-                    found = torch.cat(self._logprobs(flat, own))
-                    mismatch.add(found, found.new_tensor([x for s in own for x in s.logprobs]))
-        except Exception as error:  # out of memory, perhaps: old weights lie beside the new ones
+                    samples = [candidates[i] for i in chosen if candidates[i].staleness == staleness]
+                    logprobs = torch.cat(self._logprobs(flat, samples))
+                    mismatch.add(logprobs, logprobs.new_tensor([x for s in samples for x in s.logprobs]))
+        except Exception as error:  # perhaps out of memory: the older weights lie beside the current ones
             if not self._has_warned:
-                told = f"stale samples are missing in mismatch/*: {type(error).__name__}: {error}"
-                warnings.warn(told, RuntimeWarning, stacklevel=2)
+                message = f"mismatch/* leaves out stale samples: {type(error).__name__}: {error}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
             self._has_warned = True
 
     def _logprobs(self, flat: Tensor, samples: Sequence[Sample]) -> list[Tensor]:
-        """Those of each sample's response tokens under the weights `flat`, without a gradient."""
-        policy = self._learner.under(flat)
-        return answer_logprobs(policy, samples, self.settings.micro_batch_tokens, self._tally)
+        """Log-probs of each sample's tokens of the loss under the weights `flat`, without a gradient."""
+        policy = self._learner.policy_with_weights(flat)
+        return response_logprobs(policy, samples, self.settings.micro_batch_tokens, self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights that a resumed run needs."""
+        """The state that a resumed run needs in addition to the weights."""
         state = {"num_steps_done": self.num_steps_done, "optimizer": self._learner.state_dict()}
         if self.critic is not None:
             state["critic"] = {"flat": self.critic.flat, "optimizer": self.critic.state_dict()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self.num_steps_done = state["num_steps_done"]
         self._learner.load_state_dict(state["optimizer"])
         if self.critic is not None:
             self.critic.flat.copy_(state["critic"]["flat"])
             self.critic.load_state_dict(state["critic"]["optimizer"])
+
+
+def _pairs(samples: Sequence[Sample]) -> list[Unit]:
+    """The preference pair of each group, best response first; without pairs that have an empty response."""
+    members = [s for s in samples if any(s.advantages or [s.advantage])]  # also empty responses
+    pairs = zip(members[::2], members[1::2], strict=True)
+    nonempty = [pair for pair in pairs if all(s.token_ids for s in pair)]
+    return [sorted(pair, key=lambda s: sum(s.advantages), reverse=True) for pair in nonempty]

@@ -1,4 +1,1 @@
-"""Versions of the policy between the trainer and the engines.
-
-One file per version; only the trainer writes, engines map what they need.
-"""
+"""Versions of the policy on their way from the trainer to the engines."""

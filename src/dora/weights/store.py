@@ -1,8 +1,8 @@
-"""The weight store: one file per version, in memory where the system has a memory file system.
+"""The weight store: one file per version of the policy, which the trainer writes and the engines map.
 
-Publishing is one copy into a file, fetching maps it, so all engines share one copy and nothing
-is pickled. A version appears under its name only once it is complete. What is published is of the
-engines' dtype: its digest is that of the bytes they hold once they have loaded it.
+The files are in memory where the system has a memory file system. Publishing copies a version into a file
+once, fetching maps it, and a version appears under its name only when it is complete. The bytes are of the
+engines' dtype, so their digest is that of the bytes that an engine holds after it has loaded them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterable
+import warnings
+from collections.abc import Container, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -23,36 +25,125 @@ from torch import Tensor
 
 from dora.model.weights import weight_digest
 
-_MEMORY = Path("/dev/shm")
-_PREFIX = "dora-weights-"
 DTYPES = {"float32": (torch.float32, ".f32"), "bfloat16": (torch.bfloat16, ".bf16")}
+_MEMORY_FS = Path("/dev/shm")
+_FOLDER_PREFIX = "dora-weights-"
+
+
+class VersionSource(Protocol):
+    """Where an engine gets versions from."""
+
+    def fetch(self, version: int, /) -> Tensor:
+        """See `WeightStore.fetch`."""
+
+
+class WeightStore:
+    """Versions as files of raw numbers in `folder`, all of one `dtype`: "float32" or "bfloat16"."""
+
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+        self.folder = folder
+        self._dtype, self._suffix = DTYPES[dtype]
+        self._pinned: Tensor | None = None  # host memory for versions that come from a GPU
+
+    def publish(self, version: int, flat: Tensor) -> str:
+        """Store `flat` ([numel], fp32, on any device), rounded. Returns the digest of the stored bytes."""
+        path = self._path(version)
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(self.rounded(flat).view(torch.uint8).numpy().data)
+        os.replace(draft, path)
+        return weight_digest(self.fetch(version))
+
+    def publish_file(self, version: int, path: Path) -> str:
+        """Store a copy of a version's file, as from a checkpoint. Returns the digest of its bytes."""
+        draft = self._path(version).with_suffix(".draft")
+        shutil.copyfile(path, draft)
+        os.replace(draft, self._path(version))
+        return weight_digest(self.fetch(version))
+
+    def fetch(self, version: int) -> Tensor:
+        """Map a version's file: a tensor [numel] of the store's dtype, to be read only.
+
+        Raises FileNotFoundError if the version was never published or has been dropped.
+        """
+        path, dtype = self._path(version), self._dtype
+        numel = path.stat().st_size // dtype.itemsize
+        return torch.from_file(str(path), shared=False, size=numel, dtype=dtype)
+
+    def fetch_if_stored(self, version: int) -> Tensor | None:
+        """As `fetch`, or None if the version is not stored."""
+        try:
+            return self.fetch(version)
+        except FileNotFoundError:
+            return None
+
+    def raw_bytes(self, version: int) -> NDArray[np.uint8]:
+        """The bytes of a version, mapped as by `fetch`."""
+        content: NDArray[np.uint8] = self.fetch(version).view(torch.uint8).numpy()
+        return content
+
+    def versions(self) -> list[int]:
+        """The stored versions, oldest first."""
+        return sorted(int(path.stem) for path in self.folder.glob(f"*{self._suffix}"))
+
+    def drop(self, version: int) -> None:
+        """Delete a version's file. Processes that have mapped it keep their mapping."""
+        self._path(version).unlink(missing_ok=True)
+
+    def link_versions(self, versions: Iterable[int], name: str) -> Path:
+        """Create a folder `name` with hard links to versions, which outlive `drop`. The caller removes it."""
+        folder = self.folder / name
+        folder.mkdir()
+        for version in versions:
+            os.link(self._path(version), folder / self.file_name(version))
+        return folder
+
+    def close(self) -> None:
+        """Remove the folder and everything in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def rounded(self, flat: Tensor) -> Tensor:
+        """`flat` in the store's dtype, on the host. It may share memory with `flat` or with the next result."""
+        flat = flat.detach().to(self._dtype)
+        if not flat.is_cuda:
+            return flat.contiguous()
+        if self._pinned is None:  # a GPU copies to pinned memory several times as fast
+            self._pinned = torch.empty_like(flat, device="cpu", pin_memory=True)
+        return self._pinned.copy_(flat)
+
+    def file_name(self, version: int) -> str:
+        """The name of a version's file. Its suffix is the dtype."""
+        return f"{version}{self._suffix}"
+
+    def _path(self, version: int) -> Path:
+        return self.folder / self.file_name(version)
 
 
 def make_store_folder(num_bytes: int) -> Path:
-    """A new folder for versions of `num_bytes` in all, in memory if they fit there.
+    """Create a folder for versions of `num_bytes` in all, in memory if they fit there.
 
-    Folders that dead processes left behind are removed, if they were numbered where this one is.
+    Folders of exited processes are removed, if their process ids are of the same machine and container.
     """
-    disk, place = Path(tempfile.gettempdir()), _place()
-    for old in (*_MEMORY.glob(f"{_PREFIX}*-{place}-*"), *disk.glob(f"{_PREFIX}*-{place}-*")):
-        owner = old.name.removeprefix(_PREFIX).split("-")[0]
-        if owner.isdigit() and not _is_alive(int(owner)):
+    disk, namespace = Path(tempfile.gettempdir()), _pid_namespace()
+    pattern = f"{_FOLDER_PREFIX}*-{namespace}-*"
+    for old in (*_MEMORY_FS.glob(pattern), *disk.glob(pattern)):
+        owner = old.name.removeprefix(_FOLDER_PREFIX).split("-")[0]
+        if owner.isdigit() and not _is_running(int(owner)):
             shutil.rmtree(old, ignore_errors=True)
-    fits = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > num_bytes
-    parent = _MEMORY if fits else disk
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-{place}-", dir=parent))
+    fits = os.access(_MEMORY_FS, os.W_OK) and shutil.disk_usage(_MEMORY_FS).free > num_bytes
+    parent = _MEMORY_FS if fits else disk
+    return Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-{namespace}-", dir=parent))
 
 
-def _place() -> str:
-    """Where process ids are unique: this machine, and this container if it is one; 8 hex digits."""
+def _pid_namespace() -> str:
+    """Where process ids are unique, by machine and container: 8 hex digits."""
     try:
-        numbering = os.readlink("/proc/self/ns/pid")
+        namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        numbering = ""
-    return hashlib.blake2b(f"{platform.node()} {numbering}".encode(), digest_size=4).hexdigest()
+        namespace = ""
+    return hashlib.blake2b(f"{platform.node()} {namespace}".encode(), digest_size=4).hexdigest()
 
 
-def _is_alive(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -62,58 +153,44 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-class Versions(Protocol):
-    """Where an engine finds them."""
+class RecentVersions:
+    """The trainer's view of the store: the newest `num` versions stay mapped after the store drops them.
 
-    def fetch(self, version: int, /) -> Tensor:
-        """As `WeightStore.fetch`."""
-
-
-class Recent:
-    """The newest `num` versions published here: what is mapped stays when the store drops it.
-
-    A run that goes on may publish a version again, with other bytes: their digest tells which they are.
+    A resumed run may publish a version again with other bytes. Their digest tells them apart.
     """
 
-    def __init__(self, store: WeightStore, num: int, redone: WeightStore | None = None) -> None:
-        """`redone` is where another process finds the version that was kept last."""
-        self._store, self._num, self._redone = store, num, redone
+    def __init__(self, store: WeightStore, num: int, replay_store: WeightStore | None = None) -> None:
+        """`replay_store` shows other processes the version whose step is replayed."""
+        self._store, self._num, self._replay_store = store, num, replay_store
         self._mapped: dict[int, Tensor] = {}
         self._digests: dict[int, str] = {}
 
     def publish(self, version: int, flat: Tensor) -> str:
-        """As `WeightStore.publish`."""
+        """See `WeightStore.publish`."""
         digest = self._store.publish(version, flat)
-        self._forget_redone()
+        self._clear_replayed()
         self._add(version, self._store.fetch(version), digest)
         return digest
 
-    def keep(self, version: int, flat: Tensor) -> str:
-        """Round a version as if it were published, for whoever redoes its step; the digest of its bytes.
+    def keep_replayed(self, version: int, flat: Tensor) -> str:
+        """Round a version as `publish` does, without replacing the published one. Returns its digest.
 
-        Under its number the store may have others.
+        A trainer that replays steps starts the next one from these bytes.
         """
         own = self._store.rounded(flat).clone()
         digest = weight_digest(own)
-        self._forget_redone()
-        if self._redone is not None:
-            self._redone.publish(version, own)
+        self._clear_replayed()
+        if self._replay_store is not None:
+            self._replay_store.publish(version, own)
         self._add(version, own, digest)
         return digest
 
-    def _forget_redone(self) -> None:
-        """The step that began with it is over."""
-        if self._redone is not None:
-            for version in self._redone.versions():
-                self._redone.drop(version)
-
-    def _add(self, version: int, own: Tensor, digest: str) -> None:
-        self._mapped[version], self._digests[version] = own, digest
-        self._mapped = {v: flat for v, flat in self._mapped.items() if v > version - self._num}
-        self._digests = {v: digest for v, digest in self._digests.items() if v > version - self._num}
+    def get(self, version: int) -> Tensor | None:
+        """A version as it was published, from here or the store, to be read only; or None."""
+        return self._mapped[version] if version in self._mapped else self._store.fetch_if_stored(version)
 
     def digest(self, version: int) -> str | None:
-        """Of a version's bytes, here or in the store; or None."""
+        """The digest of a version, from here or the store; or None."""
         if version not in self._digests:
             try:
                 self._digests[version] = weight_digest(self._store.fetch(version))
@@ -121,90 +198,81 @@ class Recent:
                 return None
         return self._digests[version]
 
-    def __call__(self, version: int) -> Tensor | None:
-        """A version as it was published, here or in the store, to be read only; or None."""
-        return self._mapped[version] if version in self._mapped else self._store.find(version)
+    def _add(self, version: int, own: Tensor, digest: str) -> None:
+        self._mapped[version], self._digests[version] = own, digest
+        self._mapped = {v: flat for v, flat in self._mapped.items() if v > version - self._num}
+        self._digests = {v: digest for v, digest in self._digests.items() if v > version - self._num}
+
+    def _clear_replayed(self) -> None:
+        """The step that started from it has ended."""
+        if self._replay_store is not None:
+            for version in self._replay_store.versions():
+                self._replay_store.drop(version)
 
 
-class WeightStore:
-    """Versions as files of raw numbers in `folder`, all of one `dtype`: "float32" or "bfloat16"."""
+class RemoteVersionSource:
+    """Versions of a store on another machine, as bytes that this process has received.
 
-    def __init__(self, folder: Path, dtype: str = "float32") -> None:
-        self.folder = folder
-        self._dtype, self._suffix = DTYPES[dtype]
-        self._staged: Tensor | None = None  # pinned, for what comes from a GPU
+    Ray's object store holds them once for all processes of a machine. They are copied only when an engine
+    loads them. One thread receives while others fetch.
+    """
 
-    def publish(self, version: int, flat: Tensor) -> str:
-        """Copy `flat` ([numel], fp32, on any device) in, rounded; returns the digest of the stored bytes."""
-        path = self._path(version)
-        draft = path.with_suffix(".draft")
-        draft.write_bytes(self.rounded(flat).view(torch.uint8).numpy().data)
-        os.replace(draft, path)
-        return weight_digest(self.fetch(version))
+    def __init__(self, dtype: str) -> None:
+        """`dtype`: the store's."""
+        self._dtype, _ = DTYPES[dtype]
+        self._received: dict[int, Tensor] = {}
+
+    def receive(self, version: int, content: NDArray[np.uint8], stored: Container[int]) -> None:
+        """Add a version, without a copy of `content` ([bytes]). Versions that are not in `stored` are
+        dropped.
+        """
+        with warnings.catch_warnings(action="ignore"):  # torch warns that `content` is read-only
+            flat = torch.from_numpy(content).view(self._dtype)
+        kept = {version: flat for version, flat in self._received.items() if version in stored}
+        self._received = kept | {version: flat}
 
     def fetch(self, version: int) -> Tensor:
-        """The version as a tensor ([numel], of the store's dtype) mapped from its file, to be read only.
-
-        Raises FileNotFoundError if the version was never published or has been dropped.
-        """
-        path, dtype = self._path(version), self._dtype
-        numel = path.stat().st_size // dtype.itemsize
-        return torch.from_file(str(path), shared=False, size=numel, dtype=dtype)
-
-    def find(self, version: int) -> Tensor | None:
-        """As `fetch`; None if it is not here."""
+        """See `WeightStore.fetch`."""
         try:
-            return self.fetch(version)
-        except FileNotFoundError:
-            return None
+            return self._received[version]
+        except KeyError as error:
+            raise FileNotFoundError(f"version {version} has not been sent to this machine") from error
 
-    def raw(self, version: int) -> NDArray[np.uint8]:
-        """The bytes of a version, mapped as by `fetch`."""
-        content: NDArray[np.uint8] = self.fetch(version).view(torch.uint8).numpy()
-        return content
 
-    def name_of(self, version: int) -> str:
-        """The name of a version's file, which says its dtype."""
-        return f"{version}{self._suffix}"
+class Prefetcher:
+    """Copies published versions into host memory, and computes digests, in a thread while the engine decodes.
 
-    def hold(self, versions: Iterable[int], name: str) -> Path:
-        """A folder `name` with links to the files of versions, which outlive `drop`; remove it after use."""
-        folder = self.folder / name
-        folder.mkdir()
-        for version in versions:
-            os.link(self._path(version), folder / self.name_of(version))
-        return folder
+    It holds one version. Only one thread may call it.
+    """
 
-    def adopt(self, version: int, path: Path) -> str:
-        """Take in a version that was published before, from a file; returns the digest of its bytes."""
-        draft = self._path(version).with_suffix(".draft")
-        shutil.copyfile(path, draft)
-        os.replace(draft, self._path(version))
-        return weight_digest(self.fetch(version))
+    def __init__(self, store: VersionSource, is_pinned: bool) -> None:
+        """`is_pinned`: use pinned memory, for an engine on a GPU."""
+        self._store, self._is_pinned = store, is_pinned
+        self._thread = ThreadPoolExecutor(1, "weight-prefetch")
+        self._memory: Tensor | None = None
+        self._prefetched: tuple[int, Future[Tensor]] | None = None
 
-    def drop(self, version: int) -> None:
-        """Forget a version; engines that have it mapped keep their mapping."""
-        self._path(version).unlink(missing_ok=True)
+    def prefetch(self, version: int) -> None:
+        """Begin to copy a published version, which replaces the previous one."""
+        self._prefetched = version, self._thread.submit(self._copy, version)
 
-    def versions(self) -> list[int]:
-        """The versions stored, oldest first."""
-        return sorted(int(path.stem) for path in self.folder.glob(f"*{self._suffix}"))
+    def fetch(self, version: int) -> Tensor:
+        """The version ([numel], of the store's dtype), to be read before the next `prefetch`.
 
-    def close(self) -> None:
-        """Remove the folder and everything in it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        It comes from the store if it is not prefetched. Raises as `WeightStore.fetch` does.
+        """
+        if self._prefetched is not None and self._prefetched[0] == version:
+            copy = self._prefetched[1]
+            if copy.done() and copy.exception() is None:
+                return copy.result()
+        return self._store.fetch(version)
 
-    def rounded(self, flat: Tensor) -> Tensor:
-        """What engines hold of `flat`, on the host; it may be the same memory."""
-        return self._on_host(flat.detach().to(self._dtype))
+    def digest(self, flat: Tensor) -> Future[str]:
+        """The digest of `flat`, which must not change meanwhile."""
+        return self._thread.submit(weight_digest, flat)
 
-    def _on_host(self, flat: Tensor) -> Tensor:
-        """Through pinned memory, which a GPU copies to several times as fast."""
-        if not flat.is_cuda:
-            return flat.contiguous()
-        if self._staged is None:
-            self._staged = torch.empty_like(flat, device="cpu", pin_memory=True)
-        return self._staged.copy_(flat)
-
-    def _path(self, version: int) -> Path:
-        return self.folder / self.name_of(version)
+    def _copy(self, version: int) -> Tensor:
+        source = self._store.fetch(version)
+        if self._memory is None:
+            self._memory = torch.empty_like(source, pin_memory=self._is_pinned)
+        return self._memory.copy_(source)

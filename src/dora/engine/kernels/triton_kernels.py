@@ -1,7 +1,7 @@
-"""The decode kernels for GPUs, in Triton. With TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
+"""The decode kernels for GPUs, in Triton. With TRITON_INTERPRET=1 they run slowly on the CPU, for tests.
 
-Each reads its inputs (positions, rows, slots) from the workspace, on the device, so that a step can be
-replayed as a CUDA graph. Sums are fp32 whatever the buffers are; offsets into weights and KV are int64.
+The kernels read their inputs (positions, rows, slots) from the workspace on the device, so that a step can be
+replayed as a CUDA graph. Sums are fp32 for every dtype; offsets into weights and KV are int64.
 """
 
 import math
@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from dora.engine.blocks import BLOCK_SIZE
-from dora.engine.kernels.eager import product
-from dora.engine.workspace import Batch, Workspace
+from dora.engine.block_manager import BLOCK_SIZE
+from dora.engine.kernels.eager import linear
+from dora.engine.kernels.workspace import ForwardBatch, Workspace
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # whatever Triton's version is
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default differs between versions of Triton
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_NUM_PROGRAMS = 2 if IS_INTERPRETED else 1024  # that keep a GPU busy
+_NUM_PROGRAMS = 2 if IS_INTERPRETED else 1024  # enough to keep a GPU busy
 _MAX_SPLITS = 64
-_MIN_DOT = 16  # the least size of a matrix that can be multiplied
+_MIN_DOT = 16  # the minimum size of a matrix in tl.dot
 _COLUMNS = 1024  # per program of an element-wise kernel
 
 
@@ -30,7 +30,7 @@ def _add_norm(
     x, delta, hidden, weights, slots, slot_stride, offset, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: x += delta, rounded; hidden = RMS norm of x times the weights of its slot."""
+    """One program per row: x += delta, rounded; hidden = RMS norm of x, with the weights of its slot."""
     row, column = tl.program_id(0), tl.arange(0, PADDED)
     mask, at = column < WIDTH, row * WIDTH + column
     added = tl.load(x + at, mask, 0.0).to(tl.float32) + tl.load(delta + at, mask, 0.0).to(tl.float32)
@@ -38,8 +38,8 @@ def _add_norm(
     tl.store(x + at, rounded, mask)
     values = rounded.to(tl.float32)
     factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / WIDTH + eps)
-    own = weights + tl.load(slots + row) * slot_stride + offset
-    normed = values * factor * tl.load(own + column, mask, 0.0).to(tl.float32)
+    scales = weights + tl.load(slots + row) * slot_stride + offset
+    normed = values * factor * tl.load(scales + column, mask, 0.0).to(tl.float32)
     tl.store(hidden + at, normed.to(hidden.dtype.element_ty), mask)
 
 
@@ -54,20 +54,20 @@ def _swiglu(gate_up, gated, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["layer"])
-def _place(
+def _rope_store_kv(
     qkv, q, kv, weights, cos, sin,
     slots, rows, positions, tables,
     slot_stride, q_norm, k_norm, eps, layer, block_stride, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and head: q and k normed (if at all) and rotated; k and v into their block.
+    """One program per row and head: norm q and k (if HAS_NORM), apply RoPE, store k and v in their block.
 
     HALF is half of DIM, rounded up to a power of two.
     """
     row, head, column = tl.program_id(0), tl.program_id(1), tl.arange(0, HALF)
     mask = column < DIM // 2
-    turns = column < tl.where(head < HEADS + KV_HEADS, DIM // 2, 0)  # values are neither normed nor rotated
+    is_rotated = column < tl.where(head < HEADS + KV_HEADS, DIM // 2, 0)  # q and k, not v
     in_query = column < tl.where(head < HEADS, DIM // 2, 0)
     in_block = column < tl.where(head < HEADS, 0, DIM // 2)
     source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * DIM + column
@@ -77,23 +77,23 @@ def _place(
         factor = 1.0 / tl.sqrt((tl.sum(left * left, 0) + tl.sum(right * right, 0)) / DIM + eps)
         factor = tl.where(head < HEADS + KV_HEADS, factor, 1.0)
         norm = tl.where(head < HEADS, q_norm, k_norm)
-        own = weights + tl.load(slots + row) * slot_stride + norm + column
-        left *= factor * tl.load(own, turns, 1.0).to(tl.float32)
-        right *= factor * tl.load(own + DIM // 2, turns, 1.0).to(tl.float32)
+        scales = weights + tl.load(slots + row) * slot_stride + norm + column
+        left *= factor * tl.load(scales, is_rotated, 1.0).to(tl.float32)
+        right *= factor * tl.load(scales + DIM // 2, is_rotated, 1.0).to(tl.float32)
     position = tl.load(positions + row)
-    c = tl.load(cos + position * DIM + column, turns, 1.0)
-    s = tl.load(sin + position * DIM + column, turns, 0.0)
-    turned_left, turned_right = left * c - right * s, right * c + left * s
+    c = tl.load(cos + position * DIM + column, is_rotated, 1.0)
+    s = tl.load(sin + position * DIM + column, is_rotated, 0.0)
+    rotated_left, rotated_right = left * c - right * s, right * c + left * s
 
     query = q + (row * HEADS + head) * DIM + column
-    tl.store(query, turned_left.to(q.dtype.element_ty), in_query)
-    tl.store(query + DIM // 2, turned_right.to(q.dtype.element_ty), in_query)
+    tl.store(query, rotated_left.to(q.dtype.element_ty), in_query)
+    tl.store(query + DIM // 2, rotated_right.to(q.dtype.element_ty), in_query)
     block = tl.load(tables + tl.load(rows + row) * table_stride + position // BLOCK)
-    place = layer * 2 * BLOCK * KV_HEADS + (position % BLOCK) * KV_HEADS
-    place += tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS + BLOCK * KV_HEADS)
-    target = kv + block * block_stride + place * DIM + column
-    tl.store(target, turned_left.to(kv.dtype.element_ty), in_block)
-    tl.store(target + DIM // 2, turned_right.to(kv.dtype.element_ty), in_block)
+    index = layer * 2 * BLOCK * KV_HEADS + (position % BLOCK) * KV_HEADS
+    index += tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS + BLOCK * KV_HEADS)
+    target = kv + block * block_stride + index * DIM + column
+    tl.store(target, rotated_left.to(kv.dtype.element_ty), in_block)
+    tl.store(target + DIM // 2, rotated_right.to(kv.dtype.element_ty), in_block)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -103,12 +103,13 @@ def _attend(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, DIM_PADDED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, kv head and split of the row's context; its query heads are one matrix.
+    """One program per row, kv head and split of the row's context; the query heads of a kv head are one
+    matrix.
 
-    partial [row, head, split, DIM] fp32 is attention within the split, and masses [row, head, split] the
-    log2 of the sum of exponentials there. GROUP is rounded up to what can be multiplied.
+    partial [row, head, split, DIM] fp32 is the attention within a split, and masses [row, head, split] the
+    log2 of its sum of exponentials. GROUP is the number of query heads per kv head, rounded up to _MIN_DOT.
     """
-    row, shared, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(positions + row).to(tl.int32) + 1
     table = tables + tl.load(rows + row) * table_stride
     width = (((length + TILE - 1) // TILE + num_splits - 1) // num_splits) * TILE
@@ -116,7 +117,7 @@ def _attend(
     stop = tl.minimum(start + width, length)
     group, column, offset = tl.arange(0, GROUP), tl.arange(0, DIM_PADDED), tl.arange(0, TILE)
     in_group, in_dim = group < HEADS // KV_HEADS, column < DIM
-    head = row * HEADS + shared * (HEADS // KV_HEADS) + group
+    head = row * HEADS + kv_head * (HEADS // KV_HEADS) + group
     in_both = in_group[:, None] & in_dim[None, :]
     queries = tl.load(q + head[:, None] * DIM + column[None, :], in_both, 0.0).to(DOT)
     highest = tl.full([GROUP], float("-inf"), tl.float32)
@@ -126,8 +127,8 @@ def _attend(
         at = first + offset
         known = at < stop
         block = tl.load(table + at // BLOCK, known, 0)
-        place = layer * 2 * BLOCK * KV_HEADS + (at % BLOCK) * KV_HEADS + shared
-        key = kv + block * block_stride + place * DIM
+        index = layer * 2 * BLOCK * KV_HEADS + (at % BLOCK) * KV_HEADS + kv_head
+        key = kv + block * block_stride + index * DIM
         keys = tl.load(key[None, :] + column[:, None], known[None, :] & in_dim[:, None], 0.0).to(DOT)
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
         scores = tl.where(known[None, :], scores, float("-inf"))
@@ -151,41 +152,41 @@ def _combine(
     partial, masses, attended, num_splits,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and head: the splits' parts, each by its share of the mass."""
-    own, split, column = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, DIM_PADDED)
+    """One program per row and head: the splits' results, weighted by their fraction of the mass."""
+    row_head, split, column = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, DIM_PADDED)
     known, in_dim = split < num_splits, column < DIM
-    mass = tl.load(masses + own * num_splits + split, known, float("-inf"))
-    share = tl.exp2(mass - tl.max(mass, 0))
-    at = (own * num_splits + split)[:, None] * DIM + column[None, :]
+    mass = tl.load(masses + row_head * num_splits + split, known, float("-inf"))
+    fraction = tl.exp2(mass - tl.max(mass, 0))
+    at = (row_head * num_splits + split)[:, None] * DIM + column[None, :]
     parts = tl.load(partial + at, known[:, None] & in_dim[None, :], 0.0)
-    mixed = tl.sum(parts * share[:, None], 0) / tl.sum(share, 0)
-    tl.store(attended + own * DIM + column, mixed.to(attended.dtype.element_ty), in_dim)
+    mixed = tl.sum(parts * fraction[:, None], 0) / tl.sum(fraction, 0)
+    tl.store(attended + row_head * DIM + column, mixed.to(attended.dtype.element_ty), in_dim)
 
 
 class TritonKernels:
-    """See `Kernels`; positions, rows and slots are those in the workspace.
+    """See `Kernels`; positions, rows and slots are read from the workspace.
 
-    The context of a row is split so that few rows keep a GPU busy too. With `num_splits` it is split into
-    so many parts whatever the batch, and a row's sums do not depend on who is beside it.
+    The context of each row is split so that small batches keep the GPU busy too. With a fixed `num_splits`,
+    the result of a row does not depend on the other rows.
     """
 
     name = "triton"
-    product = staticmethod(product)
+    linear = staticmethod(linear)
 
     def __init__(self, workspace: Workspace, num_splits: int | None = None) -> None:
         work, config = self._work, self._config = workspace, workspace.config
         self._fixed_splits = num_splits
         self._offsets, self._slot_stride = work.layout.offsets, work.weights.stride(0)
         heads, dim = config.num_attention_heads, config.head_dim
-        most = max(self._num_splits(num) * num for num in range(1, len(work.x) + 1))
+        max_splits = max(self._num_splits(num) * num for num in range(1, len(work.x) + 1))
         self._q = torch.zeros(len(work.x), heads, dim, dtype=work.dtype, device=work.device)
-        self._partial = torch.zeros(most, heads, dim, device=work.device)
-        self._masses = torch.zeros(most, heads, device=work.device)
+        self._partial = torch.zeros(max_splits, heads, dim, device=work.device)
+        self._masses = torch.zeros(max_splits, heads, device=work.device)
         is_fp32 = work.dtype == torch.float32
         self._dot = tl.float32 if is_fp32 or IS_INTERPRETED else tl.bfloat16
         self._tile = 2 * BLOCK_SIZE if is_fp32 else 4 * BLOCK_SIZE
 
-    def add_norm(self, batch: Batch, offset: int) -> None:
+    def add_norm(self, batch: ForwardBatch, offset: int) -> None:
         work, width = self._work, self._config.hidden_size
         padded = triton.next_power_of_2(width)
         _add_norm[(len(batch),)](
@@ -193,15 +194,16 @@ class TritonKernels:
             self._config.rms_norm_eps, width, padded, num_warps=min(8, max(1, padded // 256)),
         )  # fmt: skip
 
-    def attend(self, batch: Batch, positions: NDArray[np.int64], layer: int) -> None:
-        self._place(batch, layer)
+    def attend(self, batch: ForwardBatch, positions: NDArray[np.int64], layer: int) -> None:
+        self._prepare_attention(batch, layer)
         work, config, num_rows = self._work, self._config, len(batch)
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         num_splits, padded = self._num_splits(num_rows), max(_MIN_DOT, triton.next_power_of_2(dim))
         group = max(_MIN_DOT, triton.next_power_of_2(heads // kv_heads))
         _attend[(num_rows, kv_heads, num_splits)](
-            self._q, work.kv, work.rows, work.positions, work.tables, self._partial, self._masses,
-            layer, work.kv.stride(0), work.tables.stride(0), num_splits, math.log2(math.e) / math.sqrt(dim),
+            self._q, work.kv, work.rows, work.positions, work.block_tables, self._partial, self._masses,
+            layer, work.kv.stride(0), work.block_tables.stride(0), num_splits,
+            math.log2(math.e) / math.sqrt(dim),
             heads, kv_heads, group, dim, BLOCK_SIZE, self._tile, padded, self._dot,
             num_warps=4, num_stages=3,
         )  # fmt: skip
@@ -210,26 +212,27 @@ class TritonKernels:
             self._partial, self._masses, work.attended, num_splits, dim, padded, splits, num_warps=1
         )
 
-    def swiglu(self, batch: Batch) -> None:
+    def swiglu(self, batch: ForwardBatch) -> None:
         width = self._config.intermediate_size
         grid = (len(batch), triton.cdiv(width, _COLUMNS))
         _swiglu[grid](self._work.gate_up, self._work.gated, width, _COLUMNS, num_warps=4)
 
-    def _place(self, batch: Batch, layer: int) -> None:
-        """qkv -> the queries, and keys and values in their blocks."""
+    def _prepare_attention(self, batch: ForwardBatch, layer: int) -> None:
+        """Write the queries to `_q`, and the keys and values to their blocks."""
         work, config, attn = self._work, self._config, f"model.layers.{layer}.self_attn."
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         norms = (self._offsets.get(f"{attn}{x}_norm.weight", 0) for x in "qk")
-        _place[(len(batch), heads + 2 * kv_heads)](
+        _rope_store_kv[(len(batch), heads + 2 * kv_heads)](
             work.qkv, self._q, work.kv, work.weights, work.cos, work.sin,
-            work.slots, work.rows, work.positions, work.tables,
-            self._slot_stride, *norms, config.rms_norm_eps, layer, work.kv.stride(0), work.tables.stride(0),
+            work.slots, work.rows, work.positions, work.block_tables,
+            self._slot_stride, *norms, config.rms_norm_eps, layer,
+            work.kv.stride(0), work.block_tables.stride(0),
             heads, kv_heads, dim, triton.next_power_of_2(dim // 2), BLOCK_SIZE, config.has_qk_norm,
             num_warps=1,
         )  # fmt: skip
 
     def _num_splits(self, num_rows: int) -> int:
-        """Parts of each row's context: a power of two, unless it is fixed."""
+        """The number of parts of each row's context: a power of two, unless it is fixed."""
         if self._fixed_splits:
             return self._fixed_splits
         num_splits, num_programs = 1, num_rows * self._config.num_key_value_heads

@@ -1,5 +1,5 @@
-"""Programs that nobody has read, run in cells: processes that can compute and print, and nothing else.
+"""Run untrusted programs in sandboxes: processes that can compute and print, and nothing else.
 
-`cell` runs one, `zygote` is the process that cells are forked from, `confinement` is what they give up.
-`caller` and `checker` are programs for cells themselves: the two halves of an assertion.
+`runner` is the interface, `fork_server` the process that forks one sandbox per run and restricts it,
+`assertions` the source of the two programs that evaluate an assertion inside sandboxes.
 """

@@ -1,0 +1,1 @@
+"""The guarantees C1-C3, checked from a run's files alone."""

@@ -1,0 +1,139 @@
+"""`dora audit`: derive C1, C2 and C3 again from `journal.jsonl` and `samples.sqlite`.
+
+The audit imports only the record types of the core, none of its rules or state: an error in the orchestrator
+cannot hide itself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora.atomic_file import write_text_atomically
+from dora.audit.groups import GroupAudit
+from dora.audit.versions import VersionAudit
+from dora.journal.reader import read_journal, read_samples
+from dora.text import plural
+
+MAX_PRINTED = 5  # findings per guarantee
+
+
+@dataclass(frozen=True, slots=True)
+class AuditCounts:
+    """How much was audited; groups, unless said otherwise."""
+
+    trajectories: int  # finished requests
+    versions: int  # that sampled them
+    admitted: int
+    trained: int
+    filtered: int
+    failed: int
+    pending: int
+    staleness: tuple[int, int] | None  # minimum and maximum over the groups in batches; None without any
+    max_staleness: int  # the bound
+    prefilled_tokens: int = 0  # recomputed because their request migrated without KV
+    segmented: int | None = None  # trajectories of several versions; None: the policy promises C1
+
+
+@dataclass(frozen=True, slots=True)
+class AuditResult:
+    """The verdict; each finding is a sentence that starts with the guarantee it breaks."""
+
+    findings: tuple[str, ...]
+    counts: AuditCounts
+    is_torn: bool  # the journal's last line was cut off and not audited
+
+    @property
+    def c1(self) -> bool:
+        """False for an update policy that does not promise C1, even without findings."""
+        return self.counts.segmented is None and not self.findings_against("C1")
+
+    @property
+    def c2(self) -> bool:
+        return not self.findings_against("C2")
+
+    @property
+    def c3(self) -> bool:
+        return not self.findings_against("C3")
+
+    def findings_against(self, guarantee: str) -> list[str]:
+        """The findings against "C1", "C2" or "C3"."""
+        return [finding for finding in self.findings if finding.startswith(guarantee)]
+
+
+def main(run: Path) -> int:
+    """Print one line per guarantee and the first findings against it; exit code 1 on a violation."""
+    result = check(run)
+    if result.is_torn:
+        print("the journal's last line was cut off and is not audited")
+    for guarantee, description in describe(result.counts).items():
+        findings = result.findings_against(guarantee)
+        is_waived = guarantee == "C1" and result.counts.segmented is not None
+        verdict = "VIOLATED" if findings else "waived" if is_waived else "ok"
+        print(f"{guarantee} {verdict}  {description}")
+        for finding in findings[:MAX_PRINTED]:
+            print(f"   {finding}")
+        if len(findings) > MAX_PRINTED:
+            print(f"   and {len(findings) - MAX_PRINTED:,} more")
+    return 1 if result.findings else 0
+
+
+def check(run: Path) -> AuditResult:
+    """Audit the run in a folder. Raises InputError if its files cannot be read."""
+    journal, samples = read_journal(run), read_samples(run)
+    breaks_c1 = journal.limits.breaks_c1
+    versions = VersionAudit(samples, breaks_c1=breaks_c1)
+    groups = GroupAudit(journal.limits, journal.num_prompts, samples)
+    for line in journal.lines:
+        versions.observe(line.record)
+        groups.observe(line.record)
+    groups.close()
+    staleness = groups.staleness
+    counts = AuditCounts(
+        trajectories=versions.num_trajectories,
+        versions=len(versions.versions),
+        admitted=groups.num_admitted,
+        trained=groups.outcomes["trained"],
+        filtered=groups.outcomes["filtered"],
+        failed=groups.outcomes["failed"],
+        pending=groups.outcomes["pending"],
+        staleness=(min(staleness), max(staleness)) if staleness else None,
+        max_staleness=journal.limits.max_staleness,
+        prefilled_tokens=versions.num_prefilled,
+        segmented=versions.num_segmented if breaks_c1 else None,
+    )
+    findings = (
+        *(f"C1: {sentence}" for sentence in versions.findings),
+        *(f"C2: {sentence}" for sentence in groups.findings),
+        *(f"C3: {sentence}" for sentence in groups.staleness_findings),
+    )
+    return AuditResult(findings, counts, journal.is_torn)
+
+
+def describe(counts: AuditCounts) -> dict[str, str]:
+    """What was audited for each guarantee, in numbers."""
+    outcomes = " + ".join(
+        f"{getattr(counts, outcome):,} {outcome}" for outcome in ("trained", "filtered", "failed", "pending")
+    )
+    staleness = "{}..{}".format(*counts.staleness) if counts.staleness else "of no batch"
+    sampled = "each from the weights of one version"
+    if counts.segmented is not None:
+        sampled = f"{counts.segmented:,} of them from several versions, as the update policy allows"
+    if counts.prefilled_tokens:
+        sampled += f", {plural(counts.prefilled_tokens, 'token')} re-prefilled in migrations"
+    responses, versions = plural(counts.trajectories, "response"), plural(counts.versions, "version")
+    return {
+        "C1": f"{responses}, {versions}, {sampled}",
+        "C2": f"{plural(counts.admitted, 'group')} admitted = {outcomes}",
+        "C3": f"staleness {staleness}, bound {counts.max_staleness}",
+    }
+
+
+def write_verdicts(run: Path, result: AuditResult) -> None:
+    """Write c1, c2 and c3 into the run's summary, if there is one."""
+    path = run / "summary.json"
+    if not path.is_file():
+        return
+    summary = json.loads(path.read_text()) | {"c1": result.c1, "c2": result.c2, "c3": result.c3}
+    write_text_atomically(path, json.dumps(summary, indent=2) + "\n")

@@ -1,0 +1,293 @@
+"""C1: every trajectory was sampled from the weights of one version.
+
+The check follows each version's digest from its publication into the engines, and each request from its
+`Generate` action through its migrations to its last token. A request has one owner at any time.
+"""
+
+from __future__ import annotations
+
+from dora.core.actions import Action, Admit, Drop, Generate, Migrate, StartEvaluation
+from dora.core.events import (
+    DigestReported,
+    EngineJoined,
+    EngineLost,
+    EngineRemoved,
+    Event,
+    Loaded,
+    Migrated,
+    MigrationFailed,
+    Published,
+    RequestFailed,
+    RequestFinished,
+    RequestsAborted,
+    Resumed,
+    TrainerReplaced,
+)
+from dora.core.types import GroupId, RequestId
+from dora.journal.reader import SampleRow
+
+
+class VersionAudit:
+    """Reads a journal once; `findings` are sentences, empty where C1 holds."""
+
+    def __init__(self, samples: dict[tuple[str, int], SampleRow], *, breaks_c1: bool = False) -> None:
+        self.findings: list[str] = []
+        self.num_trajectories = 0
+        self.num_segmented = 0  # trajectories that several versions sampled
+        self.num_prefilled = 0  # tokens recomputed because their request migrated without KV
+        self.versions: set[int] = set()  # that sampled trajectories
+        self._breaks_c1 = breaks_c1
+        self._samples = samples
+        self._published: dict[int, str] = {}  # version -> digest
+        self._latest_digest: dict[int, str] = {}  # version -> digest of its last training, which may redo it
+        self._redone: set[int] = set()  # published before a resume and due again
+        self._checkpoint = -1  # version of the last checkpoint resumed from: its digest may not change
+        self._admitted: dict[GroupId, int] = {}  # -> version
+        self._evaluated: set[int] = set()
+        self._held: dict[int, set[int]] = {}  # engine -> versions
+        self._ever_held: dict[int, set[int]] = {}  # engine -> versions that it has loaded at any time
+        self._lost: set[int] = set()  # engines without a replacement
+        self._owners: dict[RequestId, int] = {}  # -> engine
+        self._migrations: dict[RequestId, tuple[int, int]] = {}  # in progress: -> source, destination
+
+    def observe(self, record: Event | Action) -> None:
+        match record:
+            case Admit(group, _, version, _):
+                self._admitted[group] = version
+            case StartEvaluation(version):
+                self._evaluated.add(version)
+            case Generate(engine, _, requests):
+                for request in requests:
+                    self._assign(request, engine)
+            case Migrate(request, source, destination):
+                self._check(
+                    request not in self._migrations, f"request {request} is in two migrations at once"
+                )
+                self._migrations[request] = (source, destination)
+            case Migrated():
+                self._on_migrated(record)
+            case MigrationFailed(request, source, destination):
+                self._end_migration(request, source, destination)
+            case Drop(engine, version):
+                self._held.get(engine, set()).discard(version)
+            case EngineJoined():
+                self._on_joined(record)
+            case EngineLost(engine):
+                self._close_engine(engine)
+                self._lost.add(engine)
+                self._owners = {r: e for r, e in self._owners.items() if e != engine}
+            case EngineRemoved(engine):
+                self._close_engine(engine)
+                owned = [str(r) for r, e in sorted(self._owners.items()) if e == engine]
+                self._check(not owned, f"engine {engine} was removed with the requests {', '.join(owned)}")
+            case RequestFailed(_, request):
+                self._owners.pop(request, None)
+            case RequestsAborted(_, requests):
+                for request in requests:
+                    self._owners.pop(request, None)
+            case Published():
+                self._on_published(record)
+            case DigestReported():
+                self._on_digest_reported(record)
+            case TrainerReplaced(from_step):
+                self._checkpoint = from_step
+            case Resumed():
+                self._on_resumed(record)
+            case Loaded():
+                self._on_loaded(record)
+            case RequestFinished():
+                self._on_finished(record)
+            case _:
+                pass
+
+    def _check(self, condition: bool, sentence: str) -> None:
+        if not condition:
+            self.findings.append(sentence)
+
+    # --- engines
+
+    def _on_joined(self, event: EngineJoined) -> None:
+        """An engine number joins once, and replaces a lost engine at most once."""
+        self._check(event.engine not in self._held, f"engine {event.engine} joined twice")
+        self._held[event.engine] = set()
+        if event.replaces is not None:
+            is_lost = event.replaces in self._lost
+            self._check(
+                is_lost, f"engine {event.engine} replaces engine {event.replaces}, which was not lost"
+            )
+            self._lost.discard(event.replaces)
+
+    def _close_engine(self, engine: int) -> None:
+        """The versions of a lost or removed engine are dropped; its migrations must have ended before."""
+        self._held.pop(engine, None)
+        self._ever_held.pop(engine, None)
+        open_ = [str(r) for r, ends in sorted(self._migrations.items()) if engine in ends]
+        self._check(not open_, f"engine {engine} left during the migrations of {', '.join(open_)}")
+
+    # --- versions
+
+    def _on_published(self, event: Published) -> None:
+        """A version is published once; steps redone after `Resumed` may round differently."""
+        version = event.version
+        is_due = version not in self._published or version in self._redone
+        self._check(is_due, f"version {version} is published twice")
+        self._record_digest(event)
+        self._redone.discard(version)
+        if is_due:
+            self._published[version] = event.digest
+
+    def _on_digest_reported(self, event: DigestReported) -> None:
+        """A replaced trainer has redone a version; engines keep the weights that were published first."""
+        is_published = event.version in self._published
+        self._check(is_published, f"a digest of version {event.version} is reported, it was not published")
+        self._record_digest(event)
+
+    def _record_digest(self, event: Published | DigestReported) -> None:
+        version, digest = event.version, event.digest
+        before = self._latest_digest.get(version, digest)
+        self._check(
+            before == digest or version != self._checkpoint,
+            f"version {version} was published as {before}, and its checkpoint has {digest}",
+        )
+        self._latest_digest[version] = digest
+
+    def _on_resumed(self, event: Resumed) -> None:
+        """All engines are new; the versions that were kept must be those that were published."""
+        self._held.clear()
+        self._ever_held.clear()
+        self._lost.clear()
+        self._owners.clear()
+        self._migrations.clear()
+        self._checkpoint = event.from_step
+        self._redone = {version for version in self._published if version >= event.from_step}
+        for version, digest in event.kept_versions:
+            published = self._published.get(version)
+            self._check(digest == published, f"version {version} is kept as {digest}, was {published}")
+
+    def _on_loaded(self, event: Loaded) -> None:
+        published = self._published.get(event.version)
+        self._check(
+            event.digest == published,
+            f"engine {event.engine} loaded {event.digest} as version {event.version}, "
+            f"published is {published}",
+        )
+        self._held.setdefault(event.engine, set()).add(event.version)
+        self._ever_held.setdefault(event.engine, set()).add(event.version)
+
+    # --- requests
+
+    def _assign(self, request: RequestId, engine: int) -> None:
+        owner = self._owners.get(request)
+        self._check(
+            owner is None, f"request {request} was assigned to engine {engine}, its owner is engine {owner}"
+        )
+        self._owners[request] = engine
+
+    def _on_migrated(self, event: Migrated) -> None:
+        """The owner changes and the version stays, so the destination must hold the version."""
+        name, version = f"request {event.request}", self._version_of(event.request.group)
+        self._end_migration(event.request, event.source, event.destination)
+        owner = self._owners.get(event.request)
+        self._check(
+            owner == event.source, f"{name} migrated from engine {event.source}, its owner was engine {owner}"
+        )
+        held = self._held.get(event.destination, set())
+        self._check(
+            version in held,
+            f"{name} of version {version} migrated to engine {event.destination}, which holds {sorted(held)}",
+        )
+        self._owners[event.request] = event.destination
+        self.num_prefilled += event.num_prefilled
+
+    def _end_migration(self, request: RequestId, source: int, destination: int) -> None:
+        expected = self._migrations.pop(request, None)
+        self._check(
+            expected == (source, destination),
+            f"request {request} ended a migration from {source} to {destination}, expected was {expected}",
+        )
+
+    def _on_finished(self, event: RequestFinished) -> None:
+        self.num_trajectories += 1
+        self.versions.add(event.version)
+        name, admitted = f"request {event.request}", self._version_of(event.request.group)
+        if self._breaks_c1 and not event.request.is_held_out:
+            self._check_segments(name, event, admitted)
+        else:
+            self._check_chunks(name, event, admitted)
+        owner = self._owners.pop(event.request, None)
+        self._check(
+            event.engine == owner, f"{name} finished on engine {event.engine}, its owner was engine {owner}"
+        )
+        held = self._held.get(event.engine, set())
+        self._check(
+            event.version in held,
+            f"{name} finished on version {event.version}, engine {event.engine} holds {sorted(held)}",
+        )
+        num_tokens = sum(c.num_tokens for c in event.chunks)
+        self._check(
+            num_tokens == event.num_tokens,
+            f"{name} has {event.num_tokens} tokens, its chunks have {num_tokens}",
+        )
+        row = self._samples.get((str(event.request.group), event.request.sibling))
+        if row is not None:  # a missing row is a finding against C2
+            self._check_row(name, event, row)
+
+    def _version_of(self, group: GroupId) -> int | None:
+        """The version at which a group was admitted, or whose evaluation has the held-out prompt."""
+        if not group.is_held_out:
+            return self._admitted.get(group)
+        evaluated = -1 - group.epoch
+        return evaluated if evaluated in self._evaluated else None
+
+    def _check_chunks(self, name: str, event: RequestFinished, admitted: int | None) -> None:
+        self._check(
+            event.version == admitted, f"{name} finished on version {event.version}, its group has {admitted}"
+        )
+        sources = [(c.version, c.digest) for c in event.chunks]
+        published = (event.version, self._published.get(event.version))
+        self._check(sources == [published], f"{name} was sampled from {sources}, not from {published} alone")
+
+    def _check_segments(self, name: str, event: RequestFinished, admitted: int | None) -> None:
+        """Without C1 the versions of the segments must still increase and have been published and loaded."""
+        self.num_segmented += len(event.chunks) > 1
+        versions = [c.version for c in event.chunks]
+        self.versions.update(versions)
+        is_increasing = versions == sorted({*versions}) and versions[-1:] <= [event.version]
+        self._check(
+            is_increasing and admitted is not None and versions[:1] >= [admitted],
+            f"{name} of a group of version {admitted} has segments of {versions}",
+        )
+        unknown = {*versions} - self._ever_held.get(event.engine, set())
+        self._check(
+            not unknown,
+            f"{name} has segments of {sorted(unknown)}, which engine {event.engine} has never loaded",
+        )
+        for version, digest, _ in event.chunks:
+            published = self._published.get(version)
+            self._check(
+                digest == published,
+                f"{name} has a segment of version {version} from {digest}, published is {published}",
+            )
+
+    def _check_row(self, name: str, event: RequestFinished, row: SampleRow) -> None:
+        mask_length = event.num_tokens if row.loss_mask_length is None else row.loss_mask_length
+        self._check(
+            mask_length == event.num_tokens,
+            f"{name} has {event.num_tokens} tokens, its sample stores a loss mask of {mask_length}",
+        )
+        self._check(
+            row.num_token_ids == event.num_tokens == row.num_logprobs,
+            f"{name} has {event.num_tokens} tokens, its sample stores {row.num_token_ids:g} "
+            f"and {row.num_logprobs:g} log-probs",
+        )
+        stored = (row.version, row.weight_digest)
+        if len(event.chunks) > 1 and self._breaks_c1:
+            expected = (event.chunks[0].version, "+".join(c.digest for c in event.chunks))
+            segments = tuple((c.version, c.num_tokens) for c in event.chunks)
+        else:
+            version = event.chunks[0].version if event.chunks else event.version
+            expected, segments = (version, self._published.get(version, "")), ()
+        self._check(
+            row.segments == segments, f"{name} is stored with segments {row.segments}, not {segments}"
+        )
+        self._check(stored == expected, f"{name} is stored as sampled from {stored}, not from {expected}")

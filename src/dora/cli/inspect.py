@@ -1,0 +1,117 @@
+"""Commands that read the files of a finished or running run; none of them changes the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+
+
+def audit(
+    run: RunFolder,
+    deep: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Also recompute the log-probs of N samples from stored weights."
+        ),
+    ] = None,
+) -> None:
+    """Check the guarantees C1-C3 from a run's files alone; exit code 1 on a violation."""
+    from dora.audit import audit
+
+    code = audit.main(run)
+    if deep is not None:
+        from dora.audit import logprob_recheck
+
+        code = max(code, logprob_recheck.main(run, deep))
+    raise typer.Exit(code)
+
+
+def replay(run: RunFolder) -> None:
+    """Replay the recorded events of a run and compare the actions; exit code 1 if they differ."""
+    from dora.journal import replay
+
+    raise typer.Exit(replay.main(run))
+
+
+def why(
+    run: RunFolder,
+    request: Annotated[
+        str,
+        typer.Argument(metavar="REQUEST", help="epoch/row/sibling, or epoch/row for all siblings."),
+    ],
+) -> None:
+    """Print what happened to one request: admitted, placed, migrated, finished, scored, trained."""
+    from dora.journal import request_history
+
+    raise typer.Exit(request_history.main(run, request))
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, side by side.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write.", show_default="report.html in the first RUN")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Maximum number of responses shown in full, for each run.")
+    ] = 400,
+) -> None:
+    """Write a self-contained HTML report of runs: see docs/looking.md."""
+    from dora.report import page
+
+    raise typer.Exit(page.main(runs, out, samples))
+
+
+def trace(
+    run: RunFolder,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to write; compressed if it ends in .gz.", show_default="RUN/trace.json"),
+    ] = None,
+) -> None:
+    """Write a trace of a run for Perfetto: see docs/looking.md."""
+    from dora.trace.chrome_trace import main
+
+    typer.echo(main(run, out))
+
+
+def dash(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on, on this machine only; 0: a free one.")
+    ] = 3672,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the auth token of the address; without it each start has a new address."
+        ),
+    ] = None,
+) -> None:
+    """Serve the report as a live page until Ctrl-C: see docs/looking.md."""
+    from dora.dashboard.server import main
+
+    main(runs, port, token_file)
+
+
+def status(
+    run: RunFolder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the status as one line of JSON.")] = False,
+) -> None:
+    """Print a run's progress, its processes and what it waits for; exit code 1 if it is not healthy."""
+    from dora.metrics import status
+
+    raise typer.Exit(status.main(run, as_json))
+
+
+def metrics(
+    word: Annotated[
+        str, typer.Argument(metavar="[WORD]", help="A name, or a part of a name or of its meaning.")
+    ] = "",
+) -> None:
+    """Print unit and meaning of the names in metrics.jsonl and summary.json; of all, or those with WORD."""
+    from dora.metrics import catalog
+
+    typer.echo(catalog.format_listing(word))

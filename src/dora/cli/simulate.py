@@ -1,0 +1,469 @@
+"""`dora simulate` and `dora plan`: the production orchestrator in virtual time, on random worlds or described
+hardware.
+
+The options that commands share come first, as types named after the parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dora.cli.inspect import RunFolder
+from dora.errors import InputError
+
+if TYPE_CHECKING:
+    from dora.planner.calibrate import RecordedRun
+    from dora.planner.lengths import LengthDistribution
+
+WORKLOAD, ANSWERS, LAYOUT, OUTPUT = "Workload", "Answers", "Layout", "Output"  # panels of the help
+
+Model = Annotated[
+    str, typer.Option(help="Name of a preset; an unknown name lists them.", rich_help_panel=WORKLOAD)
+]
+BatchSize = Annotated[int, typer.Option(help="Groups per training step.", rich_help_panel=WORKLOAD)]
+GroupSize = Annotated[int, typer.Option(help="Answers per group.", rich_help_panel=WORKLOAD)]
+Context = Annotated[
+    int, typer.Option(help="Maximum context of the model (tokens).", rich_help_panel=WORKLOAD)
+]
+Reward = Annotated[float, typer.Option(min=0, help="Time to score a group (s).", rich_help_panel=WORKLOAD)]
+ExpertSkew = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Relative excess load of the busiest rank's experts, beyond chance.",
+        rich_help_panel=WORKLOAD,
+    ),
+]
+Mean = Annotated[
+    float | None,
+    typer.Option(help="Mean length of an answer (tokens).", show_default="2300", rich_help_panel=ANSWERS),
+]
+Limit = Annotated[int, typer.Option(help="Maximum length of an answer (tokens).", rich_help_panel=ANSWERS)]
+Family = Annotated[
+    str | None,
+    typer.Option(
+        help="Distribution of the lengths: lognormal or pareto.",
+        show_default="lognormal",
+        rich_help_panel=ANSWERS,
+    ),
+]
+Tail = Annotated[
+    float | None,
+    typer.Option(
+        help="Tail of the lengths: sigma of the lognormal, or alpha of the Pareto.",
+        show_default="1.2",
+        rich_help_panel=ANSWERS,
+    ),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="CSV|RUN",
+        help="Take lengths from the --column of a CSV file, or from the answers of a run.",
+        rich_help_panel=ANSWERS,
+    ),
+]
+Column = Annotated[
+    str | None,
+    typer.Option(
+        help="Column of the CSV file with the lengths.",
+        show_default="GeneratedTokens",
+        rich_help_panel=ANSWERS,
+    ),
+]
+Correlation = Annotated[
+    float,
+    typer.Option(help="Correlation of the lengths within a group, 0 to 1.", rich_help_panel=ANSWERS),
+]
+Growth = Annotated[
+    float,
+    typer.Option(help="Relative growth of the lengths per step; 0.01: 1 %.", rich_help_panel=ANSWERS),
+]
+Prompt = Annotated[int, typer.Option(help="Length of a prompt (tokens).", rich_help_panel=ANSWERS)]
+Turns = Annotated[int, typer.Option(help="Turns of an episode, equally long.", rich_help_panel=ANSWERS)]
+TurnDelay = Annotated[
+    float, typer.Option(help="Time of the environment between two turns (s).", rich_help_panel=ANSWERS)
+]
+Policies = Annotated[
+    str,
+    typer.Option(
+        help="Update policies, separated by commas; an unknown name lists them.", rich_help_panel=LAYOUT
+    ),
+]
+DeviceName = Annotated[
+    str,
+    typer.Option("--device", help="H800, H100, H200, A100, 910B or CPU.", rich_help_panel=LAYOUT),
+]
+NumDevices = Annotated[
+    int,
+    typer.Option("--devices", min=1, help="Devices for training and rollout.", rich_help_panel=LAYOUT),
+]
+Bounds = Annotated[
+    str,
+    typer.Option("--staleness", "-S", help="Staleness bounds, separated by commas.", rich_help_panel=LAYOUT),
+]
+MaxStaleness = Annotated[
+    int, typer.Option("--staleness", "-S", help="Largest staleness bound.", rich_help_panel=LAYOUT)
+]
+NumTrain = Annotated[
+    int | None,
+    typer.Option(
+        "--trainer", min=1, help="Devices of the trainer.", show_default="half", rich_help_panel=LAYOUT
+    ),
+]
+Fleet = Annotated[
+    str,
+    typer.Option(metavar="FLEET", help="Other devices for rollout: H800:16,A100:32.", rich_help_panel=LAYOUT),
+]
+Tp = Annotated[int, typer.Option(help="Tensor parallel size of an engine.", rich_help_panel=LAYOUT)]
+Ep = Annotated[int, typer.Option(help="Expert parallel size of an engine.", rich_help_panel=LAYOUT)]
+SearchedEp = Annotated[
+    int | None,
+    typer.Option(
+        "--ep",
+        min=1,
+        help="Expert parallel size of an engine.",
+        show_default="searched",
+        rich_help_panel=LAYOUT,
+    ),
+]
+Rows = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Maximum number of requests per engine.",
+        show_default="as many as the KV cache takes",
+        rich_help_panel=LAYOUT,
+    ),
+]
+Slack = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Groups by which admission stays below the staleness bound.", rich_help_panel=LAYOUT
+    ),
+]
+Elastic = Annotated[
+    bool, typer.Option(help="The trainer's devices decode while it waits.", rich_help_panel=LAYOUT)
+]
+Without = Annotated[
+    str,
+    typer.Option(
+        metavar="PARTS",
+        help="Parts of policy dora to leave out, separated by commas; an unknown name lists them.",
+        rich_help_panel=LAYOUT,
+    ),
+]
+Steps = Annotated[int, typer.Option(min=1, help="Training steps to simulate.", rich_help_panel=OUTPUT)]
+TimelineFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="SVG", help="Draw the engines of the last layout over time.", rich_help_panel=OUTPUT
+    ),
+]
+PlotFile = Annotated[
+    Path | None, typer.Option(metavar="SVG", help="Draw tokens/s against S.", rich_help_panel=OUTPUT)
+]
+MaxSimulated = Annotated[
+    int, typer.Option(min=1, help="Maximum number of layouts to simulate.", rich_help_panel=OUTPUT)
+]
+Top = Annotated[
+    int,
+    typer.Option(min=1, help="Plans to print, beside the best plan of each policy.", rich_help_panel=OUTPUT),
+]
+CalibrationRun = Annotated[
+    Path | None,
+    typer.Option(
+        "--run", metavar="RUN", help="Print the error of the simulator for this run.", rich_help_panel=OUTPUT
+    ),
+]
+CheckedRuns = Annotated[
+    list[Path] | None,
+    typer.Option("--check", metavar="RUN", help="Forecast this run, too; repeatable."),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the metrics as JSON.", rich_help_panel=OUTPUT),
+]
+
+simulate = typer.Typer(help="Run the production orchestrator in virtual time.", no_args_is_help=True)
+
+
+@simulate.command()
+def swarm(
+    seeds: Annotated[int, typer.Option(min=1, help="Number of random worlds.")] = 200,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON, in the last line.")
+    ] = False,
+) -> None:
+    """Run random worlds with faults; an independent checker follows every event and action."""
+    from dora.sim.swarm import run_swarm
+
+    raise typer.Exit(run_swarm(seeds, as_json))
+
+
+@simulate.command()
+def run(
+    model: Model = "qwen2.5-32b",
+    batch_size: BatchSize = 128,
+    group_size: GroupSize = 16,
+    context: Context = 32768,
+    reward: Reward = 0.0,
+    expert_skew: ExpertSkew = 0.1,
+    mean: Mean = None,
+    limit: Limit = 30720,
+    tail: Tail = None,
+    family: Family = None,
+    trace: Trace = None,
+    column: Column = None,
+    correlation: Correlation = 0.0,
+    growth: Growth = 0.0,
+    prompt: Prompt = 110,
+    turns: Turns = 1,
+    turn_delay: TurnDelay = 0.0,
+    policies: Policies = "sync,one_step,partial,dora",
+    staleness: Bounds = "1,2",
+    device: DeviceName = "H800",
+    num_devices: NumDevices = 64,
+    num_train: NumTrain = None,
+    rollout: Fleet = "",
+    tp: Tp = 4,
+    ep: Ep = 1,
+    rows: Rows = None,
+    slack: Slack = 0,
+    elastic: Elastic = False,
+    without: Without = "",
+    steps: Steps = 12,
+    timeline: TimelineFile = None,
+    plot: PlotFile = None,
+    json: JsonFile = None,
+) -> None:
+    """Forecast update policies side by side, on hardware that is described by its data sheet."""
+    from dora.planner.cluster import Layout, Workload
+    from dora.planner.commands import Plots, make_layouts, simulate_layouts
+    from dora.planner.hardware import get_device, get_model, parse_fleet
+
+    lengths = _make_lengths(
+        limit, mean, family, tail, trace, column,
+        prompt=prompt, correlation=correlation, growth=growth, num_turns=turns, turn_delay_s=turn_delay,
+    )  # fmt: skip
+    workload = Workload(
+        get_model(model), lengths, batch_size, group_size,
+        context=context, reward_s=reward, expert_skew=expert_skew,
+    )  # fmt: skip
+    num_train = num_train if num_train is not None else (num_devices + 1) // 2
+    base = Layout(
+        "dora", 0, (get_device(device), num_train), parse_fleet(rollout), tp, ep, rows,
+        slack=slack, ablations=tuple(_split_names(without)), is_elastic=elastic,
+    )  # fmt: skip
+    bounds = _split_numbers(staleness)
+    layouts = [*make_layouts(_split_names(policies), bounds, base, num_devices - num_train)]
+    simulate_layouts(workload, layouts, steps, json, Plots(timeline, plot))
+
+
+@simulate.command()
+def calibrate(
+    run: RunFolder,
+    more: Annotated[
+        list[Path] | None,
+        typer.Option("--with", metavar="RUN", help="Fit the costs to this run, too; repeatable."),
+    ] = None,
+    others: CheckedRuns = None,
+    json: JsonFile = None,
+) -> None:
+    """Fit costs to real runs, and print the error of forecasts of these and of other runs."""
+    from dora.planner import commands
+
+    commands.calibrate(read_runs([run, *(more or [])]), read_runs(others or []), json)
+
+
+@simulate.command("timeline")
+def draw_timeline(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="SVG", help="File to write.")],
+) -> None:
+    """Draw the engines of a real run over time; `dora simulate run --timeline` draws simulated ones."""
+    from dora.journal.reader import read_journal
+    from dora.planner.commands import check_svg_paths
+    from dora.planner.svg import TimelineDrawing, timeline_svg
+
+    check_svg_paths(out)
+    timeline = TimelineDrawing()
+    for line in read_journal(run).lines:
+        timeline.add(line.t_s, line.record)
+    out.write_text(timeline_svg(timeline, f"{run.resolve().name}: rows by version"), encoding="utf-8")
+
+
+@simulate.command()
+def speed(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs that have ended.")],
+    out: Annotated[Path, typer.Option(metavar="SVG", help="File to write.")] = Path("speed.svg"),
+) -> None:
+    """Draw the trained tokens per second of real runs against S, a line for each policy."""
+    from dora.planner.commands import check_svg_paths
+    from dora.planner.svg import throughput_svg
+    from dora.report.data import read_throughput
+
+    check_svg_paths(out)
+    out.write_text(throughput_svg(read_throughput(run) for run in runs), encoding="utf-8")
+
+
+def plan(
+    model: Model = "qwen2.5-32b",
+    batch_size: BatchSize = 64,
+    group_size: GroupSize = 16,
+    context: Context = 32768,
+    reward: Reward = 0.0,
+    expert_skew: ExpertSkew = 0.1,
+    mean: Mean = None,
+    limit: Limit = 30720,
+    tail: Tail = None,
+    family: Family = None,
+    trace: Trace = None,
+    column: Column = None,
+    correlation: Correlation = 0.0,
+    growth: Growth = 0.0,
+    prompt: Prompt = 110,
+    turns: Turns = 1,
+    turn_delay: TurnDelay = 0.0,
+    policies: Policies = "sync,one_step,dora",
+    staleness: MaxStaleness = 2,
+    device: DeviceName = "H800",
+    num_devices: NumDevices = 64,
+    ep: SearchedEp = None,
+    max_simulated: MaxSimulated = 24,
+    top: Top = 8,
+    calibration_run: CalibrationRun = None,
+    checked_runs: CheckedRuns = None,
+    json: JsonFile = None,
+) -> None:
+    """Search the policy, staleness bound, split of devices, parallel sizes and rows of highest throughput."""
+    from dora.planner import commands
+    from dora.planner.calibrate import forecast_all
+    from dora.planner.cluster import Workload
+    from dora.planner.hardware import get_device, get_model
+    from dora.planner.search import SearchProblem
+
+    lengths = _make_lengths(
+        limit, mean, family, tail, trace, column,
+        prompt=prompt, correlation=correlation, growth=growth, num_turns=turns, turn_delay_s=turn_delay,
+    )  # fmt: skip
+    workload = Workload(
+        get_model(model), lengths, batch_size, group_size,
+        context=context, reward_s=reward, expert_skew=expert_skew,
+    )  # fmt: skip
+    problem = SearchProblem(
+        workload, get_device(device), num_devices, staleness, tuple(_split_names(policies)), ep
+    )
+    forecasts = []
+    if calibration_run is not None:
+        forecasts = forecast_all(read_runs([calibration_run]), read_runs(checked_runs or []))
+    elif checked_runs:
+        raise typer.BadParameter("--check needs costs that are fitted to another run: name it with --run")
+    commands.plan(problem, max_simulated, top, json, forecasts)
+
+
+def read_runs(paths: Iterable[Path]) -> dict[str, RecordedRun]:
+    """Runs as the planner forecasts them, by path. Raises InputError if one cannot be read or was resumed."""
+    from dora.core.events import Resumed
+    from dora.journal.reader import read_journal
+    from dora.planner.calibrate import read_run
+
+    runs = {}
+    for path in paths:
+        journal = read_journal(path)
+        if any(isinstance(line.record, Resumed) for line in journal.lines):
+            raise InputError(
+                f"{path} was resumed: its engines and its clock started again in the middle; calibration "
+                "needs a run without a resume"
+            )
+        lines = ((line.t_s, line.record) for line in journal.lines)
+        runs[path.as_posix()] = read_run(
+            journal.limits, lines, _read_update_s(path), _read_min_stream_tokens(path)
+        )
+    return runs
+
+
+def _read_min_stream_tokens(run: Path) -> int | None:
+    """Tokens of an incomplete batch from which on the trainer worked on it; None: it waited for the batch.
+
+    Raises InputError. Files that the configuration names need not exist any more.
+    """
+    import tomllib
+
+    from dora.config.load import parse_config
+    from dora.journal.reader import CONFIG_FILE, explain_missing_run
+
+    try:
+        config = parse_config(tomllib.loads((run / CONFIG_FILE).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(explain_missing_run(run, CONFIG_FILE)) from error
+    except ValueError as error:
+        raise InputError(f"{run / CONFIG_FILE} is not the configuration of a run: {error}") from error
+    return config.trainer.micro_batch_tokens * config.trainer.num_ranks if config.streams_gradients else None
+
+
+def _read_update_s(run: Path) -> dict[int, float]:
+    """Seconds that the trainer computed, by step, as far as the run's metrics have them."""
+    import json
+
+    update_s = {}
+    with contextlib.suppress(OSError, json.JSONDecodeError):  # an incomplete last line
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            step = json.loads(line)
+            update_s[int(step["step"])] = float(step.get("timing_s/update_actor", 0.0))
+    return update_s
+
+
+def _make_lengths(
+    limit: int,
+    mean: float | None,
+    family: str | None,
+    tail: float | None,
+    trace: Path | None,
+    column: str | None,
+    **others: Any,
+) -> LengthDistribution:
+    """Raises InputError if options exclude each other."""
+    from dora.planner.lengths import LengthDistribution, read_trace
+
+    if trace is None:
+        if column is not None:
+            raise InputError(f"--column {column} needs --trace with a CSV file")
+        mean, tail = 2300.0 if mean is None else mean, 1.2 if tail is None else tail
+        return LengthDistribution(limit, mean, family or "lognormal", tail, **others)
+    given = {"--mean": mean, "--tail": tail, "--family": family}
+    if conflicts := [name for name, value in given.items() if value is not None]:
+        raise InputError(f"{', '.join(conflicts)}: --trace {trace} has the lengths; leave one of them out")
+    lengths = _read_run_lengths(trace) if trace.is_dir() else read_trace(trace, column or "GeneratedTokens")
+    return LengthDistribution(limit, family="trace", trace=lengths, **others)
+
+
+def _read_run_lengths(run: Path) -> tuple[int, ...]:
+    """Tokens of the answers that a run has finished."""
+    from dora.core.events import RequestFinished
+    from dora.journal.reader import read_journal
+
+    records = (line.record for line in read_journal(run).lines)
+    return tuple(
+        record.num_tokens
+        for record in records
+        if isinstance(record, RequestFinished) and not record.request.is_held_out
+    )
+
+
+def _split_names(text: str) -> list[str]:
+    """Names separated by commas, each once."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def _split_numbers(text: str) -> list[int]:
+    """Whole numbers separated by commas. Raises BadParameter."""
+    try:
+        return [int(name) for name in _split_names(text)]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} must be whole numbers with commas, such as 1,2,4") from error

@@ -1,0 +1,225 @@
+"""The commands that run something: train, serve, env-server, and engines for a run in progress."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+
+from dora.cli.inspect import RunFolder
+from dora.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dora.config.schema import Config
+    from dora.runtime.control.requests import Gateway
+
+ConfigFile = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="TOML file of the run.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the new run; it must not hold a run.", show_default="runs/NAME-TIME"),
+]
+Steps = Annotated[int | None, typer.Option(help="Training steps; short for --set run.steps=N.")]
+Seed = Annotated[int | None, typer.Option(help="Seed; short for --set run.seed=N.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Override a key of the configuration; repeatable."
+    ),
+]
+ResumedRun = Annotated[
+    Path | None, typer.Option("--resume", metavar="RUN", help="Resume a run that was stopped or killed.")
+]
+Timeout = Annotated[float, typer.Option(min=0.0, help="Maximum wait for the run's answer (s).")]
+
+
+def train(
+    config: ConfigFile = None,
+    out: Out = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Load and check everything, print the plan, train nothing.")
+    ] = False,
+    resume: ResumedRun = None,
+) -> None:
+    """Train a policy."""
+    changes = _changes(overrides, steps, seed)
+    if not dry_run:
+        _run(config, out, changes, resume)
+    if resume is not None or config is None:
+        raise typer.BadParameter("--dry-run checks a CONFIG file, and no resumed run")
+    from dora.cli.dry_run import dry_run as describe_run
+
+    typer.echo(describe_run(_read_config(config, changes), out or _new_folder(config)))
+
+
+def serve(
+    config: ConfigFile = None,
+    out: Out = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    overrides: Overrides = None,
+    resume: ResumedRun = None,
+) -> None:
+    """Train a policy and serve the run over HTTP: see docs/service.md."""
+    _run(config, out, _changes(overrides, steps, seed), resume, is_served=True)
+
+
+def _changes(overrides: list[str] | None, steps: int | None, seed: int | None) -> list[str]:
+    short = {"run.steps": steps, "run.seed": seed}
+    return [*(overrides or []), *(f"{key}={value}" for key, value in short.items() if value is not None)]
+
+
+def _run(
+    config: Path | None, out: Path | None, changes: list[str], resume: Path | None, *, is_served: bool = False
+) -> NoReturn:
+    """Start or resume a run, and exit with its code."""
+    if (config is None) == (resume is None) or (resume and out):
+        raise typer.BadParameter("give either a CONFIG file, or --resume RUN without --out")
+    resolved = None if config is None else _read_config(config, changes)
+    from dora.runtime.process.worker_process import preload_workers
+
+    preload_workers()  # during the imports of this process
+    from dora.runtime import run
+
+    if config is not None and resolved is not None:
+        settings, folder = resolved, out or _new_folder(config)
+        gateway = _gateway(settings, folder) if is_served else None
+        raise typer.Exit(
+            _finish(folder, lambda console: run.train(settings, folder, console, gateway=gateway))
+        )
+    from dora.runtime.recovery.resume import resumed_config
+
+    assert resume is not None
+    gateway = _gateway(resumed_config(resume, changes), resume) if is_served else None
+    raise typer.Exit(_finish(resume, lambda console: run.resume(resume, changes, console, gateway=gateway)))
+
+
+def _read_config(path: Path, changes: list[str]) -> Config:
+    from dora.config import load
+
+    config = load.read_config(path, changes)
+    for notice in load.dropped_settings(path, changes, config):
+        typer.echo(notice)
+    return config
+
+
+def _new_folder(config: Path) -> Path:
+    return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _gateway(config: Config, run: Path) -> Gateway:
+    """The HTTP service of a run. Raises InputError if a package that it needs is not installed."""
+    try:
+        from dora.service.server import WebGateway
+    except ImportError as error:
+        raise InputError(f"dora serve needs {error.name}; run pip install 'dora-rl[serve]'") from error
+    return WebGateway(config.service, run)
+
+
+def _finish(out: Path, execute: Callable[[Console], dict[str, Any]]) -> int:
+    """Execute a run, audit its files and print the summary; returns the exit code, 130 after Ctrl-C."""
+    from rich.console import Console
+
+    from dora.audit import audit
+    from dora.metrics.console import closing_line, summary_table
+
+    console = Console()
+    try:
+        is_stopped = execute(console)["stopped"]
+    except InputError:
+        raise  # the folder may belong to another run
+    except Exception:
+        with contextlib.suppress(InputError, OSError):  # for example, no file exists because the disk is full
+            audit.write_verdicts(out, audit.check(out))
+        raise
+    result = audit.check(out)
+    audit.write_verdicts(out, result)
+    console.print(summary_table(out))
+    closing = closing_line(out, is_stopped, _program())
+    console.print(closing, markup=False, highlight=False, soft_wrap=True)
+    return 130 if is_stopped else 1 if result.findings else 0
+
+
+def _program() -> str:
+    """How a shell calls this program: its path, if `dora` is not on the search path."""
+    own = sys.argv[0]
+    return own if Path(own).name == "dora" and shutil.which("dora") is None else "dora"
+
+
+def env_server(
+    environment: Annotated[
+        str,
+        typer.Argument(metavar="ENVIRONMENT", help='Environment class, "file.py:Class" or "module:Class".'),
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; it belongs in a private network.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free port.")] = 0,
+    token_file: Annotated[
+        Path, typer.Option(help="File with the auth token of the runs; created if it does not exist.")
+    ] = Path("environments.token"),
+) -> None:
+    """Serve environments to runs on other machines, until Ctrl-C: see docs/environments.md."""
+    import asyncio
+
+    from dora.auth_token import new_auth_token, read_auth_token, write_private_file
+    from dora.envs.base import load_environment
+    from dora.envs.remote import serve_forever
+
+    make = load_environment(environment)
+    if not token_file.exists():
+        write_private_file(token_file, new_auth_token())
+    token = read_auth_token(token_file, "--token-file")
+
+    def announce(port: int) -> None:
+        typer.echo(f'serving {environment}; configure runs with env.hosts = ["{host}:{port}"]')
+        typer.echo(f'and a copy of the auth token: env.token_file = "{token_file.resolve()}"')
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve_forever(make, token, host, port, announce))
+
+
+engines = typer.Typer(help="List, add and drain the engines of a run in progress.", no_args_is_help=True)
+
+
+@engines.command("list")
+def list_engines(run: RunFolder, timeout: Timeout = 30.0) -> None:
+    """Print the engines."""
+    raise typer.Exit(_request(run, "list", None, timeout))
+
+
+@engines.command("add")
+def add_engine(run: RunFolder, timeout: Timeout = 120.0) -> None:
+    """Start one more engine; it joins the run when it is ready."""
+    raise typer.Exit(_request(run, "add", None, timeout))
+
+
+@engines.command("drain")
+def drain_engine(
+    run: RunFolder,
+    engine: Annotated[int, typer.Argument(metavar="ENGINE", help="Number of the engine.")],
+    timeout: Timeout = 600.0,
+) -> None:
+    """Remove an engine after its requests have migrated or finished; no token is generated twice."""
+    raise typer.Exit(_request(run, "drain", engine, timeout))
+
+
+def _request(
+    run: Path, command: Literal["list", "add", "drain"], engine: int | None, timeout_s: float
+) -> int:
+    """Send a request to a run and print its answer; 1 if the request failed."""
+    from dora.runtime.control.admin import AdminRequest, send_request
+
+    answer = send_request(run, AdminRequest(command, engine), timeout_s)
+    typer.echo(answer.text)
+    return 0 if answer.is_done else 1

@@ -1,0 +1,327 @@
+"""Read the TOML file of a run, with overrides, into a `Config`.
+
+Every mistake is a ConfigError that names the key, the value, the rule and the remedy. The remedy for a
+misspelt key is the nearest valid one; for a renamed key, or a key of another trainer, it is the name here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from dora.config.aliases import find_trainer_alias, removed_keys, renamed_keys, renamed_tables
+from dora.config.schema import (
+    LIST_SECTIONS,
+    Config,
+    FleetSection,
+    RewardTaskSection,
+    iter_keys,
+    iter_sections,
+)
+from dora.config.validate import check
+from dora.errors import ConfigError, download_hint
+
+SERVICE = "service"  # in place of a path or a class: the input comes through the service
+BUILT_IN = {
+    "data": ("gcd", SERVICE),
+    "eval": ("gcd",),
+    "reward": (SERVICE,),
+    "engine": ("vllm", "vllm-lora", "sglang"),
+}  # values that are neither paths nor classes
+HUB_KINDS = {"model.path": "model", "critic.path": "model", "data.path": "dataset", "eval.path": "dataset"}
+POLICY_KEYS = ("max_staleness", "batches_per_version")  # their values belong to one update policy
+
+
+class Override(NamedTuple):
+    """One `section.key=value`; in a list of tables the key is "NAME.key"."""
+
+    section: str
+    key: str
+    value: Any
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply overrides, such as `trainer.lr=1e-4` or `reward_task.NAME.weight=2`.
+
+    The value of an override is parsed as TOML, or is a plain string if it is not TOML. Paths become absolute:
+    those of the file are relative to its folder, those of overrides to the working directory. Raises
+    ConfigError.
+    """
+    tables = _read_tables(path)
+    _check_old_names(tables)
+    changes = [_parse_override(override) for override in overrides]
+    _drop_policy_keys(tables, changes)
+    if Override("runtime", "kind", "local") in changes:
+        tables.pop("ray", None)  # the [ray] of the file describes a cluster that the override leaves unused
+    for change in changes:
+        _apply_override(tables, change)
+    try:
+        config = parse_config(tables)
+    except ValidationError as error:
+        problems = [_explain(details) for details in error.errors()]
+        raise ConfigError("\n".join([f"{path} with its overrides:", *problems])) from error
+    folder, overridden = path.resolve().parent, {f"{change.section}.{change.key}" for change in changes}
+    return _resolve_paths(config, lambda key: Path.cwd() if key in overridden else folder)
+
+
+def parse_config(tables: Mapping[str, Any]) -> Config:
+    """Validate parsed TOML. Raises ConfigError, and pydantic's ValidationError for a single wrong key."""
+    _check_old_names(tables)
+    config = Config.model_validate(tables)
+    check(config)
+    return config
+
+
+def dropped_settings(path: Path, overrides: Sequence[str], config: Config) -> list[str]:
+    """A notice for each setting of the file that an override of the update policy makes void."""
+    changes, rules = [_parse_override(override) for override in overrides], config.orchestrator
+    overridden = {f"{change.section}.{change.key}" for change in changes}
+    return [
+        f"orchestrator.{key} = {value} in {path} does not apply: an override sets update_policy = "
+        f"{rules.update_policy}, for which {key} is {getattr(rules, key)}"
+        for key, value in _drop_policy_keys(_read_tables(path), changes).items()
+        if f"orchestrator.{key}" not in overridden and getattr(rules, key) != value
+    ]
+
+
+def _read_tables(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ConfigError(
+            f"config file {path} does not exist; `dora config --defaults` prints a template"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
+
+
+def _parse_override(override: str) -> Override:
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        typed = [name.strip()]
+        hint = _suggest_alias(typed) or _suggest_section(typed)
+        raise ConfigError(
+            f"override {override!r} must be section.key=value, for example trainer.lr=1e-4"
+            + (f"; {hint}" if hint else "")
+        )
+    try:
+        return Override(section, key, tomllib.loads(f"value = {text}")["value"])
+    except tomllib.TOMLDecodeError:
+        return Override(section, key, text.strip())
+
+
+def _drop_policy_keys(tables: dict[str, Any], changes: Sequence[Override]) -> dict[str, Any]:
+    """Remove `POLICY_KEYS` of the file if an override changes the update policy; returns what was removed."""
+    table = tables.get("orchestrator")
+    if not isinstance(table, dict):
+        return {}
+    policy = table.get("update_policy", "dora")
+    changes_policy = any(
+        (change.section, change.key) == ("orchestrator", "update_policy") and change.value != policy
+        for change in changes
+    )
+    return {key: table.pop(key) for key in POLICY_KEYS if key in table} if changes_policy else {}
+
+
+def _apply_override(tables: dict[str, Any], change: Override) -> None:
+    section, key, value = change
+    if section in LIST_SECTIONS:
+        name, _, key = key.partition(".")
+        table = _table_named(tables, section, name)
+    else:
+        table = tables.setdefault(section, {})
+    if isinstance(table, dict):
+        table[key] = value
+
+
+def _table_named(tables: dict[str, Any], section: str, name: str) -> dict[str, Any]:
+    given = tables.get(section, [])
+    found = [table for table in given if isinstance(table, dict)] if isinstance(given, list) else []
+    for table in found:
+        if table.get("name") == name:
+            return table
+    names = ", ".join(str(table.get("name")) for table in found) or "none"
+    raise ConfigError(f"override {section}.{name}...: no [[{section}]] has this name; names: {names}")
+
+
+def _check_old_names(tables: Mapping[str, Any]) -> None:
+    """Raises ConfigError with the new name of every renamed table and key."""
+    problems = [problem for section, given in tables.items() for problem in _old_names(section, given)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _old_names(section: str, given: Any) -> Iterator[str]:
+    new_section = renamed_tables().get(section, section)
+    if isinstance(given, list):
+        if new_section != section:
+            yield f"[[{section}]] was renamed: use [[{new_section}]]"
+        for table in (table for table in given if isinstance(table, dict)):
+            name = f".{table['name']}" if "name" in table else ""
+            yield from _old_keys(section + name, new_section + name, new_section, table)
+    elif isinstance(given, dict):
+        yield from _old_keys(section, new_section, new_section, given)
+    elif new_section != section:
+        yield f"{section} was renamed: use {new_section}"
+
+
+def _old_keys(old_prefix: str, new_prefix: str, section: str, table: Mapping[str, Any]) -> Iterator[str]:
+    """`section` is the new name of the table's section; a prefix may also have the table's own name."""
+    for typed in table:
+        name, _, key = typed.rpartition(".")  # an override of a missing table is a key "NAME.key"
+        full, old = f"{section}.{key}", f"{old_prefix}.{typed}"
+        new = renamed_keys().get(full, full).removeprefix(f"{section}.")
+        if full in removed_keys():
+            yield f"{old} was removed: delete it"
+        elif new != key or (name and old_prefix != new_prefix):
+            yield f"{old} was renamed: use {new_prefix}.{name + '.' if name else ''}{new}"
+
+
+def _explain(details: ErrorDetails) -> str:
+    """The lines for one error of pydantic: key, value, rule, remedy, help."""
+    where = [part for part in details["loc"] if isinstance(part, str)]  # the other parts are list indices
+    name, kind = ".".join(where[:2]), details["type"]
+    table, typed = f"[{where[0]}]", name
+    if where[0] in LIST_SECTIONS:
+        table, typed = f"[[{where[0]}]]", name.replace(where[0], f"{where[0]}.NAME", 1)
+    if kind == "extra_forbidden":
+        what = "section" if len(where) == 1 else "key"
+        return f"  {name}: unknown {what}; {_suggest(where, [*_leaf_names(name, details['input'])])}"
+    meaning = {f"{section}.{key}": field.description for section, key, field in iter_keys()}.get(name)
+    if kind == "missing" and meaning is None:
+        return f"  [{name}]: section missing; it needs {', '.join(_required_keys(name))}"
+    if kind == "missing":
+        return (
+            f"  {name}: not set, and it has no default; add `{where[-1]} = ...` to {table}, or use "
+            f"--set {typed}=...\n    {name}: {meaning}"
+        )
+    problem = f"  {name} = {details['input']!r}: {details['msg'][:1].lower()}{details['msg'][1:]}"
+    if meaning is None:
+        return f"{problem}; write a table {table}"
+    return f"{problem}; change it in the file or with --set {typed}=...\n    {name}: {meaning}"
+
+
+def _leaf_names(name: str, value: object) -> Iterator[str]:
+    """Dotted names of all values in an unknown key, which may be a nested table."""
+    if not isinstance(value, dict):
+        yield name
+        return
+    for key, own in value.items():
+        yield from _leaf_names(f"{name}.{key}", own)
+
+
+def _required_keys(section: str) -> list[str]:
+    return [key for own, key, field in iter_keys() if own == section and field.is_required()]
+
+
+def _suggest(where: Sequence[str], typed: Sequence[str]) -> str:
+    """The remedy for an unknown section or key at `where`; `typed` are all names in it."""
+    if hint := _suggest_alias(typed):
+        return hint
+    is_section = len(where) == 1
+    keys = [key for section, key, _ in iter_keys() if section == where[0]]
+    valid = [name for name, _ in iter_sections()] if is_section else keys
+    near = difflib.get_close_matches(where[-1], valid, n=1)
+    if not (is_section and near) and (hint := _suggest_section(typed)):
+        return hint
+    return (f"did you mean {near[0]}? " if near else "") + f"valid: {', '.join(valid)}"
+
+
+def _suggest_alias(typed: Sequence[str]) -> str:
+    """DORA's keys for keys of other trainers; empty if there are none."""
+    aliases = [(name, alias) for name in typed if (alias := find_trainer_alias(name)) is not None]
+    return "; ".join(
+        f"{name} is {alias.ours} here" + (f" ({alias.note})" if alias.note else "") for name, alias in aliases
+    )
+
+
+def _suggest_section(typed: Sequence[str]) -> str:
+    """The right section of keys in a wrong one; empty if there is none."""
+    found = {
+        last: [
+            f"{section}.{key}" for section, key, _ in iter_keys() if key == last and section != "reward_task"
+        ]
+        for last in (name.rpartition(".")[2] for name in typed)
+    }
+    return "; ".join(f"{last} is {' or '.join(keys)} here" for last, keys in found.items() if keys)
+
+
+def _resolve_paths(config: Config, folder_of: Callable[[str], Path]) -> Config:
+    """Make all paths absolute and check that they exist; `folder_of(key)` is what its path is relative to."""
+    changes: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
+    classes = {"reward": "function", "env": "environment", "engine": "backend", "trainer": "backend"}
+    for section, key in classes.items():
+        value = getattr(getattr(config, section), key)
+        if value not in (None, *BUILT_IN.get(section, ())):
+            changes[section][key] = _resolve_attribute(f"{section}.{key}", value, folder_of)
+    for section, key in (
+        *((section, "path") for section in ("model", "data", "critic", "eval")),
+        *((section, "token_file") for section in ("service", "env")),
+    ):
+        value, name = getattr(getattr(config, section), key), f"{section}.{key}"
+        built_in = BUILT_IN.get(section, ())
+        if value not in (None, *built_in):
+            changes[section][key] = _existing_path(name, value, folder_of(name), built_in)
+    if config.engine.options is not None:
+        changes["engine"]["options"] = _resolve_python(config.engine.options, folder_of("engine.options"))
+    update: dict[str, Any] = {
+        section: getattr(config, section).model_copy(update=new) for section, new in changes.items() if new
+    }
+    update["fleet"] = [_resolve_fleet(fleet, folder_of) for fleet in config.fleet]
+    update["reward_task"] = [_resolve_task(task, folder_of) for task in config.reward_task]
+    return config.model_copy(update=update)
+
+
+def _resolve_task(task: RewardTaskSection, folder_of: Callable[[str], Path]) -> RewardTaskSection:
+    key = f"reward_task.{task.name}"
+    options, path = task.options, task.options.get("path")
+    if isinstance(path, str) and (found := (folder_of(f"{key}.options") / path).resolve()).exists():
+        options = {**options, "path": str(found)}
+    factory = task.factory
+    if factory != SERVICE:
+        factory = _resolve_attribute(f"{key}.class", factory, folder_of)
+    return task.model_copy(update={"factory": factory, "options": options})
+
+
+def _resolve_fleet(fleet: FleetSection, folder_of: Callable[[str], Path]) -> FleetSection:
+    key, backend = f"fleet.{fleet.name}", fleet.backend
+    if backend not in BUILT_IN["engine"]:
+        backend = _resolve_attribute(f"{key}.backend", backend, folder_of)
+    options = _resolve_python(fleet.options, folder_of(f"{key}.options"))
+    return fleet.model_copy(update={"backend": backend, "options": options})
+
+
+def _resolve_python(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Make the interpreter in `python` absolute, and keep a link, which that of a virtual environment is."""
+    python = options.get("python")
+    if not isinstance(python, str) or os.sep not in python:
+        return options
+    return {**options, "python": os.path.abspath(folder / Path(python).expanduser())}
+
+
+def _resolve_attribute(key: str, value: str, folder_of: Callable[[str], Path]) -> str:
+    """A name for `dora.loading`, with the absolute path of its file."""
+    file, colon, name = value.rpartition(":")
+    if not (file and colon and name):
+        raise ConfigError(f"{key} = {value!r}: must be file.py:name or module:name")
+    return f"{_existing_path(key, file, folder_of(key))}:{name}" if file.endswith(".py") else value
+
+
+def _existing_path(key: str, value: str, folder: Path, built_in: Sequence[str] = ()) -> str:
+    path = (folder / Path(value).expanduser()).resolve()
+    if path.exists():
+        return str(path)
+    kind = HUB_KINDS.get(key)
+    raise ConfigError(
+        f"{key} = {value!r}: {path} does not exist (this path is relative to {folder})"
+        + (f"; name an existing path, or the built-in {' or '.join(built_in)}" if built_in else "")
+        + (download_hint(value, path, kind) if kind else "")
+    )

@@ -1,0 +1,939 @@
+"""The configuration of a run: every section and key with its type, default, bounds and help.
+
+`Config` also derives the values that follow from several keys. `dora.config.validate` checks combinations of
+keys, `dora.config.load` reads TOML files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic.fields import FieldInfo
+
+from dora.trainer import recipe
+from dora.trainer.recipe import (
+    AdvEstimator,
+    Dtype,
+    KLEstimator,
+    LossAggMode,
+    LrDecay,
+    PolicyLoss,
+    ProximalPolicy,
+    SequenceCorrection,
+    TokenCorrection,
+)
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(us|ms|s)$")]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+TableName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
+
+UpdatePolicy = Literal["dora", "sync", "one_step", "drain", "partial", "inflight"]
+AuxWorker = Literal["reference", "proximal", "critic"]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+DEFAULT_STALENESS: dict[str, int] = {
+    "dora": 2, "sync": 0, "one_step": 1, "drain": 1, "partial": 2, "inflight": 2,
+}  # fmt: skip
+FIXED_STALENESS: dict[str, int] = {"sync": 0, "one_step": 1}  # policies whose max_staleness is part of them
+BREAKS_C1 = ("partial", "inflight")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, without unknown keys, type coercion or nan."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """Length and seed of the run."""
+
+    steps: Count = Field(description="Number of training steps (count).")
+    seed: int = Field(default=0, ge=0, description="Seed of the data order and of sampling (integer).")
+
+
+class ModelSection(Section):
+    """The policy to train."""
+
+    path: str = Field(
+        description="Model folder in Hugging Face format: config.json, *.safetensors, tokenizer.json (path)."
+    )
+
+
+class DataSection(Section):
+    """The training prompts."""
+
+    path: str = Field(
+        description="A .jsonl or .parquet file, or a folder that the library `datasets` reads (path); the "
+        'built-in "gcd"; or "service", for prompts submitted through `dora serve`.'
+    )
+    split: str | None = Field(
+        default=None,
+        min_length=1,
+        description='Split of a dataset folder, such as "train" (name). Unset: its only split.',
+    )
+    prompt_key: str = Field(
+        default="prompt",
+        min_length=1,
+        description="Column that holds the prompt, as text or as chat messages (name).",
+    )
+    chat_template: bool = Field(
+        default=False, description="Format prompts with the tokenizer's chat template."
+    )
+    system_prompt: str | None = Field(
+        default=None, min_length=1, description="System message of conversations that have none (text)."
+    )
+    max_prompt_length: Count = Field(
+        default=256, description="Maximum prompt length; a longer prompt is an error (tokens)."
+    )
+    shuffle: bool = Field(
+        default=True, description="Shuffle the prompts in every epoch, in an order fixed by run.seed."
+    )
+
+
+class SamplingSection(Section):
+    """How responses are sampled. Log-probs for training are taken before top_k, top_p and min_p."""
+
+    group_size: Count = Field(default=8, description="Responses sampled per prompt (count).")
+    max_response_length: Count = Field(
+        description="Maximum response length; generation stops there (tokens)."
+    )
+    max_turn_length: int = Field(
+        default=0,
+        ge=0,
+        description="Maximum length of one turn of an episode (tokens). 0: max_response_length.",
+    )
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature, which divides the logits (no unit)."
+    )
+    top_k: int = Field(
+        default=0, ge=0, lt=2**31, description="Sample from the k most likely tokens (count). 0: from all."
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Nucleus sampling: the smallest set of tokens with cumulative probability >= top_p "
+        "(0 to 1).",
+    )
+    min_p: Fraction = Field(
+        default=0.0,
+        description="Sample from tokens with at least this fraction of the most likely token's probability "
+        "(0 to 1).",
+    )
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[],
+        description='Strings that end a response and stay in it, such as ["\\n\\n"] (list of strings).',
+    )
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
+        default=[],
+        description="Tokens that end a response, in addition to the model's end tokens (list of ids).",
+    )
+
+
+class RewardSection(Section):
+    """The reward function."""
+
+    function: str | None = Field(
+        default=None,
+        description='Reward function, "file.py:function" or "package.module:function"; or "service", for '
+        "rewards submitted through `dora serve`. Unset: the environment scores its episodes.",
+    )
+    timeout_s: float = Field(
+        default=10.0,
+        gt=0,
+        description='Time limit of one call; with "service", of the wait for the rewards of a group (s).',
+    )
+    num_workers: Count = Field(
+        default=1, description="Reward worker processes, each of which scores one group at a time (count)."
+    )
+    max_failed_fraction: Fraction = Field(
+        default=0.2,
+        description="The run stops when a larger fraction of its groups has failed; fewer than 20 groups "
+        "count as 20 (0 to 1).",
+    )
+
+
+class RewardTaskSection(Section):
+    """An additional reward; each table [[reward_task]] has worker processes of its own."""
+
+    name: TableName = Field(
+        description='Name in overrides and error messages, such as "brevity" (lower-case name).'
+    )
+    factory: str = Field(
+        alias="class",
+        description='Class or function, "file.py:Class" or "package.module:Class"; or "service", as in '
+        "[reward].",
+    )
+    options: dict[str, JsonValue] = Field(
+        default={},
+        description="Keyword arguments of the class (table). An existing file or folder named by `path` "
+        "becomes an absolute path.",
+    )
+    weight: float = Field(
+        default=1.0, description="Weight of this reward in the sum; that of [reward] is 1 (no unit)."
+    )
+    num_workers: Count = Field(default=1, description="Reward worker processes (count).")
+    micro_batch_size: Count | None = Field(
+        default=None,
+        description="Maximum responses per call, in whole groups (count). Unset: as many as "
+        "micro_batch_tokens allows, or one group.",
+    )
+    micro_batch_tokens: Count | None = Field(
+        default=None, description="Maximum prompt and response tokens per call (tokens). Unset: no limit."
+    )
+    timeout_s: float = Field(default=10.0, gt=0, description="Time limit of one call, as in [reward] (s).")
+
+
+class EnvSection(Section):
+    """The environment of multi-turn episodes. Without one, every response is a single turn."""
+
+    environment: str | None = Field(
+        default=None, description='Environment class, "file.py:Class" or "package.module:Class".'
+    )
+    hosts: list[Annotated[str, Field(pattern=r"^[^:/]+:\d+$")]] = Field(
+        default=[],
+        description="Remote environment servers, started by `dora env-server`, such as "
+        '["10.0.0.7:7600"] (list of host:port).',
+    )
+    token_file: str | None = Field(
+        default=None,
+        description="File with the auth token of these servers, a copy of their --token-file (path).",
+    )
+    num_workers: Count = Field(default=1, description="Environment worker processes (count).")
+    max_turns: Count = Field(default=8, description="Maximum turns of an episode (count).")
+    timeout_s: float = Field(default=10.0, gt=0, description="Time limit of one reset or step (s).")
+
+    @property
+    def has_environments(self) -> bool:
+        """Whether environments play the other side of episodes."""
+        return self.environment is not None or bool(self.hosts)
+
+
+class AlgorithmSection(Section):
+    """Advantages and policy loss."""
+
+    adv_estimator: AdvEstimator = Field(
+        default="grpo",
+        description="Advantage estimator. grpo: reward minus the group mean, divided by the group standard "
+        "deviation; dr_grpo: reward minus the group mean; rloo: reward minus the mean of the other "
+        "responses; reinforce_plus_plus: rewards normalized over the batch; reinforce_plus_plus_baseline: "
+        "dr_grpo, normalized over the batch; gae: GAE with a critic.",
+    )
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor of gae (per token).")
+    lam: Fraction = Field(default=1.0, description="GAE lambda (0 to 1).")
+    filter_groups: bool = Field(
+        default=False, description="Leave out groups whose rewards are all equal (DAPO's dynamic sampling)."
+    )
+    overlong_buffer_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="DAPO's soft overlong punishment: responses that end in this last part of "
+        "max_response_length lose reward (tokens). 0: none do.",
+    )
+    overlong_penalty: float = Field(
+        default=1.0, gt=0, description="Reward that a response of max_response_length loses (reward)."
+    )
+    policy_loss: PolicyLoss = Field(
+        default="ppo_clip",
+        description="Policy loss. ppo_clip: PPO's clipped loss; dual_clip: the same, bounded for negative "
+        "advantages; triplet_clip: LongCat's, for which loss_agg_mode is seq-mean-token-sum-norm; gspo: one "
+        "ratio per response; cispo: a clipped ratio as a constant weight; reinforce: an unclipped ratio as a "
+        "constant weight; online_dpo: DPO on the best and the worst response of each group.",
+    )
+    loss_agg_mode: LossAggMode = Field(
+        default="token-mean", description="How token losses are aggregated, as in verl."
+    )
+    clip_ratio_low: float = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description="The ratio is clipped from below at 1 - clip_ratio_low (no unit).",
+    )
+    clip_ratio_high: float = Field(
+        default=0.2, ge=0, description="The ratio is clipped from above at 1 + clip_ratio_high (no unit)."
+    )
+    clip_ratio_c: float = Field(
+        default=3.0,
+        gt=1,
+        description="Upper bound of the ratio at negative advantages, in dual_clip and triplet_clip "
+        "(no unit).",
+    )
+    dpo_beta: float = Field(default=0.1, gt=0, description="DPO's beta, in online_dpo (per nat).")
+    kl_loss_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the KL to the initial policy in the loss (no unit)."
+    )
+    kl_loss_type: KLEstimator = Field(
+        default="k3", description="Estimator of this KL. k1+ and k3+ have the gradient of k2."
+    )
+    entropy_coeff: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus (no unit).")
+
+
+class CorrectionSection(Section):
+    """Correction of off-policy samples."""
+
+    proximal: ProximalPolicy = Field(
+        default="behavior",
+        description="Old policy of the ratio. behavior: the policy that sampled; recomputed: the trainer's "
+        "policy before the step (decoupled PPO); interpolated: between the sampling and the current policy, "
+        "by staleness.",
+    )
+    token: TokenCorrection = Field(
+        default="none",
+        description="Weight of each token, from r = proximal / behavior probability. tis: r, at most "
+        "tis_cap; icepop: r inside its range, 0 outside.",
+    )
+    sequence: SequenceCorrection = Field(
+        default="none",
+        description="mis: leave out responses whose geometric mean of r is outside its range.",
+    )
+    tis_cap: float = Field(default=2.0, ge=1, description="Largest weight of tis (no unit).")
+    icepop_low: Fraction = Field(default=0.5, description="Lower end of icepop's range (no unit).")
+    icepop_high: float = Field(default=5.0, ge=1, description="Upper end of icepop's range (no unit).")
+    mis_low: Fraction = Field(default=0.9, description="Lower end of mis's range (no unit).")
+    mis_high: float = Field(default=1.1, ge=1, description="Upper end of mis's range (no unit).")
+    staleness_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="A response has weight staleness_decay ** staleness (no unit). 1: all weigh the same.",
+    )
+
+
+class CriticSection(Section):
+    """The critic of adv_estimator = gae, which predicts the value of every token."""
+
+    path: str | None = Field(
+        default=None,
+        description="Model folder that the critic starts from, with a new value head (path). Unset: "
+        "model.path.",
+    )
+    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate of the critic's AdamW (per step).")
+    warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up of this learning rate (steps).")
+    max_grad_norm: float = Field(
+        default=1.0,
+        gt=0,
+        description="Gradient norm above which the critic's gradients are clipped (no unit).",
+    )
+    ppo_epochs: Count = Field(default=1, description="Passes of the critic over each batch (count).")
+    cliprange_value: float = Field(
+        default=0.5, gt=0, description="Clip range of a value around its old value (reward)."
+    )
+
+
+class TrainerSection(Section):
+    """Batch, optimizer and processes of the trainer."""
+
+    batch_size: Count = Field(description="Groups per training step (count).")
+    mini_batch_tokens: Count | None = Field(
+        default=None,
+        description="Response tokens per optimizer update; a batch is split into updates of about this size "
+        "(tokens). Unset: one update per batch.",
+    )
+    micro_batch_tokens: Count = Field(
+        default=4096,
+        description="Maximum prompt and response tokens of one forward and backward pass (tokens).",
+    )
+    logits_chunk_tokens: Count = Field(
+        default=256, description="Response tokens whose logits are in memory at the same time (tokens)."
+    )
+    lr: float = Field(gt=0, description="Peak learning rate of AdamW (per step).")
+    warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up of the learning rate (steps).")
+    lr_decay: LrDecay = Field(
+        default="linear",
+        description="Learning rate after the warm-up. linear: falls to 0 at the last step; constant: stays.",
+    )
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="AdamW's decoupled weight decay (per step and lr)."
+    )
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, description="Gradient norm above which gradients are clipped (no unit)."
+    )
+    device: Device = Field(
+        default="cpu",
+        description='Device of the trainer. "cpu"; "cuda": the last GPUs, one for each rank; "cuda:N": GPU N '
+        "for the first rank and the next ones for the others.",
+    )
+    num_ranks: Count = Field(
+        default=1,
+        description="Trainer processes, which shard model and micro-batches, each on its own device (count).",
+    )
+    dtype: Dtype = Field(
+        default="float32",
+        description="Data type of forward and backward passes; the optimizer works in float32.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="Keep only the input of each layer and recompute the rest in the backward pass.",
+    )
+    streaming: bool | None = Field(
+        default=None,
+        description="Accumulate gradients while the batch fills up. Unset: wherever the objective allows it.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Sum gradients in the order of group ids, whichever group finishes first.",
+    )
+    lora_rank: int = Field(
+        default=0, ge=0, description="Rank of LoRA adapters to train (count). 0: train all weights."
+    )
+    lora_alpha: float = Field(
+        default=32.0, gt=0, description="LoRA adapters are scaled by lora_alpha / lora_rank (no unit)."
+    )
+    lora_targets: Annotated[list[LoraTarget], Field(min_length=1)] = Field(
+        default=[*get_args(LoraTarget)],
+        description="Matrices that get a LoRA adapter (list of names).",
+    )
+    routing_replay: bool = Field(
+        default=False,
+        description="Mixture of experts: route tokens to the experts that the engine chose.",
+    )
+    aux_workers: list[AuxWorker] = Field(
+        default=[],
+        description="Computations in auxiliary worker processes beside the trainer (list of names). "
+        "reference: log-probs of the initial policy; proximal: log-probs before the step; critic: values, "
+        "and the critic's training.",
+    )
+    aux_device: Device | None = Field(
+        default=None,
+        description='Device of the auxiliary workers: "cpu", "cuda" or "cuda:N". Unset: the trainer\'s.',
+    )
+    elastic: bool = Field(
+        default=False,
+        description="The trainer's device works as one more engine while the trainer waits for a batch.",
+    )
+    save_freq: int = Field(
+        default=50,
+        ge=0,
+        description="Steps between two checkpoints; the last step always saves one (steps). 0: no "
+        "checkpoints.",
+    )
+    keep_last: Count = Field(default=2, description="Checkpoints to keep, the newest ones (count).")
+    backend: str | None = Field(
+        default=None,
+        description='Class of another training engine, "file.py:Class" or "package.module:Class". Unset: '
+        "DORA's own.",
+    )
+
+
+class EngineSection(Section):
+    """The rollout engines."""
+
+    num_engines: Count = Field(default=2, description="Engine processes (count).")
+    max_num_seqs: Count = Field(default=32, description="Requests that one engine decodes at once (count).")
+    version_slots: Count | None = Field(
+        default=None,
+        description="Policy versions that one engine holds at once (count). Unset: max_staleness + 1, plus 1 "
+        "with eval.every.",
+    )
+    num_kv_blocks: Count | None = Field(
+        default=None,
+        description="KV cache of one engine (blocks of 16 tokens). Unset: room for max_num_seqs sequences of "
+        "full length.",
+    )
+    device: Device = Field(
+        default="cpu",
+        description='Device of the engines. "cpu"; "cuda": one GPU each, apart from the trainer\'s; '
+        '"cuda:N": GPU N for all.',
+    )
+    dtype: Dtype = Field(
+        default="float32", description="Data type of weights and KV cache, and of published versions."
+    )
+    kernels: Literal["auto", "numba", "eager"] = Field(
+        default="auto",
+        description="CPU kernels. numba: compiled; eager: plain torch; auto: numba where it works.",
+    )
+    backend: str | None = Field(
+        default=None,
+        description='Another inference engine: "vllm", "vllm-lora", "sglang", or a class, "file.py:Class" or '
+        '"package.module:Class". Unset: DORA\'s own.',
+    )
+    options: dict[str, JsonValue] | None = Field(
+        default=None, description="Keyword arguments of the backend's class (table)."
+    )
+    exact_logprobs: bool = Field(
+        default=False,
+        description="Batch-invariant computation, so that log-probs of engines and trainer are equal bit for "
+        "bit.",
+    )
+    min_step_time: Duration = Field(
+        default="0ms",
+        description='Minimum duration of a decode step, such as "8ms", to imitate an accelerator on a CPU '
+        "(us, ms or s).",
+    )
+
+    @property
+    def min_step_time_s(self) -> float:
+        """`min_step_time` in seconds."""
+        number, unit = re.findall(r"[\d.]+|[a-z]+", self.min_step_time)
+        return float(number) * _SECONDS[unit]
+
+
+class FleetSection(Section):
+    """Additional engines with a backend of their own; one table [[fleet]] for each kind."""
+
+    name: TableName = Field(
+        description='Name in overrides and error messages, such as "vllm" (lower-case name).'
+    )
+    backend: str = Field(description="Inference engine of this kind, as in [engine].")
+    options: dict[str, JsonValue] = Field(
+        default={}, description="Keyword arguments of the backend's class (table)."
+    )
+    num_engines: Count = Field(default=1, description="Engine processes of this kind (count).")
+    max_num_seqs: Count | None = Field(
+        default=None,
+        description="Requests that one of these engines decodes at once (count). Unset: as in [engine].",
+    )
+    version_slots: Count = Field(
+        default=1, description="Policy versions that one of these engines holds at once (count)."
+    )
+
+
+class OrchestratorSection(Section):
+    """How far generation runs ahead of training, and where requests run."""
+
+    update_policy: UpdatePolicy = Field(
+        default="dora",
+        description="When new versions are used. dora: several versions generate at once, and a response "
+        "keeps the version that began it; sync: generate a batch, then train it; one_step: generate one "
+        "batch ahead; drain: one version generates batches_per_version batches before the next one; partial "
+        "and inflight: responses continue with newer weights, which breaks guarantee C1; partial recomputes "
+        "their KV cache, inflight keeps it.",
+    )
+    max_staleness: int = Field(
+        default=DEFAULT_STALENESS["dora"],
+        ge=0,
+        description="Maximum staleness of a trained sample (versions). 0: on-policy. Unset: 2, with drain 1; "
+        "sync has 0, one_step 1.",
+    )
+    staleness_mode: Literal["fixed", "adaptive"] = Field(
+        default="fixed",
+        description="Staleness bound of new groups. fixed: max_staleness; adaptive: between 0 and "
+        "max_staleness, by effective sample size (ESS) and KL of the trained batches.",
+    )
+    min_ess: float = Field(
+        default=0.9,
+        gt=0,
+        lt=1,
+        description="adaptive: a lower mean ESS of the batches lowers the bound (fraction of tokens).",
+    )
+    max_kl: float = Field(
+        default=0.01,
+        gt=0,
+        description="adaptive: a higher mean KL to the sampling policies lowers the bound (nats per token).",
+    )
+    staleness_window: Count = Field(
+        default=8,
+        description="adaptive: batches that are averaged; after this many with less than half of both "
+        "losses the bound rises by 1 (count).",
+    )
+    batches_per_version: Count = Field(
+        default=1, description="drain: batches that one version generates (count)."
+    )
+    slack: int = Field(
+        default=0,
+        ge=0,
+        description="Groups admitted fewer than the bound allows, so that training can overtake a straggler "
+        "(count).",
+    )
+    placement: Literal["dynamic", "static", "colocated"] = Field(
+        default="dynamic",
+        description="dynamic: engines change versions and requests migrate between engines; static: neither "
+        "does; colocated: dynamic, and engines pause while the trainer uses their device.",
+    )
+    weight_sync_interval: Count = Field(
+        default=1,
+        description="Engines load every n-th version, and others only if the bound requires it (versions). "
+        "With dora, partial and inflight.",
+    )
+    prioritize_stragglers: bool = Field(
+        default=True,
+        description="While the trainer waits for a group, its engine decodes only that group's requests.",
+    )
+    balance_running: bool = Field(
+        default=False, description="Balance the number of running requests across engines."
+    )
+    rebalance_interval_s: float = Field(
+        default=1.0, gt=0, description="Maximum time between two checks for useful migrations (s)."
+    )
+    kv_watermark: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Utilization of an engine's KV cache above which requests migrate away (0 to 1).",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def default_max_staleness(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """Give `max_staleness` the default of the chosen update policy."""
+        if not isinstance(raw, dict):
+            return raw
+        default = DEFAULT_STALENESS.get(str(raw.get("update_policy", "dora")))
+        return raw if default is None else {"max_staleness": default, **raw}
+
+
+class WeightsSection(Section):
+    """How engines load new versions."""
+
+    load: Literal["eager", "deferred"] = Field(
+        default="eager",
+        description="eager: every engine loads a version as soon as it can; deferred: up to a quarter of the "
+        "engines at a time, each when it has a free row or the bound requires it, from a prefetched copy in "
+        "host memory.",
+    )
+    skip_below_kl: float | None = Field(
+        default=None,
+        gt=0,
+        description="Engines skip a version whose KL to the one they hold is lower, unless the bound needs "
+        "it (nats per token). Unset: none is skipped. With dora, partial and inflight.",
+    )
+
+
+class EvalSection(Section):
+    """Evaluation on held-out prompts, before, during and after training."""
+
+    path: str | None = Field(
+        default=None,
+        description='Held-out prompts: a file or folder, as in data.path (path), or "gcd". Unset: no '
+        "evaluation.",
+    )
+    split: str | None = Field(
+        default=None,
+        min_length=1,
+        description='Split of a dataset folder, such as "test" (name). Unset: its only split.',
+    )
+    num_prompts: int = Field(
+        default=256, ge=0, description="Prompts to use, from the first on (count). 0: no evaluation."
+    )
+    greedy: bool = Field(default=True, description="Generate one greedy response for each prompt.")
+    num_samples: int = Field(
+        default=1, ge=0, description="Responses per prompt that are sampled as in training (count)."
+    )
+    every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between two evaluations during training (steps). 0: only before and after it.",
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of sampling in evaluations (integer).")
+
+
+class MetricsSection(Section):
+    """Metrics of each step. metrics.jsonl in the run folder always has them."""
+
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default=[],
+        description='Experiment trackers to report to, such as ["tensorboard"] (list of names). Each needs '
+        "the extra of that name.",
+    )
+    project: str = Field(default="dora", min_length=1, description="Project name in wandb and trackio.")
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="Peak performance of one trainer device, for perf/mfu/actor (TFLOP/s). Unset: known for "
+        "common GPUs, for no CPU.",
+    )
+
+
+class JournalSection(Section):
+    """The journal: the record of every event and action of the run."""
+
+    fsync: bool = Field(
+        default=False,
+        description="Flush every record to disk, so that the journal survives a power failure; slower.",
+    )
+
+
+class RuntimeSection(Section):
+    """The processes of the run, and when they count as lost."""
+
+    kind: Literal["local", "ray"] = Field(
+        default="local",
+        description="Where workers run. local: processes on this machine; ray: actors of a Ray cluster.",
+    )
+    start_timeout_s: float = Field(
+        default=120.0, gt=0, description="The run fails if a process takes longer to start (s)."
+    )
+    heartbeat_timeout_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="An engine or reward worker without a heartbeat for this long is lost (s).",
+    )
+    trainer_timeout_s: float = Field(
+        default=60.0, gt=0, description="A trainer process that is suspended for this long is lost (s)."
+    )
+    step_timeout_s: float = Field(
+        default=3600.0, gt=0, description="A trainer that takes longer for one request is lost (s)."
+    )
+    migration_timeout_s: float = Field(
+        default=5.0, gt=0, description="A migration that copies nothing for this long is aborted (s)."
+    )
+    max_restarts: int = Field(
+        default=3, ge=0, description="Restarts in a row of one lost engine, or of the trainer (count)."
+    )
+
+
+class RaySection(Section):
+    """The Ray cluster of runtime.kind = "ray". The trainer runs on the driver's node."""
+
+    address: Annotated[str, Field(pattern=r"^(auto|[^:/\s]+:\d+)$")] | None = Field(
+        default=None,
+        description='Running cluster, host:port, or "auto" for the one of this machine. Unset: the run '
+        "starts Ray on this machine and stops it at the end.",
+    )
+    spread: bool = Field(
+        default=True,
+        description="Spread engines and reward workers over the nodes. false: use as few nodes as possible.",
+    )
+    max_engines: int | None = Field(
+        default=None,
+        ge=1,
+        description="Engines are added up to this number as soon as nodes have capacity (count). Unset: "
+        "engine.num_engines.",
+    )
+    engine_cpus: float = Field(default=1.0, ge=0, description="CPUs reserved for each engine (count).")
+    trainer_cpus: float = Field(
+        default=1.0,
+        ge=0,
+        description="CPUs reserved for each trainer process and each auxiliary worker (count).",
+    )
+    reward_cpus: float = Field(default=1.0, ge=0, description="CPUs reserved for each reward worker (count).")
+
+
+class ServiceSection(Section):
+    """The HTTP service of `dora serve`."""
+
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address to listen on. Traffic is not encrypted: an address that other machines reach "
+        "belongs in a private network.",
+    )
+    port: int = Field(default=0, ge=0, lt=2**16, description="Port to listen on (number). 0: a free port.")
+    token_file: str | None = Field(
+        default=None,
+        description="File with the auth token of all requests, at least 16 characters (path). Unset: a new "
+        "token for each run, in service.json of its folder.",
+    )
+    max_body_bytes: Count = Field(
+        default=2**20,
+        description="Maximum size of a request body; uploads of weights have their own limit (bytes).",
+    )
+    trainer: Literal["internal", "external"] = Field(
+        default="internal",
+        description="external: an external trainer fetches each batch and uploads the new weights.",
+    )
+    agents: bool = Field(
+        default=False, description="External agents generate the responses, in sessions of the service."
+    )
+    session_timeout_s: float = Field(
+        default=60.0, gt=0, description="A session without a request for this long has failed (s)."
+    )
+    idle_timeout_s: float = Field(
+        default=3600.0,
+        gt=0,
+        description="A run that waits for external input for this long stops (s).",
+    )
+
+
+class EngineKind(NamedTuple):
+    """Engines with the same settings; `key` is the section that configures them."""
+
+    key: str
+    backend: str | None
+    options: dict[str, JsonValue]
+    num_engines: int
+    max_num_seqs: int
+    version_slots: int
+
+
+class Config(Section):
+    """A complete run: what to train on, how to train, how to generate, and the processes that do it."""
+
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    sampling: SamplingSection
+    reward: RewardSection = RewardSection()
+    reward_task: list[RewardTaskSection] = Field(default=[])
+    env: EnvSection = EnvSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    correction: CorrectionSection = CorrectionSection()
+    critic: CriticSection = CriticSection()
+    trainer: TrainerSection
+    engine: EngineSection = EngineSection()
+    fleet: list[FleetSection] = Field(default=[])
+    orchestrator: OrchestratorSection = OrchestratorSection()
+    weights: WeightsSection = WeightsSection()
+    eval: EvalSection = EvalSection()
+    metrics: MetricsSection = MetricsSection()
+    journal: JournalSection = JournalSection()
+    runtime: RuntimeSection = RuntimeSection()
+    ray: RaySection = RaySection()
+    service: ServiceSection = ServiceSection()
+
+    @property
+    def samples_per_step(self) -> int:
+        """batch_size * group_size."""
+        return self.trainer.batch_size * self.sampling.group_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """max_prompt_length + max_response_length, in tokens."""
+        return self.data.max_prompt_length + self.sampling.max_response_length
+
+    @property
+    def max_groups_in_flight(self) -> int:
+        """Groups admitted but not trained: at most (max_staleness + 1) * batch_size - slack."""
+        return (self.orchestrator.max_staleness + 1) * self.trainer.batch_size - self.orchestrator.slack
+
+    @property
+    def max_concurrent_requests(self) -> int:
+        """Sum of num_engines * max_num_seqs; an elastic trainer counts as one more engine of [engine]."""
+        num_seqs = sum(kind.num_engines * kind.max_num_seqs for kind in self.engine_kinds)
+        return num_seqs + self.trainer.elastic * self.engine.max_num_seqs
+
+    @property
+    def engine_kinds(self) -> list[EngineKind]:
+        """The engines of [engine], then those of each [[fleet]]."""
+        own = self.engine
+        first = EngineKind(
+            "engine", own.backend, own.options or {}, own.num_engines, own.max_num_seqs, self.version_slots
+        )
+        others = [
+            EngineKind(
+                f"fleet.{fleet.name}",
+                fleet.backend,
+                fleet.options,
+                fleet.num_engines,
+                fleet.max_num_seqs or own.max_num_seqs,
+                fleet.version_slots,
+            )
+            for fleet in self.fleet
+        ]
+        return [first, *others]
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of all kinds, without the one that an elastic trainer adds."""
+        return sum(kind.num_engines for kind in self.engine_kinds)
+
+    def kind_of_engine(self, engine: int) -> EngineKind:
+        """The kind of an engine by its number; engines that join later are of [engine]."""
+        kinds = self.engine_kinds
+        numbered = [kind for kind in kinds for _ in range(kind.num_engines)]
+        return numbered[engine] if engine < len(numbered) else kinds[0]
+
+    @property
+    def num_reward_workers(self) -> int:
+        """Processes that score responses; rewards from the service need none."""
+        functions = [(self.reward.function, self.reward.num_workers)]
+        functions += [(task.factory, task.num_workers) for task in self.reward_task]
+        return sum(count for function, count in functions if function not in (None, "service"))
+
+    @property
+    def version_slots(self) -> int:
+        """engine.version_slots, or as many as the update policy needs."""
+        if self.engine.version_slots is not None:
+            return self.engine.version_slots
+        return self.inflight_version_slots if self.breaks_c1 else self.max_live_versions
+
+    @property
+    def inflight_version_slots(self) -> int:
+        """Slots under partial and inflight: the old and the new version, and an evaluated one."""
+        return min(self.max_live_versions, 2 + self.evaluates_during_training)
+
+    @property
+    def max_live_versions(self) -> int:
+        """max_staleness + 1, and one that is evaluated with eval.every."""
+        return self.orchestrator.max_staleness + 1 + self.evaluates_during_training
+
+    @property
+    def evaluates_during_training(self) -> bool:
+        """Whether held-out prompts are generated during training."""
+        return bool(self.eval.path and self.eval.every)
+
+    @property
+    def breaks_c1(self) -> bool:
+        """Whether running responses continue with newer versions."""
+        return self.orchestrator.update_policy in BREAKS_C1
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether responses are episodes of several turns, with environments or external agents."""
+        return self.env.has_environments or self.service.agents
+
+    @property
+    def has_static_placement(self) -> bool:
+        """Whether requests never migrate: placement = static, engines on GPUs, or C1 is broken."""
+        is_placed = self.orchestrator.placement == "static" or self.engine.device != "cpu"
+        return is_placed or self.breaks_c1
+
+    @property
+    def streams_gradients(self) -> bool:
+        """trainer.streaming, or whether the objective allows it."""
+        wanted = self.trainer.streaming
+        return self.why_not_streaming is None if wanted is None else wanted
+
+    @property
+    def why_not_streaming(self) -> str | None:
+        """Why gradients cannot be accumulated while the batch fills up; None if they can."""
+        estimator = self.algorithm.adv_estimator
+        if recipe.ADVANTAGE_SCOPE[estimator] == "batch":
+            return f"algorithm.adv_estimator = {estimator}: its advantages need the whole batch"
+        if self.trainer.mini_batch_tokens:
+            return "trainer.mini_batch_tokens: the split into updates needs all response lengths"
+        if self.trainer.deterministic:
+            return "trainer.deterministic = true: the first group in order may finish last"
+        if self.orchestrator.placement == "colocated" or self.trainer.elastic:
+            return "a colocated or elastic trainer: it runs only when the batch is complete"
+        return None
+
+    @property
+    def external_source(self) -> str | None:
+        """The first setting that makes the run depend on input from outside; None if none does."""
+        sources = {
+            "service.agents = true": self.service.agents,
+            'service.trainer = "external"': self.service.trainer == "external",
+            'data.path = "service"': self.data.path == "service",
+            'reward.function = "service"': self.reward.function == "service",
+            'class = "service" of a [[reward_task]]': any(
+                task.factory == "service" for task in self.reward_task
+            ),
+        }
+        return next((setting for setting, is_set in sources.items() if is_set), None)
+
+
+LIST_SECTIONS: dict[str, type[Section]] = {
+    "reward_task": RewardTaskSection,
+    "fleet": FleetSection,
+}  # sections that are lists of named tables
+
+
+def iter_sections() -> Iterator[tuple[str, type[Section]]]:
+    """(name, class) of every section, in order."""
+    for name, field in Config.model_fields.items():
+        section = LIST_SECTIONS.get(name, field.annotation)
+        assert isinstance(section, type)
+        yield name, section
+
+
+def iter_keys() -> Iterator[tuple[str, str, FieldInfo]]:
+    """(section, key, field) of every key, in order."""
+    for name, section in iter_sections():
+        for attribute, field in section.model_fields.items():
+            yield name, field.alias or attribute, field
+
+
+def iter_values(config: Config) -> Iterator[tuple[str, Any]]:
+    """("section.key", value) of every key; keys of a list of tables are "section.NAME.key"."""
+    tables = [(name, getattr(config, name)) for name in Config.model_fields if name not in LIST_SECTIONS]
+    tables += [(f"{name}.{table.name}", table) for name in LIST_SECTIONS for table in getattr(config, name)]
+    for name, table in tables:
+        for attribute, field in type(table).model_fields.items():
+            yield f"{name}.{field.alias or attribute}", getattr(table, attribute)

@@ -1,0 +1,661 @@
+"""Rules that involve several keys.
+
+A broken rule raises ConfigError with the keys, their values, the rule and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from dora.config.schema import BREAKS_C1, FIXED_STALENESS, Config
+from dora.errors import ConfigError
+from dora.trainer import recipe
+
+Reasons = dict[str, str]  # key -> why it has no effect
+
+
+def check(config: Config) -> None:
+    """Check all rules. Raises ConfigError for the first that is broken."""
+    _check_evaluation(config)
+    _check_environment(config)
+    _check_reward_tasks(config)
+    _check_reward_source(config)
+    _check_groups(config)
+    _check_filters(config)
+    _check_max_staleness(config)
+    _check_inflight_update(config)
+    _check_admission(config)
+    _check_version_slots(config)
+    _check_elastic_trainer(config)
+    _check_fleet_names(config)
+    _check_engine_device(config)
+    _check_shared_device(config)
+    _check_ranks(config)
+    _check_trainer_backend(config)
+    _check_aux_workers(config)
+    _check_external_rewards(config)
+    _check_external_trainer(config)
+    _check_algorithm(config)
+    _check_mini_batches(config)
+    _check_streaming(config)
+    _check_micro_batches(config)
+    _check_effect(config)
+
+
+def check_context(config: Config, max_position_embeddings: int) -> None:
+    """Raises ConfigError if the longest sequence exceeds the model's positions."""
+    if config.max_sequence_length > max_position_embeddings:
+        raise ConfigError(
+            f"data.max_prompt_length + sampling.max_response_length = {_lengths(config)} tokens exceed the "
+            f"model's max_position_embeddings = {max_position_embeddings}; lower one of the lengths"
+        )
+
+
+def _lengths(config: Config) -> str:
+    lengths = config.data.max_prompt_length, config.sampling.max_response_length
+    return f"{lengths[0]} + {lengths[1]} = {config.max_sequence_length}"
+
+
+def _check_evaluation(config: Config) -> None:
+    """Evaluation settings need prompts, and a kind of response."""
+    evaluation = config.eval
+    given = evaluation.model_fields_set - {"path"}
+    if evaluation.path is None and evaluation.num_prompts and given:
+        raise ConfigError(
+            f"eval.{min(given)} is set without eval.path, so nothing is evaluated; set eval.path, or "
+            "eval.num_prompts = 0"
+        )
+    if not evaluation.greedy and not evaluation.num_samples:
+        raise ConfigError(
+            "eval.greedy = false with eval.num_samples = 0: an evaluation would generate no response; set "
+            "one of them, or eval.num_prompts = 0 for no evaluation"
+        )
+
+
+def _check_environment(config: Config) -> None:
+    """Episodes have one kind of counterpart, and remote ones need an auth token."""
+    env = config.env
+    if env.environment is not None and env.hosts:
+        raise ConfigError(
+            f"env.environment = {env.environment!r} with env.hosts = {env.hosts}: episodes run either in "
+            "this run's workers or on the hosts; remove one of the two"
+        )
+    if env.hosts and env.token_file is None:
+        raise ConfigError(
+            f"env.hosts = {env.hosts} without env.token_file: environment servers require their auth token; "
+            "set env.token_file to a copy of the file that `dora env-server` prints"
+        )
+    if env.has_environments and config.service.agents:
+        raise ConfigError(
+            "service.agents = true with env.environment or env.hosts: an episode has either an agent or an "
+            "environment; remove one of the two"
+        )
+
+
+def _check_reward_tasks(config: Config) -> None:
+    """Reward tasks have distinct names and non-zero weights."""
+    names = [task.name for task in config.reward_task]
+    for task in config.reward_task:
+        if task.name == "reward" or names.count(task.name) > 1:
+            raise ConfigError(
+                f"reward_task.name = {task.name!r}: every [[reward_task]] needs a name of its own, and the "
+                "section [reward] has the name reward; choose another"
+            )
+        if not task.weight:
+            raise ConfigError(
+                f"reward_task.{task.name}.weight = 0: this reward would change nothing; remove the task"
+            )
+
+
+def _check_reward_source(config: Config) -> None:
+    """Some reward exists."""
+    has_function = config.reward.function is not None or bool(config.reward_task)
+    if not (has_function or config.env.has_environments or config.service.agents):
+        raise ConfigError(
+            "reward.function: not set, and no environment (env.environment) gives rewards; add "
+            "`function = ...` to [reward]"
+        )
+
+
+def _check_groups(config: Config) -> None:
+    """Groups can have a reward signal."""
+    group_size, estimator = config.sampling.group_size, config.algorithm.adv_estimator
+    if group_size == 1 and estimator not in ("reinforce_plus_plus", "gae"):
+        raise ConfigError(
+            f"sampling.group_size = 1 with algorithm.adv_estimator = {estimator}: every advantage would be "
+            "reward - mean(rewards of the group) = 0; set sampling.group_size >= 2, or adv_estimator = "
+            "reinforce_plus_plus or gae"
+        )
+    if group_size == 1 and config.algorithm.filter_groups:
+        raise ConfigError(
+            "algorithm.filter_groups = true with sampling.group_size = 1: all rewards of a group of one are "
+            "equal, so every group would be filtered; remove filter_groups or set group_size >= 2"
+        )
+    if config.algorithm.filter_groups and estimator == "gae":
+        raise ConfigError(
+            "algorithm.filter_groups = true with algorithm.adv_estimator = gae: groups with equal rewards "
+            "have a signal too, since gae compares rewards with values of the critic; remove filter_groups"
+        )
+
+
+def _check_filters(config: Config) -> None:
+    """Sampling filters leave more than one token."""
+    for key, remedy in (("top_k", "raise"), ("min_p", "lower")):
+        if getattr(config.sampling, key) == 1:
+            raise ConfigError(
+                f"sampling.{key} = 1 leaves one token to sample, so all responses of a group would be equal "
+                f"and have no advantage; {remedy} it"
+            )
+
+
+def _check_max_staleness(config: Config) -> None:
+    """The staleness bound fits the update policy."""
+    rules = config.orchestrator
+    policy, staleness, fixed = (
+        rules.update_policy,
+        rules.max_staleness,
+        FIXED_STALENESS.get(rules.update_policy),
+    )
+    if fixed not in (None, staleness):
+        raise ConfigError(
+            f"orchestrator.max_staleness = {staleness} with update_policy = {policy}: this policy always has "
+            f"max_staleness = {fixed}; remove max_staleness, or set update_policy = dora"
+        )
+    if rules.staleness_mode == "adaptive" and (fixed is not None or staleness == 0):
+        found = "max_staleness = 0" if fixed is None else f"update_policy = {policy}"
+        raise ConfigError(
+            f"orchestrator.staleness_mode = adaptive with {found}: there is no range to adapt in; remove "
+            "staleness_mode, or set update_policy = dora with max_staleness >= 1"
+        )
+
+
+def _check_inflight_update(config: Config) -> None:
+    """Policies that continue responses with newer weights exclude features that need one version."""
+    policy = config.orchestrator.update_policy
+    if not config.breaks_c1:
+        return
+    needs_dora = "only DORA's own engine can do so"
+    conflicts = {
+        "engine.backend": (config.engine.backend is not None, needs_dora),
+        "fleet": (bool(config.fleet), needs_dora),
+        "trainer.routing_replay": (
+            config.trainer.routing_replay and policy == "partial",
+            "recomputed tokens take other experts than those that sampled them",
+        ),
+        "engine.exact_logprobs": (
+            config.engine.exact_logprobs,
+            "no single version can reproduce their log-probs",
+        ),
+        "env.environment, env.hosts and service.agents": (
+            config.has_episodes,
+            "episodes keep the version that began them",
+        ),
+    }
+    for key, (is_set, reason) in conflicts.items():
+        if is_set:
+            raise ConfigError(
+                f"orchestrator.update_policy = {policy} continues responses with newer weights; {reason}: "
+                f"remove {key}, or set update_policy = dora"
+            )
+    slots, needed = config.engine.version_slots, config.inflight_version_slots
+    if slots not in (None, needed):
+        raise ConfigError(
+            f"engine.version_slots = {slots} with update_policy = {policy}, which needs {needed}: the old "
+            "version, the new one, and with eval.every an evaluated one; remove version_slots"
+        )
+
+
+def _check_admission(config: Config) -> None:
+    """Batches per version, slack and weight sync stay within the staleness bound."""
+    rules = config.orchestrator
+    staleness = rules.max_staleness
+    if rules.batches_per_version > staleness + 1:
+        raise ConfigError(
+            f"orchestrator.batches_per_version = {rules.batches_per_version}: one version can fill at most "
+            f"max_staleness + 1 = {staleness} + 1 batches; lower it or raise max_staleness"
+        )
+    max_slack = staleness * config.trainer.batch_size
+    if rules.slack > max_slack:
+        raise ConfigError(
+            f"orchestrator.slack = {rules.slack}: it must leave one whole batch, so it is at most "
+            f"max_staleness * batch_size = {staleness} * {config.trainer.batch_size} = {max_slack}; lower it"
+        )
+    if rules.weight_sync_interval > staleness + 1:
+        raise ConfigError(
+            f"orchestrator.weight_sync_interval = {rules.weight_sync_interval}: a version is usable for at "
+            f"most max_staleness + 1 = {staleness} + 1 steps; lower it or raise max_staleness"
+        )
+
+
+def _check_version_slots(config: Config) -> None:
+    """Engines have no more slots than there are live versions."""
+    slots, staleness = config.engine.version_slots, config.orchestrator.max_staleness
+    if slots is not None and slots > config.max_live_versions:
+        raise ConfigError(
+            f"engine.version_slots = {slots}: at most max_staleness + 1 = {staleness} + 1 versions are live "
+            "at once, and one more with eval.every; more slots have no effect, so lower or remove it"
+        )
+
+
+def _check_elastic_trainer(config: Config) -> None:
+    if config.trainer.elastic and config.orchestrator.placement == "colocated":
+        raise ConfigError(
+            "trainer.elastic = true with orchestrator.placement = colocated: every engine already shares the "
+            "trainer's device; remove one of the two"
+        )
+
+
+def _check_fleet_names(config: Config) -> None:
+    names = [fleet.name for fleet in config.fleet]
+    for name in (name for name in names if names.count(name) > 1):
+        raise ConfigError(f"fleet.name = {name!r}: every [[fleet]] needs a name of its own; choose another")
+
+
+def _check_engine_device(config: Config) -> None:
+    """The device of the engines supports what they are configured to compute."""
+    engine, trainer = config.engine, config.trainer
+    device = f"engine.device = {engine.device!r}"
+    if engine.exact_logprobs and {engine.device, trainer.device} != {"cpu"}:
+        raise ConfigError(
+            f"engine.exact_logprobs = true with {device}, trainer.device = {trainer.device!r}: exact "
+            "log-probs need the CPU; remove exact_logprobs, or set both devices to cpu"
+        )
+    if engine.device != "cpu" and engine.kernels != "auto":
+        raise ConfigError(
+            f"engine.kernels = {engine.kernels} with {device}: these kernels run on a CPU; remove kernels"
+        )
+    if engine.kernels == "numba" and engine.dtype != "float32":
+        raise ConfigError(
+            f"engine.kernels = numba with engine.dtype = {engine.dtype}: these kernels compute in float32 "
+            "only; remove one of the two"
+        )
+    if engine.device != "cpu" and config.orchestrator.placement == "dynamic":
+        raise ConfigError(
+            f"orchestrator.placement = dynamic with {device}: requests migrate between engines on the CPU "
+            "only; set placement = static, or colocated to share one device with the trainer"
+        )
+
+
+def _check_shared_device(config: Config) -> None:
+    """Engines that share the trainer's device are configured with the same device."""
+    engine, trainer, placement = config.engine.device, config.trainer.device, config.orchestrator.placement
+    if placement != "colocated" and not config.trainer.elastic:
+        return
+    setting = "orchestrator.placement = colocated" if placement == "colocated" else "trainer.elastic = true"
+    has_other_kind = engine.partition(":")[0] != trainer.partition(":")[0]
+    if has_other_kind or (placement == "colocated" and engine != trainer):
+        raise ConfigError(
+            f"engine.device = {engine!r}, trainer.device = {trainer!r} with {setting}: an engine computes on "
+            "the trainer's device; set both to the same device"
+        )
+
+
+def _check_ranks(config: Config) -> None:
+    """Several trainer ranks can do what is configured, and each has a sample."""
+    ranks, num_samples = f"trainer.num_ranks = {config.trainer.num_ranks}", config.samples_per_step
+    conflicts = {
+        "engine.exact_logprobs = true: exact log-probs need unsharded weights": config.engine.exact_logprobs,
+        "trainer.lora_rank: LoRA adapters are not sharded": config.trainer.lora_rank > 0,
+        "algorithm.adv_estimator = gae: the critic is not sharded": _uses_critic(config),
+    }
+    if config.trainer.num_ranks > 1:
+        for conflict in _true_keys(conflicts):
+            raise ConfigError(f"{ranks} with {conflict}; remove one of the two")
+    if config.trainer.num_ranks > num_samples:
+        raise ConfigError(
+            f"{ranks}: a step has batch_size * group_size = {num_samples} samples, and every rank needs one; "
+            "lower num_ranks"
+        )
+
+
+def _check_trainer_backend(config: Config) -> None:
+    """Another training engine is not combined with features of DORA's own."""
+    conflicts = {
+        "trainer.num_ranks > 1": config.trainer.num_ranks > 1,
+        "trainer.lora_rank": config.trainer.lora_rank > 0,
+        "engine.exact_logprobs = true": config.engine.exact_logprobs,
+        "algorithm.adv_estimator = gae": _uses_critic(config),
+        "trainer.aux_workers": bool(config.trainer.aux_workers),
+    }
+    if config.trainer.backend is not None:
+        for conflict in _true_keys(conflicts):
+            raise ConfigError(
+                f"trainer.backend = {config.trainer.backend!r} with {conflict}: only DORA's own trainer "
+                "supports this; remove one of the two"
+            )
+
+
+def _check_aux_workers(config: Config) -> None:
+    """Auxiliary workers compute log-probs with the trainer's own weights."""
+    dtypes = config.engine.dtype, config.trainer.dtype
+    if "proximal" in config.trainer.aux_workers and dtypes == ("bfloat16", "float32"):
+        raise ConfigError(
+            "trainer.aux_workers = proximal with engine.dtype = bfloat16 and trainer.dtype = float32: the "
+            "worker loads published weights, which are rounded to bfloat16, so its log-probs would differ "
+            "from the trainer's; set trainer.dtype = bfloat16, or remove proximal"
+        )
+
+
+def _check_external_rewards(config: Config) -> None:
+    """A reward task of the service has no settings of local workers."""
+    local = {"options", "num_workers", "micro_batch_size", "micro_batch_tokens"}
+    for task in config.reward_task:
+        if task.factory == "service" and (unused := local & task.model_fields_set):
+            raise ConfigError(
+                f"reward_task.{task.name}.{min(unused)} has no effect with class = service: its rewards come "
+                "from outside; remove it"
+            )
+
+
+def _check_external_trainer(config: Config) -> None:
+    """An external trainer excludes features of the run's own trainer."""
+    if config.service.trainer != "external":
+        return
+    trainer, orchestrator = config.trainer, config.orchestrator
+    conflicts = {
+        "trainer.backend: there would be two trainers": trainer.backend is not None,
+        "trainer.num_ranks > 1: it manages its own processes": trainer.num_ranks > 1,
+        "trainer.lora_rank: it uploads whole versions": trainer.lora_rank > 0,
+        "trainer.aux_workers: they assist the run's own trainer": bool(trainer.aux_workers),
+        "trainer.elastic = true: it has its own device": trainer.elastic,
+        "orchestrator.placement = colocated: it has its own device": orchestrator.placement == "colocated",
+        "engine.exact_logprobs = true: they need DORA's trainer": config.engine.exact_logprobs,
+        "algorithm.adv_estimator = gae: the critic needs DORA's trainer": _uses_critic(config),
+        "orchestrator.staleness_mode = adaptive: it reports no ESS and KL": (
+            orchestrator.staleness_mode == "adaptive"
+        ),
+    }
+    for conflict in _true_keys(conflicts):
+        raise ConfigError(f'service.trainer = "external" with {conflict}; remove one of the two')
+
+
+def _check_algorithm(config: Config) -> None:
+    """The objective is safe at this staleness and consistent with the lengths."""
+    algorithm, max_length = config.algorithm, config.sampling.max_response_length
+    correction = recipe.Correction(**config.correction.model_dump())
+    recipe.check_recipe(
+        algorithm.policy_loss, algorithm.loss_agg_mode, correction, config.orchestrator.max_staleness
+    )
+    if algorithm.overlong_buffer_tokens > max_length:
+        raise ConfigError(
+            f"algorithm.overlong_buffer_tokens = {algorithm.overlong_buffer_tokens}: it is the last part of "
+            f"sampling.max_response_length = {max_length} and cannot be longer; lower it"
+        )
+    needed = 2 * config.max_sequence_length
+    if _compares_pairs(config) and config.trainer.micro_batch_tokens < needed:
+        raise ConfigError(
+            f"trainer.micro_batch_tokens = {config.trainer.micro_batch_tokens} with policy_loss = "
+            f"{algorithm.policy_loss}: a micro-batch must fit a pair of responses, "
+            f"2 * {config.max_sequence_length} = {needed} tokens; raise it"
+        )
+
+
+def _check_mini_batches(config: Config) -> None:
+    """trainer.mini_batch_tokens divides a batch into updates."""
+    budget, mode = config.trainer.mini_batch_tokens, config.algorithm.loss_agg_mode
+    if budget is None:
+        return
+    if mode != "token-mean":
+        raise ConfigError(
+            f"trainer.mini_batch_tokens = {budget} with algorithm.loss_agg_mode = {mode}: updates of equally "
+            "many tokens need loss_agg_mode = token-mean; set it, or remove mini_batch_tokens"
+        )
+    shortest = config.sampling.max_response_length
+    longest = config.samples_per_step * shortest
+    if not shortest <= budget <= longest:
+        raise ConfigError(
+            f"trainer.mini_batch_tokens = {budget}: an update has at least one response, up to "
+            f"sampling.max_response_length = {shortest} tokens, and at most the {config.samples_per_step} of "
+            f"a batch, {longest} tokens; choose a number between the two"
+        )
+
+
+def _check_streaming(config: Config) -> None:
+    if config.trainer.streaming and (reason := config.why_not_streaming) is not None:
+        raise ConfigError(f"trainer.streaming = true with {reason}; remove one of the two")
+
+
+def _check_micro_batches(config: Config) -> None:
+    """A micro-batch fits one sample."""
+    if config.trainer.micro_batch_tokens < config.max_sequence_length:
+        raise ConfigError(
+            f"trainer.micro_batch_tokens = {config.trainer.micro_batch_tokens}: a micro-batch must fit one "
+            f"sample of max_prompt_length + max_response_length = {_lengths(config)} tokens; raise "
+            "micro_batch_tokens or lower one of the lengths"
+        )
+
+
+def _check_effect(config: Config) -> None:
+    """Every key that was set has an effect."""
+    for section, reasons in keys_without_effect(config).items():
+        if not reasons:
+            continue
+        for key in sorted(getattr(config, section).model_fields_set & reasons.keys()):
+            raise ConfigError(f"{section}.{key} has no effect {reasons[key]}; remove it")
+
+
+def keys_without_effect(config: Config) -> dict[str, Reasons]:
+    """Section -> key -> why it has no effect in this configuration, for every section."""
+    rules: Mapping[str, Callable[[Config], Reasons]] = {
+        "data": _unused_in_data,
+        "sampling": _unused_in_sampling,
+        "reward": _unused_in_reward,
+        "env": _unused_in_env,
+        "algorithm": _unused_in_algorithm,
+        "correction": _unused_in_correction,
+        "critic": _unused_in_critic,
+        "trainer": _unused_in_trainer,
+        "engine": _unused_in_engine,
+        "orchestrator": _unused_in_orchestrator,
+        "weights": _unused_in_weights,
+        "eval": _unused_in_eval,
+        "metrics": _unused_in_metrics,
+        "runtime": _unused_in_runtime,
+        "ray": _unused_in_ray,
+        "service": _unused_in_service,
+    }
+    return {name: rules[name](config) if name in rules else {} for name in type(config).model_fields}
+
+
+def _unused_in_data(config: Config) -> Reasons:
+    unused: Reasons = {}
+    if config.data.path == "gcd":
+        unused |= dict.fromkeys(("prompt_key", "split"), "with data.path = gcd")
+    if config.data.path == "service":
+        reason = "with data.path = service: each prompt is used once, in the order of arrival"
+        unused |= dict.fromkeys(("split", "shuffle"), reason)
+    if not config.data.chat_template:
+        unused["system_prompt"] = "without data.chat_template = true"
+    return unused
+
+
+def _unused_in_sampling(config: Config) -> Reasons:
+    if config.has_episodes:
+        return {}
+    return {"max_turn_length": "without env.environment, env.hosts or service.agents"}
+
+
+def _unused_in_reward(config: Config) -> Reasons:
+    if config.reward.function is None:
+        return dict.fromkeys(("timeout_s", "num_workers"), "without reward.function")
+    if config.reward.function == "service":
+        return {"num_workers": "with reward.function = service: rewards come from outside"}
+    return {}
+
+
+def _unused_in_env(config: Config) -> Reasons:
+    unused: Reasons = {}
+    if not config.env.has_environments:
+        unused |= dict.fromkeys(("num_workers", "max_turns", "timeout_s"), "without env.environment")
+    if not config.env.hosts:
+        unused["token_file"] = "without env.hosts"
+    return unused
+
+
+def _unused_in_algorithm(config: Config) -> Reasons:
+    algorithm = config.algorithm
+    unused: Reasons = {}
+    if algorithm.policy_loss not in ("dual_clip", "triplet_clip"):
+        unused["clip_ratio_c"] = "without policy_loss = dual_clip or triplet_clip"
+    if algorithm.policy_loss == "online_dpo":
+        reason = "with policy_loss = online_dpo: it compares two responses, relative to the initial policy"
+        keys = ("adv_estimator", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef", "entropy_coeff")
+        unused |= dict.fromkeys(keys, reason)
+    else:
+        unused["dpo_beta"] = "without policy_loss = online_dpo"
+    settings = algorithm.policy_loss, config.correction.proximal, config.orchestrator.max_staleness
+    never_clipped = recipe.never_clipped_reason(*settings, config.trainer.mini_batch_tokens)
+    if never_clipped is not None:
+        unused |= dict.fromkeys(("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), never_clipped)
+    if algorithm.adv_estimator != "gae":
+        unused |= dict.fromkeys(("gamma", "lam"), "without adv_estimator = gae")
+    if not algorithm.kl_loss_coef:
+        unused["kl_loss_type"] = "with kl_loss_coef = 0"
+    if not algorithm.overlong_buffer_tokens:
+        unused["overlong_penalty"] = "with overlong_buffer_tokens = 0"
+    return unused
+
+
+def _unused_in_correction(config: Config) -> Reasons:
+    unused: Reasons = {}
+    for level, name, keys in (
+        ("token", "tis", ("tis_cap",)),
+        ("token", "icepop", ("icepop_low", "icepop_high")),
+        ("sequence", "mis", ("mis_low", "mis_high")),
+    ):
+        if getattr(config.correction, level) != name:
+            unused |= dict.fromkeys(keys, f"without correction.{level} = {name}")
+    if config.orchestrator.max_staleness == 0:
+        unused["staleness_decay"] = "with max_staleness = 0: all samples have staleness 0"
+    return unused
+
+
+def _unused_in_critic(config: Config) -> Reasons:
+    if not _uses_critic(config):
+        return dict.fromkeys(type(config.critic).model_fields, "without algorithm.adv_estimator = gae")
+    if config.critic.ppo_epochs == 1 and config.trainer.mini_batch_tokens is None:
+        reason = "with critic.ppo_epochs = 1: in the only update of a step no value has changed yet"
+        return {"cliprange_value": reason}
+    return {}
+
+
+def _unused_in_trainer(config: Config) -> Reasons:
+    unused: Reasons = {}
+    if config.engine.exact_logprobs:
+        unused["routing_replay"] = "with engine.exact_logprobs = true: both route tokens identically"
+    if not config.trainer.lora_rank:
+        unused |= dict.fromkeys(("lora_alpha", "lora_targets"), "without trainer.lora_rank")
+    return unused | _unused_aux_workers(config)
+
+
+def _unused_aux_workers(config: Config) -> Reasons:
+    algorithm, workers = config.algorithm, config.trainer.aux_workers
+    if not workers:
+        return {"aux_device": "without trainer.aux_workers"}
+    reasons: dict[str, str] = {}
+    if not algorithm.kl_loss_coef and not _compares_pairs(config):
+        reasons["reference"] = "kl_loss_coef = 0: the loss does not use the initial policy"
+    if config.correction.proximal != "recomputed":
+        reasons["proximal"] = (
+            f"correction.proximal = {config.correction.proximal}: it recomputes no log-probs"
+        )
+    if not _uses_critic(config):
+        reasons["critic"] = f"algorithm.adv_estimator = {algorithm.adv_estimator}: there is no critic"
+    for name, reason in reasons.items():
+        if name in workers:
+            return {"aux_workers": f"for {name}, with {reason}"}
+    return {}
+
+
+def _unused_in_engine(config: Config) -> Reasons:
+    if config.engine.backend is None:
+        return {"options": "without engine.backend: they are arguments of its class"}
+    own = ("kernels", "num_kv_blocks", "min_step_time")
+    return dict.fromkeys(own, "with engine.backend: it is a setting of DORA's own engine")
+
+
+def _unused_in_orchestrator(config: Config) -> Reasons:
+    rules = config.orchestrator
+    policy, unused = rules.update_policy, Reasons()
+    if policy != "drain":
+        unused["batches_per_version"] = "without update_policy = drain"
+    if policy not in ("dora", *BREAKS_C1):
+        unused["weight_sync_interval"] = f"with update_policy = {policy}: one version is live"
+    if rules.staleness_mode == "fixed":
+        keys = ("min_ess", "max_kl", "staleness_window")
+        unused |= dict.fromkeys(keys, "without orchestrator.staleness_mode = adaptive")
+    if config.breaks_c1 and rules.placement != "colocated":
+        unused["placement"] = f"with update_policy = {policy}: requests do not migrate"
+    if (reason := _no_migration_reason(config)) is not None:
+        unused |= dict.fromkeys(("balance_running", "rebalance_interval_s", "kv_watermark"), reason)
+    return unused
+
+
+def _unused_in_weights(config: Config) -> Reasons:
+    policy = config.orchestrator.update_policy
+    if policy not in ("dora", *BREAKS_C1):
+        return {"skip_below_kl": f"with update_policy = {policy}: one version is live"}
+    if config.orchestrator.max_staleness == 0:
+        return {"skip_below_kl": "with max_staleness = 0: the bound requires every version"}
+    if config.service.trainer == "external":
+        return {"skip_below_kl": "with service.trainer = external: it reports no KL"}
+    return {}
+
+
+def _unused_in_eval(config: Config) -> Reasons:
+    unused: Reasons = {}
+    if config.eval.every >= config.run.steps:
+        unused["every"] = f"with run.steps = {config.run.steps}: no evaluation is due during training"
+    if config.eval.path == "gcd":
+        unused["split"] = "with eval.path = gcd"
+    return unused
+
+
+def _unused_in_metrics(config: Config) -> Reasons:
+    if {"wandb", "trackio"} & {*config.metrics.report_to}:
+        return {}
+    return {"project": "unless metrics.report_to names wandb or trackio"}
+
+
+def _unused_in_runtime(config: Config) -> Reasons:
+    reason = _no_migration_reason(config)
+    return {} if reason is None else {"migration_timeout_s": reason}
+
+
+def _unused_in_ray(config: Config) -> Reasons:
+    if config.runtime.kind == "ray":
+        return {}
+    return dict.fromkeys(type(config.ray).model_fields, "without runtime.kind = ray")
+
+
+def _unused_in_service(config: Config) -> Reasons:
+    unused: Reasons = {}
+    if config.external_source is None:
+        unused["idle_timeout_s"] = "in a run that needs no external input"
+    if not config.service.agents:
+        unused["session_timeout_s"] = "without service.agents = true"
+    return unused
+
+
+def _no_migration_reason(config: Config) -> str | None:
+    """The setting that keeps requests on their engine; None if they migrate."""
+    if not config.has_static_placement:
+        return None
+    setting = "orchestrator.placement = static"
+    if config.breaks_c1:
+        setting = f"update_policy = {config.orchestrator.update_policy}"
+    elif config.orchestrator.placement != "static":
+        setting = f"engine.device = {config.engine.device!r}"
+    return f"with {setting}: requests do not migrate"
+
+
+def _uses_critic(config: Config) -> bool:
+    return config.algorithm.adv_estimator == "gae"
+
+
+def _compares_pairs(config: Config) -> bool:
+    return recipe.LOSS_TRAITS[config.algorithm.policy_loss].unit == "pair"
+
+
+def _true_keys(flags: Mapping[str, bool]) -> Iterator[str]:
+    return (key for key, is_set in flags.items() if is_set)

@@ -1,0 +1,168 @@
+"""Identities and limits of a run: the vocabulary of events, actions and state. No token data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ProtocolError(Exception):
+    """An event or a record contradicts the orchestrator's state."""
+
+
+def require(condition: bool, event: object, rule: str, found: object) -> None:
+    """Raise ProtocolError with the event, the rule and the state's value unless `condition` holds."""
+    if not condition:
+        raise ProtocolError(f"{event}: {rule}; the state has {found!r}")
+
+
+class GroupId(NamedTuple):
+    """The siblings sampled from dataset row `row` in epoch `epoch`."""
+
+    epoch: int
+    row: int
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether this is an evaluation prompt; its epoch is -1 - (the evaluated version)."""
+        return self.epoch < 0
+
+    def __str__(self) -> str:
+        return f"{self.epoch}/{self.row}"
+
+
+class RequestId(NamedTuple):
+    """One sibling of a group."""
+
+    epoch: int
+    row: int
+    sibling: int
+
+    @property
+    def group(self) -> GroupId:
+        return GroupId(self.epoch, self.row)
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether this is an answer to an evaluation prompt."""
+        return self.epoch < 0
+
+    def __str__(self) -> str:
+        return f"{self.epoch}/{self.row}/{self.sibling}"
+
+
+class BatchMember(NamedTuple):
+    """A group of a batch, its position in the dataset's order, and the version it was admitted at."""
+
+    group: GroupId
+    position: int
+    version: int
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens sampled from one version; `digest` is that of the weights in use."""
+
+    version: int
+    digest: str
+    num_tokens: int
+
+
+# Parts of the scheduler that a run can switch off, to measure what each contributes: moves (live migration),
+# shares (repartition of engines), fill (admission at older versions), update, pressure and period (triggers
+# of a rebalance: a new version, KV pressure, the interval), remainders (largest-remainder rounding), room
+# (free KV at the destinations as a condition of a repartition).
+ABLATIONS = ("moves", "shares", "fill", "update", "pressure", "period", "remainders", "room")
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveStalenessRule:
+    """Thresholds below which samples of the current age stay useful; `AdaptiveStaleness` applies them."""
+
+    min_ess: float  # effective sample size, as a fraction of the tokens
+    max_kl: float  # KL(sampling policy || policy in training), nats per token
+    window: int  # batches averaged for one decision
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_ess < 1 or not self.max_kl > 0 or self.window < 1:
+            raise ValueError(f"{self}: min_ess must be between 0 and 1, max_kl above 0 and window at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRule:
+    """Every `every`-th version answers `num_prompts` held-out prompts while training continues."""
+
+    every: int
+    num_prompts: int
+    num_answers: int  # per prompt
+
+    def __post_init__(self) -> None:
+        if min(self.every, self.num_prompts, self.num_answers) < 1:
+            raise ValueError(f"{self}: every, num_prompts and num_answers must be at least 1")
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_prompts * self.num_answers
+
+    def request_id(self, version: int, index: int) -> RequestId:
+        """The `index`-th request; answers to one prompt are consecutive, so that they share its KV."""
+        return RequestId(-1 - version, *divmod(index, self.num_answers))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Guarantees, size and scheduling policy of a run. Raises ValueError for impossible values."""
+
+    num_steps: int  # T
+    batch_size: int  # P, groups per training step
+    group_size: int  # G, siblings per group
+    max_staleness: int  # S, in versions
+    filter_groups: bool = False  # drop groups whose rewards are all equal
+    stall_report_s: float = 5.0  # report a straggler after the trainer has waited this long
+    batches_per_version: int | None = None  # one live version at a time, for this many batches; None: many
+    slack: int = 0  # groups by which admission stays below the bound, so that stragglers can be passed
+    weight_sync_interval: int = 1  # engines load every n-th version, unless the bound requires more
+    defers_loads: bool = False  # engines load in turn, each once it has a free row
+    skip_below_kl: float | None = None  # skip a version closer than this (nats per token); None: never
+    is_static: bool = False  # no migrations, no repartition
+    breaks_c1: bool = False  # running requests continue on the version that their engine loads
+    balance_running: bool = False  # balance running requests among the engines of a version
+    prioritize_stragglers: bool = True  # engines decode only the requests that the trainer waits for
+    rebalance_interval_s: float = 1.0
+    max_migrations: int = 5_000  # requests that one repartition may set in motion
+    kv_watermark: float = 0.9  # KV usage of an engine above which requests migrate away
+    evaluation: EvaluationRule | None = None  # None: no evaluation during training
+    adaptive_staleness: AdaptiveStalenessRule | None = None  # None: S is fixed
+    ablations: tuple[str, ...] = ()  # of ABLATIONS
+
+    def __post_init__(self) -> None:
+        minimums = {"max_staleness": 0, "slack": 0, "weight_sync_interval": 1, "max_migrations": 1}
+        for name, minimum in {"num_steps": 1, "batch_size": 1, "group_size": 1, **minimums}.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least {minimum}")
+        if self.batches_per_version is not None and self.batches_per_version < 1:
+            raise ValueError(f"batches_per_version = {self.batches_per_version} must be at least 1")
+        if not self.rebalance_interval_s > 0:
+            raise ValueError(f"rebalance_interval_s = {self.rebalance_interval_s} must be above 0")
+        if self.skip_below_kl is not None and not self.skip_below_kl > 0:
+            raise ValueError(f"skip_below_kl = {self.skip_below_kl} must be above 0")
+        if self.breaks_c1 and (self.batches_per_version is not None or not self.is_static):
+            raise ValueError("breaks_c1 = True requires is_static = True and batches_per_version = None")
+        if self.adaptive_staleness is not None and self.max_staleness == 0:
+            raise ValueError("adaptive_staleness requires max_staleness of at least 1: 0 cannot be lowered")
+        if not {*self.ablations} <= {*ABLATIONS}:
+            raise ValueError(f"ablations = {self.ablations} must be taken from {ABLATIONS}")
+        if self.filter_groups and self.group_size == 1:
+            raise ValueError("filter_groups with group_size = 1 would filter every group")
+
+    @property
+    def loads_eagerly(self) -> bool:
+        """Whether engines load every version as soon as they can."""
+        is_lazy = self.weight_sync_interval > 1 or self.defers_loads or self.skip_below_kl is not None
+        return self.batches_per_version is None and not is_lazy
+
+    def deadline(self, version: int, reduction: int = 0) -> int:
+        """Last step that may train a group admitted at `version`, with S lowered by `reduction`.
+
+        min(v + S - reduction, T - 1)
+        """
+        return min(version + self.max_staleness - reduction, self.num_steps - 1)

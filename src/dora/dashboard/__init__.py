@@ -1,0 +1,1 @@
+"""`dora dash`: the report as a page that follows running runs."""

@@ -1,0 +1,1 @@
+"""Inference engines that are not DORA's own: vLLM and SGLang servers."""

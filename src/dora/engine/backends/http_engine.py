@@ -1,0 +1,475 @@
+"""An inference engine behind an HTTP server: token ids in, token ids and log-probs out.
+
+A subclass implements the calls of one kind of server. One thread reads each response. The server holds one
+version at a time, unless the subclass says otherwise, and its weights change only while it generates nothing.
+Running requests migrate without KV: the tokens generated so far become part of the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import secrets
+import shutil
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dora.core.types import Chunk, RequestId
+from dora.engine.backends.server import EngineServer, JsonBody, ServerKind, check_server_options
+from dora.engine.decode_batch import PartialOutput
+from dora.engine.interface import Capabilities
+from dora.engine.kv_transfer.handoff import FORMAT_VERSION, KVFormat
+from dora.engine.kv_transfer.token_only import TokenOnlyMigrator
+from dora.engine.messages import (
+    ExportFailed,
+    ImportFailed,
+    MigrationReply,
+    MigrationReserved,
+    ReserveMigration,
+    StartExport,
+)
+from dora.engine.request import Completion, EngineError, Request
+from dora.errors import RunError
+from dora.model.pretrained import load_config
+from dora.model.weights import WeightLayout
+from dora.weights.store import make_store_folder
+
+STEP_WAIT_S = 0.02  # the longest that a step waits for the server
+ABORT_TIMEOUT_S = 30.0  # the longest that the server may generate for requests that were aborted
+WEIGHTS_FILE = "model.safetensors"
+
+
+class StreamDelta(NamedTuple):
+    """An event of a response: new tokens, their log-probs, and in the last event why the response ended.
+
+    `weight_spans` are the labels of the weights that generated its tokens, as in vLLM's `weight_versions`.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str | None = None
+    weight_spans: Sequence[Mapping[str, object]] | None = None
+
+
+@dataclass(eq=False)
+class ServerRequest:
+    """A request at the server.
+
+    The server generates all tokens but the first `num_prefix_tokens`, which it gets as a part of the prompt.
+    """
+
+    request: Request
+    server_id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)  # at temperature 1, NaN where unknown
+    num_prefix_tokens: int = 0
+    is_halting: bool = False  # the server has been asked to abort it
+    is_halted: bool = False  # and its response has ended
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """What the server continues."""
+        return [*self.request.prompt_ids, *self.token_ids[: self.num_prefix_tokens]]
+
+    @property
+    def max_tokens(self) -> int:
+        """How many tokens the server may generate."""
+        return self.request.sampling.max_tokens - self.num_prefix_tokens
+
+
+class HttpEngine(ABC):
+    """An `InferenceEngine` whose work is done by a server."""
+
+    server_kind: ClassVar[ServerKind]
+    capabilities: ClassVar[Capabilities]
+    kernels: str
+    num_slots = 1  # versions that the server can hold
+
+    def __init__(
+        self,
+        server: EngineServer,
+        *,
+        model: str,
+        max_rows: int,
+        max_context: int,
+        dtype: str,
+        silence_s: float,
+    ) -> None:
+        """The engine is lost if the server sends nothing for `silence_s` while it has requests."""
+        self.server, self._dtype, self._silence_s = server, dtype, silence_s
+        self._model, self._config = Path(model), load_config(Path(model))
+        self._layout = WeightLayout(self._config)
+        self._max_rows, self._max_context = max_rows, max_context
+        self._digests: dict[int, str] = {}  # of the versions that the server holds
+        self._labels: dict[int, str] = {}  # and their names there
+        self._waiting: deque[Request] = deque()
+        self._running: dict[RequestId, ServerRequest] = {}
+        self._open_streams: set[ServerRequest] = set()  # for which the server may still generate
+        self._events: queue.SimpleQueue[tuple[ServerRequest, Any]] = queue.SimpleQueue()
+        self._completions: list[Completion] = []
+        self._migrator = TokenOnlyMigrator(self)
+        self._last_event_s = 0.0
+        self._is_paused = False
+        self.num_decoded, self.busy_row_s = 0, 0.0
+        self.num_recomputed = 0  # tokens of requests that were halted for a migration that failed
+
+    @classmethod
+    def check_options(cls, *, python: object = None, url: object = None, **_: object) -> None:
+        """Raises ConfigError for options of `engine.options` with which no server can be used."""
+        check_server_options(cls.server_kind, python, url)
+
+    # the calls of one kind of server
+
+    @abstractmethod
+    def _load_file(self, folder: Path, label: str) -> str:
+        """Load `folder`/model.safetensors under the name `label`. Returns the digest of the bytes read."""
+
+    @abstractmethod
+    def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
+        """Path and body of the streaming call that generates for a request."""
+
+    @abstractmethod
+    def _parse_event(self, running: ServerRequest, event: Any) -> StreamDelta:
+        """Raises KeyError, TypeError or ValueError for an event of another form."""
+
+    @abstractmethod
+    def _abort_streams(self, streams: Iterable[ServerRequest]) -> None:
+        """Abort these requests at the server, which may not have received them yet."""
+
+    @abstractmethod
+    def _set_paused(self, is_paused: bool) -> None:
+        """Pause or resume generation at the server."""
+
+    # InferenceEngine
+
+    @property
+    def versions(self) -> Mapping[int, str]:
+        return self._digests
+
+    @property
+    def kv_usage(self) -> float:
+        num_tokens = sum(len(r.request.prompt_ids) + len(r.token_ids) for r in self._running.values())
+        return num_tokens / (self._max_rows * self._max_context)
+
+    @property
+    def can_step(self) -> bool:
+        return not self._is_paused and bool(self._running or self._waiting or self._completions)
+
+    def load(self, version: int, source: Tensor) -> str:
+        if version in self._digests or len(self._digests) >= self.num_slots:
+            raise EngineError(
+                f"no free slot for version {version}: {[*self._digests]} are loaded and num_slots = "
+                f"{self.num_slots}; drop one"
+            )
+        if (source.numel(), str(source.dtype)) != (self._layout.numel, f"torch.{self._dtype}"):
+            raise EngineError(
+                f"version {version} has {source.numel()} weights in {source.dtype}; the model has "
+                f"{self._layout.numel} in {self._dtype}"
+            )
+        if not self._digests:
+            self._wait_until_idle()
+        label = f"dora-{version}-{secrets.token_hex(8)}"
+        self._digests[version], self._labels[version] = self._send_weights(label, source), label
+        return self._digests[version]
+
+    def _send_weights(self, label: str, source: Tensor) -> str:
+        """Load weights into the server under the name `label`. Returns the digest of what it has read."""
+        folder = make_store_folder(source.nbytes)
+        try:
+            write_safetensors(folder / WEIGHTS_FILE, self._layout, source)
+            return self._load_file(folder, label)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _weights_label(self, version: int) -> str:
+        """The server's name for the weights in the spans of this version's responses."""
+        return self._labels[version]
+
+    def drop(self, version: int) -> None:
+        self._migrator.release_imported()
+        if version not in self._digests:
+            raise EngineError(f"version {version} is not loaded; loaded: {[*self._digests]}")
+        own = [running.request for running in self._running.values()] + [*self._waiting]
+        num_unfinished = sum(request.version == version for request in own)
+        if num_unfinished := num_unfinished + self._migrator.num_reserved_of(version):
+            raise EngineError(f"version {version} has {num_unfinished} unfinished requests")
+        del self._digests[version], self._labels[version]
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        reasons = {request.id: self._reason_to_reject(request) for request in requests}
+        self._waiting += [request for request in requests if not reasons[request.id]]
+        if rejected := {id: reason for id, reason in reasons.items() if reason}:
+            raise EngineError(f"requests rejected: {rejected}", rejected)
+
+    def abort(self, ids: Iterable[RequestId]) -> dict[RequestId, int]:
+        own = [id for id in ids if self.find_request(id) is not None and self._migrator.reclaim(id)]
+        aborted = {id: len(self._running[id].token_ids) if id in self._running else 0 for id in own}
+        self._waiting = deque(request for request in self._waiting if request.id not in aborted)
+        popped = [running for id in aborted if (running := self._running.pop(id, None))]
+        self._abort_streams([running for running in popped if not running.is_halted])
+        return aborted
+
+    def progress(self) -> dict[RequestId, int]:
+        """Requests that another engine may have imported are omitted."""
+        waiting = {request.id: 0 for request in self._waiting}
+        running = {id: len(running.token_ids) for id, running in self._running.items()}
+        return {id: num for id, num in (waiting | running).items() if not self._migrator.is_exported(id)}
+
+    def pause(self) -> None:
+        self._set_paused(True)
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._set_paused(False)
+        self._is_paused, self._last_event_s = False, time.monotonic()
+
+    def decode_only(self, ids: Iterable[RequestId]) -> None:
+        """Raises EngineError: `capabilities` does not claim it."""
+        raise EngineError(
+            "a server cannot decode some requests only; set orchestrator.prioritize_stragglers = false"
+        )
+
+    def step(self) -> list[Completion]:
+        if not self.can_step:
+            return []
+        began_s = time.monotonic()
+        self.server.check_alive()
+        self._start_waiting()
+        num_streams = sum(not running.is_halted for running in self._running.values())
+        self._handle_events(num_streams, STEP_WAIT_S)
+        self.busy_row_s += num_streams * (time.monotonic() - began_s)
+        if num_streams and began_s - self._last_event_s > self._silence_s:
+            raise RunError(
+                f"{self.server} has {num_streams} requests and has sent nothing for silence_s = "
+                f"{self._silence_s:g} s"
+            )
+        completions, self._completions = self._completions, []
+        return completions
+
+    def close(self) -> None:
+        """Stop a server that was started here."""
+        self.server.stop()
+
+    # SupportsMigration
+
+    @property
+    def num_migrations(self) -> int:
+        return len(self._migrator)
+
+    def reserve_migration(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
+        return self._migrator.reserve(command)
+
+    def start_export(self, command: StartExport) -> ExportFailed | None:
+        return self._migrator.start_export(command)
+
+    def cancel_migration(self, migration_id: int) -> None:
+        self._migrator.cancel(migration_id)
+
+    def poll_migrations(self) -> list[MigrationReply]:
+        self._handle_events(len(self._open_streams), 0.0)
+        return self._migrator.poll()
+
+    # TokenOnlyHost
+
+    def kv_format(self, version: int) -> KVFormat:
+        return KVFormat(FORMAT_VERSION, self._config.digest(), self._digests[version], self._dtype, ())
+
+    def find_request(self, request_id: RequestId) -> Request | None:
+        if request_id in self._running:
+            return self._running[request_id].request
+        return next((request for request in self._waiting if request.id == request_id), None)
+
+    def reason_to_reject_import(self, request: Request) -> str:
+        num_users = len(self._running) + len(self._waiting) + self._migrator.num_reserved
+        if reason := self._reason_to_reject(request):
+            return reason
+        return f"all {self._max_rows} rows are in use" if num_users >= self._max_rows else ""
+
+    def resume_imported(self, request: Request, output: PartialOutput) -> None:
+        unfiltered, raw = output.logprobs.astype(float)[:, 1:3].T.tolist()
+        self._start_stream(ServerRequest(request, "", output.token_ids.tolist(), unfiltered, raw))
+
+    def halt(self, request_id: RequestId) -> PartialOutput | None:
+        """A request for which the server has not generated a token yet is not halted."""
+        if (running := self._running.get(request_id)) is None:
+            return None
+        if not running.is_halting and len(running.token_ids) > running.num_prefix_tokens:
+            running.is_halting = True
+            self._abort_streams([running])
+        if not running.is_halted:
+            return None
+        version, num_tokens = running.request.version, len(running.token_ids)
+        columns = [running.logprobs, running.logprobs, running.raw_logprobs]
+        chunks = (Chunk(version, self._digests[version], num_tokens),)
+        return PartialOutput(np.array(running.token_ids, np.int64), np.array(columns, np.float32).T, chunks)
+
+    def continue_halted(self, request_id: RequestId) -> None:
+        running = self._running.get(request_id)
+        if running is not None and running.is_halting:
+            self.num_recomputed += len(running.request.prompt_ids) + len(running.token_ids)
+            self._start_stream(running)
+
+    def release(self, request_id: RequestId) -> None:
+        self._running.pop(request_id, None)
+        self._waiting = deque(request for request in self._waiting if request.id != request_id)
+
+    # responses
+
+    def _start_waiting(self) -> None:
+        """Send waiting requests to the server while rows are free."""
+        if not self._running:
+            self._last_event_s = time.monotonic()
+        while self._waiting and len(self._running) + self._migrator.num_reserved < self._max_rows:
+            self._start_stream(ServerRequest(self._waiting.popleft(), ""))
+
+    def _start_stream(self, previous: ServerRequest) -> None:
+        """Have the server continue what a request has, and read the response in a thread."""
+        running = ServerRequest(  # a new object, so that late events of the previous response are ignored
+            previous.request,
+            secrets.token_hex(8),
+            previous.token_ids,
+            previous.logprobs,
+            previous.raw_logprobs,
+            num_prefix_tokens=len(previous.token_ids),
+        )
+        self._running[running.request.id] = running
+        if not self._open_streams:
+            self._last_event_s = time.monotonic()
+        self._open_streams.add(running)
+        call = self._generate_call(running)
+        threading.Thread(target=self._read_stream, args=(running, *call), daemon=True).start()
+
+    def _read_stream(self, running: ServerRequest, path: str, body: JsonBody) -> None:
+        """In a thread: put the events of a response into the queue. None is the last one."""
+        try:
+            for event in self.server.stream(path, body):
+                self._events.put((running, event))
+        except (EngineError, RunError) as error:
+            self._events.put((running, error))
+        finally:
+            self._events.put((running, None))
+
+    def _handle_events(self, max_events: int, wait_s: float) -> None:
+        """Handle up to `max_events` events from the queue. Wait `wait_s` for the first one only."""
+        for number in range(max_events):
+            try:
+                running, event = self._events.get(wait_s > 0.0 and not number, wait_s)
+            except queue.Empty:
+                return
+            self._last_event_s = time.monotonic()
+            if event is None:
+                self._open_streams.discard(running)
+            if self._running.get(running.request.id) is running and not running.is_halted:
+                self._handle_event(running, event)
+
+    def _handle_event(self, running: ServerRequest, event: Any) -> None:
+        """Raises RunError if the response has failed or has another form."""
+        if isinstance(event, Exception):
+            raise RunError(f"request {running.request.id}: {event}") from event
+        if event is None:
+            raise RunError(f"request {running.request.id}: {self.server} broke the response off")
+        try:
+            delta = self._parse_event(running, event)
+        except (KeyError, TypeError, ValueError):
+            raise RunError(
+                f"request {running.request.id}: {self.server} sent an unknown event: {event}"
+            ) from None
+        is_raw = running.request.sampling.temperature in (
+            0.0,
+            1.0,
+        )  # the server sends one log-prob for each token
+        running.token_ids += delta.token_ids
+        running.logprobs += delta.logprobs
+        running.raw_logprobs += delta.logprobs if is_raw else [math.nan] * len(delta.logprobs)
+        self.num_decoded += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._finish(running, delta)
+
+    def _finish(self, running: ServerRequest, last: StreamDelta) -> None:
+        """Raises RunError if other weights than those of its version generated the response (C1)."""
+        num_tokens, request, reason = len(running.token_ids), running.request, last.finish_reason
+        is_known = reason in ("stop", "length") or (reason == "abort" and running.is_halting)
+        if not is_known or not len(running.logprobs) == len(running.raw_logprobs) == num_tokens:
+            raise RunError(f"request {request.id}: {self.server} ended its response with {last}")
+        label = self._weights_label(request.version)
+        if last.weight_spans != [
+            {"version": label, "start": 0, "end": num_tokens - running.num_prefix_tokens}
+        ]:
+            raise RunError(
+                f"request {request.id} is of version {request.version} ({label} at {self.server}), but its "
+                f"response was generated by {last.weight_spans}; let no other client change the server's "
+                "weights"
+            )
+        if reason == "abort":
+            running.is_halted = True
+            return
+        del self._running[request.id]
+        self._migrator.fail_export(request.id, "the request finished before it was exported")
+        self._completions.append(self._completion(running, str(reason)))
+
+    def _completion(self, running: ServerRequest, reason: str) -> Completion:
+        version = running.request.version
+        return Completion(
+            id=running.request.id,
+            version=version,
+            prompt_ids=running.request.prompt_ids,
+            token_ids=running.token_ids,
+            logprobs=running.logprobs,
+            unfiltered_logprobs=running.logprobs,
+            raw_logprobs=running.raw_logprobs,
+            chunks=(Chunk(version, self._digests[version], len(running.token_ids)),),
+            finish_reason=reason,
+        )
+
+    def _wait_until_idle(self) -> None:
+        """Return once the server generates nothing: weights never change during a response."""
+        deadline_s = time.monotonic() + ABORT_TIMEOUT_S
+        while self._open_streams:
+            self._handle_events(len(self._open_streams), STEP_WAIT_S)
+            self._abort_streams(self._open_streams)  # again: a request may reach the server after its abort
+            if time.monotonic() > deadline_s:
+                raise RunError(
+                    f"{self.server} still generates for {len(self._open_streams)} requests, "
+                    f"{ABORT_TIMEOUT_S:g} s after they were aborted"
+                )
+
+    def _reason_to_reject(self, request: Request) -> str:
+        if request.version not in self._digests:
+            return f"version {request.version} is not loaded; loaded: {[*self._digests]}"
+        if not all(0 <= token < self._config.vocab_size for token in request.prompt_ids):
+            return f"its prompt has token ids outside the vocabulary of {self._config.vocab_size}"
+        if request.max_length > self._max_context:
+            return f"it may have {request.max_length} tokens, over max_context = {self._max_context}"
+        return ""
+
+
+_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def write_safetensors(path: Path, layout: WeightLayout, flat: Tensor) -> None:
+    """Write `flat` ([numel], fp32 or bf16, on the CPU) under Hugging Face names, in the layout's order.
+
+    The data of the file are the flat buffer, so its digest is that of the version.
+    """
+    size, header = flat.element_size(), {}
+    for name, shape in layout.shapes.items():
+        begin = layout.offsets[name] * size
+        offsets = [begin, begin + math.prod(shape) * size]
+        header[name] = {"dtype": _SAFETENSORS_DTYPES[flat.dtype], "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(flat.contiguous().view(torch.uint8).numpy().data)

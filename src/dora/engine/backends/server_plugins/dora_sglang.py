@@ -1,0 +1,67 @@
+"""SGLang's server with two additions: it reports the digest of loaded weights, and it requires an auth token.
+
+    python -m dora_sglang --model-path ...
+
+It runs in SGLang's processes. multiprocessing imports the main module in every process that the server
+starts, so each of them is patched.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+TOKEN_VARIABLE = "DORA_SGLANG_TOKEN"
+DIGEST_PREFIX = "DORA's digest: "  # before 32 hex digits in the message of an update
+WEIGHTS_FILE = "model.safetensors"
+
+UpdateFromDisk = Callable[..., tuple[bool, str]]
+
+
+def with_digest(update: UpdateFromDisk, file_digest: Callable[[str], str]) -> UpdateFromDisk:
+    """SGLang's update of the weights from a folder, with the digest of the file in its message."""
+
+    @functools.wraps(update)
+    def update_with_digest(
+        self: object, model_path: str, *args: object, **kwargs: object
+    ) -> tuple[bool, str]:
+        is_done, message = update(self, model_path, *args, **kwargs)
+        if is_done:
+            message = f"{message} {DIGEST_PREFIX}{file_digest(str(Path(model_path) / WEIGHTS_FILE))}."
+        return is_done, message
+
+    return update_with_digest
+
+
+def with_auth_token(arguments: list[str]) -> list[str]:
+    """The server's arguments with the token of the environment: a command line is not secret."""
+    if not os.environ.get(TOKEN_VARIABLE):
+        raise RuntimeError(f"{TOKEN_VARIABLE} is not set: give the server and `dora train` the same token")
+    return [*arguments, "--api-key", os.environ[TOKEN_VARIABLE]]
+
+
+def serve() -> None:
+    """Run the server. Returns when it ends."""
+    sys.argv = with_auth_token(sys.argv)
+    runpy.run_module("sglang.launch_server", run_name="__main__")
+
+
+def patch_weight_updater() -> None:
+    """In a process that the server has started: report digests."""
+    import dora_digest  # type: ignore[import-not-found]
+    from sglang.srt.model_executor.model_runner_components import (  # type: ignore[import-not-found]
+        weight_updater,
+    )
+
+    updater = weight_updater.WeightUpdater
+    updater.update_weights_from_disk = with_digest(updater.update_weights_from_disk, dora_digest.file_digest)
+
+
+if __name__ == "__main__":
+    serve()
+elif __name__ == "__mp_main__":
+    patch_weight_updater()

@@ -1,0 +1,79 @@
+"""What a vLLM server needs to serve DORA: it loads weights from a file, and it requires an auth token.
+
+    --worker-extension-cls dora_vllm.WorkerExtension --middleware dora_vllm.TokenMiddleware
+
+It runs in vLLM's processes and imports what is installed there: torch, safetensors and the standard library.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+TOKEN_VARIABLE = "DORA_VLLM_TOKEN"
+
+AsgiMessage = MutableMapping[str, Any]
+AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
+AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
+AsgiApp = Callable[[AsgiMessage, AsgiReceive, AsgiSend], Awaitable[None]]
+
+
+class WorkerExtension:
+    """A mix-in of vLLM's worker. POST /collective_rpc calls its methods."""
+
+    model_runner: Any
+
+    def dora_info(self) -> dict[str, str]:
+        """Device and dtype of the server."""
+        parameter = next(self.model_runner.get_model().parameters())
+        return {"device": parameter.device.type, "dtype": str(self.model_runner.dtype).removeprefix("torch.")}
+
+    def dora_load_weights(self, path: str) -> str:
+        """Replace the model's weights by those of a safetensors file. Returns the digest of their bytes."""
+        import dora_digest  # type: ignore[import-not-found]
+        from safetensors import safe_open
+
+        digest: str = dora_digest.file_digest(path)
+        with safe_open(path, "pt") as stored:
+            named = ((name, stored.get_tensor(name)) for name in stored.keys())  # noqa: SIM118
+            self.model_runner.reload_weights(weights_iterator=named)
+        # On a CPU the LM head multiplies with a packed copy of its weight. vLLM 0.32 does not pack it again
+        # if the weight is tied to the embedding's, and would keep the initial head.
+        head = getattr(self.model_runner.get_model(), "lm_head", None)
+        if head is not None and self.dora_info()["device"] == "cpu":
+            head.quant_method.process_weights_after_loading(head)
+        return digest
+
+    def dora_digest(self, path: str) -> str:
+        """The digest of an adapter's file, as this process reads it."""
+        import dora_digest
+
+        digest: str = dora_digest.file_digest(path)
+        return digest
+
+
+class TokenMiddleware:
+    """Answers 401 to requests without the auth token of the environment.
+
+    vLLM's own `--api-key` does not protect the calls that load weights.
+    """
+
+    def __init__(self, app: AsgiApp) -> None:
+        if not os.environ.get(TOKEN_VARIABLE):
+            raise RuntimeError(
+                f"{TOKEN_VARIABLE} is not set: give the server and `dora train` the same token"
+            )
+        self._app = app
+        self._expected = b"Bearer " + os.environ[TOKEN_VARIABLE].encode()
+
+    async def __call__(self, scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": f"show the {TOKEN_VARIABLE}".encode()})

@@ -1,0 +1,332 @@
+r"""vLLM as an inference engine: one version at a time, or several as LoRA adapters of one server.
+
+    [engine]
+    backend = "vllm"
+    options = { python = "/path/to/vllm/bin/python" }
+
+    [engine]
+    backend = "vllm-lora"
+    options = { python = "/path/to/vllm/bin/python", rank = 8 }
+
+The engine starts a server and stops it, or uses one that is already running (`url`). Weights reach the server
+as a file in memory. The server returns their digest, and with each response which weights generated its
+tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dora.engine.backends.http_engine import WEIGHTS_FILE, HttpEngine, ServerRequest, StreamDelta
+from dora.engine.backends.server import (
+    JsonBody,
+    ServerKind,
+    attach_server,
+    check_server_options,
+    start_server,
+)
+from dora.engine.backends.server_plugins.dora_digest import file_digest
+from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE
+from dora.engine.interface import Capabilities
+from dora.engine.request import EngineError
+from dora.errors import ConfigError
+from dora.model.pretrained import load_config, load_pretrained
+from dora.model.weights import WeightLayout, weight_digest
+from dora.weights.store import make_store_folder
+
+LOAD_TIMEOUT_S = 600.0
+VLLM = ServerKind(
+    "vLLM",
+    "vllm.entrypoints.openai.api_server",
+    TOKEN_VARIABLE,
+    {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},  # for the calls that load weights
+)
+FLAGS = (
+    *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+    *("--worker-extension-cls", "dora_vllm.WorkerExtension", "--middleware", "dora_vllm.TokenMiddleware"),
+    *("--skip-tokenizer-init", "--stream-interval", "8", "--load-format", "safetensors"),
+    *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+)
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",  # the server's processes talk to each other on this machine only
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+CPU_FLAGS = ("--enforce-eager",)
+CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # else it compiles C++ for a part of the sampler
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+class Vllm(HttpEngine):
+    """A vLLM server with one version."""
+
+    server_kind = VLLM
+    capabilities = Capabilities(
+        pauses=True, migrates_without_kv=True, dtypes=("float32", "bfloat16"), devices=("cpu", "cuda")
+    )
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        max_rows: int,
+        max_context: int,
+        version_slots: int,
+        device: str,
+        dtype: str,
+        python: str | None = None,
+        url: str | None = None,
+        arguments: Sequence[str] = (),
+        silence_s: float = 60.0,
+    ) -> None:
+        """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
+
+        The engine is lost if the server sends nothing for `silence_s` while it has requests.
+        """
+        check_server_options(VLLM, python, url)
+        if python is not None:
+            kv_bytes = load_config(Path(model)).kv_bytes_per_token * max_rows * max_context
+            sizes = ("--max-model-len", f"{max_context}", "--max-num-seqs", f"{max_rows}")
+            flags = ("--model", model, "--dtype", dtype, *sizes, "--seed", f"{secrets.randbits(31)}", *FLAGS)
+            device_flags, environment = _device_options(device, kv_bytes)
+            server = start_server(VLLM, python, (*flags, *device_flags, *arguments), environment)
+        else:
+            assert url is not None
+            server = attach_server(VLLM, url, max_context)
+            server.call("/abort_requests", {})  # requests of other clients
+            server.call("/resume", {})
+        sizes_of = {"max_rows": max_rows, "max_context": max_context}
+        super().__init__(server, model=model, dtype=dtype, silence_s=silence_s, **sizes_of)
+        (info, *_) = self.server.call("/collective_rpc", {"method": "dora_info"})["results"]
+        if info["dtype"] != dtype:
+            raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
+        self.kernels = f"vLLM {self.server.call('/version')['version']} on {info['device']}"
+
+    def _load_file(self, folder: Path, label: str) -> str:
+        call = {"method": "dora_load_weights", "args": [str(folder / WEIGHTS_FILE)]}
+        digests = set(self.server.call("/collective_rpc", call, LOAD_TIMEOUT_S)["results"])
+        if len(digests) != 1:
+            raise EngineError(f"workers of {self.server} have read different weights: {sorted(digests)}")
+        self.server.call("/update_weight_version", {"new_version": label})
+        return str(digests.pop())
+
+    def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
+        sampling = running.request.sampling
+        return "/inference/v1/generate", {
+            "request_id": running.server_id,
+            "token_ids": running.prompt_ids,
+            "cache_salt": self._labels[running.request.version],  # KV of one version never serves another
+            "stream": True,
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "max_tokens": running.max_tokens,
+                "stop_token_ids": sampling.stop_ids,
+                "ignore_eos": True,  # the stop ids include the end-of-sequence token where it ends an answer
+                "detokenize": False,
+                "logprobs": 0,  # of the sampled token only
+            },
+        }
+
+    def _parse_event(self, running: ServerRequest, event: Any) -> StreamDelta:
+        (choice,) = event["choices"]
+        token_ids = choice["token_ids"] or []
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]] if token_ids else []
+        return StreamDelta(token_ids, logprobs, choice["finish_reason"], choice.get("weight_versions"))
+
+    def _abort_streams(self, streams: Iterable[ServerRequest]) -> None:
+        if ids := [f"generate-tokens-{running.server_id}" for running in streams]:
+            self.server.call("/abort_requests", {"request_ids": ids})
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self.server.call("/pause?mode=keep" if is_paused else "/resume", {})
+
+
+def _device_options(device: str, kv_bytes: int) -> tuple[Sequence[str], dict[str, str]]:
+    """Flags and environment of a server on a device. The user's own environment has priority."""
+    kind, _, number = device.partition(":")
+    environment = dict(ENVIRONMENT)
+    if kind == "cpu":
+        environment |= CPU_ENVIRONMENT
+        num_gib = math.ceil(2 * kv_bytes / 2**30)  # twice: the last block of a row is partly filled
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(num_gib)
+    environment = {key: value for key, value in environment.items() if key not in os.environ}
+    if number:
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        environment["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if visible else number
+    return (CPU_FLAGS if kind == "cpu" else ()), environment
+
+
+ADAPTER_FILE = "adapter_model.safetensors"
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
+
+
+class VllmLora(Vllm):
+    """A vLLM server of the initial model with several versions, each a LoRA adapter."""
+
+    capabilities = replace(Vllm.capabilities, max_versions=None, versions_are_lora=True, dtypes=("float32",))
+
+    @classmethod
+    def check_options(cls, *, rank: object = 0, **others: object) -> None:
+        """As `HttpEngine.check_options`. Raises ConfigError for a rank that vLLM does not serve."""
+        super().check_options(**others)
+        _max_lora_rank(rank)
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        max_rows: int,
+        max_context: int,
+        version_slots: int,
+        device: str,
+        dtype: str,
+        rank: int,
+        python: str | None = None,
+        url: str | None = None,
+        arguments: Sequence[str] = (),
+        silence_s: float = 60.0,
+    ) -> None:
+        """`rank` is that of the adapters, trainer.lora_rank. The other arguments are those of `Vllm`."""
+        slots, max_rank = f"{version_slots}", f"{_max_lora_rank(rank)}"
+        flags = ("--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", max_rank)
+        super().__init__(
+            model=model,
+            max_rows=max_rows,
+            max_context=max_context,
+            version_slots=1,
+            device=device,
+            dtype=dtype,
+            python=python,
+            url=url,
+            arguments=(*flags, *arguments),
+            silence_s=silence_s,
+        )
+        self.num_slots, self._rank = version_slots, rank
+        self._folders: dict[str, Path] = {}  # by label; the server may read them until the adapter is dropped
+        _, self._base = load_pretrained(Path(model))
+        if super()._send_weights("dora-base", self._base) != weight_digest(self._base):
+            raise EngineError(f"{self.server} has not loaded the weights of {model}")
+
+    def drop(self, version: int) -> None:
+        label = self._labels.get(version, "")
+        super().drop(version)
+        self.server.call_raw("/v1/unload_lora_adapter", {"lora_name": label})
+        shutil.rmtree(self._folders.pop(label), ignore_errors=True)
+
+    def close(self) -> None:
+        super().close()
+        for folder in self._folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _send_weights(self, label: str, source: Tensor) -> str:
+        """Load the adapter of a version. Returns the digest of its merged weights."""
+        tensors = lora_adapter(self._layout, self._base, source, self._rank)
+        folder = make_store_folder(sum(tensor.nbytes for tensor in tensors.values()))
+        write_adapter(folder, tensors, self._rank)
+        path = str(folder / ADAPTER_FILE)
+        try:
+            call = {"method": "dora_digest", "args": [path]}
+            if set(self.server.call("/collective_rpc", call)["results"]) != {file_digest(path)}:
+                raise EngineError(f"{self.server} has read another adapter than was written to {path}")
+            self.server.call_raw("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._folders[label] = folder
+        return weight_digest(source)
+
+    def _weights_label(self, version: int) -> str:
+        return "dora-base"
+
+    def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
+        path, body = super()._generate_call(running)
+        return path, {**body, "model": self._labels[running.request.version]}
+
+
+def _max_lora_rank(rank: object) -> int:
+    """The smallest of `VLLM_RANKS` that is at least `rank`. Raises ConfigError."""
+    if isinstance(rank, int) and 0 < rank <= VLLM_RANKS[-1]:
+        return next(max_rank for max_rank in VLLM_RANKS if max_rank >= rank)
+    raise ConfigError(f"rank = {rank!r}: vLLM serves ranks from 1 to {VLLM_RANKS[-1]}")
+
+
+# A version is published as merged matrices, W0 + B A. To serve it as an adapter, B and A are recovered from
+# the difference, whose rank is theirs except for rounding.
+
+_LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_ROUNDING = 2.0**-18  # tolerance relative to a matrix's largest weight: 32 times the rounding of fp32
+_OVERSAMPLING = 4  # random vectors beyond the rank
+
+
+def lora_adapter(layout: WeightLayout, base: Tensor, flat: Tensor, rank: int) -> dict[str, Tensor]:
+    """The tensors of the adapter from `base` to `flat` (both [numel], fp32), by PEFT's names.
+
+    Raises EngineError if they differ by more than matrices of this rank in LoRA's modules.
+    """
+    adapter: dict[str, Tensor] = {}
+    after = layout.views(flat)
+    for name, before in layout.views(base).items():
+        module = name.removesuffix(".weight")
+        if not module.endswith(_LORA_MODULES):
+            if not torch.equal(before, after[name]):
+                raise EngineError(
+                    f"{name} has changed, which no LoRA adapter can express; set engine.backend = vllm"
+                )
+            continue
+        delta = after[name].double() - before.double()
+        b, a = low_rank_factors(delta, rank)
+        if (delta - b @ a).abs().max() > _ROUNDING * after[name].abs().max():
+            raise EngineError(
+                f"{name} has changed by a matrix whose rank is above {rank}; set rank in engine.options to "
+                "trainer.lora_rank"
+            )
+        adapter[f"base_model.model.{module}.lora_A.weight"] = a.float().contiguous()
+        adapter[f"base_model.model.{module}.lora_B.weight"] = b.float().contiguous()
+    return adapter
+
+
+def low_rank_factors(delta: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """B [out, rank] and A [rank, in] whose product approximates `delta` [out, in], by a randomized SVD.
+
+    Halko, Martinsson, Tropp (arXiv 0909.4061): random images of a low-rank matrix span its range.
+    """
+    num_out, num_in = delta.shape
+    source = torch.Generator().manual_seed(0)
+    images = delta @ torch.randn(
+        num_in, min(rank + _OVERSAMPLING, num_in), generator=source, dtype=delta.dtype
+    )
+    basis = torch.linalg.qr(images).Q
+    u, sizes, v = torch.linalg.svd(basis.T @ delta, full_matrices=False)
+    b, a = torch.zeros(num_out, rank, dtype=delta.dtype), torch.zeros(rank, num_in, dtype=delta.dtype)
+    num = min(rank, sizes.numel())
+    b[:, :num], a[:num] = basis @ u[:, :num], sizes[:num, None] * v[:num]
+    return b, a
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None:
+    """Write an adapter in PEFT's format."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,  # the scale is a part of A and B
+        "target_modules": [*_LORA_MODULES],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(dict(tensors), folder / ADAPTER_FILE)

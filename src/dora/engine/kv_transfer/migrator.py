@@ -1,0 +1,263 @@
+"""The migration protocol of one engine, in both directions.
+
+`Migrator` is the state machine. Its subclasses move the data: `KVMigrator` copies KV between block pools,
+`TokenOnlyMigrator` moves tokens and log-probs. Each side replies once to each command of a migration.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from dora.core.types import RequestId
+from dora.engine.decode_batch import PartialOutput
+from dora.engine.kv_transfer.handoff import MigrationFiles, RequestSnapshot, TransferError
+from dora.engine.messages import (
+    ExportFailed,
+    ExportFinished,
+    ImportFailed,
+    ImportFinished,
+    MigrationReply,
+    MigrationReserved,
+    ReserveMigration,
+    StartExport,
+)
+from dora.engine.request import Request
+
+
+class TransferLease:
+    """Expires `lease_s` after the last progress, or after the start."""
+
+    def __init__(self, lease_s: float, now_s: float) -> None:
+        self._lease_s, self._until_s = lease_s, now_s + lease_s
+        self._num_copied = 0
+
+    def has_expired(self, num_copied: int, now_s: float) -> bool:
+        """Check the lease, and renew it first if more blocks are copied than at the last check."""
+        if num_copied != self._num_copied:
+            self._num_copied, self._until_s = num_copied, now_s + self._lease_s
+        return now_s > self._until_s
+
+
+class OutgoingMigration:
+    """A request that this engine exports."""
+
+    def __init__(self, command: StartExport, files: MigrationFiles, now_s: float) -> None:
+        self.command, self.files = command, files
+        self.lease = TransferLease(command.lease_s, now_s)
+        self.is_exported = False
+        self.failure = ""  # why the migration must end, once there is a reason
+
+    @property
+    def num_copied(self) -> int:
+        """Blocks that the destination has copied."""
+        return 0
+
+
+class IncomingMigration:
+    """A request that this engine imports."""
+
+    def __init__(self, command: ReserveMigration, files: MigrationFiles, now_s: float) -> None:
+        self.command, self.files = command, files
+        self.lease = TransferLease(command.lease_s, now_s)
+        self.copy_s = 0.0
+        self.failure = ""  # why the migration must end, once there is a reason
+
+    @property
+    def num_copied(self) -> int:
+        """Blocks copied."""
+        return 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of KV copied."""
+        return 0
+
+
+OutgoingT = TypeVar("OutgoingT", bound=OutgoingMigration)
+IncomingT = TypeVar("IncomingT", bound=IncomingMigration)
+
+
+class Migrator(ABC, Generic[OutgoingT, IncomingT]):
+    """The migrations of one engine. Leases expire by `clock`, which all engines of a run share."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._outgoing: dict[RequestId, OutgoingT] = {}
+        self._incoming: dict[RequestId, IncomingT] = {}
+        self._replies: list[MigrationReply] = []
+
+    def __len__(self) -> int:
+        """Migrations in progress, and replies that `poll` has not returned yet."""
+        return len(self._outgoing) + len(self._incoming) + len(self._replies)
+
+    @abstractmethod
+    def reserve(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
+        """Reserve what the request needs here."""
+
+    def start_export(self, command: StartExport) -> ExportFailed | None:
+        """Begin an export. The request is decoded until it is exported."""
+        failure = self._reason_not_to_export(command)
+        if not failure:
+            try:
+                self._outgoing[command.request_id] = self._open_export(command)
+            except OSError as error:
+                failure = f"the migration's files cannot be read: {error}"
+        return ExportFailed(command.migration_id, failure) if failure else None
+
+    def cancel(self, migration_id: int) -> None:
+        """End a migration at its next poll, unless its import is committed by then."""
+        migrations: list[OutgoingMigration | IncomingMigration]
+        migrations = [*self._outgoing.values(), *self._incoming.values()]
+        for migration in migrations:
+            if migration.command.migration_id == migration_id:
+                migration.failure = "the migration was cancelled"
+
+    def fail_export(self, request_id: RequestId, failure: str) -> None:
+        """End the export of a request, if there is one, at its next poll."""
+        if request_id in self._outgoing:
+            self._outgoing[request_id].failure = failure
+
+    def reclaim(self, request_id: RequestId) -> bool:
+        """Withdraw the export of a request that is to be aborted. False if another engine owns it."""
+        migration = self._outgoing.get(request_id)
+        if migration is not None:
+            if migration.is_exported and not migration.files.withdraw_export():
+                return False
+            migration.is_exported, migration.failure = False, "the request was aborted"
+        return True
+
+    def is_exported(self, request_id: RequestId) -> bool:
+        """Whether another engine may have imported the request."""
+        return request_id in self._outgoing and self._outgoing[request_id].is_exported
+
+    def release_imported(self) -> None:
+        """Free requests that other engines have imported since the last poll.
+
+        The driver may act on an import that this engine has not polled yet: it may drop the version, or send
+        the request back.
+        """
+        for request_id, migration in list(self._outgoing.items()):
+            if migration.is_exported and migration.files.is_imported:
+                self._finish_export(request_id, migration)
+
+    def poll(self) -> list[MigrationReply]:
+        """Advance every migration and return new replies. Afterwards other rows may decode than before."""
+        for request_id, outgoing in list(self._outgoing.items()):
+            self._poll_outgoing(request_id, outgoing)
+        for request_id, incoming in list(self._incoming.items()):
+            self._poll_incoming(request_id, incoming)
+        replies, self._replies = self._replies, []
+        return replies
+
+    # the data, by a subclass
+
+    @abstractmethod
+    def _find_request(self, request_id: RequestId) -> Request | None:
+        """An unfinished request that this engine owns."""
+
+    @abstractmethod
+    def _open_export(self, command: StartExport) -> OutgoingT:
+        """Raises OSError if the files of the migration cannot be opened."""
+
+    @abstractmethod
+    def _advance_export(self, migration: OutgoingT) -> PartialOutput | None:
+        """Copy more. Once all full blocks are copied, stop to decode the request and return its output."""
+
+    @abstractmethod
+    def _snapshot(self, migration: OutgoingT, output: PartialOutput) -> RequestSnapshot:
+        """What to export of a request that is not decoded any more."""
+
+    @abstractmethod
+    def _release(self, request_id: RequestId) -> None:
+        """Free a request that another engine owns now."""
+
+    @abstractmethod
+    def _retain(self, request_id: RequestId) -> None:
+        """Decode a request again whose export has failed."""
+
+    @abstractmethod
+    def _advance_import(self, migration: IncomingT) -> RequestSnapshot | None:
+        """Copy more. Returns the snapshot once everything is here. Raises TransferError."""
+
+    @abstractmethod
+    def _resume(self, migration: IncomingT, snapshot: RequestSnapshot) -> int:
+        """Decode a request that this engine owns now. Returns how many tokens it prefilled again."""
+
+    @abstractmethod
+    def _cancel_reservation(self, request_id: RequestId) -> None:
+        """Free what was reserved for an import that has failed."""
+
+    # the protocol
+
+    def _reason_not_to_export(self, command: StartExport) -> str:
+        if self._find_request(command.request_id) is None:
+            return "the request is not on this engine"
+        return "the request is being migrated already" if command.request_id in self._outgoing else ""
+
+    def _poll_outgoing(self, request_id: RequestId, migration: OutgoingT) -> None:
+        if migration.is_exported and migration.files.is_imported:
+            self._finish_export(request_id, migration)
+        elif failure := self._failure_of(migration):
+            if migration.is_exported and not migration.files.withdraw_export():
+                self._finish_export(request_id, migration)
+            else:
+                self._end_export(request_id, migration, failure)
+        elif not migration.is_exported and (output := self._advance_export(migration)) is not None:
+            try:
+                migration.files.export_snapshot(self._snapshot(migration, output))
+            except OSError as error:
+                self._end_export(request_id, migration, f"the snapshot cannot be written: {error}")
+            else:
+                migration.is_exported = True
+
+    def _finish_export(self, request_id: RequestId, migration: OutgoingT) -> None:
+        del self._outgoing[request_id]
+        self._release(request_id)
+        self._replies.append(ExportFinished(migration.command.migration_id))
+
+    def _end_export(self, request_id: RequestId, migration: OutgoingT, failure: str) -> None:
+        del self._outgoing[request_id]
+        self._retain(request_id)
+        self._replies.append(ExportFailed(migration.command.migration_id, failure))
+
+    def _poll_incoming(self, request_id: RequestId, migration: IncomingT) -> None:
+        failure, snapshot = self._failure_of(migration), None
+        if not failure:
+            try:
+                snapshot = self._advance_import(migration)
+            except TransferError as error:
+                failure = str(error)
+        if snapshot is not None and not migration.files.commit_import():
+            failure = "the source has withdrawn the export"
+        if failure:
+            del self._incoming[request_id]
+            self._cancel_reservation(request_id)
+            self._replies.append(ImportFailed(migration.command.migration_id, failure))
+        elif snapshot is not None:
+            self._finish_import(request_id, migration, snapshot)
+
+    def _finish_import(self, request_id: RequestId, migration: IncomingT, snapshot: RequestSnapshot) -> None:
+        del self._incoming[request_id]
+        num_prefilled = self._resume(migration, snapshot)
+        self._replies.append(
+            ImportFinished(
+                migration.command.migration_id,
+                request_id,
+                num_tokens=len(snapshot.output.token_ids),
+                num_bytes=migration.num_bytes,
+                copy_s=migration.copy_s,
+                stop_s=max(0.0, self._clock() - snapshot.stopped_at_s),
+                num_prefilled=num_prefilled,
+            )
+        )
+
+    def _failure_of(self, migration: OutgoingMigration | IncomingMigration) -> str:
+        if migration.failure:
+            return migration.failure
+        return (
+            "the lease has expired"
+            if migration.lease.has_expired(migration.num_copied, self._clock())
+            else ""
+        )

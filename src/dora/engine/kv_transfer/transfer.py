@@ -1,0 +1,194 @@
+"""Copying a request's KV from the source's block pool to the destination's.
+
+While the source decodes, it publishes full blocks and the destination copies them. Then the request stops,
+and only the blocks after the last published one are left to copy. Both sides checksum every block. Each poll
+copies a limited number of bytes, because a decode step waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dora.engine.block_manager import BLOCK_SIZE, num_blocks_for
+from dora.engine.decode_batch import PartialOutput
+from dora.engine.kv_transfer.handoff import KVFormat, MigrationFiles, RequestSnapshot, TransferError
+from dora.engine.kv_transfer.migrator import IncomingMigration, OutgoingMigration
+from dora.engine.kv_transfer.pool import (
+    KVBlocks,
+    MappedPool,
+    PeerPool,
+    bytes_per_block,
+    checksum_blocks,
+    open_pool,
+)
+from dora.engine.messages import ReserveMigration, StartExport
+from dora.engine.request import Sequence
+
+_BYTES_PER_POLL = 4 * 2**20
+
+
+def _num_blocks_per_poll(pool: KVBlocks) -> int:
+    return max(1, _BYTES_PER_POLL // bytes_per_block(pool))
+
+
+class KVTransport:
+    """How engines of one machine reach each other: through files and mapped pools.
+
+    A run on several machines has a subclass.
+    """
+
+    def __init__(self) -> None:
+        self._mapped: dict[Path, MappedPool] = {}
+
+    def migration_files(self, folder: Path, migration_id: int) -> MigrationFiles:
+        return MigrationFiles(folder, migration_id)
+
+    def peer_pool(self, pool: Any, num_bytes: int) -> PeerPool:
+        """Another engine's pool, of blocks of `num_bytes`.
+
+        Raises OSError or ValueError if it does not exist or is empty.
+        """
+        if pool not in self._mapped:
+            self._mapped = {path: mapped for path, mapped in self._mapped.items() if path.exists()}
+            self._mapped[pool] = MappedPool(open_pool(pool, num_bytes))
+        return self._mapped[pool]
+
+
+class KVExport(OutgoingMigration):
+    """The source's side: publishes blocks. Publishes none in a token-only migration."""
+
+    def __init__(self, command: StartExport, files: MigrationFiles, pool: KVBlocks, now_s: float) -> None:
+        """Raises OSError if the destination has not created the progress file."""
+        super().__init__(command, files, now_s)
+        self._pool = pool
+        self._progress = files.open_progress() if command.carries_kv else None
+        self._checksums: list[int] = []
+
+    @property
+    def num_copied(self) -> int:
+        return self._progress.num_copied if self._progress else 0
+
+    def publish_full_blocks(self, sequence: Sequence, num_computed: int) -> bool:
+        """Publish some full blocks. Returns whether the destination has copied all of them."""
+        if self._progress is None:
+            return True
+        first, num_full = self.command.num_cached_blocks, num_computed // BLOCK_SIZE
+        start = first + len(self._checksums)
+        stop = min(num_full, start + _num_blocks_per_poll(self._pool))
+        if blocks := list(sequence.block_table[start:stop]):
+            self._checksums += checksum_blocks(self._pool, blocks)
+            self._progress.publish(blocks)
+        return self.num_copied == num_full - first
+
+    def snapshot(
+        self, sequence: Sequence, own_format: KVFormat, output: PartialOutput, now_s: float
+    ) -> RequestSnapshot:
+        """The snapshot of a request that is not decoded any more."""
+        num_computed = len(sequence.request.prompt_ids) + len(output.token_ids) - 1
+        blocks: list[int] = []
+        if self._progress:
+            blocks = sequence.block_table[self.command.num_cached_blocks : num_blocks_for(num_computed)]
+            self._checksums += checksum_blocks(self._pool, blocks[len(self._checksums) :])
+        return RequestSnapshot(
+            format=own_format if self._progress else own_format.without_kv(),
+            request=sequence.request,
+            output=output,
+            num_computed=num_computed,
+            blocks=np.array(blocks, np.int64),
+            checksums=np.array(self._checksums, np.uint64),
+            stopped_at_s=now_s,
+        )
+
+
+class KVImport(IncomingMigration):
+    """The destination's side: copies blocks into those of a reserved `sequence`."""
+
+    def __init__(
+        self,
+        command: ReserveMigration,
+        files: MigrationFiles,
+        sequence: Sequence,
+        num_cached_blocks: int,
+        allocate_up_to: Callable[[Sequence, int], bool],
+        pool: KVBlocks,
+        peer: PeerPool | None,
+        now_s: float,
+    ) -> None:
+        """`pool` is this engine's and `peer` the source's: None in a token-only migration.
+
+        `allocate_up_to` extends the sequence to a number of blocks, or returns False. Raises OSError if the
+        progress file cannot be created.
+        """
+        super().__init__(command, files, now_s)
+        self._sequence, self._num_cached, self._allocate_up_to = sequence, num_cached_blocks, allocate_up_to
+        self._pool, self._peer = pool, peer
+        num_blocks = num_blocks_for(command.request.max_length)
+        self._progress = None if peer is None else files.open_progress(num_blocks)
+        self._checksums: list[int] = []
+
+    @property
+    def is_token_only(self) -> bool:
+        return self._progress is None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt whose KV this engine had before the migration."""
+        return self._num_cached * BLOCK_SIZE
+
+    @property
+    def num_copied(self) -> int:
+        return len(self._checksums)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_copied * bytes_per_block(self._pool)
+
+    def copy_published_blocks(self) -> None:
+        """Copy some of the blocks that the source has published. Raises TransferError if that fails."""
+        if self._progress is None:
+            return
+        if blocks := self._progress.published(self.num_copied):
+            self._copy(blocks[: _num_blocks_per_poll(self._pool)])
+            self._progress.num_copied = self.num_copied
+
+    def finish(self, snapshot: RequestSnapshot, own_format: KVFormat) -> None:
+        """Copy the remaining blocks and compare all checksums. Without KV, allocate the blocks.
+
+        Raises TransferError.
+        """
+        snapshot.check(own_format if self._progress else own_format.without_kv(), self.command.request)
+        num_blocks = num_blocks_for(snapshot.num_computed)
+        if self._progress is None:
+            self._allocate(num_blocks)
+            return
+        if not len(snapshot.blocks) == num_blocks - self._num_cached >= self.num_copied:
+            raise TransferError("the snapshot is inconsistent")
+        self._copy(snapshot.blocks[self.num_copied :].tolist())
+        wrong = np.flatnonzero(np.array(self._checksums, np.uint64) != snapshot.checksums)
+        if wrong.size:
+            raise TransferError(f"{wrong.size} of {self.num_copied} KV blocks arrived damaged")
+
+    def _copy(self, blocks: list[int]) -> None:
+        assert self._peer is not None
+        started_s = time.perf_counter()
+        start = self._num_cached + self.num_copied
+        stop = start + len(blocks)
+        self._allocate(stop)
+        own = self._sequence.block_table[start:stop]
+        if blocks and not 0 <= min(blocks) <= max(blocks) < len(self._peer):
+            raise TransferError(f"a block is outside the source's pool of {len(self._peer)} blocks")
+        try:
+            self._peer.copy(blocks, self._pool, own)
+        except OSError as error:
+            raise TransferError(f"the source's KV cannot be read: {error}") from error
+        self._checksums += checksum_blocks(self._pool, own)
+        self.copy_s += time.perf_counter() - started_s
+
+    def _allocate(self, num_blocks: int) -> None:
+        if not self._allocate_up_to(self._sequence, num_blocks):
+            raise TransferError("too few KV blocks are free")

@@ -1,0 +1,176 @@
+"""Messages that an engine exchanges with the driver during a live migration and during an episode.
+
+A migration takes a running request from a source engine to a destination engine that holds the same version:
+
+    driver -> destination   ReserveMigration
+    destination -> driver   MigrationReserved, or ImportFailed
+    driver -> source        StartExport
+    source -> driver        ExportFinished, or ExportFailed
+    destination -> driver   ImportFinished, or ImportFailed
+
+The driver forwards these messages. The KV goes from the source's block pool to the destination's. Where the
+destination cannot read the source's pool the migration is token-only: the destination prefills the tokens
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from dora.core.types import RequestId
+from dora.engine.request import Request
+
+
+@dataclass(frozen=True)
+class ReserveMigration:
+    """To the destination: reserve a row and KV blocks for a request that another engine decodes.
+
+    `folder` has the files of the migration. Each side gives up if no block is copied for `lease_s`.
+    `source_pool` is the address of the source's KV for the engines' `KVTransport`, or None in a token-only
+    migration.
+    """
+
+    migration_id: int
+    request: Request
+    source_pool: Any
+    folder: Path
+    lease_s: float
+
+
+@dataclass(frozen=True)
+class StartExport:
+    """To the source, after `MigrationReserved`: export a running request.
+
+    The destination has the first `num_cached_blocks` blocks of the prompt already, and `cached_prefix_hash`
+    is the hash of the last of them.
+    """
+
+    migration_id: int
+    request_id: RequestId
+    folder: Path
+    num_cached_blocks: int
+    cached_prefix_hash: str
+    lease_s: float
+    carries_kv: bool = True
+
+
+@dataclass(frozen=True)
+class MigrationReserved:
+    """The destination has reserved a row and blocks. See `StartExport` for what it has cached."""
+
+    migration_id: int
+    num_cached_blocks: int
+    cached_prefix_hash: str
+
+
+@dataclass(frozen=True)
+class ImportFinished:
+    """The destination has committed the import and owns the request.
+
+    It got `num_tokens` tokens of the answer and `num_bytes` of KV, and copied for `copy_s`. The request was
+    not decoded for `stop_s`, from the source's last step until it got its row. The KV of `num_prefilled`
+    tokens of prompt and answer is computed again.
+    """
+
+    migration_id: int
+    request_id: RequestId
+    num_tokens: int
+    num_bytes: int
+    copy_s: float
+    stop_s: float
+    num_prefilled: int = 0
+
+
+@dataclass(frozen=True)
+class ImportFailed:
+    """The destination has given up and has freed its reservation."""
+
+    migration_id: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExportFinished:
+    """The source has seen the import committed and has freed the request's row and blocks."""
+
+    migration_id: int
+
+
+@dataclass(frozen=True)
+class ExportFailed:
+    """The source has given up. It keeps the request, if that is unfinished."""
+
+    migration_id: int
+    reason: str
+
+
+MigrationReply = MigrationReserved | ImportFinished | ImportFailed | ExportFinished | ExportFailed
+
+
+@runtime_checkable
+class SupportsMigration(Protocol):
+    """What an engine implements beside `InferenceEngine` so that its running requests can migrate.
+
+    Its `progress` omits requests that another engine may have imported.
+    """
+
+    @property
+    def num_migrations(self) -> int:
+        """Migrations in progress, in both directions."""
+
+    def reserve_migration(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
+        """Reserve a row and KV blocks for a request that another engine decodes."""
+
+    def start_export(self, command: StartExport) -> ExportFailed | None:
+        """Begin to export a request. Returns ExportFailed if that is impossible."""
+
+    def cancel_migration(self, migration_id: int) -> None:
+        """End a migration whose import is not committed yet; `poll_migrations` returns the reply."""
+
+    def poll_migrations(self) -> list[MigrationReply]:
+        """Advance all migrations and return new replies. The caller calls it between steps."""
+
+
+@dataclass(frozen=True)
+class TurnFinished:
+    """A request has generated a turn, `token_ids`, and waits. See `Completion` for `finish_reason`.
+
+    It may have `num_left` more tokens, of which at least one must be generated.
+    """
+
+    request_id: RequestId
+    token_ids: list[int]
+    finish_reason: str
+    num_left: int
+
+
+@dataclass(frozen=True)
+class ContinueEpisode:
+    """Append these observation tokens, at least one, and generate the next turn."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EndEpisode:
+    """The answer ends with its last turn."""
+
+    request_id: RequestId
+
+
+@runtime_checkable
+class SupportsEpisodes(Protocol):
+    """What an engine implements beside `InferenceEngine` to generate answers of several turns."""
+
+    def pop_finished_turns(self) -> list[TurnFinished]:
+        """The turns that have finished since the last call."""
+
+    def continue_episode(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        """Append observation tokens to a waiting request, which generates its next turn."""
+
+    def end_episode(self, request_id: RequestId) -> None:
+        """End an answer with its last turn; the next step returns its completion."""

@@ -1,0 +1,251 @@
+"""Read what a run leaves behind: `journal.jsonl` and `samples.sqlite`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dora.core import codec
+from dora.core.actions import Action
+from dora.core.events import Event
+from dora.core.types import Limits, ProtocolError
+from dora.errors import InputError
+from dora.journal.writer import SCHEMA
+
+JOURNAL_FILE, SAMPLES_FILE, CONFIG_FILE = "journal.jsonl", "samples.sqlite", "config.toml"
+TOKEN_BYTES = 4  # token ids are int32, log-probs float32
+
+
+# --- the journal
+
+
+class JournalHeader(NamedTuple):
+    """The first line of a journal."""
+
+    limits: Limits
+    num_prompts: int | None  # dataset rows; None for a growing dataset
+    critic_digest: str | None = None  # of the weights in critic.path, if it is set
+
+
+class JournalLine(NamedTuple):
+    """One event or action; `t_s` counts seconds since the run started."""
+
+    seq: int
+    t_s: float
+    record: Event | Action
+
+    @property
+    def is_event(self) -> bool:
+        return isinstance(self.record, Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """A journal as it was read: the header's values and all events and actions in order."""
+
+    limits: Limits
+    num_prompts: int | None  # dataset rows; None for a growing dataset
+    lines: tuple[JournalLine, ...]
+    is_torn: bool  # the last line was cut off and is not among the lines
+    critic_digest: str | None = None
+
+
+def read_journal(run: Path) -> Journal:
+    """Read the journal of a run folder; a torn last line, left by a crash, is omitted and reported.
+
+    Raises InputError naming the file and the line.
+    """
+    path = run / JOURNAL_FILE
+    try:
+        head, *tail = path.read_bytes().split(b"\n")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(explain_missing_run(run)) from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})") from error
+    header = read_header(path, head)
+    torn = tail.pop() if tail else b""  # text after the last line end: empty unless a line was cut off
+    lines = tuple(read_line(path, number, text) for number, text in enumerate(tail, start=2))
+    for expected, line in enumerate(lines):
+        if line.seq != expected:
+            raise InputError(f"{path}, line {expected + 2}: seq is {line.seq}, expected {expected}")
+    return Journal(header.limits, header.num_prompts, lines, torn != b"", header.critic_digest)
+
+
+def read_header(path: Path, text: bytes) -> JournalHeader:
+    """Parse the first line. Raises InputError."""
+    raw = _json_object(path, 1, text)
+    if raw.get("schema") != SCHEMA:
+        written_by = raw.get("dora_version", "an older version")
+        raise InputError(
+            f"{path}, line 1: the run was recorded by DORA-RL {written_by} with journal schema "
+            f"{raw.get('schema')!r}, and this version reads schema {SCHEMA} only: read it with the version "
+            "that wrote it"
+        )
+    try:
+        limits = codec.decode(Limits, raw["limits"])
+        num_prompts = codec.decode(int | None, raw["num_prompts"])
+        if num_prompts is not None and num_prompts < 1:
+            raise ValueError(f"num_prompts = {num_prompts} must be at least 1")
+        return JournalHeader(limits, num_prompts, codec.decode(str | None, raw.get("critic_digest")))
+    except (KeyError, TypeError, ValueError, ProtocolError) as error:
+        raise InputError(f"{path}, line 1: not the header of a journal: {error}") from error
+
+
+def read_line(path: Path, number: int, text: bytes) -> JournalLine:
+    """Parse line `number` of the file, 2 or more. Raises InputError."""
+    raw = _json_object(path, number, text)
+    is_event = raw.get("kind") in [*codec.EVENTS]  # a list, because `kind` may be unhashable
+    try:
+        record = codec.event_from_json(raw) if is_event else codec.action_from_json(raw)
+        return JournalLine(codec.decode(int, raw["seq"]), codec.decode(float, raw["t_s"]), record)
+    except (KeyError, TypeError, ValueError, ProtocolError) as error:
+        raise InputError(f"{path}, line {number}: neither an event nor an action: {error}") from error
+
+
+def _json_object(path: Path, number: int, text: bytes) -> dict[str, Any]:
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{path}, line {number}: not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}, line {number}: expected a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+# --- the sample store
+
+
+class SampleRow(NamedTuple):
+    """One stored sample without its tokens; the token counts are fractions if a column was truncated."""
+
+    group: str
+    sibling: int
+    version: int
+    weight_digest: str
+    num_token_ids: float
+    num_logprobs: float
+    loss_mask_length: int | None  # None: no mask is stored, the model sampled every token
+    reward: float | None
+    state: str
+    trained_step: int | None
+    segments: tuple[tuple[int, int], ...] = ()  # (version, tokens) of a response of several versions
+
+
+class StoredResponse(NamedTuple):
+    """The tokens of one sample."""
+
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    routes: Sequence[int]  # [tokens - 1, MoE layers, k], flattened; empty if routing was not recorded
+    loss_mask: Sequence[int]  # 1 for a token that the model sampled, 0 for one that the environment inserted
+
+
+def read_samples(run: Path) -> dict[tuple[str, int], SampleRow]:
+    """Map (group, sibling) to its row in the sample store; no tokens are read. Raises InputError."""
+    with open_sample_store(run) as store:
+        known = sample_columns(store)
+        rows = store.execute(
+            "select group_id, sibling, version, weight_digest, length(token_ids), length(logprobs), "
+            f"length({_column_or_null('loss_mask', known)}), reward, state, trained_step, "
+            f"{_column_or_null('segments', known)} from samples"
+        ).fetchall()
+    return {(row[0], row[1]): _sample_row(*row) for row in rows}
+
+
+def read_responses(run: Path, rows: Iterable[SampleRow]) -> list[StoredResponse | None]:
+    """Read the tokens of rows of the same store; None for a truncated one. Raises InputError."""
+    with open_sample_store(run) as store:
+        loss_mask = _column_or_null("loss_mask", sample_columns(store))
+        query = (
+            f"select prompt_ids, token_ids, logprobs, coalesce(routes, x''), {loss_mask} "
+            "from samples where group_id = ? and sibling = ?"
+        )
+        return [_stored_response(*store.execute(query, (row.group, row.sibling)).fetchone()) for row in rows]
+
+
+@contextlib.contextmanager
+def open_sample_store(run: Path) -> Iterator[sqlite3.Connection]:
+    """Open the sample store read-only. Raises InputError if it is missing or cannot be read."""
+    path = run / SAMPLES_FILE
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: the run has no responses yet, or the file was removed")
+    # A closed store has no write-ahead log and may lie in a read-only folder.
+    mode = "mode=ro" if path.with_name(SAMPLES_FILE + "-wal").exists() else "immutable=1"
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True)) as store:
+            yield store
+    except sqlite3.Error as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+
+
+def sample_columns(store: sqlite3.Connection) -> set[str]:
+    """Names of the stored columns; runs of older versions have fewer."""
+    return {name for _, name, *_ in store.execute("pragma table_info(samples)")}
+
+
+def _column_or_null(name: str, known: set[str]) -> str:
+    return name if name in known else "null"
+
+
+def _sample_row(
+    group: str,
+    sibling: int,
+    version: int,
+    digest: str,
+    token_ids_bytes: int,
+    logprobs_bytes: int,
+    loss_mask_length: int | None,
+    reward: float | None,
+    state: str,
+    step: int | None,
+    segments_json: str | None,
+) -> SampleRow:
+    segments = tuple((v, num) for v, num in json.loads(segments_json or "[]"))
+    lengths = token_ids_bytes / TOKEN_BYTES, logprobs_bytes / TOKEN_BYTES
+    return SampleRow(
+        group, sibling, version, digest, *lengths, loss_mask_length, reward, state, step, segments
+    )
+
+
+def _stored_response(
+    prompt: bytes, response: bytes, logprobs: bytes, routes: bytes, mask: bytes | None
+) -> StoredResponse | None:
+    try:
+        ids = array("i", response)
+        mask = bytes([1]) * len(ids) if mask is None else mask
+        return StoredResponse(array("i", prompt), ids, array("f", logprobs), array("h", routes), mask)
+    except (TypeError, ValueError):
+        return None
+
+
+# --- the run folder
+
+
+def explain_missing_run(folder: Path, missing: str = JOURNAL_FILE) -> str:
+    """Say in one sentence why `folder` is not a run (no `missing`) and which run may be meant."""
+    if missing == JOURNAL_FILE and (folder / CONFIG_FILE).is_file():
+        return f"{folder} is a run that has not started yet: it has no {JOURNAL_FILE}; try again in a moment"
+    why = f"it has no {missing}" if folder.is_dir() else "it is a file"
+    why = why if folder.exists() else "it does not exist"
+    newest = find_newest_run(folder)
+    hint = "there is no run nearby" if newest is None else f"the newest run nearby is {newest}"
+    return f"{folder} is not the folder of a run: {why}; {hint}"
+
+
+def find_newest_run(path: Path) -> Path | None:
+    """The run that contains the file `path`, else the run written last in, beside, or near it."""
+    if (path.parent / JOURNAL_FILE).is_file():
+        return path.parent
+    found: dict[float, Path] = {}
+    for folder in (path, path.parent, Path(), Path("runs")):
+        with contextlib.suppress(OSError):  # the folder may be unreadable
+            for journal in folder.glob(f"*/{JOURNAL_FILE}"):
+                found.setdefault(journal.stat().st_mtime, journal.parent)
+    return found[max(found)] if found else None

@@ -1,0 +1,1 @@
+"""What a run measures: metrics.jsonl, summary.json, status.json and the console."""

@@ -1,0 +1,81 @@
+"""Unit and meaning of every name in `metrics.jsonl` and `summary.json`, read from catalog.toml."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib import resources
+from typing import NamedTuple
+
+from dora.errors import InputError
+
+
+class MetricDoc(NamedTuple):
+    """Names that share a meaning; `only` says when they are there, empty if always."""
+
+    names: tuple[str, ...]
+    unit: str
+    meaning: str
+    only: str = ""
+
+    def matches(self, name: str) -> bool:
+        """Whether a name in a file is one of these; NAME stands for any text, S, N and K for a number."""
+        return any(_pattern(own).fullmatch(name) for own in self.names)
+
+
+class MetricSection(NamedTuple):
+    """Metrics that are read together."""
+
+    key: str  # the table on the page of the documentation
+    title: str
+    metrics: tuple[MetricDoc, ...]
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    pattern = re.sub(r"(?<=[_@])(?:S|N|K)(?=_|$)", r"\\d+", re.escape(name))
+    return re.compile(pattern.replace("NAME", "[^/]+"))
+
+
+def _read_sections() -> tuple[MetricSection, ...]:
+    text = resources.files(__package__).joinpath("catalog.toml").read_text(encoding="utf-8")
+    return tuple(
+        MetricSection(
+            part["key"],
+            part["title"],
+            tuple(
+                MetricDoc(tuple(m["names"]), m.get("unit", ""), m["meaning"], m.get("only", ""))
+                for m in part["metrics"]
+            ),
+        )
+        for part in tomllib.loads(text)["part"]
+    )
+
+
+SECTIONS = _read_sections()
+
+
+def search(word: str = "") -> list[tuple[str, MetricDoc]]:
+    """(section title, metric) for every metric with `word` in a name or in its meaning."""
+    return [
+        (section.title, metric)
+        for section in SECTIONS
+        for metric in section.metrics
+        if word in ", ".join(metric.names) or word in metric.meaning or metric.matches(word)
+    ]
+
+
+def format_listing(word: str) -> str:
+    """The output of `dora metrics`. Raises InputError if no metric has the word."""
+    lines, last = list[str](), ""
+    for title, metric in search(word):
+        if title != last:
+            lines += ["", title, ""]
+        last = title
+        unit = f" ({metric.unit})" if metric.unit else ""
+        only = f"; only {metric.only}" if metric.only else ""
+        lines += [f"  {', '.join(metric.names)}{unit}", f"      {metric.meaning}{only}"]
+    if not lines:
+        raise InputError(
+            f"no metric has {word!r} in its name or its meaning; `dora metrics` without a word prints all"
+        )
+    return "\n".join(lines[1:]).replace("`", "")

@@ -1,0 +1,233 @@
+"""What the terminal shows: the progress of a run, and the table at its end.
+
+Progress is a live screen on a terminal, and a plain line every few seconds elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dora.core.state import State
+from dora.metrics.run import RunMetrics
+from dora.text import plural
+
+REFRESH_S = 0.25
+LINE_S = 10.0  # between plain lines
+SMOOTHING = 0.1  # weight of the last step in the reward shown
+
+
+class RunConsole:
+    """Shows the progress of one run; use it as a context manager while the run trains."""
+
+    def __init__(self, console: Console, num_steps: int) -> None:
+        self.console = console
+        self._num_steps = num_steps
+        self._next_s = 0.0
+        self._num_printed = 0  # steps in the last plain line
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps, left"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._progress.add_task("steps", total=num_steps)
+        is_live = console.is_terminal
+        self._live = Live(console=console, refresh_per_second=1 / REFRESH_S) if is_live else None
+
+    def __enter__(self) -> RunConsole:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def notice(self, sentence: str) -> None:
+        """Print a sentence that stays on the screen."""
+        self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, metrics: RunMetrics, state: State) -> None:
+        """Show the progress if the refresh interval has passed."""
+        now_s = time.monotonic()
+        if now_s < self._next_s or not metrics.steps:
+            return
+        self._next_s = now_s + (REFRESH_S if self._live else LINE_S)
+        if self._live:
+            self._progress.update(self._task, completed=len(metrics.steps))
+            self._live.update(Group(self._progress, _figures(metrics, state), _engines(state)))
+        else:
+            self._num_printed = len(metrics.steps)
+            self.notice(progress_line(metrics, state, self._num_steps))
+
+    def close(self, metrics: RunMetrics, state: State) -> None:
+        """Show the final progress, unless the last plain line has."""
+        if self._live or len(metrics.steps) > self._num_printed:
+            self._next_s = 0.0
+            self.update(metrics, state)
+
+
+def progress_line(metrics: RunMetrics, state: State, num_steps: int) -> str:
+    """The progress of a run in one line."""
+    num_done = len(metrics.steps)
+    left_s = (metrics.now_s - metrics.started_s) / num_done * (num_steps - num_done)
+    return (
+        f"step {num_done}/{num_steps}, {left_s:.0f} s left, reward {_reward(metrics):.3f}, "
+        f"accuracy {_accuracy(metrics):.3f}, {metrics.tokens_per_s:.0f} tokens/s, {_versions(state)}, "
+        f"staleness {_staleness(metrics)}, stall {state.stall_s:.1f} s"
+    )
+
+
+def _figures(metrics: RunMetrics, state: State) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_row("reward", f"{_reward(metrics):.3f}", "tokens/s", f"{metrics.tokens_per_s:.0f}")
+    table.add_row("accuracy", f"{_accuracy(metrics):.3f}", "staleness", _staleness(metrics))
+    waits = f", waiting for group {state.stall_group}" if state.stall_group else ""
+    table.add_row("unfinished", _versions(state), "stall", f"{state.stall_s:.1f} s{waits}")
+    table.add_row("migrated", plural(metrics.migrations.succeeded.total(), "request"))
+    return table
+
+
+def _engines(state: State) -> Table:
+    """Requests by engine and version."""
+    versions = sorted({v for e in state.engines.values() for v in e.loaded})
+    table = Table("engine", *(f"v{v}" for v in versions), "free rows", box=None, padding=(0, 2))
+    for engine in state.engines.values():
+        running = Counter(engine.requests.values())
+        cells = [str(running[v]) if v in engine.loaded else "-" for v in versions]
+        table.add_row(str(engine.id), *cells, str(engine.free_rows))
+    return table
+
+
+def _versions(state: State) -> str:
+    """Unfinished requests by version."""
+    live = [(v, n) for v, n in sorted(state.num_unfinished.items()) if n]
+    return "versions " + (" ".join(f"v{v}:{n}" for v, n in live) or "none")
+
+
+def _staleness(metrics: RunMetrics) -> str:
+    last = metrics.steps[-1].staleness
+    shown = f"{sum(s * n for s, n in last.items()) / last.total():.2f} (max {max(last)})"
+    is_adaptive = metrics.limits.adaptive_staleness is not None
+    return f"{shown}, bound {metrics.steps[-1].staleness_bound}" if is_adaptive else shown
+
+
+def _reward(metrics: RunMetrics) -> float:
+    """Mean reward per step, smoothed."""
+    smooth = metrics.steps[0].rewards.mean
+    for step in metrics.steps[1:]:
+        smooth += SMOOTHING * (step.rewards.mean - smooth)
+    return smooth
+
+
+def _accuracy(metrics: RunMetrics) -> float:
+    """Fraction of the last step's samples with a reward of at least 1."""
+    return metrics.steps[-1].rewards.frac_solved
+
+
+# --- the end of a run
+
+
+def summary_table(run: Path) -> Table:
+    """The most important figures of `summary.json`."""
+    s: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    rows = [
+        *_held_out(s),
+        ("reward, last step", _number(s["reward_last"])),
+        ("steps", f"{s['steps']} in {s['wall_s']:.1f} s wall, {s['cpu_s']:.1f} s CPU"),
+        ("groups", _groups(s)),
+        ("tokens trained", f"{s['trained_tokens']:,}, {s['tokens_per_s']:,.0f} per second"),
+        (
+            "tokens recomputed",
+            f"{s['regenerated_tokens']:,} regenerated after an engine was lost, "
+            f"{s['reprefill_tokens']:,} re-prefilled",
+        ),
+        ("requests migrated", _migrations(s)),
+        ("live versions", f"{s['live_versions_mean']:.2f} mean, {s['live_versions_max']} max"),
+        ("staleness", f"{s['staleness_mean']:.2f} mean, {s['staleness_max']} max"),
+        ("rollout utilisation", f"{s['rollout_utilization']:.1%} of the engines' row time"),
+        ("engines", _failures(s)),
+        (
+            "trainer idle",
+            f"{s['trainer_idle_ratio']:.1%} of the time, {s['stall_s']:.1f} s for a group at its deadline",
+        ),
+        ("log-prob mismatch", _mismatch(s["logprob_mismatch_max"])),
+        ("orchestrator", f"{s['orchestrator_time_ratio']:.2%} of the wall time"),
+        ("guarantees", ", ".join(f"{c.upper()} {_verdict(s, c)}" for c in ("c1", "c2", "c3"))),
+    ]
+    table = Table(show_header=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def closing_line(run: Path, stopped: str, program: str) -> str:
+    """The last line of a run: its folder and commands of `program` for it.
+
+    `stopped` says what ended the run early; empty for a complete run.
+    """
+    look = f"run folder {run}: {program} report {run} writes an HTML report, {program} dash {run} serves it"
+    return f"{look}, {program} train --resume {run} resumes the run" if stopped else look
+
+
+def _held_out(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows about the evaluations, if there were any."""
+    keys = {"sampled": "eval", "greedy": "eval_greedy"}
+    rows = [
+        (f"held-out reward, {name}", f"{_number(s[f'{key}_before'])} -> {_number(s[f'{key}_after'])}")
+        for name, key in keys.items()
+        if s[f"{key}_before"] is not None
+    ]
+    between = [str(e["version"]) for e in s["evaluations"] if 0 < e["version"] < s["steps"]]
+    return [*rows, ("evaluated in between", f"versions {', '.join(between)}")] if between else rows
+
+
+def _groups(s: dict[str, Any]) -> str:
+    outcomes = ("trained", "filtered", "failed", "pending")
+    return ", ".join(f"{s[f'{outcome}_groups']} {outcome}" for outcome in outcomes)
+
+
+def _migrations(s: dict[str, Any]) -> str:
+    if not s["migrations"]:
+        return f"0, {s['failed_migrations']} failed"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in s["migration_reasons"].items())
+    p50, longest = s["migration_downtime_s_p50"], s["migration_downtime_s_max"]
+    downtime = "" if p50 is None else f", downtime {1e3 * p50:.1f} ms (max {1e3 * longest:.1f})"
+    megabytes = s["migrated_kv_bytes"] / 1e6
+    failed = f"{s['failed_migrations']} failed"
+    return f"{s['migrations']:,} ({reasons}), {failed}, {megabytes:.1f} MB of KV{downtime}"
+
+
+def _failures(s: dict[str, Any]) -> str:
+    restarts = s.get("engine_restarts", 0)
+    return f"{s['engine_failures']} lost" + (f", {restarts} restarted" if restarts else "")
+
+
+def _mismatch(largest: float | None) -> str:
+    if largest is None:
+        return "not measured"
+    return f"at most {largest:.1e} between trainer and engines" if largest else "none: bit for bit equal"
+
+
+def _verdict(s: dict[str, Any], guarantee: str) -> str:
+    if guarantee == "c1" and s.get("breaks_c1"):
+        mixed = plural(s["segmented_samples"], "response")
+        return f"waived by the update policy ({mixed} of several versions)"
+    return "kept" if s[guarantee] else "BROKEN"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"

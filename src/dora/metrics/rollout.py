@@ -1,0 +1,317 @@
+"""Metrics of the rollout: utilisation of rows, response lengths, migrations, weight loads.
+
+All of them are computed from events and actions, as the journal has them, and from the engines' usage
+counters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dora.core.actions import Action, Fail, Filter, Generate, Load, Migrate, SkipLoad
+from dora.core.events import (
+    EngineLost,
+    Event,
+    Loaded,
+    Migrated,
+    MigrationFailed,
+    ProgressReported,
+    RequestFailed,
+    RequestFinished,
+    RequestsAborted,
+    Resumed,
+)
+from dora.core.types import GroupId, RequestId
+
+DRIFT_LIMIT = 0.1  # of the mean response length; a larger drift is reported
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The value that `fraction` of the values do not exceed. Raises IndexError without values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+
+
+# --- utilisation
+
+
+class EngineUsage(NamedTuple):
+    """Counters that an engine reports with its responses and once a second; both only grow."""
+
+    decoding_row_s: float  # rows that decoded x time, summed over steps
+    uptime_s: float  # since the engine was ready
+
+    def since(self, before: EngineUsage) -> EngineUsage:
+        return EngineUsage(self.decoding_row_s - before.decoding_row_s, self.uptime_s - before.uptime_s)
+
+
+UsageByEngine = Mapping[int, EngineUsage]  # as last reported
+NO_USAGE = EngineUsage(0.0, 0.0)
+
+
+class RolloutUtilization:
+    """Row-seconds that decoded over the row-seconds that there were, since the run started or resumed.
+
+    An engine takes both counters at the same instant by its own clock, so the ratio never exceeds 1 and does
+    not depend on when the report arrives. A row counts once, whichever versions its engine holds. An engine
+    that has left counts until its last report.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, int] = {}
+        self._at_start: dict[int, EngineUsage] = {}  # at the first admission, or when the engine joined
+        self._at_last_finish: dict[int, EngineUsage] = {}
+        self._at_last_step: dict[int, EngineUsage] = {}
+        self._last_ratio = 0.0  # of a step
+
+    def join(self, engine: int, rows: int, usage: UsageByEngine) -> None:
+        """An engine with this number of rows has joined."""
+        self._rows[engine] = rows
+        self._at_start[engine] = self._at_last_step[engine] = usage.get(engine, NO_USAGE)
+
+    def start(self, usage: UsageByEngine) -> None:
+        """The first group is admitted: the time before does not count."""
+        for engine in self._rows:
+            self._at_start[engine] = self._at_last_step[engine] = usage.get(engine, NO_USAGE)
+
+    def finish_request(self, usage: UsageByEngine) -> None:
+        """A response has finished: the run is measured up to here."""
+        self._at_last_finish = dict(usage)
+
+    def end_step(self, usage: UsageByEngine) -> float:
+        """Utilisation since the step before; repeated if no engine has reported since."""
+        self._last_ratio = self._ratio(self._between(self._at_last_step, usage), self._last_ratio)
+        self._at_last_step |= {engine: usage[engine] for engine in self._rows if engine in usage}
+        return self._last_ratio
+
+    def overall(self) -> float:
+        """Utilisation from the first admission to the last finished response, over all rows."""
+        return self._ratio(self._between(self._at_start, self._at_last_finish), 0.0)
+
+    def by_engine(self) -> dict[int, float]:
+        """The same by engine, for engines that have reported."""
+        usages = self._between(self._at_start, self._at_last_finish)
+        return {engine: self._ratio({engine: usage}, 0.0) for engine, usage in sorted(usages.items())}
+
+    def _between(self, before: UsageByEngine, after: UsageByEngine) -> dict[int, EngineUsage]:
+        usages = {engine: after[engine].since(before[engine]) for engine in self._rows if engine in after}
+        return {engine: usage for engine, usage in usages.items() if usage.uptime_s > 0}
+
+    def _ratio(self, usages: UsageByEngine, default: float) -> float:
+        row_s = {engine: self._rows[engine] * usage.uptime_s for engine, usage in usages.items()}
+        # A paced step is timed from the end of the step before, a moment before the report of that one.
+        decoding_s = sum(min(usage.decoding_row_s, row_s[engine]) for engine, usage in usages.items())
+        return decoding_s / sum(row_s.values()) if row_s else default
+
+
+# --- response lengths
+
+
+class ResponseLengths:
+    """Lengths in tokens of the responses that were generated, trained and filtered.
+
+    Groups with equal rewards are filtered and are seldom as long as the others: training on other lengths
+    than those generated is a drift.
+    """
+
+    def __init__(self) -> None:
+        self.generated = Counter[int]()  # length -> responses
+        self.trained = Counter[int]()
+        self.filtered = Counter[int]()
+        self._finished: dict[GroupId, list[RequestFinished]] = {}  # of open groups
+
+    def update(
+        self, event: Event | None, actions: Sequence[Action], is_open: Callable[[GroupId], bool]
+    ) -> None:
+        """Account for an event and its actions; responses of a failed group, which is not open, may come
+        late.
+        """
+        if isinstance(event, RequestFinished) and not event.request.is_held_out:
+            if is_open(event.request.group):
+                self._finished.setdefault(event.request.group, []).append(event)
+            self.generated[event.num_tokens] += 1
+        for action in actions:
+            if isinstance(action, Filter):
+                self.filtered.update(response.num_tokens for response in self._finished.pop(action.group))
+            elif isinstance(action, Fail):
+                self._finished.pop(action.group, None)
+
+    def train(self, groups: Sequence[GroupId]) -> dict[str, float]:
+        """The groups were trained: the metrics of their step."""
+        responses = [response for group in groups for response in self._finished.pop(group)]
+        lengths = [response.num_tokens for response in responses]
+        num_clipped = sum(response.finish_reason == "length" for response in responses)
+        self.trained.update(lengths)
+        return {
+            "response_length/mean": sum(lengths) / len(lengths),
+            "response_length/min": min(lengths),
+            "response_length/max": max(lengths),
+            "response_length/clip_ratio": num_clipped / len(responses),
+        }
+
+    def drift(self) -> float | None:
+        """Mean length trained over mean length generated, minus 1; None before the first training step."""
+        return _mean(self.trained) / _mean(self.generated) - 1 if self.trained.total() else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The lengths in the summary."""
+        drift = self.drift()
+        return {
+            "response_length_generated": _distribution(self.generated),
+            "response_length_trained": _distribution(self.trained),
+            "response_length_drift": None if drift is None else round(drift, 4),
+            "filtered_samples_by_length": _by_power_of_two(self.filtered),
+        }
+
+
+def _mean(lengths: Counter[int]) -> float:
+    return sum(length * num for length, num in lengths.items()) / lengths.total()
+
+
+def _distribution(lengths: Counter[int]) -> dict[str, float] | None:
+    if not lengths:
+        return None
+    values = [*lengths.elements()]
+    return {
+        "mean": round(_mean(lengths), 2),
+        "p50": percentile(values, 0.5),
+        "p99": percentile(values, 0.99),
+        "max": max(values),
+    }
+
+
+def _by_power_of_two(lengths: Counter[int]) -> dict[str, int]:
+    """Responses by length: {"33-64": 7}."""
+    buckets = Counter[int]()
+    for length, num in lengths.items():
+        buckets[max(0, length - 1).bit_length()] += num
+    return {
+        f"{2 ** (power - 1) + 1 if power else 0}-{2**power}": num for power, num in sorted(buckets.items())
+    }
+
+
+# --- migrations
+
+
+@dataclass
+class MigrationMetrics:
+    """Migrations of a run and what they cost. `prompt_length` gives the prompt tokens of a group."""
+
+    prompt_length: Callable[[GroupId], int]
+    succeeded: Counter[str] = field(default_factory=Counter)  # by the reason of the migration
+    failed: Counter[str] = field(default_factory=Counter)  # by the reason of the failure
+    kv_bytes: int = 0
+    downtimes_s: list[float] = field(default_factory=list)
+    reprefill_tokens: int = 0  # of requests restarted although no engine was lost, or migrated without KV
+    _reasons: dict[RequestId, str] = field(default_factory=dict)  # of migrations in progress
+    _owners: dict[RequestId, int] = field(default_factory=dict)
+    _lengths: dict[RequestId, int] = field(default_factory=dict)  # response tokens, as last reported
+
+    def update(self, event: Event | None, actions: Sequence[Action]) -> None:
+        """Account for an event and the actions that it caused."""
+        match event:
+            case Migrated():
+                self._on_migrated(event)
+            case MigrationFailed(request, _, _, reason):
+                self.failed[reason] += 1
+                self._reasons.pop(request, None)
+            case ProgressReported(_, lengths):
+                self._lengths.update(lengths)
+            case RequestFinished(_, request) | RequestFailed(_, request):
+                self._forget(request)
+            case RequestsAborted(_, requests):
+                for request in requests:
+                    self._forget(request)
+            case Resumed():
+                for table in (self._owners, self._lengths, self._reasons):
+                    table.clear()
+            case EngineLost(engine):
+                for request in [r for r, owner in self._owners.items() if owner == engine]:
+                    self._forget(request)
+            case _:
+                pass
+        for action in actions:
+            if isinstance(action, Migrate):
+                self._reasons[action.request] = action.reason
+            elif isinstance(action, Generate):
+                self._on_generate(action)
+
+    def downtime_percentile(self, fraction: float) -> float | None:
+        """Seconds without a token that `fraction` of the migrations do not exceed; None without any."""
+        return percentile(self.downtimes_s, fraction) if self.downtimes_s else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The migrations in the summary."""
+        return {
+            "migrations": self.succeeded.total(),
+            "migration_reasons": dict(sorted(self.succeeded.items())),
+            "failed_migrations": self.failed.total(),
+            "failed_migration_reasons": dict(sorted(self.failed.items())),
+            "migrated_kv_bytes": self.kv_bytes,
+            "migration_downtime_s_p50": self.downtime_percentile(0.5),
+            "migration_downtime_s_max": self.downtime_percentile(1.0),
+        }
+
+    def _on_migrated(self, event: Migrated) -> None:
+        self.succeeded[self._reasons.pop(event.request, "unknown")] += 1
+        self.kv_bytes += event.num_bytes
+        self.reprefill_tokens += event.num_prefilled
+        if (
+            event.num_bytes or event.num_prefilled
+        ):  # else the destination was lost before it reported the cost
+            self.downtimes_s.append(event.stop_s)
+        self._owners[event.request] = event.destination
+
+    def _on_generate(self, action: Generate) -> None:
+        for request in action.requests:
+            if request in self._owners:
+                self.reprefill_tokens += self.prompt_length(request.group) + self._lengths.get(request, 0)
+            self._owners[request] = action.engine
+
+    def _forget(self, request: RequestId) -> None:
+        self._owners.pop(request, None)
+        self._lengths.pop(request, None)
+
+
+# --- weight loads
+
+
+@dataclass
+class WeightLoadMetrics:
+    """Weight loads of the engines and how long requests paused for them."""
+
+    num_loads: int = 0
+    num_skipped: int = 0  # and not loaded later to keep the staleness bound
+    load_s: float = 0.0  # from `Load` to `Loaded`, summed
+    pause_s: float = 0.0  # of it, requests of the engine were paused
+    _since_s: dict[int, float] = field(default_factory=dict)  # engine -> time of its `Load`
+    _skipped: dict[int, int] = field(default_factory=dict)  # engine -> version
+
+    def update(self, now: float, event: Event | None, actions: Sequence[Action]) -> None:
+        """Account for an event and the actions that it caused; `now` in seconds."""
+        if isinstance(event, Loaded):
+            self.num_loads += 1
+            self.load_s += now - self._since_s.pop(event.engine, now)
+            self.pause_s += event.stop_s
+        elif isinstance(event, Resumed):
+            self._since_s.clear()
+            self._skipped.clear()
+        for action in actions:
+            if isinstance(action, Load):
+                self._since_s[action.engine] = now
+                self.num_skipped -= self._skipped.pop(action.engine, None) == action.version
+            elif isinstance(action, SkipLoad):
+                self._skipped[action.engine] = action.version
+                self.num_skipped += 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The weight loads in the summary."""
+        return {
+            "weight_loads": self.num_loads,
+            "weight_loads_skipped": self.num_skipped,
+            "weight_load_s": round(self.load_s, 4),
+            "weight_load_pause_s": round(self.pause_s, 4),
+        }

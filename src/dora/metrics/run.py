@@ -1,0 +1,265 @@
+"""Measure a run: one record for each training step, and sums over the run for the summary.
+
+Times are integrated between events over the orchestrator's state.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+from dora.core.actions import Action, Admit, Fail, Filter, Train
+from dora.core.events import EngineJoined, EngineLost, Event, RequestFinished, Resumed, Trained
+from dora.core.orchestrator import Orchestrator
+from dora.core.state import State
+from dora.core.types import GroupId, Limits
+from dora.metrics.rollout import (
+    EngineUsage,
+    MigrationMetrics,
+    ResponseLengths,
+    RolloutUtilization,
+    WeightLoadMetrics,
+)
+from dora.metrics.timing import RecoveryTimes, StallTracker, StepTiming
+
+
+class TimedOrchestrator(Orchestrator):
+    """The orchestrator, with the wall time that its event handling took."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.handling_s = 0.0
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        started_s = time.perf_counter()
+        try:
+            return super().handle(event, now)
+        finally:
+            self.handling_s += time.perf_counter() - started_s
+
+
+class SampleNumbers(Protocol):
+    """The numbers about samples and engines that a run keeps beside the orchestrator."""
+
+    num_tokens: dict[GroupId, int]  # sampled for finished groups that are not trained
+    rewards: dict[GroupId, tuple[float, ...]]
+    task_rewards: dict[GroupId, Mapping[str, Sequence[float]]]  # by task, if there are several
+    step_metrics: list[tuple[int, dict[str, float]]]  # from the trainer: (step, metrics), not read yet
+    engine_usage: dict[int, EngineUsage]  # engine -> as last reported
+    num_recomputed: dict[int, int]  # engine -> tokens, as last reported
+
+
+class RewardStats(NamedTuple):
+    """Statistics of the rewards of a batch."""
+
+    mean: float
+    std: float
+    frac_zero_std: float  # of the groups: all rewards are equal
+    frac_solved: float  # of the samples: the reward is at least 1
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[float]]) -> RewardStats:
+        """`groups` has the rewards of each group's siblings."""
+        rewards = [*chain.from_iterable(groups)]
+        return cls(
+            mean=statistics.fmean(rewards),
+            std=statistics.pstdev(rewards),
+            frac_zero_std=sum(len({*own}) == 1 for own in groups) / len(groups),
+            frac_solved=sum(reward >= 1 for reward in rewards) / len(rewards),
+            min=min(rewards),
+            max=max(rewards),
+        )
+
+
+@dataclass
+class StepRecord:
+    """The metrics of one training step."""
+
+    step: int
+    t_s: float  # at its end, since the run started
+    staleness: Counter[int]  # -> samples
+    rewards: RewardStats
+    num_tokens: int  # sampled for the batch
+    wall_s: float  # since the step before, or the start
+    stall_s: float  # of it
+    staleness_bound: int  # for groups admitted from here on
+    others: dict[str, float]  # by name
+
+    def to_json(self) -> dict[str, float]:
+        """The step's line of metrics.jsonl."""
+        count = self.staleness.total()
+        return {
+            "step": self.step,
+            "t_s": round(self.t_s, 3),
+            "reward/mean": self.rewards.mean,
+            "reward/std": self.rewards.std,
+            "reward/min": self.rewards.min,
+            "reward/max": self.rewards.max,
+            "reward/frac_zero_std": self.rewards.frac_zero_std,
+            "staleness/mean": sum(s * n for s, n in self.staleness.items()) / count,
+            "staleness/min": min(self.staleness),
+            "staleness/max": max(self.staleness),
+            "staleness/bound": self.staleness_bound,
+            **{f"staleness/num_{s}": n for s, n in sorted(self.staleness.items())},
+            "num_response_tokens": self.num_tokens,
+            "perf/throughput": round(self.num_tokens / max(1e-9, self.wall_s), 1),
+            "timing_s/step": round(self.wall_s, 4),
+            "timing_s/stall": round(self.stall_s, 4),
+            **self.others,
+        }
+
+
+@dataclass
+class RunMetrics:
+    """Sums over a run and the metrics of its steps; times in seconds."""
+
+    limits: Limits
+    samples: SampleNumbers
+    migrations: MigrationMetrics
+    stalls: StallTracker = field(default_factory=StallTracker)
+    timing: StepTiming = field(default_factory=StepTiming)
+    lengths: ResponseLengths = field(default_factory=ResponseLengths)
+    weight_loads: WeightLoadMetrics = field(default_factory=WeightLoadMetrics)
+    utilization: RolloutUtilization = field(default_factory=RolloutUtilization)
+    recoveries: RecoveryTimes = field(default_factory=RecoveryTimes)
+    started_s: float = 0.0
+    now_s: float = 0.0
+    trainer_idle_s: float = 0.0
+    exposed_rollout_s: float = 0.0  # requests were unfinished while the trainer was idle
+    rollout_s: float = 0.0  # requests were unfinished
+    live_version_s: float = 0.0  # versions with unfinished requests, integrated over time
+    live_versions_max: int = 0
+    engine_failures: int = 0
+    engine_restarts: int = 0
+    num_attempts: int = 1  # one more for each resume
+    redone_steps: int = 0  # trained again after a resume or a crash of the trainer
+    redone_tokens: int = 0
+    num_segmented: int = 0  # responses of several versions, under policies that break C1
+    staleness: Counter[int] = field(default_factory=Counter)  # -> samples trained
+    trained_tokens: int = 0
+    steps: list[StepRecord] = field(default_factory=list)
+    _versions: dict[GroupId, int] = field(default_factory=dict)  # of admitted groups without outcome
+    _batch: tuple[GroupId, ...] = ()
+    _has_admitted: bool = False
+    _num_live: int = 0  # versions with unfinished requests
+    _is_trainer_idle: bool = True
+    _stall_s: float = 0.0  # before this step
+
+    def start(self, now: float) -> None:
+        """Training starts; what the engines did before does not count."""
+        self.started_s = self.now_s = now
+        self.timing.start(now)
+
+    def update(
+        self, now: float, event: Event | None, actions: Sequence[Action], state: State
+    ) -> StepRecord | None:
+        """Account for an event and its actions, after the state has changed; returns a finished step."""
+        self._integrate(now)
+        self.timing.advance(now)
+        self.lengths.update(event, actions, lambda group: group in state.groups)
+        step = self._on_event(now, event, state)
+        self._on_actions(actions)
+        self.migrations.update(event, actions)
+        self.weight_loads.update(now, event, actions)
+        self.stalls.update(state)
+        self.timing.update(now, event, actions, state)
+        self.recoveries.update(now, event, state)
+        self._num_live = sum(1 for count in state.num_unfinished.values() if count)
+        self.live_versions_max = max(self.live_versions_max, self._num_live)
+        self._is_trainer_idle = state.training_step is None and state.publishing_version is None
+        return step
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained response tokens per second of wall time."""
+        return self.trained_tokens / max(1e-9, self.now_s - self.started_s)
+
+    def _integrate(self, now: float) -> None:
+        elapsed_s, self.now_s = now - self.now_s, now
+        if self._is_trainer_idle:
+            self.trainer_idle_s += elapsed_s
+        if self._num_live:
+            self.live_version_s += elapsed_s * self._num_live
+            self.rollout_s += elapsed_s
+            if self._is_trainer_idle:
+                self.exposed_rollout_s += elapsed_s
+
+    def _on_event(self, now: float, event: Event | None, state: State) -> StepRecord | None:
+        usage = self.samples.engine_usage
+        match event:
+            case RequestFinished():
+                self.num_segmented += len(event.chunks) > 1
+                self.utilization.finish_request(usage)
+            case EngineJoined(engine, rows):
+                self.utilization.join(engine, rows, usage)
+                self.engine_restarts += event.replaces is not None
+            case EngineLost():
+                self.engine_failures += 1
+            case Resumed():  # the engines are new and count their usage from 0
+                self.num_attempts += 1
+                self.utilization = RolloutUtilization()
+            case Trained(step) if step < len(self.steps):  # redone: it was measured when it was trained first
+                self.samples.step_metrics.pop(0)
+                self.redone_steps += 1
+                self.redone_tokens += self.steps[step].num_tokens
+            case Trained(step):
+                return self._end_step(step, now, state)
+            case _:
+                pass
+        return None
+
+    def _on_actions(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Admit):
+                self._versions[action.group] = action.version
+                if not self._has_admitted:
+                    self._has_admitted = True
+                    self.utilization.start(self.samples.engine_usage)
+            elif isinstance(action, Train):
+                self._batch = action.groups
+            elif isinstance(action, Filter | Fail):
+                self._versions.pop(action.group)
+
+    def _end_step(self, step: int, now: float, state: State) -> StepRecord:
+        samples, size = self.samples, self.limits.group_size
+        staleness: Counter[int] = Counter()
+        for group in self._batch:
+            staleness[step - self._versions.pop(group)] += size
+        task_rewards = [samples.task_rewards.pop(group, {}) for group in self._batch]
+        metrics = StepRecord(
+            step=step,
+            t_s=now,
+            staleness=staleness,
+            rewards=RewardStats.of([samples.rewards.pop(group) for group in self._batch]),
+            num_tokens=sum(samples.num_tokens.pop(group) for group in self._batch),
+            wall_s=now - (self.steps[-1].t_s if self.steps else self.started_s),
+            stall_s=state.stall_s - self._stall_s,
+            staleness_bound=self.limits.max_staleness - state.adaptive_staleness.reduction,
+            others={
+                **self.lengths.train(self._batch),
+                **samples.step_metrics.pop(0)[1],
+                **_mean_by_task(task_rewards),
+                **self.timing.end_step(state),
+                "rollout/utilization": round(self.utilization.end_step(samples.engine_usage), 4),
+                **self.recoveries.end_step(),
+            },
+        )
+        self._stall_s = state.stall_s
+        self.staleness += staleness
+        self.trained_tokens += metrics.num_tokens
+        self.steps.append(metrics)
+        return metrics
+
+
+def _mean_by_task(groups: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Mean reward of each task that scored all of these groups."""
+    tasks = [task for task in groups[0] if all(task in group for group in groups)]
+    rewards = {task: [*chain.from_iterable(group[task] for group in groups)] for task in tasks}
+    return {f"reward/{task}/mean": statistics.fmean(own) for task, own in rewards.items()}

@@ -1,0 +1,497 @@
+"""Fits costs to the journals of real runs, and forecasts runs with them.
+
+Spans are read from a journal: requests on engines, and training steps. Costs are fitted to them by least
+squares:
+
+answer = report + tokens * (step + per_row * rows + per_version * (versions - 1))
+training step = fixed + per_token * tokens
+
+Each takes longer by a constant ratio while the other works, as both may use the same cores. That ratio shows
+only where they work alone in one run and together in another: in a synchronous run and an asynchronous one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora.core.actions import Action, Admit, DecodeOnly, Generate, Load, Publish, Score, Train
+from dora.core.events import (
+    EngineJoined,
+    Event,
+    GroupScored,
+    Loaded,
+    Migrated,
+    Published,
+    RequestFinished,
+    Trained,
+)
+from dora.core.orchestrator import Orchestrator
+from dora.core.types import GroupId, Limits, RequestId
+from dora.errors import InputError
+from dora.planner.costs import StepTime, StepTimeTerms
+from dora.planner.fluid import FluidEngine
+from dora.planner.lengths import CHUNK_SIZE
+from dora.planner.simulator import Contention, SimulationResult, Simulator, SimulatorOptions
+
+Floats = NDArray[np.float64]
+Changes = Iterable[tuple[float, float]]  # (time, change) of a quantity
+MIN_SPANS = 3  # of answers, and of training steps
+SLOWDOWN_STEP = 0.02  # between the slowdowns that are tried
+ERROR_TOLERANCE = 1.001  # relative: the smallest slowdown wins that is so close to the least error
+
+
+# Reading runs
+
+
+@dataclass
+class DecodeSpan:
+    """A request on one engine, where it gained `num_tokens`."""
+
+    engine: int
+    version: int
+    started_s: float
+    ended_s: float = 0.0
+    num_tokens: int = 0
+    is_uninterrupted: bool = True  # it was never stopped and never on another engine
+
+    @property
+    def duration_s(self) -> float:
+        return self.ended_s - self.started_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.duration_s
+
+
+@dataclass(frozen=True)
+class TrainingSpan:
+    """A training step, from its complete batch to new weights; `early_s` is work on it before."""
+
+    started_s: float
+    ended_s: float
+    num_tokens: int
+    early_s: float = 0.0
+
+    @property
+    def work_started_s(self) -> float:
+        return self.started_s - self.early_s
+
+    @property
+    def work_s(self) -> float:
+        return self.early_s + self.ended_s - self.started_s
+
+
+@dataclass
+class RecordedRun:
+    """What a journal says of a run.
+
+    `update_s`: seconds that the trainer computed, by step, where known. `min_stream_tokens`: tokens of an
+    incomplete batch from which on the trainer worked on it; None: it waited for the batch.
+    """
+
+    limits: Limits
+    update_s: Mapping[int, float] = field(default_factory=dict)
+    min_stream_tokens: int | None = None
+    engines: list[EngineJoined] = field(default_factory=list)
+    answers: dict[GroupId, dict[int, int]] = field(default_factory=dict)  # -> sibling -> tokens
+    position_of: dict[GroupId, int] = field(default_factory=dict)  # in the dataset's order
+    requests: list[DecodeSpan] = field(default_factory=list)
+    trainings: list[TrainingSpan] = field(default_factory=list)
+    durations_s: dict[str, list[float]] = field(default_factory=dict)  # of "load", "reward", ...
+    _started_s: dict[object, float] = field(default_factory=dict)
+    _running: dict[RequestId, DecodeSpan] = field(default_factory=dict)
+    _decode_only: dict[int, tuple[RequestId, ...]] = field(default_factory=dict)
+    _batch: tuple[GroupId, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained answer tokens per second, from the end of the first training step to that of the last."""
+        first, *others = self.trainings
+        return sum(step.num_tokens for step in others) / (others[-1].ended_s - first.ended_s)
+
+    def add(self, now: float, record: Event | Action) -> None:
+        """Follow the next event or action."""
+        match record:
+            case EngineJoined():
+                self.engines.append(record)
+            case Admit():
+                self.position_of[record.group] = record.index
+            case Load():
+                self._started_s["load", record.engine] = now
+            case Loaded():
+                self._end("load", ("load", record.engine), now)
+                self.durations_s.setdefault("load stop", []).append(record.stop_s)
+            case Score():
+                self._started_s[record.group] = now
+            case GroupScored():
+                self._end("reward", record.group, now)
+            case Publish():
+                self._started_s["publish"] = now
+            case Published():
+                self._end("publish", "publish", now)
+            case Train():
+                self._started_s["train"], self._batch = now, record.groups
+            case Trained():
+                self._end_training(now, record.step)
+            case _:
+                self._add_of_request(now, record)
+
+    def _add_of_request(self, now: float, record: Event | Action) -> None:
+        match record:
+            case Generate():
+                is_uninterrupted = not self._decode_only.get(record.engine)
+                for request in record.requests:
+                    self._running[request] = DecodeSpan(
+                        record.engine, record.version, now, is_uninterrupted=is_uninterrupted
+                    )
+            case DecodeOnly():
+                self._decode_only[record.engine] = record.requests
+                for request, span in self._running.items():
+                    if record.requests and span.engine == record.engine:
+                        span.is_uninterrupted &= request in record.requests
+            case Migrated() if record.request in self._running:
+                self.durations_s.setdefault("migration", []).append(record.copy_s)
+                before = self._running[record.request]
+                self._end_request(before, now, record.num_tokens)
+                after = DecodeSpan(record.destination, before.version, now, num_tokens=-record.num_tokens)
+                self._running[record.request] = after
+                before.is_uninterrupted = after.is_uninterrupted = False
+            case RequestFinished():
+                if record.request in self._running:
+                    self._end_request(self._running.pop(record.request), now, record.num_tokens)
+                if not record.request.is_held_out:
+                    group = self.answers.setdefault(record.request.group, {})
+                    group[record.request.sibling] = record.num_tokens
+            case _:
+                pass
+
+    def _end(self, what: str, key: object, now: float) -> None:
+        if key in self._started_s:
+            self.durations_s.setdefault(what, []).append(now - self._started_s.pop(key))
+
+    def _end_request(self, span: DecodeSpan, now: float, num_tokens: int) -> None:
+        span.ended_s, span.num_tokens = now, span.num_tokens + num_tokens
+        if span.duration_s > 0 and span.num_tokens > 0:
+            self.requests.append(span)
+
+    def _end_training(self, now: float, step: int) -> None:
+        num_tokens = sum(sum(self.answers[group].values()) for group in self._batch)
+        started_s = self._started_s["train"]
+        early_s = max(0.0, self.update_s.get(step, 0.0) - (now - started_s))
+        self.trainings.append(TrainingSpan(started_s, now, num_tokens, early_s))
+
+
+def read_run(
+    limits: Limits,
+    lines: Iterable[tuple[float, Event | Action]],
+    update_s: Mapping[int, float] | None = None,
+    min_stream_tokens: int | None = None,
+) -> RecordedRun:
+    """A run by the lines of its journal."""
+    run = RecordedRun(limits, update_s or {}, min_stream_tokens)
+    for now, record in lines:
+        run.add(now, record)
+    return run
+
+
+# Fitting costs
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """Seconds of something with a fixed part and a part per unit."""
+
+    fixed_s: float = 0.0
+    per_unit_s: float = 0.0
+
+    def at(self, units: float) -> float:
+        return self.fixed_s + self.per_unit_s * units
+
+
+@dataclass(frozen=True)
+class FittedCosts:
+    """Costs of engines and trainer, fitted to real runs. Implements `EngineCosts` and `TrainerCosts`."""
+
+    decode: LinearCost = LinearCost()  # a decode step, by rows
+    train: LinearCost = LinearCost()  # a training step, by thousands of tokens
+    per_version_s: float = 0.0  # of a decode step, for each version beyond the first
+    finish_report_s: float = 0.0  # of an answer, beside its decode steps
+    load_time_s: float = 0.0
+    load_stop_time_s: float = 0.0  # part of a load in which the engine's requests are stopped
+    migration_s: float = 0.0
+    publish_time_s: float = 0.0
+    reward_s: float = 0.0
+    contention: Contention = field(default_factory=Contention)
+    ep_size: int = 1
+    kv_capacity: int = 1 << 60
+    kv_bytes: float = 0.0
+
+    def terms(self, num_rows: int, rank_rows: int) -> StepTimeTerms:
+        overhead_s = self.decode.at(num_rows) - self.per_version_s
+        return StepTimeTerms(0.0, overhead_s, self.per_version_s, 0.0, 0.0)
+
+    def step_time(
+        self, num_rows: int, rank_rows: int, rank_context: float, num_versions: int = 1
+    ) -> StepTime:
+        return self.terms(num_rows, rank_rows).step_time(rank_context, num_versions)
+
+    def prefill_s(self, num_tokens: float) -> float:
+        return 0.0  # part of `finish_report_s`
+
+    def migrate_s(self, num_tokens: float) -> float:
+        return self.migration_s
+
+    def swap_s(self, num_tokens: float) -> float:
+        return 0.0
+
+    def load_s(self) -> float:
+        return self.load_time_s
+
+    def load_stop_s(self) -> float:
+        return self.load_stop_time_s
+
+    def sequence_s(self, num_tokens: float) -> float:
+        return self.train.per_unit_s * num_tokens / 1000
+
+    @property
+    def step_overhead_s(self) -> float:
+        return self.train.fixed_s
+
+    def publish_s(self) -> float:
+        return self.publish_time_s
+
+
+def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
+    """Costs of runs of one machine and model, together. Raises InputError if they have too few spans."""
+    num_steps = sum(len(run.trainings) for run in runs)
+    num_requests = sum(span.is_uninterrupted for run in runs for span in run.requests)
+    if num_steps < MIN_SPANS or num_requests < MIN_SPANS:
+        raise InputError(
+            f"the run has {num_steps} training steps and {num_requests} answers that were decoded without "
+            f"interruption; calibration needs at least {MIN_SPANS} of each"
+        )
+    decode, decode_slowdown = fit([_request_data(run) for run in runs], max_slowdown=1.0)
+    finish_report_s, step_s, per_row_s, per_version_s = decode
+    num_engines = max(len(run.engines) for run in runs)
+    train, train_slowdown = fit([_training_data(run) for run in runs], max_slowdown=float(num_engines))
+
+    def mean(what: str) -> float:
+        durations_s = [seconds for run in runs for seconds in run.durations_s.get(what, ())]
+        return sum(durations_s) / len(durations_s) if durations_s else 0.0
+
+    return FittedCosts(
+        decode=LinearCost(step_s, per_row_s),
+        train=LinearCost(*train),
+        per_version_s=per_version_s,
+        finish_report_s=finish_report_s,
+        load_time_s=mean("load"),
+        load_stop_time_s=mean("load stop"),
+        migration_s=mean("migration"),
+        publish_time_s=mean("publish"),
+        reward_s=mean("reward"),
+        contention=Contention(decode_slowdown, train_slowdown),
+    )
+
+
+@dataclass(frozen=True)
+class FitData:
+    """n spans to fit k costs to."""
+
+    durations_s: Floats  # [n]
+    units: Floats  # [n, k], of each cost in a span
+    overlaps: Floats  # [n], fraction of the span in which others work
+    weights: Floats  # [n]
+
+
+def fit(data: Sequence[FitData], max_slowdown: float) -> tuple[list[float], float]:
+    """Seconds per unit of each cost, none negative, and the slowdown of spans by others that work.
+
+    Where several slowdowns fit equally well, the smallest is taken.
+    """
+    durations_s = np.concatenate([one.durations_s * one.weights for one in data])
+    units = np.concatenate([one.units * one.weights[:, None] for one in data])
+    overlaps = np.concatenate([one.overlaps for one in data])
+    tried: list[tuple[float, float, list[float]]] = []
+    if np.ptp(overlaps) <= 0.5:  # the data do not show a slowdown
+        max_slowdown = 0.0
+    for slowdown in np.arange(0.0, max_slowdown + SLOWDOWN_STEP / 2, SLOWDOWN_STEP):
+        scaled = units * (1 + slowdown * overlaps)[:, None]
+        costs_s = _fit_non_negative(scaled, durations_s)
+        error = float(((scaled @ costs_s - durations_s) ** 2).sum())
+        tried.append((error, float(slowdown), costs_s.tolist()))
+    least = min(error for error, _, _ in tried)
+    return next((costs, slowdown) for error, slowdown, costs in tried if error <= ERROR_TOLERANCE * least)
+
+
+def _fit_non_negative(units: Floats, durations_s: Floats) -> Floats:
+    """Least squares; negative costs are set to 0, the most negative first."""
+    left = [k for k in range(units.shape[1]) if units[:, k].any()]
+    costs_s = np.zeros(units.shape[1])
+    while left:
+        costs_s[:] = 0.0
+        costs_s[left] = np.linalg.lstsq(units[:, left], durations_s, rcond=None)[0]
+        worst = min(left, key=lambda k: costs_s[k])
+        if costs_s[worst] >= 0:
+            break
+        left.remove(worst)
+    return costs_s
+
+
+def _request_data(run: RecordedRun) -> FitData:
+    """Uninterrupted answers: one, tokens, tokens of all rows meanwhile, and steps x further versions."""
+    training_s = integrate(
+        change for step in run.trainings for change in ((step.work_started_s, 1.0), (step.ended_s, -1.0))
+    )
+    decoded, version_s = {}, {}
+    for engine in run.engines:
+        own = [span for span in run.requests if span.engine == engine.engine]
+        decoded[engine.engine] = integrate(
+            change
+            for span in own
+            for change in ((span.started_s, span.tokens_per_s), (span.ended_s, -span.tokens_per_s))
+        )
+        version_s[engine.engine] = integrate(_version_changes(own))
+    rows = []
+    for span in (span for span in run.requests if span.is_uninterrupted):
+        start, end, num_tokens = span.started_s, span.ended_s, span.num_tokens
+        num_decoded = decoded[span.engine](end) - decoded[span.engine](start)
+        num_versions = (version_s[span.engine](end) - version_s[span.engine](start)) / span.duration_s
+        overlap = min(1.0, (training_s(end) - training_s(start)) / span.duration_s)
+        extra_versions = num_tokens * max(0.0, num_versions - 1)
+        rows.append((1.0, num_tokens, num_decoded, extra_versions, span.duration_s, overlap))
+    table = np.array(rows, dtype=float).reshape(-1, 6)
+    return FitData(table[:, 4], table[:, :4], table[:, 5], 1 / np.sqrt(table[:, 1]))
+
+
+def _version_changes(spans: Iterable[DecodeSpan]) -> Changes:
+    """Changes of the number of versions that an engine decodes."""
+    running: Counter[int] = Counter()
+    changes = [(span.started_s, 1, span.version) for span in spans]
+    changes += [(span.ended_s, -1, span.version) for span in spans]
+    for time_s, change, version in sorted(changes):
+        before = len(+running)
+        running[version] += change
+        if (after := len(+running)) != before:
+            yield time_s, float(after - before)
+
+
+def _training_data(run: RecordedRun) -> FitData:
+    """Training steps: one, and thousands of tokens; they overlap with the fraction of engines that decode."""
+    spans_of: dict[int, list[DecodeSpan]] = defaultdict(list)
+    for span in run.requests:
+        spans_of[span.engine].append(span)
+    busy_s = integrate(change for spans in spans_of.values() for change in _busy_changes(spans))
+    rows = [
+        (1.0, step.num_tokens / 1000, step.work_s, busy_s(step.ended_s) - busy_s(step.work_started_s))
+        for step in run.trainings
+    ]
+    table = np.array(rows, dtype=float).reshape(-1, 4)
+    overlaps = table[:, 3] / table[:, 2] / len(run.engines)
+    return FitData(table[:, 2], table[:, :2], overlaps, np.ones(len(table)))
+
+
+def _busy_changes(spans: Iterable[DecodeSpan]) -> Changes:
+    """When an engine gets its first request, and when it has none left."""
+    num_running = 0
+    for time_s, change in sorted([(s.started_s, 1) for s in spans] + [(s.ended_s, -1) for s in spans]):
+        if num_running == 0 or num_running + change == 0:
+            yield time_s, float(change)
+        num_running += change
+
+
+def integrate(changes: Changes) -> Callable[[float], float]:
+    """The integral over time of a quantity that changes in steps, from its first change on."""
+    ordered = sorted(changes) or [(0.0, 0.0)]
+    times_s = np.array([time_s for time_s, _ in ordered])
+    levels = np.cumsum([change for _, change in ordered])
+    sums = np.concatenate([[0.0], np.cumsum(levels[:-1] * np.diff(times_s))])
+    return lambda time_s: float(np.interp(time_s, times_s, sums))
+
+
+# Forecasting runs
+
+
+class RecordedLengths:
+    """Lengths of a run's answers, by position in the dataset; unfinished groups get those of others."""
+
+    prompt, num_turns, turn_delay_s = 0, 1, 0.0
+
+    def __init__(self, run: RecordedRun) -> None:
+        size = run.limits.group_size
+        self._known = {
+            run.position_of[group]: [lengths[k] for k in range(size)]
+            for group, lengths in run.answers.items()
+            if len(lengths) == size and group in run.position_of
+        }
+        self._others = [self._known[position] for position in sorted(self._known)]
+
+    def draw(self, chunk: int, group_size: int, batch_size: int) -> list[list[int]]:
+        positions = range(chunk * CHUNK_SIZE, (chunk + 1) * CHUNK_SIZE)
+        return [self._known.get(p) or self._others[p % len(self._others)] for p in positions]
+
+
+def forecast_run(run: RecordedRun, costs: FittedCosts) -> SimulationResult:
+    """Simulate a run with its limits, engines and lengths, but without any of its times."""
+    engines = [FluidEngine(e.engine, costs, e.max_num_seqs, e.is_colocated) for e in run.engines]
+    options = SimulatorOptions(
+        streams_groups=run.min_stream_tokens is not None,
+        min_stream_tokens=run.min_stream_tokens or 0,
+        reward_s=costs.reward_s,
+        # With inflight updates, a delayed report would name a version that is too old.
+        finish_report_s=0.0 if run.limits.breaks_c1 else costs.finish_report_s,
+        contention=costs.contention,
+        report_interval_s=1.0,
+        version_slots=max(engine.version_slots for engine in run.engines),
+    )
+    limits = replace(run.limits, num_steps=len(run.trainings), evaluation=None, filter_groups=False)
+    sizes = (limits.batch_size, limits.group_size)
+    return Simulator(Orchestrator(limits), engines, costs, RecordedLengths(run), sizes, options).run()
+
+
+def forecast_tokens_per_s(run: RecordedRun, costs: FittedCosts) -> float:
+    """Trained tokens per second, counted as in `RecordedRun.tokens_per_s`."""
+    steps = forecast_run(run, costs).steps
+    return sum(step.num_tokens for step in steps[1:]) / (steps[-1].ended_s - steps[0].ended_s)
+
+
+@dataclass(frozen=True)
+class RunForecast:
+    """The measured and the forecast speed of a run, in trained tokens per second."""
+
+    name: str
+    is_fitted: bool  # the costs were fitted to this run, too
+    num_steps: int
+    measured_tokens_per_s: float
+    forecast_tokens_per_s: float
+
+    @property
+    def error(self) -> float:
+        return self.forecast_tokens_per_s / self.measured_tokens_per_s - 1
+
+
+def forecast_all(
+    fitted: Mapping[str, RecordedRun], others: Mapping[str, RecordedRun], costs: FittedCosts | None = None
+) -> list[RunForecast]:
+    """Forecast each run, by name. Without `costs`, they are fitted to the runs of `fitted`.
+
+    The error of `fitted` runs says how well the model describes them, the error of `others` how well it
+    predicts. Raises InputError if a run is too short.
+    """
+    for name, run in {**fitted, **others}.items():
+        if len(run.trainings) < 2:
+            raise InputError(
+                f"{name} has {len(run.trainings)} training steps; its speed counts from the end of the first "
+                "to the end of the last, and needs at least 2: leave it out, or resume it"
+            )
+    costs = costs or fit_costs([*fitted.values()])
+    return [
+        RunForecast(
+            name, name in fitted, len(run.trainings), run.tokens_per_s, forecast_tokens_per_s(run, costs)
+        )
+        for name, run in {**fitted, **others}.items()
+    ]

@@ -1,0 +1,600 @@
+"""Simulates a run in virtual time: engines and a trainer with modelled costs, under the production
+orchestrator.
+
+The event queue is a heap of (time, number, callback). Engines are `FluidEngine`s; each has at most one valid
+callback, for the next moment at which one of its requests stops. Other schedulers (`other_systems`) can take
+the orchestrator's place.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dora.core import actions, events
+from dora.core.actions import Action
+from dora.core.events import Event
+from dora.core.types import Chunk, GroupId
+from dora.errors import InputError
+from dora.planner.fluid import NEVER, FluidEngine, FluidRequest
+from dora.planner.lengths import CHUNK_SIZE, LengthSource
+
+Metrics = dict[str, float]
+Callback = Callable[..., Iterable[Event]]
+Listener = Callable[[float, Event | Action], None]  # gets every event and action with its time
+CACHED_CHUNKS = 200  # of lengths
+
+
+class RolloutScheduler(Protocol):
+    """What decides: `dora.core.orchestrator.Orchestrator`, or the rules of another system."""
+
+    def start(self, now: float) -> list[Action]: ...
+    def handle(self, event: Event, now: float) -> list[Action]: ...
+    @property
+    def done(self) -> bool: ...
+
+
+class TrainerCosts(Protocol):
+    """Costs of the trainer: by roofline (`TrainerCost`), or fitted to real runs (`FittedCosts`)."""
+
+    def sequence_s(self, num_tokens: float) -> float: ...
+    @property
+    def step_overhead_s(self) -> float: ...
+    def publish_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """Relative slowdown of engines and trainer on shared cores; 0.3: a step takes 1.3 times as long."""
+
+    decode: float = 0.0  # while the trainer works
+    train: float = 0.0  # while all engines decode
+
+
+@dataclass(frozen=True)
+class SimulatorOptions:
+    """How workers behave, where systems differ. By default they share no devices and report at once."""
+
+    streams_groups: bool = False  # the trainer works on groups as soon as they are committed
+    min_stream_tokens: int = 0  # of an incomplete batch, from which on it does
+    recomputes_kv: bool = False  # of running requests, when they continue with new weights
+    migrates_kv: bool = True  # else the KV of migrated requests is computed again
+    switch_s: float = 0.0  # a device switches between training and decoding
+    reward_s: float = 0.0
+    finish_report_s: float = 0.0  # from the end of an answer to its `RequestFinished`
+    contention: Contention | None = None  # None: engines and trainer have their own devices
+    report_interval_s: float = 10.0  # between the progress reports of an engine
+    version_slots: int = 1  # of an engine
+    longest_first: bool = False  # the dataset hands out prompts by the length of their answers
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """One training step. Tokens are of prompts and answers."""
+
+    started_s: float
+    ended_s: float
+    train_s: float  # work of the trainer
+    num_tokens: int
+    num_answers: int
+    staleness: Counter[int]  # -> groups
+
+
+@dataclass
+class SimulationResult:
+    """Totals of a simulated run, filled while it runs."""
+
+    steps: list[SimulatedStep] = field(default_factory=list)
+    num_events: int = 0
+    num_migrations: int = 0
+    migrated_bytes: float = 0.0
+    migration_stop_s: float = 0.0  # pauses of migrating requests
+    migration_copy_s: float = 0.0  # copies of their KV, during which they decode
+    load_s: float = 0.0
+    num_loads: int = 0
+    num_finished: int = 0  # answers
+    answer_s: float = 0.0  # from the first start of an answer to its end, summed over answers
+    num_recomputed: int = 0  # tokens whose KV was computed again
+    num_dropped: int = 0  # tokens of answers that were started and not trained
+    max_versions: int = 0  # alive at once
+    row_s: float = 0.0  # decoded rows x seconds
+    decode_s: float = 0.0  # decoding engines x seconds
+    stall_s: float = 0.0  # part of it in which EP ranks wait for the fullest
+    max_kv_usage: float = 0.0
+
+    def metrics(self, num_engines: int, num_rows: int, max_staleness: int) -> Metrics:
+        """Means over the steps in which the pipeline is full. Raises InputError if there are none."""
+        first, last = steady_steps(len(self.steps), max_staleness)
+        steps, num_steps = self.steps[first:last], len(self.steps)
+        elapsed_s = steps[-1].ended_s - self.steps[first - 1].ended_s
+        step_s, train_s = elapsed_s / len(steps), sum(step.train_s for step in steps) / len(steps)
+        staleness = sum((step.staleness for step in steps), Counter[int]())
+        end_s = self.steps[-1].ended_s
+        return {
+            "step_s": step_s,
+            "tokens_per_s": sum(step.num_tokens for step in steps) / elapsed_s,
+            "tokens_per_step": sum(step.num_tokens for step in steps) / len(steps),
+            "train_s": train_s,
+            "exposed_s": step_s - train_s,
+            "exposed_fraction": 1 - train_s / step_s,
+            "engine_utilization": self.decode_s / (end_s * num_engines),
+            "row_utilization": self.row_s / (end_s * num_rows),
+            "stall_fraction": self.stall_s / max(self.decode_s, 1e-9),
+            "staleness_mean": sum(age * num for age, num in staleness.items()) / staleness.total(),
+            "staleness_max": float(max(staleness)),
+            "versions": float(self.max_versions),
+            "migrations": self.num_migrations / num_steps,
+            "migration_stop_s": self.migration_stop_s / num_steps,
+            "migration_copy_fraction": self.migration_copy_s / (end_s * num_engines),
+            "recomputed_tokens": self.num_recomputed / num_steps,
+            "dropped_tokens": self.num_dropped / num_steps,
+            "kv_usage_max": self.max_kv_usage,
+            "loads": self.num_loads / num_steps,
+            "load_fraction": self.load_s / (end_s * num_engines),
+            "answer_s": self.answer_s / max(1, self.num_finished),
+        }
+
+
+def steady_steps(num_steps: int, max_staleness: int) -> tuple[int, int]:
+    """The steps, first to before last, in which the pipeline is full. Raises InputError if there are none."""
+    first, last = max_staleness + 2, num_steps - max_staleness - 1
+    if last - first < 1:
+        raise InputError(
+            f"{num_steps} steps are too few at S = {max_staleness}: the pipeline fills for {first} "
+            f"and drains for {max_staleness + 1}; simulate at least {2 * max_staleness + 5}"
+        )
+    return first, last
+
+
+class SimulationDeadlock(Exception):
+    """The run is not done, and nothing is scheduled."""
+
+
+class TrainerQueue:
+    """Work of the trainer, in order of arrival, at a speed that may change. Groups may come before their
+    batch.
+
+    `done_s` is when all work is done. `epoch` changes with it, so that a scheduled end can be recognised as
+    void.
+    """
+
+    def __init__(self, min_stream_tokens: float | None) -> None:
+        """`min_stream_tokens`: of an incomplete batch, from which on it is worked on; None: never."""
+        self.done_s = 0.0
+        self.epoch = 0
+        self._slowdown = 1.0
+        self._min_stream_tokens = min_stream_tokens
+        self._waiting: dict[int, tuple[float, int]] = {}  # step -> seconds and tokens of waiting groups
+        self._next_step: int | None = 0  # whose groups may be worked on early; None during a step
+
+    def commit(self, now: float, step: int, work_s: float, num_tokens: int) -> None:
+        """Add a group to the batch of a step."""
+        if self._min_stream_tokens is not None:
+            waiting_s, waiting = self._waiting.get(step, (0.0, 0))
+            self._waiting[step] = (waiting_s + work_s, waiting + num_tokens)
+            self._work_early(now)
+
+    def train(self, now: float, step: int, work_s: float, overhead_s: float) -> None:
+        """Train a complete batch: the work that is left, and the fixed time of a step."""
+        left_s = work_s if self._min_stream_tokens is None else self._waiting.pop(step, (0.0, 0))[0]
+        self._next_step = None
+        self._add(now, left_s + overhead_s)
+
+    def end_step(self, now: float, step: int) -> None:
+        self._next_step = step + 1
+        self._work_early(now)
+
+    def set_slowdown(self, now: float, slowdown: float) -> None:
+        """Let work take `slowdown` times as long from now on."""
+        if slowdown != self._slowdown:
+            self.done_s = now + max(0.0, self.done_s - now) * slowdown / self._slowdown
+            self._slowdown = slowdown
+            self.epoch += 1
+
+    def end(self, now: float) -> None:
+        """All work is done."""
+        self.done_s = now
+
+    def is_busy(self, now: float) -> bool:
+        return now < self.done_s
+
+    def _work_early(self, now: float) -> None:
+        step = self._next_step
+        if step is None or step not in self._waiting:
+            return
+        work_s, num_tokens = self._waiting[step]
+        if num_tokens >= (self._min_stream_tokens or 0):
+            del self._waiting[step]
+            self._add(now, work_s)
+
+    def _add(self, now: float, work_s: float) -> None:
+        """Add work, in seconds of a trainer without contention."""
+        self.done_s = max(now, self.done_s) + self._slowdown * work_s
+        self.epoch += 1
+
+
+class _OpenGroup:
+    """A group that is admitted and not trained."""
+
+    __slots__ = ("cached_on", "num_tokens", "version", "work_s")
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.work_s, self.num_tokens = 0.0, 0  # of its finished answers, to train them
+        self.cached_on: set[tuple[int, int]] = set()  # (engine, version) with the KV of its prompt
+
+
+class Simulator:
+    """Executes actions in virtual time and returns events, until the scheduler is done."""
+
+    def __init__(
+        self,
+        scheduler: RolloutScheduler,
+        engines: list[FluidEngine],
+        trainer: TrainerCosts,
+        lengths: LengthSource,
+        batch_and_group_size: tuple[int, int],
+        options: SimulatorOptions,
+        listener: Listener | None = None,
+    ) -> None:
+        self.scheduler, self.trainer, self.lengths, self.options = scheduler, trainer, lengths, options
+        self.engines = {engine.id: engine for engine in engines}
+        self.batch_size, self.group_size = batch_and_group_size
+        self.result, self._listener = SimulationResult(), listener
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callback, tuple[Any, ...]]] = []
+        self._num_scheduled = 0
+        self._changed_engines: dict[int, None] = {}  # their next stop must be scheduled again
+        self._dataset_index = 0
+        self._lengths_of_chunk: dict[int, list[list[int]]] = {}
+        self._groups: dict[GroupId, _OpenGroup] = {}
+        self._network_free_s: dict[int, float] = {}  # engine -> end of its last KV copy
+        self._queue = TrainerQueue(options.min_stream_tokens if options.streams_groups else None)
+        self._queue_epoch = 0  # of the scheduled end
+        self._training: actions.Train | None = None
+        self._step_started_s: dict[int, float] = {}
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            actions.FetchPrompts: self._fetch_prompts,
+            actions.Admit: self._admit,
+            actions.Generate: self._generate,
+            actions.Abort: self._abort,
+            actions.Migrate: self._migrate,
+            actions.DecodeOnly: self._decode_only,
+            actions.PauseEngine: self._pause,
+            actions.ResumeEngine: self._resume,
+            actions.Score: self._score,
+            actions.Commit: self._commit,
+            actions.Train: self._train,
+            actions.Publish: self._publish,
+            actions.Load: self._load,
+        }
+
+    def run(self) -> SimulationResult:
+        """Run to the end. Raises SimulationDeadlock if nothing is left to happen before."""
+        for _ in self.run_steps():
+            pass
+        return self.result
+
+    def run_steps(self) -> Iterator[int]:
+        """Run to the end, yielding the number of training steps after each."""
+        self._execute(self.scheduler.start(0.0))
+        self._start_engines()
+        num_yielded, heap, scheduler, result = 0, self._heap, self.scheduler, self.result
+        while not scheduler.done:
+            if not heap:
+                raise SimulationDeadlock("nothing is scheduled, and the run is not done")
+            self.now, _, callback, args = heapq.heappop(heap)
+            for event in callback(*args):
+                result.num_events += 1
+                if self._listener is not None:
+                    self._listener(self.now, event)
+                self._execute(scheduler.handle(event, self.now))
+            if len(result.steps) > num_yielded:
+                num_yielded += 1
+                yield num_yielded
+        for engine in self.engines.values():
+            result.row_s += engine.row_s
+            result.decode_s += engine.decode_s
+            result.stall_s += engine.stall_s
+
+    def _start_engines(self) -> None:
+        for engine in self.engines.values():
+            joined = events.EngineJoined(
+                engine.id, engine.num_rows, self.options.version_slots, engine.is_colocated
+            )
+            self._schedule(0.0, self._report, joined)
+            first_report_s = self.options.report_interval_s * (1 + engine.id / len(self.engines))
+            self._schedule(first_report_s, self._report_progress, engine)
+
+    def _schedule(self, delay_s: float, callback: Callback, *args: Any) -> None:
+        self._num_scheduled += 1
+        heapq.heappush(self._heap, (self.now + delay_s, self._num_scheduled, callback, args))
+
+    def _report(self, event: Event) -> Iterable[Event]:
+        return (event,)
+
+    def _execute(self, new_actions: Iterable[Action]) -> None:
+        for action in new_actions:
+            if self._listener is not None:
+                self._listener(self.now, action)
+            handler = self._handlers.get(type(action))
+            if handler is not None:
+                handler(action)
+        self._update_schedule()
+
+    def _update_schedule(self) -> None:
+        """Schedule the next stop of engines that have changed, and the end of the trainer's work."""
+        if self.options.contention is not None:
+            self._update_contention(self.options.contention)
+        if self._queue.epoch != self._queue_epoch:
+            self._queue_epoch = self._queue.epoch
+            self._schedule(max(0.0, self._queue.done_s - self.now), self._end_work, self._queue_epoch)
+        for number in self._changed_engines:
+            engine = self.engines[number]
+            engine.next_stop_s = engine.find_next_stop()
+            self._schedule_check(engine)
+        self._changed_engines.clear()
+
+    def _schedule_check(self, engine: FluidEngine) -> None:
+        """Check the engine at its next stop, unless a check comes earlier: most stops are postponed."""
+        if engine.next_stop_s < engine.next_check_s:
+            engine.next_check_s = engine.next_stop_s
+            self._num_scheduled += 1
+            entry = (engine.next_stop_s, self._num_scheduled, self._check_stop, (engine,))
+            heapq.heappush(self._heap, entry)
+
+    def _update_contention(self, contention: Contention) -> None:
+        engines = self.engines.values()
+        num_decoding = sum(engine.num_active > 0 and not engine.is_paused for engine in engines)
+        self._queue.set_slowdown(self.now, 1 + contention.train * num_decoding / len(engines))
+        slowdown = 1 + contention.decode * self._queue.is_busy(self.now)
+        for engine in engines:
+            if engine.slowdown != slowdown:
+                self._changing(engine.id).set_slowdown(slowdown)
+
+    def _changing(self, number: int) -> FluidEngine:
+        """An engine that is about to change, advanced to now."""
+        engine = self.engines[number]
+        engine.advance(self.now)
+        self._changed_engines[number] = None
+        return engine
+
+    # Dataset and rewards
+
+    def _fetch_prompts(self, action: actions.FetchPrompts) -> None:
+        positions = list(range(self._dataset_index, self._dataset_index + action.count))
+        if self.options.longest_first:
+            positions.sort(key=lambda position: -max(self._lengths_of(position)))
+        groups = tuple(GroupId(0, position) for position in positions)
+        self._schedule(0.0, self._report, events.PromptsFetched(self._dataset_index, groups))
+        self._dataset_index += action.count
+
+    def _lengths_of(self, position: int) -> list[int]:
+        """Lengths of a group's answers."""
+        chunk, index = divmod(position, CHUNK_SIZE)
+        if chunk not in self._lengths_of_chunk:
+            self._lengths_of_chunk[chunk] = self.lengths.draw(chunk, self.group_size, self.batch_size)
+            for old in [known for known in self._lengths_of_chunk if known < chunk - CACHED_CHUNKS]:
+                del self._lengths_of_chunk[old]
+        return self._lengths_of_chunk[chunk][index]
+
+    def _admit(self, action: actions.Admit) -> None:
+        dropped = self._groups.get(action.group)
+        group = self._groups[action.group] = _OpenGroup(action.version)
+        if dropped is not None:  # it is admitted again
+            self.result.num_dropped += dropped.num_tokens
+            group.cached_on = dropped.cached_on
+
+    def _score(self, action: actions.Score) -> None:
+        rewards = tuple(float(k % 2) for k in range(self.group_size))
+        self._schedule(self.options.reward_s, self._report, events.GroupScored(action.group, rewards))
+
+    # Engines
+
+    def _generate(self, action: actions.Generate) -> None:
+        engine, prompt = self._changing(action.engine), self.lengths.prompt
+        cache_key = (action.engine, action.version)
+        for request_id in action.requests:
+            length = self._lengths_of(request_id.row)[request_id.sibling]
+            turn_length = -(-length // self.lengths.num_turns)
+            cached_on = self._groups[request_id.group].cached_on
+            if cache_key not in cached_on:
+                cached_on.add(cache_key)
+                engine.delay(engine.cost.prefill_s(prompt))
+            request = FluidRequest(request_id, action.version, prompt, length, turn_length)
+            request.started_s = self.now
+            engine.add(request)
+
+    def _check_stop(self, engine: FluidEngine) -> Iterable[Event]:
+        """Handle requests that have stopped, and a full KV cache."""
+        if self.now >= engine.next_check_s:
+            engine.next_check_s = NEVER
+        if self.now < engine.next_stop_s:
+            self._schedule_check(engine)
+            return ()
+        self._changing(engine.id)
+        self.result.max_kv_usage = max(self.result.max_kv_usage, engine.kv_usage)
+        finished: list[Event] = []
+        for request in engine.stop_finished():
+            if request.num_tokens < request.length:
+                self._schedule(self.lengths.turn_delay_s, self._start_turn, request)
+                continue
+            engine.remove(request.id)
+            event = self._finish(engine, request)
+            if self.options.finish_report_s:
+                self._schedule(self.options.finish_report_s, self._report, event)
+            else:
+                finished.append(event)
+        if swap_s := engine.swap():
+            engine.delay(swap_s)
+        if not finished:
+            self._update_schedule()
+        return finished
+
+    def _start_turn(self, request: FluidRequest) -> Iterable[Event]:
+        """The environment has answered: decode the next turn, on the engine where the request is now."""
+        turn_length = -(-request.length // self.lengths.num_turns)
+        request.stop_length = min(request.length, request.stop_length + turn_length)
+        for engine in self.engines.values():
+            if engine.requests.get(request.id) is request:
+                self._changing(engine.id).resume(request)
+        self._update_schedule()
+        return ()
+
+    def _finish(self, engine: FluidEngine, request: FluidRequest) -> Event:
+        num_tokens = request.prompt + request.length
+        if (group := self._groups.get(request.id.group)) is not None:
+            group.work_s += self.trainer.sequence_s(num_tokens)
+            group.num_tokens += num_tokens
+        self.result.num_finished += 1
+        self.result.answer_s += self.now - request.started_s
+        chunks = (Chunk(request.version, f"v{request.version}", request.length),)
+        return events.RequestFinished(engine.id, request.id, request.version, request.length, chunks, "stop")
+
+    def _abort(self, action: actions.Abort) -> None:
+        engine = self._changing(action.engine)
+        aborted = [engine.remove(request) for request in action.requests if request in engine.requests]
+        num_tokens = sum(int(request.num_tokens) for request in aborted)
+        self.result.num_dropped += num_tokens
+        if aborted:
+            ids = tuple(request.id for request in aborted)
+            self._schedule(0.0, self._report, events.RequestsAborted(action.engine, ids, num_tokens))
+
+    def _decode_only(self, action: actions.DecodeOnly) -> None:
+        self._changing(action.engine).decode_only(action.requests)
+
+    def _pause(self, action: actions.PauseEngine) -> None:
+        self._changing(action.engine).is_paused = True
+        self._schedule(self.options.switch_s, self._report, events.EnginePaused(action.engine))
+
+    def _resume(self, action: actions.ResumeEngine) -> None:
+        engine = self._changing(action.engine)
+        engine.is_paused = False
+        engine.delay(self.options.switch_s)
+
+    def _load(self, action: actions.Load) -> None:
+        engine = self._changing(action.engine)
+        load_s = engine.cost.load_s()
+        if engine.requests and self.options.version_slots > 1:
+            engine.delay(engine.cost.load_stop_s())
+        self.result.num_loads += 1
+        self.result.load_s += load_s
+        self._schedule(load_s, self._loaded, engine, action.version)
+
+    def _loaded(self, engine: FluidEngine, version: int) -> Iterable[Event]:
+        if self._breaks_c1:
+            self._changing(engine.id)
+            engine.switch_version(version)
+            if self.options.recomputes_kv:
+                contexts = [r.prompt + engine.tokens_of(r) for r in engine.requests.values()]
+                self.result.num_recomputed += int(sum(contexts))
+                engine.delay(sum(map(engine.cost.prefill_s, contexts)))
+        yield events.Loaded(engine.id, version, f"v{version}")
+
+    @property
+    def _breaks_c1(self) -> bool:
+        """Whether running requests continue with newer weights."""
+        snapshot = getattr(self.scheduler, "snapshot", None)
+        return snapshot is not None and snapshot().limits.breaks_c1
+
+    def _report_progress(self, engine: FluidEngine) -> Iterable[Event]:
+        self._schedule(self.options.report_interval_s, self._report_progress, engine)
+        if not engine.requests:
+            return
+        engine.advance(self.now)
+        lengths = tuple((r.id, int(engine.tokens_of(r))) for r in engine.requests.values())
+        step_s = engine.step_time().seconds(1.0) if engine.num_active else 0.0
+        rate = 1 / step_s if step_s else 0.0
+        yield events.ProgressReported(engine.id, lengths, rate, engine.kv_usage)
+
+    # Migrations
+
+    def _migrate(self, action: actions.Migrate) -> None:
+        """Copy the KV while the source decodes, one copy at a time per engine."""
+        source = self.engines[action.source]
+        source.advance(self.now)
+        request = source.requests.get(action.request)
+        copy_s = 0.0
+        if request is not None and self.options.migrates_kv:
+            copy_s = source.cost.migrate_s(request.prompt + source.tokens_of(request))
+        free_s = self._network_free_s
+        start_s = max(self.now, free_s.get(action.source, 0.0), free_s.get(action.destination, 0.0))
+        free_s[action.source] = free_s[action.destination] = start_s + copy_s
+        self._schedule(start_s + copy_s - self.now, self._stop_migrating, action, copy_s)
+
+    def _stop_migrating(self, action: actions.Migrate, copy_s: float) -> Iterable[Event]:
+        """All KV but the last step's is copied: stop the request, to continue at its destination."""
+        source = self.engines[action.source]
+        if action.request not in source.requests:
+            yield events.MigrationFailed(
+                action.request, action.source, action.destination, "the request has finished"
+            )
+            return
+        request = self._changing(action.source).remove(action.request)
+        self._update_schedule()
+        stop_s = source.cost.step_time(1, 1, request.prompt + request.num_tokens).seconds(1.0)
+        self._schedule(stop_s, self._complete_migration, action, request, copy_s, stop_s)
+
+    def _complete_migration(
+        self, action: actions.Migrate, request: FluidRequest, copy_s: float, stop_s: float
+    ) -> Iterable[Event]:
+        destination, result = self._changing(action.destination), self.result
+        cost, num_tokens = destination.cost, int(request.num_tokens)
+        num_bytes, num_recomputed = int((request.prompt + num_tokens) * cost.kv_bytes), 0
+        if not self.options.migrates_kv:
+            num_bytes, num_recomputed = 0, request.prompt + num_tokens
+            prefill_s = cost.prefill_s(num_recomputed)
+            destination.delay(prefill_s)
+            stop_s += prefill_s
+        destination.add(request)
+        result.num_migrations += 1
+        result.migrated_bytes += num_bytes
+        result.migration_stop_s += stop_s
+        result.migration_copy_s += copy_s
+        result.num_recomputed += num_recomputed
+        ends = (action.source, action.destination)
+        yield events.Migrated(action.request, *ends, num_tokens, num_bytes, copy_s, stop_s, num_recomputed)
+
+    # Trainer
+
+    def _commit(self, action: actions.Commit) -> None:
+        group = self._groups[action.group]
+        self._queue.commit(self.now, action.step, group.work_s, group.num_tokens)
+
+    def _train(self, action: actions.Train) -> None:
+        self._step_started_s[action.step], self._training = self.now, action
+        self._queue.train(self.now, action.step, self._work_s(action), self.trainer.step_overhead_s)
+
+    def _work_s(self, action: actions.Train) -> float:
+        return sum(self._groups[group].work_s for group in action.groups)
+
+    def _end_work(self, epoch: int) -> Iterable[Event]:
+        """All work of the trainer is done."""
+        if epoch != self._queue.epoch:
+            return
+        self._queue.end(self.now)
+        action, self._training = self._training, None
+        if action is not None:
+            yield from self._trained(action)
+        else:
+            self._update_schedule()
+
+    def _trained(self, action: actions.Train) -> Iterable[Event]:
+        train_s = self._work_s(action) + self.trainer.step_overhead_s
+        groups = [self._groups.pop(group) for group in action.groups]
+        staleness = Counter(action.step - group.version for group in groups)
+        num_tokens, num_answers = sum(group.num_tokens for group in groups), len(groups) * self.group_size
+        started_s = self._step_started_s[action.step]
+        record = SimulatedStep(started_s, self.now, train_s, num_tokens, num_answers, staleness)
+        self.result.steps.append(record)
+        self._queue.end_step(self.now, action.step)
+        yield events.Trained(action.step)
+
+    def _publish(self, action: actions.Publish) -> None:
+        alive = {*(group.version for group in self._groups.values()), action.version}
+        self.result.max_versions = max(self.result.max_versions, len(alive))
+        published = events.Published(action.version, f"v{action.version}")
+        self._schedule(self.trainer.publish_s(), self._report, published)

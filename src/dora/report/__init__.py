@@ -1,0 +1,1 @@
+"""`dora report`: runs as one HTML page."""

@@ -1,0 +1,412 @@
+"""One run as JSON: everything that the report draws, from the run's files alone."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import json
+import math
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dora.audit import audit
+from dora.core.actions import Action, Admit, Fail, Filter, Train
+from dora.core.events import Event, Published, RequestFinished, Resumed, Trained
+from dora.core.types import GroupId, Limits, RequestId
+from dora.errors import InputError
+from dora.journal.reader import (
+    JOURNAL_FILE,
+    JournalLine,
+    explain_missing_run,
+    read_header,
+    read_journal,
+    read_line,
+)
+from dora.journal.request_history import request_histories
+from dora.metrics.catalog import SECTIONS
+from dora.metrics.evaluation import VERSION_KEY
+from dora.metrics.writer import METRICS_FILE
+from dora.report import samples
+from dora.report.timeline import EngineTimeline, RowTime, TrainerTimeline
+
+SUMMARY_FILE = "summary.json"
+NUM_SAMPLES = 400  # responses shown in full
+MAX_FINDINGS = 5  # of the audit, for each guarantee
+MAX_POINTS = 800  # of a curve
+NUM_DIGITS = 5  # significant ones of a point
+
+JsonObject = dict[str, Any]
+
+
+def run_data(run: Path, num_samples: int = NUM_SAMPLES) -> JsonObject:
+    """A run in its current state, audited. Raises InputError if its files cannot be read."""
+    reader = RunReader(run, num_samples)
+    reader.refresh()
+    return reader.data() | {"audit": _audit(run)}
+
+
+def read_throughput(run: Path) -> tuple[str, int, float]:
+    """Update policy, staleness bound, trained tokens per second. Raises InputError for an unfinished run."""
+    limits = read_journal(run).limits
+    summary = _read_object(run / SUMMARY_FILE)
+    if "tokens_per_s" not in summary:
+        raise InputError(f"{run} has not finished: it has no {SUMMARY_FILE} with its throughput")
+    return _policy(limits, _read_config(run)), limits.max_staleness, float(summary["tokens_per_s"])
+
+
+class RunReader:
+    """Reads the files of a run, again and again while the run writes them."""
+
+    def __init__(self, run: Path, num_samples: int = NUM_SAMPLES) -> None:
+        self._run, self._num_samples = run, num_samples
+        self._stamps: tuple[object, ...] = ()
+        self._decode: samples.Decode | None = None
+        self._reset()
+
+    def refresh(self) -> bool:
+        """Read what is new; False if nothing is. Raises InputError for a missing run or an invalid line."""
+        stamps = tuple(_stamp(self._run / name) for name in (JOURNAL_FILE, METRICS_FILE, SUMMARY_FILE))
+        if stamps == self._stamps:
+            return False
+        path = self._run / JOURNAL_FILE
+        try:
+            with path.open("rb") as file:
+                head = file.readline()
+                if head != self._head or os.fstat(file.fileno()).st_size < self._offset:
+                    self._reset()
+                    self._start(path, head)
+                file.seek(self._offset)
+                *complete, torn = file.read().split(b"\n")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise InputError(explain_missing_run(self._run)) from error
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({error.strerror})") from error
+        for text in complete:
+            self._observe(read_line(path, len(self._lines) + 2, text))
+            self._offset += len(text) + 1
+        self._is_torn = torn != b""
+        self._stamps = stamps
+        return True
+
+    def data(self) -> JsonObject:
+        """The run as far as `refresh` has read it."""
+        now = self._lines[-1].t_s if self._lines else 0.0
+        started = self._lines[0].t_s if self._lines else 0.0
+        config, summary = _read_config(self._run), _read_object(self._run / SUMMARY_FILE)
+        return {
+            "name": self._run.resolve().name,
+            "folder": self._run.as_posix(),
+            "dora_version": self._dora_version,
+            "from_s": round(started, 3),
+            "to_s": round(now, 3),
+            "is_torn": self._is_torn,
+            "is_started": bool(self._lines),
+            "is_finished": bool(summary),
+            "limits": _describe_limits(self._limits, self._num_prompts),
+            "policy": _policy(self._limits, config),
+            "config": config,
+            "summary": summary,
+            "audit": None,
+            "metrics": _read_metrics(self._run).to_json(),
+            "evaluations": self._evaluations(summary),
+            "published": [round(1e3 * t_s) for t_s in self._published],
+            "engines": self._engines.to_json(now),
+            "trainer": self._trainer.to_json(now),
+            "rows": self._rows.to_json(now),
+            "groups": self._groups.to_json(self._limits.group_size),
+            "samples": self._samples(config),
+        }
+
+    def _reset(self) -> None:
+        self._offset, self._head = 0, b""
+        self._lines: list[JournalLine] = []
+
+    def _start(self, path: Path, head: bytes) -> None:
+        """Read the header of a journal."""
+        self._limits, self._num_prompts, _ = read_header(path, head)
+        self._dora_version = str(json.loads(head).get("dora_version", ""))
+        self._head, self._offset = head, len(head)
+        self._engines = EngineTimeline(self._limits.breaks_c1)
+        self._trainer, self._rows = TrainerTimeline(), RowTime(self._limits)
+        self._groups = GroupOutcomes()
+        self._published: list[float] = []  # times, by version
+
+    def _observe(self, line: JournalLine) -> None:
+        self._lines.append(line)
+        now, record = line.t_s, line.record
+        self._engines.observe(now, record)
+        self._trainer.observe(now, record)
+        self._rows.observe(now, record)
+        self._groups.observe(record)
+        if isinstance(record, Published):
+            missing = record.version + 1 - len(self._published)
+            self._published += [now] * missing  # none for a redone version
+
+    def _evaluations(self, summary: JsonObject) -> list[JsonObject]:
+        """All evaluations with the time at which their version was published."""
+        found = summary.get("evaluations") or [
+            {name.removeprefix("val/"): value for name, value in line.items()}
+            for line in _read_metrics(self._run).evaluations
+        ]
+        first = _read_object(self._run / "eval_before.json")
+        if first and not any(one.get("version") == 0 for one in found):
+            found = [first, *found]
+        return [one | {"t_s": self._published_at(one.get("version", 0))} for one in found]
+
+    def _published_at(self, version: int) -> float | None:
+        return round(self._published[version], 3) if 0 <= version < len(self._published) else None
+
+    def _samples(self, config: JsonObject) -> JsonObject:
+        """Some responses in full, with the history of their requests."""
+        try:
+            stored = samples.read_groups(self._run)
+        except InputError:  # the run has no responses yet, or no store
+            return {"num": 0, "num_groups": 0, "is_text": False, "groups": []}
+        waits = sorted(self._trainer.waits, key=lambda wait: wait.from_s - wait.to_s)
+        picked = samples.pick_groups(
+            stored,
+            max(1, self._num_samples // self._limits.group_size),
+            migrated=(_request_id(each["request"]).group for each in self._engines.migrations),
+            waited_for=(wait.group for wait in waits if wait.group is not None),
+        )
+        self._decode = self._decode or samples.find_decoder(_tokenizer_folders(self._run, config))
+        groups = samples.read_texts(self._run, picked, self._decode)
+        histories = request_histories(self._lines, self._limits.batch_size, samples.requests_of(groups))
+        for group in groups:
+            for response in group["responses"]:
+                request = _request_id(f"{group['group']}/{response['sibling']}")
+                group["version"] = self._groups.versions.get(request.group, group["version"])
+                response["history"] = [[round(t_s, 3), sentence] for t_s, sentence in histories[request]]
+        return {
+            "num": sum(len(group.rewards) for group in stored),
+            "num_groups": len(stored),
+            "is_text": self._decode is not None,
+            "groups": groups,
+        }
+
+
+# --- metrics.jsonl
+
+
+class MetricColumns:
+    """The lines of metrics.jsonl as columns, thinned to the number of points that a chart can show."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, JsonObject] = {}
+        self._evaluations: dict[int, JsonObject] = {}  # by version
+
+    def read(self, text: str) -> None:
+        """Read one line; a redone step replaces the line that it had before."""
+        line: JsonObject = json.loads(text)
+        if VERSION_KEY in line:
+            self._evaluations[int(line[VERSION_KEY])] = line
+        else:
+            self._steps[int(line["step"])] = line
+
+    def to_json(self) -> JsonObject:
+        """Columns of equal length, None where a line has no value; a point is the mean of `every` steps."""
+        lines = [self._steps[step] for step in sorted(self._steps)]
+        every = -(-len(lines) // MAX_POINTS) or 1
+        names = sorted({name for line in lines for name in line})
+        columns = {name: _thinned([line.get(name) for line in lines], every) for name in names}
+        return {
+            "every": every,
+            "num": len(lines),
+            "columns": columns,
+            "meanings": {name: meaning for name in names if (meaning := _meaning(name))},
+        }
+
+    @property
+    def evaluations(self) -> list[JsonObject]:
+        """The lines of evaluations, by version."""
+        return [self._evaluations[version] for version in sorted(self._evaluations)]
+
+
+@cache
+def _meaning(name: str) -> str:
+    """Unit and meaning of a metric; empty for an unknown one."""
+    metrics = (metric for section in SECTIONS for metric in section.metrics)
+    known = next((metric for metric in metrics if metric.matches(name)), None)
+    return "" if known is None else ": ".join(filter(None, (known.unit, known.meaning)))
+
+
+def _thinned(values: Sequence[float | None], every: int) -> list[float | None]:
+    return [_mean(values[i : i + every]) for i in range(0, len(values), every)]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return float(f"{sum(known) / len(known):.{NUM_DIGITS}g}") if known else None
+
+
+def _read_metrics(run: Path) -> MetricColumns:
+    metrics = MetricColumns()
+    with contextlib.suppress(OSError):
+        for text in (run / METRICS_FILE).read_text(encoding="utf-8").split("\n")[:-1]:
+            metrics.read(text)
+    return metrics
+
+
+# --- groups
+
+OUTCOMES = ("trained", "filtered", "failed", "pending")
+
+
+@dataclass
+class GroupOutcomes:
+    """The outcome of every admitted group, and the lengths of responses by outcome."""
+
+    versions: dict[GroupId, int] = field(default_factory=dict)  # at admission
+    untrained: dict[GroupId, tuple[str, str]] = field(default_factory=dict)  # -> outcome, reason
+    steps: dict[GroupId, int] = field(default_factory=dict)  # of trained groups
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    _batches: dict[int, tuple[GroupId, ...]] = field(default_factory=dict)
+    _lengths: dict[GroupId, list[int]] = field(default_factory=dict)  # of finished responses
+
+    def observe(self, record: Event | Action) -> None:
+        match record:
+            case Admit(group, _, version):
+                self.versions[group] = version
+            case RequestFinished(_, request, _, num_tokens, _, reason) if not request.is_held_out:
+                self._lengths.setdefault(request.group, []).append(num_tokens)
+                self.finish_reasons[reason] += 1
+            case Filter(group, reason) | Fail(group, reason):
+                outcome = "filtered" if isinstance(record, Filter) else "failed"
+                self.untrained[group] = (outcome, reason)
+                self.reasons[outcome, reason] += 1
+            case Train(step, groups):
+                self._batches[step] = groups
+            case Trained(step):
+                self.steps |= dict.fromkeys(self._batches[step], step)
+            case Resumed(from_step):
+                self.steps = {group: step for group, step in self.steps.items() if step < from_step}
+            case _:
+                pass
+
+    def outcome_of(self, group: GroupId) -> str:
+        return "trained" if group in self.steps else self.untrained.get(group, ("pending", ""))[0]
+
+    def to_json(self, group_size: int) -> JsonObject:
+        """Groups by outcome, samples by staleness, responses by length and outcome."""
+        staleness = Counter(step - self.versions[group] for group, step in self.steps.items())
+        outcomes = Counter(map(self.outcome_of, self.versions))
+        return {
+            "num": len(self.versions),
+            "outcomes": {outcome: outcomes[outcome] for outcome in OUTCOMES},
+            "reasons": [[outcome, reason, num] for (outcome, reason), num in self.reasons.most_common()],
+            "finish_reasons": dict(self.finish_reasons.most_common()),
+            "staleness": {str(s): num * group_size for s, num in sorted(staleness.items())},
+            "lengths": self._by_length(),
+        }
+
+    def _by_length(self) -> JsonObject:
+        """Finished responses by length (tokens), in buckets up to and including `to`."""
+        lengths: dict[str, list[int]] = {outcome: [] for outcome in OUTCOMES}
+        for group, own in self._lengths.items():
+            lengths[self.outcome_of(group)] += own
+        longest = max((max(own) for own in lengths.values() if own), default=0)
+        limits = _bucket_limits(longest)
+        counts = {outcome: [0] * len(limits) for outcome in OUTCOMES}
+        for outcome, own in lengths.items():
+            for length, num in Counter(own).items():
+                counts[outcome][bisect.bisect_left(limits, length)] += num
+        generated = sorted(length for own in lengths.values() for length in own)
+        return {
+            "to": limits,
+            "counts": counts,
+            "generated": _distribution(generated),
+            "trained": _distribution(sorted(lengths["trained"])),
+        }
+
+
+def _bucket_limits(longest: int) -> list[int]:
+    """0, 1, 2, 3, 4, 6, 8, 11, 16, ...: powers of the square root of 2, up to the first >= `longest`."""
+    limits = [0]
+    while limits[-1] < longest:
+        limits.append(next(n for k in count() if (n := round(2 ** (k / 2))) > limits[-1]))
+    return limits
+
+
+def _distribution(lengths: list[int]) -> dict[str, float] | None:
+    """Figures of sorted lengths."""
+    if not lengths:
+        return None
+    fractions = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    points = {
+        name: lengths[min(len(lengths) - 1, int(fraction * len(lengths)))]
+        for name, fraction in fractions.items()
+    }
+    return {"num": len(lengths), "mean": round(sum(lengths) / len(lengths), 2), **points, "max": lengths[-1]}
+
+
+# --- other files
+
+
+def _audit(run: Path) -> JsonObject | None:
+    """The verdict on each guarantee; None if the run has not the files for an audit."""
+    try:
+        result = audit.check(run)
+    except InputError:
+        return None
+    return {
+        name: {
+            "is_kept": not result.findings_against(name),
+            "text": text,
+            "findings": result.findings_against(name)[:MAX_FINDINGS],
+        }
+        for name, text in audit.describe(result.counts).items()
+    }
+
+
+def _read_config(run: Path) -> JsonObject:
+    with contextlib.suppress(OSError, ValueError):
+        return tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+    return {}
+
+
+def _read_object(path: Path) -> JsonObject:
+    """A file with a JSON object; empty if it is missing or incomplete."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Size and time of the last change; None for a missing file."""
+    with contextlib.suppress(OSError):
+        status = path.stat()
+        return (status.st_size, status.st_mtime_ns)
+    return None
+
+
+def _describe_limits(limits: Limits, num_prompts: int | None) -> JsonObject:
+    names = ("num_steps", "batch_size", "group_size", "max_staleness", "breaks_c1")
+    return {name: getattr(limits, name) for name in names} | {"num_prompts": num_prompts}
+
+
+def _policy(limits: Limits, config: JsonObject) -> str:
+    """The update policy of the configuration, or what the limits imply without one."""
+    policy = config.get("orchestrator", {}).get("update_policy")
+    if policy is not None:
+        return str(policy)
+    return "dora" if limits.batches_per_version is None else "drain"
+
+
+def _tokenizer_folders(run: Path, config: JsonObject) -> Sequence[Path]:
+    """Folders that may have a tokenizer: the checkpoints, newest first, and the initial model."""
+    saved = sorted(run.glob("checkpoints/step-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    initial = config.get("model", {}).get("path")
+    return [*saved, *([Path(initial)] if initial else [])]
+
+
+def _request_id(name: str) -> RequestId:
+    return RequestId(*map(int, name.split("/")))

@@ -1,0 +1,75 @@
+"""Stop a run that makes no progress: too many groups fail, none has a reward signal, or nothing happens at
+all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from dora.config.schema import Config
+from dora.core.actions import Action, Commit, Fail, Filter
+from dora.core.state import State
+from dora.errors import RunError
+
+MIN_FILTERED, FILTERED_WINDOWS = 200, 20  # groups filtered in a row before the run is stopped
+MIN_ENDED = 20  # the failed fraction is taken of at least this many groups
+
+
+class FailureGuard:
+    """Counts groups that end untrained."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._first_failure = ""
+        self._filtered_in_row = 0
+
+    def check(self, actions: Sequence[Action], state: State, first_scoring_failure: str) -> None:
+        """Raises RunError with the first failure; `first_scoring_failure` is that of a reward, if any."""
+        for action in actions:
+            if isinstance(action, Fail):
+                self._first_failure = self._first_failure or f"group {action.group}: {action.reason}"
+            elif isinstance(action, Filter):
+                self._filtered_in_row += 1
+            elif isinstance(action, Commit):
+                self._filtered_in_row = 0
+        in_batches = sum(map(len, state.batches.values()))  # a resumed run trains some of them again
+        ended = state.num_trained + in_batches + state.num_filtered + state.num_failed
+        limit = self._config.reward.max_failed_fraction
+        if state.num_failed > limit * max(ended, MIN_ENDED):
+            detail = first_scoring_failure or self._first_failure
+            raise RunError(
+                f"{state.num_failed} of {ended} groups failed, more than reward.max_failed_fraction = "
+                f"{limit:g} allows; the first failure:\n{detail.rstrip()}"
+            )
+        if self._filtered_in_row > max(MIN_FILTERED, FILTERED_WINDOWS * self._config.max_groups_in_flight):
+            raise RunError(
+                f"the last {self._filtered_in_row} groups were all filtered: the rewards of each group are "
+                "equal. The task is too easy or too hard for the policy, or the reward is constant"
+            )
+
+
+class IdleTimeout:
+    """Stops a run that waits too long for input through its service."""
+
+    def __init__(self, timeout_s: float, awaited_inputs: Callable[[], Sequence[str]]) -> None:
+        """`awaited_inputs` names what the run is waiting for from outside; empty: nothing."""
+        self._timeout_s, self._awaited_inputs = timeout_s, awaited_inputs
+        self._idle_since_s = time.monotonic()
+
+    def check(self, is_active: bool, driver_asleep_s: float) -> None:
+        """Raises RunError after service.idle_timeout_s without an event.
+
+        `is_active`: an event has arrived, or the run is paused. Time during which the driver's own process
+        was suspended (`driver_asleep_s`) does not count.
+        """
+        now_s = time.monotonic()
+        if is_active:
+            self._idle_since_s = now_s
+            return
+        self._idle_since_s += driver_asleep_s
+        if now_s - self._idle_since_s > self._timeout_s and (inputs := self._awaited_inputs()):
+            raise RunError(
+                f"nothing has happened for service.idle_timeout_s = {self._timeout_s:g} s: the run waits for "
+                f"{', '.join(inputs)} through its service; resume it once they are available"
+            )

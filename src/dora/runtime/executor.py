@@ -1,0 +1,609 @@
+"""Execute the orchestrator's actions with processes: engines, trainer, reward workers, environments.
+
+Actions become messages to workers; messages of workers become events. An engine that exits or times out is an
+event. The run ends with RunError once the last engine is lost and none is to be restarted.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial, singledispatchmethod
+from pathlib import Path
+from typing import Any
+
+from dora.core.actions import (
+    Abort,
+    Action,
+    Commit,
+    DecodeOnly,
+    Drop,
+    Fail,
+    FetchPrompts,
+    Filter,
+    Generate,
+    Load,
+    Migrate,
+    PauseEngine,
+    Publish,
+    RejectDrain,
+    RemoveEngine,
+    ReportDigest,
+    ReportStall,
+    ResumeEngine,
+    Retire,
+    Score,
+    Train,
+)
+from dora.core.events import DrainRequested, Event, GroupScored, Migrated, ScoringFailed
+from dora.core.state import State
+from dora.core.types import GroupId
+from dora.core.wait_graph import ENGINES, REWARDS, TRAINER
+from dora.errors import RunError, ServiceError
+from dora.metrics.run import RunMetrics
+from dora.runtime.control.failure_guard import IdleTimeout
+from dora.runtime.process import messages as m
+from dora.runtime.process.launcher import Launcher, make_launcher
+from dora.runtime.process.stream_workers import StorageProcess
+from dora.runtime.process.worker_process import Worker, WorkerMessages, WorkerState, receive
+from dora.runtime.recovery.journal_replay import PreviousRun
+from dora.runtime.rollout.agent_sessions import AgentSessions
+from dora.runtime.rollout.engine_pool import ElasticEngines, EnginePool
+from dora.runtime.rollout.env_pool import EnvPool
+from dora.runtime.rollout.episodes import EpisodeRunner, Episodes
+from dora.runtime.rollout.prompts import PromptSource
+from dora.runtime.run_dir import SAMPLES
+from dora.runtime.run_setup import RunSetup
+from dora.runtime.sample_book import SampleBook
+from dora.runtime.scoring.external import ExternalRewards
+from dora.runtime.scoring.reward_manager import RewardManager, RewardTask, reward_tasks
+from dora.runtime.scoring.reward_worker import encode_prompt_row
+from dora.runtime.training.checkpoints import CheckpointManager
+from dora.runtime.training.external import ExternalTrainer
+from dora.runtime.training.supervisor import TrainerSupervisor
+from dora.stream.run_stream import RunStream, ThreadStorage, StreamStorage, StorageSpec
+from dora.stream.sample_db import SampleStore
+from dora.text import plural, step_number
+from dora.weights.store import WeightStore, make_store_folder
+
+POLL_S = 0.2  # between two checks of the deadlines while no message arrives
+MAX_ENGINES = 64  # of a run at a time: each is a process
+
+
+class ProcessExecutor:
+    """All workers of a run; `close` ends them."""
+
+    def __init__(
+        self,
+        setup: RunSetup,
+        notice: Callable[[str], None],
+        previous: PreviousRun | None = None,
+    ) -> None:
+        """Start the workers; with a `previous` run, resume from its state. `notice` prints a line."""
+        self._launcher = make_launcher(setup.config, setup.pool_bytes, notice)
+        self._started_s = self._checked_s = time.monotonic()
+        self._clock_began_s = self._started_s  # earlier for a resumed run, once its workers are ready
+        self.setup, self.notice = setup, notice
+        fsync = setup.config.journal.fsync
+        self.samples = previous.samples if previous else SampleStore(setup.out / SAMPLES, fsync=fsync)
+        self.weights = WeightStore(make_store_folder(setup.stored_bytes), setup.config.engine.dtype)
+        self.stream_folder = self.weights.folder / "stream"
+        self.events: deque[Event] = deque()
+        self.sample_book = previous.sample_book if previous else SampleBook(setup, self.samples)
+        kept = previous.restore_versions(self.weights) if previous else {}
+        self.prompts = PromptSource(setup, previous.orchestrator.snapshot().next_index if previous else 0)
+        self._previous = previous
+        self._checkpoints = CheckpointManager(setup, self.weights, notice)
+        self._messages = WorkerMessages(self._launcher.start)
+        self.engine_pool = EnginePool(
+            setup, self.weights.folder, self._messages, self.events, self.sample_book, notice
+        )
+        self._elastic = ElasticEngines(setup, self._launcher, self.engine_pool, self.events, notice)
+        self._drain_rejections: dict[int, str] = {}  # engine -> reason, until they are read
+        self.engine_pool.digests.update(kept)
+        start = (previous.resumed.from_step, previous.checkpoint) if previous else (0, None)
+        self.training = TrainerSupervisor(
+            setup,
+            (self.weights.folder, self.stream_folder),
+            start,
+            self._messages,
+            self.events,
+            self.sample_book,
+            self._checkpoints,
+            self._on_published,
+            notice,
+        )
+        tasks = reward_tasks(setup.config, setup.dataset.columns)
+        self._feed = _make_feed(setup, self.stream_folder, tasks, self._launcher, notice)
+        self.storage = storage if isinstance(storage := self._feed.storage, StorageProcess) else None
+        self.samples.subscribe(self._feed)
+        self._idle_timeout = IdleTimeout(setup.config.service.idle_timeout_s, self.awaited_inputs)
+        self.is_paused = False  # no event is handed out, so no action follows
+        timeout_s = setup.config.runtime.start_timeout_s
+        self.rewards = RewardManager(tasks, self._feed, timeout_s, self._messages, notice)
+        self.episode_runner = _make_episode_runner(setup, self._messages, notice)
+        self.episodes = Episodes(setup, self.episode_runner, self.engine_pool, self.events, self.sample_book)
+
+    # the contract of the main loop
+
+    @property
+    def now(self) -> float:
+        """Seconds since the workers were started; a resumed run continues the clock of its journal."""
+        return time.monotonic() - self._clock_began_s
+
+    def next_event(self, until: float | None) -> Event | None:
+        """The next event; None if none arrives within POLL_S, or once `now` has reached `until`.
+
+        Raises RunError if the run cannot continue.
+        """
+        if not self.events or self.is_paused:
+            self.engine_pool.check_not_empty()
+            self.poll(POLL_S if until is None or self.is_paused else min(POLL_S, until - self.now))
+        if not self.events or self.is_paused:
+            return None
+        self.samples.commit()  # the payload is durable before the event that names it
+        return self.events.popleft()
+
+    def poll(self, timeout_s: float = POLL_S) -> None:
+        """Wait for messages, turn them into events, and check the deadlines. Raises RunError."""
+        for worker, message in receive(self._messages, max(0.0, timeout_s)):
+            self._on_message(worker, message)
+        self.samples.commit()  # readers of the store need not wait for an event
+        self._check_deadlines()
+        self.episodes.check_deadlines()
+
+    @singledispatchmethod
+    def execute(self, action: Action) -> None:
+        """Execute an action. What comes of it arrives as an event; some actions are for the journal only."""
+
+    @execute.register
+    def _(self, action: FetchPrompts) -> None:
+        self.events.extend(self.prompts.fetch(action.count))
+
+    @execute.register
+    def _(self, action: Generate) -> None:
+        self.episodes.generate(action)
+
+    @execute.register
+    def _(self, action: Abort) -> None:
+        self.episodes.abort(action)
+
+    @execute.register
+    def _(self, action: Migrate) -> None:
+        self.episodes.migrate(action)
+
+    @execute.register
+    def _(self, action: DecodeOnly) -> None:
+        self.engine_pool.send(action.engine, m.SetDecodeOnly(action.requests))
+
+    @execute.register
+    def _(self, action: PauseEngine) -> None:
+        self.engine_pool.send(action.engine, m.PauseDecoding())
+
+    @execute.register
+    def _(self, action: ResumeEngine) -> None:
+        self.engine_pool.send(action.engine, m.ResumeDecoding())
+
+    @execute.register
+    def _(self, action: RemoveEngine) -> None:
+        self.engine_pool.remove(action.engine)
+
+    @execute.register
+    def _(self, action: RejectDrain) -> None:
+        self._drain_rejections[action.engine] = action.reason
+        self.notice(f"engine {action.engine} is not drained: {action.reason}")
+
+    @execute.register
+    def _(self, action: Load) -> None:
+        self.engine_pool.send(action.engine, m.LoadWeights(action.version))
+
+    @execute.register
+    def _(self, action: Drop) -> None:
+        self.engine_pool.send(action.engine, m.DropWeights(action.version))
+
+    @execute.register
+    def _(self, action: Score) -> None:
+        if (rewards := self.sample_book.rewards.get(action.group)) is not None:  # scored before a restart
+            self.sample_book.pop_held_out_answers(action.group)
+            self.events.append(GroupScored(action.group, rewards))
+            return
+        if (fact := self.sample_book.score_from_episodes(action.group)) is not None:
+            self.events.append(fact)
+            return
+        source, row = self.setup.source_of(action.group), action.group.row
+        question = encode_prompt_row(source.prompt(row), source.fields(row))
+        self.rewards.submit(action.group, question, self.sample_book.pop_held_out_answers(action.group))
+
+    @execute.register
+    def _(self, action: Filter) -> None:
+        self.sample_book.discard_group(action.group, f"filtered: {action.reason}")
+
+    @execute.register
+    def _(self, action: Fail) -> None:
+        self.episodes.discard_group(action.group)
+        self.sample_book.discard_group(action.group, f"failed: {action.reason}")
+        self.notice(f"group {action.group} failed: {action.reason}")
+
+    @execute.register
+    def _(self, action: Commit) -> None:
+        self.accumulate(action.step, [action.group])
+        self.samples.set_state([action.group], "committed")
+
+    @execute.register
+    def _(self, action: Train) -> None:
+        self.samples.commit()
+        self.sample_book.batch = action.groups
+        self.training.send(m.TrainStep(action.step, action.groups))
+
+    @execute.register
+    def _(self, action: Publish) -> None:
+        self.training.send(m.PublishWeights(action.version))
+
+    @execute.register
+    def _(self, action: ReportDigest) -> None:
+        self.training.send(m.PublishWeights(action.version, is_stored=False))
+
+    @execute.register
+    def _(self, action: Retire) -> None:
+        self.weights.drop(action.version)
+
+    @execute.register
+    def _(self, action: ReportStall) -> None:
+        step, who = step_number(action.step), ", ".join(map(str, action.requests)) or "its rewards"
+        self.notice(f"step {step} waits for group {action.group} ({who}) since {action.since_s:.1f} s")
+
+    # start, stop and checkpoints
+
+    def not_started(self) -> list[str]:
+        """Names of the workers that have not started yet. Raises RunError once they are overdue."""
+        engines = [w.name for i, w in self.engine_pool.workers.items() if i not in self.engine_pool.ready]
+        missing = engines + self.training.not_started + self.rewards.late + self.episodes.not_started
+        timeout_s = self.setup.config.runtime.start_timeout_s
+        if missing and time.monotonic() > self._started_s + timeout_s:
+            raise RunError(
+                f"{', '.join(missing)} did not start within runtime.start_timeout_s = {timeout_s:g} s"
+            )
+        return missing
+
+    def begin_clock(self) -> None:
+        """All workers have started; the clock of a resumed run continues that of its journal."""
+        if self._previous is not None:
+            self._clock_began_s = time.monotonic() - self._previous.now_s
+
+    def join_all(self) -> None:
+        """Report the engines that are ready as joined; later ones follow by themselves."""
+        self.engine_pool.join_all()
+        self.training.can_restart = True
+
+    @property
+    def has_migrations(self) -> bool:
+        """Whether a migration is in progress."""
+        return bool(self.engine_pool.migrations.in_progress)
+
+    def abort_migrated(self) -> None:
+        """Abort requests that have migrated and whose event is not handled yet."""
+        for event in self.events:
+            if isinstance(event, Migrated):
+                self.execute(Abort(event.destination, (event.request,)))
+
+    def accumulate(self, step: int, groups: Sequence[GroupId]) -> None:
+        """Let the trainer begin with groups committed to a step, where it streams."""
+        if self.setup.config.streams_gradients or self.setup.columns:
+            self.samples.commit()  # so that the trainer can read them
+            for group in groups:
+                self.training.send(m.AccumulateGroup(step, group))
+
+    def offer_again(self, groups: Sequence[GroupId]) -> None:
+        """Put groups back into the stream for a new trainer."""
+        self.samples.resend(groups)
+
+    def save(self, core: str, versions: Sequence[int]) -> None:
+        """Have the trainer write a checkpoint after the work it already has.
+
+        `core` is the orchestrator's snapshot as JSON; `versions` are older versions that may still be needed.
+        """
+        self.training.send(self._checkpoints.request(core, versions))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._checkpoints.num_pending > 0
+
+    def saved_checkpoint(self) -> Path:
+        """The folder of the last checkpoint; the trainer may exit now. Raises RunError if writing failed."""
+        newest = self._checkpoints.newest()
+        self.training.ignore_exit()
+        return newest
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step may finish at any moment; an external trainer's only after its weights have arrived."""
+        trainer = self.trainer
+        return trainer.is_installing if isinstance(trainer, ExternalTrainer) else self.training.is_in_step
+
+    def keep_trainer(self) -> None:
+        """From now on a lost trainer ends the run instead of being replaced."""
+        self.training.can_restart = False
+
+    def wake_up(self) -> None:
+        """End the driver's wait for messages, from any thread."""
+        self._messages.put((None, None))
+
+    def close(self) -> None:
+        """End every worker and remove the versions from memory."""
+        self.engine_pool.kill()
+        self.rewards.kill()
+        self.episodes.close()
+        self.training.kill()
+        self.samples.subscribe(None)
+        self._feed.close()
+        self._launcher.close()
+        self.weights.close()
+        self.samples.close()  # last, because it raises if the disk is full
+
+    # what status, evaluation, administration and the service read or change
+
+    @property
+    def trainer(self) -> Worker:
+        """The first process of the current trainer."""
+        return self.training.rank0
+
+    @property
+    def engines(self) -> list[int]:
+        """Engines that have started and are not being removed, in order."""
+        return sorted(self.engine_pool.active)
+
+    @property
+    def all_engines(self) -> list[int]:
+        """Numbers of all engines there have been, in order."""
+        return sorted({*self.engine_pool.workers, *self.engine_pool.end_states})
+
+    @property
+    def joined_engines(self) -> Set[int]:
+        return self.engine_pool.joined
+
+    @property
+    def starting_engines(self) -> Set[int]:
+        return self.engine_pool.workers.keys() - self.engine_pool.joined
+
+    def engine_end(self, engine: int) -> str | None:
+        """See `EngineControl`."""
+        return self.engine_pool.end_states.get(engine)
+
+    def add_engines(self, count: int) -> list[int]:
+        """Start engines; returns their numbers. Raises ServiceError without room for them."""
+        if len(self.engine_pool.workers) + count > MAX_ENGINES:
+            raise ServiceError(409, f"a run has at most {MAX_ENGINES} engines at a time; drain others first")
+        free, needed = shutil.disk_usage(self.weights.folder).free, count * self.setup.pool_bytes
+        if free < needed:
+            raise ServiceError(
+                409,
+                f"no room for {plural(count, 'more engine')}: {needed / 1e6:.0f} MB needed for KV, "
+                f"{free / 1e6:.0f} MB free",
+            )
+        return [self.engine_pool.start() for _ in range(count)]
+
+    def drain_engine(self, engine: int | None) -> int:
+        """Ask the orchestrator to drain an engine. Raises ServiceError if the run has no such engine."""
+        joined = self.engine_pool.joined
+        if engine is None or engine not in joined:
+            known = ", ".join(map(str, sorted(joined)))
+            raise ServiceError(404, f"the run has no engine {engine} to drain; it has {known}")
+        self.events.append(DrainRequested(engine))  # a second request changes nothing
+        return engine
+
+    def drain_rejection(self, engine: int) -> str | None:
+        """Why the orchestrator refused to drain an engine, until the rejections are taken."""
+        return self._drain_rejections.get(engine)
+
+    def take_drain_rejections(self) -> dict[int, str]:
+        """See `EngineControl`."""
+        rejections, self._drain_rejections = self._drain_rejections, {}
+        return rejections
+
+    def pause(self, engines: Iterable[int]) -> None:
+        """Hand out no events and let these engines decode nothing. Workers' deadlines still apply."""
+        if not self.is_paused:
+            self.is_paused = True
+            for engine in engines:
+                self.engine_pool.pause_unreported(engine)
+
+    def resume(self, engines: Iterable[int]) -> None:
+        """End a pause."""
+        if self.is_paused:
+            self.is_paused = False
+            for engine in engines:
+                self.engine_pool.send(engine, m.ResumeDecoding())
+
+    def awaited_inputs(self) -> list[str]:
+        """What the run waits, or may have to wait, for from outside."""
+        inputs = []
+        if isinstance(self.trainer, ExternalTrainer) and self.trainer.due_step is not None:
+            inputs.append(f"the weights of version {self.trainer.due_step + 1}")
+        if self.prompts.num_wanted:
+            inputs.append(plural(self.prompts.num_wanted, "prompt"))
+        if self.setup.config.service.agents:
+            inputs.append("agents")
+        return inputs
+
+    @property
+    def runs_episodes(self) -> bool:
+        """Whether requests are episodes of several turns."""
+        return self.episode_runner is not None
+
+    @property
+    def first_scoring_failure(self) -> str:
+        """Message of the first reward that failed; "" if none has."""
+        return self.rewards.first_failure
+
+    def held_out_answers(self, group: GroupId) -> dict[int, list[int]]:
+        """Token ids of the answers to a held-out prompt so far, by sibling."""
+        return self.sample_book.held_out_answers(group)
+
+    def worker_states(self) -> list[WorkerState]:
+        """The state of each process."""
+        states = [state for states in self.workers_by_role().values() for state in states]
+        return states if self.storage is None else [*states, self.storage.state()]
+
+    def workers_by_role(self) -> dict[str, list[WorkerState]]:
+        """The same, by the names that the wait-for graph uses."""
+        engines, trainer = self.engine_pool.worker_states(), self.training.worker_states()
+        return {ENGINES: engines, TRAINER: trainer, REWARDS: self.rewards.pulses()}
+
+    def restart_times(self) -> dict[str, float]:
+        """When each lost worker is restarted (s, time.monotonic)."""
+        times = {f"engine {engine}": at_s for engine, at_s in self.engine_pool.restarts.due_s.items()}
+        if (trainer_s := self.training.restart_at_s) is not None:
+            times["the trainer"] = trainer_s
+        if self.storage is not None and self.storage.due_s is not None:
+            times["the storage"] = self.storage.due_s
+        return times
+
+    # messages of workers
+
+    def _on_message(self, worker: Worker | None, message: Any) -> None:
+        """Messages of a worker that has been replaced are ignored."""
+        if (scored := self.rewards.hear(worker, message)) is not None:
+            self._report_scores(scored)
+        elif worker in self.training.ranks:
+            self.training.on_message(worker, message)
+        elif (engine := self.engine_pool.engine_of(worker)) is not None:
+            self.episodes.on_engine_message(engine, message)
+            self.engine_pool.on_message(engine, message)
+        else:
+            self.episodes.on_message(worker, message)
+
+    def _report_scores(self, scored: Sequence[GroupScored | ScoringFailed]) -> None:
+        for event in scored:
+            self.events.append(self.sample_book.record_scores(event, self.rewards.by_task(event.group)))
+
+    def _on_published(self, version: int, digest: str) -> None:
+        if self._previous is not None:
+            self._previous.check_published(version, digest, self.setup)
+        self.engine_pool.on_published(version, digest)
+
+    def _refill_storage(self) -> None:
+        """Fill a new storage process, which is empty."""
+        self.training.on_storage_replaced()  # first: aux workers fill the columns that they find empty
+        self._feed.reconnect()
+        self.samples.subscribe(self._feed)
+        self.rewards.ask_again()
+
+    def _check_deadlines(self) -> None:
+        """Replace workers that have timed out. Time during which this process was suspended does not count."""
+        now_s = time.monotonic()
+        asleep_s = max(0.0, now_s - self._checked_s - 1.0)
+        self._checked_s = now_s
+        self.engine_pool.check_deadlines(asleep_s)
+        self._elastic.scale()
+        if self.storage is not None and self.storage.poll(asleep_s=asleep_s):
+            self._refill_storage()
+        self._idle_timeout.check(bool(self.events) or self.is_paused, asleep_s)
+        self._report_scores(self.rewards.check_deadlines(asleep_s))
+        self.training.check_deadlines(asleep_s)
+
+
+@dataclass
+class LiveRun:
+    """A run as the service sees it: implements `dora.service.context.RunContext`."""
+
+    setup: RunSetup
+    executor: ProcessExecutor
+    state: Callable[[], State]
+    metrics: RunMetrics
+    is_training: bool = False  # the orchestrator runs: engines may be added and drained
+
+    @property
+    def is_paused(self) -> bool:
+        return self.executor.is_paused
+
+    @property
+    def now_s(self) -> float:
+        return self.executor.now
+
+    @property
+    def stream_dir(self) -> Path:
+        return self.executor.stream_folder
+
+    @property
+    def weights_dir(self) -> Path:
+        return self.executor.weights.folder
+
+    @property
+    def agent_sessions(self) -> AgentSessions | None:
+        runner = self.executor.episode_runner
+        return runner if isinstance(runner, AgentSessions) else None
+
+    @property
+    def external_trainer(self) -> ExternalTrainer | None:
+        trainer = self.executor.trainer
+        return trainer if isinstance(trainer, ExternalTrainer) else None
+
+    @property
+    def external_rewards(self) -> Mapping[str, ExternalRewards]:
+        return self.executor.rewards.outside
+
+    @property
+    def num_prompts_taken(self) -> int:
+        return self.executor.prompts.num_taken
+
+    @property
+    def num_prompts_wanted(self) -> int:
+        return self.executor.prompts.num_wanted
+
+    @property
+    def engines(self) -> ProcessExecutor:
+        return self.executor
+
+    def check_training(self) -> None:
+        """Raises ServiceError while the run starts, evaluates, saves or ends."""
+        if not self.is_training:
+            raise ServiceError(409, "the run is starting, evaluating or saving; try again while it trains")
+
+    def put_prompts(self, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """See `PromptSource.put`."""
+        self.executor.events.extend(self.executor.prompts.append(first, rows))
+
+    def awaited_inputs(self) -> list[str]:
+        return self.executor.awaited_inputs()
+
+    def pause(self) -> None:
+        """Pause the whole run; a training step in progress finishes. Raises ServiceError unless it trains."""
+        self.check_training()
+        self.executor.pause(self._decoding_engines())
+
+    def resume(self) -> None:
+        self.executor.resume(self._decoding_engines())
+
+    def _decoding_engines(self) -> list[int]:
+        """Engines that the orchestrator has not paused itself; the set does not change during a pause."""
+        return [each.id for each in self.state().engines.values() if not (each.is_pausing or each.is_paused)]
+
+
+def _make_episode_runner(
+    setup: RunSetup, messages: WorkerMessages, notice: Callable[[str], None]
+) -> EpisodeRunner | None:
+    """The other side of episodes: environments, or agents through the service; None: requests have one turn."""
+    if setup.config.env.has_environments:
+        return EnvPool(setup, messages, notice)
+    return AgentSessions(setup, messages, notice) if setup.config.service.agents else None
+
+
+def _make_feed(
+    setup: RunSetup,
+    folder: Path,
+    tasks: Sequence[RewardTask],
+    launcher: Launcher,
+    notice: Callable[[str], None],
+) -> RunStream:
+    """The sample stream. On Ray its storage is an actor on the driver's node, else a thread of the driver."""
+    config, is_spread = setup.config, launcher.host is not None
+    leases = {task.name: task.lease_s(is_spread) for task in tasks}
+    num_answers = setup.evaluation.num_answers if setup.evaluation else 0
+    serve: Callable[[StorageSpec], StreamStorage] = ThreadStorage
+    if config.runtime.kind == "ray":
+        serve = partial(StorageProcess, config=config, start=launcher.start, notice=notice)
+    return RunStream(folder, setup.limits.group_size, setup.columns, leases, num_answers, launcher.host, serve)

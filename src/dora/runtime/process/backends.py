@@ -1,0 +1,161 @@
+"""Load the classes that `engine.backend` and `trainer.backend` name, and check that the run can use them.
+
+`dora.engine.interface` has the protocols that they implement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from inspect import isfunction, signature
+from typing import Any
+
+from dora.config.schema import Config, EngineKind
+from dora.engine.interface import (
+    Capabilities,
+    InferenceEngine,
+    InferenceFactory,
+    TrainingEngine,
+    TrainingFactory,
+    required_members,
+)
+from dora.errors import ConfigError
+from dora.loading import load_attribute
+from dora.runtime.process.messages import EngineSpec, TrainerSpec
+
+TRAINER_KEY = "trainer.backend"
+BUILT_IN = {
+    "vllm": "dora.engine.backends.vllm:Vllm",
+    "vllm-lora": "dora.engine.backends.vllm:VllmLora",
+    "sglang": "dora.engine.backends.sglang:Sglang",
+}
+ENGINE_ARGUMENTS = ("model", "max_rows", "max_context", "version_slots", "device", "dtype")
+
+
+def check_backends(config: Config) -> None:
+    """Raises ConfigError, with all remedies, if a backend does not support what the run needs of it.
+
+    A trainer's class is checked for its methods only.
+    """
+    if config.trainer.backend is not None:
+        trainer = load_attribute(config.trainer.backend, TRAINER_KEY, ConfigError)
+        _check_methods(trainer, TrainingEngine, f"{TRAINER_KEY} = {config.trainer.backend!r}")
+    for kind in config.engine_kinds:
+        if kind.backend is not None:
+            _check_engine(config, kind, kind.backend)
+
+
+def make_engine(spec: EngineSpec) -> InferenceEngine:
+    """The backend's engine; called in the engine's process."""
+    assert spec.backend is not None
+    factory: Any = _load_engine(spec.backend, "engine.backend")  # untyped, because its options are its own
+    engine: InferenceEngine = factory(
+        model=str(spec.model),
+        max_rows=spec.max_rows,
+        max_context=spec.max_context,
+        version_slots=spec.version_slots,
+        device=spec.device,
+        dtype=spec.dtype,
+        **(spec.backend_options or {}),
+    )
+    return engine
+
+
+def make_trainer(spec: TrainerSpec) -> TrainingEngine:
+    """The backend's trainer, with the weights of the run's model or of a checkpoint."""
+    from dora.model.pretrained import load_pretrained
+    from dora.runtime.process.resources import use_device
+    from dora.trainer.checkpoint import load_checkpoint
+
+    assert spec.backend is not None
+    factory: TrainingFactory = load_attribute(spec.backend, TRAINER_KEY, ConfigError)
+    config, flat = load_pretrained(spec.model)
+    state = None
+    if spec.checkpoint is not None:
+        _, flat, state, _ = load_checkpoint(spec.checkpoint)
+    trainer = factory(config=config, flat=flat, settings=spec.settings, device=use_device(spec.device))
+    if state is not None:
+        trainer.load_state_dict(state)
+    return trainer
+
+
+def _check_engine(config: Config, kind: EngineKind, backend: str) -> None:
+    key = f"{kind.key}.backend"
+    setting = f"{key} = {backend!r}"
+    factory = _load_engine(backend, key)
+    _check_methods(factory, InferenceEngine, setting)
+    if remedies := [*_missing_capabilities(config, kind, factory.capabilities)]:
+        raise ConfigError(
+            f"{setting} does not support what the configuration needs:\n  " + "\n  ".join(remedies)
+        )
+    options = f"{kind.key}.options = {kind.options}"
+    try:
+        signature(factory).bind(**dict.fromkeys((*ENGINE_ARGUMENTS, *kind.options)))
+    except TypeError as error:
+        raise ConfigError(f"{options}: {backend} {error}; remove it") from error
+    if (check_options := getattr(factory, "check_options", None)) is not None:
+        try:
+            check_options(**kind.options)
+        except ConfigError as error:
+            raise ConfigError(f"{options}: {error}") from error
+    num_engines = kind.num_engines + (kind.key == "engine" and config.trainer.elastic)
+    if "url" in kind.options and num_engines > 1:
+        raise ConfigError(
+            f"{kind.key}.options has the url of one server, which serves one engine, but there are "
+            f"{num_engines} engines: set num_engines = 1, and add a table [[fleet]] for each other server"
+        )
+
+
+def _load_engine(name: str, key: str) -> InferenceFactory:
+    factory = load_attribute(BUILT_IN.get(name, name), key, ConfigError)
+    if not isinstance(getattr(factory, "capabilities", None), Capabilities):
+        raise ConfigError(
+            f"{key} = {name!r} has no attribute capabilities; set it to a "
+            "dora.engine.interface.Capabilities"
+        )
+    checked: InferenceFactory = factory
+    return checked
+
+
+def _check_methods(factory: object, protocol: type, setting: str) -> None:
+    """Raises ConfigError for missing methods. Attributes are not checked: an instance may set them.
+
+    Nothing is checked where attributes are dynamic or the factory is not a class.
+    """
+    if not isinstance(factory, type) or hasattr(factory, "__getattr__"):
+        return
+    methods = (name for name in required_members(protocol) if isfunction(vars(protocol).get(name)))
+    if missing := [name for name in methods if not callable(getattr(factory, name, None))]:
+        raise ConfigError(
+            f"{setting} has no {', '.join(missing)}; the class must have all methods of "
+            f"dora.engine.interface.{protocol.__name__}, and dora.testing has contract tests for it"
+        )
+
+
+def _missing_capabilities(config: Config, kind: EngineKind, has: Capabilities) -> Iterator[str]:
+    """What the configuration needs and the engine does not support, each with its remedy."""
+    sampling, engine, orchestrator = config.sampling, config.engine, config.orchestrator
+    if not config.has_static_placement and not has.migrates_without_kv:
+        yield "no migration of running requests: set orchestrator.placement = static"
+    if has.max_versions is not None and kind.version_slots > has.max_versions:
+        most = has.max_versions
+        yield f"at most {most} versions at a time: set {kind.key}.version_slots = {most}"
+    if has.versions_are_lora and not config.trainer.lora_rank:
+        yield "its versions are LoRA adapters: set trainer.lora_rank, or choose another backend"
+    if orchestrator.prioritize_stragglers and not has.decode_only:
+        yield "no decoding of selected requests only: set orchestrator.prioritize_stragglers = false"
+    if not has.pauses and (orchestrator.placement == "colocated" or config.trainer.elastic):
+        yield "no pause while the trainer works: remove placement = colocated and trainer.elastic"
+    if not has.filters and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+        yield "no filters, it samples from all tokens: remove sampling.top_k, top_p and min_p"
+    if not has.stop_strings and sampling.stop:
+        yield "no stop strings: remove sampling.stop, or use sampling.stop_token_ids"
+    if not has.episodes and config.has_episodes:
+        yield "no multi-turn episodes: remove env.environment, env.hosts and service.agents"
+    if config.trainer.routing_replay:
+        yield "no routes of experts: set trainer.routing_replay = false"
+    if engine.exact_logprobs:
+        yield "no exact log-probs: set engine.exact_logprobs = false"
+    if engine.dtype not in has.dtypes:
+        yield f"no engine.dtype = {engine.dtype}: use {' or '.join(has.dtypes)}"
+    if (device := engine.device.partition(":")[0]) not in has.devices:
+        yield f"no engine.device = {device}: use {' or '.join(has.devices)}"

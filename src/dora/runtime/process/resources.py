@@ -1,0 +1,215 @@
+"""CPUs and GPUs of a run's processes: what each one reserves on a Ray cluster, and on which device it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from dora.config.schema import Config
+from dora.errors import ConfigError
+from dora.runtime.process.messages import AuxWorkerSpec, EngineSpec, TrainerSpec
+from dora.runtime.process.stream_workers import ConsumerSpec
+from dora.stream.run_stream import StorageSpec
+
+_ROLES = {
+    EngineSpec: "engine",
+    ConsumerSpec: "rewarder",
+    TrainerSpec: "trainer",
+    AuxWorkerSpec: "trainer",
+    StorageSpec: "storage",
+}
+
+
+@dataclass(frozen=True)
+class ProcessResources:
+    """What a process of a role reserves on a cluster."""
+
+    role: str
+    cpus: float
+    gpus: float = 0.0
+    on_driver_node: bool = False
+
+    @property
+    def ray_resources(self) -> dict[str, float]:
+        """By Ray's names, without those that are zero."""
+        amounts = {"CPU": self.cpus, "GPU": self.gpus}
+        return {name: amount for name, amount in amounts.items() if amount}
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """A bundle of a placement group. It must not be empty, and every node has one byte of memory."""
+        return self.ray_resources or {"memory": 1.0}
+
+
+def run_resources(config: Config) -> list[ProcessResources]:
+    """Of all processes that a run starts with.
+
+    The trainer publishes versions into files that the engines of its node map, and trainer and storage share
+    blocks of memory: both run on the driver's node.
+    """
+    cluster, trainer = config.ray, config.trainer
+    num_trainers = trainer.num_ranks + len({*trainer.aux_workers})
+    of_trainer = ProcessResources(
+        "trainer", cluster.trainer_cpus, float(is_gpu(trainer.device)), on_driver_node=True
+    )
+    return [
+        *[of_trainer] * num_trainers,
+        ProcessResources("storage", 0.0, on_driver_node=True),  # it only keeps an index
+        *[ProcessResources("rewarder", cluster.reward_cpus)] * config.num_reward_workers,
+        *[engine_resources(config)] * (config.num_engines + trainer.elastic),
+    ]
+
+
+def engine_resources(config: Config) -> ProcessResources:
+    """Of each engine."""
+    return ProcessResources("engine", config.ray.engine_cpus, float(is_gpu(config.engine.device)))
+
+
+def total_resources(processes: list[ProcessResources]) -> dict[str, float]:
+    """The sum of all processes, by Ray's names."""
+    total: dict[str, float] = {}
+    for process in processes:
+        for name, amount in process.ray_resources.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+def describe_shortage(processes: list[ProcessResources], cluster: Mapping[str, float]) -> str:
+    """What the processes need and what all nodes of the cluster have together."""
+    needed = total_resources(processes)
+    have = {name: cluster.get(name, 0.0) for name in needed}
+    return f"the cluster has no room for the run, which needs {needed}: all nodes together have {have}"
+
+
+def role_of(spec: Any) -> str | None:
+    """The role of a process, by its spec; None if it always runs beside the driver."""
+    return _ROLES.get(type(spec))
+
+
+def with_reserved_gpu(spec: Any) -> Any:
+    """The spec of an actor: Ray makes only the GPU visible that it has reserved for the actor."""
+    if isinstance(spec, EngineSpec | TrainerSpec | AuxWorkerSpec) and is_gpu(spec.device):
+        return replace(spec, device="cuda:0")
+    return spec
+
+
+def is_gpu(device: str) -> bool:
+    """Whether a configured device is a GPU."""
+    return device != "cpu"
+
+
+@dataclass(frozen=True)
+class DeviceAssignment:
+    """Which process computes on which device, by torch's names, on a machine with `num_gpus` GPUs.
+
+    A configured "cuda:N" is that GPU, and for trainer ranks the first of theirs. For "cuda" the ranks of the
+    trainer get the last GPUs and engines get the others in turn; colocated engines share the trainer's.
+    """
+
+    engine: str
+    trainer: str
+    num_ranks: int
+    num_gpus: int
+    aux: str | None = None
+
+    @classmethod
+    def of(cls, config: Config, num_gpus: int | None = None) -> DeviceAssignment:
+        """`num_gpus`: by default those of this machine, or if it has none as many as the run needs."""
+        engine, trainer = config.engine.device, config.trainer.device
+        num_ranks = config.trainer.num_ranks
+        num_engines = 0 if config.orchestrator.placement == "colocated" else config.num_engines
+        found = torch.cuda.device_count() if num_gpus is None else num_gpus
+        needed = num_ranks * is_gpu(trainer) + num_engines * is_gpu(engine)
+        return cls(engine, trainer, num_ranks, found or needed, config.trainer.aux_device)
+
+    def trainer_device(self, rank: int = 0) -> str:
+        """Where a rank of the trainer computes."""
+        if self.trainer == "cuda":
+            return f"cuda:{max(0, self.num_gpus - self.num_ranks) + rank}"
+        kind, _, number = self.trainer.partition(":")
+        return f"{kind}:{int(number) + rank}" if number else self.trainer
+
+    def aux_device(self) -> str:
+        """Where auxiliary workers compute; by default beside the trainer."""
+        if self.aux is None or (self.aux == "cuda" and is_gpu(self.trainer)):
+            return self.trainer_device()
+        return "cuda:0" if self.aux == "cuda" else self.aux
+
+    def engine_device(self, engine: int, *, is_colocated: bool) -> str:
+        """Where an engine computes; a colocated one shares the device of a trainer rank."""
+        if is_colocated:
+            return self.trainer_device(engine % self.num_ranks)
+        if self.engine != "cuda":
+            return self.engine
+        free = [*range(self.num_gpus)]
+        if self.trainer == "cuda":
+            free = free[: -self.num_ranks] or free
+        elif is_gpu(self.trainer):
+            taken = {self.trainer_device(rank) for rank in range(self.num_ranks)}
+            free = [gpu for gpu in free if f"cuda:{gpu}" not in taken] or free
+        return f"cuda:{free[engine % len(free)]}"
+
+
+def check_devices(config: Config, num_gpus: int | None = None) -> None:
+    """Raises ConfigError if this machine, with `num_gpus` GPUs, cannot provide a configured device."""
+    num_gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
+    configured = {"engine.device": config.engine.device, "trainer.device": config.trainer.device}
+    if config.trainer.aux_device is not None:
+        configured["trainer.aux_device"] = config.trainer.aux_device
+    for key, device in configured.items():
+        if is_gpu(device):
+            _check_exists(key, device, num_gpus)
+    num_ranks, first = config.trainer.num_ranks, config.trainer.device.partition(":")[2] or "0"
+    if is_gpu(config.trainer.device) and int(first) + num_ranks > num_gpus:
+        raise ConfigError(
+            f"trainer.num_ranks = {num_ranks} with trainer.device = {config.trainer.device!r}: each rank "
+            f"needs a GPU of its own, and torch sees {num_gpus} here; lower trainer.num_ranks"
+        )
+    _check_not_shared(config, num_gpus)
+    if is_gpu(config.engine.device) and find_spec("triton") is None:
+        raise ConfigError(
+            f"engine.device = {config.engine.device!r}: engines on a GPU use Triton kernels, and Triton is not "
+            "installed; run pip install triton"
+        )
+
+
+def _check_exists(key: str, device: str, num_gpus: int) -> None:
+    if num_gpus == 0:
+        why = "sees none here" if torch.version.cuda else "is built for CPUs only"
+        raise ConfigError(
+            f"{key} = {device!r}: this needs a GPU, and torch {torch.__version__} {why}; "
+            f"set {key} = cpu, or run on a machine where `dora doctor` lists a GPU"
+        )
+    if device != "cuda" and int(device.removeprefix("cuda:")) >= num_gpus:
+        raise ConfigError(
+            f"{key} = {device!r}: torch sees {num_gpus} GPUs here, cuda:0 to cuda:{num_gpus - 1}; name one "
+            "of them, or 'cuda'"
+        )
+
+
+def _check_not_shared(config: Config, num_gpus: int) -> None:
+    """Raises ConfigError if an engine would use a GPU of the trainer without being configured to share it."""
+    engine, trainer = config.engine.device, config.trainer.device
+    if config.orchestrator.placement == "colocated" or "cuda" not in (engine, trainer):
+        return
+    devices = DeviceAssignment.of(config, num_gpus)
+    of_engines = {devices.engine_device(number, is_colocated=False) for number in range(config.num_engines)}
+    shared = of_engines & {devices.trainer_device(rank) for rank in range(devices.num_ranks)}
+    if shared:
+        raise ConfigError(
+            f"engine.device = {engine!r}, trainer.device = {trainer!r}: with the {num_gpus} GPUs here, "
+            f"engines and the trainer would share {min(shared)} at the same time; set both to 'cuda' and "
+            "orchestrator.placement = colocated, so that they take turns, or name different GPUs"
+        )
+
+
+def use_device(name: str) -> str:
+    """Make this process compute on a device, by torch's name; returns its kind, "cpu" or "cuda"."""
+    kind, _, number = name.partition(":")
+    if number:
+        torch.cuda.set_device(int(number))
+    return kind

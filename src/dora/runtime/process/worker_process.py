@@ -1,0 +1,427 @@
+"""Worker processes: start one, exchange messages with it, detect that it stopped responding, kill it.
+
+Workers of this machine are forked from a server process that has only imported what workers need: they start
+at once and share the memory of the imports. `WorkerMessages.start` decides where a worker runs.
+
+Sending never blocks the driver: each worker has a thread that writes to its channel, so one that hangs
+delays no other. A channel carries lists of messages, because a wake-up costs more than a message.
+"""
+
+from __future__ import annotations
+import contextlib
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Protocol
+import psutil
+from dora.errors import InputError
+from dora.runtime.process.messages import Heartbeat, WorkerCrashed, WorkerExited
+from collections import Counter
+
+
+# One thread per process: with more, workers on the same cores stall one another. Keeping freed memory
+# avoids page faults for the activations of each trainer step.
+WORKER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+if sys.platform == "linux":
+    CONTEXT = multiprocessing.get_context("forkserver")
+else:  # macOS system libraries do not survive a fork
+    CONTEXT = multiprocessing.get_context("spawn")
+
+HEARTBEAT_S = 1.0
+
+
+class Channel(Protocol):
+    """Sends and receives lists of messages. Raises EOFError or OSError once it is closed."""
+
+    def send(self, messages: Any, /) -> None:
+        """Send a list of messages to the other end."""
+
+    def recv(self) -> Any:
+        """Wait for the next list."""
+
+
+class WorkerOutbox:
+    """Sends messages of a worker to the driver, from any of its threads."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+
+    def send(self, *messages: object) -> None:
+        with self._lock:
+            self._channel.send(messages)
+
+    def start_heartbeat(self) -> None:
+        """Send heartbeats from a thread, for a worker whose main thread is busy for long stretches."""
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
+
+    def _send_heartbeats(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.send(Heartbeat())
+                time.sleep(HEARTBEAT_S)
+
+
+class WorkerInbox:
+    """Receives messages of the driver. A thread empties the channel, so the driver's end never fills."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._channel = channel
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def receive(self, timeout_s: float | None = 0.0) -> Iterator[Any]:
+        """Yield all messages that have arrived; wait up to `timeout_s` for the first, None: without limit."""
+        try:
+            yield self._queue.get(timeout=timeout_s) if timeout_s != 0.0 else self._queue.get_nowait()
+            while True:
+                yield self._queue.get_nowait()
+        except queue.Empty:
+            return
+
+    def _read(self) -> None:
+        try:
+            while True:
+                for message in self._channel.recv():
+                    self._queue.put(message)
+        except (EOFError, OSError):
+            os._exit(0)  # the driver has closed the channel or exited
+        except Exception:  # exit: a worker that cannot decode messages must not keep running
+            traceback.print_exc()
+            os._exit(1)
+
+
+Target = Callable[[WorkerOutbox, WorkerInbox, Any], None]
+
+
+def run_target(channel: Channel, target: Target, spec: object) -> None:
+    """Run `target` in a worker process; report an exception to the driver as `WorkerCrashed`."""
+    outbox = WorkerOutbox(channel)
+    try:
+        target(outbox, WorkerInbox(channel), spec)
+    except Exception as error:
+        input_error = str(error) if isinstance(error, InputError) else ""
+        outbox.send(WorkerCrashed(traceback.format_exc(), input_error))
+
+
+def _run_forked(connection: Connection, target: Target, spec: object) -> None:
+    _ignore_sigterm()
+    run_target(connection, target, spec)
+
+
+def preload_workers() -> None:
+    """Start the fork server, which imports what workers need. Without it each worker imports by itself."""
+    if sys.platform == "linux":
+        CONTEXT.set_forkserver_preload(["dora.runtime.process.preload"])
+        with _environment(WORKER_ENV), _signals_blocked():
+            forkserver.ensure_running()
+
+
+class ProcessHandle(Channel, Protocol):
+    """A worker's process, wherever it runs, and the channel to it."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id on its own machine; None until it is known."""
+
+    @property
+    def node(self) -> str:
+        """The machine it runs on; workers of one node share memory. "": the driver's, or unknown."""
+
+    @property
+    def waiting_for(self) -> str:
+        """What must provide a slot before the process can start, as "the cluster"; "" if it need not wait."""
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the process is known to have exited."""
+
+    @property
+    def exit_reason(self) -> str:
+        """Why the process exited; reads as the end of a sentence that begins with the worker's name."""
+
+    def kill(self) -> None:
+        """Kill the process and wait until it has exited."""
+
+
+class ForkedProcess:
+    """A process of this machine behind a pipe."""
+
+    node = waiting_for = ""
+
+    def __init__(self, name: str, target: Target, spec: object) -> None:
+        connection, child_end = CONTEXT.Pipe()
+        with _environment(WORKER_ENV), _signals_blocked():
+            args = (child_end, target, spec)
+            self._process = CONTEXT.Process(target=_run_forked, args=args, name=name, daemon=True)
+            self._process.start()
+        child_end.close()
+        self._connection = connection
+
+    def send(self, messages: Any, /) -> None:
+        self._connection.send(messages)
+
+    def recv(self) -> Any:
+        return self._connection.recv()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def exit_reason(self) -> str:
+        self._process.join(timeout=1.0)
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(timeout=5.0)
+
+
+StartProcess = Callable[[str, Target, Any], ProcessHandle]
+
+
+class WorkerMessages(queue.SimpleQueue[tuple["Worker | None", Any]]):
+    """Messages of all workers of a run, each with its sender; the sender None only wakes the driver up.
+
+    `start` starts the workers' processes.
+    """
+
+    def __init__(self, start: StartProcess = ForkedProcess) -> None:
+        super().__init__()
+        self.start = start
+
+
+class Worker:
+    """A worker process as the driver sees it. Two threads serve its channel."""
+
+    def __init__(self, name: str, target: Target, spec: object, messages: WorkerMessages) -> None:
+        """Start `target(outbox, inbox, spec)` in a new process; both must be picklable.
+
+        What the worker sends is put into `messages`; `WorkerExited` comes last.
+        """
+        self.name = name
+        self._process = messages.start(name, target, spec)
+        self.last_message_s = time.monotonic()
+        self.traceback = ""  # of the exception that ended it
+        self.input_error = ""  # the message, if that exception is an InputError
+        self._messages = messages
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._write, daemon=True).start()
+
+    def send(self, message: object) -> None:
+        """Queue a message. A message to a process that has exited is lost."""
+        self._outbox.put(message)
+
+    def has_timed_out(self, timeout_s: float) -> bool:
+        """Whether the last message is older than `timeout_s`."""
+        return time.monotonic() - self.last_message_s > timeout_s
+
+    @property
+    def pid(self) -> int | None:
+        """Process id on its own machine; None until it is known."""
+        return self._process.pid
+
+    @property
+    def node(self) -> str:
+        """See `ProcessHandle`."""
+        return self._process.node
+
+    @property
+    def waiting_for(self) -> str:
+        """See `ProcessHandle`."""
+        return self._process.waiting_for
+
+    @property
+    def start_delay_reason(self) -> str:
+        """What to append to a message that the worker has not started in time."""
+        return f": {self.waiting_for} has no free slot for it" if self.waiting_for else ""
+
+    @property
+    def is_alive(self) -> bool:
+        """False once its process is known to have exited."""
+        return self._process.is_alive
+
+    @property
+    def exit_reason(self) -> str:
+        """A sentence about a worker that has exited."""
+        if self.traceback:
+            return f"{self.name} failed: {self.traceback.strip().splitlines()[-1]}"
+        return f"{self.name} {self._process.exit_reason}"
+
+    def kill(self) -> None:
+        """Kill the process and wait until it has exited."""
+        self._outbox.put(None)
+        self._process.kill()
+
+    def _read(self) -> None:
+        """A process that is killed while it sends leaves a partial message: the channel counts as closed."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                messages = self._process.recv()
+                self.last_message_s = time.monotonic()
+                for message in messages:
+                    if isinstance(message, WorkerCrashed):
+                        self.traceback, self.input_error = message.traceback, message.input_error
+                    elif not isinstance(message, Heartbeat):
+                        self._messages.put((self, message))
+        self._messages.put((self, WorkerExited()))
+
+    def _write(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                messages = [self._outbox.get()]
+                while not self._outbox.empty():
+                    messages.append(self._outbox.get())
+                if None in messages:  # `kill` was called
+                    return
+                self._process.send(messages)
+
+
+class WorkerState(NamedTuple):
+    """A worker for status displays: whether it is ready, its timeout, what it is doing."""
+
+    worker: Worker
+    is_ready: bool
+    timeout_s: float
+    activity: str = ""
+
+    def to_json(self, now_s: float) -> dict[str, Any]:
+        """`now_s` is time.monotonic()."""
+        silent_s, waiting_for = max(0.0, now_s - self.worker.last_message_s), self.worker.waiting_for
+        activity = (
+            self.activity if self.is_ready else f"waiting for {waiting_for}" if waiting_for else "starting"
+        )
+        return {
+            "name": self.worker.name,
+            "pid": self.worker.pid,
+            "node": self.worker.node[:8],
+            "last_message_s": round(silent_s, 3),
+            "timeout_s": self.timeout_s,
+            "activity": activity,
+        }
+
+
+def receive(messages: WorkerMessages, timeout_s: float) -> Iterator[tuple[Worker | None, Any]]:
+    """Yield all messages that have arrived; wait up to `timeout_s` for the first."""
+    try:
+        yield messages.get(timeout=timeout_s)
+        while True:
+            yield messages.get_nowait()
+    except queue.Empty:
+        return
+
+
+def cpu_s() -> float:
+    """CPU seconds used so far by this process and its running children."""
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Processes started inside ignore Ctrl-C and SIGTERM, which a terminal or a batch system sends to a whole
+    process group: the driver handles them, and may have to save a checkpoint first.
+    """
+    resource_tracker.ensure_running()  # started by the first process otherwise, and it unblocks the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _ignore_sigterm() -> None:
+    """Ignore SIGTERM with a handler, which child processes do not inherit, as they would a blocked signal:
+    programs that an environment or a reward function starts can be terminated.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.siginterrupt(signal.SIGTERM, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes started inside; torch reads them when it loads."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+# === dora.runtime.process.worker_process: Which lost engines are started again, and when: soon at first, and ever later while nothing gets better.
+# 
+# An engine stands in a place: the one it was started in, or that of the engine it takes over from. Each place
+# has so many restarts, and has all of them again once an engine has stayed there. The trainer has a place, too.
+
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart: twice as long each time
+STABLE_UPTIME_S = 300.0  # an engine that lived for so long was well
+RESET_FACTOR = 4.0  # one that lived for so many times the wait before it: the next wait is the first again
+
+
+class RestartPolicy:
+    """Times are those of `time.monotonic`."""
+
+    def __init__(self, max_restarts: int) -> None:
+        """`most` restarts of each place in a row; 0: none."""
+        self.max_restarts = max_restarts
+        self.due_s: dict[int, float] = {}  # lost engine -> when another takes its place
+        self._num: Counter[int] = Counter()  # place -> restarts in a row
+        self._wait_s: dict[int, float] = {}  # place -> before the last one
+
+    def on_lost(
+        self, worker: int, slot: int, uptime_s: float, now_s: float, *, made_progress: bool = False
+    ) -> float | None:
+        """How long its place stays empty (s); None: for ever. Who `got_on` was worth the wait before it."""
+        if uptime_s >= STABLE_UPTIME_S:
+            del self._num[slot]
+        if self._num[slot] >= self.max_restarts:
+            return None
+        before_s = self._wait_s.get(slot, 0.0)
+        is_worth_it = made_progress or uptime_s >= RESET_FACTOR * before_s
+        wait_s = FIRST_DELAY_S if is_worth_it else min(MAX_DELAY_S, 2 * before_s)
+        self._wait_s[slot] = wait_s
+        self._num[slot] += 1
+        self.due_s[worker] = now_s + wait_s
+        return wait_s
+
+    def pop_due(self, now_s: float) -> list[int]:
+        """The lost engines whose places are to be filled now; they are named once."""
+        due = [engine for engine, due_s in self.due_s.items() if due_s <= now_s]
+        for engine in due:
+            del self.due_s[engine]
+        return due

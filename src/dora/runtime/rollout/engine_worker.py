@@ -1,0 +1,287 @@
+"""The process of an inference engine: a loop over the driver's messages, weight loads and decode steps.
+
+Heavy imports are inside functions, because the driver imports this module too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dora.engine.interface import InferenceEngine, RecomputesKV
+from dora.engine.messages import SupportsEpisodes, SupportsMigration
+from dora.engine.request import EngineError
+from dora.metrics.rollout import EngineUsage
+from dora.runtime.process import messages as m
+from dora.runtime.process.worker_process import HEARTBEAT_S, WorkerInbox, WorkerOutbox
+from dora.weights.store import Prefetcher, VersionSource, WeightStore
+
+if TYPE_CHECKING:
+    from dora.engine.engine import Engine
+
+IDLE_WAIT_S = 0.25  # for a message, without any work
+POLL_WAIT_S = 0.001  # for a message, while only migrations or a weight load are in progress
+
+
+def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> None:
+    """Run an engine until `Shutdown`: handle messages, advance loads and migrations, step."""
+    import torch
+
+    torch.set_num_threads(1)
+    engine = build_engine(spec)
+    loader = _make_weight_loader(engine, spec)
+    migrating = engine if isinstance(engine, SupportsMigration) else None
+    multi_turn = engine if isinstance(engine, SupportsEpisodes) else None
+    outbox.send(_ready_message(engine, spec))
+    at_start = _usage(engine)
+    reports = _reports(engine, at_start)
+    while True:
+        is_polling = loader.is_busy or (migrating is not None and migrating.num_migrations > 0)
+        wait_s = 0.0 if engine.can_step else POLL_WAIT_S if is_polling else IDLE_WAIT_S
+        replies: list[object] = []
+        for message in inbox.receive(wait_s):
+            if isinstance(message, m.Shutdown):
+                return
+            if (reply := _handle(engine, loader, message)) is not None:
+                replies.append(reply)
+        replies += loader.poll()
+        if migrating and migrating.num_migrations:
+            replies += migrating.poll_migrations()
+        if replies:
+            outbox.send(*replies)
+        if engine.can_step and (completions := engine.step()):
+            outbox.send(m.RequestsCompleted(completions, _usage(engine).since(at_start)))
+        if multi_turn and (turns := multi_turn.pop_finished_turns()):
+            outbox.send(m.TurnsCompleted(turns))
+        if (report := next(reports)) is not None:
+            outbox.send(report)
+
+
+def build_engine(spec: m.EngineSpec) -> InferenceEngine:
+    """The engine of a spec. Requests cannot migrate between engines on a GPU, whose KV is private."""
+    if spec.backend is not None:
+        from dora.runtime.process import backends
+
+        return backends.make_engine(spec)
+    from dora.data.tokenizer import Tokenizer
+    from dora.engine.episodes import EpisodeEngine
+    from dora.engine.kv_transfer.engine import MigratingEngine
+    from dora.model.pretrained import load_config
+    from dora.runtime.process.resources import use_device
+
+    make: Callable[..., EpisodeEngine] = partial(MigratingEngine, pool=spec.pool)
+    if spec.host is not None:
+        from dora.runtime.process.remote_kv import RemoteKVTransport
+
+        make = partial(make, transport=RemoteKVTransport(spec.broker), clock=time.time)
+    device = use_device(spec.device)
+    if spec.inflight_update is not None:
+        from dora.engine.inflight_update import InflightUpdateEngine
+
+        make = partial(InflightUpdateEngine, device=device, keeps_kv=spec.inflight_update == "inflight")
+    elif device != "cpu":
+        make = partial(EpisodeEngine, device=device)
+    return make(
+        load_config(spec.model),
+        max_rows=spec.max_rows,
+        max_context=spec.max_context,
+        version_slots=spec.version_slots,
+        num_blocks=spec.num_kv_blocks,
+        kernels=spec.kernels,
+        pace_s=spec.pace_s,
+        detokenize=Tokenizer(spec.model).decode if spec.reads_text else None,
+        returns_routes=spec.returns_routes,
+        exact=spec.exact,
+        dtype=spec.dtype,
+    )
+
+
+def _make_weight_loader(engine: InferenceEngine, spec: m.EngineSpec) -> WeightLoader:
+    store = spec.remote_weights or WeightStore(spec.weights, spec.dtype)
+    prefetcher = Prefetcher(store, spec.device != "cpu") if spec.prefetches_weights else None
+    return WeightLoader(engine, store, prefetcher)
+
+
+def _ready_message(engine: InferenceEngine, spec: m.EngineSpec) -> m.WorkerReady:
+    """Starts to serve the engine's KV to other machines, if the run has any."""
+    from dora.engine.kv_transfer.engine import MigratingEngine
+    from dora.runtime.process.remote_kv import KVPoolServer
+
+    if not isinstance(engine, MigratingEngine):
+        return m.WorkerReady(engine.kernels)
+    address = None if spec.host is None else KVPoolServer(spec.host, engine.blocks).address
+    return m.WorkerReady(engine.kernels, spec.pool, address)
+
+
+def _handle(engine: InferenceEngine, loader: WeightLoader, message: Any) -> object | None:
+    """Handle a message of the driver; returns the reply, if there is one at once."""
+    match message:
+        case m.PrefetchWeights(version):
+            loader.prefetch(version)
+        case m.LoadWeights(version):
+            loader.load(version)
+        case m.DropWeights(version):
+            loader.drop(version)
+        case m.SubmitRequests(requests):
+            loader.wait_for({request.version for request in requests})
+            try:
+                engine.submit(requests)
+            except EngineError as error:
+                return m.RequestsRejected(error.rejected)
+        case m.AbortRequests(requests):
+            return m.RequestsAborted(engine.abort(requests))
+        case m.ReserveMigration() | m.StartExport() | m.CancelMigration():
+            return _handle_migration(engine, message)
+        case m.ContinueEpisode() | m.EndEpisode() | m.FailRequest():
+            return _handle_episode(engine, message)
+        case m.SetDecodeOnly(ids):
+            engine.decode_only(ids)
+        case m.PauseDecoding():
+            engine.pause()
+            return m.DecodingPaused()
+        case m.ResumeDecoding():
+            engine.resume()
+    return None
+
+
+def _handle_migration(
+    engine: InferenceEngine, message: m.ReserveMigration | m.StartExport | m.CancelMigration
+) -> object | None:
+    assert isinstance(engine, SupportsMigration), f"{message} for an engine without migrations"
+    match message:
+        case m.ReserveMigration():
+            return engine.reserve_migration(message)
+        case m.StartExport():
+            return engine.start_export(message)
+        case m.CancelMigration(migration_id):
+            engine.cancel_migration(migration_id)
+    return None
+
+
+def _handle_episode(
+    engine: InferenceEngine, message: m.ContinueEpisode | m.EndEpisode | m.FailRequest
+) -> m.RequestsRejected | None:
+    """A request that cannot continue is aborted, and its rejection returned."""
+    assert isinstance(engine, SupportsEpisodes), f"{message} for an engine without episodes"
+    try:
+        match message:
+            case m.ContinueEpisode(request_id, token_ids):
+                engine.continue_episode(request_id, token_ids)
+            case m.EndEpisode(request_id):
+                engine.end_episode(request_id)
+            case m.FailRequest(_, reason):
+                raise EngineError(reason)
+    except EngineError as error:
+        engine.abort([message.request_id])
+        return m.RequestsRejected({message.request_id: str(error)})
+    return None
+
+
+def _usage(engine: InferenceEngine) -> EngineUsage:
+    """The engine's counters, by its own clock."""
+    return EngineUsage(engine.busy_row_s, time.perf_counter())
+
+
+def _reports(engine: InferenceEngine, at_start: EngineUsage) -> Iterator[m.EngineReport | None]:
+    """Yield a report every HEARTBEAT_S, else None. Usage counts from `at_start`."""
+    next_s, num_decoded, busy_row_s = 0.0, 0, 0.0
+    while True:
+        if time.monotonic() < next_s:
+            yield None
+            continue
+        next_s = time.monotonic() + HEARTBEAT_S
+        num_new_tokens, new_busy_row_s = engine.num_decoded - num_decoded, engine.busy_row_s - busy_row_s
+        num_decoded, busy_row_s = engine.num_decoded, engine.busy_row_s
+        row_tokens_per_s = num_new_tokens / new_busy_row_s if num_new_tokens else 0.0
+        num_recomputed = engine.num_recomputed if isinstance(engine, RecomputesKV) else 0
+        usage = _usage(engine).since(at_start)
+        yield m.EngineReport(engine.progress(), usage, row_tokens_per_s, engine.kv_usage, num_recomputed)
+
+
+class _PendingLoad(NamedTuple):
+    """A version whose bytes are in the engine and whose digest is being computed."""
+
+    engine: Engine
+    version: int
+    digest: Future[str]
+    stop_s: float  # how long decoding paused
+
+
+class WeightLoader:
+    """Loads and drops versions of one engine in the order of the driver's messages.
+
+    With a `Prefetcher` a version is copied from host memory, so decoding pauses for one copy only. A thread
+    computes the digest of the engine's bytes, and the version takes requests once that is known.
+    """
+
+    def __init__(
+        self, engine: InferenceEngine, store: VersionSource, prefetcher: Prefetcher | None = None
+    ) -> None:
+        self._engine, self._store, self._prefetcher = engine, store, prefetcher
+        self._pending: _PendingLoad | None = None
+        self._replies: list[object] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a load has begun and is not finished."""
+        return self._pending is not None
+
+    def prefetch(self, version: int) -> None:
+        """Copy a published version to host memory, because it may have to be loaded."""
+        if self._prefetcher is not None:
+            self._prefetcher.prefetch(version)
+
+    def load(self, version: int) -> None:
+        """Begin to load a version; `poll` returns the reply."""
+        self._finish()
+        was_decoding, start_s = self._engine.can_step, time.perf_counter()
+        try:
+            digest = self._copy(version)
+        except (EngineError, OSError, RuntimeError) as error:  # torch cannot map a damaged file
+            self._replies.append(m.LoadRejected(version, str(error)))
+            return
+        stop_s = time.perf_counter() - start_s if was_decoding else 0.0
+        if isinstance(digest, str):
+            self._replies.append(m.WeightsLoaded(version, digest, stop_s))
+        else:
+            self._pending = digest._replace(stop_s=stop_s)
+
+    def drop(self, version: int) -> None:
+        """Unload a version, if it is loaded."""
+        self.wait_for({version})
+        if version in self._engine.versions:
+            self._engine.drop(version)
+
+    def wait_for(self, versions: Container[int]) -> None:
+        """Finish the load in progress if it is of one of these versions."""
+        if self._pending is not None and self._pending.version in versions:
+            self._finish()
+
+    def poll(self) -> list[object]:
+        """New replies: `WeightsLoaded` or `LoadRejected` for each load."""
+        if self._pending is not None and self._pending.digest.done():
+            self._finish()
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _copy(self, version: int) -> str | _PendingLoad:
+        """The digest, if the load is finished at once, as without prefetching and for other backends."""
+        from dora.engine.engine import Engine
+
+        if self._prefetcher is None:
+            return self._engine.load(version, self._store.fetch(version))
+        source = self._prefetcher.fetch(version)
+        if not isinstance(self._engine, Engine):
+            return self._engine.load(version, source)
+        digest = self._prefetcher.digest(self._engine.copy_to_slot(version, source))
+        return _PendingLoad(self._engine, version, digest, stop_s=0.0)
+
+    def _finish(self) -> None:
+        """Wait for the digest of the load in progress, and activate its version."""
+        if self._pending is None:
+            return
+        (engine, version, digest, stop_s), self._pending = self._pending, None
+        self._replies.append(m.WeightsLoaded(version, engine.activate(version, digest.result()), stop_s))

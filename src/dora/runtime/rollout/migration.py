@@ -1,0 +1,180 @@
+"""The driver's side of live migrations: forwards messages between two engines and reports how each ended.
+
+The engines decide by one atomic rename which of them owns the request (`dora.engine.kv_transfer.handoff`).
+Once neither of them can rename the file any more, its name tells how the migration has ended. The
+orchestrator gets exactly one event about each migration, whichever process crashes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dora.core.actions import Migrate
+from dora.core.events import Event, Migrated, MigrationFailed, RequestFailed, RequestFinished
+from dora.core.types import RequestId
+from dora.engine.kv_transfer.handoff import MigrationFiles
+from dora.engine.messages import MigrationReply
+from dora.engine.request import Request
+from dora.runtime.process import messages as m
+
+
+@dataclass
+class MigrationInProgress:
+    """A migration. A side is open from its first message to its last reply, or until its engine is lost."""
+
+    id: int
+    action: Migrate
+    carries_kv: bool
+    is_destination_open: bool = True
+    is_source_open: bool = False
+    imported: m.ImportFinished | None = None
+    failure: str = ""  # the first reason to give up
+    delayed_events: list[Event] = field(default_factory=list)  # reported after the migration's own event
+
+    @property
+    def is_finished(self) -> bool:
+        return not (self.is_source_open or self.is_destination_open)
+
+    def involves(self, engine: int) -> bool:
+        return engine in (self.action.source, self.action.destination)
+
+
+class Migrations:
+    """Executes `Migrate` actions."""
+
+    def __init__(
+        self,
+        folder: Path,
+        lease_s: float,
+        events: deque[Event],
+        send: Callable[[int, object], bool],
+        reported_length: Callable[[RequestId], int],
+    ) -> None:
+        """`folder` gets the files of migrations. A side that copies nothing for `lease_s` gives up.
+
+        `send(engine, message)` returns False if the engine is lost. `reported_length` is the last reported
+        length of an unfinished answer, in tokens.
+        """
+        self._folder, self._lease_s, self._events = folder, lease_s, events
+        self._send, self._reported_length = send, reported_length
+        self._num_started = 0
+        self.in_progress: dict[int, MigrationInProgress] = {}
+
+    def start(self, action: Migrate, request: Request, source_pool: Any) -> None:
+        """Ask the destination to reserve a row; `source_pool` as in `ReserveMigration`, None: token-only."""
+        migration = MigrationInProgress(self._num_started, action, carries_kv=source_pool is not None)
+        self._num_started += 1
+        message = m.ReserveMigration(migration.id, request, source_pool, self._folder, self._lease_s)
+        if self._send(action.destination, message):
+            self.in_progress[migration.id] = migration
+        else:
+            self.reject(action)
+
+    def reject(self, action: Migrate) -> None:
+        """Fail a migration that cannot start because one of its engines is lost."""
+        # Before all queued events: the loss of that engine may be among them.
+        self._events.appendleft(_failed(action, "an engine is lost"))
+
+    def on_reply(self, reply: MigrationReply) -> None:
+        """Handle a reply of one side. A reply about a finished migration is ignored."""
+        migration = self.in_progress.get(reply.migration_id)
+        if migration is None:
+            return
+        match reply:
+            case m.MigrationReserved():
+                self._start_export(migration, reply)
+            case m.ImportFinished():
+                migration.is_destination_open, migration.imported = False, reply
+            case m.ImportFailed(_, reason):
+                migration.is_destination_open = False
+                self._cancel(migration, reason)
+            case m.ExportFinished():
+                migration.is_source_open = False
+            case m.ExportFailed(_, reason):
+                migration.is_source_open = False
+                self._cancel(migration, reason)
+        self._report_if_finished(migration)
+
+    def on_engine_lost(self, engine: int) -> None:
+        """The process of `engine` has exited: cancel its migrations on the other side."""
+        for migration in [each for each in self.in_progress.values() if each.involves(engine)]:
+            if engine == migration.action.destination:
+                migration.is_destination_open = False
+            else:
+                migration.is_source_open = False
+            self._cancel(migration, f"engine {engine} is lost")
+            self._report_if_finished(migration)
+
+    def report(self, event: Event) -> None:
+        """Queue an event of an engine; one about a request that it just imported only after `Migrated`.
+
+        `Migrated` waits until the source has replied, so that actions which follow find its row free.
+        """
+        if isinstance(event, RequestFinished | RequestFailed):
+            for migration in self.in_progress.values():
+                if (migration.action.request, migration.action.destination) == (event.request, event.engine):
+                    migration.delayed_events.append(event)
+                    return
+        self._events.append(event)
+
+    def is_involved(self, engine: int) -> bool:
+        """Whether a migration from or to `engine` is in progress."""
+        return any(migration.involves(engine) for migration in self.in_progress.values())
+
+    def _start_export(self, migration: MigrationInProgress, reply: m.MigrationReserved) -> None:
+        if migration.failure:
+            return
+        message = m.StartExport(
+            migration.id,
+            migration.action.request,
+            self._folder,
+            reply.num_cached_blocks,
+            reply.cached_prefix_hash,
+            self._lease_s,
+            migration.carries_kv,
+        )
+        migration.is_source_open = self._send(migration.action.source, message)
+
+    def _cancel(self, migration: MigrationInProgress, reason: str) -> None:
+        """One side has ended: cancel the other, which replies."""
+        migration.failure = migration.failure or reason
+        if migration.is_destination_open:
+            self._send(migration.action.destination, m.CancelMigration(migration.id))
+        if migration.is_source_open:
+            self._send(migration.action.source, m.CancelMigration(migration.id))
+
+    def _report_if_finished(self, migration: MigrationInProgress) -> None:
+        """Report the outcome, which is the file's name, once no side can rename the file any more."""
+        if not migration.is_finished:
+            return
+        files = MigrationFiles(self._folder, migration.id)
+        outcome = (
+            self._migrated(migration) if files.is_imported else _failed(migration.action, migration.failure)
+        )
+        self._events.extend([outcome, *migration.delayed_events])
+        del self.in_progress[migration.id]
+        files.remove()
+
+    def _migrated(self, migration: MigrationInProgress) -> Migrated:
+        action, imported = migration.action, migration.imported
+        if imported is None:  # the destination crashed between the rename and its reply
+            length = self._reported_length(action.request)
+            imported = m.ImportFinished(migration.id, action.request, length, 0, 0.0, 0.0)
+        return Migrated(
+            action.request,
+            action.source,
+            action.destination,
+            imported.num_tokens,
+            imported.num_bytes,
+            imported.copy_s,
+            imported.stop_s,
+            imported.num_prefilled,
+        )
+
+
+def _failed(action: Migrate, reason: str) -> MigrationFailed:
+    return MigrationFailed(action.request, action.source, action.destination, reason)

@@ -1,0 +1,502 @@
+"""Whether model, tokenizer and critic fit each other and the configuration.
+
+All of it is asked before anything is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+
+from dora.config.schema import Config
+from dora.config.validate import check_context
+from dora.core.types import AdaptiveStalenessRule, EvaluationRule, GroupId, Limits, RequestId
+from dora.data import gcd
+from dora.data.chat import ChatTemplate, PromptEncoder
+from dora.data.dataset import Cursor, Dataset, GrowingDataset
+from dora.data.tokenizer import Tokenizer
+from dora.engine.block_manager import BLOCK_SIZE, num_blocks_for
+from dora.engine.decode_batch import MAX_STOP_IDS
+from dora.engine.kernels.workspace import DTYPES
+from dora.engine.request import Request, SamplingParams
+from dora.errors import ConfigError, ModelError
+from dora.metrics.writer import check_trackers
+from dora.model.config import ModelConfig
+from dora.model.pretrained import check_pretrained, load_config
+from dora.runtime.process import launcher
+from dora.runtime.process.messages import CriticSpec, EngineSpec, TrainerSpec
+from dora.runtime.process.resources import DeviceAssignment, is_gpu
+from dora.stream.storage import SEGMENT_BYTES
+from dora.trainer.critic import CriticSettings
+from dora.trainer.lora import LoraSettings
+from dora.trainer.recipe import Correction
+from dora.trainer.advantage import AdvantageSettings
+from dora.trainer.trainer import TrainerSettings
+
+
+def check_tokenizer(folder: Path, tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """Raises ModelError where tokenizer and model do not fit."""
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ModelError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is "
+            f"{model.vocab_size}; use the tokenizer the model was made with"
+        )
+    if len(tokenizer.stop_ids) > MAX_STOP_IDS:
+        raise ModelError(
+            f"{folder}: {len(tokenizer.stop_ids)} end tokens; engines know at most {MAX_STOP_IDS}; "
+            "shorten eos_token_id in generation_config.json"
+        )
+
+
+def check_critic(config: Config, policy: ModelConfig) -> None:
+    """Raises InputError for a critic that cannot read what the policy writes."""
+    folder = Path(config.critic.path or "")
+    critic = load_config(folder)
+    check_pretrained(folder)
+    if critic.vocab_size != policy.vocab_size or critic.max_position_embeddings < config.max_sequence_length:
+        raise ConfigError(
+            f"critic.path = {config.critic.path!r}: it has a vocab_size of {critic.vocab_size} and "
+            f"{critic.max_position_embeddings} positions, and needs {policy.vocab_size} and "
+            f"{config.max_sequence_length}; take a model of the policy's family, or remove critic.path"
+        )
+
+
+def check_fit(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> None:
+    """Raises ConfigError for settings that this model cannot follow."""
+    check_context(config, model.max_position_embeddings)
+    needed = (
+        num_blocks_for(config.max_sequence_length) + 1
+    )  # the block that a prompt ends in is kept beside its copy
+    if config.engine.num_kv_blocks is not None and config.engine.num_kv_blocks < needed:
+        raise ConfigError(
+            f"engine.num_kv_blocks = {config.engine.num_kv_blocks}: the longest answer with its prompt, "
+            f"{config.max_sequence_length} tokens, takes {needed}; raise it, or lower data.max_prompt_length or "
+            "sampling.max_response_length"
+        )
+    stop_ids, num_own = config.sampling.stop_token_ids, len(tokenizer.stop_ids)
+    unknown = [i for i in stop_ids if i >= model.vocab_size]
+    if unknown:
+        raise ConfigError(
+            f"sampling.stop_token_ids = {stop_ids}: {unknown[0]} is no token, the model's vocab_size is "
+            f"{model.vocab_size}; remove it"
+        )
+    if num_own + len(stop_ids) > MAX_STOP_IDS:
+        raise ConfigError(
+            f"sampling.stop_token_ids = {stop_ids}: with the model's {num_own} end tokens they are "
+            f"{num_own + len(stop_ids)}; engines know at most {MAX_STOP_IDS}; name fewer"
+        )
+    in_mixtures = {"gate_proj", "up_proj", "down_proj"} & {*config.trainer.lora_targets}
+    if config.trainer.lora_rank and model.moe_layers and in_mixtures:
+        raise ConfigError(
+            f"trainer.lora_targets names {', '.join(sorted(in_mixtures))}: experts of a mixture have no "
+            "adapters; name those of attention only"
+        )
+    if config.trainer.routing_replay and not model.moe_layers:
+        raise ConfigError(
+            f"trainer.routing_replay = true: no layer of this {model.model_type} model is a mixture of "
+            "experts, so there are no routes to replay; remove it"
+        )
+
+
+# === dora.runtime.run_setup: Where the prompts of a run come from: those it trains on, and those held out.
+#
+# The built-in task gcd has both.
+
+PUT_PROMPTS = "prompts.jsonl"  # in the run's folder
+
+
+def template_of(config: Config) -> ChatTemplate | None:
+    """How conversations become text; None: prompts are texts."""
+    if not config.data.chat_template:
+        return None
+    return ChatTemplate(Path(config.model.path), config.data.system_prompt)
+
+
+def training_prompts(config: Config, out: Path) -> Dataset:
+    """All rows of data.path, or what was put into the run's folder through its service. Raises DataError."""
+    if config.data.path == "service":
+        return GrowingDataset(out / PUT_PROMPTS, config.data.prompt_key, fsync=config.journal.fsync)
+    if config.data.path == "gcd":
+        return Dataset(gcd.training_rows(), "prompt", "the built-in task gcd")
+    return Dataset.from_path(Path(config.data.path), config.data.prompt_key, config.data.split)
+
+
+def held_out_prompts(config: Config) -> Dataset | None:
+    """The first `eval.num_prompts` rows of eval.path; None: no evaluation. Raises DataError."""
+    path, num_prompts = config.eval.path, config.eval.num_prompts
+    if num_prompts == 0 or path is None:
+        return None
+    if path == "gcd":
+        return Dataset(gcd.held_out_rows(), "prompt", "the held-out part of gcd").head(num_prompts)
+    return Dataset.from_path(Path(path), config.data.prompt_key, config.eval.split).head(num_prompts)
+
+
+# === dora.runtime.run_setup: A run as its processes need it: everything the configuration names, loaded and
+# checked.
+#
+# Nothing has been started and nothing written when a plan is made, so bad input costs nothing.
+
+NO_END = 2**31  # rows of a dataset that grows, as its cursor counts them
+HEADER_BYTES = 2**24  # of a safetensors file, at most: names and shapes
+COLUMNS_OF = {"reference": "reference", "proximal": "proximal", "critic": "values"}  # of trainer.aux_workers
+_ANSWER_BYTES = 9  # of a token in the sample stream: its id, its log-prob, whether it was drawn
+GREEDY = 0  # the sibling of a held-out prompt that is answered so, if one is
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What a run will do. Token ids of prompts are made when they are first needed."""
+
+    config: Config
+    out: Path
+    model: ModelConfig
+    num_parameters: int
+    tokenizer: Tokenizer
+    prompts: PromptEncoder
+    dataset: Dataset
+    held_out: Dataset | None
+
+    @classmethod
+    def make(cls, config: Config, out: Path) -> RunSetup:
+        """Load and check what the configuration names. Raises InputError."""
+        folder = Path(config.model.path)
+        model = load_config(folder)
+        tokenizer = Tokenizer(folder)
+        check_tokenizer(folder, tokenizer, model)
+        check_fit(config, tokenizer, model)
+        check_trackers(config.metrics.report_to)
+        launcher.check_ray_config(config)
+        numel = check_pretrained(folder)
+        if config.critic.path is not None:
+            check_critic(config, model)
+        prompts = PromptEncoder(tokenizer, template_of(config))
+        training, held_out = training_prompts(config, out), held_out_prompts(config)
+        plan = cls(config, out, model, numel, tokenizer, prompts, training, held_out)
+        for dataset in filter(None, (plan.dataset, plan.held_out)):
+            plan.check_lengths(dataset)
+        return plan
+
+    def check_lengths(self, dataset: Dataset) -> None:
+        """Raises DataError for a prompt that the policy cannot be asked."""
+        dataset.check_prompt_lengths(
+            lambda prompt: len(self.prompts.encode(prompt)), self.config.data.max_prompt_length
+        )
+
+    @cached_property
+    def limits(self) -> Limits:
+        """What the orchestrator must keep."""
+        config = self.config
+        rules = config.orchestrator
+        batches_per_version = {"sync": 1, "one_step": 1, "drain": rules.batches_per_version}
+        return Limits(
+            num_steps=config.run.steps,
+            batch_size=config.trainer.batch_size,
+            group_size=config.sampling.group_size,
+            max_staleness=rules.max_staleness,
+            filter_groups=config.algorithm.filter_groups,
+            batches_per_version=batches_per_version.get(rules.update_policy),
+            slack=rules.slack,
+            weight_sync_interval=rules.weight_sync_interval,
+            defers_loads=config.weights.load == "deferred",
+            skip_below_kl=config.weights.skip_below_kl,
+            is_static=config.has_static_placement,
+            breaks_c1=config.breaks_c1,
+            balance_running=rules.balance_running,
+            prioritize_stragglers=rules.prioritize_stragglers,
+            rebalance_interval_s=rules.rebalance_interval_s,
+            kv_watermark=rules.kv_watermark,
+            evaluation=self.evaluation if config.eval.every else None,
+            adaptive_staleness=AdaptiveStalenessRule(rules.min_ess, rules.max_kl, rules.staleness_window)
+            if rules.staleness_mode == "adaptive"
+            else None,
+        )
+
+    @property
+    def evaluation(self) -> EvaluationRule | None:
+        """How many answers to how many held-out prompts; None: no evaluation."""
+        if self.held_out is None:
+            return None
+        settings = self.config.eval
+        num_answers = settings.num_samples + settings.greedy
+        return EvaluationRule(settings.every or self.config.run.steps, len(self.held_out), num_answers)
+
+    def is_recorded(self, group: GroupId) -> bool:
+        """Whether the journal tells of it: not of evaluations before and after training."""
+        return not group.is_held_out or 0 < -1 - group.epoch < self.config.run.steps
+
+    @property
+    def advantage_settings(self) -> AdvantageSettings:
+        """How rewards become advantages."""
+        algorithm = self.config.algorithm
+        return AdvantageSettings(
+            algorithm.adv_estimator,
+            self.config.sampling.max_response_length,
+            algorithm.overlong_buffer_tokens,
+            algorithm.overlong_penalty,
+            is_paired=algorithm.policy_loss == "online_dpo",
+        )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What stations beside the trainer make of each answer."""
+        stations = self.config.trainer.aux_workers
+        return tuple(COLUMNS_OF[name] for name in COLUMNS_OF if name in stations)
+
+    @property
+    def lora(self) -> LoraSettings | None:
+        """The adapters that are trained, if it is them."""
+        trainer = self.config.trainer
+        if not trainer.lora_rank:
+            return None
+        return LoraSettings(trainer.lora_rank, trainer.lora_alpha, tuple(trainer.lora_targets))
+
+    @cached_property
+    def devices(self) -> DeviceAssignment:
+        """Which process computes where."""
+        return DeviceAssignment.of(self.config)
+
+    @property
+    def num_engines(self) -> int:
+        """Engine processes at the start; the last one is the trainer's, if it is elastic."""
+        return self.config.num_engines + self.config.trainer.elastic
+
+    def is_colocated(self, engine: int) -> bool:
+        """Whether an engine shares its device with the trainer, and so rests while that one works."""
+        is_lent = self.config.trainer.elastic and engine == self.config.num_engines
+        return is_lent or self.config.orchestrator.placement == "colocated"
+
+    @property
+    def weights_bytes(self) -> int:
+        """Most bytes the weight store holds: every pinned version, the newest and one being written."""
+        return self.version_bytes * (self.config.max_live_versions + 2)
+
+    @property
+    def version_bytes(self) -> int:
+        """A version as it is published, and as engines hold it."""
+        return self.num_parameters * self._itemsize
+
+    @property
+    def upload_bytes(self) -> int:
+        """Most bytes of a file with all tensors in fp32, with a copy of a tied embedding, and a header."""
+        return 4 * (self.num_parameters + self.model.vocab_size * self.model.hidden_size) + HEADER_BYTES
+
+    @property
+    def _itemsize(self) -> int:
+        """Bytes of a number in engines."""
+        return DTYPES[self.config.engine.dtype].itemsize
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV of one engine: by itself blocks for all its rows at full context, and one more per row."""
+        engine, model = self.config.engine, self.model
+        blocks = engine.num_kv_blocks or engine.max_num_seqs * (
+            num_blocks_for(self.config.max_sequence_length) + 1
+        )
+        keys_and_values = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
+        per_token = model.kv_bytes_per_token - keys_and_values * (4 - self._itemsize)
+        return blocks * BLOCK_SIZE * per_token
+
+    @property
+    def pool_bytes(self) -> int:
+        """What of that lies in memory that processes share."""
+        is_private = is_gpu(self.config.engine.device) or self.config.breaks_c1  # nothing is moved
+        return 0 if is_private else self.kv_bytes
+
+    @property
+    def stream_bytes(self) -> int:
+        """Most bytes of the answers in the sample stream, and a segment for each who writes there."""
+        config, model = self.config, self.model
+        per_token = _ANSWER_BYTES + 4 * len(self.columns)
+        if config.trainer.routing_replay:
+            per_token += 2 * len(model.moe_layers) * model.num_experts_per_tok
+        num_rows = config.max_groups_in_flight * config.sampling.group_size
+        num_judges = config.reward.num_workers + sum(task.num_workers for task in config.reward_task)
+        num_writers = 1 + num_judges + len(self.columns)
+        return num_rows * config.max_sequence_length * per_token + num_writers * SEGMENT_BYTES
+
+    @property
+    def stored_bytes(self) -> int:
+        """What the run keeps in memory that its processes share."""
+        return self.weights_bytes + self.num_engines * self.pool_bytes + self.stream_bytes
+
+    def cursor(self, index: int = 0) -> Cursor:
+        """A walk over the dataset, from its beginning or from a later group on.
+
+        Prompts from outside are taken once, in the order in which they come.
+        """
+        if self.num_prompts is None:
+            return Cursor(NO_END, self.config.run.seed, shuffle=False, index=index)
+        return Cursor(self.num_prompts, self.config.run.seed, self.config.data.shuffle, index)
+
+    @property
+    def num_prompts(self) -> int | None:
+        """Rows of the dataset; None: it grows."""
+        return None if isinstance(self.dataset, GrowingDataset) else len(self.dataset)
+
+    def source_of(self, group: GroupId) -> Dataset:
+        """The dataset a group's row is in."""
+        if not group.is_held_out:
+            return self.dataset
+        assert self.held_out is not None
+        return self.held_out
+
+    def requests(self, ids: Sequence[RequestId], version: int) -> list[Request]:
+        """The requests an engine gets: prompt tokens, seed and sampling of each sibling."""
+        return [
+            Request(
+                id=request,
+                group=request.group,
+                prompt_ids=tuple(self.prompt_ids(request.group)),
+                version=version,
+                seed=self._seed(request),
+                sampling=self.sampling_of(request),
+            )
+            for request in ids
+        ]
+
+    def prompt_ids(self, group: GroupId) -> list[int]:
+        """Token ids of a group's prompt."""
+        return self.prompts.encode(self.source_of(group).prompt(group.row))
+
+    def _seed(self, request: RequestId) -> int:
+        """64 bits that depend on the run's seed and on the request alone.
+
+        Evaluation has its own seed, and all versions the same draws, so that they can be compared.
+        """
+        seed, name = self.config.run.seed, request
+        if request.is_held_out:
+            seed, name = self.config.eval.seed, request._replace(epoch=-1)
+        digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+    def sampling_of(self, request: RequestId) -> SamplingParams:
+        """How a request's tokens are drawn, and when its answer ends."""
+        is_greedy = request.is_held_out and self.config.eval.greedy and request.sibling == GREEDY
+        settings = self.config.sampling
+        return SamplingParams(
+            temperature=0.0 if is_greedy else settings.temperature,
+            max_tokens=settings.max_response_length,
+            stop_ids=(*self.tokenizer.stop_ids, *settings.stop_token_ids),
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            stop_strings=tuple(settings.stop),
+            max_turn_tokens=self.max_turn_tokens,
+        )
+
+    @property
+    def max_turn_tokens(self) -> int:
+        """Of an episode's turn; 0: answers are one turn."""
+        settings = self.config.sampling
+        most = settings.max_turn_length or settings.max_response_length
+        return most if self.config.has_episodes else 0
+
+    def engine_spec(self, weights: Path, engine: int, place: int | None = None) -> EngineSpec:
+        """Its KV lies beside the weights, where the other engines can map it.
+
+        It computes where engine `place` did, of which it takes the place.
+        """
+        config, place = self.config, engine if place is None else place
+        kind = config.kind_of_engine(place)
+        return EngineSpec(
+            model=Path(config.model.path),
+            weights=weights,
+            pool=weights / f"pool-{engine}.kv",
+            max_rows=kind.max_num_seqs,
+            max_context=config.max_sequence_length,
+            version_slots=kind.version_slots,
+            kernels=config.engine.kernels,
+            pace_s=config.engine.min_step_time_s,
+            reads_text=bool(config.sampling.stop),
+            returns_routes=config.trainer.routing_replay,
+            exact=config.engine.exact_logprobs,
+            device=self.devices.engine_device(place, is_colocated=self.is_colocated(place)),
+            dtype=config.engine.dtype,
+            backend=kind.backend,
+            backend_options=kind.options,
+            prefetches_weights=config.weights.load == "deferred",
+            num_kv_blocks=config.engine.num_kv_blocks,
+            inflight_update=config.orchestrator.update_policy if config.breaks_c1 else None,
+        )
+
+    def trainer_spec(self, weights: Path, stream: Path, checkpoint: Path | None = None) -> TrainerSpec:
+        config, runtime = self.config, self.config.runtime
+        settings = TrainerSettings(
+            lr=config.trainer.lr,
+            num_steps=config.run.steps,
+            warmup_steps=config.trainer.warmup_steps,
+            lr_decay=config.trainer.lr_decay,
+            weight_decay=config.trainer.weight_decay,
+            max_grad_norm=config.trainer.max_grad_norm,
+            clip_ratio_low=config.algorithm.clip_ratio_low,
+            clip_ratio_high=config.algorithm.clip_ratio_high,
+            clip_ratio_c=config.algorithm.clip_ratio_c,
+            dpo_beta=config.algorithm.dpo_beta,
+            policy_loss=config.algorithm.policy_loss,
+            correction=Correction(**config.correction.model_dump()),
+            kl_loss_coef=config.algorithm.kl_loss_coef,
+            kl_loss_type=config.algorithm.kl_loss_type,
+            entropy_coeff=config.algorithm.entropy_coeff,
+            loss_agg_mode=config.algorithm.loss_agg_mode,
+            loss_scale_factor=config.sampling.max_response_length,
+            mini_batch_tokens=config.trainer.mini_batch_tokens,
+            micro_batch_tokens=config.trainer.micro_batch_tokens,
+            logits_chunk_tokens=config.trainer.logits_chunk_tokens,
+            dtype=config.trainer.dtype,
+            activation_checkpointing=config.trainer.activation_checkpointing,
+            temperature=config.sampling.temperature,
+            lora=self.lora,
+            samples_have_reference="reference" in self.columns,
+        )
+        return TrainerSpec(
+            model=Path(config.model.path),
+            weights=weights,
+            stream=stream,
+            settings=settings,
+            advantage_settings=self.advantage_settings,
+            streams_gradients=config.streams_gradients,
+            max_staleness=config.orchestrator.max_staleness,
+            exact_engine=self.engine_spec(weights, engine=0) if config.engine.exact_logprobs else None,
+            checkpoint=checkpoint,
+            device=self.devices.trainer_device(),
+            published_dtype=config.engine.dtype,
+            peak_tflops=config.metrics.peak_tflops,
+            num_ranks=config.trainer.num_ranks,
+            rank_timeout_s=max(runtime.start_timeout_s, 10 * runtime.trainer_timeout_s),
+            critic=self._critic_spec if config.algorithm.adv_estimator == "gae" else None,
+            columns=self.columns,
+            column_timeout_s=runtime.trainer_timeout_s if self.columns else None,
+            backend=config.trainer.backend,
+        )
+
+    @cached_property
+    def num_critic_parameters(self) -> int:
+        """Of a critic's decoder; 0 without one."""
+        if self.config.algorithm.adv_estimator != "gae":
+            return 0
+        path = self.config.critic.path
+        return self.num_parameters if path is None else check_pretrained(Path(path))
+
+    @property
+    def _critic_spec(self) -> CriticSpec:
+        critic, algorithm, trainer = self.config.critic, self.config.algorithm, self.config.trainer
+        settings = CriticSettings(
+            lr=critic.lr,
+            num_steps=self.config.run.steps,
+            warmup_steps=critic.warmup_steps,
+            lr_decay=trainer.lr_decay,
+            weight_decay=trainer.weight_decay,
+            max_grad_norm=critic.max_grad_norm,
+            ppo_epochs=critic.ppo_epochs,
+            cliprange_value=critic.cliprange_value,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            mini_batch_tokens=trainer.mini_batch_tokens,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            dtype=trainer.dtype,
+            activation_checkpointing=trainer.activation_checkpointing,
+        )
+        return CriticSpec(Path(self.config.critic.path or self.config.model.path), settings)

@@ -1,0 +1,225 @@
+"""What runs in the processes of a trainer: rank 0, which the driver sends its requests to, and followers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dora.core.types import GroupId
+from dora.engine.interface import TrainingEngine
+from dora.model.config import ModelConfig
+from dora.model.pretrained import load_config, load_pretrained
+from dora.runtime.process import backends
+from dora.runtime.process.messages import (
+    AccumulateGroup,
+    PublishWeights,
+    SaveCheckpoint,
+    StepCompleted,
+    StepRejected,
+    TrainerSpec,
+    TrainStep,
+    WeightsPublished,
+    WorkerReady,
+)
+from dora.runtime.process.resources import use_device
+from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
+from dora.runtime.training.accumulator import Accumulator, ComputeAdvantages
+from dora.runtime.training.aux_workers import (
+    make_critic,
+    make_exact_logprobs,
+    pop_critic_state,
+    replay_store,
+)
+from dora.runtime.training.checkpoints import ExtraFiles, write_checkpoint
+from dora.stream.run_stream import GroupReader
+from dora.stream.sample_db import StoredSample
+from dora.trainer.checkpoint import load_checkpoint
+from dora.trainer.critic import with_advantages
+from dora.trainer.lora import peft_files
+from dora.trainer.perf import StepTimer
+from dora.trainer.trainer import Sample, Trainer
+from dora.weights.store import RecentVersions, WeightStore
+
+if TYPE_CHECKING:
+    from dora.trainer.distributed import RankGroup
+
+RENDEZVOUS_FILE = "ranks"  # beside the weights: where the ranks of a trainer meet
+
+
+def run_trainer(outbox: WorkerOutbox, inbox: WorkerInbox, spec: TrainerSpec) -> None:
+    """Rank 0: train and publish on request; in between, accumulate gradients of the groups committed so far."""
+    torch.set_num_threads(1)
+    outbox.start_heartbeat()
+    worker = _TrainerWorker(spec, outbox)
+    outbox.send(WorkerReady())
+    while True:
+        for message in inbox.receive(0.0 if worker.can_accumulate else None):
+            worker.handle(message)
+        if worker.can_accumulate:
+            worker.accumulate()
+
+
+class _TrainerWorker:
+    """A trainer with the sample stream and the weight store."""
+
+    def __init__(self, spec: TrainerSpec, outbox: WorkerOutbox) -> None:
+        self._spec, self._outbox = spec, outbox
+        store = WeightStore(spec.weights, spec.published_dtype)
+        self._versions = RecentVersions(store, spec.max_staleness + 1, replay_store(spec))
+        self._trainer = _make_trainer(spec, self._versions)
+        self._reader = GroupReader(spec.stream, wait_s=spec.column_timeout_s)
+        self._accumulator = Accumulator(
+            self._trainer,
+            self._reader.read_group,
+            self._versions.digest,
+            spec.advantage_settings,
+            spec.streams_gradients,
+            _advantage_function(spec, self._trainer),
+        )
+        device = torch.device(spec.device)
+        self._timer = StepTimer(device, spec.settings.dtype, spec.peak_tflops, spec.num_ranks)
+
+    @property
+    def can_accumulate(self) -> bool:
+        """See `Accumulator`."""
+        return self._accumulator.can_accumulate
+
+    def accumulate(self) -> None:
+        """Compute at most one micro-batch, so that a request does not wait longer than that."""
+        with self._timer.measure():
+            self._accumulator.accumulate()
+
+    def handle(self, message: object) -> None:
+        """Execute a request of the driver, and send the reply if it has one."""
+        match message:
+            case AccumulateGroup(step, group):
+                self._accumulator.commit(step, group)
+            case TrainStep(step, groups):
+                self._outbox.send(self._train(step, groups))
+            case PublishWeights(version, is_stored):
+                publish = self._versions.publish if is_stored else self._versions.keep_replayed
+                self._outbox.send(WeightsPublished(version, publish(version, self._trainer.flat)))
+                self._accumulator.start_step(version)
+            case SaveCheckpoint():
+                trainer, extras = self._trainer, partial(_checkpoint_extras, self._trainer, self._spec)
+                self._outbox.send(
+                    write_checkpoint(
+                        message, self._spec.model, trainer.flat, trainer.num_steps_done, extras
+                    )
+                )
+
+    def _train(self, step: int, groups: Sequence[GroupId]) -> StepCompleted | StepRejected:
+        try:
+            with self._timer.measure():
+                metrics = self._accumulator.train(step, groups)
+        except Exception as error:  # out of memory, or the gradient is not finite
+            return StepRejected(step, f"{type(error).__name__}: {error}")
+        self._reader.commit(groups)
+        return StepCompleted(step, metrics | self._timer.end_step(metrics.get("actor/tflop", 0.0)))
+
+
+def _make_trainer(spec: TrainerSpec, versions: RecentVersions) -> TrainingEngine:
+    """A trainer with the weights of `spec.model` or of a checkpoint. The reference policy is `spec.model`."""
+    if spec.backend is not None:
+        return backends.make_trainer(spec)
+    device = use_device(spec.device)
+    config, start = load_pretrained(spec.model)
+    if spec.num_ranks > 1:
+        return _make_sharded_trainer(spec, config, start, versions)
+    start, exact_logprobs = start.to(device), make_exact_logprobs(spec, config)
+    critic = None if spec.critic is None or "values" in spec.columns else make_critic(spec, device)
+    if spec.checkpoint is None:
+        return Trainer(config, start, spec.settings, None, exact_logprobs, versions.get, critic=critic)
+    _, flat, state, _ = load_checkpoint(spec.checkpoint)
+    if spec.settings.lora is not None:  # adapters are relative to the weights that the run started with
+        flat = start.clone()
+    trainer = Trainer(
+        config, flat.to(device), spec.settings, start, exact_logprobs, versions.get, critic=critic
+    )
+    trainer.load_state_dict(state)
+    return trainer
+
+
+def _make_sharded_trainer(
+    spec: TrainerSpec, config: ModelConfig, start: Tensor, versions: RecentVersions
+) -> Trainer:
+    """Rank 0 of several. The whole weights [numel] stay on the CPU, shards are on the device of each rank."""
+    from dora.trainer.distributed import DistributedLearner
+
+    flat, state = start, None
+    if spec.checkpoint is not None:
+        _, flat, state, _ = load_checkpoint(spec.checkpoint)
+    learner = DistributedLearner(_join_ranks(spec), config, flat, spec.settings, start)
+    trainer = Trainer(config, flat, spec.settings, None, None, versions.get, learner)
+    if state is not None:
+        trainer.load_state_dict(state)
+    return trainer
+
+
+def _advantage_function(spec: TrainerSpec, trainer: TrainingEngine) -> ComputeAdvantages | None:
+    """Advantages from values, if there is a critic in this process or beside it."""
+    if spec.critic is None:
+        return None
+    if isinstance(trainer, Trainer) and trainer.critic is not None:
+        return trainer.critic.compute_advantages
+    gamma, lam = spec.critic.settings.gamma, spec.critic.settings.lam
+    return lambda samples, rewards: with_advantages(samples, rewards, gamma, lam).samples
+
+
+def _checkpoint_extras(trainer: TrainingEngine, spec: TrainerSpec) -> tuple[dict[str, Any], ExtraFiles]:
+    """The trainer's state and the adapter files for a checkpoint."""
+    state, files = trainer.state_dict(), ExtraFiles()
+    if (lora := spec.settings.lora) is not None:
+        adapters, model = state["optimizer"]["adapters"], spec.model
+        files |= peft_files(load_config(model), lora, adapters, str(model))
+    if spec.column_timeout_s is not None and "values" in spec.columns:
+        state["critic"] = pop_critic_state(spec.weights, trainer.num_steps_done, spec.column_timeout_s)
+    return state, files
+
+
+def run_follower(outbox: WorkerOutbox, inbox: WorkerInbox, spec: TrainerSpec) -> None:
+    """Every other rank: hold a shard of the policy and execute rank 0's commands until killed.
+
+    The driver sends nothing; `inbox` only ends the process with the driver.
+    """
+    from dora.trainer.distributed import ShardedRank, follow_rank0
+
+    torch.set_num_threads(1)
+    outbox.start_heartbeat()
+    ranks = _join_ranks(spec)
+    read_samples = partial(_read_columns, GroupReader(spec.stream))
+    rank = ShardedRank(ranks, load_config(spec.model), spec.settings, read_samples=read_samples)
+    outbox.send(WorkerReady())
+    follow_rank0(ranks, rank)
+
+
+def _join_ranks(spec: TrainerSpec) -> RankGroup:
+    """Join the other ranks of the trainer, on the device of this one."""
+    from dora.trainer.distributed import RankGroup  # takes seconds to import: only trainers of several ranks do
+
+    use_device(spec.device)
+    rendezvous = spec.weights / RENDEZVOUS_FILE
+    return RankGroup(rendezvous, spec.rank, spec.num_ranks, torch.device(spec.device), spec.rank_timeout_s)
+
+
+def _read_columns(reader: GroupReader, samples: Sequence[Sample]) -> list[Sample]:
+    """Add the columns that rank 0 did not send, from the stream's rows that rank 0 has leased."""
+    indices = [s.stream_index for s in samples if s.stream_index is not None]
+    stored = iter(reader.read_rows(indices) if indices else [])
+    return [s if s.stream_index is None else _with_columns(s, next(stored)) for s in samples]
+
+
+def _with_columns(sample: Sample, stored: StoredSample) -> Sample:
+    return replace(
+        sample,
+        prompt_ids=stored.prompt_ids,
+        token_ids=stored.token_ids,
+        logprobs=stored.logprobs,
+        routes=stored.routes,
+        loss_mask=stored.loss_mask,
+    )

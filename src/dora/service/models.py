@@ -1,0 +1,119 @@
+"""Parts that all routes share: the base of request bodies, and the form of error responses.
+
+An error response is `{"error": {"message", "type", "code"}}`, as clients of OpenAI's API expect it. It never
+repeats the request's content, which may be long or binary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from dora.errors import DoraError, InputError, RunError, ServiceError, StreamError
+
+ERROR_STATUSES = {
+    400: "the request cannot be fulfilled",
+    401: "the auth token is missing or wrong",
+    404: "no such resource",
+    405: "the path does not support this method",
+    408: "the body was not received in time",
+    409: "not possible in the run's current state",
+    410: "the resource has ended",
+    413: "the body is too large",
+    415: "unsupported media type",
+    422: "the parameters or the body are not valid",
+    429: "nothing available yet, or too many requests; try again",
+    503: "the run is over, or does not respond",
+}
+RETRY_AFTER = {"Retry-After": "1"}  # seconds; header of a response with status 429
+
+Wait = Annotated[float, Query(ge=0, le=60, description="how long to wait for a result (s)")]
+
+
+class RequestBody(BaseModel):
+    """Base of request bodies: no unknown keys, no type conversion, finite numbers only."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong, and the remedy. `code` is the HTTP status."""
+
+    message: str
+    type: str
+    code: int
+
+
+class ErrorResponse(BaseModel):
+    """Body of every response with an error status."""
+
+    error: ErrorDetail
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in ERROR_STATUSES.items()
+}
+
+
+class AsciiJSONResponse(JSONResponse):
+    """JSON in ASCII, so that lone surrogates in a text cannot break the response."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def error_response(error: HTTPException) -> AsciiJSONResponse:
+    """The response for an error, with its status and headers."""
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    body = {"error": {"message": str(error.detail), "type": kind, "code": error.status_code}}
+    return AsciiJSONResponse(body, error.status_code, dict(error.headers or {}))
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Turn the exceptions of an application's handlers into error responses."""
+    for kind in (HTTPException, RequestValidationError, DoraError, Exception):
+        app.exception_handler(kind)(_handle_error)
+
+
+async def _handle_error(request: Request, error: Exception) -> AsciiJSONResponse:
+    match error:
+        case HTTPException(status_code=405):
+            allowed = _allowed_methods(request)
+            message = f"the method is not supported here; use {allowed}"
+            return error_response(HTTPException(405, message, {"Allow": allowed}))
+        case HTTPException():
+            return error_response(error)
+        case ServiceError(status=status):
+            headers = RETRY_AFTER if status == 429 else None
+            return error_response(HTTPException(status, str(error), headers))
+        case InputError() | StreamError():
+            return error_response(HTTPException(400, str(error)))
+        case RunError():
+            return error_response(HTTPException(503, str(error)))
+        case RequestValidationError():
+            return error_response(HTTPException(422, "; ".join(map(_describe_invalid, error.errors()))))
+        case _:  # Starlette raises it again after this response, and uvicorn logs the traceback
+            return error_response(HTTPException(500, "internal error; the run's console has the traceback"))
+
+
+def _allowed_methods(request: Request) -> str:
+    """Methods of all routes with this path; each method has a route of its own."""
+    routes = [route for route in request.app.state.routes if route.matches(request.scope)[0] != Match.NONE]
+    methods = {method for route in routes for method in route.methods}
+    return ", ".join(sorted(methods)) or "GET"  # /health and /openapi.json are not among these routes
+
+
+def _describe_invalid(finding: dict[str, Any]) -> str:
+    """One finding of pydantic: the field and the rule, without the value."""
+    location: Sequence[object] = finding["loc"]
+    field = ".".join(map(str, location[1:])) or location[0]
+    return f"{ascii(field)[1:-1]}: {finding['msg']}"

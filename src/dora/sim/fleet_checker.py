@@ -1,0 +1,316 @@
+"""The part of the checker that follows engines: which requests and versions each has, by events and actions
+alone.
+
+It checks that a request has one owner, that rows and slots are never exceeded, that no answer is generated
+again unless its engine was lost, and that engines on the trainer's device are idle during a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dora.core.actions import Abort, DecodeOnly, Drop, Generate, Load, Migrate
+from dora.core.events import (
+    EngineJoined,
+    EngineLost,
+    EngineRemoved,
+    Event,
+    Loaded,
+    LoadFailed,
+    Migrated,
+    MigrationFailed,
+    ProgressReported,
+    TimerFired,
+)
+from dora.core.types import RequestId
+from dora.sim.ground_truth import GroundTruth, Violation, require
+
+
+@dataclass(slots=True)
+class CheckedEngine:
+    """What events and actions say of one engine."""
+
+    id: int
+    num_rows: int
+    num_slots: int
+    is_colocated: bool
+    held: set[int] = field(default_factory=set)
+    loading: int | None = None
+    running: dict[RequestId, int] = field(default_factory=dict)  # -> version
+    incoming: dict[RequestId, int] = field(default_factory=dict)  # by migrations -> version
+    num_rows_of: Counter[int] = field(default_factory=Counter)  # version -> running and incoming requests
+    is_paused: bool = False
+    is_pausing: bool = False
+    num_own_loads: int = 0
+    dropped_at: dict[int, int] = field(default_factory=dict)  # version -> news of others at its last drop
+    is_draining: bool = False
+    is_removed: bool = False
+
+    @property
+    def num_used_rows(self) -> int:
+        return len(self.running) + len(self.incoming)
+
+
+class FleetChecker:
+    """Requests, versions and states of all engines."""
+
+    def __init__(self) -> None:
+        self.engines: dict[int, CheckedEngine] = {}
+        self.owner: dict[RequestId, CheckedEngine] = {}
+        self.migrating: dict[RequestId, tuple[CheckedEngine, CheckedEngine]] = {}  # source, destination
+        self.aborting: set[RequestId] = set()
+        self.started: set[RequestId] = set()  # and not lost with their engine since
+        self.num_holders: Counter[int] = Counter()  # version -> engines that hold it
+        self._num_tokens: dict[RequestId, int] = {}  # as last reported
+        self._lost: set[int] = set()  # engines that no other has replaced
+        self._num_news = 0  # events but for progress reports and timers
+        self._aborted_too_late: set[RequestId] = set()  # migrated; their new engine must abort them
+
+    # Events
+
+    def before_event(self, event: Event) -> None:
+        """Check what the actions after the previous event should have done."""
+        if type(event) not in (ProgressReported, TimerFired):
+            self._num_news += 1
+        if self._aborted_too_late:
+            raise Violation(
+                f"{[*self._aborted_too_late]} migrated during their abort and are not aborted again"
+            )
+
+    def on_joined(self, event: EngineJoined) -> None:
+        engine, replaces = event.engine, event.replaces
+        require(engine not in self.engines, f"engine {engine} joins twice")
+        if replaces is not None:
+            require(replaces in self._lost, f"engine {engine} replaces engine {replaces}, which is not lost")
+            self._lost.discard(replaces)
+        is_paused = event.is_colocated  # until the trainer leaves the device to it
+        self.engines[engine] = CheckedEngine(
+            engine, event.max_num_seqs, event.version_slots, event.is_colocated, is_paused=is_paused
+        )
+
+    def on_lost(self, event: EngineLost) -> None:
+        engine = self.engines.pop(event.engine)
+        self._lost.add(engine.id)
+        unreported = [request for request, ends in self.migrating.items() if engine in ends]
+        require(not unreported, f"engine {engine.id} is reported lost before the migrations of {unreported}")
+        self.started -= engine.running.keys()
+        self.num_holders.subtract(engine.held)
+        for request in engine.running:
+            del self.owner[request]
+            self._num_tokens.pop(request, None)
+            self.aborting.discard(request)
+
+    def on_removed(self, event: EngineRemoved) -> None:
+        engine = self.engines.pop(event.engine)
+        require(engine.is_removed, f"engine {engine.id} left without RemoveEngine")
+        self.num_holders.subtract(engine.held)
+
+    def on_run_crashed(self) -> None:
+        """Every process has crashed."""
+        for known in (self.engines, self.owner, self.migrating, self.num_holders, self._num_tokens):
+            known.clear()
+        for ids in (self.aborting, self.started, self._aborted_too_late):
+            ids.clear()
+        self._lost.clear()
+
+    def on_loaded(self, event: Loaded) -> None:
+        engine = self.engines[event.engine]
+        is_expected = engine.loading == event.version
+        require(is_expected, f"engine {engine.id} loaded version {event.version} instead of {engine.loading}")
+        engine.loading = None
+        engine.num_own_loads += 1
+        engine.held.add(event.version)
+        self.num_holders[event.version] += 1
+
+    def on_load_failed(self, event: LoadFailed) -> None:
+        self.engines[event.engine].loading = None
+
+    def set_draining(self, engine: int, is_draining: bool) -> None:
+        self.engines[engine].is_draining = is_draining
+
+    def on_paused(self, engine_id: int) -> None:
+        engine = self.engines[engine_id]
+        engine.is_pausing, engine.is_paused = False, True
+
+    def on_progress(self, event: ProgressReported) -> None:
+        running = self.engines[event.engine].running
+        self._num_tokens.update((request, num) for request, num in event.lengths if request in running)
+
+    def release(self, engine: int, request: RequestId) -> None:
+        """Free the row of a request that has finished, failed or was aborted."""
+        owner = self.owner.pop(request, None)
+        if owner is None or owner.id != engine:
+            raise Violation(f"{request} ends on engine {engine}, which is not its owner")
+        owner.num_rows_of[owner.running.pop(request)] -= 1
+        self.aborting.discard(request)
+        self._num_tokens.pop(request, None)
+
+    def on_migrated(self, event: Migrated) -> None:
+        request, num_tokens = event.request, self._num_tokens.get(event.request, 0)
+        source, destination = self._end_migration(event)
+        version = source.running.pop(request)
+        require(self.owner[request] is source, f"{request} migrated from engine {source.id}, not its owner")
+        is_whole = event.num_tokens >= num_tokens
+        require(is_whole, f"{request} migrated with {event.num_tokens} of its {num_tokens} tokens")
+        source.num_rows_of[version] -= 1
+        destination.num_rows_of[version] += 1
+        destination.running[request] = version
+        self.owner[request] = destination
+        if request in self.aborting:
+            self._aborted_too_late.add(request)
+
+    def on_migration_failed(self, event: MigrationFailed) -> None:
+        self._end_migration(event)
+
+    def _end_migration(self, event: Migrated | MigrationFailed) -> tuple[CheckedEngine, CheckedEngine]:
+        ends = self.migrating.pop(event.request, None)
+        if ends is None or (ends[0].id, ends[1].id) != (event.source, event.destination):
+            raise Violation(
+                f"{event.request} has no migration from engine {event.source} to {event.destination}"
+            )
+        version = ends[1].incoming.pop(event.request)
+        ends[1].num_rows_of[version] -= 1
+        return ends
+
+    # Actions
+
+    def generate(self, action: Generate, versions: Iterable[int]) -> None:
+        """Check a `Generate`. `versions` are those that its requests must use, one for each."""
+        engine, version = self._receiving(action.engine), action.version
+        require(version in engine.held, f"engine {engine.id} does not hold version {version}")
+        for request, expected in zip(action.requests, versions, strict=True):
+            if request in self.owner:
+                raise Violation(f"{request} has two owners")
+            if request in self.started:
+                raise Violation(f"{request} is generated again, and its engine was not lost")
+            if expected != version:
+                raise Violation(f"C1: {request} changes its version from {expected} to {version}")
+            self.started.add(request)
+            self.owner[request] = engine
+            engine.running[request] = version
+        engine.num_rows_of[version] += len(action.requests)
+        self._check_rows(engine)
+
+    def migrate(self, action: Migrate) -> None:
+        request, version = action.request, action.version
+        source, destination = self.engines[action.source], self._receiving(action.destination)
+        require(source is not destination, f"{request} migrates to engine {source.id}, its owner")
+        require(self.owner.get(request) is source, f"{request} is not on engine {source.id}, its source")
+        require(request not in self.migrating, f"{request} has two migrations at once")
+        require(request not in self.aborting, f"{request} migrates during its abort")
+        require(source.running[request] == version, f"C1: {request} changes its version in a migration")
+        is_held = version in destination.held
+        require(is_held, f"{request} migrates to engine {destination.id}, which lacks version {version}")
+        self.migrating[request] = (source, destination)
+        destination.incoming[request] = version
+        destination.num_rows_of[version] += 1
+        self._check_rows(destination)
+
+    def abort(self, action: Abort) -> None:
+        for request in action.requests:
+            owner = self.owner.get(request)
+            is_owner = owner is not None and owner.id == action.engine
+            require(is_owner, f"engine {action.engine} aborts {request}, which it does not run")
+            self.aborting.add(request)
+            self._aborted_too_late.discard(request)
+
+    def decode_only(self, action: DecodeOnly) -> None:
+        unknown = {*action.requests} - self._active(action.engine).running.keys()
+        require(not unknown, f"engine {action.engine} decodes only {unknown}, which it does not run")
+
+    def drop(self, action: Drop, is_pinned: bool) -> None:
+        """Check a `Drop`; of a pinned version one engine must keep a copy."""
+        engine, version = self._active(action.engine), action.version
+        is_unused = not engine.num_rows_of[version]
+        require(is_unused, f"engine {engine.id} drops version {version} under its requests")
+        require(version in engine.held, f"engine {engine.id} drops version {version}, which it does not hold")
+        is_last = self.num_holders[version] == 1
+        require(not (is_last and is_pinned), f"engine {engine.id} drops the last copy of version {version}")
+        engine.held.discard(version)
+        engine.dropped_at[version] = self._num_news - engine.num_own_loads
+        self.num_holders[version] -= 1
+
+    def load(self, action: Load, is_evaluated: bool) -> None:
+        """Check a `Load`. Only a version under evaluation may be loaded again without news since its drop."""
+        engine, version = self._active(action.engine), action.version
+        require(engine.loading is None, f"engine {engine.id} loads two versions at once")
+        require(version not in engine.held, f"engine {engine.id} loads version {version}, which it holds")
+        require(len(engine.held) < engine.num_slots, f"engine {engine.id} uses more than its slots")
+        has_news = engine.dropped_at.get(version) != self._num_news - engine.num_own_loads
+        is_useful = is_evaluated or has_news
+        require(is_useful, f"engine {engine.id} drops and loads version {version} without a reason")
+        engine.loading = version
+
+    def pause(self, engine_id: int) -> None:
+        engine = self._active(engine_id)
+        require(engine.is_colocated, f"engine {engine_id} is paused, and it does not share a device")
+        engine.is_pausing = True
+
+    def resume(self, engine_id: int) -> None:
+        self._active(engine_id).is_paused = False
+
+    def remove(self, engine_id: int) -> None:
+        engine = self._active(engine_id)
+        require(engine.is_draining, f"engine {engine_id} is removed without a request to drain it")
+        require(not engine.num_used_rows, f"engine {engine_id} is removed with its requests")
+        has_others = any(not other.is_draining for other in self.engines.values())
+        require(has_others, f"engine {engine_id}, the last engine, is removed")
+        engine.is_removed = True
+
+    def check_device(self) -> None:
+        """No engine on the trainer's device decodes when a step starts."""
+        for engine in self.engines.values():
+            is_idle = engine.is_paused or not engine.running
+            require(is_idle or not engine.is_colocated, f"engine {engine.id} decodes during a step")
+
+    # Checks of the whole fleet
+
+    def check_idle(self, pins: Counter[int]) -> None:
+        """No request waits while an engine with its version has a free row; no drained engine is kept.
+
+        `pins`: version -> unfinished requests.
+        """
+        waiting = +pins
+        for engine in self.engines.values():
+            waiting.subtract(v for request, v in engine.running.items() if request not in self.aborting)
+        for engine in self.engines.values():
+            if engine.is_draining:
+                self._check_drained(engine)
+            elif not (engine.is_paused or engine.is_pausing) and engine.num_used_rows < engine.num_rows:
+                placeable = [version for version in engine.held if waiting[version] > 0]
+                message = f"requests of versions {placeable} wait, and engine {engine.id} has free rows"
+                require(not placeable, message)
+
+    def _check_drained(self, engine: CheckedEngine) -> None:
+        is_source = any(source is engine for source, _ in self.migrating.values())
+        is_busy = is_source or engine.num_used_rows > 0 or engine.loading is not None
+        require(is_busy or engine.is_removed, f"engine {engine.id} is drained and empty, and is not removed")
+
+    def compare(self, truth: GroundTruth) -> None:
+        """Events and ground truth agree, except for migrations whose outcome is not reported yet."""
+        for engine_id, engine in truth.engines.items():
+            expected = self.engines[engine_id].running
+            if not engine.is_lost:
+                unknown = [r for r in engine.requests if r not in expected and r not in engine.migrations]
+                require(not unknown, f"engine {engine_id} runs {unknown} without a Generate or Migrate")
+            for request in expected:
+                is_there = engine.is_lost or request in engine.requests or request in engine.migrations
+                require(is_there, f"engine {engine_id} should run {request} and does not")
+
+    def _active(self, engine_id: int) -> CheckedEngine:
+        engine = self.engines.get(engine_id)
+        if engine is None or engine.is_removed:
+            raise Violation(f"engine {engine_id} gets an action after it was lost or removed")
+        return engine
+
+    def _receiving(self, engine_id: int) -> CheckedEngine:
+        engine = self._active(engine_id)
+        require(not engine.is_draining, f"engine {engine_id} gets requests while it drains")
+        return engine
+
+    def _check_rows(self, engine: CheckedEngine) -> None:
+        num_used = engine.num_used_rows
+        has_rows = num_used <= engine.num_rows
+        require(has_rows, f"engine {engine.id} has {num_used} requests, more than its rows")

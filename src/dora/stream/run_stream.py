@@ -1,0 +1,456 @@
+"""The stream of a run: the driver puts answers and rewards, the trainer reads groups.
+
+`samples.sqlite` is the durable record. The driver sends what is durable there, one whole group at a time; a
+resumed run sends all untrained samples again. The trainer reads the groups that the core has chosen and
+commits them with its step.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora.core.types import GroupId, RequestId
+from dora.errors import RunError, StorageFullError, StreamError
+from dora.stream import transport
+from dora.stream.client import StreamClient
+from dora.stream.metadata import BatchRequest, SampleMeta
+from dora.stream.sample_db import StoredSample, Trajectory
+from dora.stream.schema import ColumnData, Field, StreamBatch, TimedOut
+from dora.stream.server import StreamServer
+from dora.stream.storage import SampleStream
+
+ACTOR = "actor"  # the trainer's consumer
+COLLECTOR = "collector"  # the driver's consumer of rewards
+AUX_COLUMNS = ("reference", "proximal", "values")  # per token; the consumer of that name fills it
+PROMPT_ROW = "prompt_row"  # JSON of prompt and dataset columns, in a group's first row; empty in the others
+_ANSWER_FIELDS = (
+    Field("prompt_ids", "<i4", (None,)),
+    Field("token_ids", "<i4", (None,)),
+    Field("logprobs", "<f4", (None,)),
+    Field("routes", "<i2", (None,)),  # of all tokens, concatenated; empty if unknown
+    Field("weight_digest", "u1", (None,)),  # ASCII
+    Field("loss_mask", "u1", (None,)),  # 1: generated token, 0: token of an observation
+)
+_SCORE_FIELDS = (Field("reward", "<f8"), Field("advantage", "<f8"))  # NaN: needs the whole batch
+FIELDS = (*_ANSWER_FIELDS, *_SCORE_FIELDS)
+
+# The driver may be suspended for this long before it replies; its exit is detected at once.
+DRIVER_TIMEOUT_S = 86400.0
+WAIT_S = 10.0  # for a group that is committed, hence already sent; and for room in the file system
+_RETRY_S = 0.1
+
+
+def reward_column(task: str) -> str:
+    """The column that a reward task fills, which is also its consumer's name."""
+    return f"reward/{task}"
+
+
+class ConsumerDeclaration(NamedTuple):
+    """The arguments of `MetadataController.register_consumer`."""
+
+    name: str
+    fields: Sequence[str]
+    rules: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StorageSpec:
+    """How to make the storage of a run. Other machines reach it at `host`; None: there are none."""
+
+    folder: Path
+    fields: Sequence[Field]
+    consumers: Sequence[ConsumerDeclaration]
+    host: str | None = None
+
+    def open(self) -> StreamServer:
+        """An empty stream with all consumers registered, listening at its endpoints."""
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a storage that crashed
+        self.folder.mkdir(exist_ok=True)
+        stream = SampleStream(self.fields, self.folder)
+        for name, fields, rules in self.consumers:
+            stream.register_consumer(name, fields, **rules)
+        remote = [] if self.host is None else [f"tcp://{self.host}:*"]
+        return StreamServer(stream, [transport.stream_endpoint(self.folder), *remote])
+
+
+def remote_address(server: StreamServer) -> tuple[str, str] | None:
+    """Endpoint and auth token for other machines; None if the server has no such endpoint."""
+    return (server.endpoints[1], server.auth_token) if len(server.endpoints) > 1 else None
+
+
+class StreamStorage(Protocol):
+    """Serves a run's stream. `remote` is its address for other machines; replies take at most `timeout_s`."""
+
+    timeout_s: float
+    is_replaceable: bool  # a crashed storage is replaced by a new one
+
+    @property
+    def remote(self) -> tuple[str, str] | None: ...
+
+    @property
+    def is_available(self) -> bool:
+        """Whether it serves requests; if not, a replacement is starting."""
+
+    def report_lost(self, reason: str) -> None:
+        """It does not reply. Raises RunError if it cannot be replaced."""
+
+    def close(self) -> None:
+        """Stop serving."""
+
+
+class ThreadStorage:
+    """A storage in a thread of this process."""
+
+    timeout_s = DRIVER_TIMEOUT_S
+    is_replaceable = False
+    is_available = True
+
+    def __init__(self, spec: StorageSpec) -> None:
+        self._server = spec.open()
+        self.remote = remote_address(self._server)
+        self._thread = self._server.start()
+
+    def report_lost(self, reason: str) -> None:
+        raise RunError(reason)
+
+    def close(self) -> None:
+        self._server.stop()
+        self._thread.join()
+
+
+P = ParamSpec("P")
+
+
+def _if_available(
+    send: Callable[Concatenate[RunStream, P], None],
+) -> Callable[Concatenate[RunStream, P], None]:
+    """Skip calls while the storage is lost: its replacement gets everything from the sample store."""
+
+    @wraps(send)
+    def wrapper(stream: RunStream, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if not stream.storage.is_available:
+            return
+        try:
+            send(stream, *args, **kwargs)
+        except StorageFullError:
+            raise
+        except RunError as error:
+            stream.storage.report_lost(str(error))
+
+    return wrapper
+
+
+class RunStream:
+    """The driver's side: a `SampleSubscriber` that sends whole groups and their scores to the storage."""
+
+    def __init__(
+        self,
+        folder: Path,
+        group_size: int,
+        columns: Sequence[str] = (),
+        tasks: Mapping[str, float] | None = None,
+        held_out_size: int = 0,
+        host: str | None = None,
+        serve: Callable[[StorageSpec], StreamStorage] = ThreadStorage,
+    ) -> None:
+        """Creates `folder` for segments and socket, and starts the storage with `serve`.
+
+        `columns`: the AUX_COLUMNS that the trainer needs. `tasks`: lease time (s) of each reward task, which
+        also scores the `held_out_size` answers to each held-out prompt. `host`: where other machines reach
+        the stream.
+        """
+        self.folder, self._group_size = folder, group_size
+        tasks = tasks or {}
+        self.storage = serve(_storage_spec(folder, group_size, columns, tasks, held_out_size, host))
+        self._connect()
+
+    def _connect(self) -> None:
+        """Connect to an empty storage."""
+        self._client = StreamClient(transport.stream_endpoint(self.folder), self.storage.timeout_s)
+        self._indices: dict[GroupId, dict[int, int]] = {}  # by sibling
+        self._answers: dict[GroupId, list[Trajectory]] = {}  # of incomplete and unsent groups
+        self._complete: list[GroupId] = []  # and unsent
+        self._scores: dict[RequestId, tuple[float, float | None]] = {}  # unsent
+        self._finished: dict[GroupId, None] = {}  # not yet cleared
+        self._is_full = False  # the file system was full: the run ends, the sample store has everything
+
+    @_if_available
+    def reconnect(self) -> None:
+        """Connect to a replaced storage; the sample store must send everything again."""
+        self._client.close()
+        self._connect()
+
+    def put(self, trajectory: Trajectory) -> None:
+        """Queue an answer. Answers to held-out prompts are not trained, so they are not sent."""
+        group = trajectory.request.group
+        if group.is_held_out:
+            return
+        siblings = self._answers.setdefault(group, [])
+        siblings.append(trajectory)
+        if len(siblings) == self._group_size:
+            self._complete.append(group)
+
+    def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float | None]) -> None:
+        """Queue the scores of a group, sibling by sibling."""
+        if group.is_held_out:
+            return
+        for sibling, scores in enumerate(zip(rewards, advantages, strict=True)):
+            self._scores[RequestId(*group, sibling)] = scores
+
+    def finish(self, groups: Iterable[GroupId]) -> None:
+        """Queue the removal of groups that are trained, filtered or failed."""
+        self._finished |= dict.fromkeys(groups)
+
+    @_if_available
+    def flush(self) -> None:
+        """Send what is queued; removals go first, because they make room.
+
+        Raises StorageFullError once. Later calls do nothing, so that a run can still save what was trained.
+        """
+        if self._is_full:
+            return
+        finished, self._finished = self._finished, {}
+        if finished:
+            self.clear(finished)
+        complete, self._complete = self._complete, []
+        self._send_answers([t for group in complete for t in self._answers.pop(group, ())])
+        self._send_scores({r: scores for r, scores in self._scores.items() if r.group not in finished})
+
+    @_if_available
+    def request_scores(
+        self, group: GroupId, prompt_row: bytes, held_out: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Offer a group to all reward tasks, the oldest version first.
+
+        `held_out` are the token ids of the answers to a held-out prompt, which are not in the stream yet.
+        """
+        num_answers = len(held_out) or len(self._indices[group])
+        prompt_rows = [np.frombuffer(text, np.uint8) for text in (prompt_row, *[b""] * (num_answers - 1))]
+        if not group.is_held_out:
+            indices = self._indices[group]
+            self._fill([indices[sibling] for sibling in sorted(indices)], {PROMPT_ROW: prompt_rows})
+            return
+        version = -1 - group.epoch
+        samples = [SampleMeta(RequestId(*group, k), version, len(ids)) for k, ids in enumerate(held_out)]
+        answers = [np.asarray(ids, np.int32) for ids in held_out]
+        self._put(samples, {"token_ids": answers, PROMPT_ROW: prompt_rows})
+
+    @_if_available
+    def clear(self, groups: Iterable[GroupId]) -> None:
+        """Remove groups from the stream at once, also leased ones."""
+        groups = [*groups]
+        self._client.clear(groups)
+        for group in groups:
+            self._indices.pop(group, None)
+            self._answers.pop(group, None)
+
+    @_if_available
+    def evict(self, client_id: str) -> None:
+        """Release the leases of a client whose process has crashed."""
+        with suppress(StreamError):  # then its leases expire
+            self._client.evict(client_id)
+
+    def close(self) -> None:
+        self._client.close()
+        self.storage.close()
+
+    def _send_answers(self, answers: Sequence[Trajectory]) -> None:
+        if not answers:
+            return
+        samples = [SampleMeta(t.request, t.version, len(t.prompt_ids) + len(t.token_ids)) for t in answers]
+        indices = self._put(samples, _answer_columns(answers))
+        for trajectory, index in zip(answers, indices, strict=True):
+            self._indices.setdefault(trajectory.request.group, {})[trajectory.request.sibling] = index
+
+    def _send_scores(self, scores: Mapping[RequestId, tuple[float, float | None]]) -> None:
+        self._scores = {}
+        if not scores:
+            return
+        rewards, advantages = zip(*scores.values(), strict=True)
+        columns = {
+            "reward": np.array(rewards, np.float64),
+            "advantage": np.array([math.nan if a is None else a for a in advantages], np.float64),
+        }
+        self._fill([self._indices[request.group][request.sibling] for request in scores], columns)
+
+    def _put(self, samples: Sequence[SampleMeta], columns: Mapping[str, Any]) -> range:
+        indices = self._client.put(samples, columns, WAIT_S)
+        if isinstance(indices, TimedOut):
+            self._is_full = True
+            raise storage_full_error(self.folder, indices.reason)
+        return indices
+
+    def _fill(self, indices: Sequence[int], columns: ColumnData) -> None:
+        try:
+            fill(self._client, self.folder, indices, columns, on_retry=lambda: None)
+        except StorageFullError:
+            self._is_full = True
+            raise
+
+
+def _storage_spec(
+    folder: Path,
+    group_size: int,
+    columns: Sequence[str],
+    tasks: Mapping[str, float],
+    held_out_size: int,
+    host: str | None,
+) -> StorageSpec:
+    """The fields and consumers of a run's stream."""
+    rewards = {reward_column(task): lease_s for task, lease_s in tasks.items()}
+    fields = [*FIELDS, *(Field(name, "<f4", (None,)) for name in columns)]
+    fields += [Field(PROMPT_ROW, "u1", (None,)), *(Field(name, "<f8") for name in rewards)]
+    stored, by_group = [field.name for field in FIELDS], {"group_size": group_size}
+    consumers = [ConsumerDeclaration(ACTOR, [*stored, *columns], by_group)]
+    consumers += [ConsumerDeclaration(name, stored, by_group) for name in columns]
+    with_held_out = {**by_group, "held_out_size": held_out_size}
+    for name, lease_s in rewards.items():
+        rules = {**with_held_out, "by_version": True, "lease_s": lease_s}
+        consumers.append(ConsumerDeclaration(name, ["token_ids", PROMPT_ROW], rules))
+    if rewards:
+        consumers.append(ConsumerDeclaration(COLLECTOR, [*rewards], with_held_out))
+    return StorageSpec(folder, fields, consumers, host)
+
+
+def fill(
+    client: StreamClient,
+    folder: Path,
+    indices: Sequence[int],
+    columns: ColumnData,
+    on_retry: Callable[[], None],
+) -> None:
+    """Fill columns. While the file system is full, calls `on_retry` and tries again.
+
+    Raises StreamError, and StorageFullError after WAIT_S.
+    """
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            client.fill(indices, columns)
+            return
+        except StorageFullError as error:
+            if time.monotonic() >= deadline_s:
+                raise storage_full_error(folder, str(error)) from error
+            on_retry()
+            time.sleep(_RETRY_S)
+
+
+def storage_full_error(folder: Path, reason: str) -> StorageFullError:
+    """The error that ends a run whose stream has no room for new columns."""
+    return StorageFullError(
+        f"the sample stream in {folder} has had no room for {WAIT_S:g} s: {reason}; free space in that file "
+        "system (in a container its size is --shm-size), and continue the run with --resume"
+    )
+
+
+class GroupReader:
+    """The trainer's side: reads groups by name; their leases last until the step is committed."""
+
+    def __init__(self, folder: Path, consumer: str = ACTOR, wait_s: float | None = None) -> None:
+        """`wait_s`: time to wait for a group (WAIT_S). Raises RunError if the stream does not reply."""
+        self._consumer, self._wait_s = consumer, WAIT_S if wait_s is None else wait_s
+        self._folder = folder
+        self._client = StreamClient(transport.stream_endpoint(folder), DRIVER_TIMEOUT_S)
+        self._leased: dict[GroupId, StreamBatch] = {}
+
+    def read_group(self, group: GroupId) -> list[StoredSample]:
+        """The samples of a scored group, in sibling order. Raises RunError if it is not ready in time."""
+        if group not in self._leased:
+            try:
+                batch = self._get(group)
+            except RunError:  # the storage is lost: connect to its replacement, if there is one
+                self._client.close()
+                self._client = _connect_again(self._folder)
+                self._leased.clear()
+                batch = self._get(group)
+            if isinstance(batch, TimedOut):
+                raise RunError(f"not in the sample stream after {batch.wait_s:g} s: {batch.reason}")
+            self._leased[group] = batch
+        return _to_samples(self._leased[group])
+
+    def fill(self, group: GroupId, rows: Sequence[NDArray[np.float32]]) -> None:
+        """Fill this consumer's own column of a group, sibling by sibling. Raises as `fill`."""
+        indices, columns = self._leased[group].indices, {self._consumer: rows}
+        fill(self._client, self._folder, indices, columns, on_retry=lambda: None)
+
+    def read_rows(self, indices: Sequence[int]) -> list[StoredSample]:
+        """Samples by their `stream_index`, while another reader of this consumer has them on lease."""
+        return _to_samples(self._client.read_leased(self._consumer, indices))
+
+    def commit(self, groups: Iterable[GroupId]) -> None:
+        """Commit the groups of a finished step. A lost storage is ignored: the new one does not need it."""
+        for group in groups:
+            if (batch := self._leased.pop(group, None)) is not None:
+                with suppress(RunError):
+                    self._client.commit(batch)
+
+    def close(self) -> None:
+        """Release all leases."""
+        self._client.close()
+
+    def _get(self, group: GroupId) -> StreamBatch | TimedOut:
+        return self._client.get(self._consumer, BatchRequest(groups=(group,)), self._wait_s)
+
+
+def _connect_again(folder: Path) -> StreamClient:
+    """Connect to the replacement of a lost storage, which may be lost as well. Raises RunError."""
+    deadline_s = time.monotonic() + DRIVER_TIMEOUT_S
+    while True:
+        try:
+            return StreamClient(transport.stream_endpoint(folder), DRIVER_TIMEOUT_S)
+        except RunError:
+            if time.monotonic() > deadline_s:
+                raise
+
+
+def _answer_columns(answers: Sequence[Trajectory]) -> dict[str, Any]:
+    no_routes = np.zeros(0, np.int16)
+    return {
+        "prompt_ids": [np.asarray(t.prompt_ids, np.int32) for t in answers],
+        "token_ids": [np.asarray(t.token_ids, np.int32) for t in answers],
+        "logprobs": [np.asarray(t.logprobs, np.float32) for t in answers],
+        "routes": [no_routes if t.routes is None else t.routes.astype(np.int16).reshape(-1) for t in answers],
+        "weight_digest": [np.frombuffer(t.weight_digest.encode(), np.uint8) for t in answers],
+        "loss_mask": [
+            np.ones(len(t.token_ids), np.uint8) if t.loss_mask is None else np.array([*t.loss_mask], np.uint8)
+            for t in answers
+        ],
+    }
+
+
+def _to_samples(batch: StreamBatch) -> list[StoredSample]:
+    """Copies, because a trainer may keep them longer than the lease."""
+    columns = {field.name: batch.rows(field.name) for field in FIELDS}
+    aux_columns = {name: batch.rows(name) for name in AUX_COLUMNS if name in batch}
+    samples = []
+    for row, (index, version) in enumerate(zip(batch.indices, batch.versions, strict=True)):
+        values = (columns[field.name][row] for field in FIELDS)
+        prompt, tokens, logprobs, routes, digest, mask, reward, advantage = values
+        num_tokens = len(prompt) + len(tokens)
+        samples.append(
+            StoredSample(
+                version=version,
+                prompt_ids=prompt.tolist(),
+                token_ids=tokens.tolist(),
+                logprobs=logprobs[mask > 0].tolist(),
+                reward=float(reward),
+                advantage=None if math.isnan(advantage) else float(advantage),
+                routes=routes.reshape(num_tokens - 1, -1).copy() if len(routes) else None,
+                weight_digest=digest.tobytes().decode(),
+                stream_index=index,
+                loss_mask=None if mask.all() else mask.tolist(),
+                **{name: rows[row].tolist() for name, rows in aux_columns.items()},
+            )
+        )
+    return samples

@@ -1,0 +1,326 @@
+"""The sample store: `samples.sqlite` of the run folder, one row per sibling.
+
+The driver is its only writer. It commits a payload before it sends the event that names it, so a crash loses
+no finished answer. A subscriber, the run's stream, receives every sample as soon as it is durable.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora.core.types import Chunk, GroupId, RequestId
+
+DIGEST_SEPARATOR = "+"
+FINAL_STATES = ("trained", "filtered", "failed")  # prefixes: a sample in such a state is not used again
+_SCHEMA = """
+create table if not exists samples (
+    group_id text not null, sibling integer not null,
+    version integer not null, weight_digest text not null,
+    prompt_ids blob not null, token_ids blob not null, logprobs blob not null,
+    routes blob, loss_mask blob, segments text, reward real, advantage real, task_rewards blob,
+    state text not null, trained_step integer,
+    primary key (group_id, sibling)) without rowid
+"""
+
+
+class Trajectory(NamedTuple):
+    """A finished request: its tokens, their log-probs and, if known, the experts they were routed to.
+
+    `loss_mask` is 1 for each token that the policy generated, 0 for each token of an observation (its
+    log-prob is 0); None: all were generated. `reward` is that of an episode, before its group is scored. An
+    answer continued on newer versions has `segments` (version, number of tokens): `version` is that of the
+    first segment, and `weight_digest` has the digests of all, joined by DIGEST_SEPARATOR.
+    """
+
+    request: RequestId
+    version: int
+    weight_digest: str
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    routes: NDArray[np.int16] | None = None  # [tokens - 1, ...], tokens of prompt and response
+    loss_mask: Sequence[int] | None = None
+    reward: float | None = None
+    segments: Sequence[tuple[int, int]] | None = None
+
+
+class AnswerSource(NamedTuple):
+    """The weights that generated an answer; fields as in Trajectory."""
+
+    version: int
+    weight_digest: str
+    segments: list[tuple[int, int]] | None
+
+    @classmethod
+    def from_chunks(cls, chunks: Sequence[Chunk]) -> AnswerSource:
+        """From the chunks that the engine reported, oldest first."""
+        segments = [(c.version, c.num_tokens) for c in chunks] if len(chunks) > 1 else None
+        return cls(chunks[0].version, DIGEST_SEPARATOR.join(c.digest for c in chunks), segments)
+
+
+class StoredSample(NamedTuple):
+    """A scored trajectory as the trainer reads it; `advantage` is None where it needs the whole batch.
+
+    `logprobs` has one entry per generated token (see `loss_mask` of Trajectory). `reference`, `proximal` and
+    `values` are columns of the auxiliary workers, one entry per response token. `stream_index` is the row's
+    index in the stream.
+    """
+
+    version: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    reward: float
+    advantage: float | None
+    routes: NDArray[np.int16] | None  # [tokens - 1, MoE layers * k]
+    weight_digest: str
+    reference: list[float] | None = None
+    proximal: list[float] | None = None
+    values: list[float] | None = None
+    stream_index: int | None = None
+    loss_mask: list[int] | None = None
+
+
+class FinishedSample(NamedTuple):
+    """What a resumed run reads of a sample; `reward` is an episode's own until its group `is_scored`."""
+
+    sibling: int
+    token_ids: list[int]
+    reward: float | None
+    is_scored: bool
+    task_rewards: dict[str, float]  # by task, if there are several
+
+
+class SampleSubscriber(Protocol):
+    """Receives samples; `flush` follows once everything before it is durable."""
+
+    def put(self, trajectory: Trajectory) -> None:
+        """A trajectory is stored."""
+
+    def score(self, group: GroupId, rewards: Sequence[float], advantages: Sequence[float | None]) -> None:
+        """A group is scored, sibling by sibling."""
+
+    def finish(self, groups: Iterable[GroupId]) -> None:
+        """These groups are in a final state."""
+
+    def flush(self) -> None:
+        """All calls before this one are durable."""
+
+
+class SampleStore:
+    """Rows are (group_id, sibling); `state` is finished, scored, committed, or a final state."""
+
+    def __init__(self, path: Path, *, fsync: bool = False) -> None:
+        """Open for writing; creates the file. With `fsync`, commits survive a loss of power."""
+        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db.execute("pragma journal_mode = wal")
+        self._db.execute(f"pragma synchronous = {'full' if fsync else 'off'}")
+        self._db.execute(_SCHEMA)
+        names = [name for _, name, *_ in self._db.execute("pragma table_info(samples)")]
+        for name in {"routes", "loss_mask", "segments", "task_rewards"} - {*names}:  # of an older file
+            self._db.execute(f"alter table samples add column {name} blob")
+        self._in_transaction = False
+        self._subscriber: SampleSubscriber | None = None
+        self._resent: dict[GroupId, None] = {}  # trained groups whose step is redone
+
+    def subscribe(self, subscriber: SampleSubscriber | None) -> None:
+        """Send all samples that are not in a final state, and all later changes; None: unsubscribe."""
+        self._subscriber = subscriber
+        if subscriber is None:
+            return
+        self.commit()
+        self._send(subscriber, self._rows("state in ('finished', 'scored', 'committed')"))
+        for group in self._resent:
+            self._send(subscriber, self._rows("group_id = ? and state = 'trained'", str(group)))
+
+    def resend(self, groups: Iterable[GroupId]) -> None:
+        """Have the subscriber drop scored groups, whatever their state, and send them again."""
+        if self._subscriber is None:
+            return
+        self.commit()
+        self._resent |= dict.fromkeys(groups)
+        self._subscriber.finish(groups)
+        self._subscriber.flush()
+        for group in groups:
+            self._send(self._subscriber, self._rows("group_id = ?", str(group)))
+
+    @staticmethod
+    def _send(
+        subscriber: SampleSubscriber, rows: Iterable[tuple[Trajectory, float | None, float | None]]
+    ) -> None:
+        scored: dict[GroupId, list[tuple[float, float | None]]] = {}
+        for trajectory, reward, advantage in rows:
+            subscriber.put(trajectory)
+            if reward is not None:
+                scored.setdefault(trajectory.request.group, []).append((reward, advantage))
+        for group, siblings in scored.items():
+            rewards, advantages = zip(*siblings, strict=True)
+            subscriber.score(group, rewards, advantages)
+        subscriber.flush()
+
+    def put(self, trajectory: Trajectory) -> None:
+        """Add a finished trajectory. Raises sqlite3.IntegrityError if its row exists."""
+        t = trajectory
+        self._write(
+            "insert into samples (group_id, sibling, version, weight_digest, prompt_ids, token_ids, "
+            "logprobs, routes, loss_mask, segments, reward, state) "
+            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
+            (
+                str(t.request.group),
+                t.request.sibling,
+                t.version,
+                t.weight_digest,
+                np.asarray(t.prompt_ids, dtype="<i4").tobytes(),
+                np.asarray(t.token_ids, dtype="<i4").tobytes(),
+                np.asarray(t.logprobs, dtype="<f4").tobytes(),
+                None if t.routes is None else t.routes.astype("<i2").tobytes(),
+                None if t.loss_mask is None else bytes(t.loss_mask),
+                None if t.segments is None else json.dumps(t.segments),
+                t.reward,
+            ),
+        )
+        if self._subscriber is not None:
+            self._subscriber.put(t)
+
+    def score(
+        self,
+        group: GroupId,
+        rewards: Sequence[float],
+        advantages: Sequence[float | None],
+        by_task: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """Set rewards and advantages of a group, sibling by sibling; `by_task`: the rewards of each task."""
+        for sibling, (reward, advantage) in enumerate(zip(rewards, advantages, strict=True)):
+            parts = {task: own[sibling] for task, own in (by_task or {}).items()}
+            self._write(
+                "update samples set reward = ?, advantage = ?, task_rewards = ?, state = 'scored' "
+                "where group_id = ? and sibling = ?",
+                (reward, advantage, json.dumps(parts) if parts else None, str(group), sibling),
+            )
+        if self._subscriber is not None:
+            self._subscriber.score(group, rewards, advantages)
+
+    def set_state(self, groups: Iterable[GroupId], state: str, trained_step: int | None = None) -> None:
+        """Set the state of whole groups."""
+        groups = [*groups]
+        for group in groups:
+            self._write(
+                "update samples set state = ?, trained_step = ? where group_id = ?",
+                (state, trained_step, str(group)),
+            )
+            if state.startswith(FINAL_STATES):
+                self._resent.pop(group, None)
+        if self._subscriber is not None and state.startswith(FINAL_STATES):
+            self._subscriber.finish(groups)
+
+    def num_generated(self, group: GroupId) -> list[int]:
+        """Number of response tokens that the policy generated, in sibling order."""
+        rows = self._db.execute(
+            "select token_ids, loss_mask from samples where group_id = ? order by sibling", (str(group),)
+        )
+        return [len(_ids(response)) if mask is None else sum(mask) for response, mask in rows]
+
+    def num_observed(self) -> dict[RequestId, int]:
+        """Number of response tokens that are observations, of every episode."""
+        rows = self._db.execute(
+            "select group_id, sibling, loss_mask from samples where loss_mask is not null"
+        )
+        return {RequestId(*_group(name), k): len(mask) - sum(mask) for name, k, mask in rows}
+
+    def finished(self, group: GroupId) -> list[FinishedSample]:
+        """The finished siblings of a group, in order."""
+        rows = self._db.execute(
+            "select sibling, token_ids, reward, state != 'finished', coalesce(task_rewards, '{}') "
+            "from samples where group_id = ? order by sibling",
+            (str(group),),
+        )
+        return [
+            FinishedSample(k, _ids(answer), reward, bool(is_scored), json.loads(parts))
+            for k, answer, reward, is_scored, parts in rows
+        ]
+
+    def prompts(self, limit: int) -> list[tuple[GroupId, list[int]]]:
+        """Token ids of the prompts of up to `limit` groups."""
+        rows = self._db.execute(
+            "select group_id, prompt_ids from samples where sibling = 0 limit ?", (limit,)
+        )
+        return [(_group(name), _ids(prompt)) for name, prompt in rows]
+
+    def states(self) -> list[tuple[RequestId, str, int | None]]:
+        """State and trained step of every sample."""
+        rows = self._db.execute("select group_id, sibling, state, trained_step from samples").fetchall()
+        return [(RequestId(*_group(name), sibling), state, step) for name, sibling, state, step in rows]
+
+    def unscored(self) -> set[GroupId]:
+        """Groups without rewards, and groups that are not in a final state and have no advantages."""
+        rows = self._db.execute(
+            "select distinct group_id from samples "
+            "where state = 'finished' or (state in ('scored', 'committed') and advantage is null)"
+        )
+        return {_group(name) for (name,) in rows}
+
+    def delete(self, request: RequestId) -> None:
+        """Delete a sample that no event names."""
+        self._write(
+            "delete from samples where group_id = ? and sibling = ?", (str(request.group), request.sibling)
+        )
+
+    def commit(self) -> None:
+        """Make all writes durable and visible to readers, then flush the subscriber."""
+        if self._in_transaction:
+            self._db.execute("commit")
+            self._in_transaction = False
+            if self._subscriber is not None:
+                self._subscriber.flush()
+
+    def close(self) -> None:
+        self._subscriber = None
+        self.commit()
+        self._db.close()
+
+    def _rows(self, condition: str, *values: str) -> Iterator[tuple[Trajectory, float | None, float | None]]:
+        """Trajectories with reward and advantage, if known."""
+        rows = self._db.execute(
+            "select group_id, sibling, version, weight_digest, prompt_ids, token_ids, logprobs, routes, "
+            "loss_mask, iif(state = 'finished', null, reward), advantage from samples "
+            f"where {condition} order by group_id, sibling",
+            values,
+        )
+        for name, sibling, version, digest, prompt, answer, logprobs, routes, mask, reward, advantage in rows:
+            prompt_ids, token_ids = _ids(prompt), _ids(answer)
+            routes_by_token = None
+            if routes is not None:
+                num_rows = len(prompt_ids) + len(token_ids) - 1
+                routes_by_token = np.frombuffer(routes, dtype="<i2").reshape(num_rows, -1)
+            logprob_list = np.frombuffer(logprobs, dtype="<f4").tolist()
+            request = RequestId(*_group(name), sibling)
+            yield (
+                Trajectory(
+                    request, version, digest, prompt_ids, token_ids, logprob_list, routes_by_token, mask
+                ),
+                reward,
+                advantage,
+            )
+
+    def _write(self, sql: str, values: tuple[object, ...]) -> None:
+        if not self._in_transaction:
+            self._db.execute("begin")
+            self._in_transaction = True
+        self._db.execute(sql, values)
+
+
+def _group(name: str) -> GroupId:
+    epoch, row = name.split("/")
+    return GroupId(int(epoch), int(row))
+
+
+def _ids(blob: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(blob, dtype="<i4").tolist()
+    return ids

@@ -1,0 +1,484 @@
+"""Messages between clients and the server of a stream: Unix sockets on one host, ZeroMQ between hosts.
+
+A message is a JSON header followed by raw buffers; nothing is unpickled. A request is {"id": int, "method":
+str, ...}; its reply has the same id, and `error` if the request was refused. The exit of a process on the
+same host closes its connection at once (on Linux even while a forked child keeps the socket open). A lost
+process on another host is not detected: its requests time out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from dora.core.types import GroupId
+from dora.errors import RunError, StreamError
+from dora.stream.metadata import BatchRequest, BlockLocation
+from dora.stream.schema import Buffer, Field
+
+MAX_MESSAGE_BYTES = 256 << 20  # that the server accepts
+MAX_POLL_S = 86400.0  # of one wait for a socket, whose timeout is an int of ms; longer waits poll again
+UNMATCHED = -1  # the id of a reply to a message whose header is not readable
+TOKEN_FILE = "token"  # holds the auth token: a process that can read it shares memory with the server
+_MAX_MESSAGES_PER_POLL = 64  # of one ZeroMQ socket, so that replies are not delayed by many requests
+_CONNECT_RETRY_S = 0.01
+_RECEIVE_BYTES = 1 << 16
+_SIZE = struct.Struct("<Q")
+
+Frames = Sequence[bytes]
+Reply = tuple[dict[str, Any], Sequence[Any]]  # header and buffers
+
+
+def encode_message(header: Mapping[str, Any], buffers: Sequence[Any]) -> list[Any]:
+    """The frames of a message."""
+    return [json.dumps(header).encode(), *buffers]
+
+
+def encode_error(error: StreamError) -> list[Any]:
+    """The reply to a message that cannot be read."""
+    return encode_message({"id": UNMATCHED, "error": str(error)}, ())
+
+
+def decode_header(frames: Sequence[Buffer]) -> dict[str, Any]:
+    """Raises ValueError if the first frame is not a JSON object."""
+    try:
+        header = json.loads(str(frames[0], "utf8")) if frames else None
+    except (RecursionError, MemoryError) as error:
+        raise ValueError("the header is nested too deeply, or too long") from error
+    if not isinstance(header, dict):
+        raise ValueError("the first frame must be a JSON object")
+    return header
+
+
+def check_size(num_bytes: int) -> None:
+    """Raises StreamError for a message that is too long."""
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise StreamError(
+            f"a message of {num_bytes} bytes exceeds the limit of {MAX_MESSAGE_BYTES}: "
+            "put fewer rows at a time"
+        )
+
+
+def parse_wait(value: Any) -> float:
+    """A timeout in seconds, inf: unlimited, below 0: 0. Raises StreamError for nan."""
+    wait_s = float(value)
+    if math.isnan(wait_s):
+        raise StreamError("wait_s = nan: pass a number of seconds, or math.inf")
+    return max(0.0, wait_s)
+
+
+def decode_integers(buffer: Buffer, dtype: Any, width: int) -> NDArray[Any]:
+    """[n, width] of a buffer. Raises ValueError if its size does not fit."""
+    return np.frombuffer(buffer, dtype).reshape(-1, width)
+
+
+def field_to_json(field: Field) -> list[Any]:
+    return [field.name, field.dtype, [*field.shape]]
+
+
+def field_from_json(name: str, dtype: str, shape: Sequence[int | None]) -> Field:
+    return Field(name, dtype, tuple(shape))
+
+
+def request_from_json(value: Sequence[Any]) -> BatchRequest:
+    """Raises StreamError or ValueError for an invalid request."""
+    max_rows, max_tokens, min_rows, groups = value
+    for name, number in (("max_rows", max_rows), ("min_rows", min_rows), ("max_tokens", max_tokens)):
+        if name == "max_tokens" and number is None:
+            continue
+        if type(number) is not int or number < 1:
+            raise StreamError(f"{name} = {number!r}: must be a whole number above 0")
+    if min_rows > max_rows:
+        raise StreamError(f"min_rows = {min_rows} exceeds max_rows = {max_rows}: raise max_rows")
+    return BatchRequest(max_rows, max_tokens, min_rows, groups_from_json(groups))
+
+
+def groups_from_json(groups: Sequence[Sequence[int]]) -> tuple[GroupId, ...]:
+    return tuple(GroupId(int(epoch), int(row)) for epoch, row in groups)
+
+
+def location_from_json(value: Sequence[Any]) -> BlockLocation:
+    segment, offset, num_bytes = value
+    return BlockLocation(str(segment), int(offset), int(num_bytes))
+
+
+def stream_endpoint(folder: Path) -> str:
+    """The endpoint of the stream of a folder, on the same host."""
+    return unix_endpoint(folder / "stream.sock")
+
+
+def unix_endpoint(path: Path) -> str:
+    return f"ipc://{path}"
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether it is a Unix socket."""
+    return endpoint.startswith("ipc://")
+
+
+def socket_path(endpoint: str) -> Path:
+    """The path of a local endpoint."""
+    return Path(endpoint.removeprefix("ipc://"))
+
+
+def shares_memory(folder: str, auth_token: str, host: str) -> bool:
+    """Whether this process sees the server's folder at the same path on the same host."""
+    try:
+        return host == platform.node() and (Path(folder) / TOKEN_FILE).read_text() == auth_token
+    except OSError:
+        return False
+
+
+class UnixConnection:
+    """One end of a Unix socket: a message is its number of frames, their sizes, and the frames.
+
+    A client sets a timeout. The server never waits: what a client does not read now is kept and sent later.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._received, self._unsent = bytearray(), bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def peer_pid(self) -> int | None:
+        """The process at the other end; None if unknown (known on Linux)."""
+        if not hasattr(socket, "SO_PEERCRED"):
+            return None
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid: int = struct.unpack("3i", credentials)[0]
+        return pid
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the other end has not read all that was sent."""
+        return bool(self._unsent)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """The time that `send` and `receive` may wait; 0: they return at once."""
+        self._socket.settimeout(timeout_s)
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Send a message. Raises OSError if the other end is closed, TimeoutError if it reads too slowly."""
+        sizes = [memoryview(frame).nbytes for frame in frames]
+        self._unsent += b"".join((struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes), *frames))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is unsent, as far as the other end reads it. Raises OSError as `send`."""
+        while self._unsent:
+            try:
+                num_sent = self._socket.send(self._unsent)
+            except BlockingIOError:
+                return
+            del self._unsent[:num_sent]
+
+    def receive(self) -> None:
+        """Receive what has arrived. Raises OSError if the other end is closed, or nothing arrives in time."""
+        try:
+            received = self._socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        if not received:
+            raise ConnectionResetError("the other end closed the connection")
+        self._received += received
+
+    def next_message(self) -> list[bytes] | None:
+        """The frames of the next complete message. Raises StreamError if it is too long."""
+        num_received = len(self._received)
+        if num_received < _SIZE.size:
+            return None
+        (num_frames,) = _SIZE.unpack_from(self._received)
+        offset = _SIZE.size * (1 + num_frames)
+        check_size(offset)
+        if num_received < offset:
+            return None
+        sizes = struct.unpack_from(f"<{num_frames}Q", self._received, _SIZE.size)
+        check_size(offset + sum(sizes))
+        if num_received < offset + sum(sizes):
+            return None
+        frames = []
+        with memoryview(self._received) as view:
+            for size in sizes:
+                frames.append(bytes(view[offset : offset + size]))
+                offset += size
+        del self._received[:offset]
+        return frames
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class ClientTransport(Protocol):
+    """A client's connection to the server."""
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Raises RunError if the connection is lost."""
+
+    def receive(self, deadline_s: float) -> list[bytes] | None:
+        """The next message; None after the deadline (time.monotonic). Raises RunError if it is lost."""
+
+    def close(self) -> None:
+        """Messages that were sent may still arrive."""
+
+
+class UnixTransport:
+    """A connection to a server on the same host; the exit of the server is detected at once."""
+
+    def __init__(self, endpoint: str, timeout_s: float) -> None:
+        """Retries for `timeout_s`. Raises RunError if no server listens."""
+        self._endpoint, self._timeout_s = endpoint, timeout_s
+        self._connection = UnixConnection(self._connect(time.monotonic() + timeout_s))
+
+    def send(self, frames: Sequence[Any]) -> None:
+        self._connection.set_timeout(min(self._timeout_s, MAX_POLL_S))
+        try:
+            self._connection.send(frames)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def receive(self, deadline_s: float) -> list[bytes] | None:
+        while (frames := self._connection.next_message()) is None:
+            remaining_s = deadline_s - time.monotonic()
+            self._connection.set_timeout(min(max(1e-3, remaining_s), MAX_POLL_S))
+            try:
+                self._connection.receive()
+            except TimeoutError:
+                if remaining_s <= MAX_POLL_S:
+                    return None
+            except OSError as error:
+                raise self._lost(error) from error
+        return frames
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _connect(self, deadline_s: float) -> socket.socket:
+        connecting = socket.socket(socket.AF_UNIX)
+        while True:
+            try:
+                connecting.connect(str(socket_path(self._endpoint)))
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                if time.monotonic() > deadline_s:
+                    connecting.close()
+                    raise RunError(
+                        f"no stream server listened at {self._endpoint} for {self._timeout_s:g} s: "
+                        "is its process running?"
+                    ) from error
+                time.sleep(_CONNECT_RETRY_S)
+            else:
+                return connecting
+
+    def _lost(self, error: OSError) -> RunError:
+        return RunError(
+            f"the connection to the stream at {self._endpoint} is lost ({error}): has its process exited?"
+        )
+
+
+class ZmqTransport:
+    """A connection to a server on another host; the exit of the server is not detected."""
+
+    def __init__(self, endpoint: str, timeout_s: float) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(endpoint)
+
+    def send(self, frames: Sequence[Any]) -> None:
+        self._socket.send_multipart(frames)
+
+    def receive(self, deadline_s: float) -> list[bytes] | None:
+        while True:
+            remaining_s = deadline_s - time.monotonic()
+            self._socket.setsockopt(zmq.RCVTIMEO, int(1e3 * min(max(0.0, remaining_s), MAX_POLL_S)))
+            try:
+                return self._socket.recv_multipart()
+            except zmq.Again:
+                if remaining_s <= MAX_POLL_S:
+                    return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@dataclass(eq=False)
+class ClientConnection:
+    """The server's end of a client: a Unix connection, or an address at a ZeroMQ socket (`remote`)."""
+
+    unix: UnixConnection | None = None
+    remote: tuple[zmq.Socket[bytes], bytes] | None = None
+    name: str = field(default_factory=lambda: secrets.token_hex(8))  # of the holder of its leases
+    client_id: str = ""  # chosen by the client; owner of its segments
+    pidfd: int = -1
+
+
+class ServerEndpoint:
+    """The sockets of a server and the connections of its clients. Only `receive` waits."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        """Listens at all endpoints. Raises OSError or zmq.ZMQError if one is not available."""
+        self._poll = select.poll()
+        self._listening: dict[int, socket.socket] = {}
+        self._bound: list[zmq.Socket[bytes]] = []
+        self._local: dict[int, ClientConnection] = {}  # by file descriptor of its socket and of its process
+        self._remote: dict[tuple[zmq.Socket[bytes], bytes], ClientConnection] = {}
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._poll.register(self._wake_receiver, select.POLLIN)
+        self.endpoints = [
+            self._listen(socket_path(endpoint)) if is_local(endpoint) else self._bind(endpoint)
+            for endpoint in endpoints
+        ]
+
+    def wake(self) -> None:
+        """Interrupt `receive`, from any thread."""
+        with contextlib.suppress(OSError):  # closed
+            self._wake_sender.send(b"!")
+
+    def receive(self, timeout_ms: int | None) -> Iterator[tuple[ClientConnection, Frames | None]]:
+        """Messages with their clients; None: the client has exited or hung up. Waits for the first."""
+        has_remote = any(bound.poll(0) for bound in self._bound)
+        for fd, _ in self._poll.poll(0 if has_remote else timeout_ms):
+            if fd in self._local:
+                yield from self._receive_local(fd, self._local[fd])
+            elif fd in self._listening:
+                self._accept(self._listening[fd])
+        for bound in self._bound:  # a ZeroMQ descriptor only signals that something may have changed
+            yield from self._receive_remote(bound)
+
+    def register(self, client: ClientConnection) -> None:
+        """Keep a client that has authenticated, also a remote one."""
+        if client.remote is not None:
+            self._remote[client.remote] = client
+
+    def find(self, client_id: str) -> list[ClientConnection]:
+        """The connected clients with this id."""
+        clients = dict.fromkeys((*self._local.values(), *self._remote.values()))
+        return [client for client in clients if client_id and client.client_id == client_id]
+
+    def send(self, client: ClientConnection, frames: Sequence[Any]) -> None:
+        """Send now what the client reads, the rest later. Errors surface in `receive`."""
+        with contextlib.suppress(OSError, zmq.ZMQError):
+            if client.remote is not None:
+                remote_socket, address = client.remote
+                remote_socket.send_multipart([address, *frames])
+            elif client.unix is not None:
+                client.unix.send(frames)
+                if client.unix.has_unsent:  # accept no further requests until it has read its replies
+                    self._poll.modify(client.unix.fileno(), select.POLLOUT)
+
+    def disconnect(self, client: ClientConnection) -> None:
+        """Close the connection of a client."""
+        if client.remote is not None:
+            self._remote.pop(client.remote, None)
+        if client.unix is not None:
+            self._unwatch(client.unix.fileno())
+            client.unix.close()
+            client.unix = None
+        if client.pidfd >= 0:
+            self._unwatch(client.pidfd)
+            os.close(client.pidfd)
+            client.pidfd = -1
+
+    def close(self) -> None:
+        for client in [*self._local.values()]:
+            self.disconnect(client)
+        for bound in self._bound:
+            bound.close(linger=0)
+        for listening in self._listening.values():
+            Path(listening.getsockname()).unlink(missing_ok=True)
+        for own in (*self._listening.values(), self._wake_receiver, self._wake_sender):
+            own.close()
+
+    def _listen(self, path: Path) -> str:
+        path.unlink(missing_ok=True)  # of a server that crashed
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(path))
+        path.chmod(0o600)  # a process that can connect may put and get
+        listening.listen(socket.SOMAXCONN)
+        listening.settimeout(0)
+        self._listening[listening.fileno()] = listening
+        self._poll.register(listening, select.POLLIN)
+        return unix_endpoint(path)
+
+    def _bind(self, endpoint: str) -> str:
+        bound: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._bound.append(bound)
+        bound.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        bound.bind(endpoint)
+        self._poll.register(bound, select.POLLIN)
+        return str(bound.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            accepted, _ = listening.accept()
+        except OSError:  # the client has closed it already
+            return
+        connection = UnixConnection(accepted)
+        connection.set_timeout(0.0)
+        client = ClientConnection(connection)
+        self._watch(connection.fileno(), client)
+        if hasattr(os, "pidfd_open") and (pid := connection.peer_pid) not in (None, os.getpid()):
+            with contextlib.suppress(OSError):  # the process has exited; so the connection is closed
+                client.pidfd = os.pidfd_open(pid)
+                self._watch(client.pidfd, client)
+
+    def _watch(self, fd: int, client: ClientConnection) -> None:
+        self._local[fd] = client
+        self._poll.register(fd, select.POLLIN)
+
+    def _unwatch(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        del self._local[fd]
+
+    def _receive_local(
+        self, fd: int, client: ClientConnection
+    ) -> Iterator[tuple[ClientConnection, Frames | None]]:
+        connection = client.unix
+        assert connection is not None, "disconnected clients are not polled"
+        try:
+            if fd == client.pidfd:
+                raise ConnectionResetError("its process has exited")
+            if connection.has_unsent:
+                connection.flush()
+                if not connection.has_unsent:
+                    self._poll.modify(fd, select.POLLIN)
+            else:
+                connection.receive()
+            while client.unix is connection and (frames := connection.next_message()) is not None:
+                yield client, frames
+        except StreamError as error:
+            self.send(client, encode_error(error))
+            yield client, None
+        except OSError:
+            yield client, None
+
+    def _receive_remote(self, bound: zmq.Socket[bytes]) -> Iterator[tuple[ClientConnection, Frames]]:
+        for _ in range(_MAX_MESSAGES_PER_POLL):
+            try:
+                address, *frames = bound.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            client = self._remote.get((bound, address)) or ClientConnection(remote=(bound, address))
+            try:
+                check_size(sum(map(len, frames)))  # ZeroMQ has checked each frame
+            except StreamError as error:
+                self.send(client, encode_error(error))
+            else:
+                yield client, frames

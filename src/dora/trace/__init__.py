@@ -1,0 +1,1 @@
+"""`dora trace`: a run as a trace for Perfetto."""

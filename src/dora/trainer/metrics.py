@@ -1,0 +1,219 @@
+"""Metrics of one training step: sums over micro-batches, and the means that are reported.
+
+Keys are verl's where verl has one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dora.trainer.corrections import CorrectedTokens
+from dora.trainer.loss import MAX_LOG_RATIO
+from dora.trainer.routing_replay import load_imbalance
+
+KL_BY_STALENESS = "off_policy/kl_k3_age_"  # followed by the staleness of the samples that it covers
+
+# Spot checks recompute this fraction of a step's tokens, forward only: a third of that in FLOPs.
+_SPOT_CHECK_FRACTION = 1 / 16
+_SPOT_CHECK_STRIDE = 0.618034  # of a batch, from step to step: golden-ratio steps cover it evenly
+
+
+@dataclass
+class StepMetrics:
+    """Sums over the micro-batches of one step."""
+
+    num_tokens: int = 0
+    num_updates: int = 0  # of the weights so far
+    pg_loss: float = 0.0
+    kl_loss: float | None = None
+    num_clipped: float = 0.0
+    num_clipped_high: float = 0.0  # of these, tokens that are now more probable than when they were sampled
+    num_flops: float = 0.0
+    num_truncated: float = 0.0
+    num_masked: float = 0.0
+    weights: float = 0.0
+    entropy: float = 0.0
+    ppo_kl: float = 0.0
+    mismatch: MismatchMetrics = field(default_factory=lambda: MismatchMetrics())
+    off_policy: OffPolicyMetrics = field(default_factory=lambda: OffPolicyMetrics())
+    by_staleness: defaultdict[int, OffPolicyMetrics] = field(
+        default_factory=lambda: defaultdict(OffPolicyMetrics)
+    )
+    expert_load: Tensor | int = 0  # tokens [MoE layers, experts]
+
+    def add(
+        self,
+        logprobs: Tensor,
+        behaviour: Tensor,
+        is_clipped: Tensor,
+        entropies: Tensor,
+        is_fresh: Tensor,
+        staleness: Tensor,
+        corrected: CorrectedTokens,
+    ) -> None:
+        """Add one micro-batch; all [N]."""
+        log_ratio = logprobs.detach() - behaviour
+        self.num_tokens += len(log_ratio)
+        self.num_clipped += float(is_clipped.sum())
+        self.num_clipped_high += float((is_clipped & (log_ratio > 0)).sum())
+        self.num_truncated += float(corrected.is_truncated.sum())
+        self.num_masked += float(corrected.is_masked.sum())
+        self.weights += float(corrected.weights.sum())
+        self.entropy += float(entropies.detach().sum())
+        self.ppo_kl -= float(log_ratio.sum())
+        if not self.num_updates:  # after an update the weights are no longer those of the newest version
+            self.off_policy.add(logprobs, behaviour)
+            for age in staleness.unique().tolist():
+                is_age = staleness == age
+                self.by_staleness[int(age)].add(logprobs[is_age], behaviour[is_age])
+            self.mismatch.add(logprobs.detach()[is_fresh], behaviour[is_fresh])
+
+    def merge(self, other: StepMetrics) -> None:
+        """Add the sums of another rank."""
+        sums = ("num_tokens", "num_flops", "pg_loss", "num_clipped", "num_clipped_high", "num_truncated")
+        for name in (*sums, "num_masked", "weights", "entropy", "ppo_kl"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        if other.kl_loss is not None:
+            self.kl_loss = (self.kl_loss or 0.0) + other.kl_loss
+        self.expert_load = self.expert_load + other.expert_load
+        self.mismatch.merge(other.mismatch)
+        self.off_policy.merge(other.off_policy)
+        for age, sums_of_age in other.by_staleness.items():
+            self.by_staleness[age].merge(sums_of_age)
+
+    def metrics(self, divisor: int) -> dict[str, float]:
+        """Losses over the batch's `divisor`, the rest as means over tokens; no means without tokens."""
+        metrics = {
+            "actor/pg_loss": self.pg_loss / divisor,
+            "actor/num_tokens": float(self.num_tokens),
+            "actor/num_updates": float(self.num_updates),
+            "actor/tflop": self.num_flops / 1e12,
+        }
+        if self.num_tokens:
+            metrics |= {
+                "actor/pg_clipfrac": self.num_clipped / self.num_tokens,
+                "actor/pg_clipfrac_low": (self.num_clipped - self.num_clipped_high) / self.num_tokens,
+                "actor/pg_clipfrac_high": self.num_clipped_high / self.num_tokens,
+                "actor/entropy": self.entropy / self.num_tokens,
+                "actor/ppo_kl": self.ppo_kl / self.num_tokens,
+                "off_policy/frac_truncated": self.num_truncated / self.num_tokens,
+                "off_policy/frac_masked": self.num_masked / self.num_tokens,
+                "off_policy/weight_mean": self.weights / self.num_tokens,
+            }
+        metrics |= self.off_policy.metrics()
+        metrics |= {
+            f"{KL_BY_STALENESS}{age}": self.by_staleness[age].kl_k3 for age in sorted(self.by_staleness)
+        }
+        if isinstance(self.expert_load, Tensor):
+            metrics["moe/load_imbalance"] = float(load_imbalance(self.expert_load).mean())
+        if self.kl_loss is not None:
+            metrics["actor/kl_loss"] = self.kl_loss / divisor
+        return metrics | self.mismatch.metrics()
+
+
+@dataclass
+class OffPolicyMetrics:
+    """Sums over tokens of r = current / behaviour, the distance to the policy that sampled."""
+
+    num_tokens: int = 0
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+    log_ratio: float = 0.0
+
+    def add(self, logprobs: Tensor, behaviour: Tensor) -> None:
+        """Add one micro-batch; both [N]."""
+        log_ratio = (logprobs.detach() - behaviour).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        ratio = log_ratio.exp()
+        self.num_tokens += len(log_ratio)
+        self.ratio += float(ratio.sum())
+        self.ratio_squared += float(ratio.square().sum())
+        self.log_ratio += float(log_ratio.sum())
+
+    def merge(self, other: OffPolicyMetrics) -> None:
+        """Add the sums of another rank."""
+        self.num_tokens += other.num_tokens
+        self.ratio += other.ratio
+        self.ratio_squared += other.ratio_squared
+        self.log_ratio += other.log_ratio
+
+    @property
+    def ess(self) -> float:
+        """Effective sample size as a fraction of the tokens: (sum r)**2 / (N * sum r**2), in (0, 1].
+
+        1 if all tokens have equal weights (Kong 1992; PipelineRL's rl/ess, arXiv 2509.19128).
+        """
+        return self.ratio**2 / (self.num_tokens * self.ratio_squared)
+
+    @property
+    def kl_k1(self) -> float:
+        """KL(behaviour || current) per token, in nats: the mean of -log r; noisy, may be negative."""
+        return -self.log_ratio / self.num_tokens
+
+    @property
+    def kl_k3(self) -> float:
+        """KL(behaviour || current) per token, in nats: the mean of r - 1 - log r, never negative."""
+        return (self.ratio - self.log_ratio) / self.num_tokens - 1.0
+
+    def metrics(self, prefix: str = "off_policy") -> dict[str, float]:
+        """ess, kl_k1 and kl_k3; empty without tokens."""
+        if not self.num_tokens:
+            return {}
+        return {f"{prefix}/ess": self.ess, f"{prefix}/kl_k1": self.kl_k1, f"{prefix}/kl_k3": self.kl_k3}
+
+
+@dataclass
+class MismatchMetrics:
+    """Sums over tokens whose log-probs trainer and engine computed with the same weights."""
+
+    num_tokens: int = 0
+    abs_diff: float = 0.0
+    max_abs_diff: float = 0.0
+    k3: float = 0.0
+
+    def add(self, logprobs: Tensor, reported: Tensor) -> None:
+        """Compare the trainer's log-probs with the engine's, each [N]."""
+        if len(logprobs):
+            log_ratio = (logprobs - reported).double()
+            abs_diff = log_ratio.abs()
+            self.num_tokens += len(abs_diff)
+            self.abs_diff += float(abs_diff.sum())
+            self.max_abs_diff = max(self.max_abs_diff, float(abs_diff.max()))
+            self.k3 += float((log_ratio.expm1() - log_ratio).sum())
+
+    def merge(self, other: MismatchMetrics) -> None:
+        """Add the sums of another rank."""
+        self.num_tokens += other.num_tokens
+        self.abs_diff += other.abs_diff
+        self.max_abs_diff = max(self.max_abs_diff, other.max_abs_diff)
+        self.k3 += other.k3
+
+    def metrics(self) -> dict[str, float]:
+        """Mean, maximum and KL(engine || trainer) by the k3 estimate, per token; empty without tokens."""
+        if not self.num_tokens:
+            return {}
+        return {
+            "mismatch/num_tokens": float(self.num_tokens),
+            "mismatch/logprob_abs_diff_mean": self.abs_diff / self.num_tokens,
+            "mismatch/logprob_abs_diff_max": self.max_abs_diff,
+            "mismatch/kl": self.k3 / self.num_tokens,
+        }
+
+
+def choose_spot_checks(lengths: Sequence[int], num_trained: int, step: int) -> list[int]:
+    """Indices of samples of these `lengths` (tokens) whose log-probs to recompute in this `step`.
+
+    At least one sample, then as many as fit into a small fraction of the `num_trained` tokens of the step.
+    The choice rotates from step to step.
+    """
+    num, room = len(lengths), num_trained * _SPOT_CHECK_FRACTION
+    first = int(num * (step * _SPOT_CHECK_STRIDE % 1))
+    chosen: list[int] = []
+    for i in ((first + offset) % num for offset in range(num)):
+        if not chosen or lengths[i] <= room:
+            chosen.append(i)
+            room -= lengths[i]
+    return chosen

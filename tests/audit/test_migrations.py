@@ -1,0 +1,126 @@
+"""The audit follows a request from engine to engine: its one owner holds its version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.journal.recorded_runs import Record, edited
+from tests.journal.story import EVENTS, write_story
+
+from dora.audit import audit
+
+Edit = Callable[[list[Record]], object]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_story(tmp_path_factory.mktemp("migrations") / "run")
+
+
+def of(records: list[Record], kind: str, nth: int = 0) -> Record:
+    return [record for record in records if record["kind"] == kind][nth]
+
+
+def migrate_from_another_engine(records: list[Record]) -> None:
+    of(records, "migrated")["source"] = of(records, "migrate", 1)["source"] = 2
+
+
+def migrate_without_action(records: list[Record]) -> None:
+    records.remove(of(records, "migrate", -1))
+
+
+def migrate_to_another_engine(records: list[Record]) -> None:
+    of(records, "migrated", -1)["destination"] = 5
+
+
+def migrate_to_an_engine_without_the_version(records: list[Record]) -> None:
+    records.remove(of(records, "loaded", -1))
+
+
+def migrate_twice_at_once(records: list[Record]) -> None:
+    action = of(records, "migrate")
+    records.insert(records.index(action), dict(action))
+
+
+def remove_the_end_of_a_migration(records: list[Record]) -> None:
+    """Engine 0, its source, is removed during the migration."""
+    event = of(records, "migrated", -1)
+    records.remove(event)
+    of(records, "request_finished")["engine"] = 0
+
+
+def finish_on_the_source(records: list[Record]) -> None:
+    of(records, "request_finished")["engine"] = 0
+
+
+def generate_a_request_that_has_an_owner(records: list[Record]) -> None:
+    of(records, "generate", -1)["requests"].append([0, 4, 0])
+
+
+def remove_an_engine_with_a_request(records: list[Record]) -> None:
+    action = of(records, "generate")
+    records.insert(records.index(of(records, "engine_removed")), action | {"requests": [[0, 5, 0]]})
+
+
+def join_twice(records: list[Record]) -> None:
+    records.insert(5, dict(of(records, "engine_joined")))
+
+
+def repeat_with_other_groups(records: list[Record]) -> None:
+    of(records, "train", -1)["groups"] = [[0, 2]]
+
+
+def repeat_another_step(records: list[Record]) -> None:
+    of(records, "train", -1)["step"] = 1
+
+
+def fail_a_step_that_was_not_started(records: list[Record]) -> None:
+    records.insert(5, {"t_s": 0.0, "kind": "step_failed", "step": 0, "reason": "early"})
+
+
+def remove_the_repetition(records: list[Record]) -> None:
+    event = of(records, "step_failed")
+    records.insert(records.index(event), dict(event))
+
+
+EDITS: list[tuple[Edit, str, str]] = [
+    (migrate_from_another_engine, "C1", "migrated from engine 2, its owner was engine 1"),
+    (migrate_without_action, "C1", "expected was None"),
+    (migrate_to_another_engine, "C1", "ended a migration from 0 to 5, expected was (0, 2)"),
+    (migrate_to_an_engine_without_the_version, "C1", "migrated to engine 0, which holds []"),
+    (migrate_twice_at_once, "C1", "is in two migrations at once"),
+    (remove_the_end_of_a_migration, "C1", "left during the migrations of 0/4/0"),
+    (remove_the_end_of_a_migration, "C1", "was removed with the requests 0/4/0"),
+    (finish_on_the_source, "C1", "finished on engine 0, its owner was engine 2"),
+    (generate_a_request_that_has_an_owner, "C1", "was assigned to engine 2, its owner is engine 0"),
+    (remove_an_engine_with_a_request, "C1", "engine 0 was removed with the requests 0/5/0"),
+    (join_twice, "C1", "engine 0 joined twice"),
+    (repeat_with_other_groups, "C2", "repeats a failed step with another number or other groups"),
+    (repeat_another_step, "C2", "repeats a failed step with another number or other groups"),
+    (fail_a_step_that_was_not_started, "C2", "step 1 failed, due was step 1"),
+    (remove_the_repetition, "C2", "step 1 failed, due was step 1"),
+]
+
+
+def test_a_run_with_migrations_passes(story: Path) -> None:
+    result = audit.check(story)
+    assert result.findings == ()
+    assert (result.counts.trained, result.counts.failed) == (1, 1)
+
+
+@pytest.mark.parametrize("num_events", range(1, len(EVENTS)))
+def test_a_run_may_stop_after_any_event(tmp_path: Path, num_events: int) -> None:
+    result = audit.check(write_story(tmp_path / "run", num_events))
+    assert (result.findings_against("C1"), result.findings_against("C3")) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("edit", "guarantee", "words"), EDITS, ids=[f"{c.__name__}: {words}" for c, _, words in EDITS]
+)
+def test_an_edited_migration_breaks_its_guarantee(
+    story: Path, tmp_path: Path, edit: Edit, guarantee: str, words: str
+) -> None:
+    found = audit.check(edited(story, tmp_path / "run", edit)).findings_against(guarantee)
+    assert any(words in finding for finding in found), found

@@ -1,0 +1,101 @@
+"""`dora init-model` creates folders that transformers and `dora train` load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dora.cli.main import main
+from dora.data.tokenizer import Tokenizer
+from dora.model.pretrained import load_pretrained
+
+SMALL = ("--hidden-size", "16", "--intermediate-size", "24", "--num-hidden-layers", "1", "--head-dim", "8")
+FAMILIES = ["qwen3", "qwen2", "llama", "qwen3_moe"]
+TEXTS = [{"question": "How many are two and two?", "answer": "Two and two are four.\n#### 4"}] * 3
+
+
+def call(*arguments: str | Path) -> int:
+    """Exit code of a command."""
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, arguments)])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    return path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_every_family(family: str, tmp_path: Path, data: Path) -> None:
+    folder = tmp_path / family
+    assert call("init-model", folder, "--family", family, *SMALL, "--tokenizer-from", data) == 0
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.model_type == family
+    assert model.config.vocab_size == len(tokenizer) == Tokenizer(folder).vocab_size
+    assert tokenizer.convert_ids_to_tokens(list(Tokenizer(folder).stop_ids)) == [
+        "<|im_end|>",
+        "<|endoftext|>",
+    ]
+    ids = tokenizer.encode("Two and two are four.")
+    assert len(ids) < 10  # the tokenizer is trained on the texts
+    assert model(torch.tensor([ids])).logits.shape == (1, len(ids), len(tokenizer))
+
+
+def test_equal_seeds_give_equal_models(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder, seed in zip(folders, "112", strict=True):
+        assert call("init-model", folder, *SMALL, "--seed", seed) == 0
+    a, b, c = (load_pretrained(folder)[1] for folder in folders)
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_without_texts_the_tokens_are_the_bytes(tmp_path: Path) -> None:
+    assert call("init-model", tmp_path / "m", *SMALL) == 0
+    tokenizer = Tokenizer(tmp_path / "m")
+    assert tokenizer.vocab_size == 256 + 3
+    assert tokenizer.decode(tokenizer.encode("naïve €")) == "naïve €"
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.json"])
+def test_a_tokenizer_is_copied_with_its_chat_template(name: str, tmp_path: Path, data: Path) -> None:
+    assert call("init-model", tmp_path / "a", *SMALL, "--tokenizer-from", data) == 0
+    assert call("init-model", tmp_path / "b", *SMALL, "--tokenizer", tmp_path / "a" / name) == 0
+    first, second = (AutoTokenizer.from_pretrained(tmp_path / letter) for letter in "ab")
+    assert first.get_vocab() == second.get_vocab()
+    assert second.chat_template == first.chat_template
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--family", "gpt2"], "--family gpt2: must be one of qwen3, qwen2, llama, qwen3_moe"),
+        (["--vocab-size", "100"], "a byte-level tokenizer has at least 259 tokens"),
+        (["--tokenizer", "nowhere"], "--tokenizer nowhere has no tokenizer.json"),
+        (["--tokenizer-from", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        (["--tokenizer", "a", "--tokenizer-from", "b"], "give --tokenizer to copy a tokenizer, or"),
+        (["--num-attention-heads", "3"], "num_attention_heads = 3 is not a multiple"),
+    ],
+)
+def test_invalid_options_are_refused_and_leave_nothing(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("init-model", tmp_path / "m", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_folder_in_use_is_not_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "precious").write_text("1")
+    assert call("init-model", tmp_path) == 2
+    assert "is not empty; name a new folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]

@@ -1,0 +1,109 @@
+"""The command line starts fast, and exits with 0, 1 or 2 and a message without a traceback."""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dora import __version__
+from dora.cli.main import main
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task" / "sevens.toml"
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one command."""
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    printed = capsys.readouterr()
+    code = end.value.code
+    assert isinstance(code, int)
+    return code, printed.out, printed.err
+
+
+def test_help_takes_under_a_second_of_cpu() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", "from dora.cli.main import main; main(['--help'])"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "train" in finished.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_the_help_groups_all_commands_in_panels(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "--help")
+    assert code == 0
+    titles = re.findall(r"^╭─ (.+?) ─", out, flags=re.MULTILINE)
+    assert titles == ["Options", "Run", "Inspect a run", "Simulate and plan", "Tools"]
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "--version") == (0, __version__ + "\n", "")
+
+
+def test_defaults_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "config", "--defaults")
+    assert code == 0
+    assert "group_size = 8" in out
+
+
+def test_a_resolved_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "config", str(EXAMPLE), "--set", "run.seed=5")
+    assert code == 0
+    assert "seed = 5" in out
+
+
+@pytest.mark.parametrize("command", [["list"], ["add"], ["drain", "0"]])
+def test_engines_of_a_folder_without_a_run_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    name, *engine = command
+    code, out, err = call(capsys, "engines", name, str(tmp_path), *engine)
+    assert (code, out) == (2, "")
+    assert "is not the folder of a run: it has no journal.jsonl" in err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["audit"], ["replay"], ["why", "0/0/0"], ["report"], ["trace"], ["dash"], ["engines", "list"]],
+    ids=" ".join,
+)
+def test_the_error_for_a_folder_without_a_run_names_the_newest_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "journal.jsonl").touch()
+    num_words = 2 if command[0] == "engines" else 1
+    code, out, err = call(capsys, *command[:num_words], "runs", *command[num_words:])
+    assert (code, out) == (2, "")
+    missing = "runs is not the folder of a run: it has no journal.jsonl"
+    assert err == f"dora: {missing}; the newest run nearby is runs/a\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["config"], ["config", str(EXAMPLE), "--defaults"], ["tarin"], ["engines", "drain"]]
+)
+def test_a_usage_error_exits_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert "Usage" in err
+
+
+def test_bad_input_exits_with_2_and_no_traceback(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = call(capsys, "train", str(EXAMPLE), "--out", str(tmp_path / "run"), "--steps", "0")
+    assert (code, out) == (2, "")
+    assert "run.steps = 0" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_that_is_no_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "env-server", "pathlib:Path")
+    assert (code, out) == (2, "")
+    assert "it needs a method `async def reset`" in err

@@ -1,0 +1,213 @@
+"""Combinations of losses, corrections and estimators that are unsafe or without effect are refused."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from tests.config.minimal import error_of
+
+from dora.config.load import read_config
+from dora.config.toml import to_toml
+
+GAE = "algorithm.adv_estimator=gae"
+RECOMPUTED = "correction.proximal=recomputed", "correction.token=tis"
+INTERPOLATED = "correction.proximal=interpolated", "correction.token=tis"
+PAIRS = "algorithm.policy_loss=online_dpo", "algorithm.loss_agg_mode=seq-mean-token-sum"
+
+
+@pytest.mark.parametrize(
+    "loss", ["ppo_clip", "dual_clip", "gspo", "cispo", "triplet_clip loss_agg_mode=seq-mean-token-sum-norm"]
+)
+def test_a_clipped_loss_may_train_stale_samples(file: Path, loss: str) -> None:
+    config = read_config(file, [f"algorithm.{change}" for change in f"policy_loss={loss}".split()])
+    assert config.algorithm.policy_loss == loss.split()[0]
+
+
+def test_an_unclipped_loss_on_stale_samples_is_refused_with_reason_and_remedy(file: Path) -> None:
+    loss = "algorithm.policy_loss=reinforce"
+    message = error_of(file, loss)
+    assert "policy_loss = reinforce at max_staleness = 2" in message
+    assert "choose a clipped loss" in message
+    read_config(file, [loss, "orchestrator.update_policy=sync"])
+    read_config(file, [loss, "correction.token=icepop"])
+    read_config(file, [loss, "correction.proximal=recomputed", "correction.token=tis"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["algorithm.policy_loss=triplet_clip"], "set loss_agg_mode = seq-mean-token-sum-norm"),
+        (["correction.token=tis"], "correction.token = tis with correction.proximal = behavior"),
+        (["correction.proximal=recomputed"], "choose token = tis or icepop"),
+        (["correction.mis_low=1.2"], "correction.mis_low = 1.2: input should be less than or equal to 1"),
+        (["algorithm.clip_ratio_c=1.0"], "algorithm.clip_ratio_c = 1.0: input should be greater than 1"),
+        (["algorithm.adv_estimator=ppo"], "algorithm.adv_estimator = 'ppo': input should be 'grpo'"),
+        ([GAE, "algorithm.filter_groups=true"], "gae compares rewards with values of the critic"),
+        ([GAE, "critic.path=nowhere"], "critic.path = 'nowhere': "),
+        (
+            ["trainer.lora_rank=4", "trainer.num_ranks=2"],
+            "LoRA adapters are not sharded; remove one of the two",
+        ),
+        (["trainer.lora_rank=4", "trainer.lora_targets=[]"], "trainer.lora_targets = []: list should have"),
+        (["trainer.lora_rank=4", "trainer.lora_targets=['qkv']"], "input should be 'q_proj', 'k_proj'"),
+        (
+            [*RECOMPUTED, "trainer.aux_workers=['proximal']", "engine.dtype=bfloat16"],
+            "trainer.aux_workers = proximal with engine.dtype = bfloat16 and trainer.dtype = float32",
+        ),
+        (["trainer.aux_workers=['actor']"], "input should be 'reference', 'proximal' or 'critic'"),
+        (
+            ["trainer.mini_batch_tokens=63"],
+            "trainer.mini_batch_tokens = 63: an update has at least one response, up to",
+        ),
+        (
+            ["trainer.mini_batch_tokens=2049"],
+            "at most the 32 of a batch, 2048 tokens; choose a number between",
+        ),
+        (
+            ["trainer.mini_batch_tokens=99", "algorithm.loss_agg_mode=seq-mean-token-sum"],
+            "need loss_agg_mode = token-mean",
+        ),
+        (["algorithm.policy_loss=online_dpo"], "set loss_agg_mode = seq-mean-token-sum or choose another"),
+        ([*PAIRS, "correction.token=icepop"], "a correction would do nothing"),
+        (
+            [*PAIRS, "trainer.micro_batch_tokens=639"],
+            "a micro-batch must fit a pair of responses, 2 * 320 = 640 tokens",
+        ),
+        (["algorithm.overlong_buffer_tokens=65"], "is the last part of sampling.max_response_length = 64"),
+    ],
+)
+def test_objectives_that_conflict_are_refused(file: Path, overrides: list[str], why: str) -> None:
+    assert why in error_of(file, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["algorithm.clip_ratio_c=4.0"], "without policy_loss = dual_clip or triplet_clip"),
+        (
+            ["algorithm.policy_loss=reinforce", "correction.token=icepop", "algorithm.clip_ratio_low=0.1"],
+            "with policy_loss = reinforce: it clips nothing",
+        ),
+        ([*RECOMPUTED, "algorithm.clip_ratio_low=0.1"], "with correction.proximal = recomputed: in the only"),
+        ([*RECOMPUTED, "algorithm.clip_ratio_high=0.3"], "with correction.proximal = recomputed: in the"),
+        (
+            [*RECOMPUTED, "algorithm.policy_loss=dual_clip", "algorithm.clip_ratio_c=4.0"],
+            "with correction.proximal = recomputed: in the only update of a step the ratio to it is 1",
+        ),
+        (
+            [*INTERPOLATED, "orchestrator.max_staleness=0", "algorithm.clip_ratio_low=0.1"],
+            "with correction.proximal = interpolated and max_staleness = 0: the ratio to it is 1",
+        ),
+        (["algorithm.dpo_beta=0.2"], "without policy_loss = online_dpo"),
+        ([*PAIRS, "algorithm.kl_loss_coef=0.2"], "with policy_loss = online_dpo: it compares two responses"),
+        (["algorithm.kl_loss_type=k2"], "with kl_loss_coef = 0"),
+        (["algorithm.overlong_penalty=0.5"], "with overlong_buffer_tokens = 0"),
+        (["correction.tis_cap=3.0"], "without correction.token = tis"),
+        (["correction.icepop_low=0.4"], "without correction.token = icepop"),
+        (["correction.mis_high=1.2"], "without correction.sequence = mis"),
+        (["orchestrator.max_staleness=0", "correction.staleness_decay=0.9"], "with max_staleness = 0"),
+        (["algorithm.lam=0.9"], "without adv_estimator = gae"),
+        (["critic.lr=1e-4"], "without algorithm.adv_estimator = gae"),
+        (["trainer.lora_alpha=8.0"], "without trainer.lora_rank"),
+        ([GAE, "critic.cliprange_value=0.1"], "with critic.ppo_epochs = 1: in the only update of a step"),
+        ([*PAIRS, GAE], "with policy_loss = online_dpo: it compares two responses"),
+        (["trainer.aux_workers=['reference']"], "for reference, with kl_loss_coef = 0"),
+        (["trainer.aux_workers=['proximal']"], "for proximal, with correction.proximal = behavior"),
+        (["trainer.aux_workers=['critic']"], "for critic, with algorithm.adv_estimator = grpo"),
+        (["trainer.aux_device=cuda:1"], "without trainer.aux_workers"),
+    ],
+)
+def test_an_objective_key_without_effect_is_refused(file: Path, overrides: list[str], why: str) -> None:
+    assert f"{overrides[-1].split('=')[0]} has no effect {why}" in error_of(file, *overrides)
+
+
+def test_a_clip_range_around_the_proximal_policy_is_kept_where_it_has_an_effect(file: Path) -> None:
+    wider = "algorithm.clip_ratio_high=0.3"
+    several = read_config(file, [*RECOMPUTED, wider, "trainer.mini_batch_tokens=500"])
+    assert (
+        several.algorithm.clip_ratio_high
+        == read_config(file, [*INTERPOLATED, wider]).algorithm.clip_ratio_high
+    )
+    assert "clip_ratio_high = 0.3" in to_toml(several)
+    assert "clip_ratio" not in to_toml(read_config(file, RECOMPUTED))
+
+
+def test_pairs_may_have_any_staleness(file: Path) -> None:
+    assert read_config(file, [*PAIRS, "orchestrator.max_staleness=9"]).streams_gradients
+
+
+def test_a_critic_needs_no_group_and_keeps_its_settings(file: Path) -> None:
+    changes = [GAE, "sampling.group_size=1", "algorithm.lam=0.95", "critic.ppo_epochs=2", "critic.lr=1e-3"]
+    config = read_config(file, [*changes, "critic.cliprange_value=0.2"])
+    assert (config.algorithm.lam, config.critic.lr, config.critic.cliprange_value) == (0.95, 1e-3, 0.2)
+    assert "[critic]" in to_toml(config)
+    assert "[critic]" not in to_toml(read_config(file))
+    by_itself = read_config(file, [GAE, "critic.cliprange_value=0.2", "trainer.mini_batch_tokens=500"])
+    assert by_itself.critic.cliprange_value == 0.2  # a step may have several updates
+
+
+def test_auxiliary_workers_compute_what_the_objective_needs(file: Path) -> None:
+    reference = "algorithm.kl_loss_coef=0.1", "trainer.aux_workers=['reference']"
+    assert read_config(file, reference).streams_gradients
+    assert read_config(file, [*PAIRS, reference[1]]).trainer.aux_workers == ["reference"]
+    workers = "trainer.aux_workers=['proximal', 'critic']"
+    both = read_config(file, [*RECOMPUTED, GAE, workers, "trainer.aux_device=cpu"])
+    assert 'aux_workers = ["proximal", "critic"]' in to_toml(both)
+    assert "aux_workers" in to_toml(read_config(file))
+
+
+def test_a_group_of_one_works_with_an_estimator_over_the_batch(file: Path) -> None:
+    alone = "sampling.group_size=1", "algorithm.adv_estimator=reinforce_plus_plus"
+    assert read_config(file, alone).sampling.group_size == 1
+    assert "every group would be filtered" in error_of(file, *alone, "algorithm.filter_groups=true")
+    assert "every advantage would be reward - mean(rewards of the group) = 0" in error_of(
+        file, "sampling.group_size=1", "algorithm.adv_estimator=rloo"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("algorithm.adv_estimator=reinforce_plus_plus", "its advantages need the whole batch"),
+        (GAE, "its advantages need the whole batch"),
+        ("trainer.mini_batch_tokens=500", "the split into updates needs all response lengths"),
+        ("trainer.deterministic=true", "the first group in order may finish last"),
+        ("trainer.elastic=true", "it runs only when the batch is complete"),
+        ("orchestrator.placement=colocated", "it runs only when the batch is complete"),
+    ],
+)
+def test_gradients_are_streamed_unless_a_setting_rules_it_out(file: Path, override: str, why: str) -> None:
+    assert read_config(file).streams_gradients
+    assert not read_config(file, ["trainer.streaming=false"]).streams_gradients
+    waiting = read_config(file, [override])
+    assert not waiting.streams_gradients
+    assert why in str(waiting.why_not_streaming)
+    message = error_of(file, override, "trainer.streaming=true")
+    assert message.startswith("trainer.streaming = true with ")
+    assert why in message
+
+
+def combinations() -> list[str]:
+    """The TOML blocks of docs/algorithms.md."""
+    page = Path(__file__).parents[2] / "docs" / "algorithms.md"
+    return re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("tables", combinations())
+def test_the_documented_combinations_are_valid(file: Path, tables: str) -> None:
+    given = tomllib.loads(tables)
+    overrides = [f"{name}.{key}={value}" for name, keys in given.items() for key, value in keys.items()]
+    config = read_config(file, [text.replace("=True", "=true") for text in overrides])
+    for name, keys in given.items():
+        assert {key: getattr(getattr(config, name), key) for key in keys} == keys
+
+
+def test_dapo_is_one_of_them() -> None:
+    (dapo,) = (tomllib.loads(found)["algorithm"] for found in combinations() if "filter_groups" in found)
+    assert dapo["filter_groups"]
+    assert dapo["overlong_buffer_tokens"] > 0
+    assert dapo["clip_ratio_high"] > dapo["clip_ratio_low"]
+    assert (dapo["policy_loss"], dapo["loss_agg_mode"]) == ("ppo_clip", "token-mean")

@@ -1,0 +1,154 @@
+"""Errors for renamed keys and for keys of other trainers name the right key."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from tests.config.minimal import MINIMAL, error_of, write_minimal
+
+from dora.config.aliases import (
+    KeyAlias,
+    find_trainer_alias,
+    removed_keys,
+    renamed_keys,
+    renamed_tables,
+    trainer_aliases,
+)
+from dora.config.load import parse_config
+from dora.config.schema import LIST_SECTIONS, iter_keys, iter_sections
+from dora.errors import ConfigError
+
+ALIASES = [*chain.from_iterable(trainer_aliases().values())]
+KEYS = {f"{section}.{key}" for section, key, _ in iter_keys()}
+RENAMED = [*renamed_keys().items()]
+TABLES = """
+[[reward_task]]
+name = "others"
+class = "math:hypot"
+[[fleet]]
+name = "others"
+backend = "vllm"
+"""
+
+
+def named(key: str) -> str:
+    """The key as it is written for the table "others" of a list of tables."""
+    section, _, name = key.partition(".")
+    return f"{section}.others.{name}" if section in LIST_SECTIONS else key
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED)
+def test_a_renamed_key_has_a_successor(old: str, new: str) -> None:
+    assert old not in KEYS
+    assert new in KEYS
+    assert old.partition(".")[0] == new.partition(".")[0]
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED)
+def test_a_renamed_key_in_a_file_is_refused_with_its_new_name(tmp_path: Path, old: str, new: str) -> None:
+    section, _, key = old.partition(".")
+    file = write_minimal(tmp_path)
+    head = f'[[{section}]]\nname = "others"' if section in LIST_SECTIONS else f"[{section}]"
+    text = f"{head}\n{key} = 3\n"
+    if f"\n{head}\n" in MINIMAL:
+        text = MINIMAL.replace(f"\n{head}\n", f"\n{text}")
+    file.write_text(text)
+    assert error_of(file) == f"{named(old)} was renamed: use {named(new)}"
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED)
+def test_a_renamed_key_in_an_override_is_refused_with_its_new_name(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    file = write_minimal(tmp_path)
+    file.write_text(MINIMAL + TABLES)
+    assert error_of(file, f"{named(old)}=3") == f"{named(old)} was renamed: use {named(new)}"
+
+
+@pytest.mark.parametrize(("old", "new"), [*renamed_tables().items()])
+def test_a_renamed_list_of_tables_is_refused_with_its_new_name(tmp_path: Path, old: str, new: str) -> None:
+    assert new in dict(iter_sections())
+    file = write_minimal(tmp_path)
+    file.write_text(MINIMAL + f'[[{old}]]\nname = "brevity"\nmicro_batch_rows = 3\n')
+    assert error_of(file).splitlines() == [
+        f"[[{old}]] was renamed: use [[{new}]]",
+        f"{old}.brevity.micro_batch_rows was renamed: use {new}.brevity.micro_batch_size",
+    ]
+    file.write_text(MINIMAL)
+    override = f"{old}.brevity.weight=2"
+    assert error_of(file, override) == f"{old}.brevity.weight was renamed: use {new}.brevity.weight"
+
+
+@pytest.mark.parametrize("key", removed_keys())
+def test_a_removed_key_is_refused(tmp_path: Path, key: str) -> None:
+    assert key not in KEYS
+    assert error_of(write_minimal(tmp_path), f"{key}=2") == f"{key} was removed: delete it"
+
+
+def test_all_renamed_keys_of_a_file_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({"engine": {"max_rows": 4, "adapter": "vllm"}, "trainer": {"stations": []}})
+    assert str(error.value).splitlines() == [
+        "engine.max_rows was renamed: use engine.max_num_seqs",
+        "engine.adapter was renamed: use engine.backend",
+        "trainer.stations was renamed: use trainer.aux_workers",
+    ]
+
+
+@pytest.mark.parametrize("alias", ALIASES, ids=lambda alias: alias.theirs)
+def test_every_alias_leads_to_an_existing_key(alias: KeyAlias) -> None:
+    assert alias.ours in KEYS
+    assert alias.theirs not in KEYS
+    found = find_trainer_alias(alias.theirs)
+    assert found is not None
+    assert found.ours == alias.ours  # trainers that share a name mean the same setting
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("num_generations=8", "num_generations is sampling.group_size here"),
+        ("trainer.num_generations=8", "trainer.num_generations is sampling.group_size here"),
+        ("beta=0.01", "beta is algorithm.kl_loss_coef here"),
+        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n is sampling.group_size here"),
+        ("rollout.n=8", "rollout.n is sampling.group_size here"),
+        ("data.train_batch_size=8", "data.train_batch_size is trainer.batch_size here (counted in groups)"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_ctrl.kl_coef is algorithm.kl_loss_coef here"),
+        ("rollout_batch_size=8", "rollout_batch_size is trainer.batch_size here (counted in groups)"),
+        ("--n-samples-per-prompt=8", "--n-samples-per-prompt is sampling.group_size here"),
+        ("orchestrator.max_async_level=2", "orchestrator.max_async_level is orchestrator.max_staleness here"),
+        ("batch_size=8", "batch_size is trainer.batch_size here"),
+        ("actor_rollout_ref.rollout.temperature=1.0", "temperature is sampling.temperature here"),
+    ],
+)
+def test_an_override_with_a_key_of_another_trainer_is_refused_with_ours(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    (tmp_path / "run.toml").write_text("")
+    assert message in error_of(tmp_path / "run.toml", override)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_completion_length = 256", "max_completion_length is sampling.max_response_length here"),
+        (
+            "[actor_rollout_ref.rollout]\nn = 8\n[actor_rollout_ref.actor.optim]\nlr = 1e-6",
+            "actor_rollout_ref.rollout.n is sampling.group_size here; "
+            "actor_rollout_ref.actor.optim.lr is trainer.lr here",
+        ),
+        ("[algorithm.kl_ctrl]\nkl_coef = 0.1", "algorithm.kl_ctrl.kl_coef is algorithm.kl_loss_coef here"),
+    ],
+)
+def test_a_file_with_keys_of_another_trainer_is_refused_with_ours(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    assert message in error_of(tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize("typed", ["lr", "n", "path", "batch_size", "colour"])
+def test_a_part_of_a_name_is_no_alias(typed: str) -> None:
+    assert find_trainer_alias(typed) is None

@@ -1,0 +1,370 @@
+"""A configuration is complete and immutable; an error names the key, the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from tests.config.minimal import MINIMAL, error_of
+
+from dora.config.load import read_config
+from dora.config.schema import Config, iter_keys
+from dora.config.toml import config_digest, defaults_toml, to_toml
+from dora.config.validate import check_context
+from dora.errors import ConfigError
+
+
+def test_a_minimal_file_gets_every_default(file: Path) -> None:
+    config = read_config(file)
+    assert (config.run.steps, config.sampling.group_size, config.orchestrator.max_staleness) == (10, 8, 2)
+
+
+def test_paths_are_relative_to_the_file(file: Path) -> None:
+    config = read_config(file)
+    assert config.model.path == str(file.parent.resolve() / "model")
+    assert config.data.path == str(file.parent.resolve() / "prompts.jsonl")
+    assert config.reward.function == str(file.parent.resolve() / "reward.py") + ":reward"
+
+
+def test_paths_of_overrides_are_relative_to_the_working_directory(
+    file: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "own.jsonl").write_text('{"prompt": "b"}\n')
+    monkeypatch.chdir(elsewhere)
+    config = read_config(file, ["data.path=own.jsonl"])
+    assert config.data.path == str(elsewhere.resolve() / "own.jsonl")
+    assert config.model.path == str(file.parent.resolve() / "model")
+    assert f"this path is relative to {elsewhere}" in error_of(file, "data.path=prompts.jsonl")
+
+
+def test_built_in_names_and_modules_are_not_paths(file: Path) -> None:
+    config = read_config(file, ["data.path=gcd", "eval.path=gcd", "reward.function=dora.rewards.gcd:reward"])
+    assert (config.data.path, config.eval.path) == ("gcd", "gcd")
+    assert config.reward.function == "dora.rewards.gcd:reward"
+
+
+@pytest.mark.parametrize("name", ["model.path", "data.path", "eval.path"])
+def test_a_path_that_does_not_exist_is_refused(file: Path, name: str) -> None:
+    message = error_of(file, f"{name}=nowhere")
+    assert f"{name} = 'nowhere'" in message
+    assert "does not exist" in message
+
+
+def test_overrides_are_toml_or_plain_strings(file: Path) -> None:
+    config = read_config(
+        file, ["trainer.lr=4e-4", "data.shuffle=false", "engine.kernels=eager", 'engine.min_step_time="8ms"']
+    )
+    assert (config.trainer.lr, config.data.shuffle, config.engine.kernels) == (4e-4, False, "eager")
+    assert config.engine.min_step_time_s == 0.008
+
+
+@pytest.mark.parametrize("override", ["steps=4", "run.steps", ".steps=4", "run.=4"])
+def test_a_malformed_override_is_refused(file: Path, override: str) -> None:
+    assert "must be section.key=value" in error_of(file, override)
+
+
+def test_the_error_for_a_misspelt_key_names_the_nearest_and_all_valid_ones(file: Path) -> None:
+    message = error_of(file, "sampling.groupsize=4")
+    assert "sampling.groupsize: unknown key; did you mean group_size?" in message
+    assert (
+        "valid: group_size, max_response_length, max_turn_length, temperature, top_k, top_p, min_p, stop"
+        in message
+    )
+
+
+def test_the_error_for_a_key_of_another_section_names_that_section(file: Path) -> None:
+    assert "trainer.group_size: unknown key; group_size is sampling.group_size here" in error_of(
+        file, "trainer.group_size=4"
+    )
+    assert "max_response_length is sampling.max_response_length here" in error_of(
+        file, "data.max_response_length=4"
+    )
+    assert "max_grad_norm is critic.max_grad_norm or trainer.max_grad_norm here" in error_of(
+        file, "algorithm.max_grad_norm=4"
+    )
+
+
+def test_the_error_for_an_unknown_section_names_the_nearest(file: Path) -> None:
+    assert "engin: unknown section; did you mean engine?" in error_of(file, "engin.max_num_seqs=4")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.steps=0", "run.steps = 0: input should be greater than or equal to 1"),
+        ("trainer.lr=0", "trainer.lr = 0: input should be greater than 0"),
+        ("trainer.lr=nan", "trainer.lr = nan: input should be a finite number"),
+        ("run.steps=true", "run.steps = True: input should be a valid integer"),
+        ("engine.min_step_time=fast", "engine.min_step_time = 'fast'"),
+        ("sampling.top_p=0", "sampling.top_p = 0: input should be greater than 0"),
+        ("sampling.min_p=1.5", "sampling.min_p = 1.5: input should be less than or equal to 1"),
+        ("sampling.top_k=-1", "sampling.top_k = -1: input should be greater than or equal to 0"),
+        ("sampling.stop=END", "sampling.stop = 'END': input should be a valid list; change it in the file"),
+        ('sampling.stop=["END", 3]', "sampling.stop = 3: input should be a valid string"),
+        ('sampling.stop=[""]', "sampling.stop = '': string should have at least 1 character"),
+        ("sampling.stop_token_ids=[1, -1]", "sampling.stop_token_ids = -1: input should be greater than"),
+        ("algorithm.loss_agg_mode=mean", "input should be 'token-mean'"),
+        ("orchestrator.update_policy=[]", "orchestrator.update_policy = []"),
+        ("reward.function=reward.py", "must be file.py:name"),
+        ("ray.address=ray://head:10001", "Running cluster, host:port, or"),
+        ("ray.address=foo", "ray.address = 'foo': string should match pattern"),
+    ],
+)
+def test_a_value_out_of_range_names_key_value_and_rule(file: Path, override: str, message: str) -> None:
+    assert message in error_of(file, override)
+
+
+def test_a_key_without_default_must_be_set(file: Path) -> None:
+    file.write_text(MINIMAL.replace("lr = 1e-3", ""))
+    assert "trainer.lr: not set, and it has no default; add `lr = ...` to [trainer]" in error_of(file)
+
+
+def test_a_section_without_defaults_must_be_there(file: Path) -> None:
+    file.write_text(MINIMAL.replace("[run]\nsteps = 10", ""))
+    assert "[run]: section missing; it needs steps" in error_of(file)
+
+
+def test_a_section_must_be_a_table(file: Path) -> None:
+    file.write_text("orchestrator = 3\n" + MINIMAL)
+    assert "write a table [orchestrator]" in error_of(file)
+
+
+def test_all_mistakes_are_named_at_once(file: Path) -> None:
+    message = error_of(file, "run.steps=0", "trainer.lr=-1")
+    assert "run.steps" in message
+    assert "trainer.lr" in message
+
+
+def test_a_missing_or_broken_file_is_refused(tmp_path: Path) -> None:
+    assert "does not exist" in error_of(tmp_path / "none.toml")
+    (tmp_path / "broken.toml").write_text("[run\n")
+    assert "is not valid TOML" in error_of(tmp_path / "broken.toml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (
+            ["data.system_prompt=Be brief."],
+            "data.system_prompt has no effect without data.chat_template = true",
+        ),
+        (["data.path=gcd", "data.split=train"], "data.split has no effect with data.path = gcd"),
+        (["data.path=gcd", "data.prompt_key=q"], "data.prompt_key has no effect with data.path = gcd"),
+        (["eval.path=gcd", "eval.split=test"], "eval.split has no effect with eval.path = gcd"),
+        (["eval.split=test"], "eval.split is set without eval.path"),
+        (["eval.path=gcd", "eval.every=1000000"], "eval.every has no effect with run.steps = "),
+        (
+            ["eval.path=gcd", "eval.greedy=false", "eval.num_samples=0"],
+            "an evaluation would generate no response",
+        ),
+    ],
+)
+def test_a_data_key_without_effect_is_refused(file: Path, overrides: list[str], why: str) -> None:
+    assert why in error_of(file, *overrides)
+
+
+def test_routing_replay_with_exact_logprobs_is_refused(file: Path) -> None:
+    why = "trainer.routing_replay has no effect with engine.exact_logprobs = true: both route tokens"
+    assert why in error_of(file, "engine.exact_logprobs=true", "trainer.routing_replay=true")
+
+
+def test_a_group_of_one_has_no_advantage_and_is_refused(file: Path) -> None:
+    assert "reward - mean(rewards of the group) = 0" in error_of(file, "sampling.group_size=1")
+
+
+@pytest.mark.parametrize("override", ["sampling.top_k=1", "sampling.min_p=1.0"])
+def test_filters_that_leave_one_token_are_refused(file: Path, override: str) -> None:
+    assert "leaves one token to sample, so all responses of a group would be equal" in error_of(
+        file, override
+    )
+
+
+def test_a_sample_must_fit_its_micro_batch(file: Path) -> None:
+    message = error_of(file, "trainer.micro_batch_tokens=300")
+    assert "max_prompt_length + max_response_length = 256 + 64 = 320" in message
+
+
+def test_more_version_slots_than_live_versions_are_refused(file: Path) -> None:
+    assert read_config(file, ["engine.version_slots=1"]).version_slots == 1
+    assert "max_staleness + 1 = 2 + 1" in error_of(file, "engine.version_slots=4")
+
+
+def test_an_evaluated_version_has_a_slot_of_its_own(file: Path) -> None:
+    beside = ["eval.path=gcd", "eval.every=2"]
+    assert read_config(file, beside).version_slots == read_config(file).version_slots + 1 == 4
+    assert read_config(file, [*beside, "engine.version_slots=4"]).version_slots == 4
+    assert read_config(file, ["eval.path=gcd"]).version_slots == 3
+
+
+def test_a_context_longer_than_the_model_is_refused(file: Path) -> None:
+    check_context(read_config(file), 320)
+    with pytest.raises(ConfigError, match=r"256 \+ 64 = 320 tokens.*max_position_embeddings = 319"):
+        check_context(read_config(file), 319)
+
+
+def test_sync_is_on_policy(file: Path) -> None:
+    assert read_config(file, ["orchestrator.update_policy=sync"]).orchestrator.max_staleness == 0
+    with_staleness = ("orchestrator.update_policy=sync", "orchestrator.max_staleness=1")
+    assert "update_policy = sync: this policy always has max_staleness = 0" in error_of(file, *with_staleness)
+    file.write_text(MINIMAL + '[orchestrator]\nupdate_policy = "sync"\nmax_staleness = 1\n')
+    assert "update_policy = sync: this policy always has max_staleness = 0" in error_of(file)
+
+
+def test_an_overridden_policy_has_its_own_default_staleness(file: Path) -> None:
+    file.write_text(MINIMAL + "[orchestrator]\nmax_staleness = 4\n")
+    assert read_config(file, ["orchestrator.update_policy=sync"]).orchestrator.max_staleness == 0
+    assert read_config(file, ["orchestrator.update_policy=one_step"]).orchestrator.max_staleness == 1
+    assert read_config(file, ["orchestrator.update_policy=dora"]).orchestrator.max_staleness == 4
+
+
+@pytest.mark.parametrize(("policy", "staleness"), [("dora", 2), ("sync", 0), ("one_step", 1), ("drain", 1)])
+def test_each_policy_has_its_own_default_staleness(file: Path, policy: str, staleness: int) -> None:
+    config = read_config(file, [f"orchestrator.update_policy={policy}"])
+    assert config.orchestrator.max_staleness == staleness
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["update_policy=one_step", "max_staleness=2"],
+            "this policy always has max_staleness = 1",
+        ),
+        (["batches_per_version=2"], "batches_per_version has no effect without update_policy = drain"),
+        (["update_policy=drain", "batches_per_version=3"], "at most max_staleness + 1 = 1 + 1 batches"),
+        (["slack=9"], "at most max_staleness * batch_size = 2 * 4 = 8"),
+        (["update_policy=sync", "slack=1"], "= 0 * 4 = 0"),
+        (
+            ["update_policy=drain", "weight_sync_interval=2"],
+            "weight_sync_interval has no effect with update_policy = drain",
+        ),
+        (["weight_sync_interval=4"], "at most max_staleness + 1 = 2 + 1 steps"),
+        (["kv_watermark=1.5"], "orchestrator.kv_watermark = 1.5: input should be less than or equal to 1"),
+        (["rebalance_interval_s=0"], "orchestrator.rebalance_interval_s = 0"),
+        (
+            ["placement=static", "balance_running=true"],
+            "balance_running has no effect with",
+        ),
+        (["placement=static", "kv_watermark=0.5"], "kv_watermark has no effect"),
+        (
+            ["staleness_mode=adaptive", "max_staleness=0"],
+            "with max_staleness = 0: there is no range to adapt in",
+        ),
+        (
+            ["staleness_mode=adaptive", "update_policy=one_step"],
+            "update_policy = one_step: there is no range to adapt in",
+        ),
+        (["max_kl=0.1"], "max_kl has no effect without orchestrator.staleness_mode = adaptive"),
+        (["staleness_mode=adaptive", "min_ess=1"], "orchestrator.min_ess = 1: input should be less than 1"),
+        (["placement=anywhere"], "input should be 'dynamic', 'static' or 'colocated'"),
+    ],
+)
+def test_orchestrator_settings_that_conflict_are_refused(
+    file: Path, overrides: list[str], message: str
+) -> None:
+    assert message in error_of(file, *(f"orchestrator.{override}" for override in overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["weights.load=lazy"], "weights.load = 'lazy': input should be 'eager' or 'deferred'"),
+        (["weights.skip_below_kl=0"], "weights.skip_below_kl = 0: input should be greater than 0"),
+        (["weights.skip_below_kl=1", "orchestrator.update_policy=drain"], "with update_policy = drain: one"),
+        (["weights.skip_below_kl=0.1", "orchestrator.max_staleness=0"], "effect with max_staleness = 0"),
+        (["weights.skip_below_kl=0.1", "service.trainer=external"], "it reports no KL"),
+    ],
+)
+def test_weight_loading_settings_that_conflict_are_refused(
+    file: Path, overrides: list[str], message: str
+) -> None:
+    assert message in error_of(file, *overrides)
+
+
+def test_a_version_fills_as_many_batches_as_the_bound_allows(file: Path) -> None:
+    drain = ["update_policy=drain", "max_staleness=3", "batches_per_version=4", "slack=12"]
+    config = read_config(file, [f"orchestrator.{override}" for override in drain])
+    assert config.orchestrator.batches_per_version == 4
+    assert config.max_groups_in_flight == (3 + 1) * 4 - 12
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (
+            ["engine.exact_logprobs=true"],
+            "trainer.num_ranks = 65 with engine.exact_logprobs = true: exact log-probs need",
+        ),
+        (["algorithm.adv_estimator=gae"], "with algorithm.adv_estimator = gae: the critic is not sharded"),
+        (
+            [],
+            "trainer.num_ranks = 65: a step has batch_size * group_size = 32 samples, and every rank needs",
+        ),
+    ],
+)
+def test_settings_that_several_ranks_do_not_support_are_refused(
+    file: Path, overrides: list[str], why: str
+) -> None:
+    assert why in error_of(file, "trainer.num_ranks=65", *overrides)
+
+
+def test_an_elastic_trainer_is_one_more_engine_and_not_for_colocated_runs(file: Path) -> None:
+    assert read_config(file, ["trainer.elastic=true"]).max_concurrent_requests == (2 + 1) * 32
+    message = error_of(file, "trainer.elastic=true", "orchestrator.placement=colocated")
+    assert "every engine already shares the trainer's device" in message
+
+
+def test_requests_do_not_migrate_with_static_placement(file: Path) -> None:
+    message = error_of(file, "runtime.migration_timeout_s=1", "orchestrator.placement=static")
+    assert "runtime.migration_timeout_s has no effect with orchestrator.placement = static" in message
+
+
+def test_derived_values_follow_their_formulas(file: Path) -> None:
+    config = read_config(file, ["orchestrator.max_staleness=3"])
+    assert (config.max_groups_in_flight, config.samples_per_step, config.max_concurrent_requests) == (
+        (3 + 1) * 4,
+        4 * 8,
+        2 * 32,
+    )
+    assert (config.version_slots, config.max_sequence_length) == (3 + 1, 256 + 64)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.lr=1e-5",
+        "orchestrator.placement=static",
+        "orchestrator.update_policy=drain",
+        r'sampling.stop=["\n\n", "é\"]"]',
+    ],
+)
+def test_the_resolved_configuration_reads_back_equal_from_anywhere(
+    file: Path, tmp_path: Path, override: str
+) -> None:
+    config = read_config(file, [override])
+    copy = tmp_path / "elsewhere" / 'with "quotes" é.toml'
+    copy.parent.mkdir()
+    copy.write_text(to_toml(config), encoding="utf-8")
+    assert read_config(copy) == config
+    assert config_digest(read_config(copy)) == config_digest(config)
+
+
+def test_the_digests_of_different_configurations_differ(file: Path) -> None:
+    assert config_digest(read_config(file)) != config_digest(read_config(file, ["run.seed=1"]))
+
+
+def test_a_configuration_cannot_be_changed(file: Path) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        read_config(file).run.steps = 3
+
+
+def test_the_printed_defaults_are_toml_and_describe_every_key() -> None:
+    text = defaults_toml()
+    assert set(tomllib.loads(text)) | {"reward_task", "fleet"} == set(Config.model_fields)
+    assert "\n# [[reward_task]]\n" in text
+    for _, key, field in iter_keys():
+        assert field.description
+        assert f"\n{key} = " in text or f"\n# {key} = " in text

@@ -1,0 +1,236 @@
+"""A fake vLLM server with a real one's HTTP API and made-up answers; a test can inject faults.
+
+Its responses are those of a real server that were recorded, with other tokens in them. Weights are read from
+the file, and their digest is computed, by the code that runs inside vLLM. `real_servers.py` tests a real
+server.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from dora.engine.backends.server_plugins.dora_digest import file_digest
+
+AUTH_TOKEN = "of this server"
+INTERVAL = 8  # tokens of an event, after the first one
+VOCAB_SIZE = 29
+RECORDED = json.loads((Path(__file__).parent / "recorded" / "vllm.json").read_text(encoding="utf-8"))
+LABEL = "dora-0"  # of the weights in the recorded answers
+CALLS = {
+    "/version": "GET /version",
+    "/v1/models": "GET /v1/models",
+    "/abort_requests": "abort all",
+    "/pause?mode=keep": "pause",
+    "/resume": "resume",
+    "/update_weight_version": "update_weight_version",
+}
+
+
+def recorded_response(call: str) -> Any:
+    """A real server's response to a call."""
+    return json.loads(RECORDED["answers"][call]["text"])
+
+
+def recorded_events(name: str) -> list[Any]:
+    """The events of a real server's answer."""
+    lines = RECORDED["streams"][name]
+    assert lines[-1] == "data: [DONE]\n"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def made_up_events(body: dict[str, Any], label: str) -> Iterator[dict[str, Any]]:
+    """The longest possible answer: an event with one token, then with INTERVAL tokens each."""
+    num_tokens, num_before = body["sampling_params"]["max_tokens"], len(body["token_ids"])
+    templates = recorded_events("length")
+    ends = [*range(1, num_tokens, INTERVAL), num_tokens]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        event = copy.deepcopy(templates[-1] if end == num_tokens else templates[0])
+        (choice,) = event["choices"]
+        token = choice["logprobs"]["content"][0]
+        choice["token_ids"] = [(num_before + i) % VOCAB_SIZE for i in range(begin, end)]
+        choice["logprobs"]["content"] = [
+            token | {"token_id": i, "logprob": -1.0} for i in choice["token_ids"]
+        ]
+        if choice["weight_versions"]:
+            choice["weight_versions"] = [{"version": label, "start": 0, "end": num_tokens}]
+        yield event
+
+
+def aborted_event(label: str, num_tokens: int) -> dict[str, Any]:
+    """The last event of an aborted answer."""
+    event: dict[str, Any] = recorded_events("aborted")[-1]
+    event["choices"][0]["weight_versions"] = [{"version": label, "start": 0, "end": num_tokens}]
+    return event
+
+
+class FakeVllmServer(ThreadingHTTPServer):
+    """`faults` may have:
+
+    crashes_after: close the connection of an answer after this many events.
+    holds: hold back all events of an answer but the first one until it is aborted.
+    ignored_aborts: ignore this many calls that abort requests.
+    weight_spans: report these weights for every answer.
+    digests: report these digests of loaded weights.
+    rejected_loads: reject this many loads.
+    replays: answer every request with the recorded answer of this name.
+    event_interval_s: time between events.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, **faults: Any) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.faults = faults
+        self.label = "none"
+        self.adapters: dict[str, Path] = {}
+        self.generate_calls: list[dict[str, Any]] = []  # bodies, in order
+        self.aborted: set[str] = set()
+        self.num_streams = 0
+        self.changed = threading.Condition()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def clear_faults(self) -> None:
+        """End all faults. Answers that were held back continue."""
+        with self.changed:
+            self.faults.clear()
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        self.clear_faults()
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore clients that have disconnected."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One HTTP request."""
+
+    protocol_version = "HTTP/1.1"
+    server: FakeVllmServer
+
+    def do_GET(self) -> None:
+        self._send_json(200, recorded_response(CALLS[self.path]))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != f"Bearer {AUTH_TOKEN}":
+            return self._send_json(401, RECORDED["answers"]["no token"]["text"])
+        match self.path:
+            case "/inference/v1/generate":
+                self._stream(body)
+            case "/collective_rpc" if body["method"] == "dora_load_weights":
+                self._load(body["args"][0])
+            case "/collective_rpc" if body["method"] == "dora_digest":
+                self._send_json(200, {"results": [file_digest(body["args"][0])]})
+            case "/collective_rpc":
+                self._send_json(200, recorded_response(body["method"]))
+            case "/v1/load_lora_adapter":
+                self.server.adapters[body["lora_name"]] = Path(body["lora_path"])
+                self._send_text(f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+            case "/v1/unload_lora_adapter":
+                del self.server.adapters[body["lora_name"]]
+                self._send_text(f"Success: LoRA adapter '{body['lora_name']}' removed successfully.")
+            case "/abort_requests":
+                self._abort(body)
+            case _:
+                if self.path == "/update_weight_version":
+                    self.server.label = body["new_version"]
+                self._send_json(200, recorded_response(CALLS[self.path]))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""
+
+    def _send_json(self, status: int, content: Any) -> None:
+        self._send_text(json.dumps(content), status)
+
+    def _send_text(self, text: str, status: int = 200) -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _load(self, path: str) -> None:
+        faults = self.server.faults
+        assert not self.server.num_streams, "weights change during an answer"
+        if faults.get("rejected_loads"):
+            faults["rejected_loads"] -= 1
+            return self._send_json(500, recorded_response("bad load"))
+        self._send_json(200, {"results": faults.get("digests", [file_digest(path)])})
+
+    def _abort(self, body: dict[str, Any]) -> None:
+        server = self.server
+        with server.changed:
+            if server.faults.get("ignored_aborts"):
+                server.faults["ignored_aborts"] -= 1
+            else:
+                server.aborted |= set(body.get("request_ids", ()))
+            server.changed.notify_all()
+        self._send_json(200, recorded_response(CALLS["/abort_requests"]))
+
+    def _stream(self, body: dict[str, Any]) -> None:
+        server, name = self.server, f"generate-tokens-{body['request_id']}"
+        with server.changed:
+            server.num_streams += 1
+            server.generate_calls.append(body)
+            events = [*made_up_events(body, server.label)]
+        if "replays" in server.faults:
+            text = json.dumps(recorded_events(server.faults["replays"]))
+            events = json.loads(text.replace(LABEL, server.label))
+        try:
+            is_complete = self._send_events(name, events)
+        finally:
+            with server.changed:
+                server.num_streams -= 1
+        if is_complete:
+            self._send_chunk(b"data: [DONE]\n\n")
+            self._send_chunk(b"")
+
+    def _send_events(self, name: str, events: list[Any]) -> bool:
+        """Send the events of an answer. False if the connection is closed before the end."""
+        server, faults, num_sent = self.server, self.server.faults, 0
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for number, event in enumerate(events):
+            if faults.get("holds") and number == 1:
+                with server.changed:
+                    server.changed.wait_for(lambda: name in server.aborted or "holds" not in faults)
+            if "event_interval_s" in faults:
+                with server.changed:
+                    server.changed.wait_for(lambda: name in server.aborted, faults["event_interval_s"])
+            if name in server.aborted:
+                self._send_event(aborted_event(server.label, num_sent))
+                break
+            if number == faults.get("crashes_after"):
+                self.connection.shutdown(socket.SHUT_RDWR)  # as when the process crashes
+                return False
+            (choice,) = event["choices"]
+            if choice["finish_reason"] is not None:
+                choice["weight_versions"] = faults.get("weight_spans", choice["weight_versions"])
+            self._send_event(event)
+            num_sent += len(choice["token_ids"])
+        return True
+
+    def _send_event(self, event: Any) -> None:
+        self._send_chunk(f"data: {json.dumps(event)}\n\n".encode())
+
+    def _send_chunk(self, content: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))

@@ -1,0 +1,45 @@
+"""DORA's own engine and the example backend pass the contract of an inference engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from dora.data.tokenizer import Tokenizer
+from dora.engine.episodes import EpisodeEngine
+from dora.engine.interface import NATIVE, Capabilities, InferenceEngine
+from dora.engine.kv_transfer.engine import MigratingEngine
+from dora.loading import load_attribute
+from dora.model.pretrained import load_config
+from dora.testing.engine_contract import InferenceContract
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "adapters"
+
+
+class Native:
+    """DORA's own engine, with the signature of a backend."""
+
+    capabilities: ClassVar[Capabilities] = NATIVE
+
+    def __new__(  # type: ignore[misc]
+        cls, *, model: str, max_rows: int, max_context: int, version_slots: int, device: str, dtype: str
+    ) -> InferenceEngine:
+        own = {"pool": Path(model) / "pool"} if device == "cpu" else {"device": device}
+        return (MigratingEngine if device == "cpu" else EpisodeEngine)(
+            load_config(Path(model)),
+            max_rows=max_rows,
+            max_context=max_context,
+            version_slots=version_slots,
+            kernels="eager",
+            dtype=dtype,
+            detokenize=Tokenizer(Path(model)).decode,
+            **own,
+        )
+
+
+class TestNative(InferenceContract):
+    factory = Native
+
+
+class TestTransformers(InferenceContract):
+    factory = load_attribute(f"{EXAMPLES / 'transformers_engine.py'}:Transformers", "factory")

@@ -1,0 +1,60 @@
+"""A run with vLLM servers and DORA's own engines, in which requests migrate between all of them.
+
+The servers are fakes with made-up answers, so the test checks the run's guarantees only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.contract.fake_vllm_server import AUTH_TOKEN, FakeVllmServer
+from tests.runtime.running import Run, dora, journal, summary
+from tests.runtime.tiny import write_task
+
+from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE
+
+FLEET = '[[fleet]]\nname = "{name}"\nbackend = "vllm"\noptions = {{url = "{url}"}}\n'
+SETTINGS: dict[str, Any] = {
+    "run__steps": 8,
+    "engine__num_engines": 1,
+    "engine__version_slots": 1,
+    "sampling__max_response_length": 48,
+    "orchestrator__prioritize_stragglers": "false",
+    "orchestrator__balance_running": "true",
+    "orchestrator__rebalance_interval_s": 0.1,
+}
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeVllmServer]]:
+    monkeypatch.setenv(TOKEN_VARIABLE, AUTH_TOKEN)
+    servers = [FakeVllmServer(event_interval_s=0.08), FakeVllmServer(event_interval_s=0.04)]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def test_requests_migrate_between_engines_of_all_kinds(servers: list[FakeVllmServer], tmp_path: Path) -> None:
+    """The journal counts tokens that are prefilled again. C1, C2 and C3 hold."""
+    task = write_task(tmp_path)
+    fleets = (FLEET.format(name=f"server{i}", url=server.url) for i, server in enumerate(servers))
+    task.write_text(task.read_text() + "".join(fleets))
+    run = Run(task, tmp_path / "run", **SETTINGS)
+    try:
+        ended = run.end()
+    finally:
+        run.kill_all()
+    assert ended.code == 0, ended.err
+    migrations = [event for event in journal(run.out) if event["kind"] == "migrated"]
+    directions = {(event["source"] == 0, event["destination"] == 0) for event in migrations}
+    assert directions >= {(False, True), (True, False)}, migrations
+    assert all(event["num_bytes"] == 0 and event["num_prefilled"] > 0 for event in migrations)
+    s, num_prefilled = summary(run.out), sum(event["num_prefilled"] for event in migrations)
+    assert s["reprefill_tokens"] >= num_prefilled
+    assert (s["regenerated_tokens"], s["engine_failures"], s["pending_groups"]) == (0, 0, 0)
+    audit, replay = dora("audit", run.out), dora("replay", run.out)
+    assert (audit.code, replay.code) == (0, 0), (audit, replay)
+    assert f"{num_prefilled:,} tokens re-prefilled in migrations" in audit.out

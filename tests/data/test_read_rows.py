@@ -1,0 +1,91 @@
+"""Rows are read from files and folders; an unreadable dataset is refused with a remedy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dora.data.dataset import Dataset, read_rows
+from dora.errors import DataError
+
+ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def lines() -> str:
+    return "".join(json.dumps(row) + "\n" for row in ROWS)
+
+
+def test_a_missing_or_unknown_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        read_rows(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"must be a \.jsonl or \.parquet file, or a folder"):
+        read_rows(write(tmp_path / "rows.csv", "prompt\n"))
+
+
+def test_a_file_has_no_splits(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="split = 'train', but a file has no splits; remove the split"):
+        read_rows(write(tmp_path / "rows.jsonl", lines()), "train")
+
+
+@pytest.mark.parametrize(("name", "package"), [("rows.parquet", "pyarrow"), ("folder", "datasets")])
+def test_a_missing_package_is_named_with_its_extra(
+    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "rows.parquet", "")
+    with pytest.raises(DataError, match=rf"needs {package}; run pip install 'dora-rl\[data\]'"):
+        read_rows(tmp_path / name)
+
+
+def test_a_parquet_file_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    from pyarrow import Table, parquet
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(Table.from_pylist(ROWS), path)
+    assert [*read_rows(path)] == ROWS
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        read_rows(write(tmp_path / "broken.parquet", "nonsense"))
+
+
+def test_a_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "rows"))
+    assert [*read_rows(tmp_path / "rows")] == ROWS
+    dataset = Dataset.from_path(tmp_path / "rows")
+    assert (len(dataset), dataset.prompt(1), dataset.fields(1)) == (2, "b", {"n": 2})
+    with pytest.raises(DataError, match="split = 'train', but it holds no splits"):
+        read_rows(tmp_path / "rows", "train")
+
+
+def test_a_split_of_a_saved_folder_is_chosen_by_name(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    parts = {
+        name: datasets.Dataset.from_list([row]) for name, row in zip(("train", "test"), ROWS, strict=True)
+    }
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "parts"))
+    assert [*read_rows(tmp_path / "parts", "test")] == [ROWS[1]]
+    with pytest.raises(DataError, match=r"has the splits train, test; choose one with data.split"):
+        read_rows(tmp_path / "parts")
+    with pytest.raises(DataError, match="split = 'dev' does not exist; it has train, test"):
+        read_rows(tmp_path / "parts", "dev")
+
+
+def test_a_folder_of_files_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / "train.jsonl", lines())
+    assert [*read_rows(tmp_path / "rows")] == ROWS
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty cannot be read by datasets: .*; give a folder"):
+        read_rows(tmp_path / "empty")

@@ -1,0 +1,152 @@
+"""Engines that a test migrates requests between, message by message, on a fake clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.engine.tiny import TINY, weights
+
+from dora.core.types import RequestId
+from dora.engine.kv_transfer.engine import MigratingEngine
+from dora.engine.kv_transfer.transfer import KVTransport
+from dora.engine.messages import (
+    ExportFailed,
+    ExportFinished,
+    ImportFailed,
+    ImportFinished,
+    MigrationReply,
+    MigrationReserved,
+    ReserveMigration,
+    StartExport,
+)
+from dora.engine.request import Completion, Request
+from dora.model.config import ModelConfig
+
+LEASE_S = 10.0
+
+
+class EngineCluster:
+    """Engines by name with their pools in `folder`, and everything that they have replied and finished."""
+
+    def __init__(
+        self, folder: Path, kernels: str = "eager", exact: bool = False, dtype: str = "float32"
+    ) -> None:
+        self.folder, self.kernels, self.exact, self.dtype = folder, kernels, exact, dtype
+        self.now_s = 100.0
+        self.engines: dict[str, MigratingEngine] = {}
+        self.replies: list[tuple[str, MigrationReply]] = []
+        self.finished: dict[RequestId, Completion] = {}
+        self._num_migrations = 0
+
+    def add_engine(
+        self,
+        name: str,
+        *,
+        versions: tuple[int, ...] = (0,),
+        max_rows: int = 8,
+        num_blocks: int | None = None,
+        config: ModelConfig = TINY,
+    ) -> MigratingEngine:
+        engine = self.engines[name] = MigratingEngine(
+            config,
+            max_rows=max_rows,
+            max_context=96,
+            version_slots=2,
+            num_blocks=num_blocks,
+            kernels=self.kernels,
+            exact=self.exact,
+            dtype=self.dtype,
+            pool=self.pool_path(name),
+            clock=lambda: self.now_s,
+            transport=self.transport(),
+        )
+        for version in versions:
+            engine.load(version, weights(version))
+        return engine
+
+    def pool_path(self, name: str) -> Path:
+        return self.folder / f"pool-{name}.kv"
+
+    def transport(self) -> KVTransport | None:
+        """How a new engine reaches the others."""
+        return None
+
+    def source_pool(self, name: str) -> Any:
+        """Where other engines read the KV of this one."""
+        return self.pool_path(name)
+
+    def migration_file(self, migration_id: int, suffix: str) -> Path:
+        return self.folder / f"migration-{migration_id}.{suffix}"
+
+    def step(self, name: str, num_steps: int = 1) -> None:
+        """Step one engine. No request may finish twice."""
+        for _ in range(num_steps):
+            for completion in self.engines[name].step():
+                assert completion.id not in self.finished
+                self.finished[completion.id] = completion
+            self.engines[name].check()
+
+    def poll(self, name: str) -> None:
+        """Poll the migrations of one engine."""
+        self.replies += [(name, reply) for reply in self.engines[name].poll_migrations()]
+        self.engines[name].check()
+
+    def try_reserve(
+        self, request: Request, source: str, destination: str
+    ) -> MigrationReserved | ImportFailed:
+        """The destination's reply to a new migration."""
+        self._num_migrations += 1
+        pool = self.source_pool(source)
+        command = ReserveMigration(self._num_migrations, request, pool, self.folder, LEASE_S)
+        return self.engines[destination].reserve_migration(command)
+
+    def reserve(self, request: Request, source: str, destination: str) -> MigrationReserved:
+        """Begin a migration; the destination must accept."""
+        reply = self.try_reserve(request, source, destination)
+        assert isinstance(reply, MigrationReserved), reply
+        return reply
+
+    def start_export(self, request: Request, source: str, reserved: MigrationReserved) -> ExportFailed | None:
+        cached = reserved.num_cached_blocks, reserved.cached_prefix_hash
+        command = StartExport(reserved.migration_id, request.id, self.folder, *cached, LEASE_S)
+        return self.engines[source].start_export(command)
+
+    def start_migration(self, request: Request, source: str, destination: str) -> int:
+        """Reserve and start the export. Returns the migration's id."""
+        reserved = self.reserve(request, source, destination)
+        assert self.start_export(request, source, reserved) is None
+        return reserved.migration_id
+
+    def migrate(self, request: Request, source: str, destination: str) -> ImportFinished:
+        """A whole migration, while no engine decodes."""
+        migration_id = self.start_migration(request, source, destination)
+        for name in (source, destination, source, destination, source):
+            self.poll(name)
+        assert self.reply_of(source, migration_id) == ExportFinished(migration_id)
+        imported = self.reply_of(destination, migration_id)
+        assert isinstance(imported, ImportFinished), imported
+        return imported
+
+    def reply_of(self, name: str, migration_id: int) -> MigrationReply | None:
+        """What an engine has replied about a migration; it may reply only once."""
+        replies = [
+            reply for engine, reply in self.replies if engine == name and reply.migration_id == migration_id
+        ]
+        assert len(replies) <= 1
+        return replies[0] if replies else None
+
+    def run_to_end(self) -> dict[RequestId, Completion]:
+        """Step and poll all engines until no request and no migration is left. Returns all completions.
+
+        A round takes half a second, so that every lease expires in the end.
+        """
+        while any(not engine.is_idle or engine.num_migrations for engine in self.engines.values()):
+            for name in self.engines:
+                self.poll(name)
+                self.step(name)
+            self.now_s += 0.5
+        for engine in self.engines.values():
+            engine.check()
+            assert engine.kv_usage == 0
+        return self.finished

@@ -1,0 +1,276 @@
+"""Requests that continue with newer weights, on the same KV or on recomputed KV."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.engine.tiny import TINY, make_request, output_tokens, run, weights
+from torch import Tensor
+from torch.nn import functional as F
+
+import dora.engine.engine as engine_module
+from dora.core.types import GroupId, RequestId
+from dora.engine.cuda_graphs import CUDAGraphRunner
+from dora.engine.inflight_update import InflightUpdateEngine
+from dora.engine.request import Completion, Request, SamplingParams
+from dora.engine.scheduler import RequestStatus
+from dora.model.decoder import forward, lm_head, rope_tables
+from dora.model.weights import WeightLayout
+
+KINDS = pytest.mark.parametrize("keeps_kv", [True, False], ids=["keeps", "recomputes"])
+NUM_BEFORE = 7  # steps with the first weights
+
+
+def make_inflight_engine(
+    *,
+    keeps_kv: bool,
+    kernels: str = "eager",
+    num_blocks: int | None = None,
+    max_rows: int = 8,
+    prefill_budget: int = 512,
+) -> InflightUpdateEngine:
+    engine = InflightUpdateEngine(
+        TINY,
+        keeps_kv=keeps_kv,
+        max_rows=max_rows,
+        max_context=96,
+        version_slots=2,
+        kernels=kernels,
+        num_blocks=num_blocks,
+        prefill_budget=prefill_budget,
+    )
+    engine.load(0, weights(0))
+    return engine
+
+
+def finish(engine: InflightUpdateEngine) -> dict[RequestId, Completion]:
+    return run(engine, [])
+
+
+def run_with_update(
+    engine: InflightUpdateEngine, requests: list[Request], flat: Tensor
+) -> dict[RequestId, Completion]:
+    """Run NUM_BEFORE steps with version 0, then load version 1; returns all completions."""
+    engine.submit(requests)
+    completions: dict[RequestId, Completion] = {}
+    for _ in range(NUM_BEFORE):
+        completions |= {c.id: c for c in engine.step()}
+        engine.check()
+    engine.load(1, flat)
+    engine.check()
+    engine.drop(0)  # no request uses it any more
+    return completions | finish(engine)
+
+
+@KINDS
+@pytest.mark.parametrize("kernels", ["eager", "numba", "padded"])
+def test_an_update_to_equal_weights_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, keeps_kv: bool
+) -> None:
+    if (
+        kernels == "padded"
+    ):  # as on a GPU, where a step starts before the tokens of the last one are on the host
+        monkeypatch.setattr(engine_module, "ModelRunner", CUDAGraphRunner)
+        kernels = "eager"
+    requests = [make_request(i) for i in range(8)]
+    expected = run(make_inflight_engine(keeps_kv=keeps_kv, kernels=kernels), requests)
+    completions = run_with_update(
+        make_inflight_engine(keeps_kv=keeps_kv, kernels=kernels), requests, weights(0)
+    )
+    assert output_tokens(completions) == output_tokens(expected)
+
+
+@KINDS
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_chunks_name_the_weights_that_sampled_each_token(
+    monkeypatch: pytest.MonkeyPatch, is_padded: bool, keeps_kv: bool
+) -> None:
+    if is_padded:
+        monkeypatch.setattr(engine_module, "ModelRunner", CUDAGraphRunner)
+    completions = run_with_update(
+        make_inflight_engine(keeps_kv=keeps_kv), [make_request(i) for i in range(4)], weights(1)
+    )
+    for completion in completions.values():
+        assert [(c.version, c.num_tokens) for c in completion.chunks] == [
+            (0, NUM_BEFORE),
+            (1, 20 - NUM_BEFORE),
+        ]
+        assert len({c.digest for c in completion.chunks}) == 2
+        assert completion.version == 1
+
+
+def test_with_recomputed_kv_a_request_continues_as_if_the_new_weights_had_the_whole_prompt() -> None:
+    requests = [make_request(i, prompt_length=21) for i in range(4)]
+    completions = run_with_update(make_inflight_engine(keeps_kv=False), requests, weights(1))
+    for old in requests:
+        completion = completions[old.id]
+        prompt = (*old.prompt_ids, *completion.token_ids[:NUM_BEFORE])
+        sampling = SamplingParams(1.0, max_tokens=20 - NUM_BEFORE)
+        engine = make_inflight_engine(keeps_kv=False)
+        engine.load(1, weights(1))
+        (fresh,) = run(engine, [Request(old.id, GroupId(0, 9), prompt, 1, old.seed, sampling)]).values()
+        assert completion.token_ids[NUM_BEFORE:] == fresh.token_ids
+        assert completion.logprobs[NUM_BEFORE:] == pytest.approx(fresh.logprobs, abs=1e-5)
+    assert len(completions) == 4
+
+
+def test_the_prompt_of_siblings_is_recomputed_once() -> None:
+    engine = make_inflight_engine(keeps_kv=False)
+    requests = [make_request(i, prompt_length=33) for i in range(4)]
+    run_with_update(engine, requests, weights(1))
+    own = [33 + NUM_BEFORE - 1 - 32 * (i > 0) for i in range(4)]  # two whole blocks are shared
+    assert engine.num_recomputed == sum(own)
+
+
+def test_with_kept_kv_the_new_weights_attend_to_the_old_kv() -> None:
+    """Expected: keys and values of the old weights for all tokens but the last, then the new weights."""
+    request = make_request(0, group_size=1, prompt_length=5)
+    engine = make_inflight_engine(keeps_kv=True)
+    (completion,) = run_with_update(engine, [request], weights(1)).values()
+    assert engine.num_recomputed == 0
+    ids = [*request.prompt_ids, *completion.token_ids[:NUM_BEFORE]]
+    logits = next_logits(ids, before=weights(0), after=weights(1))
+    token = completion.token_ids[NUM_BEFORE]
+    assert math.isclose(
+        completion.raw_logprobs[NUM_BEFORE], float(logits.log_softmax(-1)[token]), abs_tol=1e-5
+    )
+    pure = next_logits(ids, before=weights(1), after=weights(1))
+    assert float((pure - logits).abs().max()) > 0.01
+
+
+def next_logits(ids: list[int], *, before: Tensor, after: Tensor) -> Tensor:
+    """Logits [vocab] after the last token, which `after` computes; `before` has computed all others."""
+    kept: list[tuple[Tensor, Tensor]] = []
+    cos, sin = rope_tables(TINY, len(ids))
+
+    def whole(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept.append((k, v))
+        return attended(q, k, v, is_causal=True)
+
+    def last(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        old_k, old_v = kept[layer]
+        return attended(q, torch.cat([old_k, k]), torch.cat([old_v, v]), is_causal=False)
+
+    forward(WeightLayout(TINY).views(before), TINY, torch.tensor(ids[:-1]), cos[:-1], sin[:-1], whole)
+    views = WeightLayout(TINY).views(after)
+    return F.linear(forward(views, TINY, torch.tensor(ids[-1:]), cos[-1:], sin[-1:], last), lm_head(views))[0]
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+    """Attention [N, heads, dim] of queries, keys and values of that shape."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+@KINDS
+@pytest.mark.parametrize("prefill_budget", [3, 512])
+def test_waiting_and_prefilling_requests_start_with_the_newest_version(
+    keeps_kv: bool, prefill_budget: int
+) -> None:
+    engine = make_inflight_engine(keeps_kv=keeps_kv, max_rows=2, prefill_budget=prefill_budget)
+    requests = [make_request(i, group_size=1, prompt_length=40) for i in range(4)]
+    engine.submit(requests)
+    engine.step()
+    engine.load(1, weights(1))
+    completions = finish(engine)
+    assert completions.keys() == {r.id for r in requests}
+    last = completions[requests[-1].id]
+    assert [(c.version, c.num_tokens) for c in last.chunks] == [(1, 20)]
+    (fresh,) = run(
+        engine,
+        [
+            Request(
+                requests[-1].id,
+                requests[-1].group,
+                last.prompt_ids,
+                1,
+                requests[-1].seed,
+                requests[-1].sampling,
+            )
+        ],
+    ).values()
+    assert fresh.token_ids == last.token_ids
+
+
+@KINDS
+def test_a_request_of_an_old_version_starts_with_the_newest(keeps_kv: bool) -> None:
+    engine = make_inflight_engine(keeps_kv=keeps_kv)
+    engine.load(1, weights(1))
+    engine.drop(0)
+    (completion,) = run(engine, [make_request(0)]).values()
+    assert {chunk.version for chunk in completion.chunks} == {1}
+
+
+@KINDS
+def test_held_out_requests_keep_their_version(keeps_kv: bool) -> None:
+    requests = make_request(0)
+    held_out = Request(
+        RequestId(-1, 0, 0), GroupId(-1, 0), requests.prompt_ids, 0, requests.seed, requests.sampling
+    )
+    engine = make_inflight_engine(keeps_kv=keeps_kv)
+    engine.submit([held_out, requests])
+    for _ in range(NUM_BEFORE):
+        engine.step()
+    engine.load(1, weights(1))
+    completions = finish(engine)
+    assert [c.version for c in completions[held_out.id].chunks] == [0]
+    assert [c.version for c in completions[requests.id].chunks] == [0, 1]
+    expected = run(make_inflight_engine(keeps_kv=keeps_kv), [held_out])
+    assert completions[held_out.id].token_ids == expected[held_out.id].token_ids
+
+
+@KINDS
+def test_with_preemption_all_requests_finish(keeps_kv: bool) -> None:
+    """Preempted requests lose mixed KV, which must not be registered for the new weights."""
+    engine = make_inflight_engine(keeps_kv=keeps_kv, num_blocks=9)
+    requests = [make_request(i, group_size=1, prompt_length=10, max_tokens=60) for i in range(4)]
+    engine.submit(requests)
+    while not any(engine.status_of(r.id) is RequestStatus.SWAPPED for r in requests):
+        engine.step()
+        engine.check()
+    engine.load(1, weights(1))
+    completions = finish(engine)
+    assert completions.keys() == {r.id for r in requests}
+    assert engine.num_recomputed > 0
+    other = make_request(9, group_size=1, prompt_length=10)
+    repeated = Request(other.id, other.group, requests[0].prompt_ids, 1, other.seed, other.sampling)
+    fresh = make_inflight_engine(keeps_kv=keeps_kv)
+    fresh.load(1, weights(1))
+    assert output_tokens(run(engine, [repeated])) == output_tokens(run(fresh, [repeated]))
+
+
+@KINDS
+def test_aborted_requests_leave_nothing(keeps_kv: bool) -> None:
+    engine = make_inflight_engine(keeps_kv=keeps_kv)
+    requests = [make_request(i) for i in range(4)]
+    engine.submit(requests)
+    engine.step()
+    engine.load(1, weights(1))
+    engine.abort([r.id for r in requests])
+    engine.check()
+    assert engine.is_idle
+    assert output_tokens(run(engine, requests)).keys() == {r.id for r in requests}
+
+
+def test_a_request_without_a_token_does_not_keep_the_kv_of_its_prompt() -> None:
+    """Else its chunks would name one version while another computed the prompt."""
+    engine = make_inflight_engine(keeps_kv=True)
+    first, last = make_request(0, prompt_length=20), make_request(4, prompt_length=20)
+    engine.submit([first])
+    engine.step()
+    engine.decode_only([first.id])
+    engine.submit([last])
+    engine.step()  # it has a row and is paused
+    assert engine.progress()[last.id] == 0
+    engine.load(1, weights(1))
+    engine.decode_only([])
+    completions = finish(engine)
+    fresh = make_inflight_engine(keeps_kv=True)
+    fresh.load(1, weights(1))
+    requests = Request(last.id, last.group, last.prompt_ids, 1, last.seed, last.sampling)
+    assert [(c.version, c.num_tokens) for c in completions[last.id].chunks] == [(1, 20)]
+    assert completions[last.id].token_ids == run(fresh, [requests])[last.id].token_ids
+    assert [c.version for c in completions[first.id].chunks] == [0, 1]

@@ -1,0 +1,186 @@
+"""The runner runs episodes concurrently, each from its reset to its reward or to a named failure."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from tests.envs.countdown import LIMITS, Countdown, RecordedRunner, encode, run_episode, run_ready_tasks
+
+from dora.envs.base import Environment, Step
+from dora.envs.runner import EnvDone, EnvFailure, EnvObservation, EnvReset
+
+
+def test_the_reward_of_an_episode_is_the_sum_of_its_steps() -> None:
+    replies = run_episode(["-", "-", "-"])
+    assert replies == [
+        EnvReset(encode("3:")),
+        EnvObservation(encode("2")),
+        EnvObservation(encode("1")),
+        EnvDone(3.0),
+    ]
+
+
+def test_rewards_are_summed_without_rounding_errors() -> None:
+    class Sixths(Countdown):
+        async def step(self, action: str) -> Step:
+            step: Step = await super().step(action)
+            return step._replace(reward=1 / 6)
+
+    async def run() -> None:
+        runner = RecordedRunner(Sixths, replace(LIMITS, max_turns=6))
+        await runner.start("e", number=6)
+        replies = [await runner.turn("e") for _ in range(6)]
+        assert replies[-1] == EnvDone(1.0)
+
+    asyncio.run(run())
+
+
+def test_episodes_run_concurrently() -> None:
+    async def run() -> None:
+        runner = RecordedRunner()
+        assert [await runner.start("a", 2), await runner.start("b", 1)] == [
+            EnvReset(encode("2:")),
+            EnvReset(encode("1:")),
+        ]
+        assert await runner.turn("b") == EnvDone(1.0)
+        assert await runner.turn("a") == EnvObservation(encode("1"))
+        assert await runner.turn("a") == EnvDone(2.0)
+
+    asyncio.run(run())
+
+
+def test_an_environment_is_reused_for_the_next_episode() -> None:
+    async def run() -> int:
+        runner, before = RecordedRunner(), Countdown.num_made
+        for episode in "abc":
+            await runner.start(episode, 1)
+            await runner.turn(episode)
+        return Countdown.num_made - before
+
+    assert asyncio.run(run()) == 1
+
+
+def test_an_episode_ends_after_max_turns() -> None:
+    assert run_episode(["-", "-"], limits=replace(LIMITS, max_turns=2)) == [
+        EnvReset(encode("3:")),
+        EnvObservation(encode("2")),
+        EnvDone(2.0),
+    ]
+
+
+@pytest.mark.parametrize("num_left", [0, 1])
+def test_an_episode_ends_when_no_tokens_are_left_for_a_turn(num_left: int) -> None:
+    async def run() -> None:
+        runner = RecordedRunner()
+        await runner.start("e")
+        assert await runner.turn("e", "-", num_left) == EnvDone(1.0)
+
+    asyncio.run(run())
+
+
+def test_an_observation_that_leaves_one_token_continues_the_episode() -> None:
+    async def run() -> None:
+        runner = RecordedRunner()
+        await runner.start("e")
+        assert await runner.turn("e", "-", num_left=2) == EnvObservation(encode("2"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("action", "reason", "detail"),
+    [
+        ("raise", "environment raised KeyError", "nothing there"),
+        ("empty", "environment gave an empty observation", ""),
+        ("nan", "environment raised ValueError", "the reward nan must be a finite number"),
+        ("pair", "environment raised TypeError", "must return (observation, reward, done)"),
+        ("list", "environment raised TypeError", "must be a string, or messages such as"),
+        ("exit", "environment raised SystemExit", "no license left"),
+        ("cancel", "environment raised CancelledError", ""),
+    ],
+)
+def test_an_error_of_an_environment_fails_its_episode_by_name(action: str, reason: str, detail: str) -> None:
+    reply = run_episode([action])[-1]
+    assert isinstance(reply, EnvFailure)
+    assert reply.reason == reason
+    assert detail in reply.detail
+
+
+def test_a_call_that_takes_too_long_fails_only_its_episode() -> None:
+    async def run() -> None:
+        runner = RecordedRunner(limits=replace(LIMITS, timeout_s=0.05))
+        await runner.start("slow")
+        await runner.start("other", 1)
+        slow = await runner.turn("slow", "hang")
+        assert isinstance(slow, EnvFailure)
+        assert slow.reason == "environment took longer than env.timeout_s = 0.05"
+        assert await runner.turn("other") == EnvDone(1.0)
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_is_too_long_fails_its_episode() -> None:
+    reply = run_episode([], limits=replace(LIMITS, max_prompt_length=1))[0]
+    assert isinstance(reply, EnvFailure)
+    assert reply.reason == "environment began with 2 tokens, and data.max_prompt_length = 1"
+
+
+def test_an_environment_in_an_unknown_state_is_closed_and_not_reused() -> None:
+    made: list[Countdown] = []
+
+    def make() -> Environment:
+        made.append(Countdown())
+        return made[-1]
+
+    async def run() -> None:
+        runner = RecordedRunner(make)
+        await runner.start("broken")
+        await runner.turn("broken", "raise")
+        await runner.start("cancelled")
+        runner.runner.submit_turn("cancelled", encode("hang"), 10)
+        await run_ready_tasks()
+        runner.runner.cancel("cancelled")
+        await run_ready_tasks()
+        await runner.start("fresh", 1)
+        assert await runner.turn("fresh") == EnvDone(1.0)
+        assert runner.has_no_reply("cancelled")
+
+    asyncio.run(run())
+    assert [one.is_closed for one in made] == [True, True, False]
+
+
+def test_an_environment_that_cannot_be_closed_does_not_affect_other_episodes() -> None:
+    class Stuck(Countdown):
+        def close(self) -> None:
+            raise SystemExit("cannot close")
+
+    async def run() -> None:
+        runner = RecordedRunner(Stuck)
+        await runner.start("broken")
+        await runner.start("cancelled")
+        reply = await runner.turn("broken", "raise")
+        assert isinstance(reply, EnvFailure)
+        assert reply.reason == "environment raised KeyError"
+        runner.runner.cancel("cancelled")
+        await run_ready_tasks()
+        await runner.start("fresh", 1)
+        assert await runner.turn("fresh") == EnvDone(1.0)
+        runner.runner.cancel("broken")  # has no effect
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+
+
+def test_an_episode_cancelled_before_its_start_makes_no_environment() -> None:
+    async def run() -> None:
+        runner, before = RecordedRunner(), Countdown.num_made
+        runner.runner.start("e", {"from": 1}, seed=0)
+        runner.runner.cancel("e")
+        await run_ready_tasks()
+        runner.runner.submit_turn("e", encode("-"), 10)  # ignored
+        runner.runner.cancel("e")
+        assert Countdown.num_made == before
+
+    asyncio.run(run())

@@ -1,0 +1,20 @@
+"""Two recorded runs for read-only use; a test that changes one takes a copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.journal.recorded_runs import record_run, world_config
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight complete steps, with filtered and failed groups and lost engines."""
+    return record_run(tmp_path_factory.mktemp("runs") / "finished", world_config(), seed=0)
+
+
+@pytest.fixture(scope="session")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, stopped after 120 events."""
+    return record_run(tmp_path_factory.mktemp("runs") / "stopped", world_config(), seed=0, max_events=120)

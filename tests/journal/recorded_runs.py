@@ -1,0 +1,125 @@
+"""Simulated runs that leave the files of a real one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dora.core.actions import Action, Commit, Fail, Filter
+from dora.core.events import Event, GroupScored, RequestFinished, Trained
+from dora.core.orchestrator import Orchestrator
+from dora.core.types import GroupId, Limits
+from dora.journal.writer import JournalWriter
+from dora.runtime.main_loop import run_main_loop
+from dora.sim.random_config import WorldConfig
+from dora.sim.world import World
+from dora.stream.sample_db import AnswerSource, SampleStore, Trajectory
+
+Record = dict[str, Any]
+
+
+class RunStopped(Exception):
+    """The run has reached its maximum of events."""
+
+
+class RecordedWorld(World):
+    """A simulated world that stores its trajectories; their tokens are 0, 1, 2, ..."""
+
+    def __init__(self, config: WorldConfig, seed: int, store: SampleStore, max_events: int | None) -> None:
+        super().__init__(config, seed)
+        self.store = store
+        self.batches: dict[int, list[GroupId]] = {}
+        self.num_events_left = max_events
+
+    def execute(self, action: Action) -> None:
+        super().execute(action)
+        match action:
+            case Commit(group, step):
+                self.batches.setdefault(step, []).append(group)
+                self.store.set_state([group], "committed")
+            case Filter(group) | Fail(group):
+                self.store.set_state([group], type(action).__name__.lower() + "ed")
+            case _:
+                pass
+
+    def next_event(self, until: float | None) -> Event | None:
+        if self.num_events_left is not None:
+            self.num_events_left -= 1
+            if self.num_events_left < 0:
+                raise RunStopped
+        event = super().next_event(until)
+        match event:
+            case RequestFinished(_, request, _, num_tokens, chunks):
+                tokens, logprobs = list(range(num_tokens)), [-0.5] * num_tokens
+                version, digest, segments = AnswerSource.from_chunks(chunks)
+                self.store.put(
+                    Trajectory(request, version, digest, [1, 2], tokens, logprobs, segments=segments)
+                )
+            case GroupScored(group, rewards):
+                self.store.score(group, rewards, [0.0] * len(rewards))
+            case Trained(step):
+                self.store.set_state(self.batches[step], "trained", step)
+            case _:
+                pass
+        return event
+
+
+def world_config(**changes: Any) -> WorldConfig:
+    """A small busy world with three engines and all kinds of failures."""
+    settings: dict[str, Any] = {
+        "limits": Limits(num_steps=8, batch_size=3, group_size=2, max_staleness=2, filter_groups=True),
+        "num_prompts": 7,
+        "engines": ((4, 2), (6, 2), (3, 1)),
+        "seconds_per_token": (0.01, 0.02, 0.015),
+        "max_length": 64,
+        "tail": 1.1,
+        "reward_s": 0.01,
+        "step_s": 0.3,
+        "load_s": 0.01,
+        "scoring_failure_rate": 0.1,
+        "request_failure_rate": 0.02,
+        "equal_reward_rate": 0.2,
+        "engine_loss_interval_s": 1.0,
+        "engine_restart_s": 0.5,
+    }
+    return WorldConfig(**(settings | changes))
+
+
+def record_run(folder: Path, config: WorldConfig, seed: int, max_events: int | None = None) -> Path:
+    """Simulate a run to its end, or to `max_events` events; returns `folder`."""
+    folder.mkdir()
+    store = SampleStore(folder / "samples.sqlite")
+    journal = JournalWriter(folder / "journal.jsonl", config.limits, "digest of no file", config.num_prompts)
+    world = RecordedWorld(config, seed, store, max_events)
+    with suppress(RunStopped):
+        run_main_loop(Orchestrator(config.limits), world, journal.record)
+    journal.close()
+    store.close()
+    return folder
+
+
+def edited(run: Path, folder: Path, edit: Callable[[list[Record]], object]) -> Path:
+    """A copy of a run with edited journal lines, renumbered."""
+    shutil.copytree(run, folder)
+    path = folder / "journal.jsonl"
+    header, *lines = path.read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    edit(records)
+    texts = [header, *(json.dumps(record | {"seq": seq}) for seq, record in enumerate(records))]
+    path.write_text("\n".join(texts) + "\n")
+    return folder
+
+
+def edited_samples(run: Path, folder: Path, sql: str) -> Path:
+    """A copy of a run with the sample store changed by `sql`, which must change something."""
+    shutil.copytree(run, folder)
+    connection = sqlite3.connect(folder / "samples.sqlite")
+    assert connection.execute(sql).rowcount > 0
+    connection.commit()
+    connection.close()
+    return folder

@@ -1,0 +1,103 @@
+"""pass@k, its confidence interval, and the results of an evaluation."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from dora.core.actions import FinishEvaluation, StartEvaluation
+from dora.core.events import GroupScored, RequestFinished
+from dora.core.state import EvaluationRecord, State
+from dora.core.types import Chunk, EvaluationRule, GroupId, Limits, RequestId
+from dora.metrics.evaluation import (
+    EvaluationResult,
+    EvaluationTracker,
+    describe_pending_evaluation,
+    pass_at_k,
+    pass_k_values,
+    wilson_interval,
+)
+
+
+@pytest.mark.parametrize("num_passing", range(6))
+@pytest.mark.parametrize("k", range(1, 6))
+def test_pass_at_k_is_the_fraction_of_all_draws_that_pass(num_passing: int, k: int) -> None:
+    answers = [True] * num_passing + [False] * (5 - num_passing)
+    draws = [any(draw) for draw in combinations(answers, k)]
+    assert pass_at_k(5, num_passing, k) == pytest.approx(sum(draws) / len(draws))
+
+
+def test_the_interval_is_wilsons() -> None:
+    """Figures of Newcombe, Statistics in Medicine 17 (1998), table I: 81 of 263, 15 of 148, 0 of 20."""
+    assert wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert wilson_interval(15 / 148, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)
+    assert wilson_interval(0.0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+
+
+def test_an_interval_is_within_0_and_1_and_never_empty() -> None:
+    for count in (1, 3, 500):
+        for mean in (0.0, 0.3, 1.0):
+            low, high = wilson_interval(mean, count)
+            assert 0.0 <= low <= mean <= high <= 1.0
+            assert low < high
+
+
+@pytest.mark.parametrize(("num", "ks"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8])])
+def test_k_takes_powers_of_two_and_all_responses(num: int, ks: list[int]) -> None:
+    assert pass_k_values(num) == ks
+
+
+def finished(request: RequestId, num_tokens: int) -> RequestFinished:
+    return RequestFinished(0, request, 4, num_tokens, (Chunk(4, "", num_tokens),), "stop")
+
+
+def test_greedy_and_sampled_responses_are_separate() -> None:
+    found = EvaluationResult(4, num_prompts=2, num_responses=3, is_greedy=True)
+    for sibling, length in enumerate((100, 2, 4)):
+        found.update(finished(RequestId(-5, 0, sibling), length))
+    found.update(GroupScored(GroupId(-5, 0), (0.5, 1.0, 0.0)))
+    metrics = found.metrics()
+    assert (metrics["val/version"], metrics["val/num_failed"]) == (4, 1)
+    assert (metrics["val/greedy_reward_mean"], metrics["val/reward_mean"]) == (0.25, 0.25)
+    assert (metrics["val/pass@1"], metrics["val/pass@2"], metrics["val/greedy_pass"]) == (0.25, 0.5, 0.0)
+    assert (metrics["val/pass@2_low"], metrics["val/pass@2_high"]) == wilson_interval(0.5, 2)
+    assert metrics["val/response_length_mean"] == 3
+    assert found.describe().startswith("sampled 0.250, greedy 0.250, pass@2 0.500 (0.0")
+    assert found.describe().endswith("length p50 4, p99 4, 1 prompt failed")
+
+
+def test_an_evaluation_may_be_greedy_only_or_sampled_only() -> None:
+    greedy = EvaluationResult(4, num_prompts=1, num_responses=1, is_greedy=True)
+    sampled = EvaluationResult(4, num_prompts=1, num_responses=2, is_greedy=False)
+    for found, rewards in ((greedy, (1.0,)), (sampled, (1.0, 0.0))):
+        found.update(finished(RequestId(-5, 0, 0), 7))
+        found.update(GroupScored(GroupId(-5, 0), rewards))
+    assert {"val/reward_mean", "val/pass@1"}.isdisjoint(greedy.metrics())
+    assert (greedy.greedy, greedy.sampled, greedy.lengths) == (1.0, None, [7])
+    assert {"val/greedy_reward_mean", "val/greedy_pass"}.isdisjoint(sampled.metrics())
+    assert (sampled.greedy, sampled.sampled, sampled.lengths) == (None, 0.5, [7])
+
+
+def test_evaluations_during_training_are_read_from_events_and_actions() -> None:
+    rule, tracker = EvaluationRule(4, 1, 1), EvaluationTracker(is_greedy=False)
+    group = GroupId(-5, 0)
+    assert tracker.update(None, [StartEvaluation(4)], rule) is None
+    assert tracker.update(finished(RequestId(0, 3, 0), 99), [], rule) is None
+    assert tracker.update(finished(RequestId(*group, 0), 7), [], rule) is None
+    over = tracker.update(GroupScored(group, (1.0,)), [FinishEvaluation(4)], rule)
+    assert over is not None
+    assert tracker.finished == [over]
+    assert (over.version, over.sampled, over.lengths) == (4, 1.0, [7])
+
+
+def test_after_the_last_step_the_pending_evaluation_is_named() -> None:
+    state = State(Limits(8, 2, 1, 0, evaluation=EvaluationRule(3, 12, 1)), newest_published=7)
+    state.evaluation = EvaluationRecord(6, 12, num_started=12, num_prompts_done=5)
+    assert describe_pending_evaluation(state) == ""
+    state.newest_published = 8
+    assert describe_pending_evaluation(state).endswith(
+        "waiting for 7 of 12 prompts of the evaluation of version 6"
+    )
+    state.evaluation = None
+    assert describe_pending_evaluation(state) == ""

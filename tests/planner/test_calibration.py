@@ -1,0 +1,194 @@
+"""Costs fitted to a record are those it was made with, and forecasts with them repeat what was recorded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+
+from dora.cli.main import app
+from dora.core.actions import Action
+from dora.core.events import Event, Resumed
+from dora.core.orchestrator import Orchestrator
+from dora.core.types import Limits
+from dora.errors import InputError
+from dora.journal.writer import JournalWriter
+from dora.planner.calibrate import (
+    FitData,
+    FittedCosts,
+    LinearCost,
+    RecordedRun,
+    fit,
+    fit_costs,
+    forecast_all,
+    forecast_tokens_per_s,
+    integrate,
+    read_run,
+)
+from dora.planner.commands import NOT_CALIBRATED, describe_error
+from dora.planner.fluid import FluidEngine
+from dora.planner.lengths import LengthDistribution
+from dora.planner.simulator import Contention, Simulator, SimulatorOptions
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gcd.toml"
+COSTS = FittedCosts(
+    LinearCost(0.009, 0.0004),
+    LinearCost(0.8, 0.05),
+    per_version_s=0.001,
+    finish_report_s=0.02,
+    load_time_s=0.3,
+    load_stop_time_s=0.05,
+    publish_time_s=0.2,
+    reward_s=0.05,
+    migration_s=0.01,
+)
+SHARED_CORES = replace(COSTS, contention=Contention(0.3, 0.6))
+LIMITS = Limits(num_steps=14, batch_size=8, group_size=4, max_staleness=2)
+SYNC = replace(LIMITS, max_staleness=0, batches_per_version=1)
+Lines = list[tuple[float, Event | Action]]
+
+
+def recorded_run(limits: Limits, costs: FittedCosts = COSTS, seed: int = 0) -> RecordedRun:
+    """The record of a simulated run."""
+    return read_run(limits, simulated_lines(limits, costs, seed))
+
+
+def simulated_lines(limits: Limits, costs: FittedCosts = COSTS, seed: int = 0) -> Lines:
+    """All events and actions of a simulated run."""
+    lines: Lines = []
+    engines = [FluidEngine(number, costs, 8) for number in range(3)]
+    options = SimulatorOptions(
+        reward_s=costs.reward_s,
+        finish_report_s=costs.finish_report_s,
+        contention=costs.contention,
+        report_interval_s=1.0,
+        version_slots=2,
+    )
+    lengths = LengthDistribution(800, 120.0, prompt=0, seed=seed)
+    sizes = (limits.batch_size, limits.group_size)
+
+    def listen(now: float, record: Event | Action) -> None:
+        lines.append((now, record))
+
+    Simulator(Orchestrator(limits), engines, costs, lengths, sizes, options, listen).run()
+    return lines
+
+
+def write_run(folder: Path, limits: Limits, *more: Event) -> Path:
+    """The files of a run that calibration reads."""
+    folder.mkdir()
+    shutil.copy(EXAMPLE, folder / "config.toml")
+    journal = JournalWriter(folder / "journal.jsonl", limits, "", None)
+    for now, record in [*simulated_lines(limits), *((1e6, event) for event in more)]:
+        event, actions = (record, ()) if isinstance(record, Event) else (None, (record,))
+        journal.record(now, event, actions)
+    journal.close()
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 0, "timing_s/update_actor": 0.5}\n{"ste', encoding="utf-8"
+    )
+    return folder
+
+
+def test_costs_are_recovered() -> None:
+    found = fit_costs([recorded_run(LIMITS)])
+    assert found.decode.at(6) == pytest.approx(COSTS.decode.at(6), rel=0.05)
+    assert found.decode.per_unit_s == pytest.approx(COSTS.decode.per_unit_s, rel=0.3)
+    assert found.train.at(4) == pytest.approx(COSTS.train.at(4), rel=0.02)
+    assert found.load_time_s == pytest.approx(0.3)
+    assert found.publish_time_s == pytest.approx(0.2)
+    assert found.reward_s == pytest.approx(0.05)
+
+
+def test_two_runs_show_the_contention_of_engines_and_trainer() -> None:
+    found = fit_costs([recorded_run(SYNC, SHARED_CORES), recorded_run(LIMITS, SHARED_CORES)])
+    assert found.contention.decode == pytest.approx(0.3, abs=0.1)
+    assert found.contention.train == pytest.approx(0.6, abs=0.1)
+    assert found.train.at(4) == pytest.approx(SHARED_CORES.train.at(4), rel=0.1)
+
+
+def test_workers_that_always_overlap_show_no_contention() -> None:
+    """The cost is as measured."""
+    durations_s, ones = np.array([2.0, 2.2, 1.8]), np.ones(3)
+    (cost_s,), slowdown = fit([FitData(durations_s, ones[:, None], ones, ones)], 1.0)
+    assert (cost_s, slowdown) == pytest.approx((2.0, 0.0))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_costs_of_one_bound_predict_other_bounds(staleness: int) -> None:
+    other = recorded_run(replace(LIMITS, max_staleness=staleness), seed=1)
+    forecast = forecast_tokens_per_s(other, fit_costs([recorded_run(LIMITS)]))
+    assert forecast == pytest.approx(other.tokens_per_s, rel=0.1)
+
+
+def test_a_run_on_shared_cores_is_predicted_from_others() -> None:
+    costs = fit_costs([recorded_run(SYNC, SHARED_CORES), recorded_run(LIMITS, SHARED_CORES)])
+    other = recorded_run(replace(LIMITS, max_staleness=4), SHARED_CORES, seed=1)
+    assert forecast_tokens_per_s(other, costs) == pytest.approx(other.tokens_per_s, rel=0.1)
+    without_contention = replace(costs, contention=Contention())
+    assert forecast_tokens_per_s(other, without_contention) > 1.05 * other.tokens_per_s
+
+
+def test_a_run_with_too_few_spans_is_refused() -> None:
+    with pytest.raises(InputError, match=r"0 training steps and 0 answers .* at least 3 of each"):
+        fit_costs([read_run(LIMITS, [])])
+
+
+def test_a_run_too_short_to_have_a_speed_is_refused_by_name() -> None:
+    run, short = recorded_run(LIMITS), recorded_run(LIMITS)
+    del short.trainings[1:]
+    with pytest.raises(InputError, match=r"runs/short has 1 training steps; .* leave it out"):
+        forecast_all({"runs/known": run}, {"runs/short": short})
+
+
+def test_a_run_that_was_resumed_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", LIMITS, Resumed(14, (), ()))
+    with pytest.raises(InputError, match="run was resumed"):
+        app(["simulate", "calibrate", str(run)], standalone_mode=False)
+
+
+def test_a_cost_that_would_be_negative_is_zero() -> None:
+    units = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    falling = FitData(np.array([5.0, 4.0, 3.0]), units, np.zeros(3), np.ones(3))
+    (fixed_s, per_unit_s), slowdown = fit([falling], 1.0)
+    assert (fixed_s, per_unit_s, slowdown) == pytest.approx((4.0, 0.0, 0.0))
+
+
+def test_a_quantity_that_changes_in_steps_is_integrated_over_time() -> None:
+    rows = integrate([(3.0, -2.0), (1.0, 2.0), (2.0, 1.0)])
+    assert [rows(time_s) for time_s in (0.0, 1.5, 2.0, 4.0)] == pytest.approx([0.0, 1.0, 2.0, 5.0])
+
+
+def test_the_error_of_calibration_is_described() -> None:
+    own, other = recorded_run(LIMITS), recorded_run(SYNC, seed=1)
+    forecasts = forecast_all({"own": own}, {"other": other})
+    assert [forecast.is_fitted for forecast in forecasts] == [True, False]
+    description = describe_error(forecasts)
+    assert "% of own (trained tokens/s)" in description
+    assert "of other runs, " in description
+    assert "% of other." in description
+    assert describe_error([]) == NOT_CALIBRATED
+
+
+def test_costs_are_fitted_to_a_run_folder_and_the_planner_prints_their_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, sync = write_run(tmp_path / "own", LIMITS), write_run(tmp_path / "sync", SYNC)
+    app(f"simulate calibrate {own} --check {sync} --json {tmp_path}/c.json".split(), standalone_mode=False)
+    rows = json.loads((tmp_path / "c.json").read_text())["rows"]
+    assert [(row["run"], row["fitted"]) for row in rows] == [(f"{own}", "yes"), (f"{sync}", "no")]
+    assert abs(rows[0]["error"]) < 0.1
+    plan = (
+        "plan --model qwen2.5-7b --devices 8 --batch-size 2 --group-size 2 --max-simulated 1 --policies sync"
+    )
+    app([*plan.split(), "--run", f"{own}"], standalone_mode=False)
+    assert f"% of {own}" in capsys.readouterr().out.replace("\n", "")
+    (own / "config.toml").unlink()
+    with pytest.raises(InputError, match=r"own is not the folder of a run: it has no config.toml"):
+        app(f"simulate calibrate {own}".split(), standalone_mode=False)
+    with pytest.raises(typer.BadParameter, match="name it with --run"):
+        app([*plan.split(), "--check", f"{own}"], standalone_mode=False)

@@ -1,0 +1,85 @@
+"""The roofline: closed forms agree with sums, and each term follows the physics."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+
+from dora.errors import InputError
+from dora.planner.costs import EngineCost, StepTime, TrainerCost
+from dora.planner.hardware import DEVICES, MODELS, Efficiency, get_device, get_model
+
+EXACT = Efficiency(memory=1.0, flops=1.0, link=1.0, decode_step_s=0.0, collective_s=0.0)
+SMALL, LARGE, MOE = MODELS["qwen2.5-0.5b"], MODELS["qwen2.5-32b"], MODELS["longcat-flash"]
+STEP_TIMES = [
+    StepTime(2.0, 1.0, 0.01),
+    StepTime(0.5, 1.0, 0.01),
+    StepTime(2.0, 1.0, 0.0),
+    StepTime(0.5, 1.0, 0.0),
+]
+
+
+@pytest.mark.parametrize("step_time", STEP_TIMES)
+def test_many_steps_take_the_sum_of_each(step_time: StepTime) -> None:
+    each = [max(step_time.floor_s, step_time.first_s + (k + 0.5) * step_time.slope_s) for k in range(300)]
+    for num, seconds in enumerate(accumulate(each), 1):
+        assert step_time.seconds(num) == pytest.approx(seconds, rel=1e-4)
+
+
+@pytest.mark.parametrize("step_time", STEP_TIMES)
+def test_steps_are_the_inverse_of_seconds(step_time: StepTime) -> None:
+    for num in (0.0, 0.25, 1.0, 99.0, 100.0, 101.0, 30_000.0):
+        assert step_time.steps(step_time.seconds(num)) == pytest.approx(num, rel=1e-9, abs=1e-9)
+
+
+def test_one_row_reads_all_weights_and_many_rows_are_bound_by_compute() -> None:
+    cost = EngineCost(SMALL, DEVICES["H200"], EXACT)
+    assert cost.step_time(1, 1, 0).seconds(1) == pytest.approx(SMALL.weight_bytes / 4.8e12, rel=1e-3)
+    floor_s = cost.step_time(4096, 4096, 0).floor_s
+    assert floor_s == pytest.approx(4096 * 2 * SMALL.num_parameters / 989e12)
+
+
+def test_a_step_with_context_takes_as_long_as_measured_on_a_gpu() -> None:
+    """The roofline of 64 rows of 8,000 tokens, 4.3 TB/s: 1.73 ms."""
+    cost = EngineCost(SMALL, DEVICES["H200"], Efficiency(memory=4.3 / 4.8, flops=0.8, decode_step_s=0.0))
+    assert cost.step_time(64, 64, 64 * 8000).seconds(1) == pytest.approx(1.73e-3, rel=0.05)
+
+
+def test_a_step_reads_the_weights_of_each_version() -> None:
+    cost = EngineCost(LARGE, DEVICES["H800"], EXACT, tp_size=4)
+    one, two = (cost.step_time(2, 2, 0, versions).seconds(1) for versions in (1, 2))
+    assert two == pytest.approx(2 * one, rel=1e-2)
+
+
+def test_the_busiest_rank_of_experts_stalls_all_and_more_rows_even_it_out() -> None:
+    def cost(ep_size: int) -> EngineCost:
+        return EngineCost(MOE, DEVICES["H800"], EXACT, 1, ep_size, expert_skew=0.0)
+
+    imbalances = [cost(ep_size).expert_imbalance(8 * ep_size) for ep_size in (64, 128, 256)]
+    assert 1 < imbalances[0] < imbalances[1] < imbalances[2]
+    assert cost(256).expert_imbalance(256 * 64) < imbalances[2]
+    even, uneven = (cost(64).step_time(64 * 8, 8, context).seconds(1) for context in (8 * 4000, 8 * 16000))
+    assert uneven > even
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(InputError, match=r"weights take 145\.4 GB of each of 1 .* H800 has 72\.0 GB; raise"):
+        EngineCost(MODELS["qwen2.5-72b"], DEVICES["H800"], EXACT)
+    with pytest.raises(InputError, match=r"takes 525 GB, and 4 x H800 have 288 GB"):
+        TrainerCost(LARGE, DEVICES["H800"], 4, EXACT)
+    with pytest.raises(InputError, match=r"EP = 64 must be at most .* qwen2.5-32b has 0"):
+        EngineCost(LARGE, DEVICES["H800"], EXACT, 1, 64)
+    with pytest.raises(InputError, match=r"train = 1\.5 must be above 0 and at most 1"):
+        Efficiency(train=1.5)
+    with pytest.raises(InputError, match="unknown device 'H900'; presets: H800, H100"):
+        get_device("H900")
+    with pytest.raises(InputError, match="unknown model 'gpt'; presets: qwen"):
+        get_model("gpt")
+
+
+def test_a_training_step_takes_its_flops() -> None:
+    cost = TrainerCost(LARGE, DEVICES["H800"], 64, Efficiency(train=0.4), num_forwards=0)
+    seconds = cost.sequence_s(2400)
+    assert seconds == pytest.approx(6 * LARGE.num_parameters * 2400 / (64 * 989e12 * 0.4), rel=0.03)
+    assert cost.sequence_s(30_000) > 12.5 * seconds  # attention

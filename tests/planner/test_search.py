@@ -1,0 +1,99 @@
+"""The planner's search: the layouts it tries, their ranking, and the problems it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora.cli.main import app
+from dora.errors import InputError
+from dora.planner.cluster import Workload
+from dora.planner.commands import NOT_CALIBRATED
+from dora.planner.hardware import DEVICES, MODELS
+from dora.planner.lengths import LengthDistribution
+from dora.planner.search import SearchProblem, StepTimeFormula, candidates, neighbours, search
+
+WORKLOAD = Workload(MODELS["qwen2.5-7b"], LengthDistribution(16_000, 1500.0, prompt=100), 4, 4)
+PROBLEM = SearchProblem(WORKLOAD, DEVICES["H800"], 16, 2, ("sync", "one_step", "dora"))
+
+
+def test_every_candidate_uses_all_devices_and_keeps_the_bound() -> None:
+    found = [deployment.layout for deployment in candidates(PROBLEM).values()]
+    assert {layout.num_devices for layout in found} == {16}
+    assert {(layout.policy, layout.max_staleness) for layout in found} == {
+        ("sync", 0), ("one_step", 1), ("dora", 1), ("dora", 2),
+    }  # fmt: skip
+    assert {layout.tp_size for layout in found} == {1, 2, 4, 8}
+    assert {layout.ep_size for layout in found} == {1}
+    assert len({layout.num_rows for layout in found if layout.tp_size == 4}) > 2
+
+
+def test_expert_parallel_sizes_are_searched_for_models_with_experts() -> None:
+    problem = replace(PROBLEM, workload=replace(WORKLOAD, model=MODELS["qwen3-30b-a3b"]))
+    assert {d.layout.ep_size for d in candidates(problem).values()} == {1, 2, 4, 8, 16}
+    assert {d.layout.ep_size for d in candidates(replace(problem, ep_size=4)).values()} == {4}
+
+
+def test_the_search_ends_at_a_plan_without_faster_neighbours_and_simulates_none_twice() -> None:
+    problem = replace(PROBLEM, policies=("dora",))
+    found = candidates(problem)
+    tokens_per_s = {plan.deployment.layout: plan.tokens_per_s for plan in search(problem, 40)}
+    best_layout = max(tokens_per_s, key=tokens_per_s.__getitem__)
+    best = next(choices for choices, deployment in found.items() if deployment.layout == best_layout)
+    near = {found[choices].layout for choices in neighbours(best, found)}
+    assert 2 < len(near) < len(tokens_per_s) < 40
+    assert near < tokens_per_s.keys()
+    assert len([*search(problem, 3)]) == 3
+
+
+@pytest.mark.parametrize("policy", ["sync", "one_step", "dora"])
+def test_the_formula_is_close_to_the_simulation(policy: str) -> None:
+    found, formula = candidates(replace(PROBLEM, policies=(policy,))).values(), StepTimeFormula(WORKLOAD)
+    deployment = min(found, key=formula.step_s)
+    assert formula.step_s(deployment) == pytest.approx(deployment.metrics()["step_s"], rel=0.3)
+
+
+def test_an_impossible_problem_is_refused_with_the_reason() -> None:
+    with pytest.raises(InputError, match=r"takes 122 GB, and 1 x H800 have 72 GB"):
+        candidates(replace(PROBLEM, num_devices=1, policies=("sync",)))
+    with pytest.raises(InputError, match="S = -1 must be at least 0"):
+        replace(PROBLEM, max_staleness=-1)
+    with pytest.raises(InputError, match=r"policies one_step: none is possible with S = 0; .* bound is 1"):
+        replace(PROBLEM, max_staleness=0, policies=("one_step",))
+    with pytest.raises(InputError, match=r"policies laminar have no staleness bound .* S = 2"):
+        replace(PROBLEM, policies=("dora", "laminar"))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        LengthDistribution(10**6, 2000.0, tail=1.0),
+        LengthDistribution(10**6, 2000.0, "pareto", 3.0),
+        LengthDistribution(10**6, family="trace", trace=tuple(range(100, 5000))),
+    ],
+)
+def test_a_heavier_tail_doubles_the_99th_percentile_and_keeps_the_median(lengths: LengthDistribution) -> None:
+    before, after = (np.quantile(one.sample, (0.5, 0.99)) for one in (lengths, lengths.with_heavier_tail()))
+    assert after[0] == pytest.approx(before[0], rel=0.05)
+    assert after[1] == pytest.approx(2 * before[1], rel=0.15)
+
+
+def test_the_command_prints_plans_bars_and_the_effect_of_a_heavier_tail(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    command = (
+        f"plan --model qwen2.5-7b --devices 8 --batch-size 2 --group-size 2 --max-simulated 3 --json {path}"
+    )
+    app(command.split(), standalone_mode=False)
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["tokens/s"] for row in rows] == sorted((row["tokens/s"] for row in rows), reverse=True)
+    printed = capsys.readouterr()
+    assert printed.out.count("█") > 40
+    assert "If the 99th percentile of answers doubles" in printed.out
+    assert NOT_CALIBRATED in printed.out
+    assert printed.err.startswith("best so far: ")

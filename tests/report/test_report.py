@@ -1,0 +1,282 @@
+"""The report agrees with the files of a run, complete or while they are being written."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.journal.recorded_runs import record_run, world_config
+from tests.journal.story import FIRST, write_story
+
+from dora.audit import audit
+from dora.core.actions import Generate
+from dora.core.events import EngineJoined, Loaded, RequestFinished
+from dora.core.types import Limits, RequestId
+from dora.errors import InputError
+from dora.journal import request_history
+from dora.journal.reader import JOURNAL_FILE, read_journal
+from dora.journal.writer import JournalWriter
+from dora.report import samples, timeline
+from dora.report.data import MAX_POINTS, MetricColumns, RunReader, run_data
+from dora.report.page import main, render_page, render_payload
+from dora.stream.sample_db import SampleStore, Trajectory
+
+JsonObject = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def good(finished_run: Path) -> JsonObject:
+    return run_data(finished_run)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> JsonObject:
+    return run_data(write_story(tmp_path_factory.mktemp("report") / "run"))
+
+
+def test_the_time_of_the_trainer_adds_up_to_the_run(good: JsonObject) -> None:
+    journal_s = good["to_s"] - good["from_s"]
+    assert sum(good["trainer"]["sums"].values()) == pytest.approx(journal_s, abs=0.01)
+
+
+def test_the_time_of_the_rows_adds_up_to_the_time_of_their_engine(good: JsonObject) -> None:
+    for track, rows in zip(good["engines"]["tracks"], good["rows"], strict=True):
+        lifetime_s = (track["to"] - track["from"]) / 1000
+        assert sum(rows["row_s"].values()) == pytest.approx(track["rows"] * lifetime_s, abs=0.05)
+
+
+def test_a_row_is_occupied_as_long_as_it_has_spans(good: JsonObject) -> None:
+    for track, rows in zip(good["engines"]["tracks"], good["rows"], strict=True):
+        occupied_s = sum(rows["row_s"].get(cause, 0) for cause in ("decoding", "paused", "loading"))
+        assert sum(track["spans"]["d"]) / 1000 == pytest.approx(occupied_s, abs=0.05)
+
+
+def test_an_engine_never_has_more_spans_than_rows_at_once(good: JsonObject) -> None:
+    for track in good["engines"]["tracks"]:
+        spans = [*zip(track["spans"]["t"], track["spans"]["d"], strict=True)]
+        changes = sorted(change for t, d in spans if d for change in ((t, 1), (t + d, -1)))
+        at_once = highest = 0
+        for _, change in changes:
+            at_once += change
+            highest = max(highest, at_once)
+        assert highest <= track["rows"]
+
+
+def test_groups_and_staleness_are_those_of_the_audit(good: JsonObject, finished_run: Path) -> None:
+    counts = audit.check(finished_run).counts
+    outcomes = good["groups"]["outcomes"]
+    assert outcomes == {
+        outcome: getattr(counts, outcome) for outcome in ("trained", "filtered", "failed", "pending")
+    }
+    ages = [int(age) for age in good["groups"]["staleness"]]
+    assert (min(ages), max(ages)) == counts.staleness
+    assert all(verdict["is_kept"] for verdict in good["audit"].values())
+
+
+def test_every_finished_response_is_counted_once_by_length(good: JsonObject, finished_run: Path) -> None:
+    counted = sum(map(sum, good["groups"]["lengths"]["counts"].values()))
+    assert counted == audit.check(finished_run).counts.trajectories
+
+
+def test_migrations_losses_and_removals_are_listed(story: JsonObject) -> None:
+    ends = {track["engine"]: track["end"] for track in story["engines"]["tracks"]}
+    assert ends == {0: "removed", 1: "lost", 2: None}
+    assert [(m["from"], m["to"], m["tokens"]) for m in story["engines"]["migrations"]] == [
+        (1, 0, 5),
+        (0, 2, 7),
+    ]
+    assert [m["reason"] for m in story["engines"]["failed_migrations"]] == ["no free block"]
+
+
+def test_a_wait_names_the_last_response(story: JsonObject) -> None:
+    (wait,) = [wait for wait in story["trainer"]["waits"] if wait["group"]]
+    assert (wait["step"], wait["request"], wait["engine"]) == (0, "0/4/1", 2)
+    assert wait["generation_s"] + wait["scoring_s"] == pytest.approx(wait["s"])
+
+
+def test_a_history_is_that_of_dora_why(story: JsonObject, tmp_path: Path) -> None:
+    journal = read_journal(write_story(tmp_path / "run"))
+    (group,) = story["samples"]["groups"]
+    found = [(t, sentence) for t, sentence in group["responses"][0]["history"]]
+    assert found == [
+        (round(t, 3), sentence) for t, sentence in request_history.request_history(journal, FIRST)
+    ]
+
+
+def test_a_run_read_in_parts_equals_one_read_at_once(finished_run: Path, tmp_path: Path) -> None:
+    whole = (finished_run / JOURNAL_FILE).read_bytes()
+    run = tmp_path / finished_run.name
+    run.mkdir()
+    (run / "samples.sqlite").write_bytes((finished_run / "samples.sqlite").read_bytes())
+    reader, path = RunReader(run), run / JOURNAL_FILE
+    for share in (0.2, 0.5, 0.51, 1.0):  # most cuts are within a line
+        path.write_bytes(whole[: int(share * len(whole))])
+        assert reader.refresh()
+        assert reader.data()["is_torn"] == (share < 1)
+    assert not reader.refresh()
+    found, expected = reader.data(), run_data(finished_run)
+    for data in (found, expected):
+        data.pop("folder"), data.pop("audit")
+    assert found == expected
+
+
+def test_a_truncated_journal_is_read_from_its_start(finished_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    whole = (finished_run / JOURNAL_FILE).read_bytes()
+    (run / JOURNAL_FILE).write_bytes(whole)
+    reader = RunReader(run)
+    reader.refresh()
+    num_lines = len(whole.splitlines()) // 2
+    (run / JOURNAL_FILE).write_bytes(b"".join(whole.splitlines(keepends=True)[:num_lines]))
+    assert reader.refresh()
+    fresh = RunReader(run)
+    fresh.refresh()
+    assert reader.data() == fresh.data()
+
+
+def test_a_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is not the folder of a run"):
+        run_data(tmp_path)
+
+
+def test_without_c1_a_span_ends_with_each_load_of_a_newer_version() -> None:
+    found, held_out = timeline.EngineTimeline(breaks_c1=True), RequestId(-2, 0, 0)
+    found.observe(0.0, EngineJoined(0, 2, 1))
+    for now, record in (
+        (0.0, Generate(0, 1, (FIRST, held_out))),
+        (1.0, Loaded(0, 2, "")),
+        (2.0, Loaded(0, 1, "")),
+        (3.0, RequestFinished(0, FIRST, 2, 9, (), "stop")),
+        (4.0, RequestFinished(0, held_out, 1, 9, (), "stop")),
+    ):
+        found.observe(now, record)
+    spans = [(span.request, span.to_s - span.from_s, span.version) for span in found.tracks[0].spans]
+    assert spans == [(FIRST, 1.0, 1), (FIRST, 2.0, 2), (held_out, 4.0, 1)]
+
+
+def test_a_run_with_too_many_spans_is_drawn_as_sums(
+    finished_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = run_data(finished_run)["engines"]
+    monkeypatch.setattr(timeline, "MAX_SPANS", 10)
+    summed = run_data(finished_run)["engines"]
+    for one, other in zip(exact["tracks"], summed["tracks"], strict=True):
+        occupied_ms = sum(rows for _, _, rows in other["bins"]) * summed["bin_ms"]
+        assert occupied_ms == pytest.approx(sum(one["spans"]["d"]), rel=0.02, abs=20)
+
+
+def test_whole_groups_are_picked_notable_ones_first(finished_run: Path) -> None:
+    stored = samples.read_groups(finished_run)
+    longest = max(stored, key=lambda group: group.num_tokens).id
+    picked = samples.pick_groups(stored, 8, migrated=[], waited_for=[stored[3].id])
+    assert len(picked) == 8
+    assert picked[stored[3].id] == ["trainer waited"]
+    assert picked[longest] == ["longest"]
+    assert len(samples.pick_groups(stored, 10_000, [], [])) == len(stored)
+
+
+def test_the_number_of_samples_is_limited(finished_run: Path) -> None:
+    found = run_data(finished_run, num_samples=4)["samples"]
+    assert len(found["groups"]) == 2
+    assert found["num"] > 4
+
+
+def test_a_long_text_is_cut_with_a_remark(finished_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MAX_CHARACTERS", 10)
+    texts = render_payload([run_data(finished_run)])
+    assert re.search(r"\.\.\. and \d+ characters more", texts)
+
+
+def test_long_curves_are_thinned_to_means() -> None:
+    found = MetricColumns()
+    for step in range(MAX_POINTS * 2):
+        found.read(
+            json.dumps(
+                {"step": step, "num_response_tokens": step, "actor/entropy": float("nan") if step else 1.0}
+            )
+        )
+    thinned = found.to_json()
+    assert thinned["every"] == 2
+    assert thinned["columns"]["num_response_tokens"][:2] == [0.5, 2.5]
+    assert thinned["columns"]["actor/entropy"][:2] == [1.0, None]
+
+
+def test_a_curve_has_the_meaning_of_its_name() -> None:
+    found = MetricColumns()
+    found.read(json.dumps({"step": 0, "staleness/num_2": 3, "of/another": 1}))
+    meanings = found.to_json()["meanings"]
+    assert meanings["staleness/num_2"].startswith("samples: with staleness S")
+    assert "of/another" not in meanings
+
+
+def test_a_redone_step_replaces_its_earlier_line() -> None:
+    found = MetricColumns()
+    for tokens in (1, 2):
+        found.read(json.dumps({"step": 0, "num_response_tokens": tokens}))
+    assert found.to_json()["columns"]["num_response_tokens"] == [2]
+
+
+def test_a_run_that_has_just_started_has_a_page(tmp_path: Path) -> None:
+    journal = JournalWriter(tmp_path / JOURNAL_FILE, Limits(1, 1, 1, 0), "digest of no file", 7)
+    journal.close()
+    (found,) = json.loads(render_payload([run_data(tmp_path)]))
+    assert found["engines"]["tracks"] == []
+    assert (found["is_started"], found["is_finished"]) == (False, False)
+
+
+def test_groups_of_several_versions_have_a_tag(tmp_path: Path) -> None:
+    run, mixed = write_story(tmp_path / "run"), RequestId(0, 7, 0)
+    store = SampleStore(run / "samples.sqlite")
+    store.put(Trajectory(mixed, 0, "d+e", [1], [2, 3], [-0.5, -0.5], segments=[(0, 1), (1, 1)]))
+    store.close()
+    picked = samples.pick_groups(samples.read_groups(run), 10, [], [])
+    assert [group for group, tags in picked.items() if "several versions" in tags] == [mixed.group]
+
+
+def test_the_page_loads_nothing(good: JsonObject) -> None:
+    text = render_page([good])
+    assert "connect-src 'none'" in text
+    assert "connect-src 'self'" in render_page([good], live=True)
+    addresses = set(re.findall(r"https?://[\w./-]+", text))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a namespace, which is not loaded
+    assert not re.search(r"(?:src|href)=[\"'](?!data:|#)", text)
+
+
+def test_no_text_of_a_run_can_end_the_script_element(good: JsonObject) -> None:
+    evil = "</script><script>alert(1)</script> @SCRIPT@ \u2028"
+    text = render_page([good | {"name": evil}])
+    assert "<script>alert" not in text
+    assert "@SCRIPT@" in re.findall(r"<title>(.*?)</title>", text)[0]
+    (held,) = re.findall(r'<script id="data"[^>]*>(.*?)</script>', text, flags=re.DOTALL)
+    assert json.loads(held)[0]["name"] == evil
+
+
+def test_values_that_are_not_finite_become_null() -> None:
+    assert render_payload([{"a": float("inf"), "b": [float("nan"), 1]}]) == '[{"a":null,"b":[null,1]}]'
+
+
+def test_the_command_writes_one_file_for_several_runs(
+    finished_run: Path, stopped_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "both.html"
+    assert main([finished_run, stopped_run], out) == 0
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert str(out) in capsys.readouterr().out
+    assert [path.name for path in out.parent.iterdir()] == ["both.html"]
+
+
+def test_an_output_that_cannot_be_written_is_named(finished_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="name a file with --out"):
+        main([finished_run], tmp_path / "file" / "report.html")
+
+
+def test_a_run_with_many_failures_has_a_page(tmp_path: Path) -> None:
+    run = record_run(tmp_path / "run", world_config(engine_loss_interval_s=0.3), seed=3)
+    found = run_data(run)
+    assert sum(track["end"] == "lost" for track in found["engines"]["tracks"]) > 1
+    assert render_payload([found])

@@ -1,0 +1,41 @@
+"""The live screen of a run on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+
+from tests.runtime.conftest import StartRun
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
+
+
+def read_all(terminal: int) -> str:
+    """Everything a program writes to its terminal until it exits, without control sequences."""
+    parts = []
+    try:
+        while part := os.read(terminal, 65536):
+            parts.append(part)
+    except OSError:  # Linux: the other side is closed
+        pass
+    os.close(terminal)
+    return CONTROL.sub("", b"".join(parts).decode())
+
+
+def test_a_terminal_shows_the_progress_of_a_run(start_run: StartRun) -> None:
+    terminal, theirs = pty.openpty()
+    run = start_run(
+        output=theirs, engine__min_step_time="30ms", run__steps=6, orchestrator__staleness_mode="adaptive"
+    )
+    os.close(theirs)
+    shown = read_all(terminal)
+    assert run.end().code == 0
+    assert re.search(r"training \S+ +\d/6 steps, left 0:00:\d\d", shown)
+    assert re.search(r"reward +\d\.\d{3} +tokens/s +\d+", shown)
+    assert re.search(r"accuracy +\d\.\d{3} +staleness +\d\.\d\d \(max \d\), bound 2", shown)
+    assert re.search(r"unfinished +versions v\d:\d+ v\d:\d+.* stall +\d+\.\d s", shown)
+    assert re.search(r"migrated +\d+ requests", shown)
+    assert re.search(r"engine +v\d +v\d.* free rows", shown)
+    assert re.search(r"\n *1 +\d", shown)
+    assert "C1 kept, C2 kept, C3 kept" in shown

@@ -1,0 +1,293 @@
+"""The server survives every request; rows that a client could not read go to another one."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import socket
+import stat
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from tests.stream.processes import TASK
+from tests.stream.sample_rows import FIELDS, columns, numbers, row
+
+from dora.errors import StorageFullError, StreamError
+from dora.stream import transport
+from dora.stream.client import StreamClient
+from dora.stream.schema import StreamBatch
+from dora.stream.server import StreamServer
+from dora.stream.storage import SampleStream, SegmentReader, SegmentWriter
+
+NAN = math.nan
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path: the path of a Unix socket has at most 107 bytes."""
+    made = Path(tempfile.mkdtemp(prefix="dora-"))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[StreamServer]:
+    made = StreamServer(
+        SampleStream(FIELDS, folder, max_bytes=700), [transport.stream_endpoint(folder), "tcp://127.0.0.1:*"]
+    )
+    thread = made.start()
+    yield made
+    made.stop()
+    thread.join()
+
+
+@pytest.fixture(params=["local", "remote"])
+def client(
+    server: StreamServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StreamClient]:
+    """Both are on this machine; the remote one does not share memory."""
+    if request.param == "remote":
+        monkeypatch.setattr(transport, "shares_memory", lambda *_: False)
+    endpoint = server.endpoints[request.param == "remote"]
+    with StreamClient(endpoint, timeout_s=20.0, auth_token=server.auth_token) as made:
+        made.register_consumer(TASK, ["ids"])
+        yield made
+
+
+@pytest.fixture
+def send_remote(server: StreamServer) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Sends raw frames over TCP and returns the header of the reply."""
+    made: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    made.connect(server.endpoints[1])
+    made.setsockopt(zmq.RCVTIMEO, 20_000)
+
+    def send(*frames: bytes) -> dict[str, Any]:
+        made.send_multipart(frames)
+        return transport.decode_header(made.recv_multipart())
+
+    yield send
+    made.close(linger=0)
+
+
+def connect_frame(server: StreamServer, client_id: str = "f" * 16) -> bytes:
+    return json.dumps(
+        {"method": "connect", "id": 1, "client_id": client_id, "auth_token": server.auth_token}
+    ).encode()
+
+
+def put(client: StreamClient, *which: int, wait_s: float = 10.0) -> None:
+    assert isinstance(client.put([row(n) for n in which], columns(which), wait_s), range)
+
+
+def get(client: StreamClient, wait_s: float = 10.0) -> StreamBatch:
+    batch = client.get(TASK, wait_s=wait_s)
+    assert isinstance(batch, StreamBatch)
+    return batch
+
+
+@pytest.mark.parametrize("wait_s", [1e9, 1e300, math.inf])
+def test_a_wait_may_have_any_length(client: StreamClient, wait_s: float) -> None:
+    arguments = {
+        "consumer": TASK,
+        "request": [1, None, 1, []],
+        "inline": not client.shares_memory,
+        "wait_s": wait_s,
+    }
+    client._send("get", arguments, ())
+    for _ in range(2):
+        assert client.status()["num_rows"] == 0
+    put(client, 3, wait_s=wait_s)
+    assert numbers(get(client, wait_s)) == [3]  # the reply to the first request releases its lease
+
+
+@pytest.mark.parametrize("lease_s", [1e9, 1e300, math.inf])
+def test_a_lease_may_have_any_length(client: StreamClient, lease_s: float) -> None:
+    client.register_consumer("slow", ["ids"], lease_s=lease_s)
+    put(client, 3)
+    batch = client.get("slow")
+    assert client.status()["num_rows"] == 1
+    assert isinstance(batch, StreamBatch)
+    client.renew(batch)
+    client.commit(batch)
+
+
+def test_invalid_times_and_sizes_are_refused(
+    server: StreamServer, client: StreamClient, send_remote: Callable[..., dict[str, Any]]
+) -> None:
+    put(client, 3)
+    bad: list[tuple[Callable[[], Any], str]] = [
+        (lambda: client.get(TASK, wait_s=NAN), "wait_s = nan: pass a number of seconds"),
+        (lambda: put(client, 4, wait_s=NAN), "wait_s = nan"),
+        *(
+            (lambda s=s: client.register_consumer("x", ["ids"], lease_s=s), "more than 0 s")
+            for s in (NAN, 0.0, -1.0)
+        ),
+        (lambda: client.register_consumer("x", ["ids"], group_size=-1), "sizes at least 0"),
+        (lambda: client.fill([], {"reward": np.zeros(0)}), "no rows"),
+        (lambda: client.put([], {"reward": np.zeros(0)}), "no rows"),
+    ]
+    before = client.status()
+    for request, fragment in bad:
+        with pytest.raises(StreamError, match=fragment):
+            request()
+    assert "error" not in send_remote(connect_frame(server))
+    names = {"names": ["ids"], "location": None, "wait_s": NAN}
+    put_frame, fill_frame = (
+        json.dumps({"method": method, "id": 2} | names).encode() for method in ("put", "fill")
+    )
+    assert "nan" in send_remote(put_frame, bytes(40), bytes(64))["error"]
+    assert "no rows" in send_remote(fill_frame, b"", bytes(64))["error"]
+    assert client.status() == before
+
+
+def test_a_deeply_nested_header_is_refused(
+    server: StreamServer, client: StreamClient, send_remote: Callable[..., dict[str, Any]]
+) -> None:
+    deep = b"[" * 200_000
+    assert "nested too deeply" in send_remote(deep)["error"]
+    client._transport.send([deep])
+    with pytest.raises(StreamError, match="nested too deeply"):
+        client.status()
+    put(client, 3)
+
+
+def test_the_size_of_a_remote_message_is_that_of_all_frames(
+    server: StreamServer,
+    send_remote: Callable[..., dict[str, Any]],
+    client: StreamClient,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "MAX_MESSAGE_BYTES", 1000)
+    assert "exceeds the limit of 1000" in send_remote(connect_frame(server), *[bytes(800)] * 2)["error"]
+    assert "error" not in send_remote(connect_frame(server), bytes(800))
+
+
+@pytest.mark.parametrize("token", [None, "", "0" * 32, "\u00e9", 7])
+def test_a_remote_client_without_the_auth_token_gets_no_data(
+    server: StreamServer, send_remote: Callable[..., dict[str, Any]], token: Any
+) -> None:
+    given = {} if token is None else {"auth_token": token}
+    request = {"method": "connect", "id": 1, "client_id": "f" * 16, **given}
+    assert send_remote(json.dumps(request).encode()).keys() <= {"id", "error", "is_full"}
+    assert (
+        "not connected, or was evicted"
+        in send_remote(json.dumps({"method": "status", "id": 2}).encode())["error"]
+    )
+    with pytest.raises(StreamError, match="auth token"):
+        StreamClient(server.endpoints[1], auth_token="0" * 32)
+    with StreamClient(server.endpoints[1], auth_token=server.auth_token) as client:
+        assert client.status()["num_rows"] == 0
+
+
+def test_socket_and_token_are_readable_by_their_owner_only(server: StreamServer, folder: Path) -> None:
+    assert [stat.S_IMODE((folder / name).stat().st_mode) for name in ("stream.sock", "token")] == [0o600] * 2
+    assert (folder / "token").read_text() == server.auth_token
+
+
+def test_a_client_id_cannot_be_used_twice(
+    server: StreamServer, send_remote: Callable[..., dict[str, Any]]
+) -> None:
+    with StreamClient(server.endpoints[0]) as local:
+        local.register_consumer(TASK, ["ids"])
+        assert local._writer is not None
+        for client_id in (local._writer.owner, server._stream._writer.owner):
+            assert "is in use" in send_remote(connect_frame(server, client_id))["error"]
+        put(local, 3)
+        assert numbers(get(local)) == [3]
+
+
+def test_a_remote_consumer_gets_only_the_columns_it_needs(client: StreamClient) -> None:
+    put(client, 3)
+    batch = get(client)
+    assert numbers(batch) == [3]
+    assert ("logprobs" in batch) == client.shares_memory  # shared memory has whole blocks
+
+
+def test_rows_that_the_server_cannot_read_stay_queued(
+    server: StreamServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> memoryview:
+        raise ValueError("the block exceeds its segment")
+
+    monkeypatch.setattr(transport, "shares_memory", lambda *_: False)
+    with StreamClient(server.endpoints[1], auth_token=server.auth_token) as client:
+        client.register_consumer(TASK, ["ids"])
+        put(client, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(SampleStream, "view", broken)
+            with pytest.raises(StreamError, match="the block exceeds its segment"):
+                get(client)
+        assert client.status()["num_ready"] == {TASK: 1}
+        assert numbers(get(client)) == [3]
+
+
+def test_rows_that_a_client_cannot_read_go_to_another_one(
+    server: StreamServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> memoryview:
+        raise KeyboardInterrupt
+
+    with StreamClient(server.endpoints[0]) as client:
+        client.register_consumer(TASK, ["ids"])
+        put(client, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(SegmentReader, "view", broken)
+            with pytest.raises(KeyboardInterrupt):
+                get(client)
+        assert numbers(get(client)) == [3]
+
+
+def test_a_fill_into_a_full_file_system_raises(client: StreamClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    put(client, 3)
+    monkeypatch.setattr(SegmentWriter, "allocate", full)
+    with pytest.raises(StorageFullError, match="No space left on device"):
+        client.fill([0], {"reward": np.zeros(1)})
+    monkeypatch.undo()
+    client.fill([0], {"reward": np.zeros(1)})
+
+
+def test_a_small_put_does_not_overtake_a_large_one(server: StreamServer, folder: Path) -> None:
+    """Not even after a put between them has timed out."""
+
+    def message(header: dict[str, Any], *buffers: bytes) -> bytes:
+        frames = [json.dumps(header).encode(), *buffers]
+        return struct.pack(f"<{1 + len(frames)}Q", len(frames), *map(len, frames)) + b"".join(frames)
+
+    def put_of(number: int, num_rows: int, wait_s: float) -> bytes:
+        rows = np.array([(0, number, k, 0, 1) for k in range(num_rows)], np.int64)
+        rewards = np.zeros(num_rows).tobytes()
+        header = {"id": number, "method": "put", "names": ["reward"], "location": None, "wait_s": wait_s}
+        return message(header, rows.tobytes(), rewards)
+
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(transport.socket_path(server.endpoints[0])))
+        first = message({"id": 0, "method": "connect", "client_id": "f" * 16})
+        puts = [put_of(1, 3, 9.0), put_of(2, 80, 900.0), put_of(3, 80, 0.0), put_of(4, 1, 900.0)]
+        raw.sendall(b"".join((first, *puts, message({"id": 5, "method": "status"}))))
+        connection, found = transport.UnixConnection(raw), list[dict[str, Any]]()
+        while {header["id"] for header in found} < {0, 1, 3, 5}:
+            connection.receive()
+            while (frames := connection.next_message()) is not None:
+                found.append(transport.decode_header(frames))
+    assert {header["id"] for header in found} == {0, 1, 3, 5}
+
+
+def test_a_stopped_server_leaves_no_files(folder: Path) -> None:
+    server = StreamServer(SampleStream(FIELDS, folder), [transport.stream_endpoint(folder)])
+    thread = server.start()
+    client = StreamClient(server.endpoints[0])
+    put(client, 3)
+    server.stop()
+    thread.join()
+    assert [*folder.iterdir()] == []
+    client.close()

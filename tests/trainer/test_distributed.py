@@ -1,0 +1,205 @@
+"""Training on two ranks gives what one process gives."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.model.families import CONFIGS, random_weights
+from tests.trainer.batches import (
+    CPU,
+    SETTINGS,
+    TINY,
+    first_moment,
+    initial,
+    relative_gap,
+    samples,
+    with_nan,
+)
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dora.errors import RunError
+from dora.model.config import ModelConfig
+from dora.model.weights import WeightLayout
+from dora.trainer.distributed import DistributedLearner, RankGroup, ShardedRank, fsdp_units
+from dora.trainer.packing import split_mini_batches
+from dora.trainer.trainer import Sample, Trainer, TrainerSettings
+
+TIMEOUT_S = 30.0
+PLAIN = replace(SETTINGS, micro_batch_tokens=30)  # several micro-batches
+EVERY_TERM = replace(
+    PLAIN, kl_loss_coef=0.1, entropy_coeff=0.01, activation_checkpointing=True, max_grad_norm=0.1
+)
+GROUP_SIZE = 3
+
+
+def run_rank1(rendezvous_file: Path) -> None:
+    """Rank 1 of each trainer whose (config, settings) it receives."""
+    torch.set_num_threads(1)
+    group = RankGroup(rendezvous_file, 1, 2, CPU, TIMEOUT_S)
+    while True:
+        received: Any = group.receive()
+        if isinstance(received, tuple):
+            config, settings = received
+            rank = ShardedRank(group, config, settings, read_samples=read_samples)
+        elif (metrics := rank.execute(received)) is not None:
+            group.gather(metrics)
+
+
+def shifted() -> list[Sample]:
+    """Samples whose ratios are not all 1."""
+    return [replace(s, logprobs=[x + 0.1 * (i % 3) for x in s.logprobs]) for i, s in enumerate(samples())]
+
+
+def read_samples(received: Sequence[Sample]) -> list[Sample]:
+    """Complete samples as if `shifted` were the rows of a stream."""
+    rows = shifted()
+    for s in received:
+        assert bool(s.token_ids) == (s.stream_index is None)
+    return [
+        s if s.stream_index is None else replace(rows[s.stream_index], advantage=s.advantage)
+        for s in received
+    ]
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
+    path = tmp_path_factory.mktemp("ranks") / "rendezvous"
+    rank1 = multiprocessing.get_context("spawn").Process(target=run_rank1, args=(path,), daemon=True)
+    rank1.start()
+    yield RankGroup(path, 0, 2, CPU, TIMEOUT_S)
+    dist.destroy_process_group()
+    rank1.kill()
+    rank1.join()
+
+
+def make_trainers(
+    group: RankGroup, settings: TrainerSettings, config: ModelConfig = TINY, reference: Tensor | None = None
+) -> tuple[Trainer, Trainer]:
+    """A trainer of two ranks and one of one, with the same weights."""
+    start: Any = (config, settings)
+    group.scatter([start, start])
+    flat = initial() if config is TINY else random_weights(config)
+    learner = DistributedLearner(group, config, flat.clone(), settings, reference)
+    return (
+        Trainer(config, flat, settings, learner=learner),
+        Trainer(config, flat, settings, reference),
+    )
+
+
+def test_fsdp_units_are_the_flat_buffer_cut_at_the_layers() -> None:
+    for config in CONFIGS.values():
+        units, flat = fsdp_units(config), torch.arange(WeightLayout(config).numel)
+        assert len(units) == config.num_hidden_layers + 2
+        assert torch.equal(torch.cat([unit.slice(flat) for unit in units]), flat)
+        named = {name: view for unit in units for name, view in unit.views(unit.slice(flat)).items()}
+        assert all(torch.equal(view, named[name]) for name, view in WeightLayout(config).views(flat).items())
+
+
+def test_a_rank_holds_half_of_weights_and_gradient(group: RankGroup) -> None:
+    start: Any = (TINY, PLAIN)
+    group.scatter([start, start])
+    rank = ShardedRank(group, TINY, PLAIN, initial())
+    shards = rank.optimizer.shards
+    for tensors in (shards, [cast(DTensor, shard.grad) for shard in shards]):
+        held = sum(tensor.to_local().numel() for tensor in tensors)
+        assert held == pytest.approx(WeightLayout(TINY).numel / 2, abs=len(shards))
+    rank.snapshot()
+    saved = sum(tensor.numel() for own in rank.saved_shards for tensor in own.values())
+    assert saved == pytest.approx(WeightLayout(TINY).numel / 2, abs=len(shards))  # there are no moments yet
+
+
+@pytest.mark.parametrize("settings", [PLAIN, EVERY_TERM], ids=["plain", "every term"])
+def test_two_ranks_have_the_gradient_of_one(group: RankGroup, settings: TrainerSettings) -> None:
+    """In parts, with a last micro-batch that leaves one rank without samples."""
+    trainers, batch = make_trainers(group, settings, reference=1.1 * initial()), shifted()
+    for trainer in trainers:
+        for i in range(0, len(batch), GROUP_SIZE):
+            trainer.add_samples(batch[i : i + GROUP_SIZE])
+            while trainer.can_accumulate:
+                trainer.accumulate()
+    got, expected = (trainer.finish_step() for trainer in trainers)
+    two, one = trainers
+    assert relative_gap(first_moment(two), first_moment(one)) < 1e-6
+    assert got == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_a_rank_reads_the_columns_of_its_samples_in_the_stream(group: RankGroup) -> None:
+    two, one = make_trainers(group, PLAIN)
+    batch = [replace(s, advantage=2.0 * s.advantages[0]) for s in shifted()]
+    got = two.step([replace(s, stream_index=i) for i, s in enumerate(batch)])
+    assert got == pytest.approx(one.step(batch), rel=1e-5, abs=1e-7)
+    assert relative_gap(first_moment(two), first_moment(one)) < 1e-6
+
+
+def test_two_ranks_have_the_gradient_of_one_for_a_mixture_of_experts(group: RankGroup) -> None:
+    two, one = make_trainers(group, PLAIN, CONFIGS["qwen3_moe-mixed"])
+    got, expected = two.step(samples()), one.step(samples())
+    assert relative_gap(first_moment(two), first_moment(one)) < 1e-5
+    assert got["moe/load_imbalance"] == pytest.approx(expected["moe/load_imbalance"])
+
+
+def test_bf16_steps_of_two_ranks_follow_those_of_one(group: RankGroup) -> None:
+    two, one = make_trainers(group, replace(PLAIN, dtype="bfloat16", mini_batch_tokens=50))
+    for _ in range(3):
+        got, expected = two.step(samples()), one.step(samples())
+    assert got["actor/num_updates"] == expected["actor/num_updates"] > 1
+    assert relative_gap(two.flat - initial(), one.flat - initial()) < 0.05
+    assert relative_gap(two.flat, initial()) > 0.01
+
+
+def test_a_failed_step_is_rolled_back_on_every_rank(group: RankGroup) -> None:
+    """Before the first moments exist, and after."""
+    two, one = make_trainers(group, replace(PLAIN, mini_batch_tokens=50))
+    batch = samples()
+    first = split_mini_batches([len(s.token_ids) for s in batch], 50)[0]
+    broken = [s if i in first else replace(s, advantage=float("nan")) for i, s in enumerate(batch)]
+    for _ in range(2):
+        before = two.flat.clone()
+        with pytest.raises(RunError, match="grad_norm"):
+            two.step(broken)
+        assert torch.equal(two.flat, before)
+        assert relative_gap(two.flat, one.flat) < 1e-6
+        for trainer in (two, one):
+            trainer.step(batch)
+    assert relative_gap(two.flat, one.flat) < 1e-6
+
+
+def test_a_run_resumes_with_another_number_of_ranks(group: RankGroup) -> None:
+    two, one = make_trainers(group, PLAIN)
+    assert two.state_dict() == one.state_dict()  # both empty
+    for source, target in ((two, one), (one, two)):
+        source.step(samples())
+        target.flat.copy_(source.flat)
+        target.load_state_dict(source.state_dict())
+        metrics = [trainer.step(samples()) for trainer in (source, target)]
+        assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)
+        assert relative_gap(two.flat, one.flat) < 1e-6
+
+
+def test_a_gradient_that_is_not_finite_changes_no_rank(group: RankGroup) -> None:
+    two, one = make_trainers(group, PLAIN)
+    with pytest.raises(RunError, match="grad_norm"):
+        two.step(with_nan(samples()))
+    assert torch.equal(two.flat, initial())
+    two.step(samples())
+    one.step(samples())
+    assert relative_gap(two.flat, one.flat) < 1e-6
+
+
+def test_a_failure_of_rank_0_alone_fails_every_later_step(group: RankGroup) -> None:
+    """This is the last test of the module: the ranks stay out of step."""
+    two, _ = make_trainers(group, PLAIN)
+    broken = [replace(samples()[1], logprobs=[])]  # fewer than tokens
+    with pytest.raises(RuntimeError):
+        two.step(broken)
+    for _ in range(2):
+        with pytest.raises(RunError, match="rank 0 of the trainer failed: "):
+            two.step(samples())

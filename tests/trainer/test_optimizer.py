@@ -1,0 +1,51 @@
+"""Warm-up, decay and clipping equal torch's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.trainer.batches import SETTINGS, TINY, gradient, initial, samples
+from torch.optim.lr_scheduler import LinearLR, SequentialLR
+
+from dora.model.weights import WeightLayout
+from dora.trainer.optimizer import FlatAdamW, learning_rate
+from dora.trainer.trainer import Trainer
+
+WARMUP, NUM_STEPS, PEAK = 3, 10, 1e-3
+WIDE = replace(TINY, vocab_size=2**18)  # 4 million parameters
+
+
+@pytest.mark.parametrize("decay", ["linear", "constant"])
+def test_the_learning_rate_is_that_of_torchs_linear_schedules(decay: str) -> None:
+    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
+    warm = LinearLR(sgd, start_factor=1 / (WARMUP + 1), total_iters=WARMUP)
+    rest = LinearLR(sgd, 1.0, 0.0 if decay == "linear" else 1.0, total_iters=NUM_STEPS - WARMUP)
+    schedule = SequentialLR(sgd, [warm, rest], milestones=[WARMUP])
+    for step in range(NUM_STEPS):
+        rate = learning_rate(PEAK, step, WARMUP, NUM_STEPS, decay)
+        assert rate == pytest.approx(schedule.get_last_lr()[0]), step
+        sgd.step()
+        schedule.step()
+
+
+def test_the_norm_of_many_small_numbers_is_exact() -> None:
+    flat = torch.zeros(WeightLayout(WIDE).numel)
+    optimizer = FlatAdamW(WeightLayout(WIDE), flat, 0.0, (0.9, 0.999))
+    optimizer.gradient.fill_(1e-4)
+    expected = 1e-4 * math.sqrt(flat.numel())
+    assert optimizer.step(lr=0.0, max_grad_norm=1.0) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_large_gradient_is_clipped_as_in_torch() -> None:
+    settings = replace(SETTINGS, max_grad_norm=0.5)
+    whole, clipped = gradient(samples(), SETTINGS), gradient(samples(), settings)
+    weights = torch.zeros_like(whole).requires_grad_()
+    weights.grad = whole.clone()
+    norm = torch.nn.utils.clip_grad_norm_([weights], 0.5)
+    assert norm > 0.5
+    torch.testing.assert_close(clipped, weights.grad)
+    reported = Trainer(TINY, initial(), settings).step(samples())["actor/grad_norm"]
+    assert reported == pytest.approx(float(norm), rel=1e-5)
