@@ -13,6 +13,7 @@ import statistics
 from statistics import fmean
 
 from demo import SEEDS, run_demo
+
 from report import Row, parse_options, publish
 
 MAX_STALENESS, MAX_KL, AGE_DECAY = 4, 2e-4, 0.8

@@ -29,12 +29,18 @@ import torch
 from demo import run_demo
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from report import Row, parse_options, publish
 
-from dora.engine.kv_transfer.pool import KVBlocks, MappedPool, PeerPool, view_as_blocks, create_pool, open_pool
-from dora.runtime.process.remote_kv import RemoteKVPool, KVPoolServer
-from dora.weights.store import RemoteVersionSource
-from dora.weights.store import WeightStore, make_store_folder
+from dora.engine.kv_transfer.pool import (
+    KVBlocks,
+    MappedPool,
+    PeerPool,
+    create_pool,
+    open_pool,
+    view_as_blocks,
+)
+from dora.runtime.process.remote_kv import KVPoolServer, RemoteKVPool
+from dora.weights.store import RemoteVersionSource, WeightStore, make_store_folder
+from report import Row, parse_options, publish
 
 KINDS = ("local", "ray")
 MANY, PACE_MS = 8, 50

@@ -23,6 +23,7 @@ from typing import Any
 
 from convergence_run import TASKS, Setting, run
 from convergence_tables import ratios_of, tables
+
 from report import make_parser, options_of, publish
 
 SEEDS = range(5)

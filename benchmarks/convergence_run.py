@@ -16,7 +16,6 @@ from random import Random
 from typing import Any
 
 from dropping import OLDEST
-from report import git
 from rich.console import Console
 
 from dora.audit import audit
@@ -29,6 +28,7 @@ from dora.journal.reader import SampleRow, read_samples
 from dora.loading import load_attribute
 from dora.model.pretrained import load_config, load_pretrained
 from dora.runtime.run import train
+from report import git
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples" / "verifiable"

@@ -15,6 +15,7 @@ from itertools import product
 from statistics import fmean
 
 from demo import SEEDS, run_demo
+
 from report import Row, parse_options, publish
 
 CORRECTIONS = {"none": (), "tis": ("correction.proximal=recomputed", "correction.token=tis")}

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 from ray.experimental.collective import create_collective_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from report import Row, parse_options, publish
 
 os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}  # as between machines: no memory is shared

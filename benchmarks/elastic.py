@@ -15,12 +15,12 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from report import Row, parse_options, publish
 from rich.console import Console
 
 from dora.audit import audit
 from dora.config import load
 from dora.runtime import run
+from report import Row, parse_options, publish
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
 WAYS = {
@@ -28,7 +28,10 @@ WAYS = {
     "elastic": {"trainer.elastic": "true"},
     "colocated": {"orchestrator.placement": "colocated"},
 }
-WORKLOADS = {"demo": {}, "paced": {"engine.min_step_time": "8ms", "orchestrator.prioritize_stragglers": "false"}}
+WORKLOADS = {
+    "demo": {},
+    "paced": {"engine.min_step_time": "8ms", "orchestrator.prioritize_stragglers": "false"},
+}
 COLUMNS = {
     "wall_s": "wall_s",
     "cpu_s": "cpu_s",

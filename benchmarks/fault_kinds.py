@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dora.service.context import RunContext
 from dora.runtime.process.worker_process import Worker
+from dora.service.context import RunContext
 
 SLOW_S, SLOW_BEAT_S, SLOWNESS = 3.0, 0.2, 10.0  # an engine decodes in a tenth of the time, for so long
 FLAG = "hang"  # beside the reward function: who takes it away never returns

@@ -16,9 +16,9 @@ from typing import Any
 
 from fault_kinds import Strike, Wound, are_judges_ready, judges, killed
 
-from dora.service.context import RunContext
 from dora.runtime.process.launcher import set_ray_environment
 from dora.runtime.process.worker_process import Worker
+from dora.service.context import RunContext
 
 NUM_CPUS = 4  # of each node, which are reserved and nothing more
 RAYLET_KILLED, STORAGE_KILLED = "raylet killed", "storage killed"

@@ -35,7 +35,6 @@ from typing import TypeVar
 
 from fault_kinds import KINDS, REWARD, Strike, Wound, reach_of, station_of
 from fault_nodes import RAYLET_KILLED, STORAGE_KILLED, kinds_on, two_nodes
-from report import Options, Row, make_parser, options_of, publish
 from rich.console import Console
 
 from dora.audit import audit
@@ -45,6 +44,7 @@ from dora.journal.reader import read_journal
 from dora.runtime import run
 from dora.runtime.control.requests import RequestQueue
 from dora.service.context import RunContext
+from report import Options, Row, make_parser, options_of, publish
 
 MODEL = Path(__file__).parent.parent / "examples" / "gcd-start"
 CONFIG = """
@@ -228,7 +228,12 @@ def trial(
 def judged(out: Path) -> dict[str, list[str]]:
     """What audit and replay find, by what it means."""
     verdict = audit.check(out)
-    found = {LOST: [], DOUBLED: [], MIXED: [*verdict.findings_against("C1")], TOO_STALE: [*verdict.findings_against("C3")]}
+    found = {
+        LOST: [],
+        DOUBLED: [],
+        MIXED: [*verdict.findings_against("C1")],
+        TOO_STALE: [*verdict.findings_against("C3")],
+    }
     for finding in verdict.findings_against("C2"):
         found[DOUBLED if any(word in finding for word in AGAIN) else LOST].append(finding)
     if (difference := replay.first_difference(read_journal(out))) is not None:

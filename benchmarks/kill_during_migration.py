@@ -104,7 +104,9 @@ class KillingExecutor:
     def _try_to_kill(self, action: Migrate) -> None:
         """Kill if the migration has come to the moment. A migration that has ended is no target any more."""
         moment, side = self._aims[len(self.kills)]
-        migrations = [m for m in self.executor.engine_pool.migrations.in_progress.values() if m.action is action]
+        migrations = [
+            m for m in self.executor.engine_pool.migrations.in_progress.values() if m.action is action
+        ]
         if not migrations:
             self._target = None
             return

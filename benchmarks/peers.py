@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from peers_runs import NotMeasured, Peers, Run, Task, run_dora, run_trl, vllm_server
-from report import Row, make_parser, options_of, publish
 
 from dora.core.types import GroupId, RequestId
 from dora.data import gcd
@@ -38,6 +37,7 @@ from dora.engine.engine import Engine
 from dora.engine.request import Request, SamplingParams
 from dora.model.pretrained import load_pretrained
 from dora.rewards.gcd import reward
+from report import Row, make_parser, options_of, publish
 
 SEEDS = (0, 1, 2)
 NUM_STEPS, SAVE_EVERY, TARGET = 100, 10, 0.75

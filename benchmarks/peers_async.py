@@ -20,6 +20,7 @@ from pathlib import Path
 
 from peers import BEST, figures
 from peers_runs import NotMeasured, Peers, Run, Task, run_dora, run_trl, vllm_server
+
 from report import Row, make_parser, options_of, publish
 
 NUM_STEPS, QUICK_STEPS = 60, 12

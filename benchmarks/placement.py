@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 from random import Random
 
-from report import Row, parse_options, publish
 from rich.console import Console
 
 from dora.audit import audit
@@ -25,6 +24,7 @@ from dora.core.types import RequestId
 from dora.engine.request import SamplingParams
 from dora.runtime import run
 from dora.runtime.run_setup import RunSetup
+from report import Row, parse_options, publish
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
 PACE_MS, NUM_ENGINES, MAX_ROWS = 8, 4, 8

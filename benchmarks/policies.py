@@ -32,13 +32,13 @@ from contenders import (
     entrants,
     parts,
 )
-from report import Row, git, make_parser, options_of, publish
 from rich.console import Console
 from workloads import DEMO, EXAMPLE, LIGHT, PACED_TAIL, TAIL, WORKLOADS, Workload, shape_of
 
 from dora.audit import audit
 from dora.config import load
 from dora.runtime import run
+from report import Row, git, make_parser, options_of, publish
 
 SKIPPED = 5  # steps at the beginning, in which the pipeline fills
 ENDING = 5  # steps at the end: with S = 4 nothing is admitted any more

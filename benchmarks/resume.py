@@ -26,11 +26,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from report import Row, make_parser, options_of, publish
-
 from dora.audit import audit
 from dora.journal import replay
 from dora.journal.reader import read_journal
+from report import Row, make_parser, options_of, publish
 
 MODEL = Path(__file__).parent.parent / "examples" / "gcd-start"
 CONFIG = """

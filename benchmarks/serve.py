@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 
 import psutil
-from report import Row, parse_options, publish
 from serve_traffic import Tally, load
 
 from dora.audit import audit
+from report import Row, parse_options, publish
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "agents.toml"
 NUM_CLIENTS = 64

@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from report import parse_options, publish
 from serve import EXAMPLE, start, stop
 
 from dora.audit import audit
+from report import parse_options, publish
 
 SETTINGS = "[parameters]\nwait_s = 0\n"  # nothing waits for what does not come
 LEFT_OUT = "/v1/engines"

@@ -15,12 +15,11 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from report import Row, parse_options, publish
-
 from dora.core import stragglers
 from dora.core.types import Limits
 from dora.sim.random_config import WorldConfig
 from dora.sim.swarm import run_world
+from report import Row, parse_options, publish
 
 RULES_LEFT_OUT = {
     "both": (),

@@ -16,11 +16,10 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from report import Row
-
 from dora.core.types import GroupId, RequestId
 from dora.engine.request import SamplingParams
 from dora.runtime.run_setup import RunSetup
+from report import Row
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
 MEDIAN_TOKENS, SPREAD, SHARE_OF_GROUP, MAX_TOKENS = 20, 1.15, 0.5, 400

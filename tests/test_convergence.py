@@ -60,7 +60,9 @@ def test_every_setting_is_a_run_that_can_be_planned(tmp_path: Path) -> None:
         limits = RunSetup.make(config, tmp_path).limits
         assert limits.max_staleness >= setting.max_staleness
         assert limits.breaks_c1 == (setting.policy in runs.MIXED)
-        assert config.max_groups_in_flight == (setting.max_staleness + 1) * 8  # dropping, too, is no further ahead
+        assert (
+            config.max_groups_in_flight == (setting.max_staleness + 1) * 8
+        )  # dropping, too, is no further ahead
 
 
 def test_a_band_is_that_of_student() -> None:

@@ -14,7 +14,9 @@ from dora.engine.kv_transfer.handoff import MigrationFiles, RequestSnapshot
 from dora.engine.messages import ExportFailed, ExportFinished, ImportFailed, ImportFinished
 from dora.model.weights import initial_weights
 
-MIGRATING, NEIGHBOUR, HOST = (make_request(i, prompt_length=20 + i, max_tokens=30, group_size=1) for i in range(3))
+MIGRATING, NEIGHBOUR, HOST = (
+    make_request(i, prompt_length=20 + i, max_tokens=30, group_size=1) for i in range(3)
+)
 EXPECTED = output_tokens(run(make_engine(), [MIGRATING, NEIGHBOUR, HOST]))
 STEPS = ("reserve", "start export", "publish", "copy", "export", "import", "release")
 

@@ -48,7 +48,9 @@ def test_the_objective_reaches_the_trainer(task: Path) -> None:
 
 def test_the_critic_reaches_the_trainer(task: Path) -> None:
     start = f"critic.path={task.parent / 'start'}"
-    config = read_config(task, ["algorithm.adv_estimator=gae", "algorithm.gamma=0.99", start, "critic.lr=0.5"])
+    config = read_config(
+        task, ["algorithm.adv_estimator=gae", "algorithm.gamma=0.99", start, "critic.lr=0.5"]
+    )
     spec = RunSetup.make(config, task.parent / "out").trainer_spec(task.parent, task.parent)
     assert spec.critic is not None
     assert spec.critic.model == (task.parent / "start").resolve()
@@ -82,7 +84,9 @@ def ended_well(run: Run) -> None:
 
 def test_a_trainer_begins_with_groups_before_their_batch_is_complete(start_run: StartRun) -> None:
     """An answer is long to come, so most of the others are worked on meanwhile."""
-    run = start_run(run__steps=6, trainer__micro_batch_tokens=40, trainer__batch_size=4, engine__min_step_time="20ms")
+    run = start_run(
+        run__steps=6, trainer__micro_batch_tokens=40, trainer__batch_size=4, engine__min_step_time="20ms"
+    )
     ended = run.end()
     assert ended.code == 0, ended
     steps = metrics(run.out)
@@ -167,6 +171,8 @@ def test_a_critic_goes_on_with_its_policy_after_the_death_of_both(life: Life) ->
 
 
 def test_a_dry_run_says_what_gradients_wait_for(task: Path) -> None:
-    assert "gradients             accumulated while the batch fills up" in dora("train", task, "--dry-run").out
+    assert (
+        "gradients             accumulated while the batch fills up" in dora("train", task, "--dry-run").out
+    )
     waits = dora("train", task, "--dry-run", "--set", "trainer.deterministic=true").out
     assert "gradients             computed once the batch is complete: trainer.deterministic = true" in waits

@@ -157,7 +157,10 @@ def test_a_dry_run_says_what_a_run_would_be_and_writes_nothing(
     assert "engines x max_num_seqs = 2 x 4 = 8\n" in said
     assert "3 per engine" in said
     assert "2 groups x 2 = 4 samples" in said
-    assert "MB: 2 engines x (3 x 0.0106 MB of weights + 0.0123 MB of KV cache), 0.0422 MB for the trainer" in said
+    assert (
+        "MB: 2 engines x (3 x 0.0106 MB of weights + 0.0123 MB of KV cache), 0.0422 MB for the trainer"
+        in said
+    )
     assert "0 for an empty response" in said
     assert not (tmp_path / "run").exists()
 

@@ -15,11 +15,11 @@ from dora.core.types import GroupId
 from dora.errors import RunError
 from dora.model.weights import initial_weights
 from dora.runtime.process.messages import AccumulateGroup, SaveCheckpoint, TrainStep, WeightsPublished
-from dora.runtime.training.aux_workers import CriticWorker, LogprobWorker, Rows, AuxWorker, pop_critic_state
+from dora.runtime.training.aux_workers import AuxWorker, CriticWorker, LogprobWorker, Rows, pop_critic_state
 from dora.stream.sample_db import StoredSample
+from dora.trainer.advantage import AdvantageSettings
 from dora.trainer.critic import Critic, CriticSettings, initial_critic_weights
 from dora.trainer.logprobs import GroupLogprobs
-from dora.trainer.advantage import AdvantageSettings
 from dora.trainer.settings import Sample
 
 GROUPS = tuple(GroupId(0, row) for row in range(4))

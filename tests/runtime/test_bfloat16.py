@@ -100,7 +100,9 @@ def test_every_name_of_the_record_is_documented_and_every_documented_one_is_ther
     for kind, names in told.items():
         assert {name for name in names if not any(m.matches(name) for m in documented[kind])} == set()
         always = {name: m for m in documented[kind] if not m.only for name in m.names}
-        assert {name for name, m in always.items() if not any(map(MetricDoc((name,), "", "").matches, names))} == set()
+        assert {
+            name for name, m in always.items() if not any(map(MetricDoc((name,), "", "").matches, names))
+        } == set()
 
 
 def parts_of(kind: str) -> list[MetricSection]:

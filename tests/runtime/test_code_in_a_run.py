@@ -18,7 +18,9 @@ def test_answers_are_run_against_the_tests_of_their_row(start_run: StartRun, tmp
     run = start_run(config, reward__function="dora.rewards.code:PassedTests", reward__num_workers=2)
     run.wait_for_steps(1)
     servers = psutil.Process(run.pid).children()
-    fork_servers = [fork_server for server in servers for worker in server.children() for fork_server in worker.children()]
+    fork_servers = [
+        fork_server for server in servers for worker in server.children() for fork_server in worker.children()
+    ]
     assert len(fork_servers) == 2  # no other worker starts processes
     ended = run.end()
     assert ended.code == 0, ended

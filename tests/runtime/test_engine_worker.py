@@ -14,7 +14,7 @@ from dora.engine.engine import Engine
 from dora.engine.request import Completion, Request, SamplingParams
 from dora.model.weights import initial_weights
 from dora.runtime.process import messages as m
-from dora.runtime.process.worker_process import WorkerMessages, Worker
+from dora.runtime.process.worker_process import Worker, WorkerMessages
 from dora.runtime.rollout.engine_worker import run_engine
 from dora.weights.store import WeightStore
 
@@ -131,7 +131,9 @@ def test_a_move_that_is_cancelled_is_answered_by_both_sides(pair: Pair) -> None:
     pair.tell(0, m.SubmitRequests([asked]))
     pair.tell(1, m.ReserveMigration(5, asked, pair.pool(0), pair.folder, WAIT_S))
     pair.hear(1, m.MigrationReserved)
-    pair.tell(0, m.StartExport(5, asked.id, pair.folder, 0, "", WAIT_S))  # it waits for a row, and moves later
+    pair.tell(
+        0, m.StartExport(5, asked.id, pair.folder, 0, "", WAIT_S)
+    )  # it waits for a row, and moves later
     pair.tell(0, m.CancelMigration(5))
     assert pair.hear(0, m.ExportFailed) == m.ExportFailed(5, "the migration was cancelled")
     pair.tell(1, m.CancelMigration(5))

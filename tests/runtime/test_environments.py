@@ -13,9 +13,17 @@ from tests.runtime.tiny import write_task
 from dora.config import load
 from dora.core.types import RequestId
 from dora.errors import EnvError
-from dora.runtime.process.worker_process import WorkerMessages, Worker
+from dora.runtime.process.worker_process import Worker, WorkerMessages
 from dora.runtime.rollout.env_pool import EnvPool, HostUnreachable, try_environment
-from dora.runtime.rollout.episodes import EpisodeStarted, EpisodeFailed, EpisodeId, EpisodeObservation, EpisodeEnded, PolicyTurn, EpisodeReply
+from dora.runtime.rollout.episodes import (
+    EpisodeEnded,
+    EpisodeFailed,
+    EpisodeId,
+    EpisodeObservation,
+    EpisodeReply,
+    EpisodeStarted,
+    PolicyTurn,
+)
 from dora.runtime.run_setup import RunSetup
 
 ENVIRONMENT = """
@@ -106,7 +114,10 @@ def test_what_is_raised_breaks_one_episode_and_a_death_all_that_were_in_the_proc
     assert "nothing there" in driver.notices[0]
     driver.turn(dying, 0, "x")
     reason = "environment's process ended: environments 0 ended with exit code 7"
-    assert [driver.next_word(), driver.next_word()] == [EpisodeFailed(dying, reason), EpisodeFailed(beside, reason)]
+    assert [driver.next_word(), driver.next_word()] == [
+        EpisodeFailed(dying, reason),
+        EpisodeFailed(beside, reason),
+    ]
     driver.player.release(dying)
     driver.turn(beside, 0, "ab")  # said before the driver heard of the death
     driver.player.release(beside)
@@ -118,7 +129,10 @@ def test_a_process_that_hangs_is_replaced_and_its_episodes_break_by_name(driver:
     hanging, beside = driver.begin(0), driver.begin(1)
     driver.turn(hanging, 0, "h")
     reason = "environment or one beside it hangs, env.timeout_s = 0.5"
-    assert [driver.next_word(), driver.next_word()] == [EpisodeFailed(hanging, reason), EpisodeFailed(beside, reason)]
+    assert [driver.next_word(), driver.next_word()] == [
+        EpisodeFailed(hanging, reason),
+        EpisodeFailed(beside, reason),
+    ]
     driver.begin(2)
 
 

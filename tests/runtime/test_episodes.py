@@ -28,7 +28,16 @@ from dora.metrics.rollout import NO_USAGE
 from dora.runtime.process import messages as m
 from dora.runtime.process.worker_process import Worker
 from dora.runtime.rollout.engine_pool import EnginePool
-from dora.runtime.rollout.episodes import EpisodeStarted, EpisodeFailed, EpisodeId, Episodes, EpisodeObservation, EpisodeEnded, PolicyTurn, EpisodeReply
+from dora.runtime.rollout.episodes import (
+    EpisodeEnded,
+    EpisodeFailed,
+    EpisodeId,
+    EpisodeObservation,
+    EpisodeReply,
+    Episodes,
+    EpisodeStarted,
+    PolicyTurn,
+)
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 from dora.stream.sample_db import SampleStore
@@ -214,10 +223,18 @@ def test_words_to_an_engine_that_is_lost_go_nowhere(table: Table) -> None:
 def test_words_out_of_turn_change_nothing(table: Table) -> None:
     table.begin(FIRST)
     episode = table.player.begun[FIRST]
-    for word in (EpisodeStarted(episode, (3,)), EpisodeObservation(episode, 0, (3,)), EpisodeEnded(episode, 0, 1.0)):
+    for word in (
+        EpisodeStarted(episode, (3,)),
+        EpisodeObservation(episode, 0, (3,)),
+        EpisodeEnded(episode, 0, 1.0),
+    ):
         table.say(word)  # the model writes
     table.write()
-    for word in (EpisodeStarted(episode, (3,)), EpisodeObservation(episode, 1, (3,)), EpisodeEnded(episode, 1, 1.0)):
+    for word in (
+        EpisodeStarted(episode, (3,)),
+        EpisodeObservation(episode, 1, (3,)),
+        EpisodeEnded(episode, 1, 1.0),
+    ):
         table.say(word)  # there is no second turn yet
     assert (table.engines.sent, table.teller.episode_rewards) == ([], {})
 

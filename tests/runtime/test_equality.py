@@ -148,9 +148,7 @@ def test_a_run_with_two_engines_has_the_bits_of_the_loop(start: Start, expected:
     assert len(expected.responses) > STEPS * 12, "no group was filtered"
 
 
-def test_crashes_of_an_engine_and_of_the_run_do_not_change_the_bits(
-    start: Start, expected: Result
-) -> None:
+def test_crashes_of_an_engine_and_of_the_run_do_not_change_the_bits(start: Start, expected: Result) -> None:
     run = start()
     run.wait_for_steps(2)
     run.workers()[0].kill()

@@ -14,9 +14,8 @@ from dora.errors import RunError
 from dora.model.weights import initial_weights
 from dora.runtime.training.accumulator import Accumulator
 from dora.stream.sample_db import StoredSample
-from dora.trainer.advantage import compute_advantages
+from dora.trainer.advantage import AdvantageSettings, compute_advantages
 from dora.trainer.critic import Critic, CriticSettings, initial_critic_weights
-from dora.trainer.advantage import AdvantageSettings
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
 SETTINGS = TrainerSettings(lr=1e-2, num_steps=9, warmup_steps=0, micro_batch_tokens=12)

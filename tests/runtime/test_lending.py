@@ -9,7 +9,7 @@ from tests.runtime.test_rewarding import Bench, bench
 
 from dora.core.events import GroupScored, ScoringFailed
 from dora.errors import ServiceError
-from dora.runtime.scoring.external import LeasedGroup, ExternalRewards
+from dora.runtime.scoring.external import ExternalRewards, LeasedGroup
 from dora.runtime.scoring.reward_manager import RewardTask
 from dora.runtime.scoring.reward_worker import RewardSpec
 
@@ -114,7 +114,9 @@ def test_a_group_that_nobody_judges_fails_by_name_and_later_rewards_are_refused(
     assert not judge.has_group()
 
 
-def test_rewards_for_a_group_that_has_failed_meanwhile_are_refused(bench: Bench, judge: ExternalRewards) -> None:
+def test_rewards_for_a_group_that_has_failed_meanwhile_are_refused(
+    bench: Bench, judge: ExternalRewards
+) -> None:
     group = bench.ask(0)
     loan = lend(judge)
     bench.feed.drop([group])

@@ -20,7 +20,10 @@ LARGEST = "mismatch/logprob_abs_diff_max"
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_an_exact_run_has_no_mismatch(start_run: StartRun, max_staleness: int, kernels: str) -> None:
     run = start_run(
-        engine__exact_logprobs="true", engine__kernels=kernels, orchestrator__max_staleness=max_staleness, run__steps=6
+        engine__exact_logprobs="true",
+        engine__kernels=kernels,
+        orchestrator__max_staleness=max_staleness,
+        run__steps=6,
     )
     ended = run.end()
     assert ended.code == 0, ended

@@ -48,7 +48,9 @@ class Stage:
     def listen(self, engine: int) -> None:
         """Hear the next word of an engine."""
         word = self.ends[engine].words.popleft()
-        assert isinstance(word, m.MigrationReserved | m.ImportFinished | m.ImportFailed | m.ExportFinished | m.ExportFailed)
+        assert isinstance(
+            word, m.MigrationReserved | m.ImportFinished | m.ImportFailed | m.ExportFinished | m.ExportFailed
+        )
         self.moves.on_reply(word)
 
     def kill(self, engine: int) -> None:

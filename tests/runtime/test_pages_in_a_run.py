@@ -19,7 +19,7 @@ from tests.service.standing import StandingRun
 
 from dora.config.schema import ServiceSection
 from dora.core.types import RequestId
-from dora.runtime.rollout.episodes import EpisodeId, EpisodeEnded, PolicyTurn
+from dora.runtime.rollout.episodes import EpisodeEnded, EpisodeId, PolicyTurn
 from dora.service.server import WebGateway
 
 READ = ("dora audit", "dora why", "dora replay", "dora report", "dora trace")

@@ -231,7 +231,9 @@ def test_a_run_goes_on_when_its_cluster_is_gone(tmp_path: Path) -> None:
 
 def test_the_page_names_all_that_may_change() -> None:
     page = (Path(__file__).parents[2] / "docs" / "resume.md").read_text()
-    named = [pattern if pattern.endswith(".*") else pattern.replace("*", "NAME") for pattern in CHANGEABLE_KEYS]
+    named = [
+        pattern if pattern.endswith(".*") else pattern.replace("*", "NAME") for pattern in CHANGEABLE_KEYS
+    ]
     assert [pattern for pattern in named if f"`{pattern}`" not in page] == []
 
 

@@ -13,7 +13,7 @@ from dora.config.schema import Config
 from dora.core.events import Published
 from dora.core.types import Limits
 from dora.errors import InputError
-from dora.journal.reader import JournalLine, Journal
+from dora.journal.reader import Journal, JournalLine
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights, weight_digest
 from dora.runtime.recovery.resume import check_initial_weights, critic_digest

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.core.midway import engine, midway, running
 from tests.core.fake_workers import limits
+from tests.core.midway import engine, midway, running
 from tests.runtime.conftest import StartRun
 from tests.runtime.fake_process import Stage
 from tests.runtime.running import Run, dora
@@ -23,10 +23,9 @@ from dora.errors import RunError, WorkerTimeoutError
 from dora.metrics.status import STATUS_FILE, read_status
 from dora.runtime.control import status
 from dora.runtime.control.status import PLACE_S, TRAINING
-from dora.service.state import Status
 from dora.runtime.executor import ProcessExecutor
-from dora.runtime.process.worker_process import RestartPolicy
-from dora.runtime.process.worker_process import WorkerState, WorkerMessages, Worker
+from dora.runtime.process.worker_process import RestartPolicy, Worker, WorkerMessages, WorkerState
+from dora.service.state import Status
 
 
 class Desk:

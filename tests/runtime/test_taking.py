@@ -15,8 +15,7 @@ from dora.engine.request import EngineError, Request, SamplingParams
 from dora.model.weights import initial_weights, weight_digest
 from dora.runtime.process.messages import LoadRejected, WeightsLoaded
 from dora.runtime.rollout.engine_worker import WeightLoader
-from dora.weights.store import Prefetcher
-from dora.weights.store import WeightStore
+from dora.weights.store import Prefetcher, WeightStore
 
 
 @pytest.fixture

@@ -63,7 +63,9 @@ def test_a_held_out_prompt_with_an_answer_that_failed_keeps_no_others(
     teller, group = SampleBook(plan, samples), GroupId(-3, 1)
     finish(teller, 0, group)
     failed = RequestId(*group, 1)
-    assert [*teller.events_from(0, RequestsRejected({failed: "too long"}))] == [RequestFailed(0, failed, "too long")]
+    assert [*teller.events_from(0, RequestsRejected({failed: "too long"}))] == [
+        RequestFailed(0, failed, "too long")
+    ]
     later = SampleBook(plan, samples)
     later.mark_discarded(group, "failed: too long")
     for sibling, life in ((2, teller), (3, later)):

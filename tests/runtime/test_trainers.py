@@ -17,8 +17,7 @@ from dora.core.events import DigestReported, Event, Published, Trained, TrainerL
 from dora.core.types import GroupId
 from dora.errors import RunError
 from dora.runtime.process import messages as m
-from dora.runtime.process.worker_process import FIRST_DELAY_S
-from dora.runtime.process.worker_process import WorkerMessages, receive
+from dora.runtime.process.worker_process import FIRST_DELAY_S, WorkerMessages, receive
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 from dora.runtime.training.checkpoints import CheckpointManager

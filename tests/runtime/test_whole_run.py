@@ -79,7 +79,12 @@ def test_the_summary_adds_up(run: Run) -> None:
     mean = sum(int(age) * count for age, count in s["staleness_histogram"].items()) / s["trained_samples"]
     assert s["staleness_mean"] == pytest.approx(mean)
     assert s["staleness_max"] == max(map(int, s["staleness_histogram"])) <= 2
-    assert (s["filtered_groups"], s["failed_groups"], s["pending_groups"], s["engine_failures"]) == (0, 0, 0, 0)
+    assert (s["filtered_groups"], s["failed_groups"], s["pending_groups"], s["engine_failures"]) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert s["tokens_per_s"] == pytest.approx(s["trained_tokens"] / s["wall_s"], rel=0.01)
     assert all(
         0 < s[share] < 1 for share in ("rollout_utilization", "trainer_idle_ratio", "orchestrator_time_ratio")

@@ -21,13 +21,13 @@ from dora.core.orchestrator import Orchestrator
 from dora.metrics.rollout import MigrationMetrics
 from dora.metrics.run import RunMetrics
 from dora.runtime.control.requests import RequestQueue
-from dora.service.context import RunContext
 from dora.runtime.executor import ProcessExecutor
-from dora.runtime.process.worker_process import WorkerMessages, Worker
+from dora.runtime.process.worker_process import Worker, WorkerMessages
 from dora.runtime.rollout.agent_sessions import AgentSessions
 from dora.runtime.rollout.episodes import EpisodeReply
 from dora.runtime.run_setup import RunSetup
 from dora.service.auth import AuthMiddleware
+from dora.service.context import RunContext
 from dora.service.server import make_app
 
 TOKEN = "the-token-of-a-test"

@@ -19,8 +19,8 @@ from tests.service.standing import TOKEN, StandingRun
 from dora.config.schema import ServiceSection
 from dora.core.types import RequestId
 from dora.errors import ConfigError, InputError, ServiceError
-from dora.runtime.rollout.episodes import EpisodeId, EpisodeEnded, PolicyTurn
-from dora.service.client import Address, AsyncClient, ApiCall, Client, _RetryLoop
+from dora.runtime.rollout.episodes import EpisodeEnded, EpisodeId, PolicyTurn
+from dora.service.client import Address, ApiCall, AsyncClient, Client, _RetryLoop
 from dora.service.server import WebGateway
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"

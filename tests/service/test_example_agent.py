@@ -15,7 +15,14 @@ from tests.service.standing import StandingRun
 from dora.config.schema import ServiceSection
 from dora.core.types import RequestId
 from dora.data.gcd import chain
-from dora.runtime.rollout.episodes import EpisodeStarted, EpisodeId, EpisodeObservation, EpisodeEnded, PolicyTurn, EpisodeReply
+from dora.runtime.rollout.episodes import (
+    EpisodeEnded,
+    EpisodeId,
+    EpisodeObservation,
+    EpisodeReply,
+    EpisodeStarted,
+    PolicyTurn,
+)
 from dora.service.server import WebGateway
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "external_agent.py"
@@ -78,7 +85,11 @@ def test_a_right_answer_is_worth_one(run: StandingRun) -> None:
 
 def test_a_wrong_answer_is_asked_for_again_once(run: StandingRun) -> None:
     words, end = play(run, "01=61", right(run))
-    assert words == [EpisodeStarted(EPISODE, ids(run), None), EpisodeObservation(EPISODE, 0, ids(run)), EpisodeEnded(EPISODE, 1, 0.5)]
+    assert words == [
+        EpisodeStarted(EPISODE, ids(run), None),
+        EpisodeObservation(EPISODE, 0, ids(run)),
+        EpisodeEnded(EPISODE, 1, 0.5),
+    ]
     assert end == "reward 0.5"
     assert play(run, "01=61", "02=61")[1] == "reward 0.0"
 

@@ -25,7 +25,7 @@ from dora.core.types import GroupId, RequestId
 from dora.model.pretrained import load_pretrained
 from dora.model.weights import WeightLayout, weight_digest
 from dora.runtime.process import messages as m
-from dora.runtime.process.worker_process import receive, preload_workers
+from dora.runtime.process.worker_process import preload_workers, receive
 from dora.runtime.rollout.prompts import PromptSource
 from dora.runtime.scoring.external import ExternalRewards
 from dora.runtime.training.external import ExternalTrainer
@@ -51,7 +51,11 @@ class Outside(StandingRun):
         self.judge = ExternalRewards("reward", 120.0, "reward.timeout_s", self.feed.folder, model)
         spec = self.plan.trainer_spec(store.folder, self.feed.folder)
         self.trainer = ExternalTrainer(spec, self.plan.limits.batch_size, self.told)
-        own = {"trainer": self.trainer, "supply": PromptSource(self.plan, 0), "stream_folder": self.feed.folder}
+        own = {
+            "trainer": self.trainer,
+            "supply": PromptSource(self.plan, 0),
+            "stream_folder": self.feed.folder,
+        }
         vars(self.hands).update(own, weights=store, rewarding=SimpleNamespace(outside={"reward": self.judge}))
         self.heard: list[object] = []
         self._is_over, self._has_begun = threading.Event(), threading.Event()

@@ -11,7 +11,14 @@ import pytest
 from tests.service.standing import StandingRun, disconnect_after, refusal
 
 from dora.core.types import RequestId
-from dora.runtime.rollout.episodes import EpisodeStarted, EpisodeFailed, EpisodeId, EpisodeObservation, EpisodeEnded, PolicyTurn
+from dora.runtime.rollout.episodes import (
+    EpisodeEnded,
+    EpisodeFailed,
+    EpisodeId,
+    EpisodeObservation,
+    EpisodeStarted,
+    PolicyTurn,
+)
 
 EPISODE = EpisodeId(RequestId(0, 3, 1), 0)
 USER = {"role": "user", "content": "13:"}
@@ -84,7 +91,9 @@ def test_what_cannot_be_few_tokens_is_refused_before_it_is_tokenized(
     assert "9000 characters" in refusal(ask(run, [{"role": "user", "content": "1" * 9000}]), 400)
     monkeypatch.undo()
     wrote = ask_and_write(run, [USER], "77").json()["choices"][0]["message"]
-    monkeypatch.setattr(type(run.plan.prompts), "encode_observation", lambda *_: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(
+        type(run.plan.prompts), "encode_observation", lambda *_: pytest.fail("it was tokenized")
+    )
     assert "at most 640" in refusal(ask(run, [USER, wrote, {"role": "user", "content": "1" * 9000}]), 400)
 
 

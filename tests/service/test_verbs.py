@@ -72,7 +72,9 @@ def test_the_only_engine_stays(run: StandingRun) -> None:
     run.hands.nudge = lambda: carry_out(run)
     left = run.ask("POST", "/v1/engines/0/drain")
     assert (left.status_code, left.json()["state"]) == (202, "leaving")
-    assert "it is the only engine that is not draining" in refusal(run.ask("POST", "/v1/engines/1/drain"), 409)
+    assert "it is the only engine that is not draining" in refusal(
+        run.ask("POST", "/v1/engines/1/drain"), 409
+    )
 
 
 @pytest.mark.parametrize("engine", ["7", "-1", "x", "99999999999"])

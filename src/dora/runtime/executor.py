@@ -64,7 +64,7 @@ from dora.runtime.scoring.reward_worker import encode_prompt_row
 from dora.runtime.training.checkpoints import CheckpointManager
 from dora.runtime.training.external import ExternalTrainer
 from dora.runtime.training.supervisor import TrainerSupervisor
-from dora.stream.run_stream import RunStream, ThreadStorage, StreamStorage, StorageSpec
+from dora.stream.run_stream import RunStream, StorageSpec, StreamStorage, ThreadStorage
 from dora.stream.sample_db import SampleStore
 from dora.text import plural, step_number
 from dora.weights.store import WeightStore, make_store_folder
@@ -606,4 +606,6 @@ def _make_feed(
     serve: Callable[[StorageSpec], StreamStorage] = ThreadStorage
     if config.runtime.kind == "ray":
         serve = partial(StorageProcess, config=config, start=launcher.start, notice=notice)
-    return RunStream(folder, setup.limits.group_size, setup.columns, leases, num_answers, launcher.host, serve)
+    return RunStream(
+        folder, setup.limits.group_size, setup.columns, leases, num_answers, launcher.host, serve
+    )

@@ -48,7 +48,13 @@ from dora.runtime.main_loop import run_main_loop
 from dora.runtime.process import backends, resources
 from dora.runtime.process.worker_process import cpu_s
 from dora.runtime.recovery.journal_replay import PreviousRun, read_previous_run
-from dora.runtime.recovery.resume import critic_digest, has_recorded_events, prepare_run_dir, read_recorded_journal, resumed_config
+from dora.runtime.recovery.resume import (
+    critic_digest,
+    has_recorded_events,
+    prepare_run_dir,
+    read_recorded_journal,
+    resumed_config,
+)
 from dora.runtime.run_dir import SAMPLES, forget_dead
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import SampleStore
@@ -156,7 +162,9 @@ class _Session:
         self._after: EvaluationResult | None = None
         self._cpu_s = 0.0
         self._is_saved = self._is_zero_gradient_reported = False
-        known = (previous.resumed.from_step, previous.evaluations.finished, previous.now_s) if previous else ()
+        known = (
+            (previous.resumed.from_step, previous.evaluations.finished, previous.now_s) if previous else ()
+        )
         trackers = Trackers(
             config.metrics.report_to,
             setup.out,
@@ -184,12 +192,16 @@ class _Session:
         self._executor = ProcessExecutor(setup, self._console.notice, previous)
         self._admin = EngineAdmin(control, self._executor, self._orchestrator.snapshot)
         migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
-        self._metrics = previous.metrics if previous else RunMetrics(setup.limits, self._executor.sample_book, migrations)
+        self._metrics = (
+            previous.metrics if previous else RunMetrics(setup.limits, self._executor.sample_book, migrations)
+        )
         self._evaluations = previous.evaluations if previous else EvaluationTracker(config.eval.greedy)
         self._live = LiveRun(setup, self._executor, self._orchestrator.snapshot, self._metrics)
         self._requests = RequestQueue(self._live, self._executor.wake_up)
         self._failure_guard = FailureGuard(config)
-        self._status = StatusWriter(setup.out, self._executor, self._orchestrator.snapshot, self._console.notice)
+        self._status = StatusWriter(
+            setup.out, self._executor, self._orchestrator.snapshot, self._console.notice
+        )
 
     def run(self) -> dict[str, Any]:
         stopped = "an error"
@@ -311,7 +323,9 @@ class _Session:
                 f"evaluation of version {action.version} skipped: that of version {action.running_version} "
                 "is still running"
             )
-        if isinstance(event, Published) and (overdue := describe_pending_evaluation(self._orchestrator.snapshot())):
+        if isinstance(event, Published) and (
+            overdue := describe_pending_evaluation(self._orchestrator.snapshot())
+        ):
             view.notice(overdue)
 
     def _is_checkpoint_due(self, step: int) -> bool:

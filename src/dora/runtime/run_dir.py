@@ -90,7 +90,9 @@ def write_summary(out: Path, summary: dict[str, Any]) -> None:
 def write_driver(run: Path) -> None:
     """Write which process drives the run, until it ends."""
     process = psutil.Process()
-    write_text_atomically(run / DRIVER_FILE, json.dumps({"pid": process.pid, "created_s": process.create_time()}))
+    write_text_atomically(
+        run / DRIVER_FILE, json.dumps({"pid": process.pid, "created_s": process.create_time()})
+    )
 
 
 def is_running(run: Path) -> bool:

@@ -30,10 +30,10 @@ from dora.runtime.process import launcher
 from dora.runtime.process.messages import CriticSpec, EngineSpec, TrainerSpec
 from dora.runtime.process.resources import DeviceAssignment, is_gpu
 from dora.stream.storage import SEGMENT_BYTES
+from dora.trainer.advantage import AdvantageSettings
 from dora.trainer.critic import CriticSettings
 from dora.trainer.lora import LoraSettings
 from dora.trainer.recipe import Correction
-from dora.trainer.advantage import AdvantageSettings
 from dora.trainer.trainer import TrainerSettings
 
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Header, Path, Query, Request
 from pydantic import BaseModel, Field
 
 from dora.errors import ServiceError
-from dora.runtime.rollout.agent_sessions import AgentSessions, AssistantTurn, ChatMessage, AgentSession
+from dora.runtime.rollout.agent_sessions import AgentSession, AgentSessions, AssistantTurn, ChatMessage
 from dora.service.context import Run, RunContext, while_connected
 from dora.service.models import Given
 
@@ -62,7 +62,9 @@ class Said(Given):
     def plain(self) -> ChatMessage:
         """Parts are put one after the other."""
         parts = self.content
-        return ChatMessage(self.role, parts if isinstance(parts, str) else "".join(part.text for part in parts))
+        return ChatMessage(
+            self.role, parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        )
 
 
 class Asked(Given):

@@ -113,4 +113,6 @@ class AuthMiddleware:
 
 
 def _too_large(limit: int) -> HTTPException:
-    return HTTPException(413, f"the body has more than {limit} bytes; send less, or raise service.max_body_bytes")
+    return HTTPException(
+        413, f"the body has more than {limit} bytes; send less, or raise service.max_body_bytes"
+    )

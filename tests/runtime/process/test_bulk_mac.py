@@ -67,7 +67,10 @@ def formula(content: bytes, words: Sequence[Sequence[int]]) -> list[int]:
 
 
 def test_arrays_arrive_as_they_were_sent_in_their_places() -> None:
-    large = [drawn(num_bytes, seed) for seed, num_bytes in enumerate((OUT_OF_BAND_BYTES, 3 * OUT_OF_BAND_BYTES + 5))]
+    large = [
+        drawn(num_bytes, seed)
+        for seed, num_bytes in enumerate((OUT_OF_BAND_BYTES, 3 * OUT_OF_BAND_BYTES + 5))
+    ]
     blocks = drawn(2 * OUT_OF_BAND_BYTES).view(np.uint64).reshape(8, -1)
     arrays: list[np.ndarray[Any, Any]] = [blocks, *large]
     for own in arrays:
@@ -142,7 +145,9 @@ def test_nobody_is_told_to_keep_more_than_the_most() -> None:
         OSError, match=f"a message of {2 * OUT_OF_BAND_BYTES} bytes, and {OUT_OF_BAND_BYTES} are the most"
     ):
         line.recv(max_bytes=OUT_OF_BAND_BYTES)
-    assert tape.recv_into(memoryview(bytearray(2 * OUT_OF_BAND_BYTES))) == 2 * OUT_OF_BAND_BYTES, "nothing of it was read"
+    assert tape.recv_into(memoryview(bytearray(2 * OUT_OF_BAND_BYTES))) == 2 * OUT_OF_BAND_BYTES, (
+        "nothing of it was read"
+    )
 
 
 def test_sums_are_those_of_the_formula() -> None:

@@ -101,4 +101,6 @@ def test_ray_is_not_started_for_whoever_comes(tmp_path: Path, monkeypatch: pytes
     config = load.read_config(write_task(tmp_path), ["runtime.kind=ray"])
     with pytest.raises(ConfigError, match=r"RAY_AUTH_MODE = 'disabled'.*unset it, or start Ray yourself"):
         launcher.check_ray_config(config)
-    launcher.check_ray_config(load.read_config(tmp_path / "task.toml", ["runtime.kind=ray", "ray.address=auto"]))
+    launcher.check_ray_config(
+        load.read_config(tmp_path / "task.toml", ["runtime.kind=ray", "ray.address=auto"])
+    )

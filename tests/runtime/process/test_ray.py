@@ -140,7 +140,13 @@ def test_engines_follow_the_nodes_that_come_and_go(start_run: StartRun) -> None:
     run.wait_until(lambda: "engine_lost" in kinds(run, 3), "the loss of a node")
     os.kill(run.pid, signal.SIGTERM)
     ended, s = run.end(), summary(run.out)
-    assert (s["c1"], s["c2"], s["c3"], s["engine_failures"], s["reprefill_tokens"]) == (True, True, True, 1, 0)
+    assert (s["c1"], s["c2"], s["c3"], s["engine_failures"], s["reprefill_tokens"]) == (
+        True,
+        True,
+        True,
+        1,
+        0,
+    )
     audit, replay = dora("audit", run.out), dora("replay", run.out)
     assert (audit.code, replay.code) == (0, 0), (audit, replay)
     assert f"node {visitor.node_id[:8]} is drained: engine {drained} leaves it" in ended.out

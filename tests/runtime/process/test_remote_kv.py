@@ -15,8 +15,8 @@ from dora.engine.kv_transfer.handoff import MigrationFiles
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.engine.messages import ImportFailed
 from dora.runtime.process import remote_kv
-from dora.runtime.process.remote_kv import RemoteKVPool, RemoteKVTransport, KVPoolServer, serve_broker
-from dora.runtime.process.rpc import ChannelAddress, Listener, AuthenticatedChannel
+from dora.runtime.process.remote_kv import KVPoolServer, RemoteKVPool, RemoteKVTransport, serve_broker
+from dora.runtime.process.rpc import AuthenticatedChannel, ChannelAddress, Listener
 
 LOOPBACK = "127.0.0.1"
 BLOCK_BYTES = TINY.kv_bytes_per_token * 16
@@ -31,7 +31,9 @@ class Nodes(EngineCluster):
         self._doors: dict[str, KVPoolServer] = {}
         self._left = contextlib.ExitStack()
         self._num_desks = 0
-        self.desks: dict[int, AuthenticatedChannel] = {}  # of each engine, in the order in which they were made
+        self.desks: dict[
+            int, AuthenticatedChannel
+        ] = {}  # of each engine, in the order in which they were made
 
     def desk(self) -> ChannelAddress:
         number, self._num_desks = self._num_desks, self._num_desks + 1
@@ -93,7 +95,9 @@ def test_of_both_sides_one_gets_the_request_however_often_they_ask(nodes: Nodes)
     for thread in asking:
         thread.join()
     assert len(got) == 1
-    assert MigrationFiles(nodes.folder, 1).is_imported == (got == ["imported"]), "the driver knows whose it is"
+    assert MigrationFiles(nodes.folder, 1).is_imported == (got == ["imported"]), (
+        "the driver knows whose it is"
+    )
     assert not sides[0].withdraw_export()
     assert not sides[1].commit_import()
 

@@ -1,19 +1,21 @@
 """What is reserved for a process on a cluster."""
 
 from __future__ import annotations
-from dora.runtime.process.resources import ProcessResources, total_resources
+
 import json
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 from tests.runtime.tiny import write_task
+
 from dora.cli.dry_run import memory_by_device
 from dora.config import load
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.runtime.process import resources
-from dora.runtime.process.resources import DeviceAssignment, check_devices
+from dora.runtime.process.resources import DeviceAssignment, ProcessResources, check_devices, total_resources
 from dora.runtime.run_setup import RunSetup
 
 

@@ -9,7 +9,13 @@ from typing import Any
 from tests.runtime.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, metrics, summary, wait_until_gone
 
-from dora.runtime.process.worker_process import FIRST_DELAY_S, MAX_DELAY_S, STABLE_UPTIME_S, RESET_FACTOR, RestartPolicy
+from dora.runtime.process.worker_process import (
+    FIRST_DELAY_S,
+    MAX_DELAY_S,
+    RESET_FACTOR,
+    STABLE_UPTIME_S,
+    RestartPolicy,
+)
 
 LONG: dict[str, Any] = {"engine__min_step_time": "20ms", "run__steps": 1000}
 ALONE: dict[str, Any] = {**LONG, "engine__num_engines": 1}
@@ -19,7 +25,9 @@ def test_each_restart_in_a_row_waits_longer_until_there_are_no_more() -> None:
     restarts = RestartPolicy(max_restarts=3)
     waits = [restarts.on_lost(engine, slot=0, uptime_s=1.0, now_s=100.0) for engine in range(4)]
     assert waits == [FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S, None]
-    assert restarts.on_lost(7, slot=7, uptime_s=0.0, now_s=100.0) == FIRST_DELAY_S, "another place has its own"
+    assert restarts.on_lost(7, slot=7, uptime_s=0.0, now_s=100.0) == FIRST_DELAY_S, (
+        "another place has its own"
+    )
     assert restarts.pop_due(100.0 + FIRST_DELAY_S) == [0, 7]
     assert restarts.pop_due(100.0 + 4 * FIRST_DELAY_S) == [1, 2]
     assert restarts.pop_due(1e9) == []

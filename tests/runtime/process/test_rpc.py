@@ -20,9 +20,9 @@ from dora.runtime.process import rpc
 from dora.runtime.process.rpc import (
     MAX_HELLO_BYTES,
     NONCE_BYTES,
+    AuthenticatedChannel,
     ChannelAddress,
     Listener,
-    AuthenticatedChannel,
     connect,
     derive_channel_key,
 )
@@ -89,7 +89,9 @@ def is_hung_up(own: socket.socket) -> bool:
             return True
 
 
-def test_messages_arrive_in_order_and_both_ways(lines: tuple[AuthenticatedChannel, AuthenticatedChannel]) -> None:
+def test_messages_arrive_in_order_and_both_ways(
+    lines: tuple[AuthenticatedChannel, AuthenticatedChannel],
+) -> None:
     here, there = lines
     for number in range(3):
         here.send(["go", number])
@@ -98,7 +100,9 @@ def test_messages_arrive_in_order_and_both_ways(lines: tuple[AuthenticatedChanne
     assert [here.recv() for _ in range(3)] == [["gone", 0], ["gone", 1], ["gone", 2]]
 
 
-def test_a_message_may_be_longer_than_a_socket_holds(lines: tuple[AuthenticatedChannel, AuthenticatedChannel]) -> None:
+def test_a_message_may_be_longer_than_a_socket_holds(
+    lines: tuple[AuthenticatedChannel, AuthenticatedChannel],
+) -> None:
     here, there = lines
     sends = threading.Thread(target=there.send, args=(b"x" * 20_000_000,))
     sends.start()
@@ -106,7 +110,9 @@ def test_a_message_may_be_longer_than_a_socket_holds(lines: tuple[AuthenticatedC
     sends.join()
 
 
-def test_who_waits_hears_that_the_other_end_is_gone(lines: tuple[AuthenticatedChannel, AuthenticatedChannel]) -> None:
+def test_who_waits_hears_that_the_other_end_is_gone(
+    lines: tuple[AuthenticatedChannel, AuthenticatedChannel],
+) -> None:
     here, there = lines
     there.close()
     with pytest.raises(EOFError):
@@ -166,7 +172,9 @@ def test_what_the_other_end_has_not_sealed_is_never_unpickled(
     assert not trap.exists()
 
 
-def test_a_trap_springs_where_it_is_sealed(lines: tuple[AuthenticatedChannel, AuthenticatedChannel], tmp_path: Path) -> None:
+def test_a_trap_springs_where_it_is_sealed(
+    lines: tuple[AuthenticatedChannel, AuthenticatedChannel], tmp_path: Path
+) -> None:
     here, there = lines
     there.send(Trap(tmp_path / "sprung"))
     here.recv()

@@ -6,11 +6,11 @@ import os
 import socket
 
 import psutil
-from tests.runtime.running import wait_until_gone
 from tests.runtime.process.crashing_worker import die_while_speaking, speak
+from tests.runtime.running import wait_until_gone
 
 from dora.runtime.process.messages import WorkerExited
-from dora.runtime.process.worker_process import ForkedProcess, WorkerMessages, Worker
+from dora.runtime.process.worker_process import ForkedProcess, Worker, WorkerMessages
 
 
 def test_a_worker_that_dies_in_the_middle_of_a_message_is_gone_after_its_last_whole_one() -> None:

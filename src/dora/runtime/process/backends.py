@@ -109,8 +109,7 @@ def _load_engine(name: str, key: str) -> InferenceFactory:
     factory = load_attribute(BUILT_IN.get(name, name), key, ConfigError)
     if not isinstance(getattr(factory, "capabilities", None), Capabilities):
         raise ConfigError(
-            f"{key} = {name!r} has no attribute capabilities; set it to a "
-            "dora.engine.interface.Capabilities"
+            f"{key} = {name!r} has no attribute capabilities; set it to a dora.engine.interface.Capabilities"
         )
     checked: InferenceFactory = factory
     return checked

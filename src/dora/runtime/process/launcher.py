@@ -4,21 +4,21 @@ The driver, with the orchestrator and the journal, is on this machine in either 
 """
 
 from __future__ import annotations
-import os
-from collections.abc import Callable
-from importlib.util import find_spec
-from typing import Any, Protocol
-from dora.config.schema import Config
-from dora.errors import ConfigError
-from dora.runtime.process.worker_process import ForkedProcess, ProcessHandle, Target, preload_workers
+
 import contextlib
+import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dora.errors import RunError
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from dora.config.schema import Config
+from dora.errors import ConfigError, RunError
+from dora.runtime.process.worker_process import ForkedProcess, ProcessHandle, Target, preload_workers
 
 
 class Launcher(Protocol):

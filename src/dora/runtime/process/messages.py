@@ -4,10 +4,13 @@ Paths are of the driver's machine; the launcher of another machine replaces them
 """
 
 from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from dora.core.types import GroupId, RequestId
 from dora.engine.messages import ContinueEpisode as ContinueEpisode
 from dora.engine.messages import EndEpisode as EndEpisode
 from dora.engine.messages import ExportFailed as ExportFailed
@@ -17,12 +20,11 @@ from dora.engine.messages import ImportFinished as ImportFinished
 from dora.engine.messages import MigrationReserved as MigrationReserved
 from dora.engine.messages import ReserveMigration as ReserveMigration
 from dora.engine.messages import StartExport as StartExport
-from dora.runtime.process.rpc import ChannelAddress
-from dora.trainer.advantage import AdvantageSettings
-from dora.core.types import GroupId, RequestId
 from dora.engine.messages import TurnFinished
 from dora.engine.request import Completion, Request
 from dora.metrics.rollout import EngineUsage
+from dora.runtime.process.rpc import ChannelAddress
+from dora.trainer.advantage import AdvantageSettings
 
 if TYPE_CHECKING:
     from dora.trainer.critic import CriticSettings
@@ -113,7 +115,7 @@ class AuxWorkerSpec:
 
 
 # === dora.runtime.process.messages: Messages between the driver and its workers.
-# 
+#
 # They carry identities and token ids. Weights and KV lie in files. The messages of a migration and of a turn are
 # the engine's own: `dora.engine.messages`.
 

@@ -13,8 +13,8 @@ import os
 
 import dora.data.tokenizer
 import dora.engine.kv_transfer.engine
-import dora.trainer.checkpoint
 import dora.trainer.advantage
+import dora.trainer.checkpoint
 import dora.trainer.trainer
 
 with contextlib.suppress(ImportError, RuntimeError):  # where it cannot run, engines say so

@@ -38,13 +38,27 @@ from dora import __version__
 from dora.config.schema import Config
 from dora.errors import RunError
 from dora.runtime.process import remote_kv, rpc
-from dora.runtime.process.stream_workers import ConsumerSpec
+from dora.runtime.process.launcher import (
+    RayHead,
+    check_reachable,
+    join_with_timeout,
+    preserve_signals,
+    run_with_timeout,
+    wait_with_notice,
+)
 from dora.runtime.process.messages import EngineSpec, LoadWeights, PrefetchWeights
-from dora.runtime.process.launcher import RayHead, join_with_timeout, preserve_signals, check_reachable, wait_with_notice, run_with_timeout
-from dora.runtime.process.resources import ProcessResources, engine_resources, role_of, describe_shortage, run_resources, with_reserved_gpu, total_resources
+from dora.runtime.process.resources import (
+    ProcessResources,
+    describe_shortage,
+    engine_resources,
+    role_of,
+    run_resources,
+    total_resources,
+    with_reserved_gpu,
+)
+from dora.runtime.process.stream_workers import ConsumerSpec
 from dora.runtime.process.worker_process import WORKER_ENV, ForkedProcess, ProcessHandle, Target, run_target
-from dora.weights.store import RemoteVersionSource
-from dora.weights.store import WeightStore, make_store_folder
+from dora.weights.store import RemoteVersionSource, WeightStore, make_store_folder
 
 NODE = "ray.io/node-id"  # a label of each node
 END_S = 1.0  # that Ray may take to say that an actor has ended, and how
@@ -191,7 +205,9 @@ class RayLauncher:
     def _reserve(self, needs: list[ProcessResources]) -> None:
         """All at once: a run begins with everything, or not at all. Raises RunError."""
         group, resources = self._group(needs), ray.cluster_resources
-        if not wait_with_notice(group.wait, self.patience_s, lambda: self._notice(describe_shortage(needs, resources()))):
+        if not wait_with_notice(
+            group.wait, self.patience_s, lambda: self._notice(describe_shortage(needs, resources()))
+        ):
             remove_placement_group(group)
             raise RunError(
                 f"no room within runtime.start_timeout_s = {self.patience_s:g} s: "
@@ -243,7 +259,9 @@ class RayLauncher:
 class RayProcess:
     """A carrier: an actor, whose process calls the driver as soon as it has a place."""
 
-    def __init__(self, cluster: RayLauncher, place: ReservedBundle, body: Target, spec: Any, home: DriverNode) -> None:
+    def __init__(
+        self, cluster: RayLauncher, place: ReservedBundle, body: Target, spec: Any, home: DriverNode
+    ) -> None:
         self._cluster, self.place, self._places, self._home = cluster, place, [place], home.node
         self.waiting_for = ""
         cluster.unmet.add(self)

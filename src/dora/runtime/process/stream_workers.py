@@ -5,16 +5,24 @@ On Ray it is an actor on the driver's node. It begins empty each time, and the d
 """
 
 from __future__ import annotations
+
+import contextlib
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
 from dora.config.schema import Config
-from dora.errors import RunError
+from dora.core.types import GroupId
+from dora.errors import RunError, StorageFullError, StreamError
 from dora.runtime.process import messages as m
-from dora.runtime.process.worker_process import RestartPolicy
 from dora.runtime.process.worker_process import (
+    RestartPolicy,
     StartProcess,
     Worker,
     WorkerInbox,
@@ -23,21 +31,11 @@ from dora.runtime.process.worker_process import (
     WorkerState,
     receive,
 )
-from dora.stream.run_stream import StorageSpec, remote_address
-import contextlib
-import traceback
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NoReturn, Protocol
-from dora.core.types import GroupId
-from dora.errors import StorageFullError, RunError, StreamError
-from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
 from dora.stream import transport
 from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest
-from dora.stream.run_stream import DRIVER_TIMEOUT_S, fill
-from dora.stream.schema import StreamBatch, ColumnData, BlockPacker, TimedOut
-
+from dora.stream.run_stream import DRIVER_TIMEOUT_S, StorageSpec, fill, remote_address
+from dora.stream.schema import BlockPacker, ColumnData, StreamBatch, TimedOut
 
 POLL_S = 0.2
 _PLACE = 0  # a run has one storage
@@ -127,7 +125,9 @@ class StorageProcess:
             raise RunError(
                 f"the sample stream has no storage any more: {reason}; it was {most}; go on with --resume"
             )
-        self._notice(f"the storage of the sample stream is lost ({reason}); another one begins in {wait_s:g} s")
+        self._notice(
+            f"the storage of the sample stream is lost ({reason}); another one begins in {wait_s:g} s"
+        )
 
     def close(self) -> None:
         self._worker.kill()
@@ -141,7 +141,7 @@ class StorageProcess:
 
 
 # === dora.runtime.process.stream_workers: A task's side of the sample stream: take rows, make columns of them, fill the columns in.
-# 
+#
 # Data goes through the stream. The pipe to the driver has words only: at which groups the worker is, and
 # which it cannot do. What a worker has on lease when it dies is handed to another.
 
@@ -236,7 +236,9 @@ def _serve_all(spec: ConsumerSpec, work: ConsumerTask, client: StreamClient, pla
             place.go(())
 
 
-def _serve(spec: ConsumerSpec, work: ConsumerTask, client: StreamClient, batch: StreamBatch, place: _Place) -> None:
+def _serve(
+    spec: ConsumerSpec, work: ConsumerTask, client: StreamClient, batch: StreamBatch, place: _Place
+) -> None:
     """Fill, then commit: who dies in between only has it done once more, and that comes too late to count.
 
     Raises StorageFullError; then its rows are still on lease, and go to another when the client leaves.
@@ -258,7 +260,9 @@ def _serve(spec: ConsumerSpec, work: ConsumerTask, client: StreamClient, batch: 
         client.commit(batch)
 
 
-def _serve_alone(spec: ConsumerSpec, work: ConsumerTask, client: StreamClient, batch: StreamBatch, place: _Place) -> None:
+def _serve_alone(
+    spec: ConsumerSpec, work: ConsumerTask, client: StreamClient, batch: StreamBatch, place: _Place
+) -> None:
     """One group after the other, so that only those fail that must."""
     groups = dict.fromkeys(batch.groups)
     with contextlib.suppress(StreamError):

@@ -8,6 +8,7 @@ delays no other. A channel carries lists of messages, because a wake-up costs mo
 """
 
 from __future__ import annotations
+
 import contextlib
 import multiprocessing
 import os
@@ -17,15 +18,16 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
+
 import psutil
+
 from dora.errors import InputError
 from dora.runtime.process.messages import Heartbeat, WorkerCrashed, WorkerExited
-from collections import Counter
-
 
 # One thread per process: with more, workers on the same cores stall one another. Keeping freed memory
 # avoids page faults for the activations of each trainer step.
@@ -384,7 +386,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 # === dora.runtime.process.worker_process: Which lost engines are started again, and when: soon at first, and ever later while nothing gets better.
-# 
+#
 # An engine stands in a place: the one it was started in, or that of the engine it takes over from. Each place
 # has so many restarts, and has all of them again once an engine has stayed there. The trainer has a place, too.
 

@@ -142,7 +142,9 @@ class _Told:
     ) -> None:
         self.core = TimedOrchestrator(plan.limits)
         self.teller = SampleBook(plan, samples)
-        self.meter = RunMetrics(plan.limits, self.teller, MigrationMetrics(lambda group: len(plan.prompt_ids(group))))
+        self.meter = RunMetrics(
+            plan.limits, self.teller, MigrationMetrics(lambda group: len(plan.prompt_ids(group)))
+        )
         self.evaluations = EvaluationTracker(plan.config.eval.greedy)
         self.unrecorded: list[Action] = []
         self._num_told = 0  # lines

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 
 from dora.errors import ServiceError
 from dora.runtime.process.worker_process import Worker, WorkerMessages
-from dora.runtime.rollout.episodes import EpisodeStarted, EpisodeFailed, EpisodeId, EpisodeObservation, EpisodeEnded, PolicyTurn
+from dora.runtime.rollout.episodes import (
+    EpisodeEnded,
+    EpisodeFailed,
+    EpisodeId,
+    EpisodeObservation,
+    EpisodeStarted,
+    PolicyTurn,
+)
 from dora.runtime.rollout.episodes import EpisodeReply as Said
 from dora.runtime.run_setup import RunSetup
 from dora.text import plural
@@ -110,7 +117,9 @@ class AgentSessions:
             session.deadline_s = self._lease_s
         return session
 
-    def complete(self, name: str, messages: tuple[ChatMessage, ...], max_tokens: int | None) -> AssistantTurn | None:
+    def complete(
+        self, name: str, messages: tuple[ChatMessage, ...], max_tokens: int | None
+    ) -> AssistantTurn | None:
         """The model's answer to a conversation; None: it is being written, ask again.
 
         The first call is the episode's prompt; each further one has all that was said before, word for
@@ -141,7 +150,9 @@ class AgentSessions:
             raise ServiceError(409, "the model has not answered yet; post the reward after its last turn")
         if reward is None and not self._is_judged:
             raise ServiceError(400, "this run has no reward tasks; post a number")
-        self._close(session, _finished(reward), EpisodeEnded(session.episode, session.answer.turn.number, reward))
+        self._close(
+            session, _finished(reward), EpisodeEnded(session.episode, session.answer.turn.number, reward)
+        )
         return session
 
     def abandon(self, name: str) -> AgentSession:
@@ -171,7 +182,9 @@ class AgentSessions:
         """Whoever has it is told so, if it is no news of their own."""
         self._seats.pop(episode, None)
         if (session := self._of(episode)) is not None:
-            session.end_reason = session.end_reason or "its group has failed, or its engine was lost and it begins anew"
+            session.end_reason = (
+                session.end_reason or "its group has failed, or its engine was lost and it begins anew"
+            )
             self._forget(session)
 
     def on_message(self, worker: Worker, message: Any) -> bool:
@@ -208,7 +221,9 @@ class AgentSessions:
         """When a lease that begins now ends."""
         return self._now_s + self._plan.config.service.session_timeout_s
 
-    def _begin(self, session: AgentSession, messages: tuple[ChatMessage, ...], max_tokens: int | None) -> None:
+    def _begin(
+        self, session: AgentSession, messages: tuple[ChatMessage, ...], max_tokens: int | None
+    ) -> None:
         most = self._plan.config.data.max_prompt_length
         _check_length(messages, most)
         prompt_ids = self._plan.prompts.encode(self._written(messages))
@@ -222,7 +237,11 @@ class AgentSessions:
         self._say(EpisodeStarted(session.episode, tuple(prompt_ids), max_tokens))
 
     def _go_on(
-        self, session: AgentSession, answer: AssistantTurn, messages: tuple[ChatMessage, ...], max_tokens: int | None
+        self,
+        session: AgentSession,
+        answer: AssistantTurn,
+        messages: tuple[ChatMessage, ...],
+        max_tokens: int | None,
     ) -> None:
         history = session.history
         if messages[: len(history)] != history or len(messages) == len(history):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dora.core.types import GroupId
 from dora.engine.batch_invariant import LogprobScorer
-from dora.errors import StorageFullError, RunError, StreamError
+from dora.errors import RunError, StorageFullError, StreamError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import load_pretrained
 from dora.runtime.process.messages import (
@@ -97,7 +97,10 @@ class LogprobWorker:
     """Log-probs under weights that stay for a whole step, or for good."""
 
     def __init__(
-        self, groups: GroupStream, logprobs: GroupLogprobs, sources: Callable[[int], Tensor | None] | None = None
+        self,
+        groups: GroupStream,
+        logprobs: GroupLogprobs,
+        sources: Callable[[int], Tensor | None] | None = None,
     ) -> None:
         """`sources` gives the version that a step begins with, or None where that step is over.
 
@@ -232,7 +235,9 @@ def _make(spec: AuxWorkerSpec, groups: GroupStream) -> AuxWorker:
             _, _, state, num_steps_done = load_checkpoint(trainer.checkpoint)
             critic.flat.copy_(state["critic"]["flat"])
             critic.load_state_dict(state["critic"]["optimizer"])
-        return CriticWorker(groups, critic, trainer.advantage_settings.shape_rewards, trainer.weights, num_steps_done)
+        return CriticWorker(
+            groups, critic, trainer.advantage_settings.shape_rewards, trainer.weights, num_steps_done
+        )
     config, start = load_pretrained(trainer.model)
     if spec.column == "reference":
         logprobs = GroupLogprobs(config, trainer.settings, device)

@@ -108,9 +108,7 @@ class _TrainerWorker:
             case SaveCheckpoint():
                 trainer, extras = self._trainer, partial(_checkpoint_extras, self._trainer, self._spec)
                 self._outbox.send(
-                    write_checkpoint(
-                        message, self._spec.model, trainer.flat, trainer.num_steps_done, extras
-                    )
+                    write_checkpoint(message, self._spec.model, trainer.flat, trainer.num_steps_done, extras)
                 )
 
     def _train(self, step: int, groups: Sequence[GroupId]) -> StepCompleted | StepRejected:
@@ -200,7 +198,9 @@ def run_follower(outbox: WorkerOutbox, inbox: WorkerInbox, spec: TrainerSpec) ->
 
 def _join_ranks(spec: TrainerSpec) -> RankGroup:
     """Join the other ranks of the trainer, on the device of this one."""
-    from dora.trainer.distributed import RankGroup  # takes seconds to import: only trainers of several ranks do
+    from dora.trainer.distributed import (
+        RankGroup,  # takes seconds to import: only trainers of several ranks do
+    )
 
     use_device(spec.device)
     rendezvous = spec.weights / RENDEZVOUS_FILE
