@@ -3,7 +3,7 @@
 Unknown inputs are fitted to the rows of kind `fitted`. Other rows with a printed figure are predictions;
 their error is the forecast over that figure, less 1. Each row is simulated in part, with the same part of the
 batch as of the devices: colocated rows and sweeps a quarter, splits a half, and the whole at the end. See
-docs/paper.md. --quick simulates one row of each kind, with the inputs of the last fit.
+docs/paper-tables.md. --quick simulates one row of each kind, with the inputs of the last fit.
 
 python benchmarks/paper.py [--quick] [--json FILE]
 """

@@ -1,4 +1,4 @@
-"""The tables of docs/paper.md, from the forecast of the papers' tables, and of docs/simulate.md.
+"""The tables of docs/paper-tables.md, from the forecast of the papers' tables, and of docs/planning.md.
 
 The papers' rows are told apart by their kind, and those of `open` by the table that they name.
 """

@@ -1,4 +1,4 @@
-"""The tables of docs/learning.md, from what `benchmarks/convergence.py` has measured."""
+"""The tables of docs/convergence.md, from what `benchmarks/convergence.py` has measured."""
 
 from __future__ import annotations
 

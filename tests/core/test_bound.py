@@ -1,4 +1,4 @@
-"""The bound of docs/bound.md: every open group keeps a place in a batch before its deadline."""
+"""The bound of docs/staleness.md: every open group keeps a place in a batch before its deadline."""
 
 from __future__ import annotations
 

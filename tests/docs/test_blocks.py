@@ -189,7 +189,7 @@ def test_adapters_on_the_pages_can_be_put_to_the_contract(here: Path) -> None:
         (here / f"my{kind}.py").write_text((ROOT / f"examples/adapters/transformers_{kind}.py").read_text())
     lines = [f"from my{kind} import Transformers as My{kind.capitalize()}" for kind in ("engine", "trainer")]
     (here / "mine.py").write_text("\n".join(lines))
-    (names,) = names_of("docs/adapters.md")
+    (names,) = names_of("docs/backends.md")
     for name in ("TestMyEngine", "TestMyTrainer"):
         tried: Any = names[name]
         assert [test for test in dir(tried) if test.startswith("test_")] != []

@@ -60,7 +60,7 @@ def of_page(page: str, text: str) -> Block:
 @pytest.fixture
 def served(here: Path) -> Iterator[Run]:
     """The run that the pages speak of: prompts and rewards come from outside."""
-    (line,) = [line for b, line in commands() if b.page == "docs/outside.md" and "runs/served" in line]
+    (line,) = [line for b, line in commands() if b.page == "docs/external-trainer.md" and "runs/served" in line]
     words = re.findall(r"--set (\S+?)=(\S+)", line)
     changes = {key.replace(".", "__"): value for key, value in words} | {"run__steps": 3}
     small = {"trainer__batch_size": 2, "sampling__group_size": 2, "sampling__max_response_length": 48}
@@ -73,9 +73,9 @@ def served(here: Path) -> Iterator[Run]:
 
 
 def test_a_run_that_is_served_gets_prompts_and_rewards_as_the_pages_say(served: Run) -> None:
-    judge = of_page("docs/outside.md", "get_experience")
+    judge = of_page("docs/external-trainer.md", "get_experience")
     threading.Thread(target=run, args=(judge, {"__name__": "judge"}), daemon=True).start()
-    run(of_page("docs/outside.md", "put_prompts"), {"__name__": "prompts"})
+    run(of_page("docs/external-trainer.md", "put_prompts"), {"__name__": "prompts"})
     run(of_page("docs/service.md", "add_engines"), {"__name__": "looking"})
     ended = served.end()
     assert ended.code == 0, ended

@@ -59,7 +59,7 @@ def report(
         int, typer.Option(min=1, metavar="N", help="Maximum number of responses shown in full, for each run.")
     ] = 400,
 ) -> None:
-    """Write a self-contained HTML report of runs: see docs/looking.md."""
+    """Write a self-contained HTML report of runs: see docs/monitoring.md."""
     from dora.report import page
 
     raise typer.Exit(page.main(runs, out, samples))
@@ -72,7 +72,7 @@ def trace(
         typer.Option(help="File to write; compressed if it ends in .gz.", show_default="RUN/trace.json"),
     ] = None,
 ) -> None:
-    """Write a trace of a run for Perfetto: see docs/looking.md."""
+    """Write a trace of a run for Perfetto: see docs/monitoring.md."""
     from dora.trace.chrome_trace import main
 
     typer.echo(main(run, out))
@@ -90,7 +90,7 @@ def dash(
         ),
     ] = None,
 ) -> None:
-    """Serve the report as a live page until Ctrl-C: see docs/looking.md."""
+    """Serve the report as a live page until Ctrl-C: see docs/monitoring.md."""
     from dora.dashboard.server import main
 
     main(runs, port, token_file)

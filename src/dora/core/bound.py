@@ -1,4 +1,4 @@
-"""How many groups may be admitted: the arithmetic of the staleness bound, proved in docs/bound.md.
+"""How many groups may be admitted: the arithmetic of the staleness bound, proved in docs/staleness.md.
 
 Update policies and slack admit fewer than the bound allows, never more.
 """

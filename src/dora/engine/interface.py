@@ -2,7 +2,7 @@
 
 `dora.engine.engine.Engine` and `dora.trainer.trainer.Trainer` implement them, and so may classes of others,
 which `engine.backend` and `trainer.backend` name. `dora.testing` has contract tests for them;
-docs/adapters.md is the guide.
+docs/backends.md is the guide.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ COLUMNS = {  # of `dora simulate run`: key -> title
     "dropped_tokens": "dropped",
 }
 NOT_CALIBRATED = (
-    "Costs are from data sheets and not calibrated: docs/paper.md lists the errors found there, and "
+    "Costs are from data sheets and not calibrated: docs/paper-tables.md lists the errors found there, and "
     "--run RUN shows the error for a run of yours."
 )
 

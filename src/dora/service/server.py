@@ -110,7 +110,7 @@ def make_app(requests: RequestQueue[RunContext], auth_token: str, max_body_bytes
         title="DORA-RL",
         version="1",
         description="HTTP API of a DORA-RL run: inspect and control it, run agents on its policy, and supply "
-        "prompts, rewards or a trainer from outside. See docs/service.md and docs/outside.md.",
+        "prompts, rewards or a trainer from outside. See docs/service.md and docs/external-trainer.md.",
         docs_url=None,
         redoc_url=None,
         default_response_class=AsciiJSONResponse,

@@ -1,4 +1,4 @@
-"""The contract of an inference engine as tests. docs/adapters.md shows how to run them.
+"""The contract of an inference engine as tests. docs/backends.md shows how to run them.
 
 Each test checks one rule of `dora.engine.interface.InferenceEngine`. Tests of capabilities that an engine
 does not claim are skipped.

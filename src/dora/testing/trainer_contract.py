@@ -1,4 +1,4 @@
-"""The contract of a training engine as tests. docs/adapters.md shows how to run them.
+"""The contract of a training engine as tests. docs/backends.md shows how to run them.
 
 Each test checks one rule of `dora.engine.interface.TrainingEngine`.
 """
