@@ -1,33 +1,7 @@
-"""What whole runs need, and the certainty that none of them outlives its test."""
+"""The fixtures of whole runs, for tests of the runtime that need one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from tests.runs.conftest import StartRun, start_run, task
 
-import pytest
-from tests.runtime.running import Run, undocumented
-from tests.runtime.tiny import write_task
-
-StartRun = Callable[..., Run]
-
-
-@pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of the tiny task."""
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture
-def start_run(task: Path, tmp_path: Path) -> Iterator[StartRun]:
-    """Starts a run of the tiny task, or of `config`, in `tmp_path/run`; kills it at the end if need be."""
-    runs: list[Run] = []
-
-    def start(config: Path = task, **changes: object) -> Run:
-        runs.append(Run(config, tmp_path / "run", **changes))  # type: ignore[arg-type]
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill_all()
-        assert undocumented(run.out) == set()
+__all__ = ["StartRun", "start_run", "task"]

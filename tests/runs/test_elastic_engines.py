@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from tests.runtime.conftest import StartRun
+from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, summary
 
 LONG = {"engine__min_step_time": "20ms", "run__steps": 1000, "sampling__max_response_length": 48}

@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 import numpy as np
-from tests.runtime.conftest import StartRun
+from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, summary
 from tests.runtime.tiny import write_task
 
