@@ -260,7 +260,7 @@ class ProcessExecutor:
     def not_started(self) -> list[str]:
         """Names of the workers that have not started yet. Raises RunError once they are overdue."""
         engines = [w.name for i, w in self.engine_pool.workers.items() if i not in self.engine_pool.ready]
-        missing = engines + self.training.not_started + self.rewards.late + self.episodes.not_started
+        missing = engines + self.training.not_started + self.rewards.not_started + self.episodes.not_started
         timeout_s = self.setup.config.runtime.start_timeout_s
         if missing and time.monotonic() > self._started_s + timeout_s:
             raise RunError(
@@ -451,7 +451,7 @@ class ProcessExecutor:
     def workers_by_role(self) -> dict[str, list[WorkerState]]:
         """The same, by the names that the wait-for graph uses."""
         engines, trainer = self.engine_pool.worker_states(), self.training.worker_states()
-        return {ENGINES: engines, TRAINER: trainer, REWARDS: self.rewards.pulses()}
+        return {ENGINES: engines, TRAINER: trainer, REWARDS: self.rewards.worker_states()}
 
     def restart_times(self) -> dict[str, float]:
         """When each lost worker is restarted (s, time.monotonic)."""
@@ -466,7 +466,7 @@ class ProcessExecutor:
 
     def _on_message(self, worker: Worker | None, message: Any) -> None:
         """Messages of a worker that has been replaced are ignored."""
-        if (scored := self.rewards.hear(worker, message)) is not None:
+        if (scored := self.rewards.on_message(worker, message)) is not None:
             self._report_scores(scored)
         elif worker in self.training.ranks:
             self.training.on_message(worker, message)
@@ -478,7 +478,7 @@ class ProcessExecutor:
 
     def _report_scores(self, scored: Sequence[GroupScored | ScoringFailed]) -> None:
         for event in scored:
-            self.events.append(self.sample_book.record_scores(event, self.rewards.by_task(event.group)))
+            self.events.append(self.sample_book.record_scores(event, self.rewards.pop_task_rewards(event.group)))
 
     def _on_published(self, version: int, digest: str) -> None:
         if self._previous is not None:
@@ -490,7 +490,7 @@ class ProcessExecutor:
         self.training.on_storage_replaced()  # first: aux workers fill the columns that they find empty
         self._feed.reconnect()
         self.samples.subscribe(self._feed)
-        self.rewards.ask_again()
+        self.rewards.on_storage_replaced()
 
     def _check_deadlines(self) -> None:
         """Replace workers that have timed out. Time during which this process was suspended does not count."""
@@ -544,10 +544,10 @@ class LiveRun:
 
     @property
     def external_rewards(self) -> Mapping[str, ExternalRewards]:
-        return self.executor.rewards.outside
+        return self.executor.rewards.external
 
     @property
-    def num_prompts_taken(self) -> int:
+    def num_prompts_fetched(self) -> int:
         return self.executor.prompts.num_taken
 
     @property

@@ -1,6 +1,6 @@
-"""Sessions of agents: an episode each, whose turns are asked for as at OpenAI's chat completions.
+"""Sessions of agents: each is one episode, whose turns are OpenAI chat completions.
 
-What holds of a session is `dora.runtime.rollout.agent_sessions`' to say; here it is put into words and numbers.
+`dora.runtime.rollout.agent_sessions` has the rules of sessions; this module has their routes and JSON.
 """
 
 from __future__ import annotations
@@ -9,45 +9,46 @@ import math
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Path, Query, Request
+from fastapi import APIRouter, Header, Path, Request
 from pydantic import BaseModel, Field
 
 from dora.errors import ServiceError
 from dora.runtime.rollout.agent_sessions import AgentSession, AgentSessions, AssistantTurn, ChatMessage
 from dora.service.context import Run, RunContext, while_connected
-from dora.service.models import Given
+from dora.service.models import RequestBody, RewardValue, Wait
 
 router = APIRouter(prefix="/v1", tags=["agents"])
-ANSWER_S = 300.0  # until an agent is told to ask again
-MOST_REWARD = 1e6  # in size, as in trainer/scoring.py: beyond it, sums and squares would say nothing
+TURN_TIMEOUT_S = 300.0  # for the model's turn, before the client has to repeat the request
 
-NAME = r"^[A-Za-z0-9_-]{1,64}$"
-Name = Annotated[str, Path(pattern=NAME, description="chosen by the agent, used once")]
-Named = Annotated[str, Header(pattern=NAME, description="name of the session")]
+NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
+SessionName = Annotated[str, Path(pattern=NAME_PATTERN, description="chosen by the agent, used once")]
+SessionHeader = Annotated[str, Header(pattern=NAME_PATTERN, description="name of the session")]
 
 
-class Opened(BaseModel):
-    """A session: its episode, and what the dataset says of it."""
+class SessionInfo(BaseModel):
+    """A session: its episode, and the row of the dataset."""
 
     session: str
     version: int
     group: str
     sibling: int
-    is_held_out: bool  # of an evaluation: nothing is learnt of it
+    is_held_out: bool  # the episode belongs to an evaluation and is not trained on
     prompt: Any  # of the dataset: text, or messages
     fields: dict[str, Any]  # the other columns of its row
     lease_s: float
-    num_tokens: int  # read and written so far
+    num_tokens: int  # prompt, observations and generated tokens so far
     num_turns: int
 
 
-class TextPart(Given):
+class TextPart(RequestBody):
+    """Text as part of a message's content."""
+
     type: Literal["text"]
     text: str
 
 
-class Said(Given):
-    """One message of a conversation. What OpenAI's clients say of it besides is not told to the model."""
+class ChatMessageParam(RequestBody):
+    """A message of a conversation. Only `role` and `content` reach the model."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | list[TextPart]
@@ -59,21 +60,22 @@ class Said(Given):
     annotations: None = None
     audio: None = None
 
-    def plain(self) -> ChatMessage:
-        """Parts are put one after the other."""
-        parts = self.content
-        return ChatMessage(
-            self.role, parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        )
+    def to_message(self) -> ChatMessage:
+        """The parts of the content are concatenated."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return ChatMessage(self.role, text)
 
 
-class Asked(Given):
-    """A chat completion. How tokens are drawn is the run's to say, for it trains on them."""
+class ChatCompletionRequest(RequestBody):
+    """A request for the model's next turn. The run fixes the sampling parameters, as it trains on them."""
 
     model: Literal["policy"] = "policy"
-    messages: list[Said] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1, description="longest turn, the same in all calls")
-    max_completion_tokens: int | None = Field(default=None, ge=1, description="another name of max_tokens")
+    messages: list[ChatMessageParam] = Field(min_length=1)
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="maximum length of a turn, the same in all requests of a session"
+    )
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="the same as max_tokens")
     temperature: float | None = None
     top_p: float | None = None
     n: Literal[1] | None = None
@@ -82,37 +84,45 @@ class Asked(Given):
     seed: None = None
 
 
-class Reward(Given):
-    """What an episode was worth; null: the run's own reward tasks judge it."""
+class EpisodeReward(RequestBody):
+    """The reward of an episode; null: the run's reward tasks score it."""
 
-    reward: Annotated[float, Field(ge=-MOST_REWARD, le=MOST_REWARD)] | None
+    reward: RewardValue | None
 
 
-class Ended(BaseModel):
+class SessionEnd(BaseModel):
+    """How a session ended."""
+
     session: str
-    end: str
+    end_reason: str
 
 
-class Wrote(BaseModel):
+class AssistantMessage(BaseModel):
+    """The message that the model generated."""
+
     role: Literal["assistant"] = "assistant"
     content: str
 
 
 class Choice(BaseModel):
+    """The only choice of a completion."""
+
     index: Literal[0] = 0
-    message: Wrote
+    message: AssistantMessage
     finish_reason: Literal["stop", "length"]
-    token_ids: list[int]  # as they are trained on
+    token_ids: list[int]  # as sampled, and as trained on
 
 
 class Usage(BaseModel):
+    """Numbers of tokens; the prompt is all that the turn follows."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class Completion(BaseModel):
-    """As OpenAI's, and beside it what an agent that is trained should know."""
+class ChatCompletion(BaseModel):
+    """OpenAI's chat completion, with the policy version and the tokens left in the episode."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -120,148 +130,154 @@ class Completion(BaseModel):
     model: Literal["policy"] = "policy"
     choices: list[Choice]
     usage: Usage
-    version: int  # that wrote it
-    num_left: int  # tokens that the episode may still have
+    version: int  # that generated the turn
+    num_tokens_left: int  # that the episode may still have
 
 
-class Model(BaseModel):
+class ServedModel(BaseModel):
+    """The policy, as a model of OpenAI's API."""
+
     id: Literal["policy"] = "policy"
     object: Literal["model"] = "model"
     owned_by: str = "dora"
 
 
-class Models(BaseModel):
+class ModelList(BaseModel):
+    """The models of the service."""
+
     object: Literal["list"] = "list"
-    data: list[Model] = [Model()]
+    data: list[ServedModel] = [ServedModel()]
 
 
 @router.get("/models")
-async def models() -> Models:
-    """The one model there is: the policy, in the version of the session."""
-    return Models()
+async def get_models() -> ModelList:
+    """The only model is the policy, in the version of the session."""
+    return ModelList()
 
 
 @router.put("/sessions/{session}")
-async def open_session(
-    session: Name,
-    run: Run,
-    request: Request,
-    wait_s: Annotated[float, Query(ge=0, le=60, description="for an episode")] = 0.0,
-) -> Opened:
-    """Take an episode that waits for an agent; 429 if there is none yet. To repeat it changes nothing."""
+async def open_session(session: SessionName, run: Run, request: Request, wait_s: Wait = 0.0) -> SessionInfo:
+    """Open an episode that waits for an agent; 429 if there is none. A repeated request changes nothing."""
 
-    def open_one(context: RunContext) -> Opened | None:
-        found = agents(context).open(session)
-        return None if found is None else _opened(context, found)
+    def open_waiting(context: RunContext) -> SessionInfo | None:
+        opened = _agent_sessions(context).open(session)
+        return None if opened is None else _session_info(context, opened)
 
-    opened = await while_connected(request, run.wait(open_one, wait_s))
+    opened = await while_connected(request, run.wait(open_waiting, wait_s))
     if opened is None:
-        raise ServiceError(429, "no episode waits for an agent; ask again")
+        raise ServiceError(429, "no episode waits for an agent; try again")
     return opened
 
 
 @router.get("/sessions/{session}")
-async def look_at_session(session: Name, run: Run) -> Opened:
-    """The session as it is; also keeps it from expiring, should a tool take long."""
-    return await run(lambda context: _opened(context, agents(context).get(session)))
+async def get_session(session: SessionName, run: Run) -> SessionInfo:
+    """The state of the session. Renews its lease, so that it does not expire during a long tool call."""
+    return await run(lambda context: _session_info(context, _agent_sessions(context).get(session)))
 
 
 @router.delete("/sessions/{session}")
-async def give_up_session(session: Name, run: Run) -> Ended:
-    """The agent cannot go on: the group has failed, unless nothing was asked in the session yet."""
-    return await run(lambda context: _ended(agents(context).abandon(session)))
+async def abandon_session(session: SessionName, run: Run) -> SessionEnd:
+    """The agent cannot continue: the group fails, unless the session has no turn yet."""
+    return await run(lambda context: _session_end(_agent_sessions(context).abandon(session)))
 
 
 @router.post("/sessions/{session}/reward")
-async def post_reward(session: Name, reward: Reward, run: Run) -> Ended:
-    """The episode is over, and was worth this."""
-    return await run(lambda context: _ended(agents(context).finish(session, reward.reward)))
+async def post_reward(session: SessionName, body: EpisodeReward, run: Run) -> SessionEnd:
+    """End the episode with its reward."""
+    return await run(lambda context: _session_end(_agent_sessions(context).finish(session, body.reward)))
 
 
 @router.post("/chat/completions")
-async def complete(asked: Asked, run: Run, request: Request, dora_session: Named) -> Completion:
-    """The model's answer to a conversation, from the version that the session has."""
-    messages = tuple(said.plain() for said in asked.messages)
-    max_tokens = asked.max_tokens or asked.max_completion_tokens
+async def create_completion(
+    body: ChatCompletionRequest, run: Run, request: Request, dora_session: SessionHeader
+) -> ChatCompletion:
+    """The model's next turn in a conversation, by the version of the session."""
+    messages = tuple(message.to_message() for message in body.messages)
+    max_tokens = body.max_tokens or body.max_completion_tokens
 
-    def answer(context: RunContext) -> Completion | None:
-        found = agents(context)
-        _check_drawing(context, asked)
-        done = found.complete(dora_session, messages, max_tokens)
-        return None if done is None else _completion(found.get(dora_session), done)
+    def complete(context: RunContext) -> ChatCompletion | None:
+        sessions = _agent_sessions(context)
+        _check_sampling(context, body)
+        turn = sessions.complete(dora_session, messages, max_tokens)
+        return None if turn is None else _completion(sessions.get(dora_session), turn)
 
-    completion = await while_connected(request, run.wait(answer, ANSWER_S))
+    completion = await while_connected(request, run.wait(complete, TURN_TIMEOUT_S))
     if completion is None:
-        raise ServiceError(429, f"no answer within {ANSWER_S:g} s; it is being written, repeat the call")
+        raise ServiceError(
+            429, f"no turn within {TURN_TIMEOUT_S:g} s; the model is still generating, repeat the request"
+        )
     return completion
 
 
-def agents(context: RunContext) -> AgentSessions:
-    """The player of a run that agents play. Raises ServiceError for any other run."""
-    player = context.agent_sessions
-    if player is None:
+def _agent_sessions(context: RunContext) -> AgentSessions:
+    """Raises ServiceError for a run without agents."""
+    sessions = context.agent_sessions
+    if sessions is None:
         raise ServiceError(409, "this run has no sessions; start it with service.agents = true")
-    return player
+    return sessions
 
 
-def _check_drawing(context: RunContext, asked: Asked) -> None:
+def _check_sampling(context: RunContext, body: ChatCompletionRequest) -> None:
+    """Raises ServiceError for sampling parameters that are not the run's."""
     sampling = context.setup.config.sampling
-    for key, fixed in (("temperature", sampling.temperature), ("top_p", sampling.top_p)):
-        if getattr(asked, key) not in (None, fixed):
-            raise ServiceError(409, f"{key} is sampling.{key} = {fixed:g} of the run; leave it out")
-    if len({asked.max_tokens, asked.max_completion_tokens} - {None}) > 1:
-        raise ServiceError(409, "max_tokens and max_completion_tokens are one and differ; leave one out")
+    for key, value in (("temperature", sampling.temperature), ("top_p", sampling.top_p)):
+        if getattr(body, key) not in (None, value):
+            raise ServiceError(409, f"{key} must be the run's sampling.{key} = {value:g}; leave it out")
+    if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
+        raise ServiceError(
+            409, "max_tokens and max_completion_tokens have the same meaning but differ; leave one out"
+        )
 
 
-def _opened(context: RunContext, session: AgentSession) -> Opened:
+def _session_info(context: RunContext, session: AgentSession) -> SessionInfo:
     request = session.episode.request
     source = context.setup.source_of(request.group)
-    return Opened(
+    return SessionInfo(
         session=session.name,
         version=session.version,
         group=str(request.group),
         sibling=request.sibling,
         is_held_out=request.is_held_out,
         prompt=source.prompt(request.row),
-        fields=_plain(source.fields(request.row)),
+        fields=_to_json(source.fields(request.row)),
         lease_s=context.setup.config.service.session_timeout_s,
         num_tokens=session.num_tokens,
         num_turns=0 if session.answer is None else session.answer.turn.number + 1,
     )
 
 
-def _ended(session: AgentSession) -> Ended:
-    return Ended(session=session.name, end=session.end_reason)
+def _session_end(session: AgentSession) -> SessionEnd:
+    return SessionEnd(session=session.name, end_reason=session.end_reason)
 
 
-def _completion(session: AgentSession, answer: AssistantTurn) -> Completion:
-    turn, num_prompt = answer.turn, answer.num_prompt_tokens
-    return Completion(
+def _completion(session: AgentSession, answer: AssistantTurn) -> ChatCompletion:
+    turn, num_prompt_tokens = answer.turn, answer.num_prompt_tokens
+    return ChatCompletion(
         id=f"chatcmpl-{session.name}-{turn.number}",
         created=int(time.time()),
         choices=[
             Choice(
-                message=Wrote(content=answer.text),
+                message=AssistantMessage(content=answer.text),
                 finish_reason="stop" if turn.finish_reason == "stop" else "length",
                 token_ids=turn.token_ids,
             )
         ],
         usage=Usage(
-            prompt_tokens=num_prompt,
+            prompt_tokens=num_prompt_tokens,
             completion_tokens=len(turn.token_ids),
-            total_tokens=num_prompt + len(turn.token_ids),
+            total_tokens=num_prompt_tokens + len(turn.token_ids),
         ),
         version=session.version,
-        num_left=turn.num_left,
+        num_tokens_left=turn.num_left,
     )
 
 
-def _plain(value: Any) -> Any:
-    """What JSON can say of a value of a dataset: no nan, and other things as text."""
+def _to_json(value: Any) -> Any:
+    """A value of a dataset as JSON: nan and inf become null, and other types become text."""
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _to_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_to_json(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | None) else str(value)

@@ -1,7 +1,7 @@
-"""Middleware in front of all routes: it checks the auth token and limits the size, time and number of requests.
+"""Middleware in front of all routes: it checks the auth token and limits the size and number of requests.
 
-The token is compared in constant time, before any of the body is read. A body is counted while it arrives, so an
-oversized one is never held in memory.
+The token is compared in constant time, before any of the body is read. A body is counted while it arrives,
+so an oversized one is never held in memory.
 """
 
 from __future__ import annotations

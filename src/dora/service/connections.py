@@ -1,7 +1,6 @@
-"""Connections of the service: how many there may be, and how long one may say nothing.
+"""Limit the service's connections: their number, and how long a client may take for a request's head.
 
-Each is an open file of the driver's, and whoever opens one has not shown a token yet. So they are few
-enough for the run to have files left, and those that are silent make room for those that are not.
+Each connection is an open file of the driver, and is made before its client has shown an auth token.
 """
 
 from __future__ import annotations
@@ -12,67 +11,67 @@ import resource
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_S = 10.0  # that the head of a call may take
+HEAD_TIMEOUT_S = 10.0  # for the head of a request
 MAX_CONNECTIONS = 1024
-BACKLOG = 64  # connections that are taken up at once, beyond the most there may be
+BACKLOG = 64  # connections that the kernel accepts before the server does
 
 
-def most_connections() -> int:
-    """Half of the files that this process may have open, for the run needs some too."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, most // 2)
+def max_connections() -> int:
+    """At most half of the files that this process may open, because the run needs some too."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, limit // 2)
 
 
-class Connection(H11Protocol):
-    """One connection. While no call is under way in it, it may be closed for the sake of another one."""
+class LimitedConnection(H11Protocol):
+    """A connection that counts against `max_connections` and may be closed while it is idle."""
 
-    silent_since_s: float | None = None  # on the loop's clock; None: a call is being answered
-    _deadline: asyncio.TimerHandle | None = None  # of the head that is awaited
+    idle_since_s: float | None = None  # on the loop's clock; None: a request is in progress
+    _head_timer: asyncio.TimerHandle | None = None  # closes the connection unless the head arrives
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close the one that has been silent for longest if there are too many, or this one."""
+        """Over the limit, close the connection that has been idle longest, possibly this one."""
         super().connection_made(transport)
-        self._await_head()
-        self.silent_since_s = self.loop.time()
-        if len(self.connections) > most_connections():
-            silent = [each for each in self.connections if _since_s(each) is not None]
-            oldest = min(silent, key=lambda each: _since_s(each) or 0.0)
+        self._start_head_timer()
+        self.idle_since_s = self.loop.time()
+        if len(self.connections) > max_connections():
+            idle = [each for each in self.connections if _idle_since_s(each) is not None]
+            oldest = min(idle, key=lambda each: _idle_since_s(each) or 0.0)
             oldest.transport.abort()
             self.connections.discard(oldest)
 
     def data_received(self, data: bytes) -> None:
-        """A head that has begun must come to its end."""
+        """Start the timer of a request's head with its first bytes, and stop it after the last."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._end_deadline()
-        elif self._deadline is None:
-            self._await_head()
-        self._note()
+            self._stop_head_timer()
+        elif self._head_timer is None:
+            self._start_head_timer()
+        self._update_idle()
 
     def on_response_complete(self) -> None:
-        """It rests, or goes on with what has come already."""
+        """uvicorn may start a pipelined request here; else the connection is idle."""
         super().on_response_complete()
-        self._note()
+        self._update_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
+        """Stop the timer."""
         super().connection_lost(exc)
-        self._end_deadline()
+        self._stop_head_timer()
 
-    def _await_head(self) -> None:
-        self._deadline = self.loop.call_later(HEAD_S, self.transport.abort)
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
 
-    def _end_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-    def _note(self) -> None:
+    def _update_idle(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self.silent_since_s = None
-        elif self.silent_since_s is None:
-            self.silent_since_s = self.loop.time()
+            self.idle_since_s = None
+        elif self.idle_since_s is None:
+            self.idle_since_s = self.loop.time()
 
 
-def _since_s(connection: object) -> float | None:
-    return connection.silent_since_s if isinstance(connection, Connection) else None
+def _idle_since_s(connection: object) -> float | None:
+    return connection.idle_since_s if isinstance(connection, LimitedConnection) else None

@@ -1,7 +1,7 @@
 """How the handlers of routes reach the run.
 
-A handler awaits `run(function)`: the driver calls `function(context)` between two events. What the function raises
-becomes the response, a ServiceError with the status it names.
+A handler awaits `run(function)`: the driver calls `function(context)` between two events. An exception of
+the function becomes the error response; a ServiceError has its status.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RunContext(Protocol):
     def external_rewards(self) -> Mapping[str, ExternalRewards]: ...
 
     @property
-    def num_prompts_taken(self) -> int: ...
+    def num_prompts_fetched(self) -> int: ...
 
     @property
     def num_prompts_wanted(self) -> int: ...

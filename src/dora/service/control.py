@@ -1,139 +1,273 @@
-"""Looking at a run and steering it: status, versions, engines, pause and resume.
+"""Routes that show the state of a run, and that pause it and change its engines.
 
-Looking is always possible; steering only while the run trains, for else there is nothing to steer.
+The state is available at any time; changes are possible only while the run trains.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, Field
 
 from dora.errors import ServiceError
-from dora.service import state
 from dora.service.context import Run, RunContext, while_connected
-from dora.service.models import Given
-from dora.service.prometheus import Traffic, of_run
-from dora.service.state import Engines, EngineState, Status, Versions
+from dora.service.models import RequestBody, Wait
 
 router = APIRouter(tags=["run"])
 MAX_NEW_ENGINES = 64  # in one request
-ORDER_S = 5.0  # that the orchestrator may take to answer
+DRAIN_TIMEOUT_S = 5.0  # for the orchestrator's answer to a request to drain an engine
 
-Wait = Annotated[float, Query(ge=0, le=60, description="how long to wait for it (s)")]
-Number = Annotated[int, Path(ge=0, lt=2**31, description="number of the engine")]
+EngineNumber = Annotated[int, Path(ge=0, lt=2**31, description="number of the engine")]
 
 
-class Health(BaseModel):
-    """The service answers."""
+class HealthResponse(BaseModel):
+    """The service responds."""
 
     status: Literal["ok"] = "ok"
 
 
-class More(Given):
+class GroupCounts(BaseModel):
+    """The groups admitted so far, and how they ended."""
+
+    admitted: int
+    trained: int
+    filtered: int
+    failed: int
+
+
+class AgentCounts(BaseModel):
+    """Open sessions of agents, and episodes that no agent has opened yet."""
+
+    sessions: int
+    waiting: int
+
+
+class ProgressStatus(BaseModel):
+    """Progress of the run; times in seconds. `not_training`: it starts, evaluates, saves or ends."""
+
+    phase: Literal["training", "paused", "not_training"]
+    num_steps: int
+    num_steps_trained: int
+    newest_version: int | None
+    groups: GroupCounts
+    num_requests: int  # unfinished
+    num_waiting: int  # unfinished requests that no engine has
+    num_engines: int
+    now_s: float
+    stall_s: float
+    waits_for: str | None  # the group that the trainer waits for
+    awaited_inputs: list[str]  # external inputs that the run waits, or may have to wait, for
+    agents: AgentCounts | None  # null: the run has no agents
+
+
+class StoredVersion(BaseModel):
+    """A version that is published and not retired."""
+
+    version: int
+    digest: str
+    num_requests: int  # unfinished requests of this version
+    engines: list[int]  # engines that have loaded it
+
+
+class VersionList(BaseModel):
+    """The stored versions, oldest first."""
+
+    newest: int | None
+    versions: list[StoredVersion]
+
+
+class EngineStatus(BaseModel):
+    """One engine; `end` says how it ended: "left", or "lost" with the reason."""
+
+    engine: int
+    state: Literal["starting", "running", "paused", "draining", "ended"]
+    num_rows: int = 0
+    num_rows_used: int = 0
+    versions: list[int] = []
+    loading: int | None = None
+    end: str | None = None
+
+
+class EngineList(BaseModel):
+    """All engines there have been, by number."""
+
+    engines: list[EngineStatus]
+
+
+class NewEngines(RequestBody):
     """How many engines to start."""
 
     count: int = Field(default=1, ge=1, le=MAX_NEW_ENGINES)
 
 
-class Paused(BaseModel):
+class PauseState(BaseModel):
+    """Whether the run is paused."""
+
     is_paused: bool
 
 
-async def health() -> Health:
-    """Whether anybody is there; the only call without a token."""
-    return Health()
+# --- the state, called by the driver; nothing here changes the run
+
+
+def progress_status(context: RunContext) -> ProgressStatus:
+    """Progress of the run."""
+    state, limits = context.state(), context.setup.limits
+    phase: Literal["training", "not_training"] = "training" if context.is_training else "not_training"
+    sessions = context.agent_sessions
+    return ProgressStatus(
+        phase="paused" if context.is_paused else phase,
+        num_steps=limits.num_steps,
+        num_steps_trained=state.num_trained // limits.batch_size,
+        newest_version=state.newest_published,
+        groups=GroupCounts(
+            admitted=state.num_admitted,
+            trained=state.num_trained,
+            filtered=state.num_filtered,
+            failed=state.num_failed,
+        ),
+        num_requests=len(state.requests),
+        num_waiting=sum(map(len, state.waiting.values())),
+        num_engines=len(state.engines),
+        now_s=context.now_s,
+        stall_s=state.stall_s,
+        waits_for=None if state.stall_group is None else str(state.stall_group),
+        awaited_inputs=context.awaited_inputs(),
+        agents=None
+        if sessions is None
+        else AgentCounts(sessions=sessions.num_sessions, waiting=sessions.num_waiting),
+    )
+
+
+def stored_versions(context: RunContext) -> VersionList:
+    """The stored versions."""
+    state = context.state()
+    return VersionList(
+        newest=state.newest_published,
+        versions=[
+            StoredVersion(
+                version=version,
+                digest=digest,
+                num_requests=state.num_unfinished.get(version, 0),
+                engines=[engine.id for engine in state.engines.values() if version in engine.loaded],
+            )
+            for version, digest in sorted(state.stored_versions.items())
+        ],
+    )
+
+
+def all_engines(context: RunContext) -> EngineList:
+    """All engines there have been."""
+    return EngineList(engines=[engine_status(context, engine) for engine in context.engines.all_engines])
+
+
+def engine_status(context: RunContext, engine: int) -> EngineStatus:
+    """One engine. Raises ServiceError if the run never had it."""
+    control, record = context.engines, context.state().engines.get(engine)
+    if engine not in control.all_engines:
+        raise ServiceError(404, f"the run has no engine {engine}; GET /v1/engines lists them")
+    if (end := control.engine_end(engine)) is not None:
+        return EngineStatus(engine=engine, state="ended", end=end)
+    if record is None:
+        return EngineStatus(engine=engine, state="starting")
+    is_paused = record.is_pausing or record.is_paused or context.is_paused
+    return EngineStatus(
+        engine=engine,
+        state="draining" if record.is_draining else "paused" if is_paused else "running",
+        num_rows=record.num_rows,
+        num_rows_used=record.num_rows - record.free_rows,
+        versions=sorted(record.loaded),
+        loading=record.loading,
+    )
+
+
+# --- routes
+
+
+async def health() -> HealthResponse:
+    """Whether the service responds; the only request without an auth token."""
+    return HealthResponse()
 
 
 @router.get("/v1/status")
-async def status(run: Run) -> Status:
-    """Where the run stands."""
-    return await run(state.status)
+async def get_status(run: Run) -> ProgressStatus:
+    """Progress of the run."""
+    return await run(progress_status)
 
 
 @router.get("/v1/versions")
-async def versions(
+async def get_versions(
     run: Run,
     request: Request,
     newer_than: Annotated[int, Query(ge=-1, lt=2**31, description="wait for a version after this one")] = -1,
     wait_s: Wait = 0.0,
-) -> Versions:
-    """The versions that are kept; after `wait_s` also if none is newer than `newer_than`."""
+) -> VersionList:
+    """The stored versions, once one is newer than `newer_than`, at the latest after `wait_s`."""
 
-    def newer(context: RunContext) -> Versions | None:
+    def newer_versions(context: RunContext) -> VersionList | None:
         newest = context.state().newest_published
-        return state.versions(context) if newest is not None and newest > newer_than else None
+        return stored_versions(context) if newest is not None and newest > newer_than else None
 
-    found = await while_connected(request, run.wait(newer, wait_s))
-    return await run(state.versions) if found is None else found
+    found = await while_connected(request, run.wait(newer_versions, wait_s))
+    return await run(stored_versions) if found is None else found
 
 
 @router.get("/v1/engines")
-async def engines(run: Run) -> Engines:
-    """The engines, those that ended included."""
-    return await run(state.engines)
+async def get_engines(run: Run) -> EngineList:
+    """All engines, those that have ended included."""
+    return await run(all_engines)
 
 
 @router.post("/v1/engines", status_code=202)
-async def add_engines(more: More, run: Run) -> Engines:
-    """Start engines, which join once they are ready; the answer has those that start."""
+async def add_engines(body: NewEngines, run: Run) -> EngineList:
+    """Start engines, which join once they are ready; returns the new ones."""
 
-    def start(context: RunContext) -> Engines:
+    def start(context: RunContext) -> EngineList:
         context.check_training()
-        numbers = context.engines.add_engines(more.count)
-        return Engines(engines=[EngineState(engine=number, state="starting") for number in numbers])
+        engines = context.engines.add_engines(body.count)
+        return EngineList(engines=[EngineStatus(engine=engine, state="starting") for engine in engines])
 
     return await run(start)
 
 
 @router.post("/v1/engines/{engine}/drain", status_code=202)
-async def drain_engine(engine: Number, run: Run) -> EngineState:
-    """Have an engine leave once its requests have moved or finished; nothing is generated again."""
-    is_asked = False
+async def drain_engine(engine: EngineNumber, run: Run) -> EngineStatus:
+    """Remove an engine once its requests have migrated or finished; no token is generated again."""
+    is_requested = False
 
-    def drain(context: RunContext) -> EngineState | None:
-        nonlocal is_asked
-        if not is_asked:
-            state.engine(context, engine)  # or 404, whatever the run is doing
+    def drain(context: RunContext) -> EngineStatus | None:
+        nonlocal is_requested
+        if not is_requested:
+            engine_status(context, engine)  # an unknown engine is 404, whatever the run is doing
             context.check_training()
             context.engines.drain_engine(engine)
-            is_asked = True
-        if (refusal := context.engines.drain_rejection(engine)) is not None:
-            raise ServiceError(409, f"engine {engine} stays: {refusal}; add another one first")
-        found = state.engine(context, engine)
-        return None if found.state == "working" else found
+            is_requested = True
+        if (reason := context.engines.drain_rejection(engine)) is not None:
+            raise ServiceError(409, f"engine {engine} cannot be drained: {reason}; add another one first")
+        found = engine_status(context, engine)
+        return None if found.state == "running" else found
 
-    found = await run.wait(drain, ORDER_S)
-    return await run(lambda context: state.engine(context, engine)) if found is None else found
+    found = await run.wait(drain, DRAIN_TIMEOUT_S)
+    return await run(lambda context: engine_status(context, engine)) if found is None else found
 
 
 @router.post("/v1/pause")
-async def pause(run: Run) -> Paused:
-    """Have the whole run stand still; nothing is lost. A training step under way is ended."""
+async def pause(run: Run) -> PauseState:
+    """Pause the whole run; nothing is lost. A training step in progress finishes."""
 
-    def hold(context: RunContext) -> Paused:
+    def pause_run(context: RunContext) -> PauseState:
         context.pause()
-        return Paused(is_paused=True)
+        return PauseState(is_paused=True)
 
-    return await run(hold)
+    return await run(pause_run)
 
 
 @router.post("/v1/resume")
-async def resume(run: Run) -> Paused:
-    """Have it go on."""
+async def resume(run: Run) -> PauseState:
+    """End a pause."""
 
-    def release(context: RunContext) -> Paused:
+    def resume_run(context: RunContext) -> PauseState:
         context.resume()
-        return Paused(is_paused=False)
+        return PauseState(is_paused=False)
 
-    return await run(release)
-
-
-@router.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
-async def metrics(run: Run, request: Request) -> Response:
-    """Everything that is measured, for Prometheus."""
-    traffic: Traffic = request.app.state.traffic
-    text = await run(of_run) + traffic.exposition()
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    return await run(resume_run)

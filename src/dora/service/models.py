@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -35,6 +35,8 @@ ERROR_STATUSES = {
 }
 RETRY_AFTER = {"Retry-After": "1"}  # seconds; header of a response with status 429
 
+MAX_REWARD = 1e6  # absolute value, as in dora.trainer.advantage
+RewardValue = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 Wait = Annotated[float, Query(ge=0, le=60, description="how long to wait for a result (s)")]
 
 

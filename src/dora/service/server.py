@@ -1,7 +1,7 @@
 """The web server of a run, in a thread of the driver.
 
-It binds its address before the run starts, so that an address in use is found early. It responds from the moment
-the run has its processes until the run is over.
+It binds its address before the run starts, so that an address in use is found early. It responds as soon as
+the workers are being started, and until the run is over.
 """
 
 from __future__ import annotations
@@ -9,36 +9,38 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
-import resource
 import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import h11
 import uvicorn
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dora.auth_token import new_auth_token, read_auth_token, write_private_file
 from dora.config.schema import ServiceSection
 from dora.errors import ConfigError, RunError
 from dora.runtime.control.requests import RequestQueue
-from dora.service import agents, control, experience, prometheus, training
+from dora.service import agents, control, prometheus, rewards, training, weights
 from dora.service.auth import AuthMiddleware
+from dora.service.connections import BACKLOG, LimitedConnection
 from dora.service.context import RunContext, RunHandle
 from dora.service.models import ERROR_RESPONSES, AsciiJSONResponse, add_error_handlers
 
 ADDRESS_FILE = "service.json"  # in the run's folder: URL and auth token
 START_TIMEOUT_S, STOP_TIMEOUT_S = 10, 5
 KEEP_ALIVE_S = 75  # an idle connection stays open this long after a response
-HEAD_TIMEOUT_S = 10.0  # for the head of a request
-MAX_CONNECTIONS = 1024
-BACKLOG = 64  # connections that the kernel accepts before the server does
 
-ROUTERS = (control.router, prometheus.router, agents.router, experience.router, training.router)
+ROUTERS = (
+    control.router,
+    prometheus.router,
+    agents.router,
+    training.router,
+    weights.router,
+    rewards.router,
+)
 SIZE_LIMITS = {"/v1/weights": 2**63}  # bytes; the handler limits weights by the size of the model
 
 
@@ -109,8 +111,8 @@ def make_app(requests: RequestQueue[RunContext], auth_token: str, max_body_bytes
     app = FastAPI(
         title="DORA-RL",
         version="1",
-        description="HTTP API of a DORA-RL run: inspect and control it, run agents on its policy, and supply "
-        "prompts, rewards or a trainer from outside. See docs/service.md and docs/external-trainer.md.",
+        description="HTTP API of a DORA-RL run: inspect and control it, run agents on its policy, supply "
+        "prompts and rewards, or attach an external trainer. See docs/service.md, docs/external-trainer.md.",
         docs_url=None,
         redoc_url=None,
         default_response_class=AsciiJSONResponse,
@@ -125,70 +127,6 @@ def make_app(requests: RequestQueue[RunContext], auth_token: str, max_body_bytes
     app.state.routes = [route for router in ROUTERS for route in router.routes]
     app.get("/health", tags=["run"])(control.health)
     return AuthMiddleware(app, auth_token, max_body_bytes, SIZE_LIMITS, metrics.on_response)
-
-
-class LimitedConnection(H11Protocol):
-    """A connection that counts against `max_connections` and may be closed while it is idle.
-
-    Each connection is an open file of the driver, and is made before its client has shown an auth token.
-    """
-
-    idle_since_s: float | None = None  # on the loop's clock; None: a request is in progress
-    _head_timer: asyncio.TimerHandle | None = None  # closes the connection unless the head arrives
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Over the limit, close the connection that has been idle longest, possibly this one."""
-        super().connection_made(transport)
-        self._start_head_timer()
-        self.idle_since_s = self.loop.time()
-        if len(self.connections) > max_connections():
-            idle = [each for each in self.connections if _idle_since_s(each) is not None]
-            oldest = min(idle, key=lambda each: _idle_since_s(each) or 0.0)
-            oldest.transport.abort()
-            self.connections.discard(oldest)
-
-    def data_received(self, data: bytes) -> None:
-        """Start the timer of a request's head with its first bytes, and stop it after the last."""
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_head_timer()
-        elif self._head_timer is None:
-            self._start_head_timer()
-        self._update_idle()
-
-    def on_response_complete(self) -> None:
-        """uvicorn may start a pipelined request here; else the connection is idle."""
-        super().on_response_complete()
-        self._update_idle()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
-        super().connection_lost(exc)
-        self._stop_head_timer()
-
-    def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _update_idle(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.idle_since_s = None
-        elif self.idle_since_s is None:
-            self.idle_since_s = self.loop.time()
-
-
-def _idle_since_s(connection: object) -> float | None:
-    return connection.idle_since_s if isinstance(connection, LimitedConnection) else None
-
-
-def max_connections() -> int:
-    """At most half of the files that this process may open, because the run needs some too."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, limit // 2)
 
 
 def _bind(host: str, port: int) -> socket.socket:
