@@ -16,7 +16,7 @@ from typing import Any
 
 from fault_kinds import Strike, Wound, are_judges_ready, judges, killed
 
-from dora.runtime.process.launcher import set_ray_environment
+from dora.runtime.process.ray_connect import set_ray_environment
 from dora.runtime.process.worker_process import Worker
 from dora.service.context import RunContext
 

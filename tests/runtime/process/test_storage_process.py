@@ -74,14 +74,14 @@ class Life:
             pass
         self.feed.reconnect()
         self.store.subscribe(self.feed)
-        self.rewarding.ask_again()
+        self.rewarding.on_storage_replaced()
 
     def hear(self) -> list[GroupScored]:
         """What is judged, after at least one group is."""
         facts: list[GroupScored] = []
         while not facts:
             for worker, message in receive(self.told, 0.1):
-                found = self.rewarding.hear(worker, message) or []
+                found = self.rewarding.on_message(worker, message) or []
                 facts += [fact for fact in found if isinstance(fact, GroupScored)]
         return facts
 
@@ -177,7 +177,7 @@ def test_rewards_for_a_loan_of_a_lost_storage_are_no_rewards_for_one_of_the_next
         life.put(group)
     life.rewarding.kill()  # who judges is outside
     life.feed.request_scores(JUDGED, b"[{}, {}]")
-    judge.ask(JUDGED)
+    judge.add(JUDGED)
     lost = judge.lease()
     assert lost is not None
     life.kill()
@@ -185,12 +185,12 @@ def test_rewards_for_a_loan_of_a_lost_storage_are_no_rewards_for_one_of_the_next
         judge.submit(lost.lease, [1.0, 1.0])
     assert judge.has_group()  # which is nobody's by now
     life.begin_again()
-    judge.reconnect()
+    judge.on_storage_replaced()
     life.feed.request_scores(ASKED, b"[{}, {}]")
-    judge.ask(ASKED)
+    judge.add(ASKED)
     loan = judge.thread.submit(judge.lease).result()
     assert loan is not None
-    with pytest.raises(ServiceError, match=f"lease {lost.lease} is over"):
+    with pytest.raises(ServiceError, match=f"lease {lost.lease} has expired"):
         judge.submit(lost.lease, [1.0, 1.0])
     judge.submit(loan.lease, [0.0, 0.0])
     judge.close()

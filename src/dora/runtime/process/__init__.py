@@ -1,1 +1,1 @@
-"""NEW PACKAGE."""
+"""Processes of a run: start them on this machine or on a Ray cluster, and exchange messages with them."""

@@ -1,8 +1,8 @@
-"""A run on a Ray cluster: its workers are actors in placement groups. The only file that imports Ray.
+"""A run on a Ray cluster: its workers are actors in placement groups. The only module that imports Ray.
 
-Ray finds places for processes, starts and ends them, and takes weights to other nodes. What processes and
-the driver say to one another goes over lines of our own (`sealed`, `far`), and who lives is told by that: to
-Ray, an actor that hangs is alive.
+Ray reserves resources, starts and kills processes, and transfers weights to other nodes. Workers and the
+driver exchange messages over their own authenticated channels (`rpc`), and the driver detects a worker that
+hangs by its heartbeat: to Ray, such an actor is alive.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from dora import __version__
 from dora.config.schema import Config
 from dora.errors import RunError
 from dora.runtime.process import remote_kv, rpc
-from dora.runtime.process.launcher import (
+from dora.runtime.process.messages import EngineSpec, LoadWeights, PrefetchWeights
+from dora.runtime.process.ray_connect import (
     RayHead,
     check_reachable,
     join_with_timeout,
@@ -46,7 +47,6 @@ from dora.runtime.process.launcher import (
     run_with_timeout,
     wait_with_notice,
 )
-from dora.runtime.process.messages import EngineSpec, LoadWeights, PrefetchWeights
 from dora.runtime.process.resources import (
     ProcessResources,
     describe_shortage,
@@ -60,100 +60,104 @@ from dora.runtime.process.stream_workers import ConsumerSpec
 from dora.runtime.process.worker_process import WORKER_ENV, ForkedProcess, ProcessHandle, Target, run_target
 from dora.weights.store import RemoteVersionSource, WeightStore, make_store_folder
 
-NODE = "ray.io/node-id"  # a label of each node
-END_S = 1.0  # that Ray may take to say that an actor has ended, and how
-GONE_S = 30.0  # ... and to end: it would try for a minute to reach a head that has gone, and then abort
-LOOK_S = 1.0  # between two looks at which nodes there are
+NODE_LABEL = "ray.io/node-id"  # Ray gives each node this label
+EXIT_TIMEOUT_S = 1.0  # for Ray to report that an actor has exited, and why
+SHUTDOWN_TIMEOUT_S = 30.0  # for ray.shutdown() without a head: Ray would abort the process after a minute
+NODE_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
 class ReservedBundle:
-    """A bundle of a placement group."""
+    """A bundle of a placement group, which holds one process at a time."""
 
     group: PlacementGroup
     index: int
-    need: ProcessResources
+    resources: ProcessResources
 
 
 @dataclass(frozen=True)
 class DriverNode:
-    """What an actor has to know of the driver's node; a run that `spans` several has a line to its desk."""
+    """What an actor must know of the driver and its node."""
 
     node: str
-    spans: bool
-    pool_bytes: int  # of an engine's KV
-    desk: rpc.ChannelAddress | None = None
-    version: str = __version__  # the driver's
+    spans_nodes: bool  # whether the run may have several nodes
+    pool_bytes: int  # of an engine's KV pool
+    broker: rpc.ChannelAddress | None = None  # of migrations between nodes, see `remote_kv`
+    version: str = __version__  # of DORA
 
 
 class RayLauncher:
-    """A ground: where Ray has room."""
+    """Starts workers as actors; a `Launcher`."""
 
     def __init__(self, config: Config, pool_bytes: int, notice: Callable[[str], None]) -> None:
-        """Join the cluster, or start one, and reserve what the run begins with: an engine's KV has
-        `pool_bytes`. Raises RunError.
+        """Join or start a cluster, and reserve resources for all processes that the run starts with.
+
+        `pool_bytes`: of an engine's KV pool. Raises RunError.
         """
         self._config, self._notice = config.ray, notice
-        self.patience_s = config.runtime.start_timeout_s
-        self._is_own = not ray.is_initialized()
-        needs = run_resources(config)
-        if self._is_own:
-            self._join(total_resources(needs)["CPU"])
+        self.start_timeout_s = config.runtime.start_timeout_s
+        self._owns_ray = not ray.is_initialized()
+        processes = run_resources(config)
+        if self._owns_ray:
+            self._join(total_resources(processes)["CPU"])
         self.head = RayHead(ray.get_runtime_context().gcs_address)
-        self._spans = self._config.address is not None
-        self.host = ray.util.get_node_ip_address() if self._spans else None
+        self._spans_nodes = self._config.address is not None
+        self.host = ray.util.get_node_ip_address() if self._spans_nodes else None
         self._listener = rpc.Listener(self.host or "127.0.0.1")
-        self.home = DriverNode(ray.get_runtime_context().get_node_id(), self._spans, pool_bytes)
-        self._needs = {need.role: need for need in needs}
+        self.driver = DriverNode(ray.get_runtime_context().get_node_id(), self._spans_nodes, pool_bytes)
+        self._resources = {process.role: process for process in processes}
         self._groups: list[PlacementGroup] = []
         self._free: list[ReservedBundle] = []
-        self._versions: dict[int, ray.ObjectRef] = {}  # in Ray's memory
+        self._versions: dict[int, ray.ObjectRef] = {}  # in Ray's object store
         self._lock, self._is_closed = threading.Lock(), threading.Event()
-        self.unmet: set[RayProcess] = set()  # those of whom nothing is known yet
-        self._leaving: frozenset[str] = frozenset()
+        self.unconnected: set[RayProcess] = set()  # actors that have not called the driver yet
+        self._draining: frozenset[str] = frozenset()
         self._num_free = 0
-        with _asking():
-            self._reserve(needs)
-            for _ in range((self._config.max_engines or 0) - sum(need.role == "engine" for need in needs)):
-                self._group([engine_resources(config)])  # which a cluster that scales itself sees waiting
-        if self._spans:
-            threading.Thread(target=self._watch, name="watches nodes", daemon=True).start()
+        num_engines = sum(process.role == "engine" for process in processes)
+        with _run_errors():
+            self._reserve(processes)
+            for _ in range((self._config.max_engines or 0) - num_engines):
+                self._add_group([engine_resources(config)])  # while it waits, an autoscaler adds a node
+        if self._spans_nodes:
+            threading.Thread(target=self._watch_nodes, name="ray-nodes", daemon=True).start()
 
     @property
     def draining_nodes(self) -> frozenset[str]:
-        """Nodes that are being drained."""
-        return self._leaving
+        """Nodes that Ray is draining."""
+        return self._draining
 
     @property
     def num_free_slots(self) -> int:
-        """Places in which an engine could start now."""
+        """How many more engines could start now."""
         return self._num_free
 
     def start(self, name: str, target: Target, spec: Any) -> ProcessHandle:
-        """Environments stay with the driver; they have ways of their own to other machines."""
-        kind = role_of(spec)
-        if kind is None:
+        """See `Launcher`. Environment workers are forked: they reach other machines through `env.hosts`."""
+        role = role_of(spec)
+        if role is None:
             return ForkedProcess(name, target, spec)
-        home = self.home
-        if self._spans and isinstance(spec, EngineSpec):
+        driver = self.driver
+        if self._spans_nodes and isinstance(spec, EngineSpec):
             folder = spec.weights
-            home = replace(home, desk=self.expect(lambda line, _: remote_kv.serve_broker(line, folder)))
-        with _asking():
-            return RayProcess(self, self._take(kind), target, spec, home)
+            driver = replace(
+                driver, broker=self.expect(lambda channel, _: remote_kv.serve_broker(channel, folder))
+            )
+        with _run_errors():
+            return RayProcess(self, self._acquire(role), target, spec, driver)
 
-    def expect(self, met: rpc.OnConnect) -> rpc.ChannelAddress:
-        """As `Listener.expect`."""
-        return self._listener.expect(met)
+    def expect(self, on_connect: rpc.OnConnect) -> rpc.ChannelAddress:
+        """See `Listener.expect`."""
+        return self._listener.expect(on_connect)
 
-    def give_back(self, place: ReservedBundle) -> None:
-        """Nobody is there any more; who takes it waits there until Ray, too, knows that."""
+    def release(self, bundle: ReservedBundle) -> None:
+        """Free the bundle of an actor that has exited; the next one in it waits until Ray knows that too."""
         with self._lock:
-            self._free.append(place)
+            self._free.append(bundle)
 
-    def shipped(self, store: WeightStore, version: int) -> ray.ObjectRef:
-        """A version in Ray's memory, where it is put once; those that have been retired leave it.
+    def put_version(self, store: WeightStore, version: int) -> ray.ObjectRef:
+        """Put a version into Ray's object store, once, and remove retired versions from it.
 
-        Raises FileNotFoundError if this one is.
+        Raises FileNotFoundError if the version is retired.
         """
         with self._lock:
             stored = store.versions()
@@ -166,22 +170,22 @@ class RayLauncher:
         self._is_closed.set()
         self._listener.close()
         if not self.head.is_reachable:
-            return run_with_timeout(GONE_S, ray.shutdown)
+            return run_with_timeout(SHUTDOWN_TIMEOUT_S, ray.shutdown)
         with contextlib.suppress(RayError):
             for group in self._groups:
                 remove_placement_group(group)
         self._versions.clear()
-        if self._is_own:
+        if self._owns_ray:
             ray.shutdown()
 
     def _join(self, num_cpus: float) -> None:
-        """Start Ray, or join it. Raises RunError, with what Ray says."""
+        """Start Ray with at least `num_cpus`, or join a cluster. Raises RunError."""
         address = self._config.address
         ray_constants.ENABLE_RAY_CLUSTER = address is not None  # else Ray stays on loopback, as on macOS
-        own: dict[str, Any] = {
+        local: dict[str, Any] = {
             "include_dashboard": False,
             "num_cpus": max(os.cpu_count() or 1, round(num_cpus + 0.5)),
-            "_system_config": {"worker_niceness": 0},  # else other programs come before the run
+            "_system_config": {"worker_niceness": 0},  # by default workers have a lower priority
         }
         init = partial(
             ray.init,
@@ -193,102 +197,110 @@ class RayLauncher:
         try:
             with preserve_signals():
                 if address is None:
-                    init(address="local", **own)  # else it joins any that runs here
+                    init(address="local", **local)  # without "local" it joins any cluster of this machine
                 else:
-                    found = canonicalize_bootstrap_address_or_die(address)
-                    check_reachable(address, found)
-                    join_with_timeout(partial(init, address=found), address, self.patience_s)
+                    resolved = canonicalize_bootstrap_address_or_die(address)
+                    check_reachable(address, resolved)
+                    join_with_timeout(partial(init, address=resolved), address, self.start_timeout_s)
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-            where = f"ray.address = {address!r} cannot be joined" if address else "Ray cannot be started here"
-            raise RunError(f"{where}: {error}") from error
+            action = f"cannot join ray.address = {address!r}" if address else "cannot start Ray here"
+            raise RunError(f"{action}: {error}") from error
 
-    def _reserve(self, needs: list[ProcessResources]) -> None:
-        """All at once: a run begins with everything, or not at all. Raises RunError."""
-        group, resources = self._group(needs), ray.cluster_resources
+    def _reserve(self, processes: list[ProcessResources]) -> None:
+        """Reserve for all processes together; raises RunError if not all fit."""
+        group, resources = self._add_group(processes), ray.cluster_resources
         if not wait_with_notice(
-            group.wait, self.patience_s, lambda: self._notice(describe_shortage(needs, resources()))
+            group.wait, self.start_timeout_s, lambda: self._notice(describe_shortage(processes, resources()))
         ):
             remove_placement_group(group)
             raise RunError(
-                f"no room within runtime.start_timeout_s = {self.patience_s:g} s: "
-                f"{describe_shortage(needs, resources())}; lower engine.num_engines or ray.*_cpus, or add nodes"
+                f"the run got no resources within runtime.start_timeout_s = {self.start_timeout_s:g} s: "
+                f"{describe_shortage(processes, resources())}; lower engine.num_engines or ray.*_cpus, "
+                "or add nodes"
             )
 
-    def _group(self, needs: list[ProcessResources]) -> PlacementGroup:
-        """A new group, whose places are free."""
+    def _add_group(self, processes: list[ProcessResources]) -> PlacementGroup:
+        """Request a placement group with one bundle for each process."""
+        on_driver_node = {NODE_LABEL: self.driver.node}
         group = placement_group(
-            [need.bundle for need in needs],
+            [process.bundle for process in processes],
             strategy="SPREAD" if self._config.spread else "PACK",
-            bundle_label_selector=[{NODE: self.home.node} if need.on_driver_node else {} for need in needs],
+            bundle_label_selector=[on_driver_node if each.on_driver_node else {} for each in processes],
         )
         with self._lock:
             self._groups.append(group)
-            self._free += [ReservedBundle(group, index, need) for index, need in enumerate(needs)]
+            self._free += [ReservedBundle(group, index, process) for index, process in enumerate(processes)]
         return group
 
-    def _take(self, kind: str) -> ReservedBundle:
-        """One that is free, on a node that stays if there is one; or a new one."""
+    def _acquire(self, role: str) -> ReservedBundle:
+        """A free bundle, if possible on a node that is not draining; or one of a new group."""
         while True:
             with self._lock:
-                free = [place for place in self._free if place.need.role == kind]
+                free = [bundle for bundle in self._free if bundle.resources.role == role]
             if free:
-                place = next(filter(self._is_well, free), free[0]) if len(free) > 1 else free[0]
+                bundle = next(filter(self._is_usable, free), free[0]) if len(free) > 1 else free[0]
                 with self._lock:
-                    self._free.remove(place)
-                return place
-            self._group([self._needs[kind]])
+                    self._free.remove(bundle)
+                return bundle
+            self._add_group([self._resources[role]])
 
-    def _is_well(self, place: ReservedBundle) -> bool:
-        """Whether it has a node, which stays."""
-        nodes = placement_group_table(place.group).get("bundles_to_node_id", {})
+    def _is_usable(self, bundle: ReservedBundle) -> bool:
+        """Whether the bundle is on a node that is alive and not draining."""
+        nodes = placement_group_table(bundle.group).get("bundles_to_node_id", {})
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return nodes.get(place.index) in alive - self._leaving
+        return nodes.get(bundle.index) in alive - self._draining
 
-    def _watch(self) -> None:
-        """See nodes come and go, until the run ends."""
-        while not self._is_closed.wait(LOOK_S):
+    def _watch_nodes(self) -> None:
+        """Poll the state of the nodes until the run ends."""
+        while not self._is_closed.wait(NODE_POLL_S):
             with contextlib.suppress(RayError, RuntimeError):
-                self._leaving = frozenset(gcs.state.get_draining_nodes())
+                self._draining = frozenset(gcs.state.get_draining_nodes())
                 with self._lock:
-                    free = [place for place in self._free if place.need.role == "engine"]
-                self._num_free = sum(map(self._is_well, free))
-                for actor in [*self.unmet]:
-                    actor.waiting_for = "" if self._is_well(actor.place) else "the cluster"
+                    free = [bundle for bundle in self._free if bundle.resources.role == "engine"]
+                self._num_free = sum(map(self._is_usable, free))
+                for process in [*self.unconnected]:
+                    process.waiting_for = "" if self._is_usable(process.bundle) else "the cluster"
 
 
 class RayProcess:
-    """A carrier: an actor, whose process calls the driver as soon as it has a place."""
+    """A `ProcessHandle` of an actor, whose process connects to the driver when it starts."""
 
     def __init__(
-        self, cluster: RayLauncher, place: ReservedBundle, body: Target, spec: Any, home: DriverNode
+        self,
+        launcher: RayLauncher,
+        bundle: ReservedBundle,
+        target: Target,
+        spec: Any,
+        driver: DriverNode,
     ) -> None:
-        self._cluster, self.place, self._places, self._home = cluster, place, [place], home.node
+        self._launcher, self.bundle, self._driver_node = launcher, bundle, driver.node
+        self._to_release = [bundle]
         self.waiting_for = ""
-        cluster.unmet.add(self)
+        launcher.unconnected.add(self)
         self._store = WeightStore(spec.weights, spec.dtype) if isinstance(spec, EngineSpec) else None
-        self._line: Future[rpc.AuthenticatedChannel] = Future()
-        self._ended = threading.Event()
+        self._channel: Future[rpc.AuthenticatedChannel] = Future()
+        self._has_exited = threading.Event()
         self._pid: int | None = None
-        self._node = home.node
-        address = cluster.expect(self._met)
-        where = PlacementGroupSchedulingStrategy(place.group, place.index)
-        station: Any = WorkerActor
-        options = {"num_cpus": place.need.cpus, "num_gpus": place.need.gpus, "scheduling_strategy": where}
-        options |= {"max_concurrency": 1 if self._store is None else 2}
-        self._actor = station.options(**options).remote()
-        self._end = self._actor.live.remote(address, body, with_reserved_gpu(spec), home)
-        self._end.future().add_done_callback(self._has_ended)
+        self._node = driver.node
+        address = launcher.expect(self._on_connect)
+        actor_class: Any = WorkerActor
+        options = {"num_cpus": bundle.resources.cpus, "num_gpus": bundle.resources.gpus}
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
+        options["max_concurrency"] = 1 if self._store is None else 2  # `receive_version` beside `run`
+        self._actor = actor_class.options(**options).remote()
+        self._result = self._actor.run.remote(address, target, with_reserved_gpu(spec), driver)
+        self._result.future().add_done_callback(self._on_exit)
 
     def send(self, messages: Sequence[Any], /) -> None:
-        """What is to be loaded is there when the order to load it is."""
-        line = self._line.result()
+        """A version that the messages load is transferred to the worker's node first."""
+        channel = self._channel.result()
         for message in messages:
             if isinstance(message, LoadWeights | PrefetchWeights) and self.node:
-                self._bring(message.version)
-        line.send(messages)
+                self._transfer(message.version)
+        channel.send(messages)
 
     def recv(self) -> Any:
-        return self._line.result().recv()
+        return self._channel.result().recv()
 
     @property
     def pid(self) -> int | None:
@@ -296,123 +308,127 @@ class RayProcess:
 
     @property
     def node(self) -> str:
-        return "" if self._node == self._home else self._node
+        return "" if self._node == self._driver_node else self._node
 
     @property
     def is_alive(self) -> bool:
-        return not self._ended.is_set()
+        return not self._has_exited.is_set()
 
     @property
     def exit_reason(self) -> str:
         where = f"(pid {self._pid}, node {self._node[:8]}) " if self._pid else ""
-        return f"{where}has ended: {self._why()}"
+        return f"{where}exited: {self._ray_exit_reason()}"
 
     def kill(self) -> None:
-        """Ray kills one that is stopped, too, but after seconds; nobody waits for that."""
-        if self._cluster.head.is_reachable:
+        """Waits for EXIT_TIMEOUT_S only: Ray takes seconds to kill a process that is stopped."""
+        if self._launcher.head.is_reachable:
             with contextlib.suppress(RayError):
                 ray.kill(self._actor)
-        if self._line.done():
-            self._hang_up()
-        self._ended.wait(END_S)
-        self._leave()
+        if self._channel.done():
+            self._close_channel()
+        self._has_exited.wait(EXIT_TIMEOUT_S)
+        self._release()
 
-    def _met(self, line: rpc.AuthenticatedChannel, hello: Any) -> None:
+    def _on_connect(self, channel: rpc.AuthenticatedChannel, hello: Any) -> None:
         self._pid, self._node = hello
-        self._cluster.unmet.discard(self)
+        self._launcher.unconnected.discard(self)
         self.waiting_for = ""
-        if self._line.set_running_or_notify_cancel():
-            self._line.set_result(line)
+        if self._channel.set_running_or_notify_cancel():
+            self._channel.set_result(channel)
 
-    def _bring(self, version: int) -> None:
-        """To its node; what has gone wrong is said by the engine, which does not find it."""
+    def _transfer(self, version: int) -> None:
+        """Transfer a version to the worker's node. If that fails, the engine reports the missing version."""
         assert self._store is not None
         with contextlib.suppress(FileNotFoundError, RayError):
-            ref = self._cluster.shipped(self._store, version)
-            brought = self._actor.bring.remote(version, ref, self._store.versions())
-            ray.get(brought, timeout=self._cluster.patience_s)
+            ref = self._launcher.put_version(self._store, version)
+            received = self._actor.receive_version.remote(version, ref, self._store.versions())
+            ray.get(received, timeout=self._launcher.start_timeout_s)
 
-    def _has_ended(self, _: Future[Any]) -> None:
-        self._ended.set()
-        self._leave()
-        if not self._line.done():
-            self._line.set_exception(EOFError("it has ended before it could say anything"))
+    def _on_exit(self, _: Future[Any]) -> None:
+        self._has_exited.set()
+        self._release()
+        if not self._channel.done():
+            self._channel.set_exception(EOFError("the worker exited before it connected"))
             return
-        last_words = threading.Timer(END_S, self._hang_up)
-        last_words.daemon = True
-        last_words.start()
+        timer = threading.Timer(EXIT_TIMEOUT_S, self._close_channel)  # its last messages may be on the way
+        timer.daemon = True
+        timer.start()
 
-    def _hang_up(self) -> None:
-        """A process may outlive its raylet, on a node that Ray has given up; without a line it ends."""
-        if self._line.exception() is None:
-            self._line.result().close()
+    def _close_channel(self) -> None:
+        """Make the worker exit: on a node that Ray has given up, it may outlive its raylet."""
+        if self._channel.exception() is None:
+            self._channel.result().close()
 
-    def _leave(self) -> None:
-        """Once, by whoever knows first that it has ended."""
-        self._cluster.unmet.discard(self)
+    def _release(self) -> None:
+        """Release the bundle, once, from the thread that first knows of the exit."""
+        self._launcher.unconnected.discard(self)
         with contextlib.suppress(IndexError):
-            self._cluster.give_back(self._places.pop())
+            self._launcher.release(self._to_release.pop())
 
-    def _why(self) -> str:
-        self._ended.wait(END_S)
+    def _ray_exit_reason(self) -> str:
+        self._has_exited.wait(EXIT_TIMEOUT_S)
         try:
-            ray.get(self._end, timeout=0)
+            ray.get(self._result, timeout=0)
         except GetTimeoutError:
-            return "its line is cut"
+            return "its connection is lost"
         except RayError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return lines[-1].partition(" Worker exit detail: ")[2] or lines[-1]
-        return "it had nothing more to do"
+        return "its work was done"
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class WorkerActor:
-    """A process of the run on some node."""
+    """A worker process on any node of the cluster."""
 
     def __init__(self) -> None:
-        self._folder: Path | None = None  # of its own, where it is not on the driver's node
-        self._brought: RemoteVersionSource | None = None
+        self._pool_folder: Path | None = None  # of an engine on another node than the driver's
+        self._versions: RemoteVersionSource | None = None
 
-    def live(self, address: rpc.ChannelAddress, body: Target, spec: Any, home: DriverNode) -> None:
-        """As `process.live`."""
+    def run(self, address: rpc.ChannelAddress, target: Target, spec: Any, driver: DriverNode) -> None:
+        """Connect to the driver at `address` and run `target`, see `run_target`."""
         node = ray.get_runtime_context().get_node_id()
-        if home.version != __version__:
-            raise RunError(f"DORA {__version__} is on node {node}, and {home.version} is the driver's")
-        spec = self._made_for(spec, home, node == home.node)
-        line = rpc.connect(address, (os.getpid(), node))
+        if driver.version != __version__:
+            raise RunError(
+                f"node {node} has DORA {__version__}, but the driver has {driver.version}: install the same "
+                "version on all nodes"
+            )
+        spec = self._localize(spec, driver, node == driver.node)
+        channel = rpc.connect(address, (os.getpid(), node))
         try:
-            run_target(line, body, spec)
+            run_target(channel, target, spec)
         finally:
-            line.close()
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            channel.close()
+            if self._pool_folder is not None:
+                shutil.rmtree(self._pool_folder, ignore_errors=True)
 
-    def bring(self, version: int, content: NDArray[np.uint8], stored: list[int]) -> None:
-        """A version is on this node, in Ray's memory."""
-        assert self._brought is not None
-        self._brought.receive(version, content, stored)
+    def receive_version(self, version: int, content: NDArray[np.uint8], stored: list[int]) -> None:
+        """See `RemoteVersionSource.receive`; `content` is in the object store of this node."""
+        assert self._versions is not None
+        self._versions.receive(version, content, stored)
 
-    def _made_for(self, spec: Any, home: DriverNode, is_home: bool) -> Any:
-        """A worker's specification, with the places of this node."""
+    def _localize(self, spec: Any, driver: DriverNode, is_driver_node: bool) -> Any:
+        """The worker's spec with the paths and addresses of this node."""
         if isinstance(spec, ConsumerSpec):
-            return replace(spec, far=None) if is_home else spec
-        if not isinstance(spec, EngineSpec) or not home.spans:
+            return replace(spec, remote=None) if is_driver_node else spec
+        if not isinstance(spec, EngineSpec) or not driver.spans_nodes:
             return spec
         spec = replace(spec, host=ray.util.get_node_ip_address())
-        if is_home:
+        if is_driver_node:
             return spec
-        self._folder = make_store_folder(home.pool_bytes)
-        self._brought = RemoteVersionSource(spec.dtype)
-        return replace(spec, brought=self._brought, pool=self._folder / spec.pool.name, desk=home.desk)
+        self._pool_folder = make_store_folder(driver.pool_bytes)
+        self._versions = RemoteVersionSource(spec.dtype)
+        pool = self._pool_folder / spec.pool.name
+        return replace(spec, remote_weights=self._versions, pool=pool, broker=driver.broker)
 
 
 @contextlib.contextmanager
-def _asking() -> Iterator[None]:
-    """For a place: without an answer the run ends, and can be resumed. Raises RunError."""
+def _run_errors() -> Iterator[None]:
+    """Ray's errors become a RunError: the run ends and can be resumed."""
     try:
         yield
     except RayError as error:
         raise RunError(
-            f"Ray finds no place for a process of the run: {error}; ask `ray status`, and go on with "
-            "dora train --resume where a cluster is well"
+            f"Ray cannot reserve resources for a process of the run: {error}; check `ray status`, and resume "
+            "with dora train --resume on a healthy cluster"
         ) from error

@@ -1,4 +1,4 @@
-"""CPUs and GPUs of a run's processes: what each one reserves on a Ray cluster, and on which device it computes."""
+"""CPUs and GPUs of a run's processes: what each reserves on a Ray cluster, and which device it uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dora.stream.run_stream import StorageSpec
 
 _ROLES = {
     EngineSpec: "engine",
-    ConsumerSpec: "rewarder",
+    ConsumerSpec: "reward worker",
     TrainerSpec: "trainer",
     AuxWorkerSpec: "trainer",
     StorageSpec: "storage",
@@ -59,7 +59,7 @@ def run_resources(config: Config) -> list[ProcessResources]:
     return [
         *[of_trainer] * num_trainers,
         ProcessResources("storage", 0.0, on_driver_node=True),  # it only keeps an index
-        *[ProcessResources("rewarder", cluster.reward_cpus)] * config.num_reward_workers,
+        *[ProcessResources("reward worker", cluster.reward_cpus)] * config.num_reward_workers,
         *[engine_resources(config)] * (config.num_engines + trainer.elastic),
     ]
 
@@ -172,8 +172,8 @@ def check_devices(config: Config, num_gpus: int | None = None) -> None:
     _check_not_shared(config, num_gpus)
     if is_gpu(config.engine.device) and find_spec("triton") is None:
         raise ConfigError(
-            f"engine.device = {config.engine.device!r}: engines on a GPU use Triton kernels, and Triton is not "
-            "installed; run pip install triton"
+            f"engine.device = {config.engine.device!r}: engines on a GPU use Triton kernels, and Triton is "
+            "not installed; run pip install triton"
         )
 
 

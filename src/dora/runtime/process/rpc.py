@@ -77,8 +77,8 @@ class AuthenticatedChannel:
     def recv(self, max_bytes: int = MAX_MESSAGE_BYTES, deadline_s: float | None = None) -> Any:
         """Wait for the next message; `deadline_s` is on the monotonic clock.
 
-        Raises EOFError if the other end has closed the channel, and OSError for a wrong MAC, a message that is
-        too large, or a missed deadline.
+        Raises EOFError if the other end has closed the channel, and OSError for a wrong MAC, a message that
+        is too large, or a missed deadline.
         """
         num_bytes, mac = _HEADER.unpack(recv_exactly(self._socket, _HEADER.size, deadline_s))
         _check_size(num_bytes, max_bytes)

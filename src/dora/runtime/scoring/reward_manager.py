@@ -1,6 +1,7 @@
-"""Waits in the stream for groups that all reward tasks have judged, and tells the driver of each.
+"""Score groups with the reward tasks of a run: a group is scored once all tasks have scored it.
 
-A thread of the driver's process with a client of its own; it ends with the storage.
+The processes of each task take groups out of the sample stream and fill in their rewards. The weighted sum
+over all tasks is what the orchestrator and the trainer see.
 """
 
 from __future__ import annotations
@@ -31,18 +32,31 @@ from dora.stream.run_stream import COLLECTOR, DRIVER_TIMEOUT_S, RunStream, rewar
 from dora.stream.schema import StreamBatch, TimedOut
 from dora.text import plural
 
-NUM_ROWS = 10_000  # at once, of what is there
+NUM_ROWS = 10_000  # collected at once at most
+MAX_FAILED_STARTS = 3  # in a row, before the run fails
+MAX_IDLE_FAILURES = 3  # per worker, while no worker takes a group
+MISSED_HEARTBEATS = 2.5  # of a worker whose call takes too long
+MAX_NAMED = 3  # groups of a worker that a status display names
+ONE_GROUP = BatchRequest()
+UNLIMITED_ROWS = 1_000_000  # per batch, where only the number of tokens is limited
+
+ScoringEvent = GroupScored | ScoringFailed
 
 
-class Collector:
-    """Puts `Judgement`s into the driver's queue, and `Crashed` if it cannot."""
+class RewardCollector:
+    """A thread of the driver that waits in the stream for groups that all reward tasks have scored.
+
+    It puts `GroupRewards` into the driver's messages, and `WorkerCrashed` once it fails; it ends with the
+    storage.
+    """
 
     def __init__(
-        self, stream: Path, tasks: Sequence[str], told: WorkerMessages, *, is_replaced: bool = False
+        self, stream: Path, tasks: Sequence[str], messages: WorkerMessages, *, is_replaceable: bool = False
     ) -> None:
-        """It `is_replaced` where another storage takes the place of one that ends."""
-        self._stream, self._tasks, self._told, self._is_replaced = stream, tasks, told, is_replaced
-        threading.Thread(target=self._run, name="collector", daemon=True).start()
+        """`is_replaceable`: a storage that ends is replaced, so that its end is no failure."""
+        self._stream, self._tasks, self._messages = stream, tasks, messages
+        self._is_replaceable = is_replaceable
+        threading.Thread(target=self._run, name="reward collector", daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -50,45 +64,34 @@ class Collector:
                 while True:
                     batch = client.get(COLLECTOR, BatchRequest(max_rows=NUM_ROWS), GET_TIMEOUT_S)
                     if not isinstance(batch, TimedOut):
-                        for judgement in self._judgements(batch):
-                            self._told.put((None, judgement))
+                        for rewards in self._group_rewards(batch):
+                            self._messages.put((None, rewards))
                         client.commit(batch)
         except Exception as error:
-            if not (self._is_replaced and isinstance(error, RunError)):
-                self._told.put((None, m.WorkerCrashed(traceback.format_exc())))
+            if not (self._is_replaceable and isinstance(error, RunError)):
+                self._messages.put((None, m.WorkerCrashed(traceback.format_exc())))
 
-    def _judgements(self, batch: StreamBatch) -> Iterator[m.GroupRewards]:
+    def _group_rewards(self, batch: StreamBatch) -> Iterator[m.GroupRewards]:
         columns = {task: batch.column(reward_column(task)).values for task in self._tasks}
-        found: dict[GroupId, list[int]] = {}
+        group_rows: dict[GroupId, list[int]] = {}
         for row, group in enumerate(batch.groups):
-            found.setdefault(group, []).append(row)
-        for group, rows in found.items():
+            group_rows.setdefault(group, []).append(row)
+        for group, rows in group_rows.items():
             yield m.GroupRewards(group, {task: tuple(c[rows].tolist()) for task, c in columns.items()})
 
 
-# === dora.runtime.scoring.reward_manager: The workers of one task, as the driver sees them: replaced when they die, fall silent or hang in a call.
-#
-# A group whose worker dies or is silent is handed to another one, once: mostly it has nothing to do with it.
-# What a second worker is lost with has failed, and so has what takes too long in a process that is well.
-
-MAX_FAILED_STARTS = 3  # in a row, before the run ends
-MAX_IDLE_DEATHS = 3  # for each worker, while none of them takes a group
-MISSED_BEATS = 2.5
-MAX_NAMED = 3  # groups that a worker is at
-
-
 @dataclass(frozen=True)
-class CrewSpec:
-    """`num_workers` processes called `title`, which do the same; `what` is it that fails or takes too long.
+class RewardWorkersSpec:
+    """`num_workers` processes called `title`, which run the task `task`.
 
-    No call takes longer than `timeout_s`, which is the setting `timeout_key`; between calls no worker is
-    silent for longer than `heartbeat_timeout_s`. During a call it may be: code that is not Python's need not
-    let the thread that beats have its turn.
+    A call may take `timeout_s`, the value of the setting `timeout_key`. Between calls a worker sends a
+    heartbeat at least every `heartbeat_timeout_s`; during a call it need not, as native code may keep the
+    thread that sends heartbeats from running.
     """
 
     consumer: ConsumerSpec
     title: str
-    what: str
+    task: str
     num_workers: int
     timeout_s: float
     timeout_key: str
@@ -96,256 +99,260 @@ class CrewSpec:
 
 
 @dataclass
-class _Post:
-    """What is known of a worker."""
+class _WorkerRecord:
+    """A worker and its last report."""
 
     worker: Worker
-    since_s: float
+    since_s: float  # of that report
     is_ready: bool = False
-    client: str = ""  # of the sample stream
-    groups: tuple[GroupId, ...] = ()
+    client_id: str = ""  # of the sample stream
+    groups: tuple[GroupId, ...] = ()  # being scored
 
 
 class RewardWorkers:
-    """Starts and watches them; `hear` and `check_deadlines` tell which groups they could not do."""
+    """The processes of one task. A worker that crashes, stops responding or hangs in a call is replaced.
+
+    The groups of a worker that crashes or stops responding are retried once, because mostly they are not the
+    cause; a second such worker fails its group, and so does a call that takes too long.
+    """
 
     def __init__(
         self,
-        spec: CrewSpec,
+        spec: RewardWorkersSpec,
         start_timeout_s: float,
-        told: WorkerMessages,
+        messages: WorkerMessages,
         notice: Callable[[str], None],
-        drop: Callable[[Sequence[GroupId]], None],
-        bury: Callable[[str], None],
+        clear: Callable[[Sequence[GroupId]], None],
+        evict: Callable[[str], None],
     ) -> None:
-        """What they say is put into `told`. `drop` hears of groups that fail, before others take them, and
-        `bury` of the stream's clients that have ended.
+        """Start the workers, whose messages are put into `messages`.
+
+        `clear` removes failed groups from the stream, before another worker takes them. `evict` releases the
+        leases of a stream client whose process has ended.
         """
         self._spec, self._start_timeout_s = spec, start_timeout_s
-        self._told, self._notice, self._drop, self._bury = told, notice, drop, bury
-        self._was_ever_ready, self._num_failed_starts, self._num_idle_deaths = False, 0, 0
-        self._is_over = False  # there is no room for what they make
-        self._struck: set[GroupId] = set()  # a worker has died in it
-        self._posts = [self._start(place) for place in range(spec.num_workers)]
+        self._messages, self._notice, self._clear, self._evict = messages, notice, clear, evict
+        self._was_ever_ready, self._num_failed_starts, self._num_idle_failures = False, 0, 0
+        self._is_stream_full = False
+        self._retried: set[GroupId] = set()  # groups that a worker was lost with
+        self._records = [self._start(index) for index in range(spec.num_workers)]
 
     @property
     def num_workers(self) -> int:
-        return len(self._posts)
+        return len(self._records)
 
     @property
-    def late(self) -> list[str]:
-        """Those that have not started yet."""
-        return [f"the {post.worker.name}" for post in self._posts if not post.is_ready]
+    def not_started(self) -> list[str]:
+        """Names of the workers that have not started yet."""
+        return [f"the {record.worker.name}" for record in self._records if not record.is_ready]
 
     def has(self, worker: Worker | None) -> bool:
-        """Whether it is one of them, and was not replaced."""
-        return any(post.worker is worker for post in self._posts)
+        """Whether this is one of the current workers."""
+        return any(record.worker is worker for record in self._records)
 
-    def hear(
+    def on_message(
         self,
         worker: Worker,
         message: m.WorkerReady | m.TaskStarted | m.TaskFailed | m.StreamFull | m.WorkerExited,
     ) -> list[m.TaskFailed]:
-        """Take note of a worker's word. Raises InputError or RunError if it cannot start or go on."""
-        place = next(place for place, post in enumerate(self._posts) if post.worker is worker)
-        post = self._posts[place]
-        post.since_s = time.monotonic()
+        """Returns the groups that cannot be scored. Raises InputError or RunError if the run cannot continue."""
+        index = next(index for index, record in enumerate(self._records) if record.worker is worker)
+        record = self._records[index]
+        record.since_s = time.monotonic()
         match message:
-            case m.WorkerReady(client_id=client):
-                post.is_ready = self._was_ever_ready = True
-                post.client = client
+            case m.WorkerReady(client_id=client_id):
+                record.is_ready = self._was_ever_ready = True
+                record.client_id = client_id
                 self._num_failed_starts = 0
             case m.TaskStarted(groups):
-                post.groups = groups
+                record.groups = groups
                 if groups:
-                    self._num_idle_deaths = 0
-            case m.StreamFull(reason) if not self._is_over:  # once: then what was trained is saved
-                self._is_over = True
+                    self._num_idle_failures = 0
+            case m.StreamFull(reason) if not self._is_stream_full:  # once, so that the run can still be saved
+                self._is_stream_full = True
                 raise RunError(f"{worker.name}: {reason}")
             case m.TaskFailed():
                 return [message]
-            case m.WorkerExited() if not self._is_over:
-                return self._died(place)
+            case m.WorkerExited() if not self._is_stream_full:
+                return self._on_exited(index)
         return []
 
     def check_deadlines(self, asleep_s: float) -> list[m.TaskFailed]:
-        """End who is silent or whose call takes too long, our own sleep left out.
+        """Replace workers that have timed out; returns the groups that cannot be scored.
 
-        Raises RunError if one does not start.
+        Time during which the driver was suspended, `asleep_s`, does not count. Raises RunError if a worker
+        does not start.
         """
-        found: list[m.TaskFailed] = []
-        for place, post in enumerate(self._posts):
-            post.since_s += asleep_s
-            post.worker.last_message_s += asleep_s
-            waited_s = time.monotonic() - post.since_s
-            if not post.is_ready and waited_s > self._start_timeout_s:
+        failed: list[m.TaskFailed] = []
+        for index, record in enumerate(self._records):
+            record.since_s += asleep_s
+            record.worker.last_message_s += asleep_s
+            waited_s = time.monotonic() - record.since_s
+            if not record.is_ready and waited_s > self._start_timeout_s:
                 limit = f"runtime.start_timeout_s = {self._start_timeout_s:g} s"
                 raise RunError(
-                    f"the {post.worker.name} did not start within {limit}{post.worker.start_delay_reason}"
+                    f"the {record.worker.name} did not start within {limit}{record.worker.start_delay_reason}"
                 )
-            if not post.is_ready or self._is_over:
+            if not record.is_ready or self._is_stream_full:
                 continue
-            is_late = bool(post.groups) and waited_s > self._spec.timeout_s
-            if (is_late or not post.groups) and post.worker.has_timed_out(self._silence_s(post)):
-                found += self._fell_silent(place)
-            elif is_late:
-                limit = f"{self._spec.timeout_key} = {self._spec.timeout_s:g}"
-                reason = f"{self._spec.what} took longer than {limit}"
-                self._drop(post.groups)
-                self._replace(place, reason)
-                found.append(m.TaskFailed(post.groups, reason, reason))
-        return found
+            is_overdue = bool(record.groups) and waited_s > self._spec.timeout_s
+            may_time_out = is_overdue or not record.groups
+            if may_time_out and record.worker.has_timed_out(self._heartbeat_timeout_s(record)):
+                failed += self._on_timed_out(index)
+            elif is_overdue:
+                failed.append(self._on_call_timed_out(index))
+        return failed
 
-    def pulses(self) -> list[WorkerState]:
-        """What is known of each worker: at which groups it is, and how long a call may still take."""
-        return [self._pulse(post) for post in self._posts]
+    def worker_states(self) -> list[WorkerState]:
+        """The state of each worker, with the groups that it scores."""
+        return [self._worker_state(record) for record in self._records]
 
     def forget(self, group: GroupId) -> None:
-        """The group has its result, or has failed."""
-        self._struck.discard(group)
+        """The group is scored, or has failed."""
+        self._retried.discard(group)
 
-    def move(self, far: tuple[str, str] | None) -> None:
-        """Another storage is there. Who is on its machine finds it; others begin anew, and are told."""
-        self._spec = replace(self._spec, consumer=replace(self._spec.consumer, far=far))
-        for place, post in enumerate(self._posts):
-            if far is not None and (post.worker.node or not post.is_ready):
-                self._replace(place, "the sample stream is elsewhere")
+    def on_storage_replaced(self, remote: tuple[str, str] | None) -> None:
+        """Connect to a new storage. Workers on its machine do so themselves; others restart with `remote`."""
+        self._spec = replace(self._spec, consumer=replace(self._spec.consumer, remote=remote))
+        for index, record in enumerate(self._records):
+            if remote is not None and (record.worker.node or not record.is_ready):
+                self._replace(index, "the sample stream has moved")
 
     def kill(self) -> None:
-        for post in self._posts:
-            post.worker.kill()
+        for record in self._records:
+            record.worker.kill()
 
-    def _start(self, place: int) -> _Post:
+    def _start(self, index: int) -> _WorkerRecord:
         spec = self._spec
-        name = f"{spec.title} {place}" if spec.num_workers > 1 else spec.title
-        return _Post(Worker(name, run_consumer, spec.consumer, self._told), time.monotonic())
+        name = f"{spec.title} {index}" if spec.num_workers > 1 else spec.title
+        return _WorkerRecord(Worker(name, run_consumer, spec.consumer, self._messages), time.monotonic())
 
-    def _pulse(self, post: _Post) -> WorkerState:
-        if not post.is_ready:
-            return WorkerState(post.worker, False, self._start_timeout_s)
-        if not post.groups:
-            return WorkerState(post.worker, True, self._spec.heartbeat_timeout_s)
-        names = ", ".join(f"group {group}" for group in post.groups[:MAX_NAMED])
-        more = f" and {len(post.groups) - MAX_NAMED} more" if len(post.groups) > MAX_NAMED else ""
-        work = f"{names}{more}, for {time.monotonic() - post.since_s:.1f} s"
-        return WorkerState(post.worker, True, self._spec.timeout_s, work)
+    def _worker_state(self, record: _WorkerRecord) -> WorkerState:
+        if not record.is_ready:
+            return WorkerState(record.worker, False, self._start_timeout_s)
+        if not record.groups:
+            return WorkerState(record.worker, True, self._spec.heartbeat_timeout_s)
+        names = ", ".join(f"group {group}" for group in record.groups[:MAX_NAMED])
+        more = f" and {len(record.groups) - MAX_NAMED} more" if len(record.groups) > MAX_NAMED else ""
+        activity = f"{names}{more}, for {time.monotonic() - record.since_s:.1f} s"
+        return WorkerState(record.worker, True, self._spec.timeout_s, activity)
 
-    def _replace(self, place: int, why: str) -> None:
-        post = self._posts[place]
-        worker = post.worker
-        worker.kill()
-        if post.client:
-            self._bury(post.client)
-        self._posts[place] = self._start(place)
-        self._notice(f"the {worker.name} is replaced: {why}")
+    def _replace(self, index: int, reason: str) -> None:
+        record = self._records[index]
+        record.worker.kill()
+        if record.client_id:
+            self._evict(record.client_id)
+        self._records[index] = self._start(index)
+        self._notice(f"the {record.worker.name} is replaced: {reason}")
 
-    def _check_start(self, worker: Worker) -> None:
-        """Once one of them could start, another that dies of it is given a few more tries."""
+    def _on_exited(self, index: int) -> list[m.TaskFailed]:
+        record = self._records[index]
+        reason = record.worker.exit_reason
+        if not record.is_ready:
+            self._check_failed_starts(record.worker)
+        elif not record.groups:
+            self._check_idle_failures(reason)
+        return self._on_lost(index, reason, f"{self._spec.task} ended its process: {reason}")
+
+    def _check_failed_starts(self, worker: Worker) -> None:
+        """Raises InputError or RunError if no worker has ever started, or too many restarts have failed."""
         self._num_failed_starts += 1
         if worker.input_error and not self._was_ever_ready:
             raise InputError(worker.input_error)
         if not self._was_ever_ready or self._num_failed_starts == MAX_FAILED_STARTS:
             raise RunError(worker.exit_reason)
 
-    def _check_idle(self, how: str) -> None:
-        """One that is ready and dies before it takes a group would do so for ever."""
-        self._num_idle_deaths += 1
-        if self._num_idle_deaths > MAX_IDLE_DEATHS * self.num_workers:
-            num = self._num_idle_deaths
-            raise RunError(f"{how}, as the {num - 1} before it, and none of them had a group to judge")
+    def _check_idle_failures(self, reason: str) -> None:
+        """Raises RunError if workers keep failing before they take a group: restarts would not help."""
+        self._num_idle_failures += 1
+        if self._num_idle_failures > MAX_IDLE_FAILURES * self.num_workers:
+            before = plural(self._num_idle_failures - 1, "worker")
+            raise RunError(f"{reason}; {before} failed before it, and none of them was scoring a group")
 
-    def _died(self, place: int) -> list[m.TaskFailed]:
-        """It is replaced."""
-        post = self._posts[place]
-        how = post.worker.exit_reason
-        if not post.is_ready:
-            self._check_start(post.worker)
-        elif not post.groups:
-            self._check_idle(how)
-        return self._lost(place, how, f"{self._spec.what} ended its process: {how}")
+    def _heartbeat_timeout_s(self, record: _WorkerRecord) -> float:
+        """A call that takes too long is checked for the last few heartbeats only."""
+        timeout_s = self._spec.heartbeat_timeout_s
+        return min(timeout_s, MISSED_HEARTBEATS * HEARTBEAT_S) if record.groups else timeout_s
 
-    def _silence_s(self, post: _Post) -> float:
-        """After what time without a word it is called silent; when a call is late, a few beats are enough."""
-        limit_s = self._spec.heartbeat_timeout_s
-        return min(limit_s, MISSED_BEATS * HEARTBEAT_S) if post.groups else limit_s
-
-    def _fell_silent(self, place: int) -> list[m.TaskFailed]:
-        """It is ended and replaced."""
-        post, spec = self._posts[place], self._spec
-        if post.groups:
-            how = f"the {post.worker.name} was silent when {spec.timeout_key} = {spec.timeout_s:g} was over"
+    def _on_timed_out(self, index: int) -> list[m.TaskFailed]:
+        """Replace a worker that sends no heartbeats."""
+        record, spec = self._records[index], self._spec
+        if record.groups:
+            limit = f"{spec.timeout_key} = {spec.timeout_s:g} s"
+            reason = f"the {record.worker.name} sent no heartbeat, and {limit} is over"
         else:
-            limit = f"runtime.heartbeat_timeout_s = {spec.heartbeat_timeout_s:g}"
-            how = f"the {post.worker.name} was silent for more than {limit}"
-            self._check_idle(how)
-        return self._lost(place, how, f"{spec.what} stopped its process: {how}")
+            limit = f"runtime.heartbeat_timeout_s = {spec.heartbeat_timeout_s:g} s"
+            reason = f"the {record.worker.name} sent no heartbeat for more than {limit}"
+            self._check_idle_failures(reason)
+        return self._on_lost(index, reason, f"{spec.task} blocked its process: {reason}")
 
-    def _lost(self, place: int, how: str, reason: str) -> list[m.TaskFailed]:
-        """What it was at is another's to do; what a second one was lost with has failed."""
-        post = self._posts[place]
-        again = tuple(group for group in post.groups if group in self._struck)
-        self._struck |= {*post.groups}
-        if again:
-            self._drop(again)
-        self._replace(place, how)
-        return [m.TaskFailed(again, reason, reason)] if again else []
+    def _on_call_timed_out(self, index: int) -> m.TaskFailed:
+        """Replace a worker that runs, but whose call takes too long."""
+        groups, spec = self._records[index].groups, self._spec
+        reason = f"{spec.task} took longer than {spec.timeout_key} = {spec.timeout_s:g}"
+        self._clear(groups)
+        self._replace(index, reason)
+        return m.TaskFailed(groups, reason, reason)
 
-
-# === dora.runtime.scoring.reward_manager: The reward tasks of a run: a group is judged once all of them have judged it, and fails if one cannot.
-#
-# Each task is a crew of workers that take groups out of the stream. Its reward counts `weight` times in
-# the total, which is all that the orchestrator and the trainer see.
-
-Fact = GroupScored | ScoringFailed
-A_GROUP = BatchRequest()
-MANY = 1_000_000  # rows at once, where tokens alone are the limit
+    def _on_lost(self, index: int, reason: str, failure: str) -> list[m.TaskFailed]:
+        """Replace a worker; its groups are retried once, and then fail with the reason `failure`."""
+        groups = self._records[index].groups
+        failed = tuple(group for group in groups if group in self._retried)
+        self._retried.update(groups)
+        if failed:
+            self._clear(failed)
+        self._replace(index, reason)
+        return [m.TaskFailed(failed, failure, failure)] if failed else []
 
 
 @dataclass(frozen=True)
 class RewardTask:
-    """A judge, how many of it there are, what they take at once, and what their rewards count."""
+    """A reward function, its number of processes, the size of their batches, and its weight in the sum."""
 
-    judge: RewardSpec
+    reward: RewardSpec
     timeout_s: float
     timeout_key: str
     weight: float = 1.0
     num_workers: int = 1
-    want: BatchRequest = A_GROUP
+    batch_request: BatchRequest = ONE_GROUP
     heartbeat_timeout_s: float = 5.0
 
     @property
     def name(self) -> str:
-        return self.judge.name
+        return self.reward.name
 
     @property
-    def is_outside(self) -> bool:
+    def is_external(self) -> bool:
         """Whether its rewards come through the service."""
-        return self.judge.function == SERVICE
+        return self.reward.function == SERVICE
 
-    def lease_s(self, is_spread: bool = False) -> float:
-        """How long somebody may have a group before another gets it. A crew's worker: for ever, as its death
-        is seen or told; where a run `is_spread`, no longer than a call may take, in case it is not.
+    def lease_s(self, is_multi_node: bool = False) -> float:
+        """Lease time of a group.
+
+        The driver or the storage notices the end of a worker and releases its leases, so they need not
+        expire. On several nodes both could miss it: there a lease lasts as long as a call may take.
         """
-        if self.is_outside:
+        if self.is_external:
             return self.timeout_s / 2
-        return self.timeout_s if is_spread else NO_TIMEOUT
+        return self.timeout_s if is_multi_node else NO_TIMEOUT
 
-    def outside_judge(self, feed: RunStream) -> ExternalRewards:
-        """Who lends its groups, from the stream of a feed."""
-        return ExternalRewards(self.name, self.timeout_s, self.timeout_key, feed.folder, self.judge.model)
+    def external_rewards(self, stream: RunStream) -> ExternalRewards:
+        """Leases the groups of an external task."""
+        return ExternalRewards(self.name, self.timeout_s, self.timeout_key, stream.folder, self.reward.model)
 
-    def crew_spec(self, feed: RunStream) -> CrewSpec:
-        """Its workers, at the stream of a feed."""
-        return CrewSpec(
-            ConsumerSpec(
-                reward_column(self.name),
-                feed.folder,
-                partial(RewardWorker, self.judge),
-                self.want,
-                feed.storage.remote,
-            ),
-            title="rewarder" if self.name == REWARD else self.name,
-            what=self.name,
+    def workers_spec(self, stream: RunStream) -> RewardWorkersSpec:
+        """Its processes, as consumers of a stream."""
+        consumer = ConsumerSpec(
+            reward_column(self.name),
+            stream.folder,
+            partial(RewardWorker, self.reward),
+            self.batch_request,
+            stream.storage.remote,
+        )
+        return RewardWorkersSpec(
+            consumer,
+            title="reward worker" if self.name == REWARD else self.name,
+            task=self.name,
             num_workers=self.num_workers,
             timeout_s=self.timeout_s,
             timeout_key=self.timeout_key,
@@ -354,165 +361,174 @@ class RewardTask:
 
 
 def reward_tasks(config: Config, columns: tuple[str, ...] | None = None) -> list[RewardTask]:
-    """The task of the section [reward], and one for each [[reward_task]]; `columns` are those of the dataset."""
+    """The task of the section [reward], and one for each [[reward_task]]; `columns` are the dataset's."""
     model, reward = Path(config.model.path), config.reward
-    beats_s = config.runtime.heartbeat_timeout_s
+    heartbeat_timeout_s = config.runtime.heartbeat_timeout_s
     tasks = []
     if reward.function is not None:
-        judge = RewardSpec(REWARD, reward.function, "reward.function", model, columns=columns)
-        tasks.append(
-            RewardTask(
-                judge,
-                reward.timeout_s,
-                "reward.timeout_s",
-                num_workers=reward.num_workers,
-                heartbeat_timeout_s=beats_s,
-            )
+        task = RewardTask(
+            RewardSpec(REWARD, reward.function, "reward.function", model, columns=columns),
+            reward.timeout_s,
+            "reward.timeout_s",
+            num_workers=reward.num_workers,
+            heartbeat_timeout_s=heartbeat_timeout_s,
         )
-    for task in config.reward_task:
-        key = f"reward_task.{task.name}"
-        judge = RewardSpec(task.name, task.factory, f"{key}.class", model, task.options, columns)
-        num_rows = task.micro_batch_size or (MANY if task.micro_batch_tokens else A_GROUP.max_rows)
-        tasks.append(
-            RewardTask(
-                judge,
-                task.timeout_s,
-                f"{key}.timeout_s",
-                weight=task.weight,
-                num_workers=task.num_workers,
-                want=BatchRequest(num_rows, task.micro_batch_tokens),
-                heartbeat_timeout_s=beats_s,
-            )
+        tasks.append(task)
+    for section in config.reward_task:
+        key = f"reward_task.{section.name}"
+        num_rows = section.micro_batch_size or (
+            UNLIMITED_ROWS if section.micro_batch_tokens else ONE_GROUP.max_rows
         )
+        task = RewardTask(
+            RewardSpec(section.name, section.factory, f"{key}.class", model, section.options, columns),
+            section.timeout_s,
+            f"{key}.timeout_s",
+            weight=section.weight,
+            num_workers=section.num_workers,
+            batch_request=BatchRequest(num_rows, section.micro_batch_tokens),
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        tasks.append(task)
     return tasks
 
 
 class RewardManager:
-    """Groups in, `GroupScored` or `GroupUnscorable` out, once for each."""
+    """Groups in; for each group one `GroupScored` or `ScoringFailed` out."""
 
     def __init__(
         self,
         tasks: Sequence[RewardTask],
-        feed: RunStream,
+        stream: RunStream,
         start_timeout_s: float,
-        told: WorkerMessages,
+        messages: WorkerMessages,
         notice: Callable[[str], None],
     ) -> None:
-        """The feed knows the tasks. What is said is put into `told`; who reads it lets us `hear`."""
-        self._feed, self._weights = feed, {task.name: task.weight for task in tasks}
-        self._awaited: dict[GroupId, tuple[bytes, Sequence[Sequence[int]]]] = {}  # as they were asked
-        self._by_task: dict[GroupId, dict[str, tuple[float, ...]]] = {}
-        self.first_failure = ""  # reason and traceback of the first group that could not be judged
-        self.outside = {task.name: task.outside_judge(feed) for task in tasks if task.is_outside}
-        self._crews = [
-            RewardWorkers(task.crew_spec(feed), start_timeout_s, told, notice, self._drop, feed.evict)
+        """Start the workers of `tasks`, which the stream has as consumers.
+
+        Their messages are put into `messages`; the reader of the queue passes them to `on_message`.
+        """
+        self._stream, self._weights = stream, {task.name: task.weight for task in tasks}
+        self._pending: dict[GroupId, tuple[bytes, Sequence[Sequence[int]]]] = {}  # arguments of `submit`
+        self._task_rewards: dict[GroupId, dict[str, tuple[float, ...]]] = {}
+        self.first_failure = ""  # reason and traceback of the first group that could not be scored
+        self.external = {task.name: task.external_rewards(stream) for task in tasks if task.is_external}
+        self._workers = [
+            RewardWorkers(
+                task.workers_spec(stream), start_timeout_s, messages, notice, self._clear, stream.evict
+            )
             for task in tasks
-            if not task.is_outside
+            if not task.is_external
         ]
-        self._judges: list[RewardWorkers | ExternalRewards] = [*self._crews, *self.outside.values()]
-        is_replaced = feed.storage.is_replaceable
-        self._collect = partial(Collector, feed.folder, [*self._weights], told, is_replaced=is_replaced)
+        self._scorers: list[RewardWorkers | ExternalRewards] = [*self._workers, *self.external.values()]
+        is_replaceable = stream.storage.is_replaceable
+        self._collect = partial(
+            RewardCollector, stream.folder, [*self._weights], messages, is_replaceable=is_replaceable
+        )
         if tasks:
             self._collect()
 
     @property
-    def late(self) -> list[str]:
-        """The workers that have not started yet."""
-        return [name for crew in self._crews for name in crew.late]
+    def not_started(self) -> list[str]:
+        """Names of the workers that have not started yet."""
+        return [name for workers in self._workers for name in workers.not_started]
 
     @property
-    def headcount(self) -> str:
-        """How many processes judge, in words."""
-        return plural(sum(crew.num_workers for crew in self._crews), "rewarder")
+    def num_workers(self) -> int:
+        return sum(workers.num_workers for workers in self._workers)
 
-    def by_task(self, group: GroupId) -> dict[str, tuple[float, ...]]:
-        """What the rewards of a group that was just scored sum up, if there are several tasks; said once."""
-        return self._by_task.pop(group, {})
+    def pop_task_rewards(self, group: GroupId) -> dict[str, tuple[float, ...]]:
+        """The rewards of each task for a group just scored; empty with a single task. Returned once."""
+        return self._task_rewards.pop(group, {})
 
-    def submit(self, group: GroupId, question: bytes, held_out: Sequence[Sequence[int]] = ()) -> None:
-        """As `RunStream.request_scores`; a fact will follow."""
-        self._awaited[group] = question, held_out
-        self._ask(group)
+    def submit(self, group: GroupId, prompt_row: bytes, held_out: Sequence[Sequence[int]] = ()) -> None:
+        """Have all tasks score a group; an event follows. Arguments as of `RunStream.request_scores`."""
+        self._pending[group] = prompt_row, held_out
+        self._request(group)
 
-    def ask_again(self) -> None:
-        """Another storage has the rows: what was not judged by all tasks is judged by all again."""
-        for crew in self._crews:
-            crew.move(self._feed.storage.remote)
-        for judge in self.outside.values():
-            judge.reconnect()
+    def on_storage_replaced(self) -> None:
+        """Have all tasks score again what is not scored by all; the new storage has the rows by now."""
+        for workers in self._workers:
+            workers.on_storage_replaced(self._stream.storage.remote)
+        for external in self.external.values():
+            external.on_storage_replaced()
         if self._weights:
             self._collect()
-        for group in self._awaited:
-            self._ask(group)
+        for group in self._pending:
+            self._request(group)
 
-    def hear(self, worker: Worker | None, message: Any) -> list[Fact] | None:
-        """Facts that follow from a message; None if it is none of ours. Raises InputError and RunError."""
+    def on_message(self, worker: Worker | None, message: Any) -> list[ScoringEvent] | None:
+        """Events that follow from a message; None if it is not addressed to this object.
+
+        Raises InputError or RunError if the run cannot continue.
+        """
         if isinstance(message, m.GroupRewards):
-            return self._judged(message)
+            return self._on_rewards(message)
         if worker is None and isinstance(message, m.WorkerCrashed):
             raise RunError(f"rewards cannot be collected any more:\n{message.traceback}".rstrip())
-        for crew in self._crews:
-            if worker is not None and crew.has(worker):
-                return self._failed(crew.hear(worker, message))
+        for workers in self._workers:
+            if worker is not None and workers.has(worker):
+                return self._on_failed(workers.on_message(worker, message))
         return None
 
-    def check_deadlines(self, asleep_s: float = 0.0) -> list[Fact]:
-        """Fail groups whose judge takes too long, time that the driver slept itself left out.
+    def check_deadlines(self, asleep_s: float = 0.0) -> list[ScoringEvent]:
+        """Fail groups whose scoring takes too long; time that the driver was suspended does not count.
 
         Raises RunError if a worker does not start.
         """
-        return [fact for judges in self._judges for fact in self._failed(judges.check_deadlines(asleep_s))]
+        return [
+            event for scorer in self._scorers for event in self._on_failed(scorer.check_deadlines(asleep_s))
+        ]
 
-    def pulses(self) -> list[WorkerState]:
-        """What is known of each process that judges."""
-        return [pulse for crew in self._crews for pulse in crew.pulses()]
+    def worker_states(self) -> list[WorkerState]:
+        """The state of each process."""
+        return [state for workers in self._workers for state in workers.worker_states()]
 
     def kill(self) -> None:
         """End the workers; the collector ends with the storage."""
-        for crew in self._crews:
-            crew.kill()
-        for judge in self.outside.values():
-            judge.close()
+        for workers in self._workers:
+            workers.kill()
+        for external in self.external.values():
+            external.close()
 
-    def _ask(self, group: GroupId) -> None:
-        self._feed.request_scores(group, *self._awaited[group])
-        for judge in self.outside.values():
-            judge.ask(group)
+    def _request(self, group: GroupId) -> None:
+        self._stream.request_scores(group, *self._pending[group])
+        for external in self.external.values():
+            external.add(group)
 
-    def _judged(self, message: m.GroupRewards) -> list[Fact]:
+    def _on_rewards(self, message: m.GroupRewards) -> list[ScoringEvent]:
         group = message.group
-        if group not in self._awaited:
-            return []  # it has failed in the meantime
-        parts = [
+        if group not in self._pending:
+            return []  # it has failed meanwhile
+        weighted = [
             [self._weights[task] * reward for reward in rewards] for task, rewards in message.rewards.items()
         ]
-        totals = tuple(map(sum, zip(*parts, strict=True)))
+        totals = tuple(map(sum, zip(*weighted, strict=True)))
         for total in totals:
             if not math.isfinite(total):
-                return self._failed([m.TaskFailed((group,), f"the weighted sum of rewards is {total}", "")])
-        self._settle(group)
+                return self._on_failed([m.TaskFailed((group,), f"the weighted sum of rewards is {total}", "")])
+        self._finish(group)
         if len(self._weights) > 1:
-            self._by_task[group] = message.rewards
+            self._task_rewards[group] = message.rewards
         return [GroupScored(group, totals)]
 
-    def _failed(self, unable: Iterable[m.TaskFailed]) -> list[Fact]:
-        facts: list[Fact] = []
-        for word in unable:
-            for group in word.groups:
-                if group in self._awaited:  # and no late word of another task
-                    self.first_failure = self.first_failure or f"{word.reason}\n{word.detail}"
-                    self._settle(group)
-                    facts.append(ScoringFailed(group, word.reason))
-        return facts
+    def _on_failed(self, failed: Iterable[m.TaskFailed]) -> list[ScoringEvent]:
+        events: list[ScoringEvent] = []
+        for failure in failed:
+            for group in failure.groups:
+                if group in self._pending:  # else another task has failed it already
+                    self.first_failure = self.first_failure or f"{failure.reason}\n{failure.detail}"
+                    self._finish(group)
+                    events.append(ScoringFailed(group, failure.reason))
+        return events
 
-    def _drop(self, groups: Iterable[GroupId]) -> None:
-        """Take out of the stream what has failed; what somebody judges once more is the trainer's by now."""
-        self._feed.clear([group for group in groups if group in self._awaited])
+    def _clear(self, groups: Iterable[GroupId]) -> None:
+        """Remove failed groups from the stream; those scored meanwhile are the trainer's."""
+        self._stream.clear([group for group in groups if group in self._pending])
 
-    def _settle(self, group: GroupId) -> None:
-        """The core has this group's fact; what is held out nobody else needs."""
-        self._awaited.pop(group, None)
-        for judges in self._judges:
-            judges.forget(group)
+    def _finish(self, group: GroupId) -> None:
+        """The group has its event. The answers to held-out prompts are of no further use."""
+        self._pending.pop(group, None)
+        for scorer in self._scorers:
+            scorer.forget(group)
         if group.is_held_out:
-            self._feed.clear([group])
+            self._stream.clear([group])

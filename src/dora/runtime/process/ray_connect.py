@@ -1,0 +1,124 @@
+"""Checks and timeouts for joining and leaving a Ray cluster. Nothing here imports Ray.
+
+Ray's own calls wait for minutes, or end the process, if the head of a cluster does not reply.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+from dora.errors import RunError
+
+CONNECT_TIMEOUT_S = 3.0  # of a TCP connection to the head
+HEAD_RETRY_S = 30.0  # a head that was unreachable counts as lost for this long
+NOTICE_AFTER_S = 5.0  # a longer wait for resources is reported
+
+
+def check_reachable(address: str, resolved: str | None = None) -> None:
+    """Raises RunError if nothing accepts connections at `host:port`, within CONNECT_TIMEOUT_S.
+
+    `resolved` is the `host:port` that an address such as "auto" stands for.
+    """
+    host, _, port = (resolved or address).rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        where = "" if resolved in (None, address) else f", which is {resolved},"
+        raise RunError(
+            f"ray.address = {address!r}{where} is not reachable ({error}); start Ray there with "
+            "`ray start --head`, or remove ray.address"
+        ) from error
+
+
+class RayHead:
+    """The head of a cluster. Ray's calls hang without it, and Ray ends the process a minute later."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: host:port."""
+        self.address, self._lost_until_s = address, 0.0
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether it accepts connections; False without a check for HEAD_RETRY_S after it did not."""
+        if time.monotonic() < self._lost_until_s:
+            return False
+        try:
+            check_reachable(self.address)
+        except RunError:
+            self._lost_until_s = time.monotonic() + HEAD_RETRY_S
+            return False
+        return True
+
+
+def wait_with_notice(wait: Callable[[float], bool], timeout_s: float, notify: Callable[[], None]) -> bool:
+    """Whether `wait(seconds)` succeeded within `timeout_s`; calls `notify` after NOTICE_AFTER_S."""
+    if wait(min(NOTICE_AFTER_S, timeout_s)):
+        return True
+    if timeout_s <= NOTICE_AFTER_S:
+        return False
+    notify()
+    return wait(timeout_s - NOTICE_AFTER_S)
+
+
+def run_with_timeout(timeout_s: float, call: Callable[[], object]) -> None:
+    """Make a call that may hang; after `timeout_s` a daemon thread is left with it."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+
+
+def join_with_timeout(join: Callable[[], object], address: str, timeout_s: float) -> None:
+    """Join a cluster in a daemon thread, because `join` hangs for minutes if the cluster does.
+
+    Raises RunError after `timeout_s`, and what `join` raises.
+    """
+    joined: Future[None] = Future()
+
+    def attempt() -> None:
+        try:
+            join()
+        except BaseException as error:
+            joined.set_exception(error)
+        else:
+            joined.set_result(None)
+
+    threading.Thread(target=attempt, name="ray-join", daemon=True).start()
+    try:
+        joined.result(timeout_s)
+    except TimeoutError as error:
+        raise RunError(
+            f"ray.address = {address!r} accepts connections, but the run could not join the cluster within "
+            f"runtime.start_timeout_s = {timeout_s:g} s; check `ray status`, restart the cluster, or raise "
+            "runtime.start_timeout_s"
+        ) from error
+
+
+@contextlib.contextmanager
+def preserve_signals() -> Iterator[None]:
+    """Restore the handlers of SIGINT and SIGTERM, which Ray replaces; the driver has its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def set_ray_environment() -> None:
+    """Set what Ray reads when it is imported: workers' logs are not printed, no cluster is joined implicitly.
+
+    Otherwise a thread that calls Ray after the run has left its cluster would join any other one here.
+    """
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")
+    os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
