@@ -169,7 +169,7 @@ class SampleBook:
     def store_scores(
         self, event: GroupScored | ScoringFailed, task_rewards: TaskRewards | None = None
     ) -> None:
-        """Write the scores of a group to the sample store. A held-out prompt has no advantages and is done."""
+        """Write the scores of a group to the sample store. A held-out prompt gets no advantages, and ends."""
         group, samples = event.group, self._samples
         if group.is_held_out:
             if isinstance(event, GroupScored):

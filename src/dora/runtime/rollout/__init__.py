@@ -1,1 +1,1 @@
-"""NEW PACKAGE."""
+"""Rollouts: engine processes, migrations, multi-turn episodes, environments and agents."""

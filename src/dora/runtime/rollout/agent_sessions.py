@@ -1,8 +1,8 @@
-"""Plays the episodes of a run through sessions, in which agents outside ask for turns and post rewards.
+"""Runs episodes through sessions, in which external agents request turns and post rewards.
 
-A session has one episode, and with it one version, from the agent's first messages to its reward. An
-agent that is silent for longer than its lease has failed it. Every call may be repeated: the same
-one has the same answer, so that what is lost on the way can be sent again.
+A session has one episode, and with it one policy version, from the agent's first messages to its reward. The
+episode fails if the agent makes no call for longer than its lease. Calls are idempotent: a repeated call gets
+the same answer, so a client can retry after a lost response.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from dora.runtime.rollout.episodes import (
     EpisodeFailed,
     EpisodeId,
     EpisodeObservation,
+    EpisodeReply,
     EpisodeStarted,
     PolicyTurn,
+    has_reward_tasks,
 )
-from dora.runtime.rollout.episodes import EpisodeReply as Said
 from dora.runtime.run_setup import RunSetup
 from dora.text import plural
 
-MAX_ENDED = 10_000  # sessions whose end is remembered
-MAX_GAP_S = 1.0  # between two looks at the leases; the rest of a longer one the driver slept
-MAX_CHARACTERS = 32  # of a token, on average: longer messages are not even tokenized
-NOTICE_S = 30.0  # without an agent, until the person watching is told, and told again
+MAX_ENDED = 10_000  # ended sessions whose end reason is kept
+MAX_GAP_S = 1.0  # longest time that counts between two deadline checks: the driver may have been suspended
+MAX_CHARACTERS = 32  # per token, on average: longer messages are rejected before they are tokenized
+NOTICE_S = 30.0  # between two log lines while episodes wait and there is no session
 
 
 class ChatMessage(NamedTuple):
-    """One of a conversation."""
+    """A message of a conversation."""
 
     role: str
     content: str
@@ -42,41 +43,43 @@ class ChatMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """What the model wrote in a turn: all its tokens, and their text without special ones."""
+    """A turn of the model, and its text without special tokens."""
 
     turn: PolicyTurn
     text: str
-    num_prompt_tokens: int  # all that it had read and written before
+    num_prompt_tokens: int  # of the episode before this turn
 
 
 @dataclass(eq=False)
 class AgentSession:
-    """One episode in the hands of an agent."""
+    """An episode that an agent runs."""
 
     name: str
     episode: EpisodeId
     version: int
-    deadline_s: float | None  # of its lease, which does not run while the model writes
-    messages: tuple[ChatMessage, ...] = ()  # the last call's
-    max_turn_tokens: int | None = None  # as the first call had it
+    deadline_s: float | None  # of its lease, which is suspended while the model generates
+    messages: tuple[ChatMessage, ...] = ()  # of the last call
+    max_turn_tokens: int | None = None  # `max_tokens` of the first call
     answer: AssistantTurn | None = None  # to the last call
-    num_tokens: int = 0  # read and written so far
-    end_reason: str = ""  # how it ended, though the driver still holds it
+    num_tokens: int = 0  # of the episode so far
+    end_reason: str = ""  # set once it has ended, possibly before the driver releases the episode
 
     @property
     def history(self) -> tuple[ChatMessage, ...]:
-        """What a call that goes on begins with."""
+        """The messages that the next call must begin with."""
         return (*self.messages, ChatMessage("assistant", self.answer.text)) if self.answer else ()
 
 
 class AgentSessions:
-    """A player; its methods for sessions, too, are the driver's to call."""
+    """The episode runner of a run with agents. The service calls its other methods on the driver's thread."""
 
-    def __init__(self, plan: RunSetup, told: WorkerMessages, notice: Callable[[str], None]) -> None:
-        self._plan, self._told, self._notice = plan, told, notice
-        self._now_s, self._looked_s = 0.0, time.monotonic()  # seconds that the driver was awake
-        self._alone_s = 0.0  # since when episodes wait and nobody opens a session
-        self._seats: dict[EpisodeId, int] = {}  # episode -> version: they wait for an agent
+    def __init__(
+        self, setup: RunSetup, driver_messages: WorkerMessages, notice: Callable[[str], None]
+    ) -> None:
+        self._setup, self._driver_messages, self._notice = setup, driver_messages, notice
+        self._now_s, self._checked_s = 0.0, time.monotonic()  # the first: seconds that the driver was running
+        self._idle_since_s = 0.0  # last opened session or log line, or start of the wait
+        self._waiting: dict[EpisodeId, int] = {}  # episodes without an agent -> version
         self._sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, AgentSession] = OrderedDict()
 
@@ -86,147 +89,144 @@ class AgentSessions:
 
     @property
     def num_waiting(self) -> int:
-        """Episodes that wait for an agent."""
-        return len(self._seats)
+        """Episodes without an agent."""
+        return len(self._waiting)
 
-    # what agents ask
+    # calls of agents
 
     def open(self, name: str) -> AgentSession | None:
-        """The session of this name, if need be a new one of the oldest version that waits; None: none waits.
+        """Return the session of this name, or open it for the waiting episode with the oldest version.
 
-        Raises ServiceError for one that has ended.
+        Returns None if no episode waits. Raises ServiceError if the session has ended.
         """
         if name in self._sessions or name in self._ended:
             return self.get(name)
-        if not self._seats:
+        if not self._waiting:
             return None
-        episode = min(self._seats, key=lambda episode: self._seats[episode])
-        session = AgentSession(name, episode, self._seats.pop(episode), self._lease_s)
+        episode = min(self._waiting, key=lambda episode: self._waiting[episode])
+        session = AgentSession(name, episode, self._waiting.pop(episode), self._new_deadline_s)
         self._sessions[name] = session
-        self._alone_s = self._now_s
+        self._idle_since_s = self._now_s
         return session
 
     def get(self, name: str) -> AgentSession:
-        """A session that goes on; its lease begins anew. Raises ServiceError for one that does not."""
+        """Return an open session and renew its lease. Raises ServiceError if it is unknown or has ended."""
         session = self._sessions.get(name) or self._ended.get(name)
         if session is None:
             raise ServiceError(404, "there is no session of this name; open one with PUT /v1/sessions/NAME")
         if session.end_reason:
             raise ServiceError(410, f"this session has ended: {session.end_reason}; open another one")
         if session.deadline_s is not None:
-            session.deadline_s = self._lease_s
+            session.deadline_s = self._new_deadline_s
         return session
 
     def complete(
         self, name: str, messages: tuple[ChatMessage, ...], max_tokens: int | None
     ) -> AssistantTurn | None:
-        """The model's answer to a conversation; None: it is being written, ask again.
+        """Return the model's answer to a conversation; None while it is being generated.
 
-        The first call is the episode's prompt; each further one has all that was said before, word for
-        word, and what is new. Raises ServiceError or DataError for one that cannot follow.
+        The first call has the episode's prompt. Each later call repeats the conversation so far word for word
+        and appends new messages. Raises ServiceError or DataError if the call does not continue the
+        conversation.
         """
         session = self.get(name)
         if messages == session.messages:
             return session.answer
         if not session.messages:
-            self._begin(session, messages, max_tokens)
+            self._start_episode(session, messages, max_tokens)
         elif session.answer is None:
             raise ServiceError(409, "the answer to other messages is being written; wait for it")
         else:
-            self._go_on(session, session.answer, messages, max_tokens)
+            self._continue_episode(session, session.answer, messages, max_tokens)
         session.messages, session.answer, session.deadline_s = messages, None, None
         return None
 
     def finish(self, name: str, reward: float | None) -> AgentSession:
-        """The episode is over, and was worth this; None: the run's own tasks judge it.
+        """End the episode with a reward; None: the reward tasks of the run score it.
 
-        Raises ServiceError before the model has answered, or for a session that ended otherwise.
+        Raises ServiceError before the model's first answer, and if the session has ended in another way.
         """
         known = self._sessions.get(name) or self._ended.get(name)
-        if known is not None and known.end_reason == _finished(reward):
+        if known is not None and known.end_reason == _end_reason(reward):
             return known
         session = self.get(name)
         if session.answer is None:
             raise ServiceError(409, "the model has not answered yet; post the reward after its last turn")
-        if reward is None and not self._is_judged:
+        if reward is None and not has_reward_tasks(self._setup.config):
             raise ServiceError(400, "this run has no reward tasks; post a number")
-        self._close(
-            session, _finished(reward), EpisodeEnded(session.episode, session.answer.turn.number, reward)
+        self._end(
+            session, _end_reason(reward), EpisodeEnded(session.episode, session.answer.turn.number, reward)
         )
         return session
 
     def abandon(self, name: str) -> AgentSession:
-        """The agent cannot go on. An episode that has not begun waits for another one; others fail."""
+        """End the session at the agent's request. Without messages its episode waits for another agent, else
+        it fails.
+        """
         session = self.get(name)
-        self._break(session, "session given up by its agent")
+        self._fail(session, "session given up by its agent")
         return session
 
-    # what the driver says
+    # the episode runner of the driver
 
     def start(self, episode: EpisodeId, version: int) -> None:
-        """An episode waits for an agent from now on."""
-        if not self._seats:
-            self._alone_s = self._now_s
-        self._seats[episode] = version
+        """Let an episode wait for an agent."""
+        if not self._waiting:
+            self._idle_since_s = self._now_s
+        self._waiting[episode] = version
 
     def on_turn(self, turn: PolicyTurn) -> None:
-        """The agent's call is answered, and its lease begins."""
-        session = self._of(turn.episode)
+        """Answer the agent's call and start its lease."""
+        session = self._session_of(turn.episode)
         if session is not None and not session.end_reason:
-            text = self._plan.tokenizer.decode(turn.token_ids)
+            text = self._setup.tokenizer.decode(turn.token_ids)
             session.answer = AssistantTurn(turn, text, session.num_tokens)
             session.num_tokens += len(turn.token_ids)
-            session.deadline_s = self._lease_s
+            session.deadline_s = self._new_deadline_s
 
     def release(self, episode: EpisodeId) -> None:
-        """Whoever has it is told so, if it is no news of their own."""
-        self._seats.pop(episode, None)
-        if (session := self._of(episode)) is not None:
-            session.end_reason = (
-                session.end_reason or "its group has failed, or its engine was lost and it begins anew"
-            )
-            self._forget(session)
+        """End the episode's session, if it has one that is still open."""
+        self._waiting.pop(episode, None)
+        if (session := self._session_of(episode)) is not None:
+            reason = "its group has failed, or its engine was lost and the episode restarts"
+            session.end_reason = session.end_reason or reason
+            self._remove(session)
 
     def on_message(self, worker: Worker, message: Any) -> bool:
-        """Agents are no workers."""
+        """Agents are not workers: no message is theirs."""
         return False
 
     def check_deadlines(self) -> None:
-        """Give up for agents that have fallen silent."""
+        """End sessions whose lease has expired, and log that episodes wait while there is no session."""
         now_s = time.monotonic()
-        self._now_s += min(now_s - self._looked_s, MAX_GAP_S)
-        self._looked_s = now_s
+        self._now_s += min(now_s - self._checked_s, MAX_GAP_S)
+        self._checked_s = now_s
         for session in [*self._sessions.values()]:
             if session.deadline_s is not None and self._now_s > session.deadline_s:
-                self._break(session, "session expired")
-        if self._seats and not self._sessions and self._now_s > self._alone_s + NOTICE_S:
-            self._notice(f"no agent opens a session: {plural(len(self._seats), 'answer')} not begun")
-            self._alone_s = self._now_s
+                self._fail(session, "session expired")
+        if self._waiting and not self._sessions and self._now_s > self._idle_since_s + NOTICE_S:
+            self._notice(f"no agent has opened a session: {plural(len(self._waiting), 'episode')} waiting")
+            self._idle_since_s = self._now_s
 
     @property
     def not_started(self) -> list[str]:
-        """The run does not wait for agents to begin."""
+        """Nothing: a run starts without agents."""
         return []
 
     def close(self) -> None:
-        """Nothing was started."""
+        """There is nothing to end."""
 
     @property
-    def _is_judged(self) -> bool:
-        """Whether the run itself can tell how good an answer is."""
-        return self._plan.config.reward.function is not None or bool(self._plan.config.reward_task)
+    def _new_deadline_s(self) -> float:
+        """When a lease that starts now expires."""
+        return self._now_s + self._setup.config.service.session_timeout_s
 
-    @property
-    def _lease_s(self) -> float:
-        """When a lease that begins now ends."""
-        return self._now_s + self._plan.config.service.session_timeout_s
-
-    def _begin(
+    def _start_episode(
         self, session: AgentSession, messages: tuple[ChatMessage, ...], max_tokens: int | None
     ) -> None:
-        most = self._plan.config.data.max_prompt_length
+        most = self._setup.config.data.max_prompt_length
         _check_length(messages, most)
-        prompt_ids = self._plan.prompts.encode(self._written(messages))
+        prompt_ids = self._setup.prompts.encode(self._encodable(messages))
         if not 1 <= len(prompt_ids) <= most:
             raise ServiceError(
                 400,
@@ -234,9 +234,9 @@ class AgentSessions:
                 f"{most}; send fewer",
             )
         session.max_turn_tokens, session.num_tokens = max_tokens, len(prompt_ids)
-        self._say(EpisodeStarted(session.episode, tuple(prompt_ids), max_tokens))
+        self._send(EpisodeStarted(session.episode, tuple(prompt_ids), max_tokens))
 
-    def _go_on(
+    def _continue_episode(
         self,
         session: AgentSession,
         answer: AssistantTurn,
@@ -247,16 +247,16 @@ class AgentSessions:
         if messages[: len(history)] != history or len(messages) == len(history):
             raise ServiceError(
                 409,
-                "a session goes on where it is: send the messages of the last call, the answer word for word "
-                "and at least one message more; for another beginning open another session",
+                "the messages do not continue the session: send those of the last call, the answer word for "
+                "word and at least one new message; open another session for another conversation",
             )
         if max_tokens not in (None, session.max_turn_tokens):
             raise ServiceError(
                 400, f"max_tokens was {session.max_turn_tokens} in the session's first call; repeat it"
             )
         _check_length(messages[len(history) :], answer.turn.num_left)
-        new = self._written(messages[len(history) :])
-        observed = self._plan.prompts.encode_observation(new, answer.turn.token_ids)
+        new = self._encodable(messages[len(history) :])
+        observed = self._setup.prompts.encode_observation(new, answer.turn.token_ids)
         if not 1 <= len(observed) < answer.turn.num_left:
             raise ServiceError(
                 409,
@@ -264,44 +264,46 @@ class AgentSessions:
                 f"{answer.turn.num_left} more, with an answer to them; post the reward",
             )
         session.num_tokens += len(observed)
-        self._say(EpisodeObservation(session.episode, answer.turn.number, tuple(observed)))
+        self._send(EpisodeObservation(session.episode, answer.turn.number, tuple(observed)))
 
-    def _written(self, messages: Sequence[ChatMessage]) -> str | list[dict[str, str]]:
-        """Messages for the chat template, or one after the other where there is none."""
+    def _encodable(self, messages: Sequence[ChatMessage]) -> str | list[dict[str, str]]:
+        """Messages for the chat template; without a template, their contents joined."""
         if any(message.role == "assistant" for message in messages):
-            raise ServiceError(400, "a new message is the assistant's; its messages are the model's to write")
-        if self._plan.config.data.chat_template:
+            raise ServiceError(
+                400, "a new message has role assistant, which only the model writes; remove it"
+            )
+        if self._setup.config.data.chat_template:
             return [message._asdict() for message in messages]
         return "".join(message.content for message in messages)
 
-    def _of(self, episode: EpisodeId) -> AgentSession | None:
+    def _session_of(self, episode: EpisodeId) -> AgentSession | None:
         return next((s for s in self._sessions.values() if s.episode == episode), None)
 
-    def _break(self, session: AgentSession, end: str) -> None:
-        """The episode has failed, or waits for another agent if nothing was asked yet."""
+    def _fail(self, session: AgentSession, reason: str) -> None:
+        """End a session. Its episode fails, or waits for another agent if it has not started."""
         if session.messages:
-            self._close(session, end, EpisodeFailed(session.episode, end))
+            self._end(session, reason, EpisodeFailed(session.episode, reason))
         else:
-            session.end_reason = end
-            self._seats[session.episode] = session.version
-            self._forget(session)
+            session.end_reason = reason
+            self._waiting[session.episode] = session.version
+            self._remove(session)
 
-    def _close(self, session: AgentSession, end: str, said: Said) -> None:
-        session.end_reason, session.deadline_s = end, None
-        self._say(said)
+    def _end(self, session: AgentSession, reason: str, reply: EpisodeReply) -> None:
+        session.end_reason, session.deadline_s = reason, None
+        self._send(reply)
 
-    def _forget(self, session: AgentSession) -> None:
-        """The driver holds it no more; its end is remembered for a while."""
+    def _remove(self, session: AgentSession) -> None:
+        """Move a session to the ended ones, of which the latest are kept."""
         self._ended[session.name] = self._sessions.pop(session.name)
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def _say(self, said: Said) -> None:
-        self._told.put((None, said))
+    def _send(self, reply: EpisodeReply) -> None:
+        self._driver_messages.put((None, reply))
 
 
 def _check_length(messages: Sequence[ChatMessage], num_tokens: int) -> None:
-    """Raises ServiceError for what cannot be so few tokens, before the driver spends time on it."""
+    """Raises ServiceError for messages that cannot fit `num_tokens`, before the driver tokenizes them."""
     num_characters, most = sum(len(message.content) for message in messages), MAX_CHARACTERS * num_tokens
     if num_characters > most:
         raise ServiceError(
@@ -311,5 +313,5 @@ def _check_length(messages: Sequence[ChatMessage], num_tokens: int) -> None:
         )
 
 
-def _finished(reward: float | None) -> str:
-    return "finished, for the run to judge" if reward is None else f"finished with reward {reward!r}"
+def _end_reason(reward: float | None) -> str:
+    return "finished, scored by the run" if reward is None else f"finished with reward {reward!r}"

@@ -41,7 +41,7 @@ REMOVED = "removed"  # how a drained engine ends
 
 
 class EnginePool:
-    """All engines of a run, by number. Their messages become events; messages to a lost engine are dropped."""
+    """All engines of a run, by number. Turns their messages into events; drops messages to a lost engine."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class EnginePool:
     # start and join
 
     def start(self, lost: int | None = None) -> int:
-        """Start an engine, in the slot of a `lost` one if that is given. Returns its number; it joins later."""
+        """Start an engine, in the slot of a `lost` one if given; it joins later. Returns its number."""
         engine = len(self._start_times_s)
         self._start_times_s[engine] = time.monotonic()
         self._slots[engine] = slot = engine if lost is None else self._slots[lost]
@@ -120,7 +120,7 @@ class EnginePool:
         kind, is_colocated = self._setup.config.kind_of_engine(slot), self._setup.is_colocated(slot)
         self.joined.add(engine)
         self._ever_joined.add(engine)
-        if is_colocated:  # the orchestrator takes it as paused from the start
+        if is_colocated:  # for the orchestrator it is paused from the start
             self.pause_unreported(engine)
         replaced = self._replaced.get(engine)
         self._events.append(
@@ -212,7 +212,7 @@ class EnginePool:
                 self._unreported_pauses[engine] -= 1
             case m.DecodingPaused():
                 self._events.append(EnginePaused(engine))
-            case MigrationReply():
+            case _ if isinstance(message, MigrationReply):
                 self.migrations.on_reply(message)
                 self._report_ends()
             case _:
@@ -231,7 +231,7 @@ class EnginePool:
     # deadlines, losses and restarts
 
     def check_deadlines(self, asleep_s: float) -> None:
-        """Replace engines that have timed out. The driver was suspended for `asleep_s`, which does not count."""
+        """Replace engines that have timed out; `asleep_s`, when the driver was suspended, does not count."""
         runtime = self._setup.config.runtime
         for engine, worker in list(self.workers.items()):
             worker.last_message_s += asleep_s

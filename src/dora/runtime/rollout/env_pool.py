@@ -1,6 +1,7 @@
-"""A process in which environments are played, and what it is told and tells.
+"""Runs the environments of a run in worker processes.
 
-It has one thread for all of them; what it says of an episode is a word of `dora.envs.runner`.
+A worker process runs many environments in one asyncio loop (`dora.envs.runner`). An exception of an
+environment fails its episode. A worker that exits or hangs is replaced, and all its episodes fail.
 """
 
 from __future__ import annotations
@@ -30,26 +31,35 @@ from dora.envs.runner import (
 from dora.errors import EnvError, RunError
 from dora.runtime.process.messages import WorkerExited, WorkerReady
 from dora.runtime.process.worker_process import Worker, WorkerInbox, WorkerMessages, WorkerOutbox, receive
-from dora.runtime.rollout import episodes
-from dora.runtime.rollout.episodes import EpisodeId, PolicyTurn
+from dora.runtime.rollout.episodes import (
+    EpisodeEnded,
+    EpisodeFailed,
+    EpisodeId,
+    EpisodeObservation,
+    EpisodeReply,
+    EpisodeStarted,
+    PolicyTurn,
+    has_reward_tasks,
+)
 from dora.runtime.run_setup import RunSetup
+
+MAX_GAP_S = 1.0  # longest time that counts between two deadline checks: the driver may have been suspended
 
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """Environments of the class named, or those of `hosts`; the model folder whose tokenizer they speak.
-
-    `token` is what hosts are shown; `template`, whether they speak in the model's chat template, then with
-    a `system_prompt`.
-    """
+    """What a worker runs: the environment class `environment`, or the environments of `hosts`."""
 
     environment: str | None
     hosts: tuple[str, ...]
-    token: str
-    rules: EpisodeLimits
-    model: Path
-    template: bool
-    system_prompt: str | None
+    token: str  # auth token for the hosts
+    limits: EpisodeLimits
+    model: Path  # folder with the tokenizer
+    has_chat_template: bool
+    system_prompt: str | None  # of the chat template
+
+
+# from the driver to a worker
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class StartEpisode:
 
 @dataclass(frozen=True)
 class SubmitTurn:
-    """Have the environment of an episode answer a turn; `num_left` tokens may follow it."""
+    """Step the environment of an episode; `num_left` more tokens fit into the episode."""
 
     episode: EpisodeId
     token_ids: list[int]
@@ -72,58 +82,66 @@ class SubmitTurn:
 
 @dataclass(frozen=True)
 class CancelEpisode:
-    """Nobody waits for this episode any more."""
+    """Stop an episode; no reply is expected."""
 
     episode: EpisodeId
+
+
+# from a worker to the driver
 
 
 @dataclass(frozen=True)
 class EnvWorkerReply:
-    """What is to be said of an episode."""
+    """A reply of an episode's environment."""
 
     episode: EpisodeId
-    word: EnvReply
+    reply: EnvReply
 
 
 @dataclass(frozen=True)
 class HostUnreachable:
-    """One of `hosts` could not be reached, and another one was tried."""
+    """One of `hosts` could not be reached, and the next one was tried."""
 
     host: str
     reason: str
 
 
 def run_env_worker(outbox: WorkerOutbox, inbox: WorkerInbox, spec: EnvSpec) -> None:
-    """Play episodes on order until the process ends. Raises EnvError if they cannot be loaded."""
+    """Run episodes until the process ends. Raises EnvError if the environments cannot be loaded."""
     make = _make_environments(spec, lambda host, reason: outbox.send(HostUnreachable(host, reason)))
-    language = _language(spec)
+    codec = _make_codec(spec)
     outbox.send(WorkerReady())
-    asyncio.run(_play(outbox, inbox, make, spec.rules, language))
+    asyncio.run(_run_episodes(outbox, inbox, make, spec.limits, codec))
 
 
-async def _play(
+async def _run_episodes(
     outbox: WorkerOutbox,
     inbox: WorkerInbox,
     make: Callable[[], Environment],
-    rules: EpisodeLimits,
-    language: TextCodec,
+    limits: EpisodeLimits,
+    codec: TextCodec,
 ) -> None:
-    host = EnvRunner(make, rules, language, lambda episode, word: outbox.send(EnvWorkerReply(episode, word)))
+    def send(episode: EpisodeId, reply: EnvReply) -> None:
+        outbox.send(EnvWorkerReply(episode, reply))
+
+    runner = EnvRunner(make, limits, codec, send)
     while True:
         for message in await asyncio.to_thread(lambda: list(inbox.receive(None))):
             match message:
                 case StartEpisode(episode, row, seed):
-                    host.start(episode, row, seed)
+                    runner.start(episode, row, seed)
                 case SubmitTurn(episode, token_ids, num_left):
-                    host.submit_turn(episode, token_ids, num_left)
+                    runner.submit_turn(episode, token_ids, num_left)
                 case CancelEpisode(episode):
-                    host.cancel(episode)
+                    runner.cancel(episode)
 
 
-def _make_environments(spec: EnvSpec, pass_over: Callable[[str, str], None]) -> Callable[[], Environment]:
-    """What makes environments; those of several hosts go round, so that each gets its share.
+def _make_environments(
+    spec: EnvSpec, on_unreachable: Callable[[str, str], None]
+) -> Callable[[], Environment]:
+    """Returns a function that makes an environment, on the hosts in turn.
 
-    `pass_over` gets a host that cannot be reached, and why.
+    `on_unreachable` gets a host that cannot be reached, and the reason.
     """
     if spec.environment is not None:
         from dora.envs.base import load_environment
@@ -131,220 +149,216 @@ def _make_environments(spec: EnvSpec, pass_over: Callable[[str, str], None]) -> 
         return load_environment(spec.environment)
     from dora.envs.remote import RemoteEnvironment
 
-    hosts, turns = spec.hosts, count()
+    hosts, calls = spec.hosts, count()
 
     def make() -> Environment:
-        first = next(turns) % len(hosts)
+        first = next(calls) % len(hosts)
         rotated = [*hosts[first:], *hosts[:first]]
-        return RemoteEnvironment(rotated, spec.token, spec.rules.timeout_s / 2, pass_over)
+        return RemoteEnvironment(rotated, spec.token, spec.limits.timeout_s / 2, on_unreachable)
 
     return make
 
 
-def _language(spec: EnvSpec) -> TextCodec:
+def _make_codec(spec: EnvSpec) -> TextCodec:
     from dora.data.chat import ChatTemplate, PromptEncoder
     from dora.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(spec.model)
-    encoder = PromptEncoder(
-        tokenizer, ChatTemplate(spec.model, spec.system_prompt) if spec.template else None
-    )
+    template = ChatTemplate(spec.model, spec.system_prompt) if spec.has_chat_template else None
+    encoder = PromptEncoder(tokenizer, template)
     return TextCodec(encoder.encode, encoder.encode_observation, tokenizer.decode)
 
 
-# === dora.runtime.rollout.env_pool: Plays the episodes of a run in environments, which live in worker processes of their own.
-#
-# Whatever an environment does wrong breaks its episode by name. A process that dies, or owes a word for
-# too long, breaks those that were in it, and is replaced.
-
-MAX_GAP_S = 1.0  # between two looks at the deadlines; the rest of a longer one the driver slept
-
-
 @dataclass(eq=False)
-class _Home:
-    """A worker process, its episodes, and since when each is owed a word (s); None: it is not."""
+class _EnvWorker:
+    """A worker process and its episodes."""
 
     worker: Worker
-    began_s: float
+    start_s: float
     is_ready: bool = False
-    owed: dict[EpisodeId, float | None] = field(default_factory=dict)
+    awaited_since_s: dict[EpisodeId, float | None] = field(default_factory=dict)  # None: no reply is awaited
 
 
 class EnvPool:
-    """A player: each episode is in one environment of one process, the one with the fewest."""
+    """An `EpisodeRunner`: each episode has an environment in the worker process with the fewest episodes."""
 
-    def __init__(self, plan: RunSetup, told: WorkerMessages, notice: Callable[[str], None]) -> None:
-        """Start the processes; `notice` gets the first failure in full, and each host that is passed over."""
-        self._plan, self._told, self._notice = plan, told, notice
-        self._spec = env_spec(plan)
-        self._now_s, self._looked_s = 0.0, time.monotonic()  # seconds that the driver was awake
-        self._turns: dict[EpisodeId, int] = {}  # the last one of each
-        self._was_ready = self._has_failed = False
-        self._passed_over: set[str] = set()
-        self._homes = [self._start(f"environments {k}") for k in range(plan.config.env.num_workers)]
+    def __init__(
+        self, setup: RunSetup, driver_messages: WorkerMessages, notice: Callable[[str], None]
+    ) -> None:
+        """Start the workers. `notice` gets the first failure in full, and each unreachable host once."""
+        self._setup, self._driver_messages, self._notice = setup, driver_messages, notice
+        self._spec = env_spec(setup)
+        self._now_s, self._checked_s = 0.0, time.monotonic()  # the first: seconds that the driver was running
+        self._last_turns: dict[EpisodeId, int] = {}
+        self._was_any_ready = self._has_failed = False
+        self._unreachable: set[str] = set()
+        self._workers = [self._start(f"environments {k}") for k in range(setup.config.env.num_workers)]
 
     def start(self, episode: EpisodeId, version: int) -> None:
-        """Reset an environment to the episode's row; all versions get the same beginning."""
-        home = min(self._homes, key=lambda home: len(home.owed))
+        """Reset an environment to the episode's row. The initial state does not depend on the version."""
+        worker = min(self._workers, key=lambda worker: len(worker.awaited_since_s))
         group = episode.request.group
-        row = self._plan.source_of(group).row(group.row)
-        home.owed[episode] = self._now_s
-        home.worker.send(StartEpisode(episode, row, _seed(self._plan.config.run.seed, group)))
+        row = self._setup.source_of(group).row(group.row)
+        worker.awaited_since_s[episode] = self._now_s
+        worker.worker.send(StartEpisode(episode, row, _seed(self._setup.config.run.seed, group)))
 
     def on_turn(self, turn: PolicyTurn) -> None:
-        """Have the environment answer; one that has died has said so."""
-        if (home := self._home_of(turn.episode)) is not None:
-            self._turns[turn.episode] = turn.number
-            home.owed[turn.episode] = self._now_s
-            home.worker.send(SubmitTurn(turn.episode, turn.token_ids, turn.num_left))
+        """Step the environment. If its worker has exited, the episode's failure is queued already."""
+        if (worker := self._worker_of(turn.episode)) is not None:
+            self._last_turns[turn.episode] = turn.number
+            worker.awaited_since_s[turn.episode] = self._now_s
+            worker.worker.send(SubmitTurn(turn.episode, turn.token_ids, turn.num_left))
 
     def release(self, episode: EpisodeId) -> None:
-        """Let the environment go, wherever it is."""
-        self._turns.pop(episode, None)
-        if (home := self._home_of(episode)) is not None:
-            del home.owed[episode]
-            home.worker.send(CancelEpisode(episode))
+        """Cancel the episode in its worker."""
+        self._last_turns.pop(episode, None)
+        if (worker := self._worker_of(episode)) is not None:
+            del worker.awaited_since_s[episode]
+            worker.worker.send(CancelEpisode(episode))
 
     def on_message(self, worker: Worker, message: Any) -> bool:
-        """Raises EnvError if environments cannot be loaded at the start, RunError if they no longer can."""
-        home = next((home for home in self._homes if home.worker is worker), None)
-        if home is None:
+        """Handle a message of a worker; returns False for workers of others.
+
+        Raises EnvError if the first workers cannot load their environments, RunError if a later one cannot.
+        """
+        sender = next((each for each in self._workers if each.worker is worker), None)
+        if sender is None:
             return False
         match message:
             case WorkerReady():
-                home.is_ready = self._was_ready = True
-                home.owed = dict.fromkeys(home.owed, self._now_s)  # nothing was owed before
+                sender.is_ready = self._was_any_ready = True
+                # Environment timeouts do not include the start of the process.
+                sender.awaited_since_s = dict.fromkeys(sender.awaited_since_s, self._now_s)
             case WorkerExited():
-                self._died(home)
-            case HostUnreachable(host, reason) if host not in self._passed_over:
-                self._passed_over.add(host)
-                self._notice(f"{host} of env.hosts is passed over, also later without a word: {reason}")
-            case EnvWorkerReply(episode, word) if episode in home.owed:
-                home.owed[episode] = None
-                self._say(episode, word)
+                self._on_exit(sender)
+            case HostUnreachable(host, reason) if host not in self._unreachable:
+                self._unreachable.add(host)
+                self._notice(f"{host} of env.hosts is unreachable; skipping it (logged once): {reason}")
+            case EnvWorkerReply(episode, reply) if episode in sender.awaited_since_s:
+                sender.awaited_since_s[episode] = None
+                self._forward(episode, reply)
         return True
 
     def check_deadlines(self) -> None:
-        """Replace a process that owes a word for twice the time it may take, which it could have said itself.
+        """Replace workers that hang. The worker itself reports a timeout of one environment.
 
-        Raises RunError for one that does not start.
+        Raises RunError for a worker that does not start in time.
         """
         now_s = time.monotonic()
-        self._now_s += min(now_s - self._looked_s, MAX_GAP_S)
-        self._looked_s = now_s
-        timeout_s, start_timeout_s = self._spec.rules.timeout_s, self._plan.config.runtime.start_timeout_s
-        for home in self._homes:
-            if not home.is_ready and self._now_s - home.began_s > start_timeout_s:
-                raise RunError(
-                    f"{home.worker.name} did not start within runtime.start_timeout_s = {start_timeout_s:g} s"
-                )
-            since_s = min((s for s in home.owed.values() if s is not None), default=self._now_s)
-            if home.is_ready and self._now_s - since_s > 2 * timeout_s + MAX_GAP_S:
-                self._replace(home, f"environment or one beside it hangs, env.timeout_s = {timeout_s:g}")
+        self._now_s += min(now_s - self._checked_s, MAX_GAP_S)
+        self._checked_s = now_s
+        timeout_s, start_timeout_s = self._spec.limits.timeout_s, self._setup.config.runtime.start_timeout_s
+        for worker in self._workers:
+            if not worker.is_ready and self._now_s - worker.start_s > start_timeout_s:
+                limit = f"runtime.start_timeout_s = {start_timeout_s:g} s"
+                raise RunError(f"{worker.worker.name} did not start within {limit}")
+            waits_s = [self._now_s - s for s in worker.awaited_since_s.values() if s is not None]
+            if worker.is_ready and max(waits_s, default=0.0) > 2 * timeout_s + MAX_GAP_S:
+                reason = f"environment or another one of its process hangs, env.timeout_s = {timeout_s:g}"
+                self._replace(worker, reason)
 
     @property
     def not_started(self) -> list[str]:
-        """The processes that have not started yet."""
-        return [home.worker.name for home in self._homes if not home.is_ready]
+        """Names of the workers that have not started yet."""
+        return [worker.worker.name for worker in self._workers if not worker.is_ready]
 
     def close(self) -> None:
-        """End the processes."""
-        for home in self._homes:
-            home.worker.kill()
+        """Kill the workers."""
+        for worker in self._workers:
+            worker.worker.kill()
 
-    def _start(self, name: str) -> _Home:
-        return _Home(Worker(name, run_env_worker, self._spec, self._told), self._now_s)
+    def _start(self, name: str) -> _EnvWorker:
+        return _EnvWorker(Worker(name, run_env_worker, self._spec, self._driver_messages), self._now_s)
 
-    def _home_of(self, episode: EpisodeId) -> _Home | None:
-        return next((home for home in self._homes if episode in home.owed), None)
+    def _worker_of(self, episode: EpisodeId) -> _EnvWorker | None:
+        return next((worker for worker in self._workers if episode in worker.awaited_since_s), None)
 
-    def _say(self, episode: EpisodeId, word: EnvReply) -> None:
-        """Put into the driver's queue what a process said."""
-        said: episodes.EpisodeReply
-        match word:
+    def _forward(self, episode: EpisodeId, reply: EnvReply) -> None:
+        """Put an environment's reply into the driver's messages."""
+        message: EpisodeReply
+        match reply:
             case EnvReset(prompt_ids):
-                said = episodes.EpisodeStarted(episode, tuple(prompt_ids))
+                message = EpisodeStarted(episode, tuple(prompt_ids))
             case EnvObservation(token_ids):
-                said = episodes.EpisodeObservation(episode, self._turns[episode], tuple(token_ids))
+                message = EpisodeObservation(episode, self._last_turns[episode], tuple(token_ids))
             case EnvDone(reward):
-                config = self._plan.config
-                is_judged = config.reward.function is not None or bool(config.reward_task)
-                said = episodes.EpisodeEnded(episode, self._turns[episode], None if is_judged else reward)
+                own_reward = None if has_reward_tasks(self._setup.config) else reward
+                message = EpisodeEnded(episode, self._last_turns[episode], own_reward)
             case EnvFailure(reason, detail):
-                self._tell_first(f"{reason}\n{detail}")
-                said = episodes.EpisodeFailed(episode, reason)
-        self._told.put((None, said))
+                self._log_first(f"{reason}\n{detail}")
+                message = EpisodeFailed(episode, reason)
+        self._driver_messages.put((None, message))
 
-    def _tell_first(self, failure: str) -> None:
+    def _log_first(self, failure: str) -> None:
         if not self._has_failed:
             self._has_failed = True
-            self._notice(f"the first episode that broke: {failure.rstrip()}")
+            self._notice(f"first failed episode: {failure.rstrip()}")
 
-    def _died(self, home: _Home) -> None:
-        if not home.is_ready:
-            told, _, reason = home.worker.traceback.partition("EnvError: ")
-            is_input = told and not self._was_ready
-            raise EnvError(reason.strip()) if is_input else RunError(home.worker.exit_reason)
-        self._replace(home, f"environment's process ended: {home.worker.exit_reason}")
+    def _on_exit(self, worker: _EnvWorker) -> None:
+        if not worker.is_ready:
+            before, _, reason = worker.worker.traceback.partition("EnvError: ")
+            is_input_error = before and not self._was_any_ready
+            raise EnvError(reason.strip()) if is_input_error else RunError(worker.worker.exit_reason)
+        self._replace(worker, f"environment's process ended: {worker.worker.exit_reason}")
 
-    def _replace(self, home: _Home, reason: str) -> None:
-        """All its episodes are lost; the others go on."""
-        home.worker.kill()
-        for episode in home.owed:
-            self._say(episode, EnvFailure(reason, ""))
-        self._homes[self._homes.index(home)] = self._start(home.worker.name)
+    def _replace(self, worker: _EnvWorker, reason: str) -> None:
+        """Restart a worker; its episodes fail."""
+        worker.worker.kill()
+        for episode in worker.awaited_since_s:
+            self._forward(episode, EnvFailure(reason, ""))
+        self._workers[self._workers.index(worker)] = self._start(worker.worker.name)
 
 
-def env_spec(plan: RunSetup) -> EnvSpec:
-    """What a process needs to play the environments of a run. Raises ConfigError for a bad token."""
-    config = plan.config
+def env_spec(setup: RunSetup) -> EnvSpec:
+    """The spec of a run's environment workers. Raises ConfigError for a bad token file."""
+    config = setup.config
     file = config.env.token_file
     return EnvSpec(
         environment=config.env.environment,
         hosts=tuple(config.env.hosts),
         token="" if file is None else read_auth_token(file, "env.token_file"),
-        rules=EpisodeLimits(config.data.max_prompt_length, config.env.max_turns, config.env.timeout_s),
+        limits=EpisodeLimits(config.data.max_prompt_length, config.env.max_turns, config.env.timeout_s),
         model=Path(config.model.path),
-        template=config.data.chat_template,
+        has_chat_template=config.data.chat_template,
         system_prompt=config.data.system_prompt,
     )
 
 
-def try_environment(plan: RunSetup) -> str:
-    """Begin an episode of the first row, as a run would; how it begins. Raises EnvError if it does not."""
-    told = WorkerMessages()
+def try_environment(setup: RunSetup) -> str:
+    """Start an episode of the first row and describe its prompt. Raises EnvError if it does not start."""
+    messages = WorkerMessages()
     failures: list[str] = []
-    player = EnvPool(plan, told, failures.append)
+    pool = EnvPool(setup, messages, failures.append)
     try:
-        player.start(EpisodeId(RequestId(0, 0, 0), 0), version=0)
+        pool.start(EpisodeId(RequestId(0, 0, 0), 0), version=0)
         while True:
-            for worker, message in receive(told, 0.2):
-                if isinstance(message, episodes.EpisodeStarted):
-                    text = plan.tokenizer.decode(message.prompt_ids)
-                    return f"begins with {text[:60]!r}, {len(message.prompt_ids)} tokens"
-                if isinstance(message, episodes.EpisodeFailed):
-                    raise EnvError(_why_not_begun(plan, message.reason, failures[0]))
+            for worker, message in receive(messages, 0.2):
+                if isinstance(message, EpisodeStarted):
+                    text = setup.tokenizer.decode(message.prompt_ids)
+                    return f"first prompt {text[:60]!r}, {len(message.prompt_ids)} tokens"
+                if isinstance(message, EpisodeFailed):
+                    raise EnvError(_start_failure(setup, message.reason, failures[0]))
                 assert worker is not None
-                player.on_message(worker, message)
-            player.check_deadlines()
+                pool.on_message(worker, message)
+            pool.check_deadlines()
     finally:
-        player.close()
+        pool.close()
 
 
-def _why_not_begun(plan: RunSetup, reason: str, failure: str) -> str:
-    """A sentence; the last line of `failure` says what was raised."""
-    last = failure.rstrip().splitlines()[-1]
-    why = reason if reason in last else f"{reason} ({last})"
-    name = plan.config.env.environment or f"(env.hosts = {plan.config.env.hosts})"
+def _start_failure(setup: RunSetup, reason: str, failure: str) -> str:
+    """An error message; the last line of `failure` is the exception."""
+    exception = failure.rstrip().splitlines()[-1]
+    cause = reason if reason in exception else f"{reason} ({exception})"
+    name = setup.config.env.environment or f"(env.hosts = {setup.config.env.hosts})"
     return (
-        f"env.environment = {name}: the episode of the first row does not begin: {why}; have "
+        f"env.environment = {name}: the episode of the first row does not start: {cause}; have "
         "reset return text of characters that the model's tokenizer knows, of 1 to "
-        f"data.max_prompt_length = {plan.config.data.max_prompt_length} tokens, in time"
+        f"data.max_prompt_length = {setup.config.data.max_prompt_length} tokens, in time"
     )
 
 
 def _seed(seed: int, group: GroupId) -> int:
-    """31 bits that siblings share; those of held-out rows do not depend on the version."""
+    """A seed of 31 bits, the same for all siblings. For held-out rows it does not depend on the version."""
     epoch = -1 if group.is_held_out else group.epoch
     digest = blake2b(f"{seed}/environment/{epoch}/{group.row}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1

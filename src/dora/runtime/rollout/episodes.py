@@ -1,7 +1,9 @@
-"""Who plays the other side of an episode, and the words that pass between a player and the driver.
+"""Multi-turn episodes in the driver, between the engines, which generate turns, and an `EpisodeRunner`.
 
-An episode is a request whose answer is written in turns: the model's, which an engine generates, and
-in between what the other side says, an environment or a client of the service.
+The other side of an episode is an environment or an agent of the service; an `EpisodeRunner` runs it. For the
+orchestrator an episode is an unfinished request. If its engine is lost, the orchestrator requests it again,
+and it restarts as another attempt. While an episode waits for the runner it is on the engine that generated
+its last turn, or on none before its prompt is known.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
+from dora.config.schema import Config
 from dora.core.actions import Abort, Generate, Migrate
 from dora.core.events import Event, Migrated, MigrationFailed, RequestsAborted
 from dora.core.types import GroupId, RequestId
@@ -25,22 +28,25 @@ from dora.runtime.sample_book import SampleBook
 
 
 class EpisodeId(NamedTuple):
-    """One playing of a request. What dies with its engine is played anew, as another attempt.
+    """One attempt at the episode of a request. No two episodes of a run have the same attempt number.
 
-    Words about an attempt that is over are not heard any more; no two have the same number in a run.
+    Replies about an earlier attempt are ignored.
     """
 
     request: RequestId
     attempt: int
 
 
+# from the driver to the runner
+
+
 @dataclass(frozen=True)
 class PolicyTurn:
-    """The model has written a turn, number `number` (from 0) of its episode, and waits for an answer.
+    """The model has generated turn `number` (from 0) of an episode, which waits for the environment.
 
-    `token_ids` are its own alone, a stop token included. `finish_reason` says why it ended: "stop",
-    "turn_length" (it has as many tokens as a turn may have) or "length" (the episode has). `num_left` is
-    how many tokens the episode may still have: what is observed must be fewer, or it can only be over.
+    `token_ids` are the turn's own, including a stop token. `finish_reason` is "stop", "turn_length" (the turn
+    has its maximum length) or "length" (the episode has). `num_left` is how many tokens the episode may still
+    have: an observation must have fewer, and without room for one the episode can only end.
     """
 
     episode: EpisodeId
@@ -50,9 +56,12 @@ class PolicyTurn:
     num_left: int
 
 
+# from the runner to the driver
+
+
 @dataclass(frozen=True)
 class EpisodeStarted:
-    """The episode begins with this prompt; `max_turn_tokens` may bound its turns further."""
+    """The episode starts with this prompt; `max_turn_tokens` may limit its turns further."""
 
     episode: EpisodeId
     prompt_ids: tuple[int, ...]
@@ -61,7 +70,7 @@ class EpisodeStarted:
 
 @dataclass(frozen=True)
 class EpisodeObservation:
-    """The other side's answer to turn `turn`, at least one token: the model reads it and writes on."""
+    """The observation after turn `turn`, at least one token; the model continues after it."""
 
     episode: EpisodeId
     turn: int
@@ -70,7 +79,7 @@ class EpisodeObservation:
 
 @dataclass(frozen=True)
 class EpisodeEnded:
-    """The episode ended with turn `turn`. Without a reward, the run's reward tasks judge the answer."""
+    """The episode ended with turn `turn`. Without a reward, the reward tasks of the run score it."""
 
     episode: EpisodeId
     turn: int
@@ -79,10 +88,7 @@ class EpisodeEnded:
 
 @dataclass(frozen=True)
 class EpisodeFailed:
-    """The episode cannot go on, and its group fails; at any time until it is over.
-
-    While the model writes, it writes its turn to the end before that.
-    """
+    """The episode cannot continue, and its group fails. A turn in progress is generated to its end before."""
 
     episode: EpisodeId
     reason: str
@@ -92,149 +98,146 @@ EpisodeReply = EpisodeStarted | EpisodeObservation | EpisodeEnded | EpisodeFaile
 
 
 class EpisodeRunner(Protocol):
-    """The other side of all episodes of a run. Everything is called on the driver's thread and must not wait.
+    """The other side of all episodes of a run. The driver calls its methods, which do not block.
 
-    Its words are put into the driver's queue as `told.put((None, word))`, from any thread.
+    It puts its replies into the driver's messages as `(None, reply)`, from any thread.
     """
 
     def start(self, episode: EpisodeId, version: int) -> None:
-        """Play an episode; `Began` or `Broken` is to be said."""
+        """Start an episode; the reply is `EpisodeStarted` or `EpisodeFailed`."""
 
     def on_turn(self, turn: PolicyTurn) -> None:
-        """The model has written a turn; `Observed`, `Over` or `Broken` is to be said."""
+        """Handle a turn; the reply is `EpisodeObservation`, `EpisodeEnded` or `EpisodeFailed`."""
 
     def release(self, episode: EpisodeId) -> None:
-        """Nothing is awaited any more: it was finished, its group has failed, or its next attempt begins."""
+        """Forget an episode: it has finished, its group has failed, or its next attempt starts."""
 
     def on_message(self, worker: Worker, message: Any) -> bool:
-        """What a worker process said; False if it is none of the player's."""
+        """Handle a message of a worker process; returns False if it is not one of the runner's."""
 
     def check_deadlines(self) -> None:
-        """To be called a few times a second: who took too long is `Broken`."""
+        """Fail episodes that have timed out. The driver calls this a few times a second."""
 
     @property
     def not_started(self) -> list[str]:
-        """What has not started yet; the run begins once nothing is left."""
+        """Names of worker processes that have not started yet; the run starts once there are none."""
 
     def close(self) -> None:
-        """End what was started."""
+        """End the worker processes."""
 
 
-# === dora.runtime.rollout.episodes: The driver's part in episodes: it stands between engines, which write turns, and the player.
-#
-# For the orchestrator an episode is a request that is not finished yet. One that dies with its engine is
-# ordered again, and begins anew. While one waits for its player it is on the engine that has told its turn,
-# or, before its prompt is known, on none at all.
+def has_reward_tasks(config: Config) -> bool:
+    """Whether the run scores answers with reward tasks. Rewards of environments are ignored then."""
+    return config.reward.function is not None or bool(config.reward_task)
 
 
 @dataclass(eq=False)
-class _Play:
-    """An episode under way; `engine` is where it was ordered, or where it has told its last turn."""
+class _Episode:
+    """An unfinished episode. `engine` is where it was placed, or the engine that generated its last turn."""
 
-    episode: EpisodeId
+    id: EpisodeId
     version: int
     engine: int
     request: Request | None = None  # None: its prompt is not known yet
     num_turns: int = 0
-    is_awaited: bool = True  # the player is to speak
-    broken: str = ""  # why it cannot go on after this turn
+    is_awaiting_reply: bool = True  # of the runner
+    failure: str = ""  # why it fails after the turn in progress
 
 
 class Episodes:
-    """Carries out orders about requests; where there is a `player`, each of them is an episode."""
+    """Executes actions about requests. With a `runner` each request is an episode, else it has one turn."""
 
     def __init__(
         self,
-        plan: RunSetup,
-        player: EpisodeRunner | None,
-        fleet: EnginePool,
-        facts: deque[Event],
-        teller: SampleBook,
+        setup: RunSetup,
+        runner: EpisodeRunner | None,
+        engine_pool: EnginePool,
+        events: deque[Event],
+        sample_book: SampleBook,
     ) -> None:
-        self._plan, self._fleet, self._facts, self._teller = plan, fleet, facts, teller
-        self.runner = player
-        self._plays: dict[RequestId, _Play] = {}
-        self._adrift: set[RequestId] = set()  # given up where they no longer are
-        self._numbers = count()
+        self._setup, self._engine_pool, self._events = setup, engine_pool, events
+        self._sample_book = sample_book
+        self.runner = runner
+        self._episodes: dict[RequestId, _Episode] = {}
+        self._aborted_while_migrating: set[RequestId] = set()  # until they are aborted on their new engine
+        self._attempts = count()
 
-    # what the orchestrator says
+    # actions of the orchestrator
 
-    def generate(self, order: Generate) -> None:
-        """Have requests answered from their beginning."""
+    def generate(self, action: Generate) -> None:
+        """Start requests from their prompts."""
         if self.runner is None:
-            self._fleet.send(
-                order.engine, m.SubmitRequests(self._plan.requests(order.requests, order.version))
-            )
+            requests = self._setup.requests(action.requests, action.version)
+            self._engine_pool.send(action.engine, m.SubmitRequests(requests))
             return
-        for request in order.requests:
-            self._leave(request)  # it was on an engine that is lost
-            self._teller.episode_rewards.pop(request, None)
-            episode = EpisodeId(request, next(self._numbers))
-            self._plays[request] = _Play(episode, order.version, order.engine)
-            self.runner.start(episode, order.version)
+        for request in action.requests:
+            self._release(request)  # an earlier attempt, whose engine is lost
+            self._sample_book.episode_rewards.pop(request, None)
+            episode = EpisodeId(request, next(self._attempts))
+            self._episodes[request] = _Episode(episode, action.version, action.engine)
+            self.runner.start(episode, action.version)
 
-    def abort(self, order: Abort) -> None:
-        """Their groups have failed. Those that no engine has yet are gone at once.
+    def abort(self, action: Abort) -> None:
+        """Abort requests whose groups have failed. Those without a prompt are on no engine and end at once.
 
-        Of one that has moved meanwhile the orchestrator is about to hear, and gives it up there again.
+        If such a request has migrated, the orchestrator aborts it on its new engine after `Migrated`.
         """
-        gone = [request for request in order.requests if request in self._adrift]
-        self._adrift.difference_update(gone)
-        for play in map(self._leave, order.requests):
-            if play is not None and play.request is None:
-                if play.engine == order.engine:
-                    gone.append(play.episode.request)
+        aborted = [request for request in action.requests if request in self._aborted_while_migrating]
+        self._aborted_while_migrating.difference_update(aborted)
+        for episode in map(self._release, action.requests):
+            if episode is not None and episode.request is None:
+                if episode.engine == action.engine:
+                    aborted.append(episode.id.request)
                 else:
-                    self._adrift.add(play.episode.request)
-        if self._fleet.send(order.engine, m.AbortRequests(order.requests)) and gone:
-            self._facts.append(RequestsAborted(order.engine, tuple(gone), 0))
+                    self._aborted_while_migrating.add(episode.id.request)
+        if self._engine_pool.send(action.engine, m.AbortRequests(action.requests)) and aborted:
+            self._events.append(RequestsAborted(action.engine, tuple(aborted), 0))
 
-    def migrate(self, order: Migrate) -> None:
-        """Have a request change its engine; one that waits moves once it writes on."""
-        play, ends = self._plays.get(order.request), (order.source, order.destination)
+    def migrate(self, action: Migrate) -> None:
+        """Migrate a request. An episode that waits for the runner migrates when it continues."""
+        episode, engines = self._episodes.get(action.request), (action.source, action.destination)
         if self.runner is None:
-            (request,) = self._plan.requests([order.request], order.version)
-            self._fleet.migrate(order, request)
-        elif play is None:
-            self._facts.append(MigrationFailed(order.request, *ends, "it has finished here first"))
-        elif play.request is not None:
-            self._fleet.migrate(order, play.request)
-        elif self._fleet.workers.keys() >= {*ends}:  # there is nothing to be moved yet
-            play.engine = order.destination
-            self._facts.append(Migrated(order.request, *ends, 0, 0, 0.0, 0.0))
+            (request,) = self._setup.requests([action.request], action.version)
+            self._engine_pool.migrate(action, request)
+        elif episode is None:
+            self._events.append(MigrationFailed(action.request, *engines, "it has finished on its source"))
+        elif episode.request is not None:
+            self._engine_pool.migrate(action, episode.request)
+        elif self._engine_pool.workers.keys() >= {*engines}:  # without a prompt there is nothing to copy
+            episode.engine = action.destination
+            self._events.append(Migrated(action.request, *engines, 0, 0, 0.0, 0.0))
         else:
-            self._facts.appendleft(MigrationFailed(order.request, *ends, "an engine is lost"))
+            self._events.appendleft(MigrationFailed(action.request, *engines, "an engine is lost"))
 
     def discard_group(self, group: GroupId) -> None:
-        """The group has failed, and nobody works on it any more."""
-        for request in [request for request in self._plays if request.group == group]:
-            self._leave(request)
+        """Release the episodes of a failed group."""
+        self._release_all([request for request in self._episodes if request.group == group])
 
-    # what engines and the player say
+    # messages of engines and of the runner
 
     def on_engine_message(self, engine: int, message: Any) -> None:
-        """Turns are the player's; what is finished or refused is no episode any more."""
+        """Forward turns to the runner, and release requests that have finished or were rejected."""
         match message:
             case m.TurnsCompleted(turns):
                 for turn in turns:
-                    self._take_turn(engine, turn)
+                    self._on_turn(engine, turn)
             case m.RequestsCompleted(completions):
-                self._leave_all(completion.id for completion in completions)
+                self._release_all([completion.id for completion in completions])
             case m.RequestsRejected(reasons):
-                self._leave_all(reasons)
+                self._release_all(reasons)
 
     def on_message(self, worker: Worker | None, message: Any) -> None:
-        """A word of the player, or of one of its processes."""
+        """Handle a reply of the runner (without a worker) or a message of one of its worker processes."""
         if worker is not None and self.runner is not None:
             self.runner.on_message(worker, message)
         elif isinstance(message, EpisodeReply):
-            play = self._plays.get(message.episode.request)
-            if play is not None and play.episode == message.episode:
-                self._heed(play, message)
+            episode = self._episodes.get(message.episode.request)
+            if episode is not None and episode.id == message.episode:
+                self._on_reply(episode, message)
 
     @property
     def not_started(self) -> list[str]:
-        """What of the player has not started yet."""
+        """See `EpisodeRunner`."""
         return [] if self.runner is None else self.runner.not_started
 
     def check_deadlines(self) -> None:
@@ -245,65 +248,69 @@ class Episodes:
         if self.runner is not None:
             self.runner.close()
 
-    def _heed(self, play: _Play, word: EpisodeReply) -> None:
-        """What is said out of turn changes nothing, but that an episode is broken."""
-        request = play.episode.request
-        match word:
-            case EpisodeFailed(_, reason) if play.is_awaited:
-                self._break(play, reason)
+    def _on_reply(self, episode: _Episode, reply: EpisodeReply) -> None:
+        """A reply that the episode does not await is ignored, except for a failure."""
+        request, is_awaited = episode.id.request, episode.is_awaiting_reply
+        match reply:
+            case EpisodeFailed(_, reason) if is_awaited:
+                self._fail(episode, reason)
             case EpisodeFailed(_, reason):
-                play.broken = reason
-            case EpisodeStarted(_, prompt_ids, max_turn_tokens) if play.is_awaited and play.request is None:
-                play.request = self._request(play, prompt_ids, max_turn_tokens)
-                self._answer(play, m.SubmitRequests([play.request]))
-            case EpisodeObservation(_, turn, token_ids) if play.is_awaited and turn == play.num_turns - 1:
-                self._answer(play, m.ContinueEpisode(request, token_ids))
-            case EpisodeEnded(_, turn, reward) if play.is_awaited and turn == play.num_turns - 1:
+                episode.failure = reason
+            case EpisodeStarted(_, prompt_ids, max_turn_tokens) if is_awaited and episode.request is None:
+                episode.request = self._make_request(episode, prompt_ids, max_turn_tokens)
+                self._send(episode, m.SubmitRequests([episode.request]))
+            case EpisodeObservation(_, turn, token_ids) if is_awaited and turn == episode.num_turns - 1:
+                self._send(episode, m.ContinueEpisode(request, token_ids))
+            case EpisodeEnded(_, turn, reward) if is_awaited and turn == episode.num_turns - 1:
                 if reward is not None:
-                    self._teller.episode_rewards[request] = reward
-                self._answer(play, m.EndEpisode(request))
+                    self._sample_book.episode_rewards[request] = reward
+                self._send(episode, m.EndEpisode(request))
 
-    def _answer(self, play: _Play, message: object) -> None:
-        """To the engine; if it is lost, the orchestrator hears of it and orders the request again."""
-        play.is_awaited = False
-        self._fleet.send(play.engine, message)
+    def _send(self, episode: _Episode, message: object) -> None:
+        """Send the reply to the engine. If that is lost, the orchestrator requests the episode again."""
+        episode.is_awaiting_reply = False
+        self._engine_pool.send(episode.engine, message)
 
-    def _request(self, play: _Play, prompt_ids: tuple[int, ...], max_turn_tokens: int | None) -> Request:
-        (request,) = self._plan.requests([play.episode.request], play.version)
+    def _make_request(
+        self, episode: _Episode, prompt_ids: tuple[int, ...], max_turn_tokens: int | None
+    ) -> Request:
+        (request,) = self._setup.requests([episode.id.request], episode.version)
         sampling = request.sampling
         if max_turn_tokens is not None:
-            most = min(max_turn_tokens, sampling.max_turn_tokens)
-            sampling = replace(sampling, max_turn_tokens=most)
+            limit = min(max_turn_tokens, sampling.max_turn_tokens)
+            sampling = replace(sampling, max_turn_tokens=limit)
         return replace(request, prompt_ids=prompt_ids, sampling=sampling)
 
-    def _take_turn(self, engine: int, ended: TurnFinished) -> None:
-        play = self._plays.get(ended.request_id)
-        if play is None:
-            return  # its group has failed, and the engine is about to hear of it
-        play.engine, play.is_awaited = engine, True
-        turn = PolicyTurn(play.episode, play.num_turns, ended.token_ids, ended.finish_reason, ended.num_left)
-        play.num_turns += 1
-        if play.broken:
-            self._break(play, play.broken)
+    def _on_turn(self, engine: int, finished: TurnFinished) -> None:
+        episode = self._episodes.get(finished.request_id)
+        if episode is None:
+            return  # its group has failed, and an abort is on its way to the engine
+        episode.engine, episode.is_awaiting_reply = engine, True
+        turn = PolicyTurn(
+            episode.id, episode.num_turns, finished.token_ids, finished.finish_reason, finished.num_left
+        )
+        episode.num_turns += 1
+        if episode.failure:
+            self._fail(episode, episode.failure)
         elif self.runner is not None:
             self.runner.on_turn(turn)
 
-    def _break(self, play: _Play, reason: str) -> None:
-        """The request fails on its engine; if that is lost it begins anew instead."""
-        request = play.episode.request
-        if play.request is not None:
-            self._answer(play, m.FailRequest(request, reason))
-        elif play.engine in self._fleet.workers:
-            self._leave(request)
-            self._facts.append(self._teller.fail_request(play.engine, request, reason))
+    def _fail(self, episode: _Episode, reason: str) -> None:
+        """Fail the request on its engine; if that is lost, the episode restarts instead."""
+        request = episode.id.request
+        if episode.request is not None:
+            self._send(episode, m.FailRequest(request, reason))
+        elif episode.engine in self._engine_pool.workers:
+            self._release(request)
+            self._events.append(self._sample_book.fail_request(episode.engine, request, reason))
 
-    def _leave_all(self, requests: Iterable[RequestId]) -> None:
+    def _release_all(self, requests: Iterable[RequestId]) -> None:
         for request in requests:
-            self._leave(request)
+            self._release(request)
 
-    def _leave(self, request: RequestId) -> _Play | None:
-        """The player forgets the episode, and so do we."""
-        play = self._plays.pop(request, None)
-        if play is not None and self.runner is not None:
-            self.runner.release(play.episode)
-        return play
+    def _release(self, request: RequestId) -> _Episode | None:
+        """Forget an episode, here and in the runner."""
+        episode = self._episodes.pop(request, None)
+        if episode is not None and self.runner is not None:
+            self.runner.release(episode.id)
+        return episode

@@ -1,6 +1,6 @@
-"""Hands out the run's prompts in order: those of a dataset at once, those from outside once they are put.
+"""The prompts of a run, in order: of a dataset, or uploaded through the service while the run trains.
 
-How many were handed out is all its state, and the orchestrator's record has it.
+The only state is the number of fetched prompts, which is part of the orchestrator's state.
 """
 
 from __future__ import annotations
@@ -16,63 +16,65 @@ from dora.errors import ServiceError
 if TYPE_CHECKING:
     from dora.runtime.run_setup import RunSetup
 
-NOT_PUT = 'the prompts of this run come from data.path, which is not "service"'
+NO_UPLOADS = 'the prompts of this run come from data.path, which is not "service"'
 
 
-def check_prompts(plan: RunSetup, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Whether rows from outside could be prompts, from any thread: tokenizing takes a while.
+def check_prompts(setup: RunSetup, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Check uploaded rows before they are appended. Callable from any thread, because tokenizing is slow.
 
-    Raises ServiceError or DataError for those that cannot.
+    Raises ServiceError if the run takes no uploads, DataError for a row that cannot be a prompt.
     """
-    if not isinstance(plan.dataset, GrowingDataset):
-        raise ServiceError(409, NOT_PUT)
-    plan.check_lengths(Dataset(rows, plan.dataset.prompt_key, "what was put"))
+    if not isinstance(setup.dataset, GrowingDataset):
+        raise ServiceError(409, NO_UPLOADS)
+    setup.check_lengths(Dataset(rows, setup.dataset.prompt_key, "the uploaded rows"))
 
 
 class PromptSource:
-    """Answers orders to fetch prompts; `num_wanted` were ordered and are not there yet."""
+    """Executes `FetchPrompts` actions. `num_wanted` prompts were requested and are not uploaded yet."""
 
-    def __init__(self, plan: RunSetup, num_taken: int) -> None:
-        """`num_taken` prompts were handed out in former lives."""
-        self._plan, self._cursor = plan, plan.cursor(num_taken)
+    def __init__(self, setup: RunSetup, num_taken: int) -> None:
+        """`num_taken` prompts were fetched before the run was resumed."""
+        self._setup, self._cursor = setup, setup.cursor(num_taken)
         self.num_wanted = 0
 
     @property
     def num_taken(self) -> int:
-        """Prompts handed out so far, in all epochs."""
+        """Prompts fetched so far, in all epochs."""
         return self._cursor.index
 
     def fetch(self, count: int) -> list[PromptsFetched]:
-        """The next `count` prompts, as far as they are there; the others follow."""
+        """Request `count` prompts; returns those that are available, the others follow when they are uploaded."""
         self.num_wanted += count
-        return self._hand_out()
+        return self._fetch_available()
 
     def append(self, first: int, rows: Sequence[Mapping[str, Any]]) -> list[PromptsFetched]:
-        """Take in rows that were checked; they are durable when this returns. `first` were there before.
+        """Append uploaded rows, after `check_prompts`. They are durable when this returns.
 
-        The same rows may be put again, as a client does that heard no answer: they are there once.
-        Raises ServiceError or DataError, and takes none, if one of them cannot be.
+        `first` is the number of rows before them. A repeated upload, as a client sends after a lost response,
+        has no effect. Raises ServiceError or DataError without appending any row.
         """
-        inflow = self._plan.dataset
-        if not isinstance(inflow, GrowingDataset):
-            raise ServiceError(409, NOT_PUT)
-        if first != len(inflow):
-            if first < len(inflow) and inflow.contains(first, rows):
+        dataset = self._setup.dataset
+        if not isinstance(dataset, GrowingDataset):
+            raise ServiceError(409, NO_UPLOADS)
+        if first != len(dataset):
+            if first < len(dataset) and dataset.contains(first, rows):
                 return []
             raise ServiceError(
-                409, f"first = {first}: {len(inflow)} prompts are there; put those that follow, and each once"
+                409, f"first = {first}: {len(dataset)} prompts are there; upload the prompts that follow them"
             )
         try:
-            inflow.append(rows)
+            dataset.append(rows)
         except OSError as error:
-            raise ServiceError(503, f"the prompts cannot be kept: {error.strerror}; make room") from error
-        return self._hand_out()
+            raise ServiceError(
+                503, f"the prompts cannot be stored: {error.strerror}; free disk space"
+            ) from error
+        return self._fetch_available()
 
-    def _hand_out(self) -> list[PromptsFetched]:
-        first, inflow = self._cursor.index, self._plan.dataset
+    def _fetch_available(self) -> list[PromptsFetched]:
+        first, dataset = self._cursor.index, self._setup.dataset
         count = self.num_wanted
-        if isinstance(inflow, GrowingDataset):
-            count = min(count, len(inflow) - first)
+        if isinstance(dataset, GrowingDataset):
+            count = min(count, len(dataset) - first)
         if not count:
             return []
         self.num_wanted -= count
