@@ -1,1 +1,1 @@
-"""NEW PACKAGE."""
+"""Resuming a stopped run: checks of its files, and its state rebuilt from the journal."""

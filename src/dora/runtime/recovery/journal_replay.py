@@ -1,7 +1,7 @@
-"""What a run left behind, read again: everything as it stood when its processes died.
+"""Rebuilds the state of a stopped run from its journal, its sample store and its checkpoints.
 
-The journal is the state: its facts, told again to a fresh orchestrator and meter, give it back. A
-checkpoint says where the trainer goes on; the steps recorded after it are to be redone.
+The recorded events, replayed into a new orchestrator, give the state in which the run stopped. The steps
+after the newest checkpoint are redone.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from dora.stream.sample_db import SampleStore
 from dora.trainer.checkpoint import VERSIONS_FOLDER, complete_checkpoints
 from dora.weights.store import WeightStore
 
-NUM_COMPARED = 1000  # prompts, with the dataset
-CORE = "core.json"  # of a checkpoint: what the orchestrator knew, and how much of the journal that was
+MAX_COMPARED_PROMPTS = 1000  # with the dataset
+SNAPSHOT_FILE = "core.json"  # of a checkpoint: the orchestrator's state, and the journal lines that gave it
 
 
 @dataclass(frozen=True)
-class Unsettled:
-    """Samples of which no fact tells, and groups whose judgement or end the sample store does not know."""
+class SampleRepairs:
+    """What the sample store must change to agree with the journal."""
 
-    nameless: set[RequestId]
-    judged: dict[GroupId, GroupScored]
-    ends: dict[GroupId, tuple[str, int | None]]
+    unrecorded: set[RequestId]  # samples without an event, to be deleted
+    scores: dict[GroupId, GroupScored]  # missing in the store
+    final_states: dict[GroupId, tuple[str, int | None]]  # group -> (state, trained step), to be set
 
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """A run at its death, and the fact with which it goes on."""
+    """The state in which a run stopped, and the event with which it resumes."""
 
     orchestrator: TimedOrchestrator
     metrics: RunMetrics
@@ -65,311 +65,322 @@ class PreviousRun:
     sample_book: SampleBook
     samples: SampleStore
     resumed: Resumed
-    checkpoint: Path | None  # None: the start
-    digest: str | None  # of the version to go on from, if it was published
-    next_seq: int  # lines in the journal
-    now_s: float  # of the last one
-    unrecorded_actions: list[Action]  # orders of the last fact that were not written any more
-    unsettled: Unsettled
+    checkpoint: Path | None  # None: resume from the initial weights
+    digest: str | None  # of version `resumed.from_step`, if it was published
+    next_seq: int  # number of journal lines
+    now_s: float  # time of the last line
+    unrecorded_actions: list[Action]  # of the last event, cut off before they were written
+    repairs: SampleRepairs
 
     def repair_samples(self) -> None:
-        """Have the sample store say what the journal says: it may be a moment ahead or behind."""
-        for request in self.unsettled.nameless:
+        """Make the sample store agree with the journal, which may be ahead of it or behind."""
+        for request in self.repairs.unrecorded:
             self.samples.delete(request)
-        for group, fact in self.unsettled.judged.items():
-            self.sample_book.store_scores(fact, self.sample_book.task_rewards.get(group))
-        for group, end in self.unsettled.ends.items():
-            self.samples.set_state([group], *end)
+        for group, event in self.repairs.scores.items():
+            self.sample_book.store_scores(event, self.sample_book.task_rewards.get(group))
+        for group, (state, step) in self.repairs.final_states.items():
+            self.samples.set_state([group], state, step)
         self.samples.commit()
 
     def restore_versions(self, store: WeightStore) -> dict[int, str]:
-        """Put the older versions that are still needed into the store; their digests."""
+        """Put the older versions that are still needed into the weight store; return their digests."""
         for version, _ in self.resumed.kept_versions:
             assert self.checkpoint is not None
             store.publish_file(version, self.checkpoint / VERSIONS_FOLDER / store.file_name(version))
         return dict(self.resumed.kept_versions)
 
-    def check_published(self, version: int, digest: str, plan: RunSetup) -> None:
-        """Raises InputError if the version that the run goes on from is not the one that was published."""
+    def check_published(self, version: int, digest: str, setup: RunSetup) -> None:
+        """Raises InputError if the version to resume from has other weights than when it was published."""
         if version == self.resumed.from_step and self.digest not in (None, digest):
-            origin = self.checkpoint or f"model.path = {plan.config.model.path!r}"
+            origin = self.checkpoint or f"model.path = {setup.config.model.path!r}"
             raise InputError(
                 f"{origin} does not hold version {version} as it was published before; put the old files back"
             )
 
 
-def read_previous_run(plan: RunSetup, journal: Journal, samples: SampleStore) -> PreviousRun:
-    """What a former life left; it is only read.
+def read_previous_run(setup: RunSetup, journal: Journal, samples: SampleStore) -> PreviousRun:
+    """Rebuild the state of a stopped run. Nothing on the disk is changed.
 
-    Raises InputError where the files do not fit each other, the configuration or this version.
+    Raises InputError if the files contradict each other, the configuration or this version of DORA.
     """
     lines = journal.lines
-    _check_prompts(plan, samples)
-    step, checkpoint = _newest_checkpoint(plan.out, len(lines))
-    check_initial_weights(plan.config, journal, has_checkpoint=checkpoint is not None)
-    voided = _voided(lines, step)
-    told = _Told(plan, samples, voided, checkpoint)
-    for fact, orders in group_by_event(lines):
-        told.tell(fact, orders)
-    records = [*((seq, record) for seq, _, record in lines), *((-1, order) for order in told.unrecorded)]
-    unsettled = _unsettled(samples, records, voided)
-    resumed = told.resumed(step, checkpoint)
-    _check_versions(plan, resumed, checkpoint)
-    _restore(plan, told.core.snapshot(), resumed, told.teller, samples, unsettled)
-    made = (r for _, _, r in lines if isinstance(r, Published | DigestReported))
-    digests = [fact.digest for fact in made if fact.version == step]
+    _check_prompts(setup, samples)
+    step, checkpoint = _newest_checkpoint(setup.out, len(lines))
+    check_initial_weights(setup.config, journal, has_checkpoint=checkpoint is not None)
+    voided = _voided_lines(lines, step)
+    replay = _JournalReplay(setup, samples, voided, checkpoint)
+    for event, actions in group_by_event(lines):
+        replay.replay(event, actions)
+    records = [*((seq, record) for seq, _, record in lines), *((-1, a) for a in replay.unrecorded_actions)]
+    repairs = _find_repairs(samples, records, voided)
+    resumed = replay.resumed(step, checkpoint)
+    _check_kept_versions(setup, resumed, checkpoint)
+    _restore_samples(setup, replay.orchestrator.snapshot(), resumed, replay.sample_book, samples, repairs)
+    published = (r for _, _, r in lines if isinstance(r, Published | DigestReported))
+    digests = [event.digest for event in published if event.version == step]
     return PreviousRun(
-        orchestrator=told.core,
-        metrics=told.meter,
-        evaluations=told.evaluations,
-        sample_book=told.teller,
+        orchestrator=replay.orchestrator,
+        metrics=replay.metrics,
+        evaluations=replay.evaluations,
+        sample_book=replay.sample_book,
         samples=samples,
         resumed=resumed,
         checkpoint=checkpoint,
         digest=digests[-1] if digests else None,
         next_seq=len(lines),
         now_s=lines[-1].t_s,
-        unrecorded_actions=told.unrecorded,
-        unsettled=unsettled,
+        unrecorded_actions=replay.unrecorded_actions,
+        repairs=repairs,
     )
 
 
-class _Told:
-    """Tells a fresh orchestrator and a fresh meter what is recorded."""
+class _JournalReplay:
+    """Replays a journal into a new orchestrator, with new metrics and a new sample book."""
 
     def __init__(
-        self, plan: RunSetup, samples: SampleStore, voided: set[int], checkpoint: Path | None
+        self, setup: RunSetup, samples: SampleStore, voided: set[int], checkpoint: Path | None
     ) -> None:
-        self.core = TimedOrchestrator(plan.limits)
-        self.teller = SampleBook(plan, samples)
-        self.meter = RunMetrics(
-            plan.limits, self.teller, MigrationMetrics(lambda group: len(plan.prompt_ids(group)))
+        """`voided` are the lines of training steps that are redone."""
+        self.orchestrator = TimedOrchestrator(setup.limits)
+        self.sample_book = SampleBook(setup, samples)
+        migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
+        self.metrics = RunMetrics(setup.limits, self.sample_book, migrations)
+        self.evaluations = EvaluationTracker(setup.config.eval.greedy)
+        self.unrecorded_actions: list[Action] = []
+        self._num_replayed = 0  # lines
+        self._journal, self._voided, self._checkpoint = setup.out / JOURNAL_FILE, voided, checkpoint
+        self._batches: dict[int, tuple[BatchMember, ...]] = {}  # by step, as last trained
+        self._mismatches = _read_mismatches(setup.out)
+        self._num_observed = samples.num_observed()  # by request: tokens that its environment added
+        self._saved: dict[str, Any] = (
+            json.loads((checkpoint / SNAPSHOT_FILE).read_text()) if checkpoint else {}
         )
-        self.evaluations = EvaluationTracker(plan.config.eval.greedy)
-        self.unrecorded: list[Action] = []
-        self._num_told = 0  # lines
-        self._journal, self._voided, self._checkpoint = plan.out / JOURNAL_FILE, voided, checkpoint
-        self._members: dict[int, tuple[BatchMember, ...]] = {}  # step -> its batch, as last trained
-        self._metrics = _mismatches(plan.out)
-        self._num_read = samples.num_observed()
-        self._saved: dict[str, Any] = json.loads((checkpoint / CORE).read_text()) if checkpoint else {}
 
-    def tell(self, fact: JournalLine | None, orders: Sequence[JournalLine]) -> None:
-        """One recorded fact with its orders; the last one may lack some."""
-        if self.unrecorded:
-            self._differ(self._num_told)
-        first = fact or orders[0]
-        event, state = None if fact is None else fact.record, self.core.snapshot()
+    def replay(self, event_line: JournalLine | None, action_lines: Sequence[JournalLine]) -> None:
+        """Replay an event and compare its actions with the recorded ones. The last event may lack some."""
+        if self.unrecorded_actions:
+            self._raise_difference(self._num_replayed)
+        first = event_line or action_lines[0]
+        event = None if event_line is None else event_line.record
         assert not isinstance(event, Action)
-        if isinstance(event, Trained) and event.step in state.batches:  # else it is redone
-            batch = [state.groups[group] for group in state.batches[event.step]]
-            self._members[event.step] = tuple(BatchMember(g.id, g.index, g.version) for g in batch)
+        self._keep_batch(event)
         try:
-            given = self.core.start(first.t_s) if event is None else self.core.handle(event, first.t_s)
+            core = self.orchestrator
+            actions = core.start(first.t_s) if event is None else core.handle(event, first.t_s)
         except ProtocolError as error:
             raise InputError(f"{self._journal}, line {first.seq + 2}: {error}") from error
-        recorded = [line.record for line in orders]
-        if recorded != given[: len(recorded)]:
-            self._differ(first.seq)
-        self.unrecorded = given[len(recorded) :]
-        self._num_told += len(orders) + (fact is not None)
-        self._measure(first, event, given)
-        if self._num_told == self._saved.get("seq"):
-            self._compare()
+        recorded = [line.record for line in action_lines]
+        if recorded != actions[: len(recorded)]:
+            self._raise_difference(first.seq)
+        self.unrecorded_actions = actions[len(recorded) :]
+        self._num_replayed += len(recorded) + (event_line is not None)
+        self._update_metrics(first, event, actions)
+        if self._num_replayed == self._saved.get("seq"):
+            self._compare_with_checkpoint()
 
     def resumed(self, step: int, checkpoint: Path | None) -> Resumed:
-        """The fact with which the run goes on from a checkpoint."""
-        state = self.core.snapshot()
-        files = {int(p.stem): p for p in (checkpoint / VERSIONS_FOLDER).glob("[0-9]*")} if checkpoint else {}
+        """The event with which the run resumes from a checkpoint of `step`."""
+        state = self.orchestrator.snapshot()
+        files = {int(p.stem) for p in (checkpoint / VERSIONS_FOLDER).glob("[0-9]*")} if checkpoint else set()
         kept = tuple(
-            (v, digest) for v, digest in sorted(state.stored_versions.items()) if v < step and v in files
+            (version, digest)
+            for version, digest in sorted(state.stored_versions.items())
+            if version < step and version in files
         )
         num_trained = state.num_trained // state.limits.batch_size
-        return Resumed(step, kept, tuple(self._members[k] for k in range(step, num_trained)))
+        return Resumed(step, kept, tuple(self._batches[k] for k in range(step, num_trained)))
 
-    def _measure(self, line: JournalLine, event: Event | None, orders: Sequence[Action]) -> None:
-        """Steps that are redone are counted once, and measured when they are redone."""
-        teller, meter = self.teller, self.meter
+    def _keep_batch(self, event: Event | None) -> None:
+        """Keep the batch of a trained step before the orchestrator forgets it; a redone step has none."""
+        state = self.orchestrator.snapshot()
+        if isinstance(event, Trained) and event.step in state.batches:
+            groups = [state.groups[group] for group in state.batches[event.step]]
+            self._batches[event.step] = tuple(BatchMember(g.id, g.index, g.version) for g in groups)
+
+    def _update_metrics(self, line: JournalLine, event: Event | None, actions: Sequence[Action]) -> None:
+        """A voided step counts as redone, and its metrics are those of its repetition."""
+        book, metrics = self.sample_book, self.metrics
         is_void = line.seq in self._voided
         match event:
             case None:
-                meter.start(line.t_s)
-            case RequestFinished(_, request, _, num_tokens) if request.group in self.core.snapshot().groups:
-                num_drawn = num_tokens - self._num_read.get(request, 0)
-                teller.num_tokens[request.group] = teller.num_tokens.get(request.group, 0) + num_drawn
+                metrics.start(line.t_s)
+            case RequestFinished(_, request, _, num_tokens) if (
+                request.group in self.orchestrator.snapshot().groups
+            ):
+                num_generated = num_tokens - self._num_observed.get(request, 0)
+                book.num_tokens[request.group] = book.num_tokens.get(request.group, 0) + num_generated
             case RequestFailed(_, request, reason) if request.is_held_out:
-                teller.mark_discarded(request.group, f"failed: {reason}")
+                book.mark_discarded(request.group, f"failed: {reason}")
             case GroupScored(group, rewards) if not group.is_held_out:
-                teller.rewards[group] = rewards
+                book.rewards[group] = rewards
             case Trained(step) if is_void:
-                meter.redone_steps += 1
-                meter.redone_tokens += sum(teller.num_tokens[m.group] for m in self._members[step])
+                metrics.redone_steps += 1
+                metrics.redone_tokens += sum(book.num_tokens[m.group] for m in self._batches[step])
             case Trained(step):
-                teller.step_metrics.append((step, self._metrics.get(step, {})))
+                book.step_metrics.append((step, self._mismatches.get(step, {})))
             case _:
                 pass
-        meter.update(line.t_s, None if is_void else event, orders, self.core.snapshot())
-        self.evaluations.update(event, orders, self.core.snapshot().limits.evaluation)
-        for order in orders:
-            if isinstance(order, Filter | Fail):
-                teller.forget_group(order.group)
+        state = self.orchestrator.snapshot()
+        metrics.update(line.t_s, None if is_void else event, actions, state)
+        self.evaluations.update(event, actions, state.limits.evaluation)
+        for action in actions:
+            if isinstance(action, Filter | Fail):
+                book.forget_group(action.group)
 
-    def _differ(self, seq: int) -> None:
+    def _raise_difference(self, seq: int) -> None:
         raise InputError(
-            f"{self._journal}: this version of DORA does not order what is recorded from line {seq + 2} on, "
-            "so it cannot go on; use the version that wrote it"
+            f"{self._journal}: this version of DORA decides otherwise than the journal from line {seq + 2} "
+            "on, so it cannot resume the run; use the version that wrote the journal"
         )
 
-    def _compare(self) -> None:
-        """A checkpoint keeps what the orchestrator knew: here it must know the same.
+    def _compare_with_checkpoint(self) -> None:
+        """Raises InputError if a checkpoint has another state of the orchestrator than the journal gives.
 
-        One by an older version names it in other words; the journal has told everything without it.
+        A snapshot of another schema cannot be compared. It is not needed, because the journal is complete.
         """
         if self._saved["state"]["schema"] != codec.SNAPSHOT_SCHEMA:
             return
-        known = json.loads(json.dumps(codec.state_to_json(self.core.snapshot())))
-        if known != self._saved["state"]:
-            raise InputError(f"{self._checkpoint} is not a checkpoint of this run's record; remove it")
+        replayed = json.loads(json.dumps(codec.state_to_json(self.orchestrator.snapshot())))
+        if replayed != self._saved["state"]:
+            raise InputError(f"{self._checkpoint} is not a checkpoint of this run's journal; remove it")
 
 
-def _mismatches(out: Path) -> dict[int, dict[str, float]]:
-    """What metrics.jsonl says of the mismatch of each step, as last trained."""
+def _read_mismatches(out: Path) -> dict[int, dict[str, float]]:
+    """The `mismatch/*` metrics of each step in metrics.jsonl, as last trained."""
     path = out / "metrics.jsonl"
-    whole = path.read_text().split("\n")[:-1] if path.is_file() else []
-    lines = [line for line in map(json.loads, whole) if VERSION_KEY not in line]  # those of steps
-    return {line["step"]: {k: v for k, v in line.items() if k.startswith("mismatch/")} for line in lines}
+    complete = path.read_text().split("\n")[:-1] if path.is_file() else []
+    steps = [line for line in map(json.loads, complete) if VERSION_KEY not in line]
+    return {step["step"]: {k: v for k, v in step.items() if k.startswith("mismatch/")} for step in steps}
 
 
 def _newest_checkpoint(out: Path, num_lines: int) -> tuple[int, Path | None]:
-    """Step and folder of the newest whole checkpoint that the journal knows of; else the start."""
+    """Step and folder of the newest complete checkpoint that the journal covers; (0, None) without any."""
     for step, folder in complete_checkpoints(out / "checkpoints").items():
-        if (folder / CORE).is_file() and json.loads((folder / CORE).read_text())["seq"] <= num_lines:
+        path = folder / SNAPSHOT_FILE
+        if path.is_file() and json.loads(path.read_text())["seq"] <= num_lines:
             return step, folder
     return 0, None
 
 
-def _voided(lines: Sequence[JournalLine], from_step: int) -> set[int]:
-    """Lines of steps trained before the run went on from a checkpoint before them."""
-    found: set[int] = set()
+def _voided_lines(lines: Sequence[JournalLine], from_step: int) -> set[int]:
+    """Sequence numbers of the `Trained` events that a later resume, or this one from `from_step`, voids."""
+    voided: set[int] = set()
     for line in reversed(lines):
         if isinstance(line.record, Resumed):
             from_step = min(from_step, line.record.from_step)
         elif isinstance(line.record, Trained) and line.record.step >= from_step:
-            found.add(line.seq)
-    return found
+            voided.add(line.seq)
+    return voided
 
 
-def _check_prompts(plan: RunSetup, samples: SampleStore) -> None:
-    """Raises InputError where a dataset row is not what it was; what begins an episode is not said there."""
-    if plan.config.has_episodes:
+def _check_prompts(setup: RunSetup, samples: SampleStore) -> None:
+    """Raises InputError if a dataset row has changed. The prompts of episodes come from environments."""
+    if setup.config.has_episodes:
         return
-    for group, prompt_ids in samples.prompts(NUM_COMPARED):
-        if prompt_ids != plan.prompt_ids(group):
+    for group, prompt_ids in samples.prompts(MAX_COMPARED_PROMPTS):
+        if prompt_ids != setup.prompt_ids(group):
             key = "eval" if group.is_held_out else "data"
-            path = getattr(plan.config, key).path
+            path = getattr(setup.config, key).path
             raise InputError(
-                f"{key}.path = {path!r}: row {group.row} is not what it was when the run began; put the old "
+                f"{key}.path = {path!r}: row {group.row} has changed since the run began; put the old "
                 "prompts back"
             )
 
 
-def _check_versions(plan: RunSetup, resumed: Resumed, checkpoint: Path | None) -> None:
-    """Raises InputError where a version that was kept is not what it was."""
+def _check_kept_versions(setup: RunSetup, resumed: Resumed, checkpoint: Path | None) -> None:
+    """Raises InputError if the file of a kept version does not have the published digest."""
     if checkpoint is None:
         return
-    kept = WeightStore(checkpoint / VERSIONS_FOLDER, plan.config.engine.dtype)
+    store = WeightStore(checkpoint / VERSIONS_FOLDER, setup.config.engine.dtype)
     for version, digest in resumed.kept_versions:
-        if weight_digest(kept.fetch(version)) != digest:
-            path = kept.folder / kept.file_name(version)
-            raise InputError(f"{path} is damaged: remove {checkpoint} to go on from the one before")
+        if weight_digest(store.fetch(version)) != digest:
+            path = store.folder / store.file_name(version)
+            raise InputError(f"{path} is damaged; remove {checkpoint} to resume from the one before")
 
 
-def _unsettled(
+def _find_repairs(
     samples: SampleStore, records: Sequence[tuple[int, Event | Action]], voided: set[int]
-) -> Unsettled:
-    """Compare the store with the journal."""
-    told: set[RequestId] = set()
-    judged: dict[GroupId, GroupScored] = {}
-    ends: dict[GroupId, tuple[str, int | None]] = {}
+) -> SampleRepairs:
+    """Compare the sample store with the journal's (sequence number, record)."""
+    finished: set[RequestId] = set()
+    scored: dict[GroupId, GroupScored] = {}
+    final: dict[GroupId, tuple[str, int | None]] = {}
     batch: tuple[GroupId, ...] = ()
     for seq, record in records:
         match record:
             case RequestFinished(_, request):
-                told.add(request)
+                finished.add(request)
             case RequestFailed(_, request, reason) if request.is_held_out:
-                ends[request.group] = (f"failed: {reason}", None)
+                final[request.group] = (f"failed: {reason}", None)
             case ScoringFailed(group, reason) if group.is_held_out:
-                ends[group] = (f"failed: {reason}", None)
+                final[group] = (f"failed: {reason}", None)
             case GroupScored(group):
-                judged[group] = record
+                scored[group] = record
                 if group.is_held_out:
-                    ends[group] = ("evaluated", None)
+                    final[group] = ("evaluated", None)
             case Filter(group, reason):
-                ends[group] = (f"filtered: {reason}", None)
+                final[group] = (f"filtered: {reason}", None)
             case Fail(group, reason):
-                ends[group] = (f"failed: {reason}", None)
+                final[group] = (f"failed: {reason}", None)
             case Commit(group):
-                ends[group] = ("committed", None)
+                final[group] = ("committed", None)
             case Train(_, groups):
                 batch = groups
             case Trained(step):
-                ends |= dict.fromkeys(batch, ("committed", None) if seq in voided else ("trained", step))
+                final |= dict.fromkeys(batch, ("committed", None) if seq in voided else ("trained", step))
             case _:
                 pass
-    states, unscored = samples.states(), samples.unscored()
-    lost = {group: fact for group, fact in judged.items() if group in unscored}
-    return Unsettled(
-        nameless={request for request, *_ in states if request not in told},
-        judged=lost,
-        ends={
-            request.group: ends[request.group]
-            for request, *said in states
-            if request in told and request.group in ends
-            if request.group in lost or ends[request.group] != tuple(said)
+    stored, unscored = samples.states(), samples.unscored()
+    missing_scores = {group: event for group, event in scored.items() if group in unscored}
+    return SampleRepairs(
+        unrecorded={request for request, *_ in stored if request not in finished},
+        scores=missing_scores,
+        final_states={
+            request.group: final[request.group]
+            for request, *state in stored
+            if request in finished and request.group in final
+            if request.group in missing_scores or final[request.group] != tuple(state)
         },
     )
 
 
-def _restore(
-    plan: RunSetup,
+def _restore_samples(
+    setup: RunSetup,
     state: State,
     resumed: Resumed,
-    teller: SampleBook,
+    sample_book: SampleBook,
     samples: SampleStore,
-    unsettled: Unsettled,
+    repairs: SampleRepairs,
 ) -> None:
-    """Hand the answers of unscored groups to the teller. Raises InputError if some are not there."""
-    size = plan.limits.group_size
+    """Restore the samples of unfinished and redone groups. Raises InputError if some are missing."""
+    size = setup.limits.group_size
     expected = {member.group: [*range(size)] for batch in resumed.redone for member in batch}
     for group in state.groups.values():
         expected[group.id] = [k for k in range(size) if RequestId(*group.id, k) not in group.unfinished]
-    expected |= _held_out_answers(state)
-    for name, siblings in expected.items():
-        found = samples.finished(name)
-        answers = [a for a in found if RequestId(*name, a.sibling) not in unsettled.nameless]
-        if [answer.sibling for answer in answers] != siblings:
+    expected |= _expected_held_out(state)
+    for group_id, siblings in expected.items():
+        stored = samples.finished(group_id)
+        found = [s for s in stored if RequestId(*group_id, s.sibling) not in repairs.unrecorded]
+        if [sample.sibling for sample in found] != siblings:
             raise InputError(
-                f"{plan.out / SAMPLES} lacks answers of group {name} that the journal knows of; a loss of "
-                "power does that without journal.fsync = true, and such a run cannot go on"
+                f"{setup.out / SAMPLES} lacks samples of group {group_id} that the journal has, so the run "
+                "cannot be resumed; without journal.fsync = true a loss of power can cause this"
             )
-        if name in state.groups:
-            teller.restore_group(name, state.groups[name].is_scored, answers, size)
-        elif name.is_held_out and state.limits.evaluation is not None:
-            teller.restore_group(name, False, answers, state.limits.evaluation.num_answers)
-        else:  # its step is redone
-            teller.restore_task_rewards(name, answers)
+        if group_id in state.groups:
+            sample_book.restore_group(group_id, state.groups[group_id].is_scored, found, size)
+        elif group_id.is_held_out and state.limits.evaluation is not None:
+            sample_book.restore_group(group_id, False, found, state.limits.evaluation.num_answers)
+        else:  # of a step that is redone
+            sample_book.restore_task_rewards(group_id, found)
 
 
-def _held_out_answers(state: State) -> dict[GroupId, list[int]]:
-    """Finished answers to the prompts of an evaluation that the rewarder still is to see."""
-    found: dict[GroupId, list[int]] = {}
+def _expected_held_out(state: State) -> dict[GroupId, list[int]]:
+    """Siblings of finished responses to held-out prompts that are not scored yet, by prompt."""
+    expected: dict[GroupId, list[int]] = {}
     rule, run = state.limits.evaluation, state.evaluation
     if rule is not None and run is not None:
+        unscored = run.scoring_prompts | (run.unfinished_prompts.keys() - run.failed_prompts)
         for request in (rule.request_id(run.version, index) for index in range(run.num_started)):
-            is_due = (
-                request.group in run.scoring_prompts
-                or request.group in run.unfinished_prompts.keys() - run.failed_prompts
-            )
-            if is_due and request not in state.requests:
-                found.setdefault(request.group, []).append(request.sibling)
-    return found
+            if request.group in unscored and request not in state.requests:
+                expected.setdefault(request.group, []).append(request.sibling)
+    return expected

@@ -1,7 +1,6 @@
-"""The weights that a run begins with, and whether they still are what they were.
+"""`dora train --resume RUN`: whether a run can be resumed, with which settings, and its folder afterwards.
 
-A run that goes on reads them again, whatever its checkpoints hold: a frozen reference and adapters are to
-them. Version 0 has their digest in the journal; the header has that of a critic's.
+`prepare_run_dir` changes the folder, after all checks have passed.
 """
 
 from __future__ import annotations
@@ -29,41 +28,8 @@ from dora.model.weights import weight_digest
 from dora.runtime.run_dir import INCOMING_PARTS, is_running
 from dora.trainer.checkpoint import complete_checkpoints, recover_replaced, remove_after
 
-
-def critic_digest(config: Config) -> str | None:
-    """Digest of the weights in critic.path; None where the critic begins as the policy, or there is none."""
-    return None if config.critic.path is None else _digest(config.critic.path, torch.float32)
-
-
-def check_initial_weights(config: Config, journal: Journal, *, has_checkpoint: bool) -> None:
-    """Raises InputError where model.path or critic.path holds other weights than when the run began.
-
-    A critic is in every checkpoint, so that it matters without any only.
-    """
-    published = (r.digest for _, _, r in journal.lines if isinstance(r, Published) and r.version == 0)
-    digest = next(published, None)
-    if digest not in (None, _digest(config.model.path, DTYPES[config.engine.dtype])):
-        _refuse("model.path", config.model.path, f"the weights that the run began with (version 0, {digest})")
-    digest = journal.critic_digest
-    if digest is not None and not has_checkpoint and digest != critic_digest(config):
-        _refuse("critic.path", str(config.critic.path), "the weights that the critic began with")
-
-
-def _digest(folder: str, dtype: torch.dtype) -> str:
-    return weight_digest(load_pretrained(Path(folder))[1].to(dtype))
-
-
-def _refuse(key: str, path: str, what: str) -> None:
-    raise InputError(f"{key} = {path!r} does not hold {what} any more; put the old files back")
-
-
-# === dora.runtime.recovery.resume: `dora train --resume RUN`: may it go on, and with which settings; then its files are put in order.
-#
-# Nothing is changed before all of it has been found to fit.
-
 SUMMARY = "summary.json"
-# Neither the guarantees nor what is computed depend on these.
-CHANGEABLE_KEYS = (
+CHANGEABLE_KEYS = (  # neither the guarantees nor the computed weights depend on these
     "runtime.*",
     "ray.*",
     "journal.*",
@@ -98,26 +64,26 @@ CHANGEABLE_KEYS = (
 
 
 def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
-    """The configuration a run goes on with. Raises InputError if it cannot, or may not."""
+    """The configuration to resume a run with. Raises InputError if the run or an override forbids it."""
     path = run / CONFIG_FILE
     if not path.is_file():
         raise InputError(f"--resume {explain_missing_run(run, CONFIG_FILE)}")
     if is_running(run):
         raise InputError(f"--resume {run}: this run is running; stop it first")
-    after = read_config(path, overrides)
-    changed = dict(iter_values(after))
-    for name, old in iter_values(read_config(path)):
-        new = changed.get(name)
-        if old != new and not any(fnmatchcase(name, pattern) for pattern in CHANGEABLE_KEYS):
+    config = read_config(path, overrides)
+    changed = dict(iter_values(config))
+    for key, old in iter_values(read_config(path)):
+        new = changed.get(key)
+        if old != new and not any(fnmatchcase(key, pattern) for pattern in CHANGEABLE_KEYS):
             raise InputError(
-                f"--resume {run}: {name} was {old!r} and cannot become {new!r}, for what was computed and "
-                f"promised depends on it; start another run, or change only {', '.join(CHANGEABLE_KEYS)}"
+                f"--resume {run}: {key} was {old!r} and cannot become {new!r}, because the recorded steps "
+                f"depend on it; start another run, or change only {', '.join(CHANGEABLE_KEYS)}"
             )
-    return after
+    return config
 
 
 def has_recorded_events(run: Path) -> bool:
-    """Whether anything was recorded before it died."""
+    """Whether the journal of a run has a complete line besides its header."""
     path = run / JOURNAL_FILE
     with path.open("rb") if path.is_file() else io.BytesIO() as file:
         file.readline()  # the header
@@ -125,14 +91,14 @@ def has_recorded_events(run: Path) -> bool:
 
 
 def read_recorded_journal(run: Path, num_prompts: int | None) -> Journal:
-    """What a run that had begun recorded. Raises InputError if it cannot go on, or has nothing left to do."""
+    """The journal of a run to resume. Raises InputError if it cannot be resumed, or has finished."""
     with (run / JOURNAL_FILE).open("rb") as file:
-        head = file.readline()
-    written = (run / "config.toml").read_bytes()
-    if json.loads(head).get("config_digest") != hashlib.blake2b(written, digest_size=16).hexdigest():
+        header = file.readline()
+    config = (run / CONFIG_FILE).read_bytes()
+    if json.loads(header).get("config_digest") != hashlib.blake2b(config, digest_size=16).hexdigest():
         raise InputError(
-            f"{run / 'config.toml'} is not what the run began with; put its old content back, and give what "
-            "is to change with --set"
+            f"{run / CONFIG_FILE} has changed since the run began; put its old content back, and change "
+            "settings with --set"
         )
     journal = read_journal(run)
     if journal.num_prompts != num_prompts:
@@ -142,23 +108,53 @@ def read_recorded_journal(run: Path, num_prompts: int | None) -> Journal:
         )
     recover_replaced(run / "checkpoints")
     is_saved = journal.limits.num_steps in complete_checkpoints(run / "checkpoints")
-    if isinstance(journal.lines[-1].record, Stop) and is_saved and _is_complete(run / SUMMARY):
+    if isinstance(journal.lines[-1].record, Stop) and is_saved and _has_finished(run / SUMMARY):
         raise InputError(f"--resume {run}: this run has finished all its {journal.limits.num_steps} steps")
     return journal
 
 
-def _is_complete(summary: Path) -> bool:
-    """Whether the last life came to its end: it may have been stopped in the evaluation after training."""
+def _has_finished(summary: Path) -> bool:
+    """Whether the run was not stopped early; it may have been stopped in the evaluation after training."""
     return summary.is_file() and not json.loads(summary.read_text()).get("stopped")
 
 
 def prepare_run_dir(run: Path, from_step: int) -> None:
-    """Cut off half a line at the journal's end; remove the summary, halves of weights that came from outside,
-    and checkpoints of steps now void.
+    """Make the run folder ready to continue after `from_step`.
+
+    Cuts off an incomplete last line of the journal, and removes the summary, incomplete uploads of weights
+    and the checkpoints of later steps, which are redone.
     """
     path = run / JOURNAL_FILE
-    written = path.read_bytes()
-    os.truncate(path, written.rfind(b"\n") + 1)
+    content = path.read_bytes()
+    os.truncate(path, content.rfind(b"\n") + 1)
     (run / SUMMARY).unlink(missing_ok=True)
     shutil.rmtree(run / INCOMING_PARTS, ignore_errors=True)
     remove_after(run / "checkpoints", from_step)
+
+
+def critic_digest(config: Config) -> str | None:
+    """Digest of the weights in critic.path; None if there is no critic, or if it starts from the policy."""
+    return None if config.critic.path is None else _digest(config.critic.path, torch.float32)
+
+
+def check_initial_weights(config: Config, journal: Journal, *, has_checkpoint: bool) -> None:
+    """Raises InputError if model.path or critic.path holds other weights than when the run began.
+
+    The initial policy is needed even with a checkpoint: the reference policy and LoRA adapters are relative
+    to it. The journal has its digest as that of version 0. A critic is complete in every checkpoint.
+    """
+    published = (r.digest for _, _, r in journal.lines if isinstance(r, Published) and r.version == 0)
+    digest = next(published, None)
+    if digest not in (None, _digest(config.model.path, DTYPES[config.engine.dtype])):
+        _refuse("model.path", config.model.path, f"the weights that the run began with (version 0, {digest})")
+    digest = journal.critic_digest
+    if digest is not None and not has_checkpoint and digest != critic_digest(config):
+        _refuse("critic.path", str(config.critic.path), "the weights that the critic began with")
+
+
+def _digest(folder: str, dtype: torch.dtype) -> str:
+    return weight_digest(load_pretrained(Path(folder))[1].to(dtype))
+
+
+def _refuse(key: str, path: str, expected: str) -> None:
+    raise InputError(f"{key} = {path!r} does not hold {expected} any more; put the old files back")

@@ -1,9 +1,8 @@
-"""Stations beside the trainer: each makes one column of the groups that are committed to a step.
+"""Auxiliary workers of a trainer: each computes one column of the samples committed to a training step.
 
-`reference` are log-probs of the policy that the loss compares with, `proximal` those of the policy
-before the step, `values` what a critic foretells; the critic also learns here, while the trainer does.
-A group is computed by itself, so that its bits depend on nothing but the weights. `stationed` has the
-driver's side.
+`reference`: log-probs of the policy that the loss is regularised towards. `proximal`: log-probs of the policy
+before the step. `values`: predictions of a critic, which is also updated here. Each group is computed by
+itself, so that its bits depend on the weights only. `aux_pool` is the driver's side.
 """
 
 from __future__ import annotations
@@ -48,141 +47,149 @@ from dora.trainer.logprobs import GroupLogprobs
 from dora.trainer.settings import Sample
 from dora.weights.store import WeightStore
 
-Rows = Sequence[NDArray[np.float32]]  # [tokens] of each answer of a group
+Rows = Sequence[NDArray[np.float32]]  # [tokens] of each sample of a group
+ShapeRewards = Callable[[Sequence[Sequence[float]], Sequence[Sequence[int]]], list[list[float]]]
+
 _POLL_S = 0.01
-_REDONE = "redone"  # a folder beside the versions
-Shaped = Callable[[Sequence[Sequence[float]], Sequence[Sequence[int]]], list[list[float]]]
+_REPLAY_DIR = "redone"  # in the folder of the published versions
 
 
 class GroupStream(Protocol):
-    """A consumer's side of the stream, as `dora.stream.run_stream.GroupReader`."""
+    """The sample stream as an aux worker sees it; see `dora.stream.run_stream.GroupReader`."""
 
     def read_group(self, group: GroupId) -> list[StoredSample]:
-        """The answers of a committed group."""
+        """The samples of a committed group."""
 
     def fill(self, group: GroupId, rows: Rows) -> None:
-        """The column of this group."""
+        """Write the worker's column of a group."""
 
 
 class ColumnQueue:
-    """Fills the column of committed groups, step by step, as far as the weights are there."""
+    """Committed groups whose column is not computed yet, in the order of their steps."""
 
     def __init__(self, groups: GroupStream, last_step: float) -> None:
-        """Groups of steps up to `last_step` can be computed with the weights that are here."""
+        """Groups of steps up to `last_step` can be computed with the weights at hand."""
         self._groups, self._last_step = groups, last_step
-        self._waiting: list[tuple[int, int, GroupId]] = []  # heap of (step, number, group)
+        self._pending: list[tuple[int, int, GroupId]] = []  # heap of (step, number, group)
         self._num_committed = 0
 
     def commit(self, step: int, group: GroupId) -> None:
-        """The group belongs to the step's batch; one of a step that is redone may come after later ones."""
-        heapq.heappush(self._waiting, (step, self._num_committed, group))
+        """Add a group that is committed to `step`. A redone step may come after later ones."""
+        heapq.heappush(self._pending, (step, self._num_committed, group))
         self._num_committed += 1
 
-    def begin(self, step: int) -> None:
-        """The weights that this step begins with are here."""
+    def start_step(self, step: int) -> None:
+        """The weights that `step` starts from are loaded."""
         self._last_step = step
 
     @property
-    def can_work(self) -> bool:
-        """Whether there is a group to compute."""
-        return bool(self._waiting) and self._waiting[0][0] <= self._last_step
+    def can_compute(self) -> bool:
+        """Whether a group can be computed now."""
+        return bool(self._pending) and self._pending[0][0] <= self._last_step
 
-    def work(self, compute: Callable[[GroupId, list[StoredSample]], Rows]) -> None:
-        """Compute the next group."""
-        *_, group = heapq.heappop(self._waiting)
+    def compute_next(self, compute: Callable[[GroupId, list[StoredSample]], Rows]) -> None:
+        """Compute and write the column of the next group."""
+        *_, group = heapq.heappop(self._pending)
         self._groups.fill(group, compute(group, self._groups.read_group(group)))
 
 
 class LogprobWorker:
-    """Log-probs under weights that stay for a whole step, or for good."""
+    """Computes log-probs under the weights that a step starts from, or under weights that never change."""
 
     def __init__(
         self,
         groups: GroupStream,
         logprobs: GroupLogprobs,
-        sources: Callable[[int], Tensor | None] | None = None,
+        fetch_version: Callable[[int], Tensor | None] | None = None,
     ) -> None:
-        """`sources` gives the version that a step begins with, or None where that step is over.
+        """`fetch_version` gives the weights that a step starts from, or None if that step is over.
 
         Without it the weights never change.
         """
-        self._columns = ColumnQueue(groups, float("inf") if sources is None else -1)
-        self._logprobs, self._sources = logprobs, sources
+        self._columns = ColumnQueue(groups, float("inf") if fetch_version is None else -1)
+        self._logprobs, self._fetch_version = logprobs, fetch_version
 
     @property
-    def can_work(self) -> bool:
-        return self._columns.can_work
+    def can_compute(self) -> bool:
+        return self._columns.can_compute
 
-    def work(self) -> None:
-        self._columns.work(self._compute)
+    def compute_next(self) -> None:
+        self._columns.compute_next(self._compute)
 
     def handle(self, message: object) -> CriticUpdated | None:
         match message:
             case AccumulateGroup(step, group):
                 self._columns.commit(step, group)
-            case WeightsPublished(version) if self._sources is not None:
-                if (flat := self._sources(version)) is not None:
+            case WeightsPublished(version) if self._fetch_version is not None:
+                if (flat := self._fetch_version(version)) is not None:
                     self._logprobs.load_weights(flat)
-                    self._columns.begin(version)
+                    self._columns.start_step(version)
         return None
 
     def _compute(self, group: GroupId, stored: Sequence[StoredSample]) -> Rows:
-        """The policy in training goes where engines sent its tokens, another one its own ways."""
+        """The policy in training replays the engines' MoE routes; the reference policy uses its own."""
         samples = [_sample(s) for s in stored]
-        if self._sources is None:
+        if self._fetch_version is None:
             samples = [replace(s, routes=None) for s in samples]
         return [logprobs.numpy() for logprobs in self._logprobs(samples)]
 
 
 class CriticWorker:
-    """A critic: values of a step's groups as they are committed, and one lesson when the batch is whole."""
+    """Predicts values of committed groups, and updates the critic once the batch of a step is complete."""
 
     def __init__(
-        self, groups: GroupStream, critic: Critic, shaped: Shaped, folder: Path, num_steps_done: int = 0
+        self,
+        groups: GroupStream,
+        critic: Critic,
+        shape_rewards: ShapeRewards,
+        folder: Path,
+        num_steps_done: int = 0,
     ) -> None:
-        """`shaped` is `Scoring.shaped`. What a checkpoint keeps goes through a file in `folder`."""
+        """`shape_rewards`: see `AdvantageSettings`. The critic's state for a checkpoint goes to `folder`."""
         self._critic, self._num_steps_done = critic, num_steps_done
-        self._shaped, self._folder = shaped, folder
+        self._shape_rewards, self._folder = shape_rewards, folder
         self._columns = ColumnQueue(groups, num_steps_done)
-        self._foretold: dict[GroupId, tuple[list[Sample], list[float]]] = {}  # with their rewards
+        self._predicted: dict[GroupId, tuple[list[Sample], list[float]]] = {}  # samples and their rewards
 
     @property
-    def can_work(self) -> bool:
-        return self._columns.can_work
+    def can_compute(self) -> bool:
+        return self._columns.can_compute
 
-    def work(self) -> None:
-        self._columns.work(self._compute)
+    def compute_next(self) -> None:
+        self._columns.compute_next(self._compute)
 
     def handle(self, message: object) -> CriticUpdated | None:
         match message:
             case AccumulateGroup(step, group):
                 self._columns.commit(step, group)
-            case TrainStep(step, groups) if step == self._num_steps_done:  # one that is repeated was learnt
-                return CriticUpdated(step, self._learn(groups))
+            case TrainStep(step, groups) if step == self._num_steps_done:  # else the trainer repeats it
+                return CriticUpdated(step, self._update(groups))
             case SaveCheckpoint():
                 write_critic_state(self._folder, self._num_steps_done, self._critic)
         return None
 
     def _compute(self, group: GroupId, stored: Sequence[StoredSample]) -> Rows:
         samples = self._critic.predict_values([_sample(s) for s in stored])
-        self._foretold[group] = samples, [s.reward for s in stored]
+        self._predicted[group] = samples, [s.reward for s in stored]
         return [np.array(s.values, np.float32) for s in samples]
 
-    def _learn(self, groups: Sequence[GroupId]) -> dict[str, float]:
-        """In the order of the groups' names, as the trainer puts a whole batch."""
-        while self.can_work:
-            self.work()
-        told = [self._foretold.pop(group) for group in sorted(groups)]
-        rewards = self._shaped(
-            [own for _, own in told], [[s.num_loss_tokens for s in samples] for samples, _ in told]
+    def _update(self, groups: Sequence[GroupId]) -> dict[str, float]:
+        """Update the critic with the groups in sorted order, in which the trainer adds a whole batch."""
+        while self.can_compute:
+            self.compute_next()
+        predicted = [self._predicted.pop(group) for group in sorted(groups)]
+        rewards = self._shape_rewards(
+            [rewards for _, rewards in predicted],
+            [[s.num_loss_tokens for s in samples] for samples, _ in predicted],
         )
         self._critic.compute_advantages(
-            [s for samples, _ in told for s in samples], [x for own in rewards for x in own]
+            [s for samples, _ in predicted for s in samples],
+            [reward for group in rewards for reward in group],
         )
         metrics = self._critic.update(self._num_steps_done)
         self._critic.end_step()
         self._num_steps_done += 1
-        self._columns.begin(self._num_steps_done)
+        self._columns.start_step(self._num_steps_done)
         return metrics
 
 
@@ -190,21 +197,21 @@ AuxWorker = LogprobWorker | CriticWorker
 
 
 def run_aux_worker(outbox: WorkerOutbox, inbox: WorkerInbox, spec: AuxWorkerSpec) -> None:
-    """Compute what was committed, and do what the trainer is told as far as it concerns this station."""
+    """Handle the trainer's requests that concern an aux worker, and compute its column in between."""
     torch.set_num_threads(1)
     outbox.start_heartbeat()
-    station = _make(spec, _Reported(spec, outbox))
+    worker = _make_worker(spec, _ReportingStream(spec, outbox))
     outbox.send(WorkerReady())
     while True:
-        for message in inbox.receive(0.0 if station.can_work else None):
-            if (reply := station.handle(message)) is not None:
+        for message in inbox.receive(0.0 if worker.can_compute else None):
+            if (reply := worker.handle(message)) is not None:
                 outbox.send(reply)
-        if station.can_work:
-            station.work()
+        if worker.can_compute:
+            worker.compute_next()
 
 
-class _Reported:
-    """The stream's side of a station that tells the driver which groups are done."""
+class _ReportingStream:
+    """The sample stream of an aux worker; reports each filled group to the driver."""
 
     def __init__(self, spec: AuxWorkerSpec, outbox: WorkerOutbox) -> None:
         self._column, self._outbox = spec.column, outbox
@@ -214,20 +221,20 @@ class _Reported:
         return self._reader.read_group(group)
 
     def fill(self, group: GroupId, rows: Rows) -> None:
-        """Let go of it last: what has not been told of must be there for a successor."""
+        """The group is released after the report, because a restarted worker must find unreported groups."""
         try:
             self._reader.fill(group, rows)
         except StorageFullError:
             raise
         except StreamError:
-            pass  # who died here before may have filled it
+            pass  # filled already by a worker that crashed before its report
         except RunError:
-            return  # the storage has ended, and a successor fills it again
+            return  # the storage was lost: the worker is restarted and fills the group again
         self._outbox.send(ColumnFilled(self._column, group))
         self._reader.commit([group])
 
 
-def _make(spec: AuxWorkerSpec, groups: GroupStream) -> AuxWorker:
+def _make_worker(spec: AuxWorkerSpec, groups: GroupStream) -> AuxWorker:
     device, trainer = use_device(spec.device), spec.trainer
     if spec.column == "values":
         critic, num_steps_done = make_critic(trainer, device), 0
@@ -244,34 +251,34 @@ def _make(spec: AuxWorkerSpec, groups: GroupStream) -> AuxWorker:
         logprobs.load_weights(start)
         return LogprobWorker(groups, logprobs)
     logprobs = GroupLogprobs(config, trainer.settings, device, make_exact_logprobs(trainer, config))
-    published, redone = WeightStore(trainer.weights, trainer.published_dtype), replay_store(trainer)
+    published, replayed = WeightStore(trainer.weights, trainer.published_dtype), replay_store(trainer)
 
-    def begun_with(version: int) -> Tensor | None:
-        """A step that is redone begins with bytes of its own."""
-        again = None if redone is None else redone.fetch_if_stored(version)
-        return published.fetch_if_stored(version) if again is None else again
+    def fetch_version(version: int) -> Tensor | None:
+        """A redone step starts from the redone version, which may differ from the published one."""
+        redone = None if replayed is None else replayed.fetch_if_stored(version)
+        return published.fetch_if_stored(version) if redone is None else redone
 
-    return LogprobWorker(groups, logprobs, begun_with)
+    return LogprobWorker(groups, logprobs, fetch_version)
 
 
 def replay_store(spec: TrainerSpec) -> WeightStore | None:
-    """Where a proximal station finds the version with which a step begins that is redone, if there is one."""
+    """Where the trainer leaves versions of redone steps for the proximal worker; None without one."""
     if "proximal" not in spec.columns:
         return None
-    folder = spec.weights / _REDONE
+    folder = spec.weights / _REPLAY_DIR
     folder.mkdir(exist_ok=True)
     return WeightStore(folder, spec.published_dtype)
 
 
 def make_critic(spec: TrainerSpec, device: str) -> Critic:
-    """At its beginning; who goes on from a checkpoint puts it where it was."""
+    """The critic in its initial state, whatever `spec.checkpoint` is."""
     assert spec.critic is not None
     config, start = load_pretrained(spec.critic.model)
     return Critic(config, initial_critic_weights(config, start).to(device), spec.critic.settings)
 
 
 def make_exact_logprobs(spec: TrainerSpec, config: ModelConfig) -> ComputeLogprobs | None:
-    """In exact mode, log-probs as engines compute them."""
+    """A function that computes log-probs as the engines do; None without exact mode."""
     if (engine := spec.exact_engine) is None:
         return None
     temperature = spec.settings.temperature
@@ -279,7 +286,7 @@ def make_exact_logprobs(spec: TrainerSpec, config: ModelConfig) -> ComputeLogpro
 
 
 def write_critic_state(folder: Path, step: int, critic: Critic) -> None:
-    """Leave what a checkpoint of that step needs of a critic to the trainer, who writes it."""
+    """Leave the critic's state after `step` in `folder`; the trainer adds it to its checkpoint."""
     path = _critic_file(folder, step)
     draft = path.with_suffix(".draft")
     torch.save({"flat": critic.flat, "optimizer": critic.state_dict()}, draft)
@@ -287,15 +294,15 @@ def write_critic_state(folder: Path, step: int, critic: Critic) -> None:
 
 
 def pop_critic_state(folder: Path, step: int, timeout_s: float) -> dict[str, Any]:
-    """What `write_critic` has left, which is then gone. Raises RunError if it does not come."""
+    """Wait for the file of `write_critic_state`, read and remove it. Raises RunError after `timeout_s`."""
     path, until_s = _critic_file(folder, step), time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > until_s:
-            raise RunError(f"the critic has not told for {timeout_s:g} s what step {step} has left of it")
+            raise RunError(f"the critic did not save its state after step {step} within {timeout_s:g} s")
         time.sleep(_POLL_S)
-    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     path.unlink()
-    return found
+    return state
 
 
 def _critic_file(folder: Path, step: int) -> Path:

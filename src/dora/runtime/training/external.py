@@ -1,8 +1,7 @@
 """A trainer outside the run: it fetches batches and publishes weights through the service.
 
-In its place the run has a stand-in, a process with the words of a trainer: it holds the weights that came
-last, publishes them for the engines and writes checkpoints. So neither the orchestrator nor the driver's
-hands know that a step is computed elsewhere.
+A placeholder process takes the trainer's place in the run. It holds the newest weights, publishes them to the
+engines and writes checkpoints, so the orchestrator and the executor treat it as any other trainer.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
 
 
 INCOMING_DIR = "incoming"  # in the run's folder: where a trainer on the same machine puts its weights
-WEIGHTS = "model.safetensors"  # the name that a model folder gives them
+WEIGHTS = "model.safetensors"  # the weight file of a model folder
 
 
 def run_placeholder(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.TrainerSpec) -> None:
-    """Hold the newest weights: those of the start, of a checkpoint, or the last that were taken."""
+    """Hold the newest weights: the initial ones, those of a checkpoint, or the last ones installed."""
     from dora.model.pretrained import load_pretrained
     from dora.trainer.checkpoint import load_checkpoint
     from dora.weights.store import WeightStore
@@ -60,8 +59,8 @@ def run_placeholder(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.TrainerSpe
 def read_weights(file: Path, model: Path) -> Tensor:
     """The flat fp32 weights [numel] of a safetensors file with the tensors of the model in a folder.
 
-    Raises ModelError for a file that is none, and for a tensor that is missing, extra, of another shape or
-    dtype, or not finite.
+    Raises ModelError for a file of another format, and for a tensor that is missing, extra, of another shape
+    or dtype, or not finite.
     """
     from dora.model.pretrained import load_pretrained
 
@@ -71,9 +70,9 @@ def read_weights(file: Path, model: Path) -> Tensor:
         (folder / WEIGHTS).symlink_to(file.absolute())
         try:
             return load_pretrained(folder)[1]
-        except ModelError as error:  # of a place that is nobody's business
+        except ModelError as error:  # the sender does not know the temporary folder
             raise ModelError(str(error).replace(str(folder / WEIGHTS), "the file")) from error
-        except Exception as error:  # a shape that no model has, say: whatever was sent, the run goes on
+        except Exception as error:  # whatever was sent, the run must continue
             raise ModelError(
                 f"the file cannot be read as weights ({type(error).__name__}); send the names, shapes and "
                 "number of tensors of model.path"
@@ -81,40 +80,40 @@ def read_weights(file: Path, model: Path) -> Tensor:
 
 
 class CommittedGroups(NamedTuple):
-    """Groups of a step's batch from some place on; `is_whole`: no more will come."""
+    """Groups of a step's batch, in order of commitment. `is_complete`: these are the last ones."""
 
     groups: list[GroupId]
-    is_whole: bool
+    is_complete: bool
 
 
 @dataclass
 class WeightUpload:
-    """Weights from outside and what came of them. `sha256` is of their file, `digest` of what engines get."""
+    """Weights of an external trainer and their state. `sha256` is that of the file."""
 
     version: int
     sha256: str
-    is_taken: bool = False
-    refusal: str = ""
-    digest: str = ""
+    is_installed: bool = False
+    rejection: str = ""  # why they are not installed
+    digest: str = ""  # of the published weights
 
 
 class ExternalTrainer(Worker):
-    """The stand-in as the driver sees it, and the driver as a trainer outside sees it.
+    """The driver's side of the placeholder, and of the external trainer.
 
-    What the hands tell a trainer passes here: which groups are committed to each step, and which step is
-    due. Methods that return None have nothing to say yet.
+    The executor's requests to the trainer pass here, which shows the groups committed to each step and the
+    step that is due. Methods return None for a result that does not exist yet.
     """
 
-    def __init__(self, spec: m.TrainerSpec, batch_size: int, told: WorkerMessages) -> None:
-        super().__init__("stand-in of the trainer", run_placeholder, spec, told)
-        self.num_trained: int | None = None  # steps; None: the run has not begun
-        self.due_step: int | None = None  # the step whose batch is whole and whose weights are awaited
+    def __init__(self, spec: m.TrainerSpec, batch_size: int, messages: WorkerMessages) -> None:
+        super().__init__("placeholder of the external trainer", run_placeholder, spec, messages)
+        self.num_trained: int | None = None  # steps; None: training has not begun
+        self.due_step: int | None = None  # the step whose batch is complete and whose weights are awaited
         self._batch_size = batch_size
-        self._batches: dict[int, list[GroupId]] = {}  # of steps to come, in the order of commitment
+        self._batches: dict[int, list[GroupId]] = {}  # of untrained steps, in order of commitment
         self._upload: WeightUpload | None = None  # the last one
 
     def send(self, message: object) -> None:
-        """Keep what is for who trains outside, and pass on the rest."""
+        """Keep the requests that the external trainer executes, and send the others to the placeholder."""
         match message:
             case m.AccumulateGroup(step, group):
                 self._batches.setdefault(step, []).append(group)
@@ -127,14 +126,14 @@ class ExternalTrainer(Worker):
                 super().send(message)
 
     def on_message(self, message: object) -> object | None:
-        """Note what the stand-in says, and pass on what is not for who trains outside alone."""
+        """Handle a message of the placeholder; returns what the supervisor is to handle, or None."""
         upload = self._upload
         match message:
             case m.WeightsRejected(_, reason) if upload is not None:
-                upload.refusal = reason
+                upload.rejection = reason
                 return None
             case m.StepCompleted(step) if upload is not None:
-                upload.is_taken, self.due_step = True, None
+                upload.is_installed, self.due_step = True, None
                 del self._batches[step]
             case m.WeightsPublished(version, digest) if upload is not None and version == upload.version:
                 upload.digest = digest
@@ -142,14 +141,14 @@ class ExternalTrainer(Worker):
 
     @property
     def is_installing(self) -> bool:
-        """Whether weights are being read, so that the step that is due may end at any time."""
-        return self._upload is not None and not (self._upload.is_taken or self._upload.refusal)
+        """Whether the placeholder reads weights, so that the due step may complete at any time."""
+        return self._upload is not None and not (self._upload.is_installed or self._upload.rejection)
 
     def committed_groups(self, step: int, after: int) -> CommittedGroups | None:
-        """Groups of the next step's batch but for the first `after`; None: no others yet.
+        """The groups committed to the next step, without the first `after`; None if there are no others yet.
 
-        Raises ServiceError for another step. Who waited for a later one would wait for ever, where a run that
-        was resumed waits for the weights of an earlier one.
+        Raises ServiceError for another step: a client that waits for a later one would wait for ever after a
+        resume, where the run waits for the weights of an earlier one.
         """
         if self.num_trained is None:
             return None
@@ -159,40 +158,46 @@ class ExternalTrainer(Worker):
             raise ServiceError(410 if is_old else 409, f"step {step} {why}; the next is {self.num_trained}")
         groups = self._batches.get(step, [])
         if after > len(groups):
-            known = plural(len(groups), "group")
+            committed = plural(len(groups), "group")
             raise ServiceError(
-                422, f"after = {after}: step {step} has {known} so far; give how many you have"
+                422, f"after = {after}: step {step} has {committed} so far; set after to the number received"
             )
-        is_whole = len(groups) == self._batch_size
-        return CommittedGroups(groups[after:], is_whole) if is_whole or len(groups) > after else None
+        is_complete = len(groups) == self._batch_size
+        return CommittedGroups(groups[after:], is_complete) if is_complete or len(groups) > after else None
 
     def check_due(self, version: int, sha256: str) -> None:
-        """Raises ServiceError for weights of a version that is not awaited, unless these came before."""
+        """Raises ServiceError for weights of a version that is not due, unless they were uploaded before."""
         upload = self._upload
         if upload is not None and (upload.version, upload.sha256) == (version, sha256):
             return
         if self.is_installing:
-            raise ServiceError(409, f"other weights of version {version} are being read; wait for their end")
+            raise ServiceError(
+                409, f"other weights are being installed as version {version}; try again later"
+            )
         if self.due_step is None or version != self.due_step + 1:
             num_trained = self.num_trained or 0
             is_old = version <= num_trained
-            why = "is published already" if is_old else "cannot be published before its step's batch is whole"
+            why = (
+                "is published already"
+                if is_old
+                else "cannot be published before the batch of its step is complete"
+            )
             raise ServiceError(409, f"version {version} {why}; the next is {num_trained + 1}")
 
     def publish(self, version: int, sha256: str, file: Path, metrics: dict[str, float]) -> str | None:
-        """End the step that is due with the weights in a file; the digest of what engines will hold.
+        """Complete the due step with the weights in `file`; returns the digest of the published weights.
 
-        None: they are being read. The same ones may be given again, and get the same answer. Raises
-        ServiceError for another version than the next, and for weights that do not fit.
+        None: they are being installed. A repeated upload of the same weights gets the same result. Raises
+        ServiceError for a version that is not due, and for weights that do not fit the model.
         """
         upload = self._upload
         if upload is not None and (upload.version, upload.sha256) == (version, sha256):
-            if upload.refusal:
+            if upload.rejection:
                 self._upload = None
-                raise ServiceError(422, f"these weights cannot be version {version}: {upload.refusal}")
+                raise ServiceError(422, f"these weights cannot be version {version}: {upload.rejection}")
             return upload.digest or None
         self.check_due(version, sha256)
         self._upload = WeightUpload(version, sha256)
-        told = {f"external/{name}": number for name, number in metrics.items()}
-        super().send(m.InstallWeights(version, file, told))
+        step_metrics = {f"external/{name}": value for name, value in metrics.items()}
+        super().send(m.InstallWeights(version, file, step_metrics))
         return None

@@ -52,7 +52,7 @@ RENDEZVOUS_FILE = "ranks"  # beside the weights: where the ranks of a trainer me
 
 
 def run_trainer(outbox: WorkerOutbox, inbox: WorkerInbox, spec: TrainerSpec) -> None:
-    """Rank 0: train and publish on request; in between, accumulate gradients of the groups committed so far."""
+    """Rank 0: train and publish on request; in between, accumulate gradients of committed groups."""
     torch.set_num_threads(1)
     outbox.start_heartbeat()
     worker = _TrainerWorker(spec, outbox)
