@@ -1,7 +1,6 @@
-"""Talks to the service of a run, from any process or machine; needs httpx and nothing else of DORA.
+"""A synchronous and an asynchronous client of a run's service; they need httpx and no other part of DORA.
 
-`Client` waits for answers, `AsyncClient` returns what can be awaited; both have the verbs of `Verbs`.
-What is lost on the way, or refused for being too much at once, is sent again for a while.
+Lost requests, and requests refused with 429 or 503, are retried with exponential backoff.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from dora.errors import InputError, ServiceError
 Json = dict[str, Any]
 R = TypeVar("R")
 
-TIMEOUT_S = 30.0  # of a call that has nothing to wait for
-LONG_S = 900.0  # of weights, which are read, checked and published
-ANSWER_S = 330.0  # of a turn, after which the service itself says that it is not written yet
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before a call is repeated: twice as long each time
-AGAIN = (429, 503)  # statuses of calls that may work later
-SUMMARY = "summary.json"  # what a run that ended leaves in its folder
+TIMEOUT_S = 30.0  # of a request that the service answers at once
+WEIGHTS_TIMEOUT_S = 900.0  # of weights, which are read, checked and published
+TURN_TIMEOUT_S = 330.0  # of a turn; longer than the service's own timeout
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0  # before a retry; doubles each time
+RETRY_STATUSES = (429, 503)
+SUMMARY = "summary.json"  # in the folder of a run that has ended
 
 
 @dataclass(frozen=True)
 class ApiCall:
-    """One call. One that is not `is_repeatable` is only repeated if it never arrived."""
+    """One HTTP request. Unless it `is_idempotent`, it is retried only if it never reached the service."""
 
     method: str
     path: str
@@ -44,141 +43,145 @@ class ApiCall:
     params: Mapping[str, Any] | None = None
     headers: Mapping[str, str] | None = None
     timeout_s: float = TIMEOUT_S
-    is_repeatable: bool = True
-    is_patient: bool = True  # repeated at all
+    is_idempotent: bool = True
+    has_retries: bool = True
 
 
 class BaseClient(Generic[R]):
-    """What can be asked of a run; docs/service.md has what is answered. All raise ServiceError."""
+    """The requests to a run; docs/service.md describes the responses. All methods raise ServiceError."""
 
     def _do(self, call: ApiCall) -> R:
         raise NotImplementedError
 
     def status(self) -> R:
-        """Where the run stands."""
+        """Progress of the run."""
         return self._do(ApiCall("GET", "/v1/status"))
 
     def versions(self, newer_than: int = -1, wait_s: float = 0.0) -> R:
-        """The kept versions; waits up to `wait_s` (at most 60) for one after `newer_than`."""
+        """The stored versions; waits up to `wait_s` (at most 60) for one after `newer_than`."""
         params = {"newer_than": newer_than, "wait_s": wait_s}
         return self._do(ApiCall("GET", "/v1/versions", params=params, timeout_s=TIMEOUT_S + wait_s))
 
     def engines(self) -> R:
-        """The engines, those that ended included."""
+        """All engines, those that have ended included."""
         return self._do(ApiCall("GET", "/v1/engines"))
 
     def add_engines(self, count: int = 1) -> R:
         """Start engines, which join once they are ready."""
-        return self._do(ApiCall("POST", "/v1/engines", {"count": count}, is_repeatable=False))
+        return self._do(ApiCall("POST", "/v1/engines", {"count": count}, is_idempotent=False))
 
     def drain_engine(self, engine: int) -> R:
-        """Have an engine leave once it is empty."""
+        """Remove an engine once its requests have migrated or finished."""
         return self._do(ApiCall("POST", f"/v1/engines/{engine}/drain"))
 
     def pause(self) -> R:
-        """Have the whole run stand still."""
+        """Pause the whole run."""
         return self._do(ApiCall("POST", "/v1/pause"))
 
     def resume(self) -> R:
-        """Have it go on."""
+        """End a pause."""
         return self._do(ApiCall("POST", "/v1/resume"))
 
     def count_prompts(self) -> R:
-        """How many prompts were put and taken."""
+        """How many prompts were sent, and how many of them the run has fetched."""
         return self._do(ApiCall("GET", "/v1/prompts"))
 
     def put_prompts(self, first: int, rows: Sequence[Mapping[str, Any]]) -> R:
-        """Add rows to a run with data.path = "service"; `first` is how many there were before."""
+        """Append prompts to a run with data.path = "service"; `first` is the index of the first row."""
         return self._do(ApiCall("POST", "/v1/prompts", {"first": first, "rows": [*rows]}))
 
     def get_experience(self, task: str = "reward", wait_s: float = 30.0) -> R:
-        """A group to judge, on loan: under "loan" in the answer, None after `wait_s` without one."""
+        """Lease a group to score: "leased_group" in the response, None if none arrives within `wait_s`."""
         path, params = f"/v1/experience/{task}", {"wait_s": wait_s}
         return self._do(ApiCall("GET", path, params=params, timeout_s=TIMEOUT_S + wait_s))
 
     def put_experience(self, lease: int, rewards: Sequence[float], task: str = "reward") -> R:
-        """What the answers of a loan are worth, sibling by sibling."""
+        """Submit the rewards of a leased group, one for each sibling."""
         body = {"lease": lease, "fields": {"reward": [*rewards]}}
         return self._do(ApiCall("POST", f"/v1/experience/{task}", body))
 
     def training(self) -> R:
-        """The step that comes next, for a trainer outside."""
-        return self._do(ApiCall("GET", "/v1/training", timeout_s=2 * LONG_S))
+        """The next step and the settings of training, for an external trainer."""
+        return self._do(ApiCall("GET", "/v1/training", timeout_s=2 * WEIGHTS_TIMEOUT_S))
 
     def put_weights(self, version: int, tensors: bytes, metrics: Mapping[str, float] | None = None) -> R:
-        """End a step: `tensors` is the content of a safetensors file with all of the next version."""
+        """End the current step: `tensors` is a safetensors file with all tensors of the next version."""
         params = {"sha256": hashlib.sha256(tensors).hexdigest(), "metrics": json.dumps(metrics or {})}
         path = f"/v1/weights/{version}"
-        return self._do(ApiCall("PUT", path, content=tensors, params=params, timeout_s=LONG_S))
+        return self._do(ApiCall("PUT", path, content=tensors, params=params, timeout_s=WEIGHTS_TIMEOUT_S))
 
     def announce_weights(
         self, version: int, file: str, sha256: str, metrics: Mapping[str, float] | None = None
     ) -> R:
-        """The same with a file in the folder `incoming` of the run's."""
+        """As `put_weights`, with a file in the folder `incoming` of the run."""
         body = {"version": version, "file": file, "sha256": sha256, "metrics": metrics or {}}
-        return self._do(ApiCall("POST", "/v1/weight_sync", body, timeout_s=LONG_S))
+        return self._do(ApiCall("POST", "/v1/weight_sync", body, timeout_s=WEIGHTS_TIMEOUT_S))
 
     def open_session(self, name: str | None = None, wait_s: float = 30.0) -> R:
-        """Take an episode; its name is under "session" in the answer. Waits up to `wait_s` (at most 60)."""
+        """Open an episode; its name is "session" in the response. Waits up to `wait_s` (at most 60)."""
         path = f"/v1/sessions/{name or uuid.uuid4().hex}"
         return self._do(ApiCall("PUT", path, params={"wait_s": wait_s}, timeout_s=TIMEOUT_S + wait_s))
 
     def get_session(self, session: str) -> R:
-        """The session as it is, which keeps it from expiring."""
+        """The state of a session; renews its lease."""
         return self._do(ApiCall("GET", f"/v1/sessions/{session}"))
 
     def abandon_session(self, session: str) -> R:
-        """The agent cannot go on."""
+        """End a session without a reward; its group fails if it has a turn."""
         return self._do(ApiCall("DELETE", f"/v1/sessions/{session}"))
 
     def complete(
         self, session: str, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None
     ) -> R:
-        """The model's answer to a conversation, as OpenAI's chat completions have it."""
+        """The model's next turn in a conversation, as an OpenAI chat completion."""
         body: Json = {"messages": [*messages]} | ({} if max_tokens is None else {"max_tokens": max_tokens})
         headers = {"Dora-Session": session}
-        return self._do(ApiCall("POST", "/v1/chat/completions", body, headers=headers, timeout_s=ANSWER_S))
+        return self._do(
+            ApiCall("POST", "/v1/chat/completions", body, headers=headers, timeout_s=TURN_TIMEOUT_S)
+        )
 
     def post_reward(self, session: str, reward: float | None) -> R:
-        """The episode is over, and was worth this; None: the run's own tasks judge it."""
+        """End an episode with its reward; None: the run's reward tasks score it."""
         return self._do(ApiCall("POST", f"/v1/sessions/{session}/reward", {"reward": reward}))
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a service is, its token, and how long calls are repeated (s)."""
+    """URL and auth token of a service, and how long requests are retried (s)."""
 
     url: str
     token: str
     retry_timeout_s: float = 60.0
-    run: Path | None = None  # its folder, where that can be read
+    run: Path | None = None  # the run's folder, if the client can read it
 
     @classmethod
     def of_run(cls, run: Path) -> Address:
-        """As the run in a folder tells it. Raises InputError where none is served."""
+        """From service.json in the folder of a run. Raises InputError if there is none."""
         path = run / "service.json"
         try:
             return cls(**json.loads(path.read_text()), run=run)
         except (OSError, ValueError, TypeError) as error:
-            raise InputError(f"{run} has no run that is served: {error}; start it with dora serve") from error
+            raise InputError(
+                f"{run} is not the folder of a served run: {error}; start it with dora serve"
+            ) from error
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of either kind of client of httpx."""
+        """Arguments of both clients of httpx."""
         return {"base_url": self.url, "headers": {"Authorization": f"Bearer {self.token}"}}
 
 
 class _RetryLoop:
-    """How often and when one call is repeated."""
+    """The retries of one call."""
 
-    def __init__(self, call: ApiCall, patience_s: float) -> None:
-        self._call, self._patience_s = call, patience_s if call.is_patient else 0.0
-        self._deadline_s, self._pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
-        self._began_s = 0.0  # the last try
+    def __init__(self, call: ApiCall, timeout_s: float) -> None:
+        self._call, self._timeout_s = call, timeout_s if call.has_retries else 0.0
+        self._deadline_s, self._backoff_s = time.monotonic() + self._timeout_s, MIN_BACKOFF_S
+        self._began_s = 0.0  # the last attempt
 
     @property
     def request(self) -> dict[str, Any]:
-        """Arguments for httpx, for a try that begins now."""
+        """Arguments for httpx, for an attempt that begins now."""
         call, self._began_s = self._call, time.monotonic()
         return {
             "method": call.method,
@@ -190,13 +193,13 @@ class _RetryLoop:
             "timeout": call.timeout_s,
         }
 
-    def answer(self, response: httpx.Response) -> httpx.Response | None:
-        """The answer; None: try again. Raises ServiceError for a refusal.
+    def check_response(self, response: httpx.Response) -> httpx.Response | None:
+        """The response; None: retry. Raises ServiceError for an error status.
 
-        The time that a service took to answer is none of the client's patience: it is there.
+        The time until a response does not count towards the timeout, because the service is there.
         """
         self._deadline_s += time.monotonic() - self._began_s
-        if response.status_code in AGAIN and self._is_early:
+        if response.status_code in RETRY_STATUSES and self._has_time:
             return None
         if response.is_success:
             return response
@@ -207,19 +210,19 @@ class _RetryLoop:
         raise ServiceError(response.status_code, message)
 
     def check_loss(self, error: httpx.TransportError) -> None:
-        """Raises ServiceError if a call without answer must not be repeated, or has been for long enough."""
-        has_never_arrived = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-        if not self._is_early or not (self._call.is_repeatable or has_never_arrived):
-            what = f"{self._call.method} {self._call.path} had no answer ({error!r})"
-            raise ServiceError(503, f"{what} within {self._patience_s:g} s; is the run over?") from error
+        """Raises ServiceError if a request without a response must not be retried, or timed out."""
+        is_unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        if not self._has_time or not (self._call.is_idempotent or is_unsent):
+            what = f"{self._call.method} {self._call.path} had no response ({error!r})"
+            raise ServiceError(503, f"{what} within {self._timeout_s:g} s; is the run over?") from error
 
-    def next_pause_s(self) -> float:
-        """How long to wait before the next try, with chance so that many clients do not come at once."""
-        self._pause_s, pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S), self._pause_s
-        return pause_s * random.uniform(0.5, 1.0)
+    def next_backoff_s(self) -> float:
+        """How long to wait before the next attempt; random, so that many clients do not retry at once."""
+        self._backoff_s, backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S), self._backoff_s
+        return backoff_s * random.uniform(0.5, 1.0)
 
     @property
-    def _is_early(self) -> bool:
+    def _has_time(self) -> bool:
         return time.monotonic() < self._deadline_s
 
 
@@ -229,43 +232,43 @@ def _batch(step: int, fields: Sequence[str], after: int, wait_s: float) -> ApiCa
 
 
 def _groups(response: httpx.Response) -> tuple[list[Json], bool]:
-    """Groups of a batch, and whether that was all of it. Raises ServiceError if no more can come."""
+    """Groups of a batch, and whether the batch is complete. Raises ServiceError if it cannot be completed."""
     *groups, last = map(json.loads, response.text.splitlines())
-    if "why" in last:
-        raise ServiceError(409, last["why"])
-    return groups, last["is_whole"]
+    if "error" in last:
+        raise ServiceError(409, last["error"])
+    return groups, last["is_complete"]
 
 
 class _Progress:
-    """A run's status as it was heard last. The service ends with the run, so the end is in its folder."""
+    """The last known status of a run. The service ends with the run, so the end is read from its folder."""
 
-    call = ApiCall("GET", "/v1/status", is_patient=False)
+    call = ApiCall("GET", "/v1/status", has_retries=False)
 
     def __init__(self, address: Address) -> None:
-        self._address, self._heard_s = address, time.monotonic()
+        self._address, self._updated_s = address, time.monotonic()
         self._status: Json = {}
 
-    def hear(self, status: Json) -> Json:
-        self._status, self._heard_s = status, time.monotonic()
+    def update(self, status: Json) -> Json:
+        self._status, self._updated_s = status, time.monotonic()
         return status
 
-    def end(self, error: ServiceError) -> Json | None:
-        """The last status of a run that is complete; None: ask again. Raises ServiceError if it is lost."""
-        if error.status not in AGAIN:
+    def on_error(self, error: ServiceError) -> Json | None:
+        """The last status of a finished run; None: retry. Raises ServiceError if the run is lost."""
+        if error.status not in RETRY_STATUSES:
             raise error
-        if self._status and self._num_steps_left_behind() >= self._status["num_steps"]:
-            return self.hear({**self._status, "num_steps_trained": self._status["num_steps"]})
-        if time.monotonic() - self._heard_s > self._address.retry_timeout_s:
-            what = f"the run has not answered for {self._address.retry_timeout_s:g} s"
-            raise ServiceError(503, f"{what}, and does not say that it is complete") from error
+        if self._status and self._num_steps_in_summary() >= self._status["num_steps"]:
+            return self.update({**self._status, "num_steps_trained": self._status["num_steps"]})
+        if time.monotonic() - self._updated_s > self._address.retry_timeout_s:
+            what = f"the run has not responded for {self._address.retry_timeout_s:g} s"
+            raise ServiceError(503, f"{what}, and its folder has no summary of all steps") from error
         return None
 
     @property
     def is_over(self) -> bool:
         return bool(self._status) and self._status["num_steps_trained"] >= self._status["num_steps"]
 
-    def _num_steps_left_behind(self) -> int:
-        """Trained, by the summary; 0: there is none."""
+    def _num_steps_in_summary(self) -> int:
+        """Trained steps; 0 without a summary."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             if self._address.run is not None:
                 return int(json.loads((self._address.run / SUMMARY).read_text())["steps"])
@@ -273,10 +276,10 @@ class _Progress:
 
 
 class Client(BaseClient[Json]):
-    """Waits for each answer; may be used by several threads."""
+    """Waits for each response; several threads may use it."""
 
     def __init__(self, address: Address) -> None:
-        self._address, self._patience_s = address, address.retry_timeout_s
+        self._address = address
         self._http = httpx.Client(**address.options)
 
     def __enter__(self) -> Self:
@@ -286,59 +289,59 @@ class Client(BaseClient[Json]):
         self._http.close()
 
     def progress(self, interval_s: float = 1.0) -> Iterator[Json]:
-        """The run's status now and then, until its last step is trained.
+        """The run's status every `interval_s`, until its last step is trained.
 
-        The service ends with the run. With an address `of_run` the last status is then made from the run's
-        summary, and only num_steps_trained in it is new. Raises ServiceError if a run is lost or stopped
-        before, and, with an address that knows no folder, also if nobody was asked between its last step and
-        its end: the service has been gone for `patience_s` by then.
+        The service ends with the run. With an `Address.of_run`, the last status may then come from the run's
+        summary, where only num_steps_trained is new. Raises ServiceError if the run is lost or stopped
+        earlier. Without the run's folder it also raises, after `retry_timeout_s`, if the run ended between
+        two requests.
         """
         progress = _Progress(self._address)
         while not progress.is_over:
             try:
-                status: Json | None = progress.hear(self._do(progress.call))
+                status: Json | None = progress.update(self._do(progress.call))
             except ServiceError as error:
-                status = progress.end(error)
+                status = progress.on_error(error)
             if status is not None:
                 yield status
             if not progress.is_over:
-                time.sleep(max(interval_s, FIRST_PAUSE_S if status is None else 0.0))
+                time.sleep(max(interval_s, MIN_BACKOFF_S if status is None else 0.0))
 
     def batch(self, step: int, fields: Sequence[str] = (), wait_s: float = 1.0) -> Iterator[Json]:
         """The groups of a step's batch, each within `wait_s` of when it was committed to the step."""
-        got, is_whole = 0, False
-        while not is_whole:
-            groups, is_whole = _groups(self._fetch(_batch(step, fields, got, wait_s)))
+        num_groups, is_complete = 0, False
+        while not is_complete:
+            groups, is_complete = _groups(self._fetch(_batch(step, fields, num_groups, wait_s)))
             yield from groups
-            got += len(groups)
+            num_groups += len(groups)
 
     def get_weights(self, version: int) -> bytes:
         """A stored version, as the content of a safetensors file."""
-        return self._fetch(ApiCall("GET", f"/v1/weights/{version}", timeout_s=LONG_S)).content
+        return self._fetch(ApiCall("GET", f"/v1/weights/{version}", timeout_s=WEIGHTS_TIMEOUT_S)).content
 
     def _do(self, call: ApiCall) -> Json:
         found: Json = self._fetch(call).json()
         return found
 
     def _fetch(self, call: ApiCall) -> httpx.Response:
-        tries = _RetryLoop(call, self._patience_s)
+        retries = _RetryLoop(call, self._address.retry_timeout_s)
         while True:
             try:
-                answer = tries.answer(self._http.request(**tries.request))
+                response = retries.check_response(self._http.request(**retries.request))
             except httpx.TransportError as error:
-                tries.check_loss(error)
-                answer = None
-            if answer is not None:
-                return answer
-            time.sleep(tries.next_pause_s())
+                retries.check_loss(error)
+                response = None
+            if response is not None:
+                return response
+            time.sleep(retries.next_backoff_s())
 
 
 class AsyncClient(BaseClient[Awaitable[Json]]):
-    """The same, to be awaited."""
+    """The same methods, to be awaited."""
 
     def __init__(self, address: Address) -> None:
-        limits = httpx.Limits(max_connections=None)  # as many calls at once as the caller likes
-        self._address, self._patience_s = address, address.retry_timeout_s
+        limits = httpx.Limits(max_connections=None)  # the caller decides how many requests run at once
+        self._address = address
         self._http = httpx.AsyncClient(limits=limits, **address.options)
 
     async def __aenter__(self) -> Self:
@@ -352,39 +355,41 @@ class AsyncClient(BaseClient[Awaitable[Json]]):
         progress = _Progress(self._address)
         while not progress.is_over:
             try:
-                status: Json | None = progress.hear(await self._do(progress.call))
+                status: Json | None = progress.update(await self._do(progress.call))
             except ServiceError as error:
-                status = progress.end(error)
+                status = progress.on_error(error)
             if status is not None:
                 yield status
             if not progress.is_over:
-                await asyncio.sleep(max(interval_s, FIRST_PAUSE_S if status is None else 0.0))
+                await asyncio.sleep(max(interval_s, MIN_BACKOFF_S if status is None else 0.0))
 
     async def batch(self, step: int, fields: Sequence[str] = (), wait_s: float = 1.0) -> AsyncIterator[Json]:
-        """The groups of a step's batch, each within `wait_s` of when it was committed to the step."""
-        got, is_whole = 0, False
-        while not is_whole:
-            groups, is_whole = _groups(await self._fetch(_batch(step, fields, got, wait_s)))
+        """As `Client.batch`."""
+        num_groups, is_complete = 0, False
+        while not is_complete:
+            groups, is_complete = _groups(await self._fetch(_batch(step, fields, num_groups, wait_s)))
             for group in groups:
                 yield group
-            got += len(groups)
+            num_groups += len(groups)
 
     async def get_weights(self, version: int) -> bytes:
         """A stored version, as the content of a safetensors file."""
-        return (await self._fetch(ApiCall("GET", f"/v1/weights/{version}", timeout_s=LONG_S))).content
+        return (
+            await self._fetch(ApiCall("GET", f"/v1/weights/{version}", timeout_s=WEIGHTS_TIMEOUT_S))
+        ).content
 
     async def _do(self, call: ApiCall) -> Json:
         found: Json = (await self._fetch(call)).json()
         return found
 
     async def _fetch(self, call: ApiCall) -> httpx.Response:
-        tries = _RetryLoop(call, self._patience_s)
+        retries = _RetryLoop(call, self._address.retry_timeout_s)
         while True:
             try:
-                answer = tries.answer(await self._http.request(**tries.request))
+                response = retries.check_response(await self._http.request(**retries.request))
             except httpx.TransportError as error:
-                tries.check_loss(error)
-                answer = None
-            if answer is not None:
-                return answer
-            await asyncio.sleep(tries.next_pause_s())
+                retries.check_loss(error)
+                response = None
+            if response is not None:
+                return response
+            await asyncio.sleep(retries.next_backoff_s())

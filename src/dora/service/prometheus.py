@@ -56,7 +56,7 @@ class HttpMetrics:
         )
 
     def on_response(self, method: str, route: str, status: int, seconds: float) -> None:
-        """A response is complete. `route` is the pattern of the path, because paths are unlimited in number."""
+        """A response is complete. `route` is the pattern of the path, as there is no limit to paths."""
         self._requests.labels(method, route, status).inc()
         self._durations.labels(route).observe(seconds)
 

@@ -1,7 +1,7 @@
 """Upload of new weights by an external trainer, and download of stored versions.
 
-Weights are safetensors files, which contain tensors and no code. The client sends the SHA-256 of the file, so
-that a truncated or changed file is never installed; the response has the digest of the bytes that engines load.
+Weights are safetensors files, which contain tensors and no code. The client sends the SHA-256 of the file,
+so a truncated or changed file is never installed; the response has the digest of the bytes that engines load.
 """
 
 from __future__ import annotations
