@@ -64,7 +64,7 @@ def test_the_section_reward_is_the_first_task_with_weight_1(file: Path) -> None:
         "reward_task.brevity.timeout_s",
         "reward_task.taste.timeout_s",
     ]
-    assert [task.want.max_rows for task in tasks] == [1, 1, 16]
+    assert [task.batch_request.max_rows for task in tasks] == [1, 1, 16]
 
 
 def test_an_override_names_the_task(file: Path) -> None:

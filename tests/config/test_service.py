@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Path:
 def test_prompts_rewards_and_trainer_may_be_external(file: Path) -> None:
     config = read_config(file, [EXTERNAL, 'data.path="service"', 'reward.function="service"'])
     (task,) = reward_tasks(config)
-    assert (config.data.path, task.is_outside, task.lease_s()) == ("service", True, 5.0)
+    assert (config.data.path, task.is_external, task.lease_s()) == ("service", True, 5.0)
     written = file.with_name("again.toml")
     written.write_text(to_toml(config))
     assert to_toml(read_config(written)) == to_toml(config)
@@ -34,7 +34,7 @@ def test_prompts_rewards_and_trainer_may_be_external(file: Path) -> None:
 
 def test_an_additional_reward_may_be_external(file: Path) -> None:
     file.write_text(file.read_text() + RATINGS)
-    assert [task.is_outside for task in reward_tasks(read_config(file))] == [False, True]
+    assert [task.is_external for task in reward_tasks(read_config(file))] == [False, True]
     file.write_text(file.read_text() + "num_workers = 2\n")
     with pytest.raises(ConfigError, match=r"task\.ratings\.num_workers has no effect with class = service"):
         read_config(file)

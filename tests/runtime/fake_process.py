@@ -1,4 +1,4 @@
-"""Workers without processes: a test says what they say, and sees what they are told."""
+"""Workers without processes: a test sends their messages and reads what the driver sends them."""
 
 from __future__ import annotations
 
@@ -8,41 +8,42 @@ from typing import Any
 from dora.runtime.process.worker_process import Target
 
 
-class Puppet:
-    """A carrier whose other end is the test."""
+class FakeProcess:
+    """A process handle whose other end is the test."""
 
-    def __init__(self, name: str, body: Target, spec: Any) -> None:
+    def __init__(self, name: str, target: Target, spec: Any) -> None:
         self.name, self.spec = name, spec
-        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.is_alive, self.node, self.awaits = True, "", ""
+        self.received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.is_alive, self.node, self.waiting_for = True, "", ""
         self.pid = None
-        self.how_it_ended = "was killed by SIGKILL"
-        self._says: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.exit_reason = "was killed by SIGKILL"
+        self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def say(self, *messages: object) -> None:
-        self._says.put(messages)
+    def emit(self, *messages: object) -> None:
+        """Send messages to the driver, as the worker would."""
+        self._sent.put(messages)
 
     def send(self, messages: Any, /) -> None:
         for message in messages:
-            self.told.put(message)
+            self.received.put(message)
 
     def recv(self) -> Any:
-        said = self._says.get()
-        if said is None:
+        messages = self._sent.get()
+        if messages is None:
             raise EOFError
-        return said
+        return messages
 
     def kill(self) -> None:
         self.is_alive = False
-        self._says.put(None)
+        self._sent.put(None)
 
 
-class Stage:
-    """Starts puppets, and knows them in order."""
+class FakeLauncher:
+    """Starts fake processes and keeps them in order."""
 
     def __init__(self) -> None:
-        self.puppets: list[Puppet] = []
+        self.processes: list[FakeProcess] = []
 
-    def start(self, name: str, body: Target, spec: Any) -> Puppet:
-        self.puppets.append(Puppet(name, body, spec))
-        return self.puppets[-1]
+    def start(self, name: str, target: Target, spec: Any) -> FakeProcess:
+        self.processes.append(FakeProcess(name, target, spec))
+        return self.processes[-1]

@@ -1,4 +1,4 @@
-"""Whole runs of `dora train`, started as a user starts them, watched from outside."""
+"""Start whole runs of `dora train` as a user does, and read what they write."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ import psutil
 from dora.metrics.catalog import SECTIONS
 
 COMMAND = (sys.executable, "-c", "from dora.cli.main import main; main()")
-PATIENCE_S = 60.0  # machines that run tests may be busy
+TIMEOUT_S = 60.0  # machines that run tests may be busy
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What is left of a command."""
+class CommandResult:
+    """Exit code and output of a command."""
 
     code: int
     out: str
     err: str
 
 
-def dora(*arguments: str | Path, timeout_s: float = PATIENCE_S) -> Ended:
+def dora(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> CommandResult:
     """Run a command to its end."""
     done = subprocess.run(
         [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, env=environment()
     )
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 def environment() -> dict[str, str]:
-    """A wide plain terminal, so that no sentence is broken."""
+    """A wide plain terminal, so that no line is wrapped."""
     return {**os.environ, "COLUMNS": "200", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
 
 
@@ -61,7 +61,7 @@ class Run:
     ) -> None:
         """`section__key=value` changes a setting; `output` is where stdout goes.
 
-        Without a configuration the run that is in `out` goes on.
+        Without a configuration, resume the run in `out`.
         """
         sets = settings({key.replace("__", "."): value for key, value in changes.items()})
         what = ["--resume", str(out)] if config is None else [str(config), "--out", str(out)]
@@ -75,36 +75,36 @@ class Run:
             start_new_session=True,
         )
         self.pid = self._process.pid
-        self._ended: Ended | None = None
+        self._ended: CommandResult | None = None
 
     def workers(self) -> list[psutil.Process]:
-        """The worker processes in the order they are started: engines, trainer, rewarder."""
+        """The worker processes in the order of their start: engines, trainer, reward worker."""
         below = psutil.Process(self.pid).children(recursive=True)
         servers = {child.pid for child in below if "forkserver" in " ".join(child.cmdline())}
         workers = [child for child in below if child.ppid() in servers]
         return sorted(workers, key=lambda child: (child.create_time(), child.pid))
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Poll until the condition holds; a run that ends meanwhile is an error with its stderr."""
-        deadline_s = time.monotonic() + PATIENCE_S
+        """Poll until the condition holds; fail with the stderr of a run that ends before."""
+        deadline_s = time.monotonic() + TIMEOUT_S
         while not condition():
             assert self._process.poll() is None, f"the run ended before {what}: {self.end()}"
-            assert time.monotonic() < deadline_s, f"no sign of {what}"
+            assert time.monotonic() < deadline_s, f"timed out before {what}"
             time.sleep(0.02)
 
     def wait_for_steps(self, count: int) -> None:
-        """Until that many steps are trained, so that the run is in its middle."""
+        """Wait until that many steps are trained."""
         self.wait_until(lambda: len(metrics(self.out)) >= count, f"step {count}")
 
-    def end(self, timeout_s: float = PATIENCE_S) -> Ended:
-        """Wait for the end; the same answer however often one asks."""
+    def end(self, timeout_s: float = TIMEOUT_S) -> CommandResult:
+        """Wait for the end. Later calls return the same result."""
         if self._ended is None:
             out, err = self._process.communicate(timeout=timeout_s)
-            self._ended = Ended(self._process.returncode, out or "", err or "")
+            self._ended = CommandResult(self._process.returncode, out or "", err or "")
         return self._ended
 
     def kill_all(self) -> None:
-        """Leave nothing behind, whatever the test found."""
+        """End the run and all its processes, also after a failed test."""
         if self._process.poll() is None:
             driver = psutil.Process(self.pid)
             for process in (*driver.children(recursive=True), driver):
@@ -112,39 +112,39 @@ class Run:
         self.end()
 
     def weight_folders(self) -> list[Path]:
-        """The versions in memory that belong to this run."""
+        """Folders in memory with the weight versions of this run."""
         parents = {Path("/dev/shm"), Path(tempfile.gettempdir())}
         return [folder for parent in parents for folder in parent.glob(f"dora-weights-{self.pid}-*")]
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl so far."""
+    """The complete lines of metrics.jsonl so far."""
     path = out / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.is_file() else []
     return [json.loads(line) for line in lines]
 
 
 def undocumented(out: Path) -> set[str]:
-    """Names in metrics.jsonl of which `dora metrics` would say nothing."""
+    """Names in metrics.jsonl that `dora metrics` does not describe."""
     known = [metric for part in SECTIONS for metric in part.metrics]
     return {name for line in metrics(out) for name in line if not any(m.matches(name) for m in known)}
 
 
 def journal(out: Path) -> list[dict[str, Any]]:
-    """The whole lines of journal.jsonl so far, header left out."""
+    """The complete lines of journal.jsonl so far, without the header."""
     path = out / "journal.jsonl"
     lines = path.read_text().split("\n")[1:-1] if path.is_file() else []
     return [json.loads(line) for line in lines]
 
 
 def summary(out: Path) -> dict[str, Any]:
-    """summary.json."""
+    """The content of summary.json."""
     found: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return found
 
 
 def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """The processes that are still there after the time; zombies have ended."""
+    """The processes that still run after the time; zombies have ended."""
     deadline_s = time.monotonic() + timeout_s
     while (left := [p for p in processes if _is_alive(p)]) and time.monotonic() < deadline_s:
         time.sleep(0.05)

@@ -60,7 +60,9 @@ def of_page(page: str, text: str) -> Block:
 @pytest.fixture
 def served(here: Path) -> Iterator[Run]:
     """The run that the pages speak of: prompts and rewards come from outside."""
-    (line,) = [line for b, line in commands() if b.page == "docs/external-trainer.md" and "runs/served" in line]
+    (line,) = [
+        line for b, line in commands() if b.page == "docs/external-trainer.md" and "runs/served" in line
+    ]
     words = re.findall(r"--set (\S+?)=(\S+)", line)
     changes = {key.replace(".", "__"): value for key, value in words} | {"run__steps": 3}
     small = {"trainer__batch_size": 2, "sampling__group_size": 2, "sampling__max_response_length": 48}

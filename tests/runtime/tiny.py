@@ -1,4 +1,4 @@
-"""A task and a policy so small that a whole run takes seconds: the random model learns to say sevens."""
+"""A task and a policy so small that a whole run takes seconds: a random model learns to write sevens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
 
-CHARACTERS = ALPHABET + string.ascii_lowercase  # many, so that a random answer seldom ends early
+CHARACTERS = ALPHABET + string.ascii_lowercase  # many, so that a random response seldom ends early
 MODEL = ModelConfig(
     vocab_size=len(CHARACTERS) + 1,
     hidden_size=16,
@@ -66,7 +66,7 @@ def save_start(folder: Path) -> Path:
 
 
 def write_task(folder: Path, reward: str = REWARD, prompts: Sequence[Mapping[str, object]] = PROMPTS) -> Path:
-    """Write policy, prompts, reward function and configuration; returns the path of the last."""
+    """Write policy, prompts, reward function and configuration; returns the path of the configuration."""
     save_start(folder / "start")
     (folder / "task.py").write_text(reward)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))

@@ -232,7 +232,7 @@ def _call_rewards(setup: RunSetup) -> str:
     tasks = reward_tasks(config, dataset.columns)
     if not tasks:
         return "given by the environment"
-    if not len(dataset) or any(task.is_outside for task in tasks):
+    if not len(dataset) or any(task.is_external for task in tasks):
         return "not tried: prompts or rewards come through the service"
     inbox = WorkerMessages()
     with tempfile.TemporaryDirectory(prefix="dora-") as folder:
@@ -245,7 +245,7 @@ def _call_rewards(setup: RunSetup) -> str:
             events: list[GroupScored | ScoringFailed] = []
             while not events:
                 for worker, message in receive(inbox, 0.2):
-                    events += manager.hear(worker, message) or []
+                    events += manager.on_message(worker, message) or []
                 events += manager.check_deadlines()
         finally:
             manager.kill()

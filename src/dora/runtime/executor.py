@@ -564,7 +564,7 @@ class LiveRun:
             raise ServiceError(409, "the run is starting, evaluating or saving; try again while it trains")
 
     def put_prompts(self, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `PromptSource.put`."""
+        """See `PromptSource.append`."""
         self.executor.events.extend(self.executor.prompts.append(first, rows))
 
     def awaited_inputs(self) -> list[str]:

@@ -268,7 +268,7 @@ class _Session:
         kernels = ", ".join(executor.engine_pool.kernels)
         self._console.notice(
             f"ready: {plural(len(executor.engines), 'engine')} ({kernels}), 1 trainer, "
-            f"{executor.rewards.headcount}"
+            f"{plural(executor.rewards.num_workers, 'reward worker')}"
         )
         if (reason := self._setup.config.why_not_streaming) is not None:
             self._console.notice(f"gradients wait for the whole batch: {reason}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.contract.test_engine_contract import EXAMPLES
-from tests.runtime.fake_process import Stage
+from tests.runtime.fake_process import FakeLauncher
 from tests.runtime.running import Run, dora, journal, metrics
 from tests.runtime.tiny import write_task
 
@@ -138,13 +138,13 @@ def test_options_with_which_there_can_be_no_server_are_refused_before_anything_s
 def test_where_no_engine_can_start_for_what_it_was_given_that_line_is_the_end(
     task: Path, tmp_path: Path
 ) -> None:
-    plan, stage = RunSetup.make(load.read_config(task), tmp_path / "run"), Stage()
-    told = WorkerMessages(stage.start)
+    plan, launcher = RunSetup.make(load.read_config(task), tmp_path / "run"), FakeLauncher()
+    told = WorkerMessages(launcher.start)
     with closing(SampleStore(tmp_path / "samples.sqlite")) as samples:
         fleet = EnginePool(plan, tmp_path, told, deque(), SampleBook(plan, samples), print)
-        for puppet in stage.puppets:
-            puppet.say(WorkerCrashed("a traceback", "there is no server; start it"))
-            puppet.kill()
+        for process in launcher.processes:
+            process.emit(WorkerCrashed("a traceback", "there is no server; start it"))
+            process.kill()
         while fleet.workers:
             worker, message = told.get(timeout=10.0)
             engine = fleet.engine_of(worker)

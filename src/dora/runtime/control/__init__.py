@@ -1,1 +1,1 @@
-"""NEW PACKAGE."""
+"""Control of a running run: requests, administration, status, evaluation, and its automatic stop."""

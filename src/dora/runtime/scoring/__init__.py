@@ -1,1 +1,1 @@
-"""NEW PACKAGE."""
+"""Rewards: worker processes, external clients, and the manager of both."""

@@ -505,7 +505,9 @@ class RewardManager:
         totals = tuple(map(sum, zip(*weighted, strict=True)))
         for total in totals:
             if not math.isfinite(total):
-                return self._on_failed([m.TaskFailed((group,), f"the weighted sum of rewards is {total}", "")])
+                return self._on_failed(
+                    [m.TaskFailed((group,), f"the weighted sum of rewards is {total}", "")]
+                )
         self._finish(group)
         if len(self._weights) > 1:
             self._task_rewards[group] = message.rewards

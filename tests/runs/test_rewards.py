@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from tests.runtime.conftest import StartRun
+from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, metrics, summary
 from tests.runtime.tiny import REWARD, write_task
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.runtime.conftest import StartRun
+from tests.runs.conftest import StartRun
 from tests.runtime.running import dora, metrics, settings, summary
 from tests.runtime.tiny import MODEL, write_task
 

@@ -6,7 +6,7 @@ import os
 import pty
 import re
 
-from tests.runtime.conftest import StartRun
+from tests.runs.conftest import StartRun
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 

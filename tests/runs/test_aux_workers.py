@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.runtime.conftest import StartRun
+from tests.runs.conftest import StartRun
 from tests.runtime.running import dora, metrics, summary
 from tests.runtime.tiny import write_task
 

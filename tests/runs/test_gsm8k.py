@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.runtime.conftest import StartRun
+from tests.runs.conftest import StartRun
 from tests.runtime.running import dora, journal, summary
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -6,7 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import psutil
-from tests.runtime.conftest import StartRun
+from tests.runs.conftest import StartRun
 from tests.runtime.running import wait_until_gone
 from tests.runtime.tiny import write_task
 

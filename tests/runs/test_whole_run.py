@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.conftest import StartRun
+from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, metrics, summary
 
 from dora.model.pretrained import load_pretrained

@@ -1,0 +1,192 @@
+"""What is wrong with a run's input is said, with its key, before anything is started or written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.runtime.running import settings
+from tests.runtime.tiny import CHARACTERS, write_task
+
+from dora.cli.main import main
+
+
+def call(*arguments: str | Path) -> int:
+    """Exit code of a command."""
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, arguments)])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+BAD: dict[str, tuple[dict[str, object], str]] = {
+    "a missing data file": ({"data.path": "nowhere.jsonl"}, "data.path = 'nowhere.jsonl'"),
+    "a data file of another kind": ({"data.path": "task.py"}, "must be a .jsonl or .parquet file"),
+    "a missing column": ({"data.prompt_key": "question"}, "no column 'question'"),
+    "a prompt longer than the limit": ({"data.max_prompt_length": 2}, "the prompt has 3 tokens"),
+    "a missing model": ({"model.path": "nowhere"}, "model.path = 'nowhere'"),
+    "a folder without a model": ({"model.path": "."}, "no config.json"),
+    "an unknown key": ({"engine.colour": "red"}, "engine.colour: unknown key"),
+    "a misspelt key": ({"trainer.batchsize": 4}, "did you mean batch_size?"),
+    "an unknown section": ({"trainr.lr": 0.1}, "did you mean trainer?"),
+    "a value out of range": ({"trainer.lr": -1}, "trainer.lr = -1"),
+    "a value of another type": ({"run.steps": "many"}, "run.steps = 'many'"),
+    "an answer longer than the model": ({"sampling.max_response_length": 60}, "8 + 60 = 68 tokens"),
+    "a batch that holds no sample": ({"trainer.micro_batch_tokens": 31}, "8 + 24 = 32 tokens"),
+    "a group of one": ({"sampling.group_size": 1}, "sampling.group_size = 1"),
+    "slots without effect": ({"engine.version_slots": 4}, "2 + 1 versions"),
+    "a stale sync run": (
+        {"orchestrator.update_policy": "sync", "orchestrator.max_staleness": 1},
+        "orchestrator.max_staleness = 1",
+    ),
+    "more held-out prompts than there are": (
+        {"eval.num_prompts": 8, "eval.path": "prompts.jsonl"},
+        "eval.num_prompts = 8",
+    ),
+    "an evaluation of nothing": ({"eval.num_prompts": 3}, "eval.num_prompts is set"),
+    "a missing reward file": ({"reward.function": "nowhere.py:reward"}, "'nowhere.py'"),
+    "a reward without a name": ({"reward.function": "task"}, "reward.function = 'task'"),
+}
+
+
+@pytest.mark.parametrize(("changes", "wanted"), BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize("mode", ["for a run", "for a dry run"])
+def test_bad_input_is_refused(
+    mode: str,
+    changes: dict[str, object],
+    wanted: str,
+    task: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(task.parent)
+    dry = ["--dry-run"] if mode == "for a dry run" else []
+    out = tmp_path / "run"
+    assert call("train", task, "--out", out, *dry, *settings(changes)) == 2
+    err = capsys.readouterr().err
+    assert wanted in err
+    assert "Traceback" not in err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ("", "prompts.jsonl has no rows"),
+        ("\n", "prompts.jsonl, line 1: is empty"),
+        ("[]\n", "line 1: is a list"),
+        ('{"prompt": 7}\n', "prompt is a int"),
+        ('{"prompt": ""}\n', "line 1: the prompt has 0 tokens"),
+        ('{"prompt": "?"}\n', "cannot tokenize the text"),
+    ],
+)
+def test_a_dataset_without_usable_prompts_is_refused(
+    content: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_task(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(content)
+    assert call("train", config, "--out", tmp_path / "run") == 2
+    assert wanted in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_config_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("train", tmp_path / "nothing.toml", "--out", tmp_path / "run") == 2
+    assert "nothing.toml does not exist" in capsys.readouterr().err
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_task(tmp_path)
+    path = tmp_path / "start" / "config.json"
+    path.write_text(path.read_text().replace(f'"vocab_size": {len(CHARACTERS) + 1}', '"vocab_size": 16'))
+    assert call("train", config, "--out", tmp_path / "run") == 2
+    assert "the model's vocab_size is 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wanted"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"),
+        ("generation_config.json", "{", "generation_config.json is not valid JSON"),
+        ("generation_config.json", '{"eos_token_id": [1, 2, 3, 4, 5, 6, 7, 8, 9]}', "9 end tokens"),
+        ("config.json", "[]", "must contain a JSON object"),
+        ("config.json", "{", "config.json is not valid JSON"),
+        ("model.safetensors", "short", "model.safetensors cannot be read"),
+    ],
+)
+def test_a_broken_model_folder_is_refused(
+    name: str, content: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path)
+    (tmp_path / "start" / name).write_text(content)
+    assert call("train", task, "--out", tmp_path / "run") == 2
+    assert wanted in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_all_its_tensors_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path)
+    path = tmp_path / "start" / "config.json"
+    path.write_text(path.read_text().replace('"num_hidden_layers": 1', '"num_hidden_layers": 2'))
+    assert call("train", task, "--out", tmp_path / "run") == 2
+    assert "checkpoint does not fit config.json: missing" in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_a_run_is_left_as_it_is(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "journal.jsonl").write_text("precious")
+    assert call("train", task, "--out", tmp_path) == 2
+    assert f"already holds a run: --resume {tmp_path} goes on with it" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
+    assert (tmp_path / "journal.jsonl").read_text() == "precious"
+
+
+def test_a_dry_run_says_what_a_run_would_be_and_writes_nothing(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("train", task, "--out", tmp_path / "run", "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "(max_staleness + 1) x batch_size - slack = 6 groups" in said
+    assert "engines x max_num_seqs = 2 x 4 = 8\n" in said
+    assert "3 per engine" in said
+    assert "2 groups x 2 = 4 samples" in said
+    assert (
+        "MB: 2 engines x (3 x 0.0106 MB of weights + 0.0123 MB of KV cache), 0.0422 MB for the trainer"
+        in said
+    )
+    assert "0 for an empty response" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_a_folder_gets_one_named_after_its_config_and_the_time(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("in the way")
+    assert call("train", task) == 2
+    assert re.search(r"--out runs/task-\d{8}-\d{6} cannot be written", capsys.readouterr().err)
+
+
+def test_a_reward_that_cannot_be_called_is_refused_before_anything_is_generated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_task(tmp_path, reward="def reward(answer):\n    return 1.0\n")
+    assert call("train", config, "--out", tmp_path / "run") == 2
+    said = capsys.readouterr().err
+    assert "reward(answer) cannot be called with prompt, completion" in said
+    assert "def reward(prompt, completion, **row):" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_calls_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_task(tmp_path, reward="def reward(prompt, completion):\n    return 'much'\n")
+    assert call("train", config, "--out", tmp_path / "run", "--dry-run") == 2
+    assert "returned 'much' (str); it must return a finite float" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
