@@ -7,7 +7,7 @@ mistakes. The reward checks every step. About a minute on one CPU core raises th
 
 `dora train` runs the same algorithm in many processes, where engines sample later batches while the trainer
 works. With orchestrator.max_staleness = 0 and engine.exact_logprobs = true it computes the bits of this loop,
-which tests/runtime/test_equality.py verifies.
+which tests/runs/test_equality.py verifies.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ LISTENS = {
     ),
     "dora.trainer.distributed": (
         "loopback, and a meeting place in a file of the owner's",
-        "tests/runtime/test_ranks.py::check_that_nobody_else_can_come_in",
+        "tests/runs/test_trainer_ranks.py::check_that_nobody_else_can_come_in",
     ),
     "dora.engine.backends.server": (
         "servers of vLLM and SGLang, on loopback: a token in every request, also where their keys ask none",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.runtime.fake_process import Puppet, Stage
+from tests.runtime.fake_process import FakeLauncher, FakeProcess
 
 from dora.config import load
 from dora.core.events import DigestReported, Event, Published, Trained, TrainerLost, TrainerReplaced
@@ -36,8 +36,8 @@ class Scene:
         self.facts: deque[Event] = deque()
         self.notices: list[str] = []
         self.published: dict[int, str] = {}
-        self.stage = Stage()
-        self._told = WorkerMessages(self.stage.start)
+        self.launcher = FakeLauncher()
+        self._told = WorkerMessages(self.launcher.start)
         self.samples = SampleStore(out / "samples.sqlite")
         self.store = WeightStore(make_store_folder(1))
         teller = SampleBook(self.plan, self.samples)
@@ -59,12 +59,12 @@ class Scene:
         self.trainers.open(may_replace=True)
 
     @property
-    def puppet(self) -> Puppet:
-        return self.stage.puppets[-1]
+    def process(self) -> FakeProcess:
+        return self.launcher.processes[-1]
 
     def says(self, message: object) -> None:
         """The trainer of the day says something, and is heard."""
-        self.puppet.say(message)
+        self.process.emit(message)
         self.hear()
 
     def hear(self) -> None:
@@ -78,9 +78,9 @@ class Scene:
 
     def replace(self) -> None:
         """Its successor's time has come."""
-        num_before = len(self.stage.puppets)
+        num_before = len(self.launcher.processes)
         deadline_s = time.monotonic() + 3 * FIRST_DELAY_S
-        while len(self.stage.puppets) == num_before:
+        while len(self.launcher.processes) == num_before:
             assert time.monotonic() < deadline_s
             self.trainers.check_deadlines(0.0)
             time.sleep(0.02)
@@ -118,7 +118,7 @@ def test_a_successor_redoes_what_was_trained_with_the_batches_of_the_journal(sce
     scene.train(1)
     write_journal(scene.plan.out, 0, 1, 2)
     scene.trainers.send(m.TrainStep(2, BATCH))
-    scene.puppet.kill()
+    scene.process.kill()
     scene.hear()
     assert scene.facts.pop() == TrainerLost("trainer was killed by SIGKILL")
     assert "another one begins in 1 s" in scene.notices[-1]
@@ -126,7 +126,7 @@ def test_a_successor_redoes_what_was_trained_with_the_batches_of_the_journal(sce
     scene.replace()
     scene.says(m.WorkerReady())
     assert scene.facts.pop() == TrainerReplaced(0, (BATCH, BATCH))
-    assert scene.puppet.spec.checkpoint is None
+    assert scene.process.spec.checkpoint is None
 
 
 def test_a_version_that_is_only_attested_is_announced_to_nobody(scene: Scene) -> None:
@@ -141,12 +141,12 @@ def test_a_version_that_is_only_attested_is_announced_to_nobody(scene: Scene) ->
 def test_a_trainer_that_answers_no_order_is_lost_though_it_beats(scene: Scene) -> None:
     scene.trainers.send(m.TrainStep(0, BATCH))
     time.sleep(0.25)
-    scene.puppet.say(m.Heartbeat())
+    scene.process.emit(m.Heartbeat())
     scene.trainers.check_deadlines(0.0)
     assert scene.facts.pop() == TrainerLost(
         "the trainer has answered no order for runtime.step_timeout_s = 0.2 s"
     )
-    assert not scene.puppet.is_alive
+    assert not scene.process.is_alive
 
 
 def test_a_trainer_without_an_order_may_rest(scene: Scene) -> None:
@@ -154,7 +154,7 @@ def test_a_trainer_without_an_order_may_rest(scene: Scene) -> None:
     time.sleep(0.25)
     scene.trainers.check_deadlines(0.0)
     assert isinstance(scene.facts.pop(), Trained)
-    assert scene.puppet.is_alive
+    assert scene.process.is_alive
 
 
 def test_time_that_the_driver_has_slept_is_nobody_s_silence(scene: Scene) -> None:
@@ -165,10 +165,10 @@ def test_time_that_the_driver_has_slept_is_nobody_s_silence(scene: Scene) -> Non
 
 
 def test_the_run_ends_when_too_many_have_died(scene: Scene) -> None:
-    scene.puppet.kill()
+    scene.process.kill()
     scene.hear()
     scene.replace()
-    scene.puppet.kill()
+    scene.process.kill()
     with pytest.raises(RunError, match=re.escape("it was started again runtime.max_restarts = 1 times")):
         scene.hear()
 
@@ -176,13 +176,13 @@ def test_the_run_ends_when_too_many_have_died(scene: Scene) -> None:
 def test_who_follows_a_trainer_that_got_on_starts_soon(scene_of_many: Scene) -> None:
     """By a step that nobody had trained: one that dies every few seconds is not waited for ever longer."""
     scene = scene_of_many
-    scene.puppet.kill()
+    scene.process.kill()
     scene.hear()
     scene.replace()
     write_journal(scene.plan.out)
     scene.says(m.WorkerReady())
     scene.train(0)
-    scene.puppet.kill()
+    scene.process.kill()
     scene.hear()
     assert "another one begins in 1 s" in scene.notices[-1]
 
@@ -190,7 +190,7 @@ def test_who_follows_a_trainer_that_got_on_starts_soon(scene_of_many: Scene) -> 
 def test_a_checkpoint_that_gives_other_bytes_than_it_was_written_of_ends_the_run(scene: Scene) -> None:
     scene.trainers.send(m.PublishWeights(0))
     scene.says(m.WeightsPublished(0, "bytes"))
-    scene.puppet.kill()
+    scene.process.kill()
     scene.hear()
     scene.replace()
     write_journal(scene.plan.out)
@@ -208,6 +208,6 @@ def test_one_that_is_ready_though_nobody_waits_for_it_is_no_successor(scene: Sce
 
 def test_once_all_is_saved_its_death_is_no_loss(scene: Scene) -> None:
     scene.trainers.ignore_exit()
-    scene.puppet.kill()
+    scene.process.kill()
     scene.hear()
     assert not scene.facts

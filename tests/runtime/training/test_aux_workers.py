@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.runtime.test_gathering import SETTINGS, stored
+from tests.runtime.training.test_accumulator import SETTINGS, stored
 from tests.runtime.tiny import MODEL
 
 from dora.core.types import GroupId

@@ -1,0 +1,141 @@
+"""Prompts and a trainer from outside, in a run that dies: the guarantees hold, and the run goes on."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+from tests.runtime.running import Run, environment, journal, summary, wait_until_gone
+
+from dora.config import load
+from dora.data.dataset import GrowingDataset
+from dora.journal import replay
+from dora.runtime import run_dir
+from dora.runtime.run_setup import PUT_PROMPTS
+
+TRAINER = Path(__file__).parent.parent.parent / "examples" / "external_trainer.py"
+OUTSIDE: dict[str, object] = {"service__trainer": "external", "data__path": "service"}
+
+
+class Served:
+    """A run with a service, and its lives."""
+
+    def __init__(self, task: Path, out: Path) -> None:
+        self.task, self.out = task, out
+        self.file = out / "service.json"
+        self.runs: list[Run] = []
+        self.trainer: subprocess.Popen[str] | None = None
+
+    def begin(self, **changes: object) -> Run:
+        return self._live(Run(self.task, self.out, command="serve", **{**OUTSIDE, **changes}))  # type: ignore[arg-type]
+
+    def go_on(self) -> Run:
+        self.file.unlink()  # of the life before
+        return self._live(Run(None, self.out, command="serve"))
+
+    def _live(self, run: Run) -> Run:
+        self.runs.append(run)
+        run.wait_until(self.file.exists, "its service")
+        return run
+
+    def put_prompts(self, first: int, count: int) -> int:
+        """As a client does that heard no answer, twice; how many prompts there are."""
+        found = json.loads(self.file.read_text())
+        rows = [{"prompt": f"{number}:"} for number in range(first, first + count)]
+        request = Request(
+            f"{found['url']}/v1/prompts",
+            json.dumps({"first": first, "rows": rows}).encode(),
+            {"Authorization": f"Bearer {found['token']}", "Content-Type": "application/json"},
+        )
+        answers = [json.load(urlopen(request)) for _ in range(2)]
+        return int(answers[1]["num_prompts"])
+
+    def start_trainer(self) -> subprocess.Popen[str]:
+        """The trainer of the examples."""
+        command = [sys.executable, str(TRAINER), str(self.out), "--model", str(self.task.parent / "start")]
+        self.trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+        return self.trainer
+
+
+@pytest.fixture
+def served(task: Path, tmp_path: Path) -> Iterator[Served]:
+    made = Served(task, tmp_path / "run")
+    yield made
+    for run in made.runs:
+        run.kill_all()
+    if made.trainer is not None:
+        made.trainer.kill()
+        made.trainer.wait()
+
+
+def test_the_trainer_of_the_examples_shares_no_code_with_the_run() -> None:
+    nodes = [*ast.walk(ast.parse(TRAINER.read_text(encoding="utf-8")))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert not {name for name in names if name.partition(".")[0] == "dora"}
+
+
+def test_the_trainer_of_the_examples_learns_nothing_of_tokens_that_were_read(served: Served) -> None:
+    spec = importlib.util.spec_from_file_location("external_trainer", TRAINER)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    logits = torch.zeros(1, 6, 8, requires_grad=True)
+    group = {"prompt_ids": [[1, 2]], "token_ids": [[3, 4, 5, 6]], "advantage": [2.0]}
+    group |= {"logprobs": [[-math.log(8), 0.0, 0.0, -math.log(8)]], "loss_mask": [[1, 0, 0, 1]]}
+    rules = {"temperature": 1.0, "algorithm": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}}
+    loss, num_tokens = example.loss_of(lambda input_ids: SimpleNamespace(logits=logits), group, rules)
+    assert (loss.item(), num_tokens) == (pytest.approx(-4.0), 2)  # ratios of 1
+    loss.backward()
+    assert logits.grad is not None
+    assert logits.grad[0].abs().sum(-1).nonzero()[:, 0].tolist() == [1, 4]  # which wrote the drawn ones
+
+
+def test_prompts_outlive_a_run_that_died_before_it_began(task: Path, tmp_path: Path) -> None:
+    config, out = load.read_config(task, []), tmp_path / "run"
+    run_dir.claim(out, config)
+    GrowingDataset(out / PUT_PROMPTS).add([{"prompt": "1:"}])
+    (out / "journal.jsonl").write_text("half a lin")
+    again = GrowingDataset(out / PUT_PROMPTS)  # as the plan of the next life has it
+    run_dir.reclaim(out, config)
+    again.add([{"prompt": "2:"}])
+    assert [row["prompt"] for row in map(GrowingDataset(out / PUT_PROMPTS).row, range(2))] == ["1:", "2:"]
+    assert sorted(file.name for file in out.iterdir()) == ["config.toml", PUT_PROMPTS]
+
+
+def test_a_run_that_is_fed_and_trained_from_outside_outlives_everybody(served: Served) -> None:
+    run, trainer = served.begin(trainer__save_freq=0), served.start_trainer()
+    assert served.put_prompts(0, 5) == 5
+    run.workers()[0].kill()  # an engine
+    run.wait_for_steps(2)  # more prompts there are not
+    workers = run.workers()
+    os.killpg(run.pid, signal.SIGKILL)
+    run.end()
+    assert wait_until_gone(workers, 5.0) == []
+
+    again = served.go_on()
+    assert served.put_prompts(5, 6) == 11
+    ended, (told, _) = again.end(), trainer.communicate(timeout=60)
+    assert (ended.code, trainer.returncode) == (0, 0), ended.err
+    versions = [line.split()[1] for line in told.splitlines()]
+    assert versions[-4:] == ["1", "2", "3", "4"]  # nothing was saved, so the first two are redone
+    found = summary(served.out)
+    assert (found["steps"], found["trained_groups"], found["attempts"], found["redone_steps"]) == (4, 8, 2, 2)
+    assert (found["c1"], found["c2"], found["c3"]) == (True, True, True)
+    assert replay.main(served.out) == 0
+    lines = [line for line in journal(served.out) if line["kind"] == "prompts_fetched"]
+    fetched = [tuple(group) for line in lines for group in line["groups"]]
+    assert fetched == [(0, row) for row in range(len(fetched))]
