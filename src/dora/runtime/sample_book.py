@@ -65,7 +65,7 @@ class SampleBook:
                 yield from (self._finish_request(engine, completion) for completion in completions)
             case m.RequestsRejected(reasons):
                 yield from (self.fail_request(engine, request, reason) for request, reason in reasons.items())
-            case m.RequestsAborted(num_tokens):
+            case m.AbortsCompleted(num_tokens):
                 yield RequestsAborted(engine, tuple(num_tokens), sum(num_tokens.values()))
             case m.EngineReport(progress, usage, row_tokens_per_s, kv_usage, num_recomputed):
                 self.engine_usage[engine], self.num_recomputed[engine] = usage, num_recomputed

@@ -1,6 +1,7 @@
-"""What a worker needs to start.
+"""Specs of workers, and the messages between workers and the driver.
 
-Paths are of the driver's machine; the launcher of another machine replaces them.
+Messages carry identities and token ids; weights and KV lie in files. The messages of a migration and of an
+episode's turns are the engine's own (`dora.engine.messages`).
 """
 
 from __future__ import annotations
@@ -34,11 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A rollout engine; lengths in tokens. Its KV blocks lie in the file `pool`, which it makes; on a GPU
-    they lie there, and there is none. Where a run is on several machines, engines of others read its KV at
-    `host`, and one that is not beside the driver asks at its `desk`.
+    """A rollout engine; lengths in tokens.
 
-    One that `reads_text` knows stop strings, one that `returns_routes` tells the experts of each token.
+    Paths are of the driver's machine; an actor on another one replaces them. On the CPU the engine creates
+    the file `pool` for its KV blocks, which other engines map; a GPU's KV is private.
     """
 
     model: Path
@@ -48,27 +48,25 @@ class EngineSpec:
     max_context: int
     version_slots: int
     kernels: str
-    pace_s: float
+    pace_s: float  # minimum time of a decode step
     exact: bool = False
-    reads_text: bool = False
-    returns_routes: bool = False
+    reads_text: bool = False  # for stop strings
+    returns_routes: bool = False  # the experts of each token
     device: str = "cpu"
     dtype: str = "float32"
-    backend: str | None = None  # the class of another engine
-    backend_options: Mapping[str, object] | None = None  # what that is made with beside these
+    backend: str | None = None  # None: DORA's own engine
+    backend_options: Mapping[str, object] | None = None
     prefetches_weights: bool = False
-    num_kv_blocks: int | None = None  # as many as all rows take
-    inflight_update: str | None = None  # "partial" | "inflight": answers go on with newer versions
-    host: str | None = None
-    broker: ChannelAddress | None = None
-    remote_weights: RemoteVersionSource | None = (
-        None  # where its versions are, if `weights` is on another machine
-    )
+    num_kv_blocks: int | None = None  # None: as many as `max_rows` full rows need
+    inflight_update: str | None = None  # "partial" | "inflight": requests continue with newer versions
+    host: str | None = None  # where engines of other machines read this engine's KV; None: there are none
+    broker: ChannelAddress | None = None  # see `remote_kv`; None: on the driver's machine
+    remote_weights: RemoteVersionSource | None = None  # None: `weights` is on this machine
 
 
 @dataclass(frozen=True)
 class CriticSpec:
-    """A critic, which begins as the decoder in the folder `model`."""
+    """A critic, initialised with the decoder in the folder `model`."""
 
     model: Path
     settings: CriticSettings
@@ -76,12 +74,9 @@ class CriticSpec:
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """The trainer. It begins at `model`, or goes on from `checkpoint`.
+    """One rank of the trainer, which starts with the weights of `model` or of `checkpoint`.
 
-    One that `streams` works on committed groups before their batch is complete. In exact mode it computes
-    log-probs as an engine of `exact` does. Of `num_ranks` processes rank 0 is the one that is spoken to; none
-    waits longer than `rank_timeout_s` for another. Stations beside it make `columns`, each group's within
-    `column_wait_s`.
+    The driver sends messages to rank 0 only.
     """
 
     model: Path
@@ -89,37 +84,32 @@ class TrainerSpec:
     stream: Path
     settings: TrainerSettings
     advantage_settings: AdvantageSettings
-    streams_gradients: bool
+    streams_gradients: bool  # accumulates gradients of committed groups before their batch is complete
     max_staleness: int = 0
-    exact_engine: EngineSpec | None = None
+    exact_engine: EngineSpec | None = None  # exact mode: log-probs are computed as this engine does
     checkpoint: Path | None = None
     device: str = "cpu"
     published_dtype: str = "float32"
     peak_tflops: float | None = None
     rank: int = 0
     num_ranks: int = 1
-    rank_timeout_s: float = 600.0
+    rank_timeout_s: float = 600.0  # for the other ranks
     critic: CriticSpec | None = None
-    columns: tuple[str, ...] = ()
-    column_timeout_s: float | None = None
-    backend: str | None = None  # the class of another trainer
+    columns: tuple[str, ...] = ()  # those that auxiliary workers fill
+    column_timeout_s: float | None = None  # for one group's columns
+    backend: str | None = None  # None: DORA's own trainer
 
 
 @dataclass(frozen=True)
 class AuxWorkerSpec:
-    """A station beside the `trainer`, which makes one of its columns."""
+    """An auxiliary worker, which fills one column of the trainer's samples."""
 
     column: str
     trainer: TrainerSpec
     device: str = "cpu"
 
 
-# === dora.runtime.process.messages: Messages between the driver and its workers.
-#
-# They carry identities and token ids. Weights and KV lie in files. The messages of a migration and of a turn are
-# the engine's own: `dora.engine.messages`.
-
-# to a worker
+# Messages to a worker
 
 
 @dataclass(frozen=True)
@@ -129,7 +119,7 @@ class LoadWeights:
 
 @dataclass(frozen=True)
 class PrefetchWeights:
-    """A version is in the store: bring it near, for it may have to be loaded."""
+    """The store has a version that may have to be loaded: copy it to host memory."""
 
     version: int
 
@@ -151,7 +141,7 @@ class AbortRequests:
 
 @dataclass(frozen=True)
 class FailRequest:
-    """The request has failed, though its engine could go on: it answers `Refused`."""
+    """Abort a request that cannot continue; the engine replies with `RequestsRejected`."""
 
     request_id: RequestId
     reason: str
@@ -159,36 +149,36 @@ class FailRequest:
 
 @dataclass(frozen=True)
 class CancelMigration:
-    """To either side: end the move if the request has not been taken yet."""
+    """To either engine: cancel the migration unless the destination has imported the request."""
 
     migration_id: int
 
 
 @dataclass(frozen=True)
 class SetDecodeOnly:
-    """Decode these requests only, the others stand still; none: decode all again."""
+    """Decode these requests only; an empty tuple: decode all."""
 
     requests: tuple[RequestId, ...]
 
 
 @dataclass(frozen=True)
 class PauseDecoding:
-    """Decode nothing until `ResumeRows`; everything else goes on."""
+    """Stop decoding until `ResumeDecoding`; loads and migrations continue."""
 
 
 @dataclass(frozen=True)
 class ResumeDecoding:
-    """Decode again."""
+    """Continue decoding after `PauseDecoding`."""
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """End the process; no more is expected of it."""
+    """Exit; the driver expects no reply."""
 
 
 @dataclass(frozen=True)
 class AccumulateGroup:
-    """A group has been committed to a step; a trainer that streams may begin with it."""
+    """A group was committed to a step: a trainer that streams gradients may start with it."""
 
     step: int
     group: GroupId
@@ -203,12 +193,12 @@ class TrainStep:
 @dataclass(frozen=True)
 class PublishWeights:
     version: int
-    is_stored: bool = True  # else only its digest is told
+    is_stored: bool = True  # False: only report the digest
 
 
 @dataclass(frozen=True)
 class InstallWeights:
-    """To the stand-in of a trainer outside: the weights in `file` are this version, and end a step."""
+    """To the placeholder of an external trainer: `file` has the weights of this version, which end a step."""
 
     version: int
     file: Path
@@ -219,8 +209,8 @@ class InstallWeights:
 class SaveCheckpoint:
     """Write the checkpoint `folder`/step-N, where N is the trainer's own count of steps.
 
-    `core` is what the orchestrator knew then, as JSON; `versions` is a folder with the older versions
-    that may still be needed, which is removed. `keep_last` checkpoints are left.
+    `core` is the state of the orchestrator, as JSON. The files of the folder `versions`, older versions
+    that are still needed, are moved into the checkpoint. Only the `keep_last` newest checkpoints are kept.
     """
 
     folder: Path
@@ -230,32 +220,29 @@ class SaveCheckpoint:
     fsync: bool
 
 
-# from a worker
+# Messages from a worker
 
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """The worker has started; `note` says what it runs on, `pool` is the file of an engine's KV, if any.
+    """The worker has started."""
 
-    Engines of other machines read it at the `door`. In the sample stream it is the `client` of this name.
-    """
-
-    note: str = ""
-    pool: Path | None = None
-    kv_address: ChannelAddress | None = None
-    client_id: str = ""
+    note: str = ""  # what it runs on, for the log
+    pool: Path | None = None  # the file of an engine's KV
+    kv_address: ChannelAddress | None = None  # where engines of other machines read that KV
+    client_id: str = ""  # of a consumer of the sample stream
 
 
 @dataclass(frozen=True)
 class StorageReady:
-    """The storage of the sample stream is there: for other machines, at an endpoint, with a token."""
+    """The storage of the sample stream has started."""
 
-    remote: tuple[str, str] | None
+    remote: tuple[str, str] | None  # endpoint and auth token for other machines
 
 
 @dataclass(frozen=True)
 class WeightsLoaded:
-    """A version is held; requests stood still for `stop_s` meanwhile."""
+    """A version is loaded; decoding stopped for `stop_s` meanwhile."""
 
     version: int
     digest: str
@@ -279,8 +266,10 @@ class RequestsRejected:
 
 
 @dataclass(frozen=True)
-class RequestsAborted:
-    num_tokens: dict[RequestId, int]
+class AbortsCompleted:
+    """The reply to `AbortRequests`."""
+
+    num_tokens: dict[RequestId, int]  # generated tokens that are discarded
 
 
 @dataclass(frozen=True)
@@ -293,23 +282,18 @@ class LoadRejected:
 
 @dataclass(frozen=True)
 class DecodingPaused:
-    """The engine decodes no more until `ResumeRows`."""
+    """The reply to `PauseDecoding`."""
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """Once a second: a sign of life, and how the engine is doing.
-
-    `row_tokens_per_s` is what one decoding row gained per second since the last beat (0: none
-    decoded), `kv_share` the share of KV blocks in use. `num_recomputed` tokens so far had their KV computed
-    again here, for newer weights or after a move that failed.
-    """
+    """An engine's heartbeat, once a second."""
 
     progress: dict[RequestId, int]
     usage: EngineUsage
-    row_tokens_per_s: float
-    kv_usage: float
-    num_recomputed: int = 0
+    row_tokens_per_s: float  # tokens per second of one decoding row since the last report; 0: none decoded
+    kv_usage: float  # share of KV blocks in use
+    num_recomputed: int = 0  # tokens so far whose KV was recomputed, for newer weights or after a migration
 
 
 @dataclass(frozen=True)
@@ -320,7 +304,7 @@ class StepCompleted:
 
 @dataclass(frozen=True)
 class ColumnFilled:
-    """A station beside the trainer has filled its column of a group."""
+    """An auxiliary worker has filled its column of a group."""
 
     column: str
     group: GroupId
@@ -328,7 +312,7 @@ class ColumnFilled:
 
 @dataclass(frozen=True)
 class CriticUpdated:
-    """A critic beside the trainer has learnt from the step's batch."""
+    """The critic of an auxiliary worker was trained on the step's batch."""
 
     step: int
     metrics: dict[str, float]
@@ -350,7 +334,7 @@ class WeightsPublished:
 
 @dataclass(frozen=True)
 class WeightsRejected:
-    """Weights from outside do not fit the model; the step is due as before."""
+    """External weights do not fit the model; the step is still due."""
 
     version: int
     reason: str
@@ -363,7 +347,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint could not be written; the ones before are as they were."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
     step: int
     reason: str
@@ -371,14 +355,14 @@ class CheckpointFailed:
 
 @dataclass(frozen=True)
 class TaskStarted:
-    """A worker is at these groups; none: it waits for rows. The time of a call begins."""
+    """A consumer works on these groups (none: it waits for rows); the timeout of its call starts again."""
 
     groups: tuple[GroupId, ...]
 
 
 @dataclass(frozen=True)
 class TaskFailed:
-    """A task cannot do these groups."""
+    """A task failed for these groups; `detail` is for the user."""
 
     groups: tuple[GroupId, ...]
     reason: str
@@ -387,35 +371,32 @@ class TaskFailed:
 
 @dataclass(frozen=True)
 class StreamFull:
-    """A worker ends, for the stream had no room for what it has made; it is somebody else's to do again."""
+    """A consumer exits because the stream has no room for its columns; another one must redo the rows."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """The collector's word, from a thread of the driver: all reward tasks are done with a group.
-
-    `rewards` has those of each task, sibling by sibling.
-    """
+    """From the driver's collector thread: all reward tasks have scored a group."""
 
     group: GroupId
-    rewards: dict[str, tuple[float, ...]]
+    rewards: dict[str, tuple[float, ...]]  # of each task, sibling by sibling
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Once a second, from a thread of a worker whose main thread works in long pieces."""
+    """Once a second, from a thread of a worker whose main thread is busy for long stretches."""
 
 
 @dataclass(frozen=True)
 class WorkerExited:
-    """The driver's own note, after a worker's last word: its pipe has closed."""
+    """From the driver's reader thread, after a worker's last message: its channel has closed."""
 
 
 @dataclass(frozen=True)
 class WorkerCrashed:
-    """The worker met an exception and ends; `refusal` is what was wrong with what it was given."""
+    """The worker exits because of an exception."""
 
     traceback: str
-    input_error: str = ""
+    input_error: str = ""  # the message, if the exception is an InputError

@@ -1,8 +1,4 @@
-"""What workers need, imported in the process that they are forked from, and nowhere else.
-
-That process outlives the driver by as long as it takes to end, and whoever reads the driver's output
-waits for both.
-"""
+"""Imported once by the fork server (`worker_process.preload_workers`): the modules that workers need."""
 
 from __future__ import annotations
 
@@ -17,8 +13,10 @@ import dora.trainer.advantage
 import dora.trainer.checkpoint
 import dora.trainer.trainer
 
-with contextlib.suppress(ImportError, RuntimeError):  # where it cannot run, engines say so
+with contextlib.suppress(ImportError, RuntimeError):  # if numba does not work here, engines report it
     import dora.engine.kernels.numba_kernels  # noqa: F401  # compiled once, not in each engine
 
-gc.freeze()  # what is imported stays, and pages that nobody looks through stay shared
-atexit.register(os._exit, 0)  # at once; to take apart what is imported takes longer than a second
+gc.freeze()  # the collector does not touch these objects, so workers keep sharing their pages
+# The fork server outlives the driver until it has exited, and a program that reads the driver's output waits
+# for both. Python's own shutdown takes longer than a second with these imports.
+atexit.register(os._exit, 0)

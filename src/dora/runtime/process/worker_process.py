@@ -1,4 +1,4 @@
-"""Worker processes: start one, exchange messages with it, detect that it stopped responding, kill it.
+"""Worker processes: start one, exchange messages with it, detect a timeout, kill it, restart it.
 
 Workers of this machine are forked from a server process that has only imported what workers need: they start
 at once and share the memory of the imports. `WorkerMessages.start` decides where a worker runs.
@@ -385,45 +385,46 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
-# === dora.runtime.process.worker_process: Which lost engines are started again, and when: soon at first, and ever later while nothing gets better.
-#
-# An engine stands in a place: the one it was started in, or that of the engine it takes over from. Each place
-# has so many restarts, and has all of them again once an engine has stayed there. The trainer has a place, too.
-
-FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart: twice as long each time
-STABLE_UPTIME_S = 300.0  # an engine that lived for so long was well
-RESET_FACTOR = 4.0  # one that lived for so many times the wait before it: the next wait is the first again
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart; the delay doubles in between
+STABLE_UPTIME_S = 300.0  # a worker that ran for this long gives its slot all restarts back
+RESET_FACTOR = 4.0  # one that ran for this many times the delay before it resets the delay
 
 
 class RestartPolicy:
-    """Times are those of `time.monotonic`."""
+    """Decides when a lost worker is restarted: exponential backoff, a limited number of restarts in a row.
+
+    Both are counted per slot. A worker that replaces a lost one has its slot. Times are of `time.monotonic`.
+    """
 
     def __init__(self, max_restarts: int) -> None:
-        """`most` restarts of each place in a row; 0: none."""
+        """`max_restarts` of each slot in a row."""
         self.max_restarts = max_restarts
-        self.due_s: dict[int, float] = {}  # lost engine -> when another takes its place
-        self._num: Counter[int] = Counter()  # place -> restarts in a row
-        self._wait_s: dict[int, float] = {}  # place -> before the last one
+        self.due_s: dict[int, float] = {}  # lost worker -> time of its replacement
+        self._num_restarts: Counter[int] = Counter()  # slot -> restarts in a row
+        self._delay_s: dict[int, float] = {}  # slot -> delay of the last restart
 
     def on_lost(
         self, worker: int, slot: int, uptime_s: float, now_s: float, *, made_progress: bool = False
     ) -> float | None:
-        """How long its place stays empty (s); None: for ever. Who `got_on` was worth the wait before it."""
+        """Schedule a restart; returns its delay (s), or None if the slot has no restarts left.
+
+        A worker that `made_progress` resets the delay.
+        """
         if uptime_s >= STABLE_UPTIME_S:
-            del self._num[slot]
-        if self._num[slot] >= self.max_restarts:
+            del self._num_restarts[slot]
+        if self._num_restarts[slot] >= self.max_restarts:
             return None
-        before_s = self._wait_s.get(slot, 0.0)
-        is_worth_it = made_progress or uptime_s >= RESET_FACTOR * before_s
-        wait_s = FIRST_DELAY_S if is_worth_it else min(MAX_DELAY_S, 2 * before_s)
-        self._wait_s[slot] = wait_s
-        self._num[slot] += 1
-        self.due_s[worker] = now_s + wait_s
-        return wait_s
+        last_s = self._delay_s.get(slot, 0.0)
+        is_reset = made_progress or uptime_s >= RESET_FACTOR * last_s
+        delay_s = FIRST_DELAY_S if is_reset else min(MAX_DELAY_S, 2 * last_s)
+        self._delay_s[slot] = delay_s
+        self._num_restarts[slot] += 1
+        self.due_s[worker] = now_s + delay_s
+        return delay_s
 
     def pop_due(self, now_s: float) -> list[int]:
-        """The lost engines whose places are to be filled now; they are named once."""
-        due = [engine for engine, due_s in self.due_s.items() if due_s <= now_s]
-        for engine in due:
-            del self.due_s[engine]
+        """Remove and return the lost workers whose replacements are due."""
+        due = [worker for worker, due_s in self.due_s.items() if due_s <= now_s]
+        for worker in due:
+            del self.due_s[worker]
         return due

@@ -132,7 +132,7 @@ def _handle(engine: InferenceEngine, loader: WeightLoader, message: Any) -> obje
             except EngineError as error:
                 return m.RequestsRejected(error.rejected)
         case m.AbortRequests(requests):
-            return m.RequestsAborted(engine.abort(requests))
+            return m.AbortsCompleted(engine.abort(requests))
         case m.ReserveMigration() | m.StartExport() | m.CancelMigration():
             return _handle_migration(engine, message)
         case m.ContinueEpisode() | m.EndEpisode() | m.FailRequest():
