@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.service.standing import TOKEN, StandingRun
+from tests.service.fake_run import TOKEN, FakeRun
 
 from dora.config.schema import ServiceSection
 from dora.core.types import RequestId
@@ -28,19 +28,19 @@ BUSY = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\n\r\n"
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[StandingRun]:
-    """A run behind a real server; its folder is `run.plan.out`."""
-    run = StandingRun(tmp_path, service__agents="true")
-    run.plan.out.mkdir()
-    door = WebGateway(ServiceSection(), run.plan.out)
-    door.open(run.calls, lambda sentence: None)
+def served(tmp_path: Path) -> Iterator[FakeRun]:
+    """A run behind a real server; its folder is `run.setup.out`."""
+    run = FakeRun(tmp_path, service__agents="true")
+    run.setup.out.mkdir()
+    door = WebGateway(ServiceSection(), run.setup.out)
+    door.open(run.requests, lambda sentence: None)
     yield run
-    run.calls.close()
+    run.requests.close()
     door.close()
-    assert not (run.plan.out / "service.json").exists()
+    assert not (run.setup.out / "service.json").exists()
 
 
-def test_a_client_finds_the_service_of_a_run(served: StandingRun) -> None:
+def test_a_client_finds_the_service_of_a_run(served: FakeRun) -> None:
     file = served.plan.out / "service.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     with Client(Address.of_run(served.plan.out)) as run:
@@ -60,14 +60,14 @@ def test_a_folder_without_a_served_run_is_refused(tmp_path: Path) -> None:
         Address.of_run(tmp_path)
 
 
-def test_a_wrong_token_is_not_tried_again(served: StandingRun) -> None:
+def test_a_wrong_token_is_not_tried_again(served: FakeRun) -> None:
     address = Address.of_run(served.plan.out)
     with Client(Address(address.url, "wrong")) as run, pytest.raises(ServiceError, match="Bearer") as error:
         run.status()
     assert error.value.status == 401
 
 
-def test_an_asynchronous_client_plays_an_episode(served: StandingRun) -> None:
+def test_an_asynchronous_client_plays_an_episode(served: FakeRun) -> None:
     episode = EpisodeId(RequestId(0, 0, 0), 0)
 
     async def play() -> float:
@@ -96,7 +96,7 @@ def test_an_asynchronous_client_plays_an_episode(served: StandingRun) -> None:
     assert served.words()[-1] == EpisodeEnded(episode, 0, 7.0)
 
 
-def test_who_is_told_to_come_again_comes_again_for_a_while(served: StandingRun) -> None:
+def test_who_is_told_to_come_again_comes_again_for_a_while(served: FakeRun) -> None:
     address = Address.of_run(served.plan.out)
     with Client(Address(address.url, address.token, retry_timeout_s=0.3)) as run:
         with pytest.raises(ServiceError, match="no episode waits for an agent"):
@@ -242,10 +242,10 @@ def test_a_token_that_cannot_be_one_is_refused(tmp_path: Path, token: str) -> No
 
 
 def test_a_service_that_others_can_reach_says_so(tmp_path: Path) -> None:
-    run, notices = StandingRun(tmp_path), list[str]()
+    run, notices = FakeRun(tmp_path), list[str]()
     (tmp_path / "token").write_text(TOKEN + "\n")
     door = WebGateway(ServiceSection(host="0.0.0.0", token_file=str(tmp_path / "token")), tmp_path)
-    door.open(run.calls, notices.append)
+    door.open(run.requests, notices.append)
     try:
         assert json.loads((tmp_path / "service.json").read_text())["token"] == TOKEN
         assert "other machines can reach the service" in notices[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from tests.service.standing import StandingRun
+from tests.service.fake_run import FakeRun
 
 from dora.config.schema import ServiceSection
 from dora.service import connections
@@ -24,12 +24,12 @@ HEAD = b"GET /health HTTP/1.1\r\nhost: run\r\n\r\n"
 def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
     """Of a service with few connections."""
     monkeypatch.setattr(connections, "most_connections", lambda: MOST)
-    run = StandingRun(tmp_path)
-    run.plan.out.mkdir()
-    door = WebGateway(ServiceSection(), run.plan.out)
-    door.open(run.calls, lambda sentence: None)
-    yield Address.of_run(run.plan.out)
-    run.calls.close()
+    run = FakeRun(tmp_path)
+    run.setup.out.mkdir()
+    door = WebGateway(ServiceSection(), run.setup.out)
+    door.open(run.requests, lambda sentence: None)
+    yield Address.of_run(run.setup.out)
+    run.requests.close()
     door.close()
 
 

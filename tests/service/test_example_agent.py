@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.service.standing import StandingRun
+from tests.service.fake_run import FakeRun
 
 from dora.config.schema import ServiceSection
 from dora.core.types import RequestId
@@ -30,9 +30,9 @@ EPISODE = EpisodeId(RequestId(0, 0, 0), 0)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[StandingRun]:
+def run(tmp_path: Path) -> Iterator[FakeRun]:
     """A run of the demo's task behind a real server."""
-    made = StandingRun(tmp_path, service__agents="true", data__path="gcd", sampling__max_response_length=56)
+    made = FakeRun(tmp_path, service__agents="true", data__path="gcd", sampling__max_response_length=56)
     made.plan.out.mkdir()
     door = WebGateway(ServiceSection(), made.plan.out)
     door.open(made.calls, lambda sentence: None)
@@ -50,40 +50,40 @@ def load_script() -> ModuleType:
     return module
 
 
-def play(run: StandingRun, *answers: str) -> tuple[list[EpisodeReply], str]:
+def play(run: FakeRun, *answers: str) -> tuple[list[EpisodeReply], str]:
     """What the agent says where the model answers so, and how the episode ends for it."""
     script, ends, words = load_script(), list[str](), list[EpisodeReply]()
-    service = script.Service(run.plan.out)
+    service = script.Service(run.setup.out)
     agent = threading.Thread(target=lambda: ends.append(script.play(service)))
     run.agents.start(EPISODE, version=3)
     agent.start()
     for number, answer in enumerate(answers):
-        words.append(run.told.get(timeout=20)[1])
-        token_ids = run.plan.tokenizer.encode(answer)
+        words.append(run.messages.get(timeout=20)[1])
+        token_ids = run.setup.tokenizer.encode(answer)
         run.agents.on_turn(PolicyTurn(EPISODE, number, token_ids, "stop", 300 - 150 * number))
         run.hands.nudge()
     agent.join()
     service.close()
     run.agents.release(EPISODE)
-    return [*words, *run.words()], ends[0]
+    return [*words, *run.replies()], ends[0]
 
 
-def ids(run: StandingRun) -> tuple[int, ...]:
-    return tuple(run.plan.prompt_ids(EPISODE.request.group))
+def ids(run: FakeRun) -> tuple[int, ...]:
+    return tuple(run.setup.prompt_ids(EPISODE.request.group))
 
 
-def right(run: StandingRun) -> str:
-    fields = run.plan.dataset.fields(0)
+def right(run: FakeRun) -> str:
+    fields = run.setup.dataset.fields(0)
     return chain(fields["a"], fields["b"])
 
 
-def test_a_right_answer_is_worth_one(run: StandingRun) -> None:
+def test_a_right_answer_is_worth_one(run: FakeRun) -> None:
     words, end = play(run, right(run))
     assert words == [EpisodeStarted(EPISODE, ids(run), None), EpisodeEnded(EPISODE, 0, 1.0)]
     assert end == "reward 1.0"
 
 
-def test_a_wrong_answer_is_asked_for_again_once(run: StandingRun) -> None:
+def test_a_wrong_answer_is_asked_for_again_once(run: FakeRun) -> None:
     words, end = play(run, "01=61", right(run))
     assert words == [
         EpisodeStarted(EPISODE, ids(run), None),
@@ -94,28 +94,28 @@ def test_a_wrong_answer_is_asked_for_again_once(run: StandingRun) -> None:
     assert play(run, "01=61", "02=61")[1] == "reward 0.0"
 
 
-def test_an_episode_that_is_lost_is_told(run: StandingRun) -> None:
+def test_an_episode_that_is_lost_is_told(run: FakeRun) -> None:
     script = load_script()
     run.agents.start(EPISODE, version=0)
 
     def lose() -> None:
-        run.told.get(timeout=20)
+        run.messages.get(timeout=20)
         run.agents.release(EPISODE)
-        run.look()
+        run.process()
 
     lost = threading.Thread(target=lose)
     lost.start()
-    service = script.Service(run.plan.out)
+    service = script.Service(run.setup.out)
     end = script.play(service)
     lost.join()
     service.close()
     assert "its engine was lost" in end
 
 
-def test_the_agent_ends_with_the_run(run: StandingRun) -> None:
+def test_the_agent_ends_with_the_run(run: FakeRun) -> None:
     script = load_script()
-    service = script.Service(run.plan.out)
-    (run.plan.out / "service.json").unlink()
+    service = script.Service(run.setup.out)
+    (run.setup.out / "service.json").unlink()
     with pytest.raises(script.RunIsOver):
         service.call("GET", "/v1/status")
 

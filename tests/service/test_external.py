@@ -17,7 +17,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load, save
-from tests.service.standing import StandingRun, disconnect_after, refusal
+from tests.service.fake_run import FakeRun, disconnect_after, error_message
 from torch import Tensor
 
 from dora.core.events import PromptsFetched
@@ -37,7 +37,7 @@ PACKED = "model.layers.0.mlp.experts.gate_up_proj"  # a name that stands for man
 GROUPS = (GroupId(0, 3), GroupId(0, 1))  # of the first batch, in the order of commitment
 
 
-class Outside(StandingRun):
+class Outside(FakeRun):
     """A standing run whose prompts and trainer are outside; what is trained is published."""
 
     def __init__(self, folder: Path) -> None:
@@ -128,7 +128,7 @@ def lines(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def put_prompts(run: Outside, first: int, *prompts: object) -> httpx.Response:
-    return run.ask("POST", "/v1/prompts", json={"first": first, "rows": [{"prompt": p} for p in prompts]})
+    return run.call("POST", "/v1/prompts", json={"first": first, "rows": [{"prompt": p} for p in prompts]})
 
 
 def test_prompts_are_put_once_and_handed_out_in_order(run: Outside) -> None:
@@ -140,39 +140,39 @@ def test_prompts_are_put_once_and_handed_out_in_order(run: Outside) -> None:
         PromptsFetched(0, (GroupId(0, 0), GroupId(0, 1))),
         PromptsFetched(2, (GroupId(0, 2),)),
     ]
-    assert run.plan.dataset.prompt(2) == "3:"
+    assert run.setup.dataset.prompt(2) == "3:"
 
 
 def test_prompts_that_cannot_be_change_nothing(run: Outside) -> None:
     put_prompts(run, 0, "1:")
-    assert "each once" in refusal(put_prompts(run, 0, "2:"), 409)
-    assert "1 prompts are there" in refusal(put_prompts(run, 5, "2:"), 409)
-    assert "30 tokens" in refusal(put_prompts(run, 1, "2:", "1:" * 15), 400)
-    assert "must be a string" in refusal(put_prompts(run, 1, 7), 400)
+    assert "each once" in error_message(put_prompts(run, 0, "2:"), 409)
+    assert "1 prompts are there" in error_message(put_prompts(run, 5, "2:"), 409)
+    assert "30 tokens" in error_message(put_prompts(run, 1, "2:", "1:" * 15), 400)
+    assert "must be a string" in error_message(put_prompts(run, 1, 7), 400)
     for wrong in ({}, {"first": 1, "rows": []}, {"first": "1", "rows": [{"prompt": "a"}]}):
-        refusal(run.ask("POST", "/v1/prompts", json=wrong), 422)
-    assert run.ask("GET", "/v1/prompts").json()["num_prompts"] == 1
-    assert (run.plan.out / "prompts.jsonl").read_text() == '{"prompt": "1:"}\n'
+        error_message(run.call("POST", "/v1/prompts", json=wrong), 422)
+    assert run.call("GET", "/v1/prompts").json()["num_prompts"] == 1
+    assert (run.setup.out / "prompts.jsonl").read_text() == '{"prompt": "1:"}\n'
 
 
 def test_a_batch_is_handed_out_group_by_group_as_it_fills_up(run: Outside) -> None:
     run.commit(GROUPS[0])
     fields = {"fields": "reward,token_ids,routes", "wait_s": 0}
-    first, end = lines(run.ask("GET", "/v1/batches/0", params=fields))
+    first, end = lines(run.call("GET", "/v1/batches/0", params=fields))
     assert first == {
         "group": "0/3",
         "fields": {"reward": [0.0, 1.0], "token_ids": [[2], [2, 2]], "routes": [None, None]},
     }
     assert end == {"is_whole": False, "num_groups": 1}
     run.commit(GROUPS[1])
-    second, end = lines(run.ask("GET", "/v1/batches/0", params={"after": 1}))
+    second, end = lines(run.call("GET", "/v1/batches/0", params={"after": 1}))
     assert (second["group"], second["fields"]["version"]) == ("0/1", [0, 0])
     assert end == {"is_whole": True, "num_groups": 2}
-    assert len(lines(run.ask("GET", "/v1/batches/0"))) == 3  # who disappears with it may ask anew
+    assert len(lines(run.call("GET", "/v1/batches/0"))) == 3  # who disappears with it may ask anew
 
 
 def test_nobody_waits_for_a_batch_in_the_name_of_who_has_gone(run: Outside) -> None:
-    assert disconnect_after(run, "GET", "/v1/batches/0", wait_s="60") == 200
+    assert disconnect_after(run.app, "GET", "/v1/batches/0", wait_s="60") == 200
 
 
 def test_log_probs_of_an_episode_are_as_many_as_its_tokens(run: Outside) -> None:
@@ -182,7 +182,7 @@ def test_log_probs_of_an_episode_are_as_many_as_its_tokens(run: Outside) -> None
     run.feed.flush()
     run.trainer.send(m.AccumulateGroup(0, GROUPS[0]))
     fields = {"fields": "token_ids,logprobs,loss_mask", "wait_s": 0}
-    group, _ = lines(run.ask("GET", "/v1/batches/0", params=fields))
+    group, _ = lines(run.call("GET", "/v1/batches/0", params=fields))
     assert group["fields"] == {
         "token_ids": [[2, 3, 4, 5]] * 2,
         "logprobs": [[-0.5, 0.0, 0.0, -0.25]] * 2,
@@ -191,13 +191,13 @@ def test_log_probs_of_an_episode_are_as_many_as_its_tokens(run: Outside) -> None
 
 
 def test_batches_that_cannot_be_are_refused(run: Outside) -> None:
-    assert "name 2 is none of" in refusal(run.ask("GET", "/v1/batches/0?fields=reward,logits"), 422)
-    assert "step 0 has 0 groups so far" in refusal(run.ask("GET", "/v1/batches/0?after=1"), 422)
-    assert "the run has 4 steps" in refusal(run.ask("GET", "/v1/batches/4"), 404)
-    assert "step 1 comes later; the next is 0" in refusal(run.ask("GET", "/v1/batches/1"), 409)
+    assert "name 2 is none of" in error_message(run.call("GET", "/v1/batches/0?fields=reward,logits"), 422)
+    assert "step 0 has 0 groups so far" in error_message(run.call("GET", "/v1/batches/0?after=1"), 422)
+    assert "the run has 4 steps" in error_message(run.call("GET", "/v1/batches/4"), 404)
+    assert "step 1 comes later; the next is 0" in error_message(run.call("GET", "/v1/batches/1"), 409)
     run.make_due()
     run.put(save(run.weights()))
-    assert "step 0 is trained already; the next is 1" in refusal(run.ask("GET", "/v1/batches/0"), 410)
+    assert "step 0 is trained already; the next is 1" in error_message(run.call("GET", "/v1/batches/0"), 410)
 
 
 def test_weights_end_the_step_and_have_the_digest_of_what_engines_hold(run: Outside) -> None:
@@ -215,10 +215,10 @@ def test_weights_end_the_step_and_have_the_digest_of_what_engines_hold(run: Outs
     assert [message for message in run.heard if isinstance(message, m.StepCompleted)] == [
         m.StepCompleted(0, {"external/loss": 0.25})
     ]
-    fetched = load(run.ask("GET", "/v1/weights/1").content)
+    fetched = load(run.call("GET", "/v1/weights/1").content)
     assert all(torch.equal(fetched[name], tensor) for name, tensor in changed.items())
-    assert [*(run.plan.out / "incoming" / "parts").iterdir()] == []
-    assert run.ask("GET", "/v1/training").json()["step"] == 1
+    assert [*(run.setup.out / "incoming" / "parts").iterdir()] == []
+    assert run.call("GET", "/v1/training").json()["step"] == 1
 
 
 def test_weights_that_do_not_fit_change_nothing(run: Outside) -> None:
@@ -234,19 +234,19 @@ def test_weights_that_do_not_fit_change_nothing(run: Outside) -> None:
         "the file cannot be read as weights": weights | {PACKED: torch.ones(4)},
     }
     good = save(weights)
-    assert "the next is 1" in refusal(run.put(good), 409)
+    assert "the next is 1" in error_message(run.put(good), 409)
     run.make_due()
     for why, tensors in bad.items():
-        assert why in refusal(run.put(save(tensors)), 422)
-    assert "cannot be read" in refusal(run.put(b"no tensors"), 422)
-    assert "cut or changed" in refusal(run.put(good[:-1], sha256=hashlib.sha256(good).hexdigest()), 422)
-    refusal(run.put(good, sha256="../../etc/passwd"), 422)
-    refusal(run.put(good, metrics='{"loss": NaN}'), 422)
-    assert "at most" in refusal(run.put(bytes(run.plan.upload_bytes + 1)), 413)
-    assert "version 2 cannot be published" in refusal(run.put(good, version=2), 409)
+        assert why in error_message(run.put(save(tensors)), 422)
+    assert "cannot be read" in error_message(run.put(b"no tensors"), 422)
+    assert "cut or changed" in error_message(run.put(good[:-1], sha256=hashlib.sha256(good).hexdigest()), 422)
+    error_message(run.put(good, sha256="../../etc/passwd"), 422)
+    error_message(run.put(good, metrics='{"loss": NaN}'), 422)
+    assert "at most" in error_message(run.put(bytes(run.setup.upload_bytes + 1)), 413)
+    assert "version 2 cannot be published" in error_message(run.put(good, version=2), 409)
     assert run.trainer.due_step == 0
     assert run.put(good).json()["version"] == 1
-    assert "is published already" in refusal(run.put(save({n: t + 1 for n, t in weights.items()})), 409)
+    assert "is published already" in error_message(run.put(save({n: t + 1 for n, t in weights.items()})), 409)
 
 
 def test_weights_that_nobody_awaits_are_refused_before_they_are_read(run: Outside) -> None:
@@ -255,13 +255,15 @@ def test_weights_that_nobody_awaits_are_refused_before_they_are_read(run: Outsid
         yield b""
 
     query = {"sha256": "0" * 64}
-    assert "the next is 1" in refusal(run.ask("PUT", "/v1/weights/1", params=query, content=never()), 409)
-    assert not (run.plan.out / "incoming").exists()
+    assert "the next is 1" in error_message(
+        run.call("PUT", "/v1/weights/1", params=query, content=never()), 409
+    )
+    assert not (run.setup.out / "incoming").exists()
 
 
 def test_weights_are_taken_up_one_after_the_other(run: Outside) -> None:
     run.make_due()
-    body, parts = save(run.weights()), run.plan.out / "incoming" / "parts"
+    body, parts = save(run.weights()), run.setup.out / "incoming" / "parts"
     most: list[int] = []
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -269,76 +271,76 @@ def test_weights_are_taken_up_one_after_the_other(run: Outside) -> None:
             most.append(len([*parts.iterdir()]))
             yield body[start : start + 1000]
 
-    async def talk(http: httpx.AsyncClient) -> httpx.Response:
+    async def requests(http: httpx.AsyncClient) -> httpx.Response:
         query = {"sha256": hashlib.sha256(body).hexdigest()}
         puts = [http.put("/v1/weights/1", params=query, content=slowly()) for _ in range(3)]
         answers = await asyncio.gather(*puts)
         assert [answer.status_code for answer in answers] == [200] * 3, answers[1].text
         return answers[0]
 
-    assert run.converse(talk).json()["version"] == 1
+    assert run.call_many(requests).json()["version"] == 1
     assert max(most) == 1
 
 
 def test_weights_that_lie_in_the_folder_of_the_run_are_only_announced(run: Outside) -> None:
     run.make_due()
-    body, folder = save(run.weights()), run.plan.out / "incoming"
+    body, folder = save(run.weights()), run.setup.out / "incoming"
     folder.mkdir()
     (folder / "v1").write_bytes(body)
-    (folder / "link").symlink_to(run.plan.config.model.path + "/model.safetensors")
+    (folder / "link").symlink_to(run.setup.config.model.path + "/model.safetensors")
     told = {"version": 1, "file": "v1", "sha256": hashlib.sha256(body).hexdigest()}
 
     def announce(**changes: object) -> httpx.Response:
-        return run.ask("POST", "/v1/weight_sync", json=told | changes)
+        return run.call("POST", "/v1/weight_sync", json=told | changes)
 
     for name in ("../config.json", "/etc/passwd", "..", "parts/x", ""):
-        refusal(announce(file=name), 422)
+        error_message(announce(file=name), 422)
     for name in ("link", "v2"):
-        assert "there is no such file" in refusal(announce(file=name), 404)
-    assert "write it to its end" in refusal(announce(sha256="0" * 64), 422)
+        assert "there is no such file" in error_message(announce(file=name), 404)
+    assert "write it to its end" in error_message(announce(sha256="0" * 64), 422)
     with (folder / "long").open("wb") as file:
-        file.truncate(run.plan.upload_bytes + 1)
-    assert "at most" in refusal(announce(file="long"), 413)
+        file.truncate(run.setup.upload_bytes + 1)
+    assert "at most" in error_message(announce(file="long"), 413)
     assert [*(folder / "parts").iterdir()] == []
     assert announce().json()["version"] == 1
 
 
 def test_a_version_that_is_not_stored_cannot_be_fetched(run: Outside) -> None:
-    assert "version 9 is not stored" in refusal(run.ask("GET", "/v1/weights/9"), 404)
+    assert "version 9 is not stored" in error_message(run.call("GET", "/v1/weights/9"), 404)
 
 
 def test_rewards_are_given_for_a_group_on_loan(run: Outside) -> None:
-    async def talk(http: httpx.AsyncClient) -> httpx.Response:
+    async def requests(http: httpx.AsyncClient) -> httpx.Response:
         waiting = asyncio.ensure_future(http.get("/v1/experience/reward", params={"wait_s": 60}))
         await http.get("/v1/prompts")  # meanwhile the first call waits
         run.finish(GROUPS[0])
         run.feed.flush()
         run.feed.request_scores(GROUPS[0], b'["1:", {"answer": 1}]')
-        run.judge.ask(GROUPS[0])
+        run.judge.add(GROUPS[0])
         return await waiting
 
-    assert run.ask("GET", "/v1/experience/reward").json()["loan"] is None
-    assert disconnect_after(run, "GET", "/v1/experience/reward", wait_s="60") == 200
-    loan = run.converse(talk).json()["loan"]
+    assert run.call("GET", "/v1/experience/reward").json()["loan"] is None
+    assert disconnect_after(run.app, "GET", "/v1/experience/reward", wait_s="60") == 200
+    loan = run.call_many(requests).json()["loan"]
     assert (loan["group"], loan["prompt"], loan["columns"]) == ("0/3", "1:", {"answer": 1})
     assert loan["token_ids"] == [[2], [2, 2]]
 
     def put(lease: int = loan["lease"], **fields: object) -> httpx.Response:
-        return run.ask("POST", "/v1/experience/reward", json={"lease": lease, "fields": fields})
+        return run.call("POST", "/v1/experience/reward", json={"lease": lease, "fields": fields})
 
     for wrong in ({"value": [0.0, 1.0]}, {"reward": ["0", "1"]}, {"reward": 1.0}, {}):
-        refusal(put(**wrong), 422)
-    refusal(put(reward=[0.0, 1.1e6]), 422)
-    assert "1 rewards for 2 answers" in refusal(put(reward=[1.0]), 422)
-    assert "lease 99 is over, or was never given" in refusal(put(99, reward=[0.0, 1.0]), 410)
+        error_message(put(**wrong), 422)
+    error_message(put(reward=[0.0, 1.1e6]), 422)
+    assert "1 rewards for 2 responses" in error_message(put(reward=[1.0]), 422)
+    assert "lease 99 has expired or never existed" in error_message(put(99, reward=[0.0, 1.0]), 410)
     assert [put(reward=[0.0, 1.0]).json() for _ in range(2)] == [{"lease": loan["lease"]}] * 2
-    assert "these are: reward" in refusal(run.ask("GET", "/v1/experience/taste"), 404)
+    assert "these are: reward" in error_message(run.call("GET", "/v1/experience/taste"), 404)
 
 
 def test_a_run_of_its_own_has_no_place_for_others(tmp_path: Path) -> None:
-    run = StandingRun(tmp_path)
-    vars(run.hands).update(trainer=None, supply=PromptSource(run.plan, 0))
+    run = FakeRun(tmp_path)
+    vars(run.hands).update(trainer=None, supply=PromptSource(run.setup, 0))
     for path in ("/v1/training", "/v1/batches/0"):
-        assert "a trainer of its own" in refusal(run.ask("GET", path), 409)
+        assert "a trainer of its own" in error_message(run.call("GET", path), 409)
     rows = {"first": 0, "rows": [{"prompt": "1:"}]}
-    assert "come from data.path" in refusal(run.ask("POST", "/v1/prompts", json=rows), 409)
+    assert "come from data.path" in error_message(run.call("POST", "/v1/prompts", json=rows), 409)

@@ -1,0 +1,247 @@
+"""A run without workers behind the real service; requests are processed as soon as they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import httpx
+from tests.runtime.tiny import write_task
+
+from dora.config import load
+from dora.config.schema import ServiceSection
+from dora.core.actions import RejectDrain
+from dora.core.events import DrainRequested, EngineJoined, Event
+from dora.core.orchestrator import Orchestrator
+from dora.core.types import GroupId
+from dora.errors import ServiceError
+from dora.metrics.rollout import EngineUsage, MigrationMetrics
+from dora.metrics.run import RunMetrics
+from dora.runtime.control.requests import RequestQueue
+from dora.runtime.process.worker_process import WorkerMessages
+from dora.runtime.rollout.agent_sessions import AgentSessions
+from dora.runtime.rollout.episodes import EpisodeReply
+from dora.runtime.rollout.prompts import PromptSource
+from dora.runtime.run_setup import RunSetup
+from dora.runtime.scoring.external import ExternalRewards
+from dora.runtime.training.external import ExternalTrainer
+from dora.service.auth import AuthMiddleware
+from dora.service.context import RunContext
+from dora.service.server import WebGateway, make_app
+
+TOKEN = "the-token-of-a-test"
+AUTH_HEADER = {"Authorization": f"Bearer {TOKEN}"}
+MAX_BODY_BYTES = 10_000
+NUM_ENGINES, NUM_ROWS = 2, 4
+TIMEOUT_S = 20.0
+
+
+class NoSamples:
+    """The numbers of a run that has no samples."""
+
+    def __init__(self) -> None:
+        self.num_tokens: dict[GroupId, int] = {}
+        self.rewards: dict[GroupId, tuple[float, ...]] = {}
+        self.task_rewards: dict[GroupId, Mapping[str, Sequence[float]]] = {}
+        self.step_metrics: list[tuple[int, dict[str, float]]] = []
+        self.engine_usage: dict[int, EngineUsage] = {}
+        self.num_recomputed: dict[int, int] = {}
+
+
+class FakeEngines:
+    """Engines that do nothing; implements `EngineControl`."""
+
+    def __init__(self, events: deque[Event]) -> None:
+        self.all_engines = [*range(NUM_ENGINES)]
+        self.joined_engines, self.starting_engines = {*self.all_engines}, set[int]()
+        self.rejections: dict[int, str] = {}
+        self._events = events
+
+    def add_engines(self, count: int) -> list[int]:
+        first = len(self.all_engines)
+        started = [*range(first, first + count)]
+        self.all_engines += started
+        self.starting_engines.update(started)
+        return started
+
+    def drain_engine(self, engine: int | None) -> int:
+        assert engine is not None
+        self._events.append(DrainRequested(engine))
+        return engine
+
+    def drain_rejection(self, engine: int) -> str | None:
+        return self.rejections.get(engine)
+
+    def take_drain_rejections(self) -> dict[int, str]:
+        rejections, self.rejections = self.rejections, {}
+        return rejections
+
+    def engine_end(self, engine: int) -> str | None:
+        return None
+
+
+class FakeContext:
+    """Implements `RunContext`; the time is constant."""
+
+    def __init__(self, setup: RunSetup, orchestrator: Orchestrator, messages: WorkerMessages) -> None:
+        self.setup, self.state = setup, orchestrator.snapshot
+        self.metrics = RunMetrics(setup.limits, NoSamples(), MigrationMetrics(lambda group: 0))
+        self.now_s, self.is_training, self.is_paused = 12.0, True, False
+        self.events: deque[Event] = deque()
+        self.engines = FakeEngines(self.events)
+        self.prompts = PromptSource(setup, 0)
+        self.agent_sessions: AgentSessions | None = None
+        if setup.config.service.agents:
+            self.agent_sessions = AgentSessions(setup, messages, lambda line: None)
+        self.external_trainer: ExternalTrainer | None = None
+        self.external_rewards: dict[str, ExternalRewards] = {}
+        self.weights_dir = setup.out.parent
+        self.stream_dir = self.weights_dir / "stream"
+
+    @property
+    def num_prompts_fetched(self) -> int:
+        return self.prompts.num_taken
+
+    @property
+    def num_prompts_wanted(self) -> int:
+        return self.prompts.num_wanted
+
+    def check_training(self) -> None:
+        if not self.is_training:
+            raise ServiceError(409, "the run is starting, evaluating or saving; try again while it trains")
+
+    def put_prompts(self, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.events.extend(self.prompts.append(first, rows))
+
+    def awaited_inputs(self) -> list[str]:
+        return [] if self.agent_sessions is None else ["agents"]
+
+    def pause(self) -> None:
+        self.check_training()
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+
+class FakeRun:
+    """A tiny run whose two engines have joined. `service__agents="true"` and its like change its settings."""
+
+    def __init__(self, folder: Path, **changes: object) -> None:
+        config = write_task(folder)
+        overrides = [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
+        self.setup = RunSetup.make(load.read_config(config, overrides), folder / "run")
+        self.messages = WorkerMessages()
+        self.orchestrator = Orchestrator(self.setup.limits)
+        self.orchestrator.start(0.0)
+        for engine in range(NUM_ENGINES):
+            self.orchestrator.handle(EngineJoined(engine, NUM_ROWS, version_slots=3), 0.0)
+        self.context = FakeContext(self.setup, self.orchestrator, self.messages)
+        self.requests: RequestQueue[RunContext] = RequestQueue(self.context, self.process)
+        self._lock = threading.Lock()
+        self.app = make_app(self.requests, TOKEN, MAX_BODY_BYTES)
+
+    def process(self) -> None:
+        """What a driver does between two events, and the drains; from any thread."""
+        with self._lock:
+            self.requests.process()
+            if any(isinstance(event, DrainRequested) for event in self.context.events):
+                self._drain()
+                self.requests.process()
+
+    def _drain(self) -> None:
+        events = self.context.events
+        for _ in range(len(events)):
+            event = events.popleft()
+            if not isinstance(event, DrainRequested):
+                events.append(event)
+                continue
+            for action in self.orchestrator.handle(event, 1.0):
+                if isinstance(action, RejectDrain):
+                    self.context.engines.rejections[action.engine] = action.reason
+
+    @property
+    def agents(self) -> AgentSessions:
+        """The sessions of a run with agents."""
+        assert self.context.agent_sessions is not None
+        return self.context.agent_sessions
+
+    def replies(self) -> list[EpisodeReply]:
+        """What the sessions have sent to the driver since the last call."""
+        return [self.messages.get()[1] for _ in range(self.messages.qsize())]
+
+    def call(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """One HTTP request."""
+        return self.call_many(lambda http: http.request(method, path, **options))
+
+    def call_many(self, requests: Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]) -> httpx.Response:
+        """Several HTTP requests of one client; returns the result of `requests`."""
+
+        async def run() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://run", headers=AUTH_HEADER, timeout=TIMEOUT_S
+            ) as http:
+                return await requests(http)
+
+        return asyncio.run(run())
+
+
+@contextmanager
+def serve(run: FakeRun, settings: ServiceSection | None = None) -> Iterator[WebGateway]:
+    """A real server for a run; its address is in the run's folder."""
+    run.setup.out.mkdir(exist_ok=True)
+    gateway = WebGateway(settings or ServiceSection(), run.setup.out)
+    gateway.open(run.requests, lambda line: None)
+    try:
+        yield gateway
+    finally:
+        run.requests.close()
+        gateway.close()
+
+
+def disconnect_after(
+    app: AuthMiddleware,
+    method: str,
+    path: str,
+    body: object = None,
+    headers: Mapping[str, str] | None = None,
+    **query: str,
+) -> int:
+    """Send a request and disconnect at once; returns the status. Fails if the response comes late."""
+    content = b"" if body is None else json.dumps(body).encode()
+    messages = [{"type": "http.request", "body": content}, *[{"type": "http.disconnect"}] * 9]
+    statuses = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    all_headers = AUTH_HEADER | {"content-type": "application/json"} | dict(headers or {})
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": urlencode(query).encode(),
+        "headers": [(name.lower().encode(), value.encode()) for name, value in all_headers.items()],
+    }
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), TIMEOUT_S))
+    return int(statuses[0])
+
+
+def error_message(response: httpx.Response, status: int) -> str:
+    """The message of an error response; fails unless it has this status and the one form of errors."""
+    assert response.status_code == status, response.text
+    (error,) = response.json().values()
+    assert error["code"] == status
+    assert error["type"] == "invalid_request_error"
+    return str(error["message"])
