@@ -1,4 +1,4 @@
-"""Environments in processes of their own: what they say reaches the driver, whatever becomes of them."""
+"""Environments in worker processes: their replies reach the driver, and failures of workers are reported."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Echo(Environment):
             raise KeyError("nothing there")
         return Step(action, 0.5, action == "z")
 """
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 class Driver:
-    """Hears what workers and the player say."""
+    """Receives the messages of the pool and of its workers."""
 
     def __init__(self, folder: Path, **env: object) -> None:
         config = write_task(folder)
@@ -54,110 +54,110 @@ class Driver:
         (folder / "echo.py").write_text(ENVIRONMENT)
         chosen = {"environment": f"{folder}/echo.py:Echo", "timeout_s": 0.5, **env}
         changes = [f"env.{key}={value}" for key, value in chosen.items()]
-        self.plan = RunSetup.make(load.read_config(config, changes), folder)
-        self._told = WorkerMessages()
+        self.setup = RunSetup.make(load.read_config(config, changes), folder)
+        self._messages = WorkerMessages()
         self.notices: list[str] = []
-        self.player = EnvPool(self.plan, self._told, self.notices.append)
+        self.pool = EnvPool(self.setup, self._messages, self.notices.append)
 
-    def next_word(self) -> EpisodeReply:
-        deadline_s = time.monotonic() + PATIENCE_S
+    def next_reply(self) -> EpisodeReply:
+        deadline_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline_s:
-            self.player.check_deadlines()
+            self.pool.check_deadlines()
             try:
-                worker, message = self._told.get(timeout=0.1)
+                worker, message = self._messages.get(timeout=0.1)
             except queue.Empty:
                 continue
             if worker is None:
-                word: EpisodeReply = message
-                return word
-            self.player.on_message(worker, message)
-        raise AssertionError("nothing was said")
+                reply: EpisodeReply = message
+                return reply
+            self.pool.on_message(worker, message)
+        raise AssertionError("no reply")
 
-    def begin(self, sibling: int) -> EpisodeId:
+    def start(self, sibling: int) -> EpisodeId:
         episode = EpisodeId(RequestId(0, 0, sibling), 0)
-        self.player.start(episode, version=0)
-        assert self.next_word() == EpisodeStarted(episode, tuple(self.plan.tokenizer.encode("10:")))
+        self.pool.start(episode, version=0)
+        assert self.next_reply() == EpisodeStarted(episode, tuple(self.setup.tokenizer.encode("10:")))
         return episode
 
     def turn(self, episode: EpisodeId, number: int, action: str) -> None:
-        token_ids = [*self.plan.tokenizer.encode(action), self.plan.tokenizer.eos_id]
-        self.player.on_turn(PolicyTurn(episode, number, token_ids, "stop", num_left=9))
+        token_ids = [*self.setup.tokenizer.encode(action), self.setup.tokenizer.eos_id]
+        self.pool.on_turn(PolicyTurn(episode, number, token_ids, "stop", num_left=9))
 
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Iterator[Driver]:
     driver = Driver(tmp_path)
     yield driver
-    driver.player.close()
+    driver.pool.close()
 
 
-def test_an_episode_is_played_away_and_its_reward_comes_back(driver: Driver) -> None:
-    assert driver.player.not_started == ["environments 0"]
-    episode = driver.begin(0)
-    assert driver.player.not_started == []
+def test_an_episode_runs_in_its_worker_and_returns_its_reward(driver: Driver) -> None:
+    assert driver.pool.not_started == ["environments 0"]
+    episode = driver.start(0)
+    assert driver.pool.not_started == []
     driver.turn(episode, 0, "ab")
-    assert driver.next_word() == EpisodeObservation(episode, 0, tuple(driver.plan.tokenizer.encode("ab")))
+    assert driver.next_reply() == EpisodeObservation(episode, 0, tuple(driver.setup.tokenizer.encode("ab")))
     driver.turn(episode, 1, "z")
-    assert driver.next_word() == EpisodeEnded(episode, 1, 1.0)
-    driver.player.release(episode)
-    driver.begin(0)
-    somebody_else = object.__new__(Worker)
-    assert not driver.player.on_message(somebody_else, "anything")
-    assert try_environment(driver.plan) == "begins with '10:', 3 tokens"
+    assert driver.next_reply() == EpisodeEnded(episode, 1, 1.0)
+    driver.pool.release(episode)
+    driver.start(0)
+    other_worker = object.__new__(Worker)
+    assert not driver.pool.on_message(other_worker, "anything")
+    assert try_environment(driver.setup) == "first prompt '10:', 3 tokens"
 
 
-def test_what_is_raised_breaks_one_episode_and_a_death_all_that_were_in_the_process(driver: Driver) -> None:
-    raising, dying, beside = (driver.begin(sibling) for sibling in range(3))
+def test_an_exception_fails_one_episode_and_an_exit_all_episodes_of_the_process(driver: Driver) -> None:
+    raising, exiting, other = (driver.start(sibling) for sibling in range(3))
     driver.turn(raising, 0, "r")
-    assert driver.next_word() == EpisodeFailed(raising, "environment raised KeyError")
-    driver.player.release(raising)
+    assert driver.next_reply() == EpisodeFailed(raising, "environment raised KeyError")
+    driver.pool.release(raising)
     assert "nothing there" in driver.notices[0]
-    driver.turn(dying, 0, "x")
-    reason = "environment's process ended: environments 0 ended with exit code 7"
-    assert [driver.next_word(), driver.next_word()] == [
-        EpisodeFailed(dying, reason),
-        EpisodeFailed(beside, reason),
+    driver.turn(exiting, 0, "x")
+    reason = "environment's process ended: environments 0 exited with code 7"
+    assert [driver.next_reply(), driver.next_reply()] == [
+        EpisodeFailed(exiting, reason),
+        EpisodeFailed(other, reason),
     ]
-    driver.player.release(dying)
-    driver.turn(beside, 0, "ab")  # said before the driver heard of the death
-    driver.player.release(beside)
-    driver.begin(0)
+    driver.pool.release(exiting)
+    driver.turn(other, 0, "ab")  # its worker was replaced meanwhile
+    driver.pool.release(other)
+    driver.start(0)
     assert len(driver.notices) == 1
 
 
-def test_a_process_that_hangs_is_replaced_and_its_episodes_break_by_name(driver: Driver) -> None:
-    hanging, beside = driver.begin(0), driver.begin(1)
+def test_a_worker_that_hangs_is_replaced_and_its_episodes_fail(driver: Driver) -> None:
+    hanging, other = driver.start(0), driver.start(1)
     driver.turn(hanging, 0, "h")
-    reason = "environment or one beside it hangs, env.timeout_s = 0.5"
-    assert [driver.next_word(), driver.next_word()] == [
+    reason = "environment or another one of its process hangs, env.timeout_s = 0.5"
+    assert [driver.next_reply(), driver.next_reply()] == [
         EpisodeFailed(hanging, reason),
-        EpisodeFailed(beside, reason),
+        EpisodeFailed(other, reason),
     ]
-    driver.begin(2)
+    driver.start(2)
 
 
-def test_a_class_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
+def test_a_missing_environment_class_is_an_input_error(tmp_path: Path) -> None:
     driver = Driver(tmp_path, environment=f"{tmp_path}/echo.py:Ecco")
     try:
         with pytest.raises(EnvError, match="has no 'Ecco'; it has Echo"):
-            driver.next_word()
+            driver.next_reply()
     finally:
-        driver.player.close()
+        driver.pool.close()
 
 
-def test_a_first_prompt_that_cannot_be_tokenized_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_the_error_about_a_prompt_that_cannot_be_tokenized_is_one_line(tmp_path: Path) -> None:
     echo = tmp_path / "echo.py"
     driver = Driver(tmp_path)
-    driver.player.close()
+    driver.pool.close()
     echo.write_text(ENVIRONMENT.replace('return row["prompt"]', 'return "\\u2603"'))
     with pytest.raises(EnvError) as error:
-        try_environment(driver.plan)
+        try_environment(driver.setup)
     assert str(error.value).startswith(f"env.environment = {echo}:Echo: the episode of the first row")
     assert "cannot tokenize the text" in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_host_that_is_passed_over_is_told_once(driver: Driver) -> None:
+def test_an_unreachable_host_is_logged_once(driver: Driver) -> None:
     for _ in range(2):
-        driver.player.on_message(driver.player._homes[0].worker, HostUnreachable("far:1", "no answer"))
-    assert driver.notices == ["far:1 of env.hosts is passed over, also later without a word: no answer"]
+        driver.pool.on_message(driver.pool._workers[0].worker, HostUnreachable("far:1", "no answer"))
+    assert driver.notices == ["far:1 of env.hosts is unreachable; skipping it (logged once): no answer"]

@@ -43,7 +43,7 @@ class PromptSource:
         return self._cursor.index
 
     def fetch(self, count: int) -> list[PromptsFetched]:
-        """Request `count` prompts; returns those that are available, the others follow when they are uploaded."""
+        """Request `count` prompts. Returns those that are available; the others follow once they are uploaded."""
         self.num_wanted += count
         return self._fetch_available()
 
@@ -65,9 +65,7 @@ class PromptSource:
         try:
             dataset.append(rows)
         except OSError as error:
-            raise ServiceError(
-                503, f"the prompts cannot be stored: {error.strerror}; free disk space"
-            ) from error
+            raise ServiceError(503, f"cannot store the prompts: {error.strerror}; free disk space") from error
         return self._fetch_available()
 
     def _fetch_available(self) -> list[PromptsFetched]:
