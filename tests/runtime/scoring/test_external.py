@@ -1,11 +1,11 @@
-"""Rewards from outside: a group is lent, comes back, and counts once, whoever disappears."""
+"""External rewards: a leased group counts once, whichever client fails."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
-from tests.runtime.test_rewarding import Bench, bench
+from tests.runtime.scoring.conftest import RewardBench
 
 from dora.core.events import GroupScored, ScoringFailed
 from dora.errors import ServiceError
@@ -13,112 +13,116 @@ from dora.runtime.scoring.external import ExternalRewards, LeasedGroup
 from dora.runtime.scoring.reward_manager import RewardTask
 from dora.runtime.scoring.reward_worker import RewardSpec
 
-__all__ = ["bench"]  # the fixture
 
-
-def outside(bench: Bench, timeout_s: float = 60.0, weight: float = 1.0, name: str = "people") -> RewardTask:
-    """A task that is judged from outside."""
+def external_task(
+    bench: RewardBench, timeout_s: float = 60.0, weight: float = 1.0, name: str = "people"
+) -> RewardTask:
     spec = RewardSpec(name, "service", f"reward_task.{name}.class", bench.model)
     return RewardTask(spec, timeout_s, f"reward_task.{name}.timeout_s", weight)
 
 
 @pytest.fixture
-def judge(bench: Bench) -> ExternalRewards:
-    """Of a bench with this task alone."""
-    bench.open(outside(bench))
-    return bench.rewarding.outside["people"]
+def people(bench: RewardBench) -> ExternalRewards:
+    """The only task of the bench."""
+    bench.open(external_task(bench))
+    return bench.manager.external["people"]
 
 
-def lend(judge: ExternalRewards) -> LeasedGroup:
-    loan = judge.lease()
-    assert loan is not None
-    return loan
+def lease(external: ExternalRewards) -> LeasedGroup:
+    leased = external.lease()
+    assert leased is not None
+    return leased
 
 
-def test_a_group_is_lent_with_its_question_and_judged(bench: Bench, judge: ExternalRewards) -> None:
-    assert judge.lease() is None
-    assert not judge.has_group()
-    group = bench.ask(4, mood="good")
-    assert judge.has_group()
-    loan = lend(judge)
-    assert (loan.group, loan.prompt, loan.columns, loan.texts) == ("0/4", "7:", {"mood": "good"}, ["7", "77"])
-    assert not judge.has_group()
-    judge.submit(loan.lease, [0.5, 2.0])
-    assert bench.hear(1) == [GroupScored(group, (0.5, 2.0))]
+def test_a_leased_group_has_its_prompt_and_its_rewards_are_accepted(
+    bench: RewardBench, people: ExternalRewards
+) -> None:
+    assert people.lease() is None
+    assert not people.has_group()
+    group = bench.submit(4, topic="sevens")
+    assert people.has_group()
+    leased = lease(people)
+    assert (leased.group, leased.prompt, leased.columns) == ("0/4", "7:", {"topic": "sevens"})
+    assert leased.texts == ["7", "77"]
+    assert not people.has_group()
+    people.submit(leased.lease, [0.5, 2.0])
+    assert bench.wait_for(1) == [GroupScored(group, (0.5, 2.0))]
 
 
-def test_rewards_from_outside_are_added_to_those_of_other_tasks(bench: Bench) -> None:
-    bench.open(outside(bench, weight=10.0), bench.task())
-    group = bench.ask(0)
-    judge = bench.rewarding.outside["people"]
-    judge.submit(lend(judge).lease, [1.0, 2.0])
-    assert bench.hear(1) == [GroupScored(group, (11.0, 22.0))]
+def test_external_rewards_are_added_to_those_of_other_tasks(bench: RewardBench) -> None:
+    bench.open(external_task(bench, weight=10.0), bench.task())
+    group = bench.submit(0)
+    people = bench.manager.external["people"]
+    people.submit(lease(people).lease, [1.0, 2.0])
+    assert bench.wait_for(1) == [GroupScored(group, (11.0, 22.0))]
 
 
-def test_who_has_judged_in_time_does_not_fail_a_group_that_others_are_still_at(bench: Bench) -> None:
-    bench.open(outside(bench, timeout_s=0.3), outside(bench, name="others"))
-    group = bench.ask(0)
-    fast, slow = bench.rewarding.outside["people"], bench.rewarding.outside["others"]
-    fast.submit(lend(fast).lease, [1.0, 2.0])
-    assert (fast.has_group(), slow.has_group()) == (False, True)  # else clients of the first would ask on
+def test_a_task_that_scored_in_time_does_not_time_out_while_others_score(bench: RewardBench) -> None:
+    bench.open(external_task(bench, timeout_s=0.3), external_task(bench, name="others"))
+    group = bench.submit(0)
+    fast, slow = bench.manager.external["people"], bench.manager.external["others"]
+    fast.submit(lease(fast).lease, [1.0, 2.0])
+    assert (fast.has_group(), slow.has_group()) == (False, True)  # else clients of `fast` would poll
     end_s = time.monotonic() + 0.4
     while time.monotonic() < end_s:
         assert fast.check_deadlines(0.0) == []
-    slow.submit(lend(slow).lease, [10.0, 20.0])
-    assert bench.hear(1) == [GroupScored(group, (11.0, 22.0))]
+    slow.submit(lease(slow).lease, [10.0, 20.0])
+    assert bench.wait_for(1) == [GroupScored(group, (11.0, 22.0))]
 
 
-def test_rewards_may_be_given_again_but_not_others(bench: Bench, judge: ExternalRewards) -> None:
-    bench.ask(0)
-    loan = lend(judge)
-    for _ in range(2):
-        judge.submit(loan.lease, [1.0, 2.0])
-    with pytest.raises(ServiceError, match=f"lease {loan.lease} is over"):
-        judge.submit(loan.lease, [1.0, 3.0])
-    assert [fact.group for fact in bench.hear(1)] == [(0, 0)]
-
-
-def test_too_few_rewards_are_refused_and_the_loan_goes_on(bench: Bench, judge: ExternalRewards) -> None:
-    bench.ask(0)
-    loan = lend(judge)
-    with pytest.raises(ServiceError, match="1 rewards for 2 answers"):
-        judge.submit(loan.lease, [1.0])
-    with pytest.raises(ServiceError, match="lease 77 is over, or was never given"):
-        judge.submit(77, [1.0, 2.0])
-    judge.submit(loan.lease, [1.0, 2.0])
-    assert len(bench.hear(1)) == 1
-
-
-def test_a_loan_that_is_not_answered_is_given_to_somebody_else(bench: Bench) -> None:
-    bench.open(outside(bench, timeout_s=2.0))
-    judge = bench.rewarding.outside["people"]
-    group = bench.ask(0)
-    first, second = lend(judge), None
-    while second is None:
-        second = judge.lease()
-    assert (second.group, second.lease) != (first.group, first.lease)
-    with pytest.raises(ServiceError, match=f"lease {first.lease} is over"):
-        judge.submit(first.lease, [9.0, 9.0])
-    judge.submit(second.lease, [1.0, 2.0])
-    assert bench.hear(1) == [GroupScored(group, (1.0, 2.0))]
-
-
-def test_a_group_that_nobody_judges_fails_by_name_and_later_rewards_are_refused(bench: Bench) -> None:
-    bench.open(outside(bench, timeout_s=0.6))
-    judge = bench.rewarding.outside["people"]
-    group = bench.ask(0)
-    reason = "people: no rewards came from outside within reward_task.people.timeout_s = 0.6"
-    assert bench.hear(1) == [ScoringFailed(group, reason)]
-    bench.feed.drop([group])  # as the driver does with a group that has failed
-    assert judge.lease() is None
-    assert not judge.has_group()
-
-
-def test_rewards_for_a_group_that_has_failed_meanwhile_are_refused(
-    bench: Bench, judge: ExternalRewards
+def test_a_repeated_submission_is_accepted_and_a_different_one_is_refused(
+    bench: RewardBench, people: ExternalRewards
 ) -> None:
-    group = bench.ask(0)
-    loan = lend(judge)
-    bench.feed.drop([group])
-    with pytest.raises(ServiceError, match="given to somebody else, or has ended"):
-        judge.submit(loan.lease, [1.0, 2.0])
+    bench.submit(0)
+    leased = lease(people)
+    for _ in range(2):
+        people.submit(leased.lease, [1.0, 2.0])
+    with pytest.raises(ServiceError, match=f"lease {leased.lease} has expired"):
+        people.submit(leased.lease, [1.0, 3.0])
+    assert [event.group for event in bench.wait_for(1)] == [(0, 0)]
+
+
+def test_a_wrong_number_of_rewards_is_refused_and_the_lease_continues(
+    bench: RewardBench, people: ExternalRewards
+) -> None:
+    bench.submit(0)
+    leased = lease(people)
+    with pytest.raises(ServiceError, match="1 rewards for 2 responses"):
+        people.submit(leased.lease, [1.0])
+    with pytest.raises(ServiceError, match="lease 77 has expired or never existed"):
+        people.submit(77, [1.0, 2.0])
+    people.submit(leased.lease, [1.0, 2.0])
+    assert len(bench.wait_for(1)) == 1
+
+
+def test_a_group_is_leased_again_when_its_lease_expires(bench: RewardBench) -> None:
+    bench.open(external_task(bench, timeout_s=2.0))
+    people = bench.manager.external["people"]
+    group = bench.submit(0)
+    first, second = lease(people), None
+    while second is None:
+        second = people.lease()
+    assert (second.group, second.lease) != (first.group, first.lease)
+    with pytest.raises(ServiceError, match=f"lease {first.lease} has expired"):
+        people.submit(first.lease, [9.0, 9.0])
+    people.submit(second.lease, [1.0, 2.0])
+    assert bench.wait_for(1) == [GroupScored(group, (1.0, 2.0))]
+
+
+def test_a_group_without_rewards_fails_after_its_timeout(bench: RewardBench) -> None:
+    bench.open(external_task(bench, timeout_s=0.6))
+    people = bench.manager.external["people"]
+    group = bench.submit(0)
+    reason = "people: no client submitted rewards within reward_task.people.timeout_s = 0.6"
+    assert bench.wait_for(1) == [ScoringFailed(group, reason)]
+    bench.stream.clear([group])  # as the driver does with a failed group
+    assert people.lease() is None
+    assert not people.has_group()
+
+
+def test_rewards_for_a_group_that_has_failed_are_refused(bench: RewardBench, people: ExternalRewards) -> None:
+    group = bench.submit(0)
+    leased = lease(people)
+    bench.stream.clear([group])
+    with pytest.raises(ServiceError, match="leased again, or has ended"):
+        people.submit(leased.lease, [1.0, 2.0])

@@ -69,7 +69,7 @@ class ExternalRewards:
         self._scored.discard(group)
 
     def check_deadlines(self, asleep_s: float) -> list[m.TaskFailed]:
-        """Groups whose timeout is over; the time that the driver was suspended, `asleep_s`, does not count."""
+        """Groups whose timeout is over. The driver was suspended for `asleep_s`, which does not count."""
         self._since_s = {group: since_s + asleep_s for group, since_s in self._since_s.items()}
         end_s = time.monotonic() - self.timeout_s
         late = tuple(group for group in self._waiting if self._since_s[group] < end_s)

@@ -155,7 +155,10 @@ class RewardWorkers:
         worker: Worker,
         message: m.WorkerReady | m.TaskStarted | m.TaskFailed | m.StreamFull | m.WorkerExited,
     ) -> list[m.TaskFailed]:
-        """Returns the groups that cannot be scored. Raises InputError or RunError if the run cannot continue."""
+        """Returns the groups that cannot be scored.
+
+        Raises InputError or RunError if the run cannot continue.
+        """
         index = next(index for index, record in enumerate(self._records) if record.worker is worker)
         record = self._records[index]
         record.since_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""A reward function in a worker process: reads whole groups from the sample stream, fills the column of its task."""
+"""A reward function in a worker process: scores groups of the sample stream and fills its task's column."""
 
 from __future__ import annotations
 

@@ -1,0 +1,117 @@
+"""Reward tasks at a sample stream, without a run."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runtime.tiny import CHARACTERS, save_start
+
+from dora.core.events import GroupScored, ScoringFailed
+from dora.core.types import GroupId, RequestId
+from dora.runtime.process.worker_process import WorkerMessages, receive
+from dora.runtime.scoring.reward_manager import RewardManager, RewardTask
+from dora.runtime.scoring.reward_worker import RewardSpec, encode_prompt_row
+from dora.stream.run_stream import RunStream
+from dora.stream.sample_db import Trajectory
+
+FUNCTIONS = """
+import os, signal, time
+from pathlib import Path
+
+
+def reward(prompt, completion, *, behavior="normal", **row):
+    flag = Path(__file__).with_name("flag")
+    if behavior == "hangs":
+        time.sleep(3600)
+    if behavior == "crashes" or (behavior == "crashes once" and not flag.exists()):
+        flag.touch()
+        os.kill(os.getpid(), 9)
+    if behavior == "stops" or (behavior == "stops once" and not flag.exists()):
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if behavior == "waits":
+        while not flag.exists():
+            time.sleep(0.01)
+    return float(len(completion))
+
+
+class Batched:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, prompts, completions, behavior, **columns):
+        if "raises" in behavior:
+            raise ValueError("bad row")
+        return [self.factor * len(prompts)] * len(prompts)
+"""
+
+
+class RewardBench:
+    """A stream with groups of two responses (three to held-out prompts) and a reward manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.model = folder, save_start(folder / "start")
+        (folder / "tasks.py").write_text(FUNCTIONS)
+        self.messages = WorkerMessages()
+        self.events: list[GroupScored | ScoringFailed] = []
+        self.notices: list[str] = []
+
+    def task(
+        self,
+        name: str = "reward",
+        function: str = "reward",
+        options: dict[str, Any] | None = None,
+        timeout_s: float = 60.0,
+        **settings: Any,
+    ) -> RewardTask:
+        path, key = f"{self.folder}/tasks.py:{function}", f"reward_task.{name}.class"
+        spec = RewardSpec(name, path, key, self.model, options or {})
+        return RewardTask(spec, timeout_s, f"{name}.timeout_s", **settings)
+
+    def open(self, *tasks: RewardTask, host: str | None = None) -> None:
+        """With a `host`, workers use the stream as from another machine, where the storage cannot see their
+        end.
+        """
+        leases = {task.name: task.lease_s() for task in tasks}
+        self.stream = RunStream(self.folder / "stream", 2, tasks=leases, held_out_size=3, host=host)
+        self.manager = RewardManager(tasks, self.stream, 60.0, self.messages, self.notices.append)
+
+    def submit(self, row: int, version: int = 0, **columns: Any) -> GroupId:
+        """Submit a group whose responses have one and two characters."""
+        group = GroupId(0, row)
+        for sibling in range(2):
+            ids = [CHARACTERS.index("7")] * (sibling + 1)
+            self.stream.put(Trajectory(RequestId(*group, sibling), version, "", [1], ids, [-1.0] * len(ids)))
+        self.stream.flush()
+        self.manager.submit(group, encode_prompt_row("7:", columns))
+        return group
+
+    def wait_for(self, num_events: int) -> Sequence[GroupScored | ScoringFailed]:
+        """All events so far, once there are that many."""
+        while len(self.events) < num_events:
+            self.poll()
+        return self.events
+
+    def poll(self) -> None:
+        for worker, message in receive(self.messages, 0.1):
+            self.events += self.manager.on_message(worker, message) or []
+        self.events += self.manager.check_deadlines()
+
+    def close(self) -> None:
+        self.manager.kill()
+        self.stream.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[RewardBench]:
+    """In a folder with a short name: the path of a socket may have at most 107 characters."""
+    folder = Path(tempfile.mkdtemp(prefix="dora-"))
+    bench = RewardBench(folder)
+    yield bench
+    bench.close()
+    shutil.rmtree(folder)
