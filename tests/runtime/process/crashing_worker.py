@@ -1,4 +1,4 @@
-"""A worker that dies in the middle of a word: half a message, then nothing."""
+"""Targets of worker processes that exit in unusual ways."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from multiprocessing.connection import Connection
 from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
 
 
-def die_while_speaking(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
-    """Announce 100 bytes as the pipe does, send 10, and go."""
+def exit_during_send(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
+    """Send a message and part of a second one: a header that announces 100 bytes, and 10 bytes."""
     outbox.send("a whole message")
-    line = outbox._line
-    assert isinstance(line, Connection)
-    os.write(line.fileno(), struct.pack("!i", 100) + bytes(10))
+    connection = outbox._channel
+    assert isinstance(connection, Connection)
+    os.write(connection.fileno(), struct.pack("!i", 100) + bytes(10))
     os._exit(0)
 
 
-def speak(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
-    """Say something, and wait for an answer that never comes."""
+def send_and_wait(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> None:
+    """Send a message and wait for a reply that never comes."""
     outbox.send("a message")
     for _ in inbox.receive(None):
         pass

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.runtime.conftest import StartRun
+from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")

@@ -1,0 +1,99 @@
+"""Lost engines and trainers are restarted, and the guarantees hold."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from tests.runs.conftest import StartRun
+from tests.runtime.running import Run, dora, journal, metrics, summary, wait_until_gone
+
+from dora.runtime.process.worker_process import FIRST_DELAY_S
+
+LONG: dict[str, Any] = {"engine__min_step_time": "20ms", "run__steps": 1000}
+ONE_ENGINE: dict[str, Any] = {**LONG, "engine__num_engines": 1}
+
+
+def events(run: Run, kind: str) -> list[dict[str, Any]]:
+    return [line for line in journal(run.out) if line["kind"] == kind]
+
+
+def has_finished_a_request(run: Run, engine: int) -> bool:
+    return any(line["engine"] == engine for line in events(run, "request_finished"))
+
+
+def stop(run: Run) -> str:
+    """Stop the run and check its records; returns its output."""
+    os.kill(run.pid, signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 130, ended
+    audit, replay = dora("audit", run.out), dora("replay", run.out)
+    assert (audit.code, replay.code) == (0, 0), (audit, replay)
+    s = summary(run.out)
+    assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
+    return ended.out
+
+
+def test_a_killed_engine_is_restarted_and_generates(start_run: StartRun) -> None:
+    run = start_run(**LONG)
+    run.wait_for_steps(1)
+    run.workers()[0].kill()
+    run.wait_until(lambda: has_finished_a_request(run, 2), "a completion of the new engine")
+    out = stop(run)
+    lost = "engine 0 lost (killed by SIGKILL): its requests restart on other engines"
+    assert f"{lost}; restarting in 1 s\n" in out
+    assert "starting engine 2 in place of engine 0\n" in out
+    assert "engine 2 joined\n" in out
+    joined = {line["engine"]: line["replaces"] for line in events(run, "engine_joined")}
+    assert joined == {0: None, 1: None, 2: 0}
+    assert (summary(run.out)["engine_failures"], summary(run.out)["engine_restarts"]) == (1, 1)
+
+
+def test_a_run_survives_a_timeout_of_its_only_engine(start_run: StartRun) -> None:
+    """The engine hangs, so only its heartbeat shows it. It is killed, and its replacement gets its requests."""
+    run = start_run(**ONE_ENGINE, runtime__heartbeat_timeout_s=3.0)
+    run.wait_for_steps(1)
+    hung = run.workers()[0]
+    hung.suspend()
+    run.wait_until(lambda: has_finished_a_request(run, 1), "a completion of the new engine")
+    assert wait_until_gone([hung], 2.0) == []
+    out = stop(run)
+    reason = "no heartbeat for more than runtime.heartbeat_timeout_s = 3 s"
+    assert f"engine 0 lost ({reason})" in out
+    assert [line["reason"] for line in events(run, "engine_lost")] == [reason]
+
+
+def test_a_killed_trainer_is_restarted_while_engines_generate(start_run: StartRun) -> None:
+    """It resumes from the last checkpoint with the same batches; on this machine they give the same bits."""
+    run = start_run(**LONG, trainer__save_freq=2)
+    run.wait_for_steps(3)
+    run.workers()[2].kill()
+    run.wait_for_steps(7)
+    out = stop(run)
+    assert "trainer lost (trainer was killed by SIGKILL): engines keep generating; restarting in 1 s" in out
+    lines = journal(run.out)
+    (lost,), (new,) = (events(run, kind) for kind in ("trainer_lost", "trainer_replaced"))
+    assert new["from_step"] >= 2
+    assert any(line["kind"] == "request_finished" for line in lines[lost["seq"] : new["seq"]])
+    published = {line["version"]: line["digest"] for line in events(run, "published")}
+    attested = events(run, "digest_reported")
+    assert len(attested) == len(new["redone"]) + 1
+    assert all(published[line["version"]] == line["digest"] for line in attested)
+    s = summary(run.out)
+    assert (s["trainer_failures"], s["attempts"], s["redone_steps"]) == (1, 1, len(new["redone"]))
+    assert s["trainer_recovery_s_max"] > FIRST_DELAY_S
+    assert [line["step"] for line in metrics(run.out)] == [*range(s["steps"])]
+
+
+def test_a_run_whose_last_engine_has_no_restarts_left_ends_with_an_error(start_run: StartRun) -> None:
+    run = start_run(**ONE_ENGINE, runtime__max_restarts=1)
+    run.wait_for_steps(1)
+    run.workers()[0].kill()
+    run.wait_until(lambda: len(events(run, "engine_joined")) == 2, "another engine")
+    run.workers()[-1].kill()
+    ended = run.end(timeout_s=20)
+    assert ended.code == 1, ended
+    assert "the last engine is lost: engine 1 was killed by SIGKILL" in ended.err
+    assert "; not restarting it: runtime.max_restarts = 1 is reached\n" in ended.out
+    assert dora("audit", run.out).code == 0
