@@ -1,4 +1,4 @@
-"""The two ends of a move as a model: they obey the protocol, in any order, and die at any moment."""
+"""A model of the two engines of a migration: they follow the protocol in any order and crash at any time."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from dora.runtime.process import messages as m
 REQUEST = RequestId(0, 1, 2)
 
 
-class End:
-    """One engine of a move: orders come in, words go out, both are under way for a while."""
+class Engine:
+    """One engine of a migration, with delayed messages in both directions."""
 
     def __init__(self, folder: Path, rng: Random) -> None:
-        self.orders: deque[object] = deque()
-        self.words: deque[object] = deque()
+        self.inbox: deque[object] = deque()
+        self.outbox: deque[object] = deque()
         self._folder, self._rng = folder, rng
-        self._move = -1
+        self._migration_id = -1
         self._is_open = False
 
     def act(self) -> None:
-        """Hear one order, or do one thing on one's own account."""
-        if self.orders and self._rng.random() < 0.5:
-            self.hear(self.orders.popleft())
+        """Handle one message, or advance the migration by one step."""
+        if self.inbox and self._rng.random() < 0.5:
+            self.handle(self.inbox.popleft())
         elif self._is_open:
             self.poll()
 
-    def hear(self, order: object) -> None:
+    def handle(self, message: object) -> None:
         raise NotImplementedError
 
     def poll(self) -> None:
         raise NotImplementedError
 
     def path(self, name: str) -> Path:
-        return self._folder / f"migration-{self._move}.{name}"
+        return self._folder / f"migration-{self._migration_id}.{name}"
 
-    def _say(self, word: object) -> None:
+    def _finish(self, reply: object) -> None:
         self._is_open = False
-        self.words.append(word)
+        self.outbox.append(reply)
 
     def _rename(self, name: str) -> bool:
         try:
@@ -51,60 +51,60 @@ class End:
         return True
 
 
-class Destination(End):
-    """Reserves, takes what is offered, or gives up."""
+class Destination(Engine):
+    """Reserves a row, imports the request, or gives up."""
 
-    has_taken = False
+    has_imported = False
 
-    def hear(self, order: object) -> None:
-        match order:
-            case m.ReserveMigration(move):
-                self._move, self._is_open = move, True
+    def handle(self, message: object) -> None:
+        match message:
+            case m.ReserveMigration(migration_id):
+                self._migration_id, self._is_open = migration_id, True
                 if self._rng.random() < 0.1:
-                    self._say(m.ImportFailed(move, "no free row"))
+                    self._finish(m.ImportFailed(migration_id, "no free row"))
                 else:
-                    self.words.append(m.MigrationReserved(move, 0, ""))
+                    self.outbox.append(m.MigrationReserved(migration_id, 0, ""))
             case m.CancelMigration() if self._is_open:
-                self._say(m.ImportFailed(self._move, "cancelled"))
+                self._finish(m.ImportFailed(self._migration_id, "cancelled"))
             case _:
                 pass
 
     def poll(self) -> None:
         if self._rng.random() < 0.05:
-            self._say(m.ImportFailed(self._move, "lease over"))
+            self._finish(m.ImportFailed(self._migration_id, "lease expired"))
         elif self._rename("imported"):
-            self.has_taken = True
-            self._say(m.ImportFinished(self._move, REQUEST, 7, 512, 0.001, 0.002))
+            self.has_imported = True
+            self._finish(m.ImportFinished(self._migration_id, REQUEST, 7, 512, 0.001, 0.002))
 
 
-class Source(End):
-    """Offers the request, and takes it back unless it was taken."""
+class Source(Engine):
+    """Exports the request, and withdraws it unless it was imported."""
 
-    _has_offered = False
+    _has_exported = False
 
-    def hear(self, order: object) -> None:
-        match order:
-            case m.StartExport(move):
-                self._move, self._is_open = move, True
+    def handle(self, message: object) -> None:
+        match message:
+            case m.StartExport(migration_id):
+                self._migration_id, self._is_open = migration_id, True
                 if self._rng.random() < 0.1:
-                    self._say(m.ExportFailed(move, "it has finished"))
+                    self._finish(m.ExportFailed(migration_id, "it has finished"))
             case m.CancelMigration() if self._is_open:
-                self._take_back("cancelled")
+                self._withdraw("cancelled")
             case _:
                 pass
 
     def poll(self) -> None:
-        if not self._has_offered:
+        if not self._has_exported:
             self.path("progress").touch()
             if self._rng.random() < 0.3:
-                self._has_offered = True
+                self._has_exported = True
                 self.path("draft").touch()
                 os.rename(self.path("draft"), self.path("exported"))
         elif self.path("imported").exists():
-            self._say(m.ExportFinished(self._move))
+            self._finish(m.ExportFinished(self._migration_id))
         elif self._rng.random() < 0.1:
-            self._take_back("lease over")
+            self._withdraw("lease expired")
 
-    def _take_back(self, reason: str) -> None:
-        if not self._has_offered or self._rename("withdrawn"):
-            self._say(m.ExportFailed(self._move, reason))
+    def _withdraw(self, reason: str) -> None:
+        if not self._has_exported or self._rename("withdrawn"):
+            self._finish(m.ExportFailed(self._migration_id, reason))

@@ -1,4 +1,4 @@
-"""Of each move the core is told once how it ended, and that is how it ended, whoever dies when."""
+"""The orchestrator gets one event about each migration, the true outcome, whichever engine crashes when."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.runtime.migration_model import REQUEST, Destination, End, Source
+from tests.runtime.rollout.migration_model import REQUEST, Destination, Engine, Source
 
 from dora.core.actions import Migrate
 from dora.core.events import Event, Migrated, MigrationFailed, RequestFinished
@@ -17,125 +17,125 @@ from dora.runtime.process import messages as m
 from dora.runtime.rollout.migration import Migrations
 
 SOURCE, DESTINATION = 3, 5
-ORDER = Migrate(REQUEST, SOURCE, DESTINATION, 0, "a test")
+ACTION = Migrate(REQUEST, SOURCE, DESTINATION, 0, "a test")
 FINISHED = RequestFinished(DESTINATION, REQUEST, 0, 9, (), "stop")
-ASKED = Request(REQUEST, REQUEST.group, (1, 2), 0, 0, SamplingParams(1.0, 8))
+SUBMITTED = Request(REQUEST, REQUEST.group, (1, 2), 0, 0, SamplingParams(1.0, 8))
 
 
-class Stage:
-    """One move between two modelled engines."""
+class Cluster:
+    """One migration between two modelled engines."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         folder.mkdir()
         self.rng, self.folder = Random(seed), folder
         self.destination = Destination(folder, self.rng)
-        self.ends: dict[int, End] = {SOURCE: Source(folder, self.rng), DESTINATION: self.destination}
-        self.facts: deque[Event] = deque()
-        self.moves = Migrations(folder, 1.0, self.facts, self.send, lambda request: 7)
+        self.engines: dict[int, Engine] = {SOURCE: Source(folder, self.rng), DESTINATION: self.destination}
+        self.events: deque[Event] = deque()
+        self.migrations = Migrations(folder, 1.0, self.events, self.send, lambda request: 7)
 
     def send(self, engine: int, message: object) -> bool:
-        if engine not in self.ends:
+        if engine not in self.engines:
             return False
-        self.ends[engine].orders.append(message)
+        self.engines[engine].inbox.append(message)
         return True
 
-    def begin(self) -> None:
-        if SOURCE in self.ends:
-            self.moves.start(ORDER, ASKED, self.folder / "pool")
+    def start(self) -> None:
+        if SOURCE in self.engines:
+            self.migrations.start(ACTION, SUBMITTED, self.folder / "pool")
         else:
-            self.moves.reject(ORDER)
+            self.migrations.reject(ACTION)
 
-    def listen(self, engine: int) -> None:
-        """Hear the next word of an engine."""
-        word = self.ends[engine].words.popleft()
+    def receive(self, engine: int) -> None:
+        """Deliver the next reply of an engine."""
+        reply = self.engines[engine].outbox.popleft()
         assert isinstance(
-            word, m.MigrationReserved | m.ImportFinished | m.ImportFailed | m.ExportFinished | m.ExportFailed
+            reply, m.MigrationReserved | m.ImportFinished | m.ImportFailed | m.ExportFinished | m.ExportFailed
         )
-        self.moves.on_reply(word)
+        self.migrations.on_reply(reply)
 
     def kill(self, engine: int) -> None:
-        """The engine dies; what it said last is heard, or is lost with it."""
-        while self.ends[engine].words and self.rng.random() < 0.7:
-            self.listen(engine)
-        del self.ends[engine]
-        self.moves.on_engine_lost(engine)
+        """Crash an engine; its last replies are delivered or lost."""
+        while self.engines[engine].outbox and self.rng.random() < 0.7:
+            self.receive(engine)
+        del self.engines[engine]
+        self.migrations.on_engine_lost(engine)
 
-    def play(self, share_killed: float) -> None:
-        """Until nobody has anything left to say or do."""
-        while self.ends and self.moves.in_progress:
-            self.step(share_killed)
+    def run(self, kill_probability: float) -> None:
+        """Run until the migration has ended or no engine is left."""
+        while self.engines and self.migrations.in_progress:
+            self.step(kill_probability)
 
-    def step(self, share_killed: float) -> None:
-        """Somebody does something."""
-        engine = self.rng.choice(sorted(self.ends))
-        if self.rng.random() < share_killed:
+    def step(self, kill_probability: float) -> None:
+        """Let a random engine crash, deliver a reply or act."""
+        engine = self.rng.choice(sorted(self.engines))
+        if self.rng.random() < kill_probability:
             self.kill(engine)
-        elif self.ends[engine].words and self.rng.random() < 0.5:
-            self.listen(engine)
+        elif self.engines[engine].outbox and self.rng.random() < 0.5:
+            self.receive(engine)
         else:
-            self.ends[engine].act()
+            self.engines[engine].act()
 
 
-@pytest.mark.parametrize("share_killed", [0.0, 0.02, 0.1, 0.4])
-def test_the_core_hears_once_how_a_move_ended(tmp_path: Path, share_killed: float) -> None:
+@pytest.mark.parametrize("kill_probability", [0.0, 0.02, 0.1, 0.4])
+def test_each_migration_gets_one_event_with_its_true_outcome(tmp_path: Path, kill_probability: float) -> None:
     seen: Counter[str] = Counter()
     for seed in range(300):
-        stage = Stage(tmp_path / f"{seed}", seed)
-        stage.begin()
-        stage.play(share_killed)
-        (fact,) = stage.facts
-        assert isinstance(fact, Migrated if stage.destination.has_taken else MigrationFailed), seed
-        assert not stage.moves.in_progress, seed
-        assert not any(stage.moves.is_involved(engine) for engine in (SOURCE, DESTINATION))
-        assert list(stage.folder.iterdir()) == [], seed
-        seen[type(fact).__name__ + f" {len(stage.ends)}"] += 1
-        shutil.rmtree(stage.folder)
-    assert {"Migrated 2", "MigrationFailed 2"} <= seen.keys() or share_killed == 0.4
+        cluster = Cluster(tmp_path / f"{seed}", seed)
+        cluster.start()
+        cluster.run(kill_probability)
+        (event,) = cluster.events
+        assert isinstance(event, Migrated if cluster.destination.has_imported else MigrationFailed), seed
+        assert not cluster.migrations.in_progress, seed
+        assert not any(cluster.migrations.is_involved(engine) for engine in (SOURCE, DESTINATION))
+        assert list(cluster.folder.iterdir()) == [], seed
+        seen[type(event).__name__ + f" {len(cluster.engines)}"] += 1
+        shutil.rmtree(cluster.folder)
+    assert {"Migrated 2", "MigrationFailed 2"} <= seen.keys() or kill_probability == 0.4
 
 
-def test_the_loss_of_a_source_waits_for_what_becomes_of_its_moves(tmp_path: Path) -> None:
-    stage = Stage(tmp_path / "run", seed=1)
-    stage.begin()
-    stage.kill(SOURCE)
-    assert stage.moves.is_involved(SOURCE)
-    assert not stage.facts
-    stage.play(0.0)
-    assert not stage.moves.is_involved(SOURCE)
-    assert isinstance(stage.facts[0], MigrationFailed)
+def test_a_lost_source_stays_involved_until_its_migrations_have_ended(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "run", seed=1)
+    cluster.start()
+    cluster.kill(SOURCE)
+    assert cluster.migrations.is_involved(SOURCE)
+    assert not cluster.events
+    cluster.run(0.0)
+    assert not cluster.migrations.is_involved(SOURCE)
+    assert isinstance(cluster.events[0], MigrationFailed)
 
 
-def test_what_the_destination_says_of_a_request_is_told_after_its_arrival(tmp_path: Path) -> None:
+def test_events_of_the_destination_are_reported_after_migrated(tmp_path: Path) -> None:
     for seed in range(50):
-        stage = Stage(tmp_path / f"{seed}", seed)
-        stage.begin()
-        while not stage.destination.has_taken and stage.moves.in_progress:
-            stage.step(0.0)
-        if stage.destination.has_taken:
-            stage.moves.report(FINISHED)
-            assert not stage.facts, "the source has not let go yet"
-            stage.play(0.0)
-            assert isinstance(stage.facts[0], Migrated)
-            assert list(stage.facts)[1:] == [FINISHED]
+        cluster = Cluster(tmp_path / f"{seed}", seed)
+        cluster.start()
+        while not cluster.destination.has_imported and cluster.migrations.in_progress:
+            cluster.step(0.0)
+        if cluster.destination.has_imported:
+            cluster.migrations.report(FINISHED)
+            assert not cluster.events, "the source has not replied yet"
+            cluster.run(0.0)
+            assert isinstance(cluster.events[0], Migrated)
+            assert list(cluster.events)[1:] == [FINISHED]
 
 
-def test_what_the_source_says_of_a_request_is_told_at_once(tmp_path: Path) -> None:
-    stage = Stage(tmp_path / "run", seed=1)
-    stage.begin()
-    stage.moves.report(at_source := RequestFinished(SOURCE, REQUEST, 0, 9, (), "stop"))
-    assert list(stage.facts) == [at_source]
+def test_events_of_the_source_are_reported_at_once(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "run", seed=1)
+    cluster.start()
+    cluster.migrations.report(at_source := RequestFinished(SOURCE, REQUEST, 0, 9, (), "stop"))
+    assert list(cluster.events) == [at_source]
 
 
-@pytest.mark.parametrize("gone", [SOURCE, DESTINATION])
-def test_a_move_of_an_engine_that_is_gone_fails_before_all_else_is_told(tmp_path: Path, gone: int) -> None:
-    stage = Stage(tmp_path / "run", seed=1)
-    stage.facts.append(Migrated(REQUEST, 0, 1, 2, 3, 0.1, 0.1))
-    stage.kill(gone)
-    stage.begin()
-    assert stage.facts[0] == MigrationFailed(REQUEST, SOURCE, DESTINATION, "an engine is lost")
-    assert not stage.moves.in_progress
+@pytest.mark.parametrize("lost", [SOURCE, DESTINATION])
+def test_a_migration_of_a_lost_engine_fails_before_all_queued_events(tmp_path: Path, lost: int) -> None:
+    cluster = Cluster(tmp_path / "run", seed=1)
+    cluster.events.append(Migrated(REQUEST, 0, 1, 2, 3, 0.1, 0.1))
+    cluster.kill(lost)
+    cluster.start()
+    assert cluster.events[0] == MigrationFailed(REQUEST, SOURCE, DESTINATION, "an engine is lost")
+    assert not cluster.migrations.in_progress
 
 
-def test_a_late_word_about_a_move_that_is_over_changes_nothing(tmp_path: Path) -> None:
-    stage = Stage(tmp_path / "run", seed=1)
-    stage.moves.on_reply(m.ImportFailed(17, "late"))
-    assert not stage.facts
+def test_a_late_reply_about_a_finished_migration_is_ignored(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "run", seed=1)
+    cluster.migrations.on_reply(m.ImportFailed(17, "late"))
+    assert not cluster.events
