@@ -1,4 +1,4 @@
-"""A run goes on from the weights it began with, and from no others."""
+"""A run is resumed from the initial weights that it began with, and from no others."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def read(folder: Path, *changes: str) -> Config:
 
 def recorded(*digests: str, critic: str | None = None) -> Journal:
     """A journal in which versions with these digests were published."""
-    facts = [Published(version, digest) for version, digest in enumerate(digests)]
-    lines = tuple(JournalLine(seq, 0.0, fact) for seq, fact in enumerate(facts))
+    events = [Published(version, digest) for version, digest in enumerate(digests)]
+    lines = tuple(JournalLine(seq, 0.0, event) for seq, event in enumerate(events))
     return Journal(LIMITS, 7, lines, False, critic)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("has_checkpoint", [False, True])
-def test_another_starting_model_is_refused_at_every_resume(
+def test_other_initial_weights_are_refused_at_every_resume(
     tmp_path: Path, dtype: str, has_checkpoint: bool
 ) -> None:
     config = read(tmp_path, f"engine.dtype={dtype}")
@@ -47,11 +47,11 @@ def test_another_starting_model_is_refused_at_every_resume(
         check_initial_weights(config, journal, has_checkpoint=has_checkpoint)
 
 
-def test_a_run_that_published_nothing_may_begin_with_any_model(tmp_path: Path) -> None:
+def test_a_run_that_published_nothing_may_resume_from_any_model(tmp_path: Path) -> None:
     check_initial_weights(read(tmp_path), recorded(), has_checkpoint=False)
 
 
-def test_another_critic_is_refused_while_no_checkpoint_has_it(tmp_path: Path) -> None:
+def test_another_critic_is_refused_without_a_checkpoint(tmp_path: Path) -> None:
     folder = save_start(tmp_path / "critic")
     config = read(tmp_path, "algorithm.adv_estimator=gae", f"critic.path={folder}")
     journal = recorded(weight_digest(START), critic=critic_digest(config))
@@ -62,5 +62,5 @@ def test_another_critic_is_refused_while_no_checkpoint_has_it(tmp_path: Path) ->
         check_initial_weights(config, journal, has_checkpoint=False)
 
 
-def test_a_critic_that_begins_as_the_policy_needs_no_digest(tmp_path: Path) -> None:
+def test_a_critic_that_starts_from_the_policy_has_no_digest(tmp_path: Path) -> None:
     assert critic_digest(read(tmp_path, "algorithm.adv_estimator=gae")) is None

@@ -1,4 +1,4 @@
-"""A trainer that dies, hangs or does not start has a successor, until it has had enough of them."""
+"""The supervisor restarts a trainer that crashes, hangs or does not start, up to its limit of restarts."""
 
 from __future__ import annotations
 
@@ -28,186 +28,179 @@ from dora.weights.store import WeightStore, make_store_folder
 BATCH = (GroupId(0, 0), GroupId(0, 1))
 
 
-class Scene:
-    """A run that has begun, with a trainer whose words are the test's."""
+class SupervisedTrainer:
+    """A supervisor in a run that has begun, and a trainer whose messages the test sends."""
 
     def __init__(self, task: Path, out: Path, *changes: str) -> None:
-        self.plan = RunSetup.make(load.read_config(task, changes), out)
-        self.facts: deque[Event] = deque()
+        self.setup = RunSetup.make(load.read_config(task, changes), out)
+        self.events: deque[Event] = deque()
         self.notices: list[str] = []
         self.published: dict[int, str] = {}
         self.launcher = FakeLauncher()
-        self._told = WorkerMessages(self.launcher.start)
+        self._messages = WorkerMessages(self.launcher.start)
         self.samples = SampleStore(out / "samples.sqlite")
         self.store = WeightStore(make_store_folder(1))
-        teller = SampleBook(self.plan, self.samples)
-        checkpoints = CheckpointManager(self.plan, self.store, self.notices.append)
-        folders = self.store.folder, out
-        announce = self.published.__setitem__
-        self.trainers = TrainerSupervisor(
-            self.plan,
-            folders,
+        self.supervisor = TrainerSupervisor(
+            self.setup,
+            (self.store.folder, out),
             (0, None),
-            self._told,
-            self.facts,
-            teller,
-            checkpoints,
-            announce,
+            self._messages,
+            self.events,
+            SampleBook(self.setup, self.samples),
+            CheckpointManager(self.setup, self.store, self.notices.append),
+            self.published.__setitem__,
             self.notices.append,
         )
-        self.says(m.WorkerReady())
-        self.trainers.open(may_replace=True)
+        self.emit(m.WorkerReady())
+        self.supervisor.can_restart = True
 
     @property
     def process(self) -> FakeProcess:
+        """The newest process."""
         return self.launcher.processes[-1]
 
-    def says(self, message: object) -> None:
-        """The trainer of the day says something, and is heard."""
+    def emit(self, message: object) -> None:
+        """The trainer sends a message and the supervisor handles it."""
         self.process.emit(message)
-        self.hear()
+        self.handle_messages()
 
-    def hear(self) -> None:
-        for worker, message in receive(self._told, 5.0):
-            if worker in self.trainers.ranks:
-                self.trainers.on_message(worker, message)
+    def handle_messages(self) -> None:
+        for worker, message in receive(self._messages, 5.0):
+            if worker in self.supervisor.ranks:
+                self.supervisor.on_message(worker, message)
 
     def train(self, step: int) -> None:
-        self.trainers.send(m.TrainStep(step, BATCH))
-        self.says(m.StepCompleted(step, {}))
+        self.supervisor.send(m.TrainStep(step, BATCH))
+        self.emit(m.StepCompleted(step, {}))
 
-    def replace(self) -> None:
-        """Its successor's time has come."""
+    def kill(self) -> None:
+        self.process.kill()
+        self.handle_messages()
+
+    def wait_for_restart(self) -> None:
         num_before = len(self.launcher.processes)
         deadline_s = time.monotonic() + 3 * FIRST_DELAY_S
         while len(self.launcher.processes) == num_before:
             assert time.monotonic() < deadline_s
-            self.trainers.check_deadlines(0.0)
+            self.supervisor.check_deadlines(0.0)
             time.sleep(0.02)
 
     def close(self) -> None:
-        self.trainers.kill()
+        self.supervisor.kill()
         self.samples.close()
         self.store.close()
 
 
 @pytest.fixture
-def scene(task: Path, tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(task, tmp_path, "runtime.max_restarts=1", "runtime.step_timeout_s=0.2")
-    yield made
-    made.close()
+def trainer(task: Path, tmp_path: Path) -> Iterator[SupervisedTrainer]:
+    """It may be restarted once, and must reply within 0.2 s."""
+    supervised = SupervisedTrainer(task, tmp_path, "runtime.max_restarts=1", "runtime.step_timeout_s=0.2")
+    yield supervised
+    supervised.close()
 
 
 @pytest.fixture
-def scene_of_many(task: Path, tmp_path: Path) -> Iterator[Scene]:
-    """Trainers one after another."""
-    made = Scene(task, tmp_path)
-    yield made
-    made.close()
+def restartable_trainer(task: Path, tmp_path: Path) -> Iterator[SupervisedTrainer]:
+    """It has the default limits."""
+    supervised = SupervisedTrainer(task, tmp_path)
+    yield supervised
+    supervised.close()
 
 
 def write_journal(out: Path, *steps: int) -> None:
-    """With the orders to train some steps."""
+    """Write a journal with the action to train each of some steps."""
     records = [{"kind": "train", "step": step, "groups": BATCH} for step in steps]
     lines = [json.dumps({"seq": seq, "t_s": 0.0, **record}) for seq, record in enumerate(records)]
     (out / "journal.jsonl").write_text("\n".join(["{}", *lines]) + "\n")
 
 
-def test_a_successor_redoes_what_was_trained_with_the_batches_of_the_journal(scene: Scene) -> None:
-    scene.train(0)
-    scene.train(1)
-    write_journal(scene.plan.out, 0, 1, 2)
-    scene.trainers.send(m.TrainStep(2, BATCH))
-    scene.process.kill()
-    scene.hear()
-    assert scene.facts.pop() == TrainerLost("trainer was killed by SIGKILL")
-    assert "another one begins in 1 s" in scene.notices[-1]
-    assert scene.trainers.restart_at_s is not None
-    scene.replace()
-    scene.says(m.WorkerReady())
-    assert scene.facts.pop() == TrainerReplaced(0, (BATCH, BATCH))
-    assert scene.process.spec.checkpoint is None
+def test_a_restarted_trainer_redoes_steps_with_the_batches_of_the_journal(trainer: SupervisedTrainer) -> None:
+    trainer.train(0)
+    trainer.train(1)
+    write_journal(trainer.setup.out, 0, 1, 2)
+    trainer.supervisor.send(m.TrainStep(2, BATCH))
+    trainer.kill()
+    assert trainer.events.pop() == TrainerLost("trainer was killed by SIGKILL")
+    assert "restarting in 1 s" in trainer.notices[-1]
+    assert trainer.supervisor.restart_at_s is not None
+    trainer.wait_for_restart()
+    trainer.emit(m.WorkerReady())
+    assert trainer.events.pop() == TrainerReplaced(0, (BATCH, BATCH))
+    assert trainer.process.spec.checkpoint is None
 
 
-def test_a_version_that_is_only_attested_is_announced_to_nobody(scene: Scene) -> None:
-    scene.trainers.send(m.PublishWeights(0))
-    scene.says(m.WeightsPublished(0, "bytes"))
-    scene.trainers.send(m.PublishWeights(1, is_stored=False))
-    scene.says(m.WeightsPublished(1, "other bytes"))
-    assert [*scene.facts] == [Published(0, "bytes"), DigestReported(1, "other bytes")]
-    assert scene.published == {0: "bytes"}
+def test_a_version_that_is_not_stored_is_not_announced(trainer: SupervisedTrainer) -> None:
+    trainer.supervisor.send(m.PublishWeights(0))
+    trainer.emit(m.WeightsPublished(0, "digest"))
+    trainer.supervisor.send(m.PublishWeights(1, is_stored=False))
+    trainer.emit(m.WeightsPublished(1, "another digest"))
+    assert [*trainer.events] == [Published(0, "digest"), DigestReported(1, "another digest")]
+    assert trainer.published == {0: "digest"}
 
 
-def test_a_trainer_that_answers_no_order_is_lost_though_it_beats(scene: Scene) -> None:
-    scene.trainers.send(m.TrainStep(0, BATCH))
+def test_a_trainer_that_sends_heartbeats_but_no_reply_is_lost(trainer: SupervisedTrainer) -> None:
+    trainer.supervisor.send(m.TrainStep(0, BATCH))
     time.sleep(0.25)
-    scene.process.emit(m.Heartbeat())
-    scene.trainers.check_deadlines(0.0)
-    assert scene.facts.pop() == TrainerLost(
-        "the trainer has answered no order for runtime.step_timeout_s = 0.2 s"
-    )
-    assert not scene.process.is_alive
+    trainer.process.emit(m.Heartbeat())
+    trainer.supervisor.check_deadlines(0.0)
+    assert trainer.events.pop() == TrainerLost("trainer sent no reply within runtime.step_timeout_s = 0.2 s")
+    assert not trainer.process.is_alive
 
 
-def test_a_trainer_without_an_order_may_rest(scene: Scene) -> None:
-    scene.train(0)
+def test_a_trainer_without_a_pending_request_has_no_deadline(trainer: SupervisedTrainer) -> None:
+    trainer.train(0)
     time.sleep(0.25)
-    scene.trainers.check_deadlines(0.0)
-    assert isinstance(scene.facts.pop(), Trained)
-    assert scene.process.is_alive
+    trainer.supervisor.check_deadlines(0.0)
+    assert isinstance(trainer.events.pop(), Trained)
+    assert trainer.process.is_alive
 
 
-def test_time_that_the_driver_has_slept_is_nobody_s_silence(scene: Scene) -> None:
-    scene.trainers.send(m.TrainStep(0, BATCH))
+def test_time_while_the_driver_was_suspended_does_not_count(trainer: SupervisedTrainer) -> None:
+    trainer.supervisor.send(m.TrainStep(0, BATCH))
     time.sleep(0.25)
-    scene.trainers.check_deadlines(asleep_s=0.25)
-    assert not scene.facts
+    trainer.supervisor.check_deadlines(driver_asleep_s=0.25)
+    assert not trainer.events
 
 
-def test_the_run_ends_when_too_many_have_died(scene: Scene) -> None:
-    scene.process.kill()
-    scene.hear()
-    scene.replace()
-    scene.process.kill()
-    with pytest.raises(RunError, match=re.escape("it was started again runtime.max_restarts = 1 times")):
-        scene.hear()
+def test_the_run_ends_after_too_many_restarts(trainer: SupervisedTrainer) -> None:
+    trainer.kill()
+    trainer.wait_for_restart()
+    trainer.process.kill()
+    with pytest.raises(RunError, match=re.escape("it was restarted runtime.max_restarts = 1 times")):
+        trainer.handle_messages()
 
 
-def test_who_follows_a_trainer_that_got_on_starts_soon(scene_of_many: Scene) -> None:
-    """By a step that nobody had trained: one that dies every few seconds is not waited for ever longer."""
-    scene = scene_of_many
-    scene.process.kill()
-    scene.hear()
-    scene.replace()
-    write_journal(scene.plan.out)
-    scene.says(m.WorkerReady())
-    scene.train(0)
-    scene.process.kill()
-    scene.hear()
-    assert "another one begins in 1 s" in scene.notices[-1]
+def test_a_newly_trained_step_resets_the_backoff(restartable_trainer: SupervisedTrainer) -> None:
+    """A trainer that makes progress between crashes is restarted after the first delay each time."""
+    trainer = restartable_trainer
+    trainer.kill()
+    trainer.wait_for_restart()
+    write_journal(trainer.setup.out)
+    trainer.emit(m.WorkerReady())
+    trainer.train(0)
+    trainer.kill()
+    assert "restarting in 1 s" in trainer.notices[-1]
 
 
-def test_a_checkpoint_that_gives_other_bytes_than_it_was_written_of_ends_the_run(scene: Scene) -> None:
-    scene.trainers.send(m.PublishWeights(0))
-    scene.says(m.WeightsPublished(0, "bytes"))
-    scene.process.kill()
-    scene.hear()
-    scene.replace()
-    write_journal(scene.plan.out)
-    scene.says(m.WorkerReady())
-    scene.trainers.send(m.PublishWeights(0, is_stored=False))
-    with pytest.raises(RunError, match="the checkpoint of version 0 gives other, and it was bytes"):
-        scene.says(m.WeightsPublished(0, "other"))
+def test_a_checkpoint_with_other_weights_than_were_published_ends_the_run(trainer: SupervisedTrainer) -> None:
+    trainer.supervisor.send(m.PublishWeights(0))
+    trainer.emit(m.WeightsPublished(0, "digest"))
+    trainer.kill()
+    trainer.wait_for_restart()
+    write_journal(trainer.setup.out)
+    trainer.emit(m.WorkerReady())
+    trainer.supervisor.send(m.PublishWeights(0, is_stored=False))
+    with pytest.raises(RunError, match="version 0 has weights with digest other, but digest was published"):
+        trainer.emit(m.WeightsPublished(0, "other"))
 
 
-def test_one_that_is_ready_though_nobody_waits_for_it_is_no_successor(scene: Scene) -> None:
-    """As a station beside it that was replaced."""
-    scene.says(m.WorkerReady())
-    assert not scene.facts
+def test_a_second_ready_message_reports_no_restart(trainer: SupervisedTrainer) -> None:
+    """A restarted aux worker sends one."""
+    trainer.emit(m.WorkerReady())
+    assert not trainer.events
 
 
-def test_once_all_is_saved_its_death_is_no_loss(scene: Scene) -> None:
-    scene.trainers.ignore_exit()
-    scene.process.kill()
-    scene.hear()
-    assert not scene.facts
+def test_an_exit_after_everything_is_saved_is_no_loss(trainer: SupervisedTrainer) -> None:
+    trainer.supervisor.ignore_exit()
+    trainer.kill()
+    assert not trainer.events
