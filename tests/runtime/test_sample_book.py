@@ -1,4 +1,4 @@
-"""What workers say becomes facts; what is of no use any more is not kept."""
+"""Messages of engines become events, and discarded groups are forgotten."""
 
 from __future__ import annotations
 
@@ -23,101 +23,101 @@ GROUP = GroupId(0, 3)
 
 @pytest.fixture
 def samples(tmp_path: Path) -> Iterator[SampleStore]:
-    made = SampleStore(tmp_path / "samples.sqlite")
-    yield made
-    made.close()
+    store = SampleStore(tmp_path / "samples.sqlite")
+    yield store
+    store.close()
 
 
 @pytest.fixture
-def teller(task: Path, tmp_path: Path, samples: SampleStore) -> SampleBook:
+def book(task: Path, tmp_path: Path, samples: SampleStore) -> SampleBook:
     return SampleBook(RunSetup.make(load.read_config(task), tmp_path), samples)
 
 
-def finish(teller: SampleBook, sibling: int, group: GroupId = GROUP) -> None:
+def finish(book: SampleBook, sibling: int, group: GroupId = GROUP) -> None:
     request, logprobs = RequestId(*group, sibling), [-1.0, -2.0]
     chunks = (Chunk(0, "digest", 2),)
-    done = Completion(request, 0, (3, 4), [5, 6], logprobs, logprobs, logprobs, chunks, "stop")
-    facts = teller.events_from(0, RequestsCompleted([done], NO_USAGE))
-    assert [*facts] == [RequestFinished(0, request, 0, 2, chunks, "stop")]
+    completion = Completion(request, 0, (3, 4), [5, 6], logprobs, logprobs, logprobs, chunks, "stop")
+    events = book.events_from(0, RequestsCompleted([completion], NO_USAGE))
+    assert [*events] == [RequestFinished(0, request, 0, 2, chunks, "stop")]
 
 
-def test_an_answer_of_a_group_that_has_failed_is_stored_as_such_and_not_kept(
-    teller: SampleBook, samples: SampleStore, tmp_path: Path
+def test_a_late_sample_of_a_failed_group_is_stored_and_not_kept(
+    book: SampleBook, samples: SampleStore, tmp_path: Path
 ) -> None:
-    finish(teller, 0)
-    assert teller.num_tokens == {GROUP: 2}
-    teller.discard_group(GROUP, "failed: refused")
-    finish(teller, 1)
-    assert teller.num_tokens == {}
-    assert teller.pop_held_out_answers(GROUP) == []  # it is in the stream, as all answers of groups are
+    finish(book, 0)
+    assert book.num_tokens == {GROUP: 2}
+    book.discard_group(GROUP, "failed: refused")
+    finish(book, 1)
+    assert book.num_tokens == {}
+    assert book.pop_held_out_answers(GROUP) == []  # only answers to held-out prompts are kept
     samples.commit()
     with sqlite3.connect(tmp_path / "samples.sqlite") as db:
         assert db.execute("select state from samples").fetchall() == [("failed: refused",)] * 2
 
 
-def test_a_held_out_prompt_with_an_answer_that_failed_keeps_no_others(
+def test_a_held_out_prompt_with_a_failed_request_keeps_no_answers(
     task: Path, tmp_path: Path, samples: SampleStore
 ) -> None:
     held_out = [f"eval.path={task.parent / 'prompts.jsonl'}", "eval.every=2", "eval.num_prompts=3"]
-    plan = RunSetup.make(load.read_config(task, held_out), tmp_path)
-    teller, group = SampleBook(plan, samples), GroupId(-3, 1)
-    finish(teller, 0, group)
+    setup = RunSetup.make(load.read_config(task, held_out), tmp_path)
+    book, group = SampleBook(setup, samples), GroupId(-3, 1)
+    finish(book, 0, group)
     failed = RequestId(*group, 1)
-    assert [*teller.events_from(0, RequestsRejected({failed: "too long"}))] == [
+    assert [*book.events_from(0, RequestsRejected({failed: "too long"}))] == [
         RequestFailed(0, failed, "too long")
     ]
-    later = SampleBook(plan, samples)
-    later.mark_discarded(group, "failed: too long")
-    for sibling, life in ((2, teller), (3, later)):
-        finish(life, sibling, group)
+    resumed = SampleBook(setup, samples)
+    resumed.mark_discarded(group, "failed: too long")
+    for sibling, each in ((2, book), (3, resumed)):
+        finish(each, sibling, group)
         with pytest.raises(KeyError):
-            life.held_out_answers(group)
+            each.held_out_answers(group)
     assert {state for _, state, _ in samples.states()} == {"failed: too long"}
 
 
-def test_only_the_newest_ended_groups_are_remembered(teller: SampleBook) -> None:
+def test_only_the_newest_discarded_groups_are_remembered(book: SampleBook) -> None:
     for row in range(MAX_DISCARDED_GROUPS):
-        teller.discard_group(GroupId(1, row), "filtered: zero_variance")
-    finish(teller, 0)
-    assert teller.num_tokens == {GROUP: 2}
-    teller.discard_group(GROUP, "failed: refused")
+        book.discard_group(GroupId(1, row), "filtered: zero_variance")
+    finish(book, 0)
+    assert book.num_tokens == {GROUP: 2}
+    book.discard_group(GROUP, "failed: refused")
     for row in range(MAX_DISCARDED_GROUPS - 1):
-        teller.discard_group(GroupId(2, row), "filtered: zero_variance")
-    finish(teller, 1)
-    assert teller.num_tokens == {}
-    teller.discard_group(GroupId(3, 0), "filtered: zero_variance")
-    finish(teller, 2)
-    assert teller.num_tokens == {GROUP: 2}
+        book.discard_group(GroupId(2, row), "filtered: zero_variance")
+    finish(book, 1)
+    assert book.num_tokens == {}
+    book.discard_group(GroupId(3, 0), "filtered: zero_variance")
+    finish(book, 2)
+    assert book.num_tokens == {GROUP: 2}
 
 
-def earn(teller: SampleBook, *rewards: float) -> None:
-    """A group of two whose first answers come with rewards of their own."""
-    teller.episode_rewards = {RequestId(*GROUP, sibling): reward for sibling, reward in enumerate(rewards)}
+def finish_group(book: SampleBook, *rewards: float) -> None:
+    """Finish a group of two episodes, of which the first ones have these rewards."""
+    book.episode_rewards = {RequestId(*GROUP, sibling): reward for sibling, reward in enumerate(rewards)}
     for sibling in range(2):
-        finish(teller, sibling)
+        finish(book, sibling)
 
 
-def test_a_group_whose_rewards_are_too_large_cannot_be_scored(teller: SampleBook) -> None:
-    earn(teller, 1e200, 0.0)
-    told = ScoringFailed(GROUP, "reward 1e+200 must be between -1e+06 and 1e+06")
-    assert teller.score_from_episodes(GROUP) == told
-    assert teller.record_scores(GroupScored(GROUP, (0.0, -1e200))) == ScoringFailed(
+def test_a_group_with_too_large_rewards_cannot_be_scored(book: SampleBook) -> None:
+    finish_group(book, 1e200, 0.0)
+    failed = ScoringFailed(GROUP, "reward 1e+200 must be between -1e+06 and 1e+06")
+    assert book.score_from_episodes(GROUP) == failed
+    assert book.record_scores(GroupScored(GROUP, (0.0, -1e200))) == ScoringFailed(
         GROUP, "reward -1e+200 must be between -1e+06 and 1e+06"
     )
-    assert GROUP not in teller.rewards
+    assert GROUP not in book.rewards
 
 
-def test_a_run_that_goes_on_does_not_die_of_rewards_that_are_too_large(
-    teller: SampleBook, samples: SampleStore, task: Path, tmp_path: Path
+def test_a_resumed_run_survives_too_large_rewards(
+    book: SampleBook, samples: SampleStore, task: Path, tmp_path: Path
 ) -> None:
-    earn(teller, 1e200, 0.0)
-    later = SampleBook(RunSetup.make(load.read_config(task), tmp_path), samples)
-    later.restore_group(GROUP, False, samples.finished(GROUP), 2)
-    assert isinstance(later.score_from_episodes(GROUP), ScoringFailed)
+    finish_group(book, 1e200, 0.0)
+    resumed = SampleBook(RunSetup.make(load.read_config(task), tmp_path), samples)
+    resumed.restore_group(GROUP, False, samples.finished(GROUP), 2)
+    assert isinstance(resumed.score_from_episodes(GROUP), ScoringFailed)
 
 
-def test_answers_with_and_without_rewards_of_their_own_are_not_compared(teller: SampleBook) -> None:
-    earn(teller, 0.5)
-    told = "1 of 2 answers came with rewards of their own, the others without"
-    assert teller.score_from_episodes(GROUP) == ScoringFailed(GROUP, told)
-    assert teller.score_from_episodes(GroupId(0, 4)) is None
+def test_a_group_with_rewards_of_some_episodes_only_cannot_be_scored(book: SampleBook) -> None:
+    finish_group(book, 0.5)
+    reason = "1 of 2 episodes returned a reward; all or none of a group must"
+    assert book.score_from_episodes(GROUP) == ScoringFailed(GROUP, reason)
+    assert book.score_from_episodes(GroupId(0, 4)) is None

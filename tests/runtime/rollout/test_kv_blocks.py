@@ -1,4 +1,4 @@
-"""An engine of a run has the KV it is given; what does not fit waits, and is answered alike."""
+"""An engine with few KV blocks swaps requests out, and gives the same tokens."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from dora.config import load
 from dora.core.types import RequestId
 from dora.engine.episodes import EpisodeEngine
 from dora.model.weights import initial_weights
-from dora.runtime.rollout.engine_worker import _make_engine
+from dora.runtime.rollout.engine_worker import build_engine
 from dora.runtime.run_setup import RunSetup
 
 
 def answers(task: Path, folder: Path, *changes: str) -> tuple[dict[RequestId, list[int]], int, int]:
-    """Tokens of 16 answers by one engine, how often one was swapped out, and the bytes planned for KV."""
+    """Tokens of 16 answers of one engine, how many were swapped out, and the bytes of its KV."""
     folder.mkdir()
-    plan = RunSetup.make(load.read_config(task, ["sampling.max_response_length=56", *changes]), folder)
-    engine = _make_engine(plan.engine_spec(folder, 0))
+    setup = RunSetup.make(load.read_config(task, ["sampling.max_response_length=56", *changes]), folder)
+    engine = build_engine(setup.engine_spec(folder, 0))
     assert isinstance(engine, EpisodeEngine)
-    assert (folder / "pool-0.kv").stat().st_size == plan.pool_bytes
+    assert (folder / "pool-0.kv").stat().st_size == setup.pool_bytes
     engine.load(0, initial_weights(MODEL, seed=0))
-    engine.submit(plan.requests([RequestId(0, row, sibling) for row in range(4) for sibling in range(4)], 0))
-    found: dict[RequestId, list[int]] = {}
-    while len(found) < 16:
-        found |= {done.id: done.token_ids for done in engine.step()}
-    return found, engine.num_swapped, plan.kv_bytes
+    engine.submit(setup.requests([RequestId(0, row, sibling) for row in range(4) for sibling in range(4)], 0))
+    tokens: dict[RequestId, list[int]] = {}
+    while len(tokens) < 16:
+        tokens |= {completion.id: completion.token_ids for completion in engine.step()}
+    return tokens, engine.num_swapped, setup.kv_bytes
 
 
-def test_answers_that_do_not_fit_wait_and_are_the_same(task: Path, tmp_path: Path) -> None:
+def test_requests_that_are_swapped_out_give_the_same_tokens(task: Path, tmp_path: Path) -> None:
     roomy, num_swapped, num_bytes = answers(task, tmp_path / "roomy")
     assert num_swapped == 0
     tight, num_swapped, num_tight = answers(task, tmp_path / "tight", "engine.num_kv_blocks=5")

@@ -1,4 +1,4 @@
-"""How an engine takes versions, in one process: at once, or while it goes on."""
+"""Weight loads of an engine in this process: synchronous, and deferred with a prefetcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_engine(**settings: Any) -> Engine:
     return Engine(MODEL, max_rows=2, max_context=40, version_slots=2, kernels="eager", **settings)
 
 
-def deferred(store: WeightStore, engine: Engine) -> WeightLoader:
+def deferred_loader(store: WeightStore, engine: Engine) -> WeightLoader:
     return WeightLoader(engine, store, Prefetcher(store, is_pinned=False))
 
 
@@ -39,115 +39,115 @@ def request(version: int) -> Request:
     return Request(RequestId(0, 0, 0), GroupId(0, 0), (1, 2, 3), version, seed=1, sampling=sampling)
 
 
-def told(taking: WeightLoader) -> WeightsLoaded:
-    """What is said of the load that is under way, when it is said."""
-    while not (replies := taking.poll()):
-        assert taking.is_busy
+def loaded(loader: WeightLoader) -> WeightsLoaded:
+    """Wait for the reply to the load in progress."""
+    while not (replies := loader.poll()):
+        assert loader.is_busy
     (reply,) = replies
     assert isinstance(reply, WeightsLoaded)
     return reply
 
 
-def test_a_load_at_once_is_told_at_once(store: WeightStore) -> None:
+def test_a_load_without_prefetcher_is_finished_at_once(store: WeightStore) -> None:
     engine = make_engine()
-    taking = WeightLoader(engine, store, None)
-    taking.prefetch(0)
-    taking.load(0)
-    assert not taking.is_busy
-    assert taking.poll() == [WeightsLoaded(0, weight_digest(initial_weights(MODEL, seed=0)))]
-    assert taking.poll() == []
+    loader = WeightLoader(engine, store, None)
+    loader.prefetch(0)
+    loader.load(0)
+    assert not loader.is_busy
+    assert loader.poll() == [WeightsLoaded(0, weight_digest(initial_weights(MODEL, seed=0)))]
+    assert loader.poll() == []
 
 
-def test_a_deferred_version_is_held_once_its_bytes_are_digested(store: WeightStore) -> None:
+def test_a_deferred_version_is_active_once_its_digest_is_known(store: WeightStore) -> None:
     engine = make_engine()
-    taking = deferred(store, engine)
-    taking.prefetch(1)
-    taking.load(1)
+    loader = deferred_loader(store, engine)
+    loader.prefetch(1)
+    loader.load(1)
     assert engine.versions == {}
-    assert told(taking) == WeightsLoaded(1, weight_digest(initial_weights(MODEL, seed=1)))
+    assert loaded(loader) == WeightsLoaded(1, weight_digest(initial_weights(MODEL, seed=1)))
     assert engine.versions.keys() == {1}
 
 
 def test_the_digest_is_of_the_bytes_in_the_engine(store: WeightStore) -> None:
     engine = make_engine()
-    taking = deferred(store, engine)
-    right = engine.copy_to_slot
+    loader = deferred_loader(store, engine)
+    copy_to_slot = engine.copy_to_slot
 
-    def damage(version: int, source: torch.Tensor) -> torch.Tensor:
-        placed = right(version, source)
-        placed[3] += 1.0
-        return placed
+    def copy_damaged(version: int, source: torch.Tensor) -> torch.Tensor:
+        weights = copy_to_slot(version, source)
+        weights[3] += 1.0
+        return weights
 
-    engine.copy_to_slot = damage  # type: ignore[method-assign]
-    taking.prefetch(1)
-    taking.load(1)
-    assert told(taking).digest != weight_digest(initial_weights(MODEL, seed=1))
+    engine.copy_to_slot = copy_damaged  # type: ignore[method-assign]
+    loader.prefetch(1)
+    loader.load(1)
+    assert loaded(loader).digest != weight_digest(initial_weights(MODEL, seed=1))
 
 
-def test_rows_stand_still_for_a_load_only_where_there_are_any(store: WeightStore) -> None:
+def test_a_load_reports_a_pause_only_if_rows_were_decoding(store: WeightStore) -> None:
     engine = make_engine()
-    taking = deferred(store, engine)
-    taking.load(0)
-    assert told(taking).stop_s == 0.0
+    loader = deferred_loader(store, engine)
+    loader.load(0)
+    assert loaded(loader).stop_s == 0.0
     engine.submit([request(0)])
-    taking.load(1)
-    assert told(taking).stop_s > 0.0
+    loader.load(1)
+    assert loaded(loader).stop_s > 0.0
 
 
-def test_rows_decode_on_while_a_version_is_digested_and_give_the_same_tokens(store: WeightStore) -> None:
+def test_rows_decode_during_a_deferred_load_and_give_the_same_tokens(store: WeightStore) -> None:
     answers = []
     for is_deferred in (False, True):
         engine = make_engine()
-        loads = deferred(store, engine) if is_deferred else WeightLoader(engine, store, None)
-        loads.load(0)
-        loads.wait_for({0})
+        loader = deferred_loader(store, engine) if is_deferred else WeightLoader(engine, store, None)
+        loader.load(0)
+        loader.wait_for({0})
         engine.submit([request(0)])
         engine.step()
-        loads.load(1)
+        loader.load(1)
         while not (done := engine.step()):
             engine.check()
         answers.append(done[0].token_ids)
     assert answers[0] == answers[1]
 
 
-def test_whoever_asks_for_a_version_waits_until_it_is_held(store: WeightStore) -> None:
+def test_requests_for_a_version_wait_until_it_is_loaded(store: WeightStore) -> None:
     engine = make_engine()
-    taking = deferred(store, engine)
-    taking.load(2)
-    taking.wait_for({0, 1})
-    assert taking.is_busy
-    taking.wait_for({2})
+    loader = deferred_loader(store, engine)
+    loader.load(2)
+    loader.wait_for({0, 1})
+    assert loader.is_busy
+    loader.wait_for({2})
     engine.submit([request(2)])
-    assert [reply.version for reply in taking.poll() if isinstance(reply, WeightsLoaded)] == [2]
+    assert [reply.version for reply in loader.poll() if isinstance(reply, WeightsLoaded)] == [2]
 
 
-def test_a_version_may_be_dropped_and_loaded_again_before_its_load_is_told(store: WeightStore) -> None:
+def test_a_version_may_be_dropped_and_loaded_again_before_the_reply(store: WeightStore) -> None:
     engine = make_engine()
-    taking = deferred(store, engine)
+    loader = deferred_loader(store, engine)
     for _ in range(3):
-        taking.load(0)
-        taking.drop(0)
-    taking.load(0)
-    taking.load(1)
-    taking.wait_for({1})
+        loader.load(0)
+        loader.drop(0)
+    loader.load(0)
+    loader.load(1)
+    loader.wait_for({1})
     assert engine.versions.keys() == {0, 1}
-    assert len(taking.poll()) == 5
+    assert len(loader.poll()) == 5
     engine.check()
 
 
-def test_a_version_that_is_not_there_is_refused_and_leaves_nothing(store: WeightStore) -> None:
+def test_a_missing_version_is_rejected_and_its_slot_is_free(store: WeightStore) -> None:
     engine = make_engine()
-    taking = deferred(store, engine)
-    taking.prefetch(7)
-    taking.load(7)
-    (reply,) = taking.poll()
+    loader = deferred_loader(store, engine)
+    loader.prefetch(7)
+    loader.load(7)
+    (reply,) = loader.poll()
     assert isinstance(reply, LoadRejected)
-    taking.drop(7)
-    taking.load(0)
-    assert told(taking).version == 0
+    loader.drop(7)
+    loader.load(0)
+    assert loaded(loader).version == 0
 
 
-def test_nothing_can_be_asked_of_a_version_that_is_only_placed() -> None:
+def test_a_version_without_a_digest_takes_no_requests() -> None:
     engine = make_engine()
     engine.copy_to_slot(0, initial_weights(MODEL, seed=0))
     engine.check()
