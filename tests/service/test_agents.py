@@ -1,4 +1,4 @@
-"""A session is one episode of one version, whatever is repeated, late, wrong or silent."""
+"""A session is one episode of one version, with repeated, late, invalid and missing requests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from tests.service.fake_run import FakeRun, disconnect_after, error_message
 
 from dora.core.types import RequestId
+from dora.runtime.rollout.agent_sessions import ChatMessage
 from dora.runtime.rollout.episodes import (
     EpisodeEnded,
     EpisodeFailed,
@@ -22,7 +23,7 @@ from dora.runtime.rollout.episodes import (
 
 EPISODE = EpisodeId(RequestId(0, 3, 1), 0)
 USER = {"role": "user", "content": "13:"}
-AGAIN = {"role": "user", "content": ","}
+NEXT = {"role": "user", "content": ","}
 CHAT = "/v1/chat/completions"
 
 
@@ -35,205 +36,204 @@ def ids(run: FakeRun, text: str) -> tuple[int, ...]:
     return tuple(run.setup.tokenizer.encode(text))
 
 
-def write(run: FakeRun, text: str, number: int = 0, num_left: int = 20, reason: str = "stop") -> None:
-    """The model writes a turn."""
+def generate(run: FakeRun, text: str, number: int = 0, num_left: int = 20, reason: str = "stop") -> None:
+    """The model generates a turn."""
     run.agents.on_turn(PolicyTurn(EPISODE, number, [*ids(run, text)], reason, num_left))
     run.process()
 
 
-def ask(run: FakeRun, messages: Sequence[Any], session: str = "a", **more: Any) -> Any:
-    return run.call("POST", CHAT, json={"messages": messages, **more}, headers={"Dora-Session": session})
+def complete(run: FakeRun, messages: Sequence[Any], session: str = "a", **others: Any) -> Any:
+    """Request a turn that the model does not generate."""
+    return run.call("POST", CHAT, json={"messages": messages, **others}, headers={"Dora-Session": session})
 
 
-def ask_and_write(run: FakeRun, messages: Sequence[Any], text: str, **turn: Any) -> Any:
-    """Ask for a turn, which the model then writes."""
+def complete_with(run: FakeRun, messages: Sequence[Any], text: str, **turn: Any) -> Any:
+    """Request a turn; the model generates `text`."""
 
     async def requests(http: Any) -> Any:
         body = {"messages": messages}
-        call = asyncio.ensure_future(http.post(CHAT, json=body, headers={"Dora-Session": "a"}))
-        while run.messages.empty() and not call.done():
-            await asyncio.wait([call], timeout=0.001)
-        write(run, text, **turn)
-        return await call
+        response = asyncio.ensure_future(http.post(CHAT, json=body, headers={"Dora-Session": "a"}))
+        while run.messages.empty() and not response.done():
+            await asyncio.wait([response], timeout=0.001)
+        generate(run, text, **turn)
+        return await response
 
     return run.call_many(requests)
 
 
-def open_one(run: FakeRun) -> dict[str, Any]:
-    """An episode waits, and the session "a" takes it."""
+def open_session(run: FakeRun) -> dict[str, Any]:
+    """Open the session "a" for a waiting episode."""
     run.agents.start(EPISODE, version=4)
     opened: dict[str, Any] = run.call("PUT", "/v1/sessions/a").json()
     return opened
 
 
 def pass_time(run: FakeRun, seconds: float) -> None:
-    """Time that the driver was awake."""
+    """Advance the time during which the driver was running."""
     run.agents._now_s += seconds
     run.agents.check_deadlines()
 
 
-def test_messages_are_written_as_clients_of_openai_write_them(run: FakeRun) -> None:
-    open_one(run)
-    ask_and_write(run, [USER | {"name": "bob"}], "77")
+def test_messages_may_have_the_fields_of_openai_clients(run: FakeRun) -> None:
+    open_session(run)
+    complete_with(run, [USER | {"name": "bob"}], "77")
     run.replies()
-    wrote = {"role": "assistant", "content": "77", "error_message": None, "tool_calls": None}
+    answer = {"role": "assistant", "content": "77", "refusal": None, "tool_calls": None}
     tool = {"role": "tool", "content": "1", "tool_call_id": "call_1"}
-    assert ask_and_write(run, [USER, wrote, tool], "8", number=1).status_code == 200
+    assert complete_with(run, [USER, answer, tool], "8", number=1).status_code == 200
     assert run.replies() == [EpisodeObservation(EPISODE, 0, ids(run, "1"))]
-    assert "seed" in error_message(ask(run, [USER], seed=1), 422)  # which would have no effect
+    assert "seed" in error_message(complete(run, [USER], seed=1), 422)  # which would have no effect
 
 
-def test_what_cannot_be_few_tokens_is_refused_before_it_is_tokenized(
+def test_messages_of_too_many_characters_are_refused_before_they_are_tokenized(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_one(run)
+    open_session(run)
     monkeypatch.setattr(type(run.setup.prompts), "encode", lambda *_: pytest.fail("it was tokenized"))
-    assert "9000 characters" in error_message(ask(run, [{"role": "user", "content": "1" * 9000}]), 400)
+    assert "9000 characters" in error_message(complete(run, [{"role": "user", "content": "1" * 9000}]), 400)
     monkeypatch.undo()
-    wrote = ask_and_write(run, [USER], "77").json()["choices"][0]["message"]
+    answer = complete_with(run, [USER], "77").json()["choices"][0]["message"]
     monkeypatch.setattr(
         type(run.setup.prompts), "encode_observation", lambda *_: pytest.fail("it was tokenized")
     )
     assert "at most 640" in error_message(
-        ask(run, [USER, wrote, {"role": "user", "content": "1" * 9000}]), 400
+        complete(run, [USER, answer, {"role": "user", "content": "1" * 9000}]), 400
     )
 
 
 @pytest.mark.parametrize("reward", [1.1e6, -1e200])
-def test_a_reward_beyond_all_measure_is_refused(run: FakeRun, reward: float) -> None:
-    open_one(run)
-    ask_and_write(run, [USER], "77")
+def test_a_reward_above_the_maximum_is_refused(run: FakeRun, reward: float) -> None:
+    open_session(run)
+    complete_with(run, [USER], "77")
     assert "1000000" in error_message(run.call("POST", "/v1/sessions/a/reward", json={"reward": reward}), 422)
     assert run.call("POST", "/v1/sessions/a/reward", json={"reward": -1e6}).status_code == 200
 
 
-def test_an_episode_is_played_from_its_prompt_to_its_reward(run: FakeRun) -> None:
-    opened = open_one(run)
+def test_an_episode_runs_from_its_prompt_to_its_reward(run: FakeRun) -> None:
+    opened = open_session(run)
     assert (opened["version"], opened["group"], opened["sibling"]) == (4, "0/3", 1)
     assert (opened["prompt"], opened["fields"]) == ("13:", {})
-    first = ask_and_write(run, [USER], "77").json()
+    first = complete_with(run, [USER], "77").json()
     assert run.replies() == [EpisodeStarted(EPISODE, ids(run, "13:"), None)]
     (choice,) = first["choices"]
     assert choice["message"] == {"role": "assistant", "content": "77"}
     assert (choice["finish_reason"], choice["token_ids"]) == ("stop", [*ids(run, "77")])
-    assert (first["version"], first["num_left"]) == (4, 20)
-    second = ask_and_write(run, [USER, choice["message"], AGAIN], "8", number=1, reason="turn_length").json()
+    assert (first["version"], first["num_tokens_left"]) == (4, 20)
+    second = complete_with(run, [USER, choice["message"], NEXT], "8", number=1, reason="turn_length").json()
     assert run.replies() == [EpisodeObservation(EPISODE, 0, ids(run, ","))]
     assert second["choices"][0]["finish_reason"] == "length"
     assert second["usage"] == {"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7}
-    for _ in range(2):  # the same again has the same answer
+    for _ in range(2):  # a repeated request has the same response
         ended = run.call("POST", "/v1/sessions/a/reward", json={"reward": 1})
-        assert ended.json() == {"session": "a", "end": "finished with reward 1.0"}
+        assert ended.json() == {"session": "a", "end_reason": "finished with reward 1.0"}
     assert run.replies() == [EpisodeEnded(EPISODE, 1, 1.0)]
     run.agents.release(EPISODE)
     assert run.call("POST", "/v1/sessions/a/reward", json={"reward": 1.0}).status_code == 200
     assert "finished" in error_message(run.call("POST", "/v1/sessions/a/reward", json={"reward": 2.0}), 410)
-    assert "finished" in error_message(ask(run, [USER]), 410)
+    assert "finished" in error_message(complete(run, [USER]), 410)
     assert run.replies() == []
 
 
-def test_a_call_that_was_lost_on_the_way_is_sent_again_and_answered_alike(run: FakeRun) -> None:
-    open_one(run)
+def test_a_repeated_request_has_the_same_response(run: FakeRun) -> None:
+    open_session(run)
     assert run.call("PUT", "/v1/sessions/a").json()["session"] == "a"
-    first = ask_and_write(run, [USER], "77").json()
-    again = ask(run, [USER]).json()
+    first = complete_with(run, [USER], "77").json()
+    again = complete(run, [USER]).json()
     assert again["choices"] == first["choices"]
     assert len(run.replies()) == 1
     assert run.call("GET", "/v1/sessions/a").json()["num_turns"] == 1
 
 
-def test_the_oldest_version_is_played_first(run: FakeRun) -> None:
+def test_the_oldest_version_is_opened_first(run: FakeRun) -> None:
     for sibling, version in enumerate((2, 1, 1, 3)):
         run.agents.start(EpisodeId(RequestId(0, 0, sibling), 0), version)
     siblings = [run.call("PUT", f"/v1/sessions/{name}").json()["sibling"] for name in "abcd"]
     assert siblings == [1, 2, 0, 3]
     assert run.call("GET", "/v1/status").json()["agents"] == {"sessions": 4, "waiting": 0}
-    assert run.call("GET", "/v1/status").json()["outside"] == ["agents"]
+    assert run.call("GET", "/v1/status").json()["awaited_inputs"] == ["agents"]
     assert "dora_sessions 4.0" in run.call("GET", "/metrics").text
-    assert "ask again" in error_message(run.call("PUT", "/v1/sessions/e"), 429)
+    assert "try again" in error_message(run.call("PUT", "/v1/sessions/e"), 429)
 
 
-def test_an_agent_that_waits_gets_the_episode_that_comes(run: FakeRun) -> None:
+def test_a_waiting_agent_gets_the_next_episode(run: FakeRun) -> None:
     async def requests(http: Any) -> Any:
-        call = asyncio.ensure_future(http.put("/v1/sessions/a", params={"wait_s": 60}))
+        response = asyncio.ensure_future(http.put("/v1/sessions/a", params={"wait_s": 60}))
         await http.get("/health")
         run.agents.start(EPISODE, version=0)
         run.process()
-        return await call
+        return await response
 
     assert run.call_many(requests).json()["version"] == 0
 
 
-def test_an_agent_that_falls_silent_has_failed_its_episode(run: FakeRun) -> None:
-    open_one(run)
-    ask_and_write(run, [USER], "7")
+def test_the_episode_of_an_agent_without_requests_fails(run: FakeRun) -> None:
+    open_session(run)
+    complete_with(run, [USER], "7")
     pass_time(run, 59)
-    run.call("GET", "/v1/sessions/a")  # a long tool may say that it is alive
+    run.call("GET", "/v1/sessions/a")  # renews the lease, as during a long tool call
     pass_time(run, 59)
     assert len(run.replies()) == 1
     pass_time(run, 2)
     assert run.replies() == [EpisodeFailed(EPISODE, "session expired")]
     for _ in range(2):
-        assert "session expired" in error_message(ask(run, [USER]), 410)
+        assert "session expired" in error_message(complete(run, [USER]), 410)
         assert "session expired" in error_message(run.call("PUT", "/v1/sessions/a"), 410)
         run.agents.release(EPISODE)
 
 
-def test_an_episode_that_nothing_was_asked_in_waits_for_the_next_agent(run: FakeRun) -> None:
-    open_one(run)
+def test_an_expired_session_without_a_turn_leaves_its_episode_to_the_next_agent(run: FakeRun) -> None:
+    open_session(run)
     pass_time(run, 61)
-    assert "session expired" in error_message(ask(run, [USER]), 410)
+    assert "session expired" in error_message(complete(run, [USER]), 410)
     assert run.call("PUT", "/v1/sessions/b").json()["group"] == "0/3"
     assert run.replies() == []
 
 
-def test_an_agent_that_has_gone_gets_no_episode(run: FakeRun) -> None:
+def test_a_disconnected_agent_gets_no_episode(run: FakeRun) -> None:
     assert disconnect_after(run.app, "PUT", "/v1/sessions/a", wait_s="60") == 429
     run.agents.start(EPISODE, version=0)
     run.process()
     assert run.agents.num_waiting == 1
 
 
-def test_an_agent_that_has_gone_is_not_answered_and_may_ask_again(run: FakeRun) -> None:
-    open_one(run)
+def test_a_disconnected_agent_may_repeat_its_request(run: FakeRun) -> None:
+    open_session(run)
     assert disconnect_after(run.app, "POST", CHAT, {"messages": [USER]}, {"dora-session": "a"}) == 429
-    write(run, "77")
-    assert ask(run, [USER]).json()["choices"][0]["message"]["content"] == "77"
+    generate(run, "77")
+    assert complete(run, [USER]).json()["choices"][0]["message"]["content"] == "77"
 
 
-def test_a_lease_does_not_run_while_the_model_writes(run: FakeRun) -> None:
-    open_one(run)
-    run.agents.complete("a", (run_message(USER),), None)
+def test_a_lease_is_suspended_while_the_model_generates(run: FakeRun) -> None:
+    open_session(run)
+    run.agents.complete("a", (message(USER),), None)
     pass_time(run, 1000)
     assert len(run.replies()) == 1
-    write(run, "7")
+    generate(run, "7")
     pass_time(run, 61)
     assert run.replies() == [EpisodeFailed(EPISODE, "session expired")]
 
 
-def run_message(message: dict[str, str]) -> Any:
-    from dora.runtime.rollout.agent_sessions import ChatMessage
-
-    return ChatMessage(**message)
+def message(fields: dict[str, str]) -> ChatMessage:
+    return ChatMessage(**fields)
 
 
-def test_an_episode_whose_engine_died_is_another_sessions(run: FakeRun) -> None:
-    open_one(run)
-    ask_and_write(run, [USER], "77")
+def test_an_episode_restarts_in_another_session_after_an_engine_is_lost(run: FakeRun) -> None:
+    open_session(run)
+    complete_with(run, [USER], "77")
     run.agents.release(EPISODE)
     run.agents.start(EPISODE._replace(attempt=1), version=4)
-    assert "its engine was lost" in error_message(ask(run, [USER]), 410)
+    assert "its engine was lost" in error_message(complete(run, [USER]), 410)
     assert run.call("PUT", "/v1/sessions/b").json()["version"] == 4
 
 
-def test_an_agent_that_gives_up_fails_only_what_it_began(run: FakeRun) -> None:
-    open_one(run)
+def test_an_abandoned_episode_fails_only_if_it_has_started(run: FakeRun) -> None:
+    open_session(run)
     run.call("DELETE", "/v1/sessions/a")
     assert run.call("PUT", "/v1/sessions/b").status_code == 200
     assert "given up" in error_message(run.call("PUT", "/v1/sessions/a"), 410)
-    run.agents.complete("b", (run_message(USER),), 5)
-    assert run.call("DELETE", "/v1/sessions/b").json()["end"] == "session given up by its agent"
-    write(run, "7")
+    run.agents.complete("b", (message(USER),), 5)
+    assert run.call("DELETE", "/v1/sessions/b").json()["end_reason"] == "session given up by its agent"
+    generate(run, "7")
     assert run.replies() == [
         EpisodeStarted(EPISODE, ids(run, "13:"), 5),
         EpisodeFailed(EPISODE, "session given up by its agent"),
@@ -243,41 +243,41 @@ def test_an_agent_that_gives_up_fails_only_what_it_began(run: FakeRun) -> None:
 @pytest.mark.parametrize(
     "messages",
     [
-        [AGAIN, {"role": "assistant", "content": "77"}, AGAIN],
-        [USER, {"role": "assistant", "content": "78"}, AGAIN],
-        [USER, AGAIN],
+        [NEXT, {"role": "assistant", "content": "77"}, NEXT],
+        [USER, {"role": "assistant", "content": "78"}, NEXT],
+        [USER, NEXT],
         [USER, {"role": "assistant", "content": "77"}],
     ],
 )
-def test_another_past_than_the_one_that_was_is_refused(run: FakeRun, messages: list[Any]) -> None:
-    open_one(run)
-    ask_and_write(run, [USER], "77")
-    assert "word for word" in error_message(ask(run, messages), 409)
+def test_messages_with_another_history_are_refused(run: FakeRun, messages: list[Any]) -> None:
+    open_session(run)
+    complete_with(run, [USER], "77")
+    assert "word for word" in error_message(complete(run, messages), 409)
     assert len(run.replies()) == 1
 
 
-def test_what_does_not_fit_any_more_is_refused_and_the_reward_still_taken(run: FakeRun) -> None:
-    open_one(run)
+def test_messages_that_do_not_fit_are_refused_and_the_reward_is_still_accepted(run: FakeRun) -> None:
+    open_session(run)
     answer = {"role": "assistant", "content": "77"}
-    ask_and_write(run, [USER], "77", num_left=2, reason="length")
+    complete_with(run, [USER], "77", num_left=2, reason="length")
     run.replies()
-    message = error_message(ask(run, [USER, answer, {"role": "tool", "content": "12"}]), 409)
+    message = error_message(complete(run, [USER, answer, {"role": "tool", "content": "12"}]), 409)
     assert "have 2 tokens, and the episode may only have 2 more" in message
     assert run.call("POST", "/v1/sessions/a/reward", json={"reward": None}).status_code == 200
     assert run.replies() == [EpisodeEnded(EPISODE, 0, None)]
 
 
-def test_two_different_calls_at_once_are_one_too_many(run: FakeRun) -> None:
-    open_one(run)
-    run.agents.complete("a", (run_message(USER),), None)
-    assert "is being written" in error_message(ask(run, [AGAIN]), 409)
+def test_a_second_different_request_during_a_turn_is_refused(run: FakeRun) -> None:
+    open_session(run)
+    run.agents.complete("a", (message(USER),), None)
+    assert "is being written" in error_message(complete(run, [NEXT]), 409)
     assert "has not answered yet" in error_message(
         run.call("POST", "/v1/sessions/a/reward", json={"reward": 1}), 409
     )
 
 
 @pytest.mark.parametrize(
-    ("changes", "status", "why"),
+    ("changes", "status", "reason"),
     [
         ({"messages": []}, 422, "at least 1"),
         ({"messages": [{"role": "user", "content": ""}]}, 400, "0 tokens"),
@@ -293,31 +293,31 @@ def test_two_different_calls_at_once_are_one_too_many(run: FakeRun) -> None:
         ({"stream": True}, 422, "stream"),
         ({"stop": ["x"]}, 422, "stop"),
         ({"max_tokens": 0}, 422, "max_tokens"),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, 409, "are one"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, 409, "the same meaning"),
         ({"model": "gpt"}, 422, "model"),
         ({"logit_bias": {}}, 422, "logit_bias"),
     ],
 )
-def test_a_call_that_cannot_be_is_refused_and_changes_nothing(
-    run: FakeRun, changes: dict[str, Any], status: int, why: str
+def test_an_invalid_request_is_refused_and_changes_nothing(
+    run: FakeRun, changes: dict[str, Any], status: int, reason: str
 ) -> None:
-    open_one(run)
-    assert why in error_message(ask(run, **{"messages": [USER], **changes}), status)
+    open_session(run)
+    assert reason in error_message(complete(run, **{"messages": [USER], **changes}), status)
     assert run.replies() == []
-    assert ask_and_write(run, [USER], "7").status_code == 200
+    assert complete_with(run, [USER], "7").status_code == 200
 
 
-def test_a_sessions_calls_are_of_one_length(run: FakeRun) -> None:
-    open_one(run)
-    ask_and_write(run, [USER], "77")
-    more = [USER, {"role": "assistant", "content": "77"}, AGAIN]
-    assert "repeat it" in error_message(ask(run, more, max_tokens=3), 400)
+def test_max_tokens_must_be_the_same_in_all_requests_of_a_session(run: FakeRun) -> None:
+    open_session(run)
+    complete_with(run, [USER], "77")
+    more = [USER, {"role": "assistant", "content": "77"}, NEXT]
+    assert "repeat it" in error_message(complete(run, more, max_tokens=3), 400)
 
 
 @pytest.mark.parametrize("reward", ["1", "NaN", "Infinity", "1e999", "[]", "true"])
 def test_a_reward_is_a_finite_number(run: FakeRun, reward: str) -> None:
-    open_one(run)
-    ask_and_write(run, [USER], "77")
+    open_session(run)
+    complete_with(run, [USER], "77")
     body = f'{{"reward": {reward}}}' if reward != "1" else '{"reward": "1"}'
     response = run.call(
         "POST", "/v1/sessions/a/reward", content=body, headers={"content-type": "application/json"}
@@ -325,8 +325,8 @@ def test_a_reward_is_a_finite_number(run: FakeRun, reward: str) -> None:
     assert error_message(response, 422)
 
 
-def test_a_session_that_was_never_opened_is_not_there(run: FakeRun) -> None:
-    assert "PUT /v1/sessions/NAME" in error_message(ask(run, [USER], session="nobody"), 404)
+def test_an_unknown_session_is_not_found(run: FakeRun) -> None:
+    assert "PUT /v1/sessions/NAME" in error_message(complete(run, [USER], session="unknown"), 404)
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/reward")):
         error_message(
             run.call(method, f"/v1/sessions/x{path}", **({"json": {"reward": 1}} if path else {})), 404
@@ -338,12 +338,12 @@ def test_a_session_that_was_never_opened_is_not_there(run: FakeRun) -> None:
 
 
 def test_a_run_without_agents_has_no_sessions(tmp_path: Path) -> None:
-    plain = FakeRun(tmp_path)
-    assert "service.agents = true" in error_message(plain.call("PUT", "/v1/sessions/a"), 409)
-    assert plain.call("GET", "/v1/models").json()["data"][0]["id"] == "policy"
+    run = FakeRun(tmp_path)
+    assert "service.agents = true" in error_message(run.call("PUT", "/v1/sessions/a"), 409)
+    assert run.call("GET", "/v1/models").json()["data"][0]["id"] == "policy"
 
 
-def test_the_person_watching_learns_that_nobody_plays(run: FakeRun) -> None:
+def test_episodes_without_agents_are_logged(run: FakeRun) -> None:
     notices: list[str] = []
     run.agents._notice = notices.append
     run.agents.start(EPISODE, version=0)
