@@ -54,6 +54,24 @@ def test_every_command_of_a_page_exists(page: Path) -> None:
     assert all(f"\n{target}:" in makefile for target in targets)
 
 
+def test_every_command_has_an_example_on_the_page_of_commands() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    groups = {str(group.name): group.typer_instance for group in app.registered_groups}
+    names = [
+        (prefix, command)
+        for prefix, own in {"": app, **groups}.items()
+        if own
+        for command in own.registered_commands
+    ]
+    commands = {
+        f"dora {prefix} ".replace("  ", " ") + str(command.name or command.callback.__name__)
+        for prefix, command in names
+        if command.callback
+    }
+    assert len(commands) > 20
+    assert [name for name in sorted(commands) if f"`{name}`" not in page or f"\n    {name}" not in page] == []
+
+
 def test_the_figures_of_the_readme_are_those_of_the_committed_benchmark() -> None:
     figures = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text(encoding="utf-8"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
