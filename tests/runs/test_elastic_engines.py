@@ -69,4 +69,4 @@ def test_a_run_whose_driver_was_killed_is_named_as_gone(start_run: StartRun) -> 
     run.end()
     gone = dora("engines", "add", run.out)
     assert (gone.code, gone.out) == (2, "")
-    assert f"is not a running run: its process {run.pid} is gone" in gone.err
+    assert f"is not a running run: its process {run.pid} has exited" in gone.err

@@ -119,4 +119,4 @@ def check_running(run: Path) -> None:
         ended = f"{run} is not a running run: it has ended"
         raise InputError(ended if (run / JOURNAL_FILE).exists() else explain_missing_run(run)) from error
     if not is_alive(driver["pid"], driver["created_s"]):
-        raise InputError(f"{run} is not a running run: its process {driver['pid']} is gone")
+        raise InputError(f"{run} is not a running run: its process {driver['pid']} has exited")

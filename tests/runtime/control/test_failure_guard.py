@@ -1,45 +1,29 @@
-"""A run that waits for somebody outside says for whom, and does not wait for ever."""
+"""A run stops if nothing happens while it waits for input through its service."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 
-from dora.core.events import TimerFired
 from dora.errors import RunError
-from dora.runtime.executor import ProcessExecutor
-from dora.runtime.training.external import Patience
+from dora.runtime.control.failure_guard import IdleTimeout
 
 
-def hands(patience_s: float, num_wanted: int = 0, agents: bool = False) -> Any:
-    service = SimpleNamespace(patience_s=patience_s, agents=agents)
-    return SimpleNamespace(
-        plan=SimpleNamespace(config=SimpleNamespace(service=service)),
-        supply=SimpleNamespace(num_wanted=num_wanted),
-        trainer=None,
-        facts=[],
-        is_held=False,
-    )
+def test_a_run_that_waits_too_long_names_the_missing_inputs() -> None:
+    idle = IdleTimeout(0.0, lambda: ["3 prompts", "agents"])
+    with pytest.raises(RunError, match=r"nothing has happened .* waits for 3 prompts, agents through its"):
+        idle.check(is_active=False, driver_asleep_s=0.0)
 
 
-def test_who_does_not_come_is_named() -> None:
-    patience = Patience(cast(ProcessExecutor, hands(0.0, num_wanted=3, agents=True)))
-    with pytest.raises(RunError, match=r"nothing has happened .* waits for 3 prompts, agents from outside"):
-        patience.check(0.0)
+def test_a_run_that_waits_for_its_own_processes_has_no_idle_timeout() -> None:
+    IdleTimeout(0.0, list).check(is_active=False, driver_asleep_s=0.0)
 
 
-def test_a_run_that_waits_for_its_own_is_patient() -> None:
-    Patience(hands(0.0)).check(0.0)
+def test_an_event_or_a_pause_restarts_the_timeout() -> None:
+    idle = IdleTimeout(0.0, lambda: ["3 prompts"])
+    idle.check(is_active=True, driver_asleep_s=0.0)
 
 
-def test_facts_pauses_and_sleep_begin_the_wait_anew() -> None:
-    run = hands(0.0, num_wanted=3)
-    patience = Patience(run)
-    patience.check(asleep_s=60.0)
-    run.facts.append(TimerFired())
-    patience.check(0.0)
-    run.facts.clear()
-    run.is_held = True
-    patience.check(0.0)
+def test_time_in_which_the_driver_was_suspended_does_not_count() -> None:
+    idle = IdleTimeout(0.0, lambda: ["3 prompts"])
+    idle.check(is_active=False, driver_asleep_s=60.0)
+    idle.check(is_active=False, driver_asleep_s=0.0)
