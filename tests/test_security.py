@@ -81,8 +81,9 @@ LISTENS = {
     ),
     "dora.runtime.process.rpc": (
         "a key for each worker and each pool, which comes through Ray; loopback, unless ray.address is set",
-        "tests/runtime/process/test_rpc.py::test_what_the_other_end_has_not_sealed_is_never_unpickled",
-        "tests/runtime/process/test_rpc.py::test_who_has_not_the_key_is_hung_up_on_and_the_right_one_still_comes",
+        "tests/runtime/process/test_rpc.py::test_a_message_with_a_wrong_mac_is_never_unpickled",
+        "tests/runtime/process/test_rpc.py"
+        "::test_a_caller_without_the_key_is_disconnected_and_the_address_stays_valid",
     ),
     "dora.runtime.process.worker_process": (
         "Python's fork server: a Unix socket of its owner's alone, in a folder of its owner's alone",

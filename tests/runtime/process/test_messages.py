@@ -1,4 +1,4 @@
-"""What travels through pipes is small: weights never do."""
+"""Messages and specs are small: they carry no weights."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from dora.core.types import GroupId, RequestId
 from dora.runtime.process import messages
 from dora.trainer.critic import CriticSettings
 from dora.trainer.trainer import TrainerSettings
+from dora.weights.store import RemoteVersionSource
 
 MESSAGES = [
     kind
     for _, kind in inspect.getmembers(messages, dataclasses.is_dataclass)
     if kind.__module__ == messages.__name__
 ]
-NAMES = vars(messages) | {  # which messages.py imports for its checker only
+NAMES = vars(messages) | {  # messages.py imports these under TYPE_CHECKING
     "CriticSettings": CriticSettings,
     "TrainerSettings": TrainerSettings,
+    "RemoteVersionSource": RemoteVersionSource,
 }
-# object: a column of the dataset; int16: the experts that tokens were sent to; bytes: keys of lines
-LEAVES = {int, float, str, bytes, bool, type(None), Path, object, np.int16}
+# object: a column of the dataset; int16: the experts that tokens were sent to; bytes: keys of channels;
+# RemoteVersionSource: set by the worker's own process
+LEAVES = {int, float, str, bytes, bool, type(None), Path, object, np.int16, RemoteVersionSource}
 
 
 def leaves(hint: Any) -> Iterator[type]:
@@ -51,12 +54,12 @@ def leaves(hint: Any) -> Iterator[type]:
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
-def test_a_message_is_made_of_numbers_and_texts(kind: type) -> None:
+def test_messages_consist_of_numbers_and_strings(kind: type) -> None:
     assert set(leaves(kind)) <= LEAVES
 
 
-def test_orders_about_weights_are_a_few_bytes() -> None:
-    orders = (
+def test_messages_about_weights_are_a_few_bytes() -> None:
+    small = (
         messages.PublishWeights(7),
         messages.WeightsPublished(7, "f" * 32),
         messages.PrefetchWeights(7),
@@ -68,4 +71,4 @@ def test_orders_about_weights_are_a_few_bytes() -> None:
         messages.AbortRequests((RequestId(0, 1, 2),)),
         messages.SaveCheckpoint(Path("checkpoints"), "{}", Path("held-0"), 2, False),
     )
-    assert max(len(pickle.dumps(order)) for order in orders) < 300
+    assert max(len(pickle.dumps(message)) for message in small) < 300

@@ -1,4 +1,4 @@
-"""Lines between machines: what is said arrives, and what nobody sealed is never read."""
+"""Authenticated channels: messages arrive, and nothing without a valid MAC is unpickled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Trap:
-    """Leaves a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -48,225 +48,224 @@ def listener() -> Iterator[Listener]:
 
 
 @pytest.fixture
-def lines(listener: Listener) -> Iterator[tuple[AuthenticatedChannel, AuthenticatedChannel]]:
-    """The listener's end and the caller's."""
-    met: queue.SimpleQueue[tuple[AuthenticatedChannel, object]] = queue.SimpleQueue()
-    caller = connect(listener.expect(lambda line, hello: met.put((line, hello))), "here I am")
-    here, hello = met.get(timeout=10)
-    assert hello == "here I am"
+def channels(listener: Listener) -> Iterator[tuple[AuthenticatedChannel, AuthenticatedChannel]]:
+    """The listener's end and the caller's end."""
+    connected: queue.SimpleQueue[tuple[AuthenticatedChannel, object]] = queue.SimpleQueue()
+    address = listener.expect(lambda channel, hello: connected.put((channel, hello)))
+    caller = connect(address, "hello")
+    here, hello = connected.get(timeout=10)
+    assert hello == "hello"
     yield here, caller
     here.close()
     caller.close()
 
 
-def expect(listener: Listener, met: queue.SimpleQueue[object], *, once: bool = True) -> ChannelAddress:
-    """Callers, of whom only the first word is wanted."""
+def expect(listener: Listener, hellos: queue.SimpleQueue[object], *, once: bool = True) -> ChannelAddress:
+    """Collect the hello of each caller, and close its channel."""
 
-    def note(line: AuthenticatedChannel, hello: object) -> None:
-        line.close()
-        met.put(hello)
+    def on_connect(channel: AuthenticatedChannel, hello: object) -> None:
+        channel.close()
+        hellos.put(hello)
 
-    return listener.expect(note, once=once)
+    return listener.expect(on_connect, once=once)
 
 
-def connected(address: ChannelAddress) -> socket.socket:
+def open_socket(address: ChannelAddress) -> socket.socket:
     return socket.create_connection((address.host, address.port), timeout=10)
 
 
-def introduced(address: ChannelAddress) -> tuple[socket.socket, bytes]:
-    """Whoever knows the name, and the key of this line for who knows the key."""
-    own, nonce = connected(address), bytes(NONCE_BYTES)
-    own.sendall(address.name + nonce)
-    return own, derive_channel_key(address.key, nonce, rpc.recv_exactly(own, NONCE_BYTES))
+def exchange_nonces(address: ChannelAddress) -> tuple[socket.socket, bytes]:
+    """A connection that has sent the public name, and the key of its channel."""
+    connection, nonce = open_socket(address), bytes(NONCE_BYTES)
+    connection.sendall(address.name + nonce)
+    return connection, derive_channel_key(address.key, nonce, rpc.recv_exactly(connection, NONCE_BYTES))
 
 
-def is_hung_up(own: socket.socket) -> bool:
-    """Whether the other end closes, without a word."""
-    with own:
+def is_closed_by_peer(connection: socket.socket) -> bool:
+    """Whether the other end closes the connection without sending anything."""
+    with connection:
         try:
-            return own.recv(1) == b""
+            return connection.recv(1) == b""
         except ConnectionResetError:
             return True
 
 
-def test_messages_arrive_in_order_and_both_ways(
-    lines: tuple[AuthenticatedChannel, AuthenticatedChannel],
+def test_messages_arrive_in_order_in_both_directions(
+    channels: tuple[AuthenticatedChannel, AuthenticatedChannel],
 ) -> None:
-    here, there = lines
+    here, there = channels
     for number in range(3):
-        here.send(["go", number])
-        there.send(["gone", number])
-    assert [there.recv() for _ in range(3)] == [["go", 0], ["go", 1], ["go", 2]]
-    assert [here.recv() for _ in range(3)] == [["gone", 0], ["gone", 1], ["gone", 2]]
+        here.send(["request", number])
+        there.send(["reply", number])
+    assert [there.recv() for _ in range(3)] == [["request", 0], ["request", 1], ["request", 2]]
+    assert [here.recv() for _ in range(3)] == [["reply", 0], ["reply", 1], ["reply", 2]]
 
 
-def test_a_message_may_be_longer_than_a_socket_holds(
-    lines: tuple[AuthenticatedChannel, AuthenticatedChannel],
+def test_a_message_may_be_longer_than_the_socket_buffers(
+    channels: tuple[AuthenticatedChannel, AuthenticatedChannel],
 ) -> None:
-    here, there = lines
-    sends = threading.Thread(target=there.send, args=(b"x" * 20_000_000,))
-    sends.start()
+    here, there = channels
+    sender = threading.Thread(target=there.send, args=(b"x" * 20_000_000,))
+    sender.start()
     assert here.recv() == b"x" * 20_000_000
-    sends.join()
+    sender.join()
 
 
-def test_who_waits_hears_that_the_other_end_is_gone(
-    lines: tuple[AuthenticatedChannel, AuthenticatedChannel],
+def test_recv_raises_when_the_other_end_closes(
+    channels: tuple[AuthenticatedChannel, AuthenticatedChannel],
 ) -> None:
-    here, there = lines
+    here, there = channels
     there.close()
     with pytest.raises(EOFError):
         here.recv()
 
 
-class Paper:
-    """In the place of a socket: what is sent is written down."""
+class RecordingSocket:
+    """Stands in for a socket and keeps what is sent."""
 
     def __init__(self) -> None:
-        self.written = bytearray()
+        self.sent = bytearray()
 
     def setsockopt(self, *_: int) -> None:
-        """There is nothing to set."""
+        pass
 
     def sendall(self, content: bytes) -> None:
-        self.written += content
+        self.sent += content
 
 
-def as_sent(key: bytes, messages: list[object], *, is_listener: bool = False) -> bytearray:
-    """The bytes of the last of these messages."""
-    paper = Paper()
-    line = AuthenticatedChannel(paper, key, is_listener=is_listener)  # type: ignore[arg-type]
+def encode(key: bytes, messages: list[object], *, is_listener: bool = False) -> bytearray:
+    """The bytes of the last of these messages, sent in this order."""
+    recording = RecordingSocket()
+    channel = AuthenticatedChannel(recording, key, is_listener=is_listener)  # type: ignore[arg-type]
     for message in messages:
-        paper.written.clear()
-        line.send(message)
-    return paper.written
+        recording.sent.clear()
+        channel.send(message)
+    return recording.sent
 
 
 @pytest.mark.parametrize(
-    "wrong", ["another key", "another line", "the way back", "a message again", "another place", "a bit"]
+    "wrong",
+    ["another key", "another connection", "other direction", "replayed", "wrong number", "flipped bit"],
 )
-def test_what_the_other_end_has_not_sealed_is_never_unpickled(
+def test_a_message_with_a_wrong_mac_is_never_unpickled(
     listener: Listener, tmp_path: Path, wrong: str
 ) -> None:
-    met: queue.SimpleQueue[AuthenticatedChannel] = queue.SimpleQueue()
-    address, trap = listener.expect(lambda line, _: met.put(line)), tmp_path / "sprung"
-    own, key = introduced(address)
-    with own:
-        own.sendall(as_sent(key, ["hello"]))
+    connected: queue.SimpleQueue[AuthenticatedChannel] = queue.SimpleQueue()
+    address, trap = listener.expect(lambda channel, _: connected.put(channel)), tmp_path / "sprung"
+    connection, key = exchange_nonces(address)
+    with connection:
+        connection.sendall(encode(key, ["hello"]))
         forged = {
-            "another key": lambda: as_sent(bytes(32), ["hello", Trap(trap)]),
-            "another line": lambda: as_sent(
+            "another key": lambda: encode(bytes(32), ["hello", Trap(trap)]),
+            "another connection": lambda: encode(
                 derive_channel_key(address.key, bytes(16), bytes(16)), ["hello", Trap(trap)]
             ),
-            "the way back": lambda: as_sent(key, ["hello", Trap(trap)], is_listener=True),
-            "a message again": lambda: as_sent(key, [Trap(trap)]),
-            "another place": lambda: as_sent(key, ["hello", "one", Trap(trap)]),
-            "a bit": lambda: as_sent(key, ["hello", Trap(trap)]),
+            "other direction": lambda: encode(key, ["hello", Trap(trap)], is_listener=True),
+            "replayed": lambda: encode(key, [Trap(trap)]),
+            "wrong number": lambda: encode(key, ["hello", "one", Trap(trap)]),
+            "flipped bit": lambda: encode(key, ["hello", Trap(trap)]),
         }[wrong]()
-        forged[-1] ^= wrong == "a bit"
-        own.sendall(forged)
-        here = met.get(timeout=10)
-        with pytest.raises(OSError, match="has not sealed"):
+        forged[-1] ^= wrong == "flipped bit"
+        connection.sendall(forged)
+        here = connected.get(timeout=10)
+        with pytest.raises(OSError, match="wrong MAC"):
             here.recv()
         here.close()
     assert not trap.exists()
 
 
-def test_a_trap_springs_where_it_is_sealed(
-    lines: tuple[AuthenticatedChannel, AuthenticatedChannel], tmp_path: Path
+def test_the_trap_springs_if_the_mac_is_right(
+    channels: tuple[AuthenticatedChannel, AuthenticatedChannel], tmp_path: Path
 ) -> None:
-    here, there = lines
+    here, there = channels
     there.send(Trap(tmp_path / "sprung"))
     here.recv()
     assert (tmp_path / "sprung").exists()
 
 
-def test_who_is_not_expected_is_hung_up_on(listener: Listener) -> None:
-    address = listener.expect(lambda line, _: line.close())
-    own = connected(address)
-    own.sendall(bytes(16) + as_sent(address.key, ["hello"]))
-    assert is_hung_up(own)
+def test_a_caller_with_an_unknown_name_is_disconnected(listener: Listener) -> None:
+    address = listener.expect(lambda channel, _: channel.close())
+    connection = open_socket(address)
+    connection.sendall(bytes(16) + encode(address.key, ["hello"]))
+    assert is_closed_by_peer(connection)
 
 
-def test_who_has_not_the_key_is_hung_up_on_and_the_right_one_still_comes(listener: Listener) -> None:
-    met: queue.SimpleQueue[object] = queue.SimpleQueue()
-    address = expect(listener, met)
-    own, _ = introduced(address)
-    own.sendall(as_sent(bytes(32), ["I am nobody"]))
-    assert is_hung_up(own)
-    connect(address, "it is me").close()
-    assert met.get(timeout=10) == "it is me"
+def test_a_caller_without_the_key_is_disconnected_and_the_address_stays_valid(listener: Listener) -> None:
+    hellos: queue.SimpleQueue[object] = queue.SimpleQueue()
+    address = expect(listener, hellos)
+    connection, _ = exchange_nonces(address)
+    connection.sendall(encode(bytes(32), ["forged"]))
+    assert is_closed_by_peer(connection)
+    connect(address, "genuine").close()
+    assert hellos.get(timeout=10) == "genuine"
 
 
-def test_each_caller_comes_once(listener: Listener) -> None:
-    met: queue.SimpleQueue[object] = queue.SimpleQueue()
-    address = expect(listener, met)
+def test_an_address_is_valid_once(listener: Listener) -> None:
+    hellos: queue.SimpleQueue[object] = queue.SimpleQueue()
+    address = expect(listener, hellos)
     connect(address, "first").close()
-    assert met.get(timeout=10) == "first"
-    with pytest.raises(ConnectionAbortedError, match="no line to 127"):
+    assert hellos.get(timeout=10) == "first"
+    with pytest.raises(ConnectionAbortedError, match="cannot connect to 127"):
         connect(address, "second")
-    assert met.empty()
+    assert hellos.empty()
 
 
-def test_an_address_may_be_for_many(listener: Listener) -> None:
-    met: queue.SimpleQueue[object] = queue.SimpleQueue()
-    address = expect(listener, met, once=False)
+def test_an_address_may_be_valid_for_many_callers(listener: Listener) -> None:
+    hellos: queue.SimpleQueue[object] = queue.SimpleQueue()
+    address = expect(listener, hellos, once=False)
     for name in ("first", "second"):
         connect(address, name).close()
-        assert met.get(timeout=10) == name
+        assert hellos.get(timeout=10) == name
 
 
-def test_a_caller_who_is_forgotten_does_not_come(listener: Listener) -> None:
-    address = listener.expect(lambda line, _: line.close())
+def test_a_cancelled_address_is_not_valid(listener: Listener) -> None:
+    address = listener.expect(lambda channel, _: channel.close())
     listener.cancel(address)
-    own = connected(address)
-    own.sendall(address.name + as_sent(address.key, ["hello"]))
-    assert is_hung_up(own)
+    connection = open_socket(address)
+    connection.sendall(address.name + encode(address.key, ["hello"]))
+    assert is_closed_by_peer(connection)
 
 
-def test_nobody_can_have_much_memory_taken_before_it_is_known(listener: Listener) -> None:
-    address = listener.expect(lambda line, _: line.close())
-    own, _ = introduced(address)
-    own.sendall(struct.pack("<Q16s", MAX_HELLO_BYTES + 1, bytes(16)))
-    assert is_hung_up(own)
+def test_a_caller_cannot_claim_much_memory_before_it_is_authenticated(listener: Listener) -> None:
+    address = listener.expect(lambda channel, _: channel.close())
+    connection, _ = exchange_nonces(address)
+    connection.sendall(struct.pack("<Q16s", MAX_HELLO_BYTES + 1, bytes(16)))
+    assert is_closed_by_peer(connection)
 
 
-def test_a_caller_does_not_take_for_new_what_another_was_told(tmp_path: Path) -> None:
-    """Whoever is in between has written down all that a listener said, its nonce first, and says it again."""
+def test_a_caller_rejects_messages_replayed_from_another_connection(tmp_path: Path) -> None:
+    """An attacker replays all that a listener has sent to another caller, its nonce first."""
     trap, key, nonce = tmp_path / "sprung", bytes(32), bytes(NONCE_BYTES)
-    said = as_sent(derive_channel_key(key, nonce, nonce), [Trap(trap)], is_listener=True)
-    with socket.create_server((LOOPBACK, 0)) as between, ThreadPoolExecutor(1) as beside:
-        address = ChannelAddress(LOOPBACK, between.getsockname()[1], bytes(16), key)
-        calling = beside.submit(connect, address, "hello")
-        with between.accept()[0] as own:
-            own.sendall(nonce + said)
+    recorded = encode(derive_channel_key(key, nonce, nonce), [Trap(trap)], is_listener=True)
+    with socket.create_server((LOOPBACK, 0)) as attacker, ThreadPoolExecutor(1) as thread:
+        address = ChannelAddress(LOOPBACK, attacker.getsockname()[1], bytes(16), key)
+        connecting = thread.submit(connect, address, "hello")
+        with attacker.accept()[0] as connection:
+            connection.sendall(nonce + recorded)
             with (
-                contextlib.closing(calling.result()) as caller,
-                pytest.raises(OSError, match="has not sealed"),
+                contextlib.closing(connecting.result()) as caller,
+                pytest.raises(OSError, match="wrong MAC"),
             ):
                 caller.recv()
     assert not trap.exists()
 
 
-def test_the_whole_greeting_has_to_be_there_in_time(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rpc, "HELLO_S", 0.3)
-    address = listener.expect(lambda line, _: line.close())
-    own, key = introduced(address)
-    with own:
-        for byte in as_sent(key, ["I am in no hurry"])[:-1]:
-            own.sendall(bytes([byte]))
-            if select.select([own], [], [], 0.05)[0]:
+def test_the_handshake_as_a_whole_has_a_timeout(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "HANDSHAKE_TIMEOUT_S", 0.3)
+    address = listener.expect(lambda channel, _: channel.close())
+    connection, key = exchange_nonces(address)
+    with connection:
+        for byte in encode(key, ["one byte at a time"])[:-1]:
+            connection.sendall(bytes([byte]))
+            if select.select([connection], [], [], 0.05)[0]:
                 break
         else:
-            pytest.fail("it still listens")
-        assert is_hung_up(own)
+            pytest.fail("the listener still waits")
+        assert is_closed_by_peer(connection)
 
 
 @contextlib.contextmanager
-def no_more_files() -> Iterator[None]:
-    """For this process, for a while."""
+def no_free_file_descriptors() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
     try:
@@ -275,13 +274,13 @@ def no_more_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_who_calls_while_there_is_no_room_for_one_more_comes_later(listener: Listener) -> None:
-    address = listener.expect(lambda line, _: line.close(), once=False)
+def test_callers_are_accepted_once_there_are_file_descriptors_again(listener: Listener) -> None:
+    address = listener.expect(lambda channel, _: channel.close(), once=False)
     with socket.socket() as first, socket.socket() as second:
-        with no_more_files():
-            for own in (first, second):
-                own.connect((address.host, address.port))
-                own.sendall(address.name + bytes(NONCE_BYTES))
-            time.sleep(0.05)  # the listener tries in vain to let in the second, or both
-        for own in (first, second):
-            assert rpc.recv_exactly(own, NONCE_BYTES, time.monotonic() + 10)
+        with no_free_file_descriptors():
+            for connection in (first, second):
+                connection.connect((address.host, address.port))
+                connection.sendall(address.name + bytes(NONCE_BYTES))
+            time.sleep(0.05)  # the listener fails to accept the second caller, or both
+        for connection in (first, second):
+            assert rpc.recv_exactly(connection, NONCE_BYTES, time.monotonic() + 10)
