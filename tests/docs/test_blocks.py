@@ -32,7 +32,7 @@ trainer = {batch_size = 8, lr = 3e-4}
 """
 )
 OF_PYTHON = {"README.md", "docs/quickstart.md", "docs/data.md", "docs/engine.md", "docs/environments.md"} | {
-    f"docs/{page}.md" for page in ("adapters", "stream", "outside", "service")
+    f"docs/{page}.md" for page in ("backends", "stream", "external-trainer", "service")
 }  # the last two are tried with a run that is served
 
 
