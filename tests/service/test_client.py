@@ -1,4 +1,4 @@
-"""Clients in this process, a real server behind loopback, and what may go wrong between the two."""
+"""Both clients against a real server, and against servers that fail in every way."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.service.fake_run import TOKEN, FakeRun
+from tests.service.fake_run import TOKEN, FakeRun, serve
 
-from dora.config.schema import ServiceSection
 from dora.core.types import RequestId
-from dora.errors import ConfigError, InputError, ServiceError
+from dora.errors import InputError, ServiceError
 from dora.runtime.rollout.episodes import EpisodeEnded, EpisodeId, PolicyTurn
 from dora.service.client import Address, ApiCall, AsyncClient, Client, _RetryLoop
-from dora.service.server import WebGateway
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 BUSY = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\n\r\n"
@@ -29,21 +27,17 @@ BUSY = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\n\r\n"
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[FakeRun]:
-    """A run behind a real server; its folder is `run.setup.out`."""
+    """A run with agents behind a real server."""
     run = FakeRun(tmp_path, service__agents="true")
-    run.setup.out.mkdir()
-    door = WebGateway(ServiceSection(), run.setup.out)
-    door.open(run.requests, lambda sentence: None)
-    yield run
-    run.requests.close()
-    door.close()
+    with serve(run):
+        yield run
     assert not (run.setup.out / "service.json").exists()
 
 
 def test_a_client_finds_the_service_of_a_run(served: FakeRun) -> None:
-    file = served.plan.out / "service.json"
+    file = served.setup.out / "service.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    with Client(Address.of_run(served.plan.out)) as run:
+    with Client(Address.of_run(served.setup.out)) as run:
         assert run.status()["phase"] == "training"
         assert run.add_engines(2)["engines"][1]["engine"] == 3
         assert len(run.engines()["engines"]) == 4
@@ -56,61 +50,61 @@ def test_a_client_finds_the_service_of_a_run(served: FakeRun) -> None:
 
 
 def test_a_folder_without_a_served_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no run that is served"):
+    with pytest.raises(InputError, match="is not the folder of a served run"):
         Address.of_run(tmp_path)
 
 
-def test_a_wrong_token_is_not_tried_again(served: FakeRun) -> None:
-    address = Address.of_run(served.plan.out)
+def test_a_wrong_token_is_not_retried(served: FakeRun) -> None:
+    address = Address.of_run(served.setup.out)
     with Client(Address(address.url, "wrong")) as run, pytest.raises(ServiceError, match="Bearer") as error:
         run.status()
     assert error.value.status == 401
 
 
-def test_an_asynchronous_client_plays_an_episode(served: FakeRun) -> None:
+def test_an_asynchronous_client_runs_an_episode(served: FakeRun) -> None:
     episode = EpisodeId(RequestId(0, 0, 0), 0)
 
-    async def play() -> float:
-        async with AsyncClient(Address.of_run(served.plan.out)) as run:
+    async def run_episode() -> float:
+        async with AsyncClient(Address.of_run(served.setup.out)) as run:
             waiting = asyncio.ensure_future(run.open_session())
             served.agents.start(episode, version=1)
-            served.hands.nudge()
+            served.process()
             session = (await waiting)["session"]
-            asked = asyncio.ensure_future(
+            completing = asyncio.ensure_future(
                 run.complete(session, [{"role": "user", "content": "1"}], max_tokens=4)
             )
-            while served.told.empty():
-                await asyncio.wait([asked], timeout=0.001)
+            while served.messages.empty():
+                await asyncio.wait([completing], timeout=0.001)
             served.agents.on_turn(PolicyTurn(episode, 0, [7], "stop", 9))
-            served.hands.nudge()
-            answer = (await asked)["choices"][0]["message"]["content"]
+            served.process()
+            answer = (await completing)["choices"][0]["message"]["content"]
             assert (await run.get_session(session))["num_turns"] == 1
             await run.post_reward(session, float(answer))
             async for status in run.progress(interval_s=0.0):
                 assert status["num_steps"] == 4
-                served.core.snapshot().num_trained += served.plan.limits.batch_size
+                served.orchestrator.snapshot().num_trained += served.setup.limits.batch_size
             assert status["num_steps_trained"] == 4
             return float(answer)
 
-    assert asyncio.run(play()) == 7.0
-    assert served.words()[-1] == EpisodeEnded(episode, 0, 7.0)
+    assert asyncio.run(run_episode()) == 7.0
+    assert served.replies()[-1] == EpisodeEnded(episode, 0, 7.0)
 
 
-def test_who_is_told_to_come_again_comes_again_for_a_while(served: FakeRun) -> None:
-    address = Address.of_run(served.plan.out)
+def test_a_request_that_finds_nothing_is_retried_until_the_timeout(served: FakeRun) -> None:
+    address = Address.of_run(served.setup.out)
     with Client(Address(address.url, address.token, retry_timeout_s=0.3)) as run:
         with pytest.raises(ServiceError, match="no episode waits for an agent"):
             run.open_session(wait_s=0.0)
         with pytest.raises(ServiceError, match="no session of this name"):
-            run.abandon_session("nobody")
+            run.abandon_session("unknown")
 
 
-def test_progress_ends_with_the_summary_of_a_run_that_is_complete(tmp_path: Path) -> None:
+def test_progress_ends_with_the_summary_of_a_finished_run(tmp_path: Path) -> None:
     status = b'{"num_steps_trained": 1, "num_steps": 2}'
     head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(status)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        thread = threading.Thread(target=answer_each, args=(server, [head + status]))
+        thread = threading.Thread(target=respond, args=(server, [head + status]))
         thread.start()
         with Client(Address(url, TOKEN, retry_timeout_s=0.3, run=tmp_path)) as run:
             progress = run.progress(interval_s=0.0)
@@ -118,136 +112,109 @@ def test_progress_ends_with_the_summary_of_a_run_that_is_complete(tmp_path: Path
             thread.join()
             server.close()
             (tmp_path / "summary.json").write_text('{"steps": 2}')
-            assert [one["num_steps_trained"] for one in progress] == [2]
+            assert [status["num_steps_trained"] for status in progress] == [2]
             (tmp_path / "summary.json").unlink()
-            with pytest.raises(ServiceError, match="has not answered for"):
+            with pytest.raises(ServiceError, match="has not responded for"):
                 next(run.progress())
 
 
-def answer_each(server: socket.socket, answers: list[bytes]) -> list[str]:
-    """Take up one connection for each answer; the empty one hangs up. Returns the first lines heard."""
-    heard = []
-    for answer in answers:
+def respond(server: socket.socket, responses: list[bytes]) -> list[str]:
+    """Accept a connection for each response; an empty one closes it. Returns the request lines."""
+    requests = []
+    for response in responses:
         connection, _ = server.accept()
         with connection:
-            heard.append(connection.recv(10_000).partition(b"\r\n")[0].decode())
-            connection.sendall(answer)
-    return heard
+            requests.append(connection.recv(10_000).partition(b"\r\n")[0].decode())
+            connection.sendall(response)
+    return requests
 
 
-def through(answers: list[bytes], call: str, *arguments: object) -> tuple[object, list[str]]:
-    """What a client's call comes to at a server that answers so, and what that one heard."""
-    heard: list[str] = []
+def call_with(responses: list[bytes], method: str, *arguments: object) -> tuple[object, list[str]]:
+    """The result of a client's method at a server with these responses, and the request lines."""
+    requests: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=lambda: heard.extend(answer_each(server, answers)))
+        thread = threading.Thread(target=lambda: requests.extend(respond(server, responses)))
         thread.start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         try:
             with Client(Address(url, TOKEN, retry_timeout_s=10)) as run:
-                found: object = getattr(run, call)(*arguments)
-                found = list(found) if isinstance(found, Iterator) else found
+                result: object = getattr(run, method)(*arguments)
+                result = list(result) if isinstance(result, Iterator) else result
         except ServiceError as error:
-            found = error.status
+            result = error.status
         thread.join()
-    return found, heard
+    return result, requests
 
 
-def test_a_call_whose_answer_is_lost_is_repeated() -> None:
-    found, heard = through([b"", BUSY, OK], "status")
-    assert (found, heard) == ({}, ["GET /v1/status HTTP/1.1"] * 3)
+def test_a_request_without_a_response_is_retried() -> None:
+    result, requests = call_with([b"", BUSY, OK], "status")
+    assert (result, requests) == ({}, ["GET /v1/status HTTP/1.1"] * 3)
 
 
-def lines(*found: object) -> bytes:
-    body = "".join(json.dumps(line) + "\n" for line in found).encode()
+def json_lines(*lines: object) -> bytes:
+    body = "".join(json.dumps(line) + "\n" for line in lines).encode()
     return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 
-def test_a_batch_is_asked_for_until_it_is_whole() -> None:
-    one, two = {"group": "0/1"}, {"group": "0/2"}
-    answers = [
-        lines(one, {"is_whole": False}),
+def test_a_batch_is_requested_until_it_is_complete() -> None:
+    first, second = {"group": "0/1"}, {"group": "0/2"}
+    responses = [
+        json_lines(first, {"is_complete": False}),
         b"",
-        lines({"is_whole": False}),
-        lines(two, {"is_whole": True}),
+        json_lines({"is_complete": False}),
+        json_lines(second, {"is_complete": True}),
     ]
-    batch, heard = through(answers, "batch", 3, ["reward"])
-    assert batch == [one, two]
-    assert heard[0] == "GET /v1/batches/3?after=0&wait_s=1.0&fields=reward HTTP/1.1"
-    assert [line.split("&")[0][-1] for line in heard] == ["0", "1", "1", "1"]
+    batch, requests = call_with(responses, "batch", 3, ["reward"])
+    assert batch == [first, second]
+    assert requests[0] == "GET /v1/batches/3?after=0&wait_s=1.0&fields=reward HTTP/1.1"
+    assert [line.split("&")[0][-1] for line in requests] == ["0", "1", "1", "1"]
 
 
-def test_a_batch_that_nobody_can_have_any_more_is_refused() -> None:
-    assert through([lines({"is_whole": False, "why": "it is trained"})], "batch", 3)[0] == 409
+def test_a_batch_that_cannot_be_completed_raises() -> None:
+    response = json_lines({"is_complete": False, "error": "the step is trained"})
+    assert call_with([response], "batch", 3)[0] == 409
 
 
 def test_weights_are_sent_with_their_digest() -> None:
-    found, heard = through([OK], "put_weights", 4, b"tensors", {"loss": 0.5})
+    result, requests = call_with([OK], "put_weights", 4, b"tensors", {"loss": 0.5})
     digest = hashlib.sha256(b"tensors").hexdigest()
-    assert heard == [f"PUT /v1/weights/4?sha256={digest}&metrics=%7B%22loss%22%3A+0.5%7D HTTP/1.1"]
-    assert found == {}
-    assert through([lines("x")], "get_weights", 4)[0] == b'"x"\n'
+    assert requests == [f"PUT /v1/weights/4?sha256={digest}&metrics=%7B%22loss%22%3A+0.5%7D HTTP/1.1"]
+    assert result == {}
+    assert call_with([json_lines("x")], "get_weights", 4)[0] == b'"x"\n'
 
 
-def test_a_call_that_would_do_twice_what_it_does_is_not_repeated() -> None:
-    assert through([b""], "add_engines") == (503, ["POST /v1/engines HTTP/1.1"])
+def test_a_request_that_is_not_idempotent_is_not_retried() -> None:
+    assert call_with([b""], "add_engines") == (503, ["POST /v1/engines HTTP/1.1"])
 
 
-def test_a_refusal_in_another_form_is_told_as_well() -> None:
-    assert through([b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"], "status")[0] == 404
+def test_an_error_without_json_raises_too() -> None:
+    assert call_with([b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"], "status")[0] == 404
 
 
-def test_time_that_the_service_takes_to_answer_is_no_time_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_until_a_response_does_not_count_towards_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    tries = _RetryLoop(ApiCall("POST", "/"), patience_s=2.0)
+    retries = _RetryLoop(ApiCall("POST", "/"), timeout_s=2.0)
 
-    def ask() -> httpx.Response | None:
+    def attempt() -> httpx.Response | None:
         nonlocal now_s
-        assert tries.request["method"] == "POST"
+        assert retries.request["method"] == "POST"
         now_s += 300.0
-        return tries.answer(httpx.Response(429))
+        return retries.check_response(httpx.Response(429))
 
     for _ in range(3):
-        assert ask() is None
-        now_s += 0.9  # a pause
+        assert attempt() is None
+        now_s += 0.9  # the backoff
     with pytest.raises(ServiceError):
-        ask()
+        attempt()
 
 
-def test_a_service_that_is_not_there_is_given_up(tmp_path: Path) -> None:
+def test_an_unreachable_service_raises_after_the_timeout(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    gone = Address(f"http://127.0.0.1:{port}", TOKEN, retry_timeout_s=0.2)
-    with Client(gone) as run, pytest.raises(ServiceError, match="is the run over") as error:
+    address = Address(f"http://127.0.0.1:{port}", TOKEN, retry_timeout_s=0.2)
+    with Client(address) as run, pytest.raises(ServiceError, match="is the run over") as error:
         run.status()
     assert error.value.status == 503
-
-
-def test_an_address_in_use_is_found_before_anything_starts(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"service.port = {port}: cannot listen there"):
-            WebGateway(ServiceSection(port=port), tmp_path)
-    with pytest.raises(ConfigError, match=r"service\.host"):
-        WebGateway(ServiceSection(host="256.0.0.1"), tmp_path)
-
-
-@pytest.mark.parametrize(
-    "token", ["short", "two words of a token", "a token in\nseveral lines of it", "ü" * 20]
-)
-def test_a_token_that_cannot_be_one_is_refused(tmp_path: Path, token: str) -> None:
-    (tmp_path / "token").write_text(token, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"service\.token_file"):
-        WebGateway(ServiceSection(token_file=str(tmp_path / "token")), tmp_path)
-
-
-def test_a_service_that_others_can_reach_says_so(tmp_path: Path) -> None:
-    run, notices = FakeRun(tmp_path), list[str]()
-    (tmp_path / "token").write_text(TOKEN + "\n")
-    door = WebGateway(ServiceSection(host="0.0.0.0", token_file=str(tmp_path / "token")), tmp_path)
-    door.open(run.requests, notices.append)
-    try:
-        assert json.loads((tmp_path / "service.json").read_text())["token"] == TOKEN
-        assert "other machines can reach the service" in notices[1]
-    finally:
-        door.close()

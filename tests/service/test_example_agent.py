@@ -1,4 +1,4 @@
-"""The agent of the examples plays as it says, with nothing of DORA in it."""
+"""The agent of the examples runs episodes as documented, and imports nothing of DORA."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.service.fake_run import FakeRun
+from tests.service.fake_run import FakeRun, serve
 
-from dora.config.schema import ServiceSection
 from dora.core.types import RequestId
 from dora.data.gcd import chain
 from dora.runtime.rollout.episodes import (
@@ -23,7 +22,6 @@ from dora.runtime.rollout.episodes import (
     EpisodeStarted,
     PolicyTurn,
 )
-from dora.service.server import WebGateway
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "external_agent.py"
 EPISODE = EpisodeId(RequestId(0, 0, 0), 0)
@@ -32,13 +30,9 @@ EPISODE = EpisodeId(RequestId(0, 0, 0), 0)
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[FakeRun]:
     """A run of the demo's task behind a real server."""
-    made = FakeRun(tmp_path, service__agents="true", data__path="gcd", sampling__max_response_length=56)
-    made.plan.out.mkdir()
-    door = WebGateway(ServiceSection(), made.plan.out)
-    door.open(made.calls, lambda sentence: None)
-    yield made
-    made.calls.close()
-    door.close()
+    run = FakeRun(tmp_path, service__agents="true", data__path="gcd", sampling__max_response_length=56)
+    with serve(run):
+        yield run
 
 
 def load_script() -> ModuleType:
@@ -50,66 +44,66 @@ def load_script() -> ModuleType:
     return module
 
 
-def play(run: FakeRun, *answers: str) -> tuple[list[EpisodeReply], str]:
-    """What the agent says where the model answers so, and how the episode ends for it."""
-    script, ends, words = load_script(), list[str](), list[EpisodeReply]()
+def run_episode(run: FakeRun, *turns: str) -> tuple[list[EpisodeReply], str]:
+    """The replies of the session, and the result of the agent, if the model generates these turns."""
+    script, results, replies = load_script(), list[str](), list[EpisodeReply]()
     service = script.Service(run.setup.out)
-    agent = threading.Thread(target=lambda: ends.append(script.play(service)))
+    agent = threading.Thread(target=lambda: results.append(script.run_episode(service)))
     run.agents.start(EPISODE, version=3)
     agent.start()
-    for number, answer in enumerate(answers):
-        words.append(run.messages.get(timeout=20)[1])
-        token_ids = run.setup.tokenizer.encode(answer)
+    for number, turn in enumerate(turns):
+        replies.append(run.messages.get(timeout=20)[1])
+        token_ids = run.setup.tokenizer.encode(turn)
         run.agents.on_turn(PolicyTurn(EPISODE, number, token_ids, "stop", 300 - 150 * number))
-        run.hands.nudge()
+        run.process()
     agent.join()
     service.close()
     run.agents.release(EPISODE)
-    return [*words, *run.replies()], ends[0]
+    return [*replies, *run.replies()], results[0]
 
 
-def ids(run: FakeRun) -> tuple[int, ...]:
+def prompt_ids(run: FakeRun) -> tuple[int, ...]:
     return tuple(run.setup.prompt_ids(EPISODE.request.group))
 
 
-def right(run: FakeRun) -> str:
+def correct_answer(run: FakeRun) -> str:
     fields = run.setup.dataset.fields(0)
     return chain(fields["a"], fields["b"])
 
 
-def test_a_right_answer_is_worth_one(run: FakeRun) -> None:
-    words, end = play(run, right(run))
-    assert words == [EpisodeStarted(EPISODE, ids(run), None), EpisodeEnded(EPISODE, 0, 1.0)]
-    assert end == "reward 1.0"
+def test_a_correct_first_answer_has_reward_1(run: FakeRun) -> None:
+    replies, result = run_episode(run, correct_answer(run))
+    assert replies == [EpisodeStarted(EPISODE, prompt_ids(run), None), EpisodeEnded(EPISODE, 0, 1.0)]
+    assert result == "reward 1.0"
 
 
-def test_a_wrong_answer_is_asked_for_again_once(run: FakeRun) -> None:
-    words, end = play(run, "01=61", right(run))
-    assert words == [
-        EpisodeStarted(EPISODE, ids(run), None),
-        EpisodeObservation(EPISODE, 0, ids(run)),
+def test_the_question_is_repeated_once_after_a_wrong_answer(run: FakeRun) -> None:
+    replies, result = run_episode(run, "01=61", correct_answer(run))
+    assert replies == [
+        EpisodeStarted(EPISODE, prompt_ids(run), None),
+        EpisodeObservation(EPISODE, 0, prompt_ids(run)),
         EpisodeEnded(EPISODE, 1, 0.5),
     ]
-    assert end == "reward 0.5"
-    assert play(run, "01=61", "02=61")[1] == "reward 0.0"
+    assert result == "reward 0.5"
+    assert run_episode(run, "01=61", "02=61")[1] == "reward 0.0"
 
 
-def test_an_episode_that_is_lost_is_told(run: FakeRun) -> None:
+def test_the_agent_reports_why_an_episode_was_lost(run: FakeRun) -> None:
     script = load_script()
     run.agents.start(EPISODE, version=0)
 
-    def lose() -> None:
+    def lose_episode() -> None:
         run.messages.get(timeout=20)
         run.agents.release(EPISODE)
         run.process()
 
-    lost = threading.Thread(target=lose)
-    lost.start()
+    thread = threading.Thread(target=lose_episode)
+    thread.start()
     service = script.Service(run.setup.out)
-    end = script.play(service)
-    lost.join()
+    result = script.run_episode(service)
+    thread.join()
     service.close()
-    assert "its engine was lost" in end
+    assert "its engine was lost" in result
 
 
 def test_the_agent_ends_with_the_run(run: FakeRun) -> None:
@@ -117,10 +111,10 @@ def test_the_agent_ends_with_the_run(run: FakeRun) -> None:
     service = script.Service(run.setup.out)
     (run.setup.out / "service.json").unlink()
     with pytest.raises(script.RunIsOver):
-        service.call("GET", "/v1/status")
+        service.request("GET", "/v1/status")
 
 
-def test_the_agent_shares_no_code_with_the_run() -> None:
+def test_the_agent_imports_nothing_of_dora() -> None:
     nodes = [*ast.walk(ast.parse(SCRIPT.read_text(encoding="utf-8")))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
