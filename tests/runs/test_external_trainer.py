@@ -23,7 +23,7 @@ from dora.config import load
 from dora.data.dataset import GrowingDataset
 from dora.journal import replay
 from dora.runtime import run_dir
-from dora.runtime.run_setup import PUT_PROMPTS
+from dora.runtime.run_setup import UPLOADED_PROMPTS
 
 TRAINER = Path(__file__).parent.parent.parent / "examples" / "external_trainer.py"
 OUTSIDE: dict[str, object] = {"service__trainer": "external", "data__path": "service"}
@@ -107,13 +107,13 @@ def test_the_trainer_of_the_examples_learns_nothing_of_tokens_that_were_read(ser
 def test_prompts_outlive_a_run_that_died_before_it_began(task: Path, tmp_path: Path) -> None:
     config, out = load.read_config(task, []), tmp_path / "run"
     run_dir.claim(out, config)
-    GrowingDataset(out / PUT_PROMPTS).add([{"prompt": "1:"}])
+    GrowingDataset(out / UPLOADED_PROMPTS).add([{"prompt": "1:"}])
     (out / "journal.jsonl").write_text("half a lin")
-    again = GrowingDataset(out / PUT_PROMPTS)  # as the plan of the next life has it
+    again = GrowingDataset(out / UPLOADED_PROMPTS)  # as the resumed run opens it
     run_dir.reclaim(out, config)
     again.add([{"prompt": "2:"}])
-    assert [row["prompt"] for row in map(GrowingDataset(out / PUT_PROMPTS).row, range(2))] == ["1:", "2:"]
-    assert sorted(file.name for file in out.iterdir()) == ["config.toml", PUT_PROMPTS]
+    assert [row["prompt"] for row in map(GrowingDataset(out / UPLOADED_PROMPTS).row, range(2))] == ["1:", "2:"]
+    assert sorted(file.name for file in out.iterdir()) == ["config.toml", UPLOADED_PROMPTS]
 
 
 def test_a_run_that_is_fed_and_trained_from_outside_outlives_everybody(served: Served) -> None:

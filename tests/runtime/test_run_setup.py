@@ -1,4 +1,4 @@
-"""What is wrong with a run's input is said, with its key, before anything is started or written."""
+"""Bad input fails with its key before anything is started or written."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dora.cli.main import main
 
 def call(*arguments: str | Path) -> int:
     """Exit code of a command."""
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_:
         main([*map(str, arguments)])
-    assert isinstance(end.value.code, int)
-    return end.value.code
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
 
 
 BAD: dict[str, tuple[dict[str, object], str]] = {
@@ -32,7 +32,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "an unknown section": ({"trainr.lr": 0.1}, "did you mean trainer?"),
     "a value out of range": ({"trainer.lr": -1}, "trainer.lr = -1"),
     "a value of another type": ({"run.steps": "many"}, "run.steps = 'many'"),
-    "an answer longer than the model": ({"sampling.max_response_length": 60}, "8 + 60 = 68 tokens"),
+    "a response longer than the model": ({"sampling.max_response_length": 60}, "8 + 60 = 68 tokens"),
     "a batch that holds no sample": ({"trainer.micro_batch_tokens": 31}, "8 + 24 = 32 tokens"),
     "a group of one": ({"sampling.group_size": 1}, "sampling.group_size = 1"),
     "slots without effect": ({"engine.version_slots": 4}, "2 + 1 versions"),
@@ -50,12 +50,12 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("changes", "wanted"), BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize(("changes", "expected"), BAD.values(), ids=BAD.keys())
 @pytest.mark.parametrize("mode", ["for a run", "for a dry run"])
 def test_bad_input_is_refused(
     mode: str,
     changes: dict[str, object],
-    wanted: str,
+    expected: str,
     task: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -66,13 +66,13 @@ def test_bad_input_is_refused(
     out = tmp_path / "run"
     assert call("train", task, "--out", out, *dry, *settings(changes)) == 2
     err = capsys.readouterr().err
-    assert wanted in err
+    assert expected in err
     assert "Traceback" not in err
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    ("content", "wanted"),
+    ("content", "expected"),
     [
         ("", "prompts.jsonl has no rows"),
         ("\n", "prompts.jsonl, line 1: is empty"),
@@ -83,16 +83,16 @@ def test_bad_input_is_refused(
     ],
 )
 def test_a_dataset_without_usable_prompts_is_refused(
-    content: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_task(tmp_path)
     (tmp_path / "prompts.jsonl").write_text(content)
     assert call("train", config, "--out", tmp_path / "run") == 2
-    assert wanted in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_a_config_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_configuration_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("train", tmp_path / "nothing.toml", "--out", tmp_path / "run") == 2
     assert "nothing.toml does not exist" in capsys.readouterr().err
 
@@ -108,7 +108,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "wanted"),
+    ("name", "content", "expected"),
     [
         ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"),
         ("generation_config.json", "{", "generation_config.json is not valid JSON"),
@@ -119,12 +119,12 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
     ],
 )
 def test_a_broken_model_folder_is_refused(
-    name: str, content: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, content: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = write_task(tmp_path)
     (tmp_path / "start" / name).write_text(content)
     assert call("train", task, "--out", tmp_path / "run") == 2
-    assert wanted in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -138,50 +138,50 @@ def test_a_model_without_all_its_tensors_is_refused(
     assert "checkpoint does not fit config.json: missing" in capsys.readouterr().err
 
 
-def test_a_folder_that_holds_a_run_is_left_as_it_is(
+def test_a_folder_that_holds_a_run_is_not_changed(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "journal.jsonl").write_text("precious")
+    (tmp_path / "journal.jsonl").write_text("recorded")
     assert call("train", task, "--out", tmp_path) == 2
-    assert f"already holds a run: --resume {tmp_path} goes on with it" in capsys.readouterr().err
+    assert f"already holds a run: resume it with --resume {tmp_path}" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
-    assert (tmp_path / "journal.jsonl").read_text() == "precious"
+    assert (tmp_path / "journal.jsonl").read_text() == "recorded"
 
 
-def test_a_dry_run_says_what_a_run_would_be_and_writes_nothing(
+def test_a_dry_run_describes_the_run_and_writes_nothing(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("train", task, "--out", tmp_path / "run", "--dry-run") == 0
-    said = capsys.readouterr().out
-    assert "(max_staleness + 1) x batch_size - slack = 6 groups" in said
-    assert "engines x max_num_seqs = 2 x 4 = 8\n" in said
-    assert "3 per engine" in said
-    assert "2 groups x 2 = 4 samples" in said
+    printed = capsys.readouterr().out
+    assert "(max_staleness + 1) x batch_size - slack = 6 groups" in printed
+    assert "engines x max_num_seqs = 2 x 4 = 8\n" in printed
+    assert "3 per engine" in printed
+    assert "2 groups x 2 = 4 samples" in printed
     assert (
         "MB: 2 engines x (3 x 0.0106 MB of weights + 0.0123 MB of KV cache), 0.0422 MB for the trainer"
-        in said
+        in printed
     )
-    assert "0 for an empty response" in said
+    assert "0 for an empty response" in printed
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_without_a_folder_gets_one_named_after_its_config_and_the_time(
+def test_the_default_run_folder_is_named_after_configuration_and_time(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").write_text("in the way")
+    (tmp_path / "runs").write_text("a file")
     assert call("train", task) == 2
     assert re.search(r"--out runs/task-\d{8}-\d{6} cannot be written", capsys.readouterr().err)
 
 
-def test_a_reward_that_cannot_be_called_is_refused_before_anything_is_generated(
+def test_a_reward_with_wrong_parameters_is_refused_before_anything_is_generated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_task(tmp_path, reward="def reward(answer):\n    return 1.0\n")
     assert call("train", config, "--out", tmp_path / "run") == 2
-    said = capsys.readouterr().err
-    assert "reward(answer) cannot be called with prompt, completion" in said
-    assert "def reward(prompt, completion, **row):" in said
+    printed = capsys.readouterr().err
+    assert "reward(answer) cannot be called with prompt, completion" in printed
+    assert "def reward(prompt, completion, **row):" in printed
     assert not (tmp_path / "run").exists()
 
 

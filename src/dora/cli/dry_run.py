@@ -142,7 +142,7 @@ def memory_by_device(setup: RunSetup) -> dict[str, str]:
     micro_batch = micro_batch_bytes(setup)
     for device, num in Counter(map(devices.trainer_device, range(devices.num_ranks))).items():
         add(device, f"at most {num} x {size(micro_batch)} for a micro-batch", num * micro_batch)
-    if setup.columns:
+    if setup.aux_columns:
         num_bytes = aux_worker_bytes(setup)
         add(devices.aux_device(), f"{size(num_bytes)} for auxiliary workers", num_bytes)
     add("cpu", f"{size(setup.weights_bytes)} for the weight store", setup.weights_bytes)
@@ -177,7 +177,7 @@ def trainer_bytes(setup: RunSetup) -> Counter[str]:
     num_ranks = devices.num_ranks
     copy = 2 if config.trainer.dtype == "bfloat16" and num_ranks == 1 else 0
     has_reference = bool(config.algorithm.kl_loss_coef) or setup.advantage_settings.is_paired
-    reference = (copy or _WEIGHT) if has_reference and "reference" not in setup.columns else 0
+    reference = (copy or _WEIGHT) if has_reference and "reference" not in setup.aux_columns else 0
     num_bytes = (copy + reference) * setup.num_parameters
     if (lora := setup.lora) is None:
         num_bytes += _WITH_GRADIENT * setup.num_parameters
@@ -186,7 +186,7 @@ def trainer_bytes(setup: RunSetup) -> Counter[str]:
         num_adapted = sum(map(math.prod, lora.target_shapes(layout).values()))
         num_bytes += _WEIGHT * (setup.num_parameters + 2 * num_adapted)
         num_bytes += _WITH_GRADIENT * lora.adapter_layout(layout).numel
-    if "values" not in setup.columns:
+    if "values" not in setup.aux_columns:
         num_bytes += (_WITH_GRADIENT + copy) * setup.num_critic_parameters
     held = Counter[str]()
     for rank in range(num_ranks):
@@ -209,14 +209,14 @@ def micro_batch_bytes(setup: RunSetup) -> int:
 def aux_worker_bytes(setup: RunSetup) -> int:
     """Frozen weights of the auxiliary workers, and the critic's training state."""
     copy = 2 if setup.config.trainer.dtype == "bfloat16" else 0
-    num_frozen = len({"reference", "proximal"} & {*setup.columns})
-    num_critic = setup.num_critic_parameters if "values" in setup.columns else 0
+    num_frozen = len({"reference", "proximal"} & {*setup.aux_columns})
+    num_critic = setup.num_critic_parameters if "values" in setup.aux_columns else 0
     return (copy or _WEIGHT) * num_frozen * setup.num_parameters + (_WITH_GRADIENT + copy) * num_critic
 
 
 def _snapshot_bytes(setup: RunSetup) -> int:
     """Weights and moments that the trainer keeps to roll back a failed step."""
-    num_parameters = 0 if "values" in setup.columns else setup.num_critic_parameters
+    num_parameters = 0 if "values" in setup.aux_columns else setup.num_critic_parameters
     num_parameters += setup.num_parameters if setup.config.trainer.mini_batch_tokens else 0
     return _WITH_MOMENTS * num_parameters
 

@@ -117,13 +117,13 @@ class ProcessExecutor:
             notice,
         )
         tasks = reward_tasks(setup.config, setup.dataset.columns)
-        self._feed = _make_feed(setup, self.stream_folder, tasks, self._launcher, notice)
-        self.storage = storage if isinstance(storage := self._feed.storage, StorageProcess) else None
-        self.samples.subscribe(self._feed)
+        self._stream = _make_stream(setup, self.stream_folder, tasks, self._launcher, notice)
+        self.storage = storage if isinstance(storage := self._stream.storage, StorageProcess) else None
+        self.samples.subscribe(self._stream)
         self._idle_timeout = IdleTimeout(setup.config.service.idle_timeout_s, self.awaited_inputs)
         self.is_paused = False  # no event is handed out, so no action follows
         timeout_s = setup.config.runtime.start_timeout_s
-        self.rewards = RewardManager(tasks, self._feed, timeout_s, self._messages, notice)
+        self.rewards = RewardManager(tasks, self._stream, timeout_s, self._messages, notice)
         self.episode_runner = _make_episode_runner(setup, self._messages, notice)
         self.episodes = Episodes(setup, self.episode_runner, self.engine_pool, self.events, self.sample_book)
 
@@ -210,12 +210,12 @@ class ProcessExecutor:
             self.sample_book.pop_held_out_answers(action.group)
             self.events.append(GroupScored(action.group, rewards))
             return
-        if (fact := self.sample_book.score_from_episodes(action.group)) is not None:
-            self.events.append(fact)
+        if (event := self.sample_book.score_from_episodes(action.group)) is not None:
+            self.events.append(event)
             return
         source, row = self.setup.source_of(action.group), action.group.row
-        question = encode_prompt_row(source.prompt(row), source.fields(row))
-        self.rewards.submit(action.group, question, self.sample_book.pop_held_out_answers(action.group))
+        prompt_row = encode_prompt_row(source.prompt(row), source.fields(row))
+        self.rewards.submit(action.group, prompt_row, self.sample_book.pop_held_out_answers(action.group))
 
     @execute.register
     def _(self, action: Filter) -> None:
@@ -252,8 +252,8 @@ class ProcessExecutor:
 
     @execute.register
     def _(self, action: ReportStall) -> None:
-        step, who = step_number(action.step), ", ".join(map(str, action.requests)) or "its rewards"
-        self.notice(f"step {step} waits for group {action.group} ({who}) since {action.since_s:.1f} s")
+        step, causes = step_number(action.step), ", ".join(map(str, action.requests)) or "its rewards"
+        self.notice(f"step {step} waits for group {action.group} ({causes}) since {action.since_s:.1f} s")
 
     # start, stop and checkpoints
 
@@ -290,13 +290,13 @@ class ProcessExecutor:
                 self.execute(Abort(event.destination, (event.request,)))
 
     def accumulate(self, step: int, groups: Sequence[GroupId]) -> None:
-        """Let the trainer begin with groups committed to a step, where it streams."""
-        if self.setup.config.streams_gradients or self.setup.columns:
+        """Have the trainer work on groups committed to a step, if it need not wait for the whole batch."""
+        if self.setup.config.streams_gradients or self.setup.aux_columns:
             self.samples.commit()  # so that the trainer can read them
             for group in groups:
                 self.training.send(m.AccumulateGroup(step, group))
 
-    def offer_again(self, groups: Sequence[GroupId]) -> None:
+    def resend(self, groups: Sequence[GroupId]) -> None:
         """Put groups back into the stream for a new trainer."""
         self.samples.resend(groups)
 
@@ -320,7 +320,7 @@ class ProcessExecutor:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step may finish at any moment; an external trainer's only after its weights have arrived."""
+        """Whether a step may finish soon; that of an external trainer only once its weights have arrived."""
         trainer = self.trainer
         return trainer.is_installing if isinstance(trainer, ExternalTrainer) else self.training.is_in_step
 
@@ -339,7 +339,7 @@ class ProcessExecutor:
         self.episodes.close()
         self.training.kill()
         self.samples.subscribe(None)
-        self._feed.close()
+        self._stream.close()
         self._launcher.close()
         self.weights.close()
         self.samples.close()  # last, because it raises if the disk is full
@@ -478,7 +478,9 @@ class ProcessExecutor:
 
     def _report_scores(self, scored: Sequence[GroupScored | ScoringFailed]) -> None:
         for event in scored:
-            self.events.append(self.sample_book.record_scores(event, self.rewards.pop_task_rewards(event.group)))
+            self.events.append(
+                self.sample_book.record_scores(event, self.rewards.pop_task_rewards(event.group))
+            )
 
     def _on_published(self, version: int, digest: str) -> None:
         if self._previous is not None:
@@ -488,12 +490,12 @@ class ProcessExecutor:
     def _refill_storage(self) -> None:
         """Fill a new storage process, which is empty."""
         self.training.on_storage_replaced()  # first: aux workers fill the columns that they find empty
-        self._feed.reconnect()
-        self.samples.subscribe(self._feed)
+        self._stream.reconnect()
+        self.samples.subscribe(self._stream)
         self.rewards.on_storage_replaced()
 
     def _check_deadlines(self) -> None:
-        """Replace workers that have timed out. Time during which this process was suspended does not count."""
+        """Replace workers that have timed out. Time in which this process was suspended does not count."""
         now_s = time.monotonic()
         asleep_s = max(0.0, now_s - self._checked_s - 1.0)
         self._checked_s = now_s
@@ -586,13 +588,13 @@ class LiveRun:
 def _make_episode_runner(
     setup: RunSetup, messages: WorkerMessages, notice: Callable[[str], None]
 ) -> EpisodeRunner | None:
-    """The other side of episodes: environments, or agents through the service; None: requests have one turn."""
+    """Environments, or agents through the service; None: requests have one turn."""
     if setup.config.env.has_environments:
         return EnvPool(setup, messages, notice)
     return AgentSessions(setup, messages, notice) if setup.config.service.agents else None
 
 
-def _make_feed(
+def _make_stream(
     setup: RunSetup,
     folder: Path,
     tasks: Sequence[RewardTask],
@@ -600,12 +602,12 @@ def _make_feed(
     notice: Callable[[str], None],
 ) -> RunStream:
     """The sample stream. On Ray its storage is an actor on the driver's node, else a thread of the driver."""
-    config, is_spread = setup.config, launcher.host is not None
-    leases = {task.name: task.lease_s(is_spread) for task in tasks}
+    config, is_multi_node = setup.config, launcher.host is not None
+    leases = {task.name: task.lease_s(is_multi_node) for task in tasks}
     num_answers = setup.evaluation.num_answers if setup.evaluation else 0
     serve: Callable[[StorageSpec], StreamStorage] = ThreadStorage
     if config.runtime.kind == "ray":
         serve = partial(StorageProcess, config=config, start=launcher.start, notice=notice)
     return RunStream(
-        folder, setup.limits.group_size, setup.columns, leases, num_answers, launcher.host, serve
+        folder, setup.limits.group_size, setup.aux_columns, leases, num_answers, launcher.host, serve
     )

@@ -55,7 +55,7 @@ from dora.runtime.recovery.resume import (
     read_recorded_journal,
     resumed_config,
 )
-from dora.runtime.run_dir import SAMPLES, forget_dead
+from dora.runtime.run_dir import SAMPLES, remove_stale_control_dir
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import SampleStore
 from dora.text import plural, step_number
@@ -87,7 +87,7 @@ def train(
     try:
         return _run(setup, console, gateway=gateway)
     except InputError:
-        run_dir.unclaim(out)
+        run_dir.release(out)
         raise
 
 
@@ -107,7 +107,7 @@ def resume(
     backends.check_backends(config)
     check_gateway(config, gateway)
     setup = setup_type.make(config, run)
-    forget_dead(run)
+    remove_stale_control_dir(run)
     if has_recorded_events(run):
         with _previous_run(setup) as previous:
             return _run(setup, console, previous, gateway)
@@ -294,7 +294,7 @@ class _Session:
         if isinstance(event, TrainerReplaced):
             state = self._orchestrator.snapshot()
             batches = (*event.redone, *state.batches.values(), state.committed)
-            self._executor.offer_again([group for batch in batches for group in batch])
+            self._executor.resend([group for batch in batches for group in batch])
             self._send_commitments()
         state = self._orchestrator.snapshot()
         self._failure_guard.check(actions, state, self._executor.first_scoring_failure)

@@ -1,6 +1,6 @@
-"""The folder of a run: which files it has, and whose it is.
+"""The run folder: its files, and which process drives the run.
 
-It is claimed before anything starts, and given back where nothing began.
+A new run claims its folder before it starts anything, and releases it if its input is bad.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dora.journal.reader import JOURNAL_FILE, explain_missing_run
 from dora.metrics import status
 from dora.metrics.status import DRIVER_FILE, is_alive
 from dora.metrics.writer import TRACKER_IDS_FILE
-from dora.runtime.run_setup import PUT_PROMPTS
+from dora.runtime.run_setup import UPLOADED_PROMPTS
 
 SAMPLES = "samples.sqlite"
 INCOMING_PARTS = "incoming/parts"  # uploads of an external trainer that are not complete
-EVAL_BEFORE = "eval_before.json"  # for a run that goes on in another life
+EVAL_BEFORE = "eval_before.json"  # kept for a resumed run
 RUN_FILES = (
     "config.toml",
     "journal.jsonl",
@@ -34,31 +34,31 @@ RUN_FILES = (
     *(SAMPLES + end for end in ("", "-wal", "-shm")),
     "summary.json",
     status.STATUS_FILE,
-    PUT_PROMPTS,
+    UPLOADED_PROMPTS,
     TRACKER_IDS_FILE,
     EVAL_BEFORE,
 )
 
 
 def check_out(out: Path) -> None:
-    """Raises InputError if the folder holds a run already, or cannot be a folder."""
+    """Raises InputError if the folder already holds a run, or is a file."""
     if any((out / name).exists() for name in RUN_FILES):
         raise InputError(
-            f"--out {out} already holds a run: --resume {out} goes on with it, another --out begins a new one"
+            f"--out {out} already holds a run: resume it with --resume {out}, or choose another --out"
         )
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file; name a folder")
 
 
 def claim(out: Path, config: Config) -> None:
-    """Make the run folder and write the resolved configuration into it."""
+    """Create the run folder and write the resolved configuration into it. Raises InputError."""
     check_out(out)
     _write_config(out, config)
 
 
 def reclaim(out: Path, config: Config) -> None:
-    """The same for a run that died before it began, but for prompts that were put: they were promised."""
-    _clear(out, {PUT_PROMPTS})
+    """The same for a run that crashed before its first event; prompts uploaded to it are kept."""
+    _clear(out, {UPLOADED_PROMPTS})
     _write_config(out, config)
 
 
@@ -70,8 +70,8 @@ def _write_config(out: Path, config: Config) -> None:
         raise InputError(f"--out {out} cannot be written: {error}") from error
 
 
-def unclaim(out: Path) -> None:
-    """Input turned out to be bad before anything was generated: the folder can be used again."""
+def release(out: Path) -> None:
+    """Remove the files of a run whose input is bad: the folder can be used again."""
     _clear(out)
     with contextlib.suppress(OSError):
         out.rmdir()
@@ -83,12 +83,12 @@ def _clear(out: Path, kept: Collection[str] = ()) -> None:
 
 
 def write_summary(out: Path, summary: dict[str, Any]) -> None:
-    """Write `summary.json` in one piece."""
+    """Write `summary.json` atomically."""
     write_text_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def write_driver(run: Path) -> None:
-    """Write which process drives the run, until it ends."""
+    """Record that this process drives the run."""
     process = psutil.Process()
     write_text_atomically(
         run / DRIVER_FILE, json.dumps({"pid": process.pid, "created_s": process.create_time()})
@@ -104,8 +104,8 @@ def is_running(run: Path) -> bool:
     return True
 
 
-def forget_dead(run: Path) -> None:
-    """Remove what the driver of a run that was killed left behind; nobody else's."""
+def remove_stale_control_dir(run: Path) -> None:
+    """Remove the control folder of a driver that was killed; not that of a running one."""
     if not is_running(run):
         shutil.rmtree(run / "control", ignore_errors=True)
 

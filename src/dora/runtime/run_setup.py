@@ -1,6 +1,6 @@
-"""Whether model, tokenizer and critic fit each other and the configuration.
+"""What the processes of a run need: all that the configuration names, loaded and checked.
 
-All of it is asked before anything is started.
+Nothing is started or written meanwhile, so that bad input costs nothing.
 """
 
 from __future__ import annotations
@@ -36,9 +36,16 @@ from dora.trainer.lora import LoraSettings
 from dora.trainer.recipe import Correction
 from dora.trainer.trainer import TrainerSettings
 
+UPLOADED_PROMPTS = "prompts.jsonl"  # in the run folder
+UNBOUNDED_ROWS = 2**31  # of a dataset that grows, for its cursor
+MAX_HEADER_BYTES = 2**24  # of a safetensors file: names and shapes
+AUX_WORKER_COLUMNS = {"reference": "reference", "proximal": "proximal", "critic": "values"}
+GREEDY = 0  # the sibling of a held-out prompt that is decoded greedily, with eval.greedy
+_BYTES_PER_TOKEN = 9  # of a response in the sample stream: its id, its log-prob, whether it was sampled
+
 
 def check_tokenizer(folder: Path, tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """Raises ModelError where tokenizer and model do not fit."""
+    """Raises ModelError if the tokenizer does not fit the model."""
     if tokenizer.vocab_size > model.vocab_size:
         raise ModelError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is "
@@ -46,53 +53,52 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer, model: ModelConfig) -> N
         )
     if len(tokenizer.stop_ids) > MAX_STOP_IDS:
         raise ModelError(
-            f"{folder}: {len(tokenizer.stop_ids)} end tokens; engines know at most {MAX_STOP_IDS}; "
+            f"{folder}: {len(tokenizer.stop_ids)} end tokens; engines support at most {MAX_STOP_IDS}; "
             "shorten eos_token_id in generation_config.json"
         )
 
 
 def check_critic(config: Config, policy: ModelConfig) -> None:
-    """Raises InputError for a critic that cannot read what the policy writes."""
+    """Raises InputError for a critic that cannot score the sequences of the policy."""
     folder = Path(config.critic.path or "")
     critic = load_config(folder)
     check_pretrained(folder)
     if critic.vocab_size != policy.vocab_size or critic.max_position_embeddings < config.max_sequence_length:
         raise ConfigError(
-            f"critic.path = {config.critic.path!r}: it has a vocab_size of {critic.vocab_size} and "
-            f"{critic.max_position_embeddings} positions, and needs {policy.vocab_size} and "
-            f"{config.max_sequence_length}; take a model of the policy's family, or remove critic.path"
+            f"critic.path = {config.critic.path!r} has vocab_size {critic.vocab_size} and "
+            f"{critic.max_position_embeddings} positions, but needs {policy.vocab_size} and at least "
+            f"{config.max_sequence_length}; use a model of the policy's family, or remove critic.path"
         )
 
 
 def check_fit(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """Raises ConfigError for settings that this model cannot follow."""
+    """Raises ConfigError for settings that do not fit this model."""
     check_context(config, model.max_position_embeddings)
-    needed = (
-        num_blocks_for(config.max_sequence_length) + 1
-    )  # the block that a prompt ends in is kept beside its copy
+    # Siblings share the full blocks of a prompt; its last block is copied, and the original kept.
+    needed = num_blocks_for(config.max_sequence_length) + 1
     if config.engine.num_kv_blocks is not None and config.engine.num_kv_blocks < needed:
         raise ConfigError(
-            f"engine.num_kv_blocks = {config.engine.num_kv_blocks}: the longest answer with its prompt, "
-            f"{config.max_sequence_length} tokens, takes {needed}; raise it, or lower data.max_prompt_length or "
-            "sampling.max_response_length"
+            f"engine.num_kv_blocks = {config.engine.num_kv_blocks}: the longest sequence, "
+            f"{config.max_sequence_length} tokens, needs {needed}; raise it, or lower data.max_prompt_length "
+            "or sampling.max_response_length"
         )
     stop_ids, num_own = config.sampling.stop_token_ids, len(tokenizer.stop_ids)
     unknown = [i for i in stop_ids if i >= model.vocab_size]
     if unknown:
         raise ConfigError(
-            f"sampling.stop_token_ids = {stop_ids}: {unknown[0]} is no token, the model's vocab_size is "
-            f"{model.vocab_size}; remove it"
+            f"sampling.stop_token_ids = {stop_ids}: {unknown[0]} is not a token id, as the model's "
+            f"vocab_size is {model.vocab_size}; remove it"
         )
     if num_own + len(stop_ids) > MAX_STOP_IDS:
         raise ConfigError(
             f"sampling.stop_token_ids = {stop_ids}: with the model's {num_own} end tokens they are "
-            f"{num_own + len(stop_ids)}; engines know at most {MAX_STOP_IDS}; name fewer"
+            f"{num_own + len(stop_ids)}; engines support at most {MAX_STOP_IDS}; name fewer"
         )
-    in_mixtures = {"gate_proj", "up_proj", "down_proj"} & {*config.trainer.lora_targets}
-    if config.trainer.lora_rank and model.moe_layers and in_mixtures:
+    mlp_targets = {"gate_proj", "up_proj", "down_proj"} & {*config.trainer.lora_targets}
+    if config.trainer.lora_rank and model.moe_layers and mlp_targets:
         raise ConfigError(
-            f"trainer.lora_targets names {', '.join(sorted(in_mixtures))}: experts of a mixture have no "
-            "adapters; name those of attention only"
+            f"trainer.lora_targets names {', '.join(sorted(mlp_targets))}: experts of a mixture have no "
+            "adapters; name projections of attention only"
         )
     if config.trainer.routing_replay and not model.moe_layers:
         raise ConfigError(
@@ -101,24 +107,20 @@ def check_fit(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> None:
         )
 
 
-# === dora.runtime.run_setup: Where the prompts of a run come from: those it trains on, and those held out.
-#
-# The built-in task gcd has both.
-
-PUT_PROMPTS = "prompts.jsonl"  # in the run's folder
+# prompts
 
 
 def template_of(config: Config) -> ChatTemplate | None:
-    """How conversations become text; None: prompts are texts."""
+    """The template that turns conversations into text; None: prompts are plain text."""
     if not config.data.chat_template:
         return None
     return ChatTemplate(Path(config.model.path), config.data.system_prompt)
 
 
 def training_prompts(config: Config, out: Path) -> Dataset:
-    """All rows of data.path, or what was put into the run's folder through its service. Raises DataError."""
+    """All rows of data.path, or the prompts uploaded through the service. Raises DataError."""
     if config.data.path == "service":
-        return GrowingDataset(out / PUT_PROMPTS, config.data.prompt_key, fsync=config.journal.fsync)
+        return GrowingDataset(out / UPLOADED_PROMPTS, config.data.prompt_key, fsync=config.journal.fsync)
     if config.data.path == "gcd":
         return Dataset(gcd.training_rows(), "prompt", "the built-in task gcd")
     return Dataset.from_path(Path(config.data.path), config.data.prompt_key, config.data.split)
@@ -134,21 +136,9 @@ def held_out_prompts(config: Config) -> Dataset | None:
     return Dataset.from_path(Path(path), config.data.prompt_key, config.eval.split).head(num_prompts)
 
 
-# === dora.runtime.run_setup: A run as its processes need it: everything the configuration names, loaded and
-# checked.
-#
-# Nothing has been started and nothing written when a plan is made, so bad input costs nothing.
-
-NO_END = 2**31  # rows of a dataset that grows, as its cursor counts them
-HEADER_BYTES = 2**24  # of a safetensors file, at most: names and shapes
-COLUMNS_OF = {"reference": "reference", "proximal": "proximal", "critic": "values"}  # of trainer.aux_workers
-_ANSWER_BYTES = 9  # of a token in the sample stream: its id, its log-prob, whether it was drawn
-GREEDY = 0  # the sibling of a held-out prompt that is answered so, if one is
-
-
 @dataclass(frozen=True)
 class RunSetup:
-    """What a run will do. Token ids of prompts are made when they are first needed."""
+    """The parts of a run before it starts. Prompts are tokenized when they are first needed."""
 
     config: Config
     out: Path
@@ -169,25 +159,25 @@ class RunSetup:
         check_fit(config, tokenizer, model)
         check_trackers(config.metrics.report_to)
         launcher.check_ray_config(config)
-        numel = check_pretrained(folder)
+        num_parameters = check_pretrained(folder)
         if config.critic.path is not None:
             check_critic(config, model)
         prompts = PromptEncoder(tokenizer, template_of(config))
         training, held_out = training_prompts(config, out), held_out_prompts(config)
-        plan = cls(config, out, model, numel, tokenizer, prompts, training, held_out)
-        for dataset in filter(None, (plan.dataset, plan.held_out)):
-            plan.check_lengths(dataset)
-        return plan
+        setup = cls(config, out, model, num_parameters, tokenizer, prompts, training, held_out)
+        for dataset in filter(None, (setup.dataset, setup.held_out)):
+            setup.check_lengths(dataset)
+        return setup
 
     def check_lengths(self, dataset: Dataset) -> None:
-        """Raises DataError for a prompt that the policy cannot be asked."""
+        """Raises DataError for a prompt that is empty or too long."""
         dataset.check_prompt_lengths(
             lambda prompt: len(self.prompts.encode(prompt)), self.config.data.max_prompt_length
         )
 
     @cached_property
     def limits(self) -> Limits:
-        """What the orchestrator must keep."""
+        """The rules of the orchestrator."""
         config = self.config
         rules = config.orchestrator
         batches_per_version = {"sync": 1, "one_step": 1, "drain": rules.batches_per_version}
@@ -216,7 +206,7 @@ class RunSetup:
 
     @property
     def evaluation(self) -> EvaluationRule | None:
-        """How many answers to how many held-out prompts; None: no evaluation."""
+        """Number of held-out prompts and of responses to each; None: no evaluation."""
         if self.held_out is None:
             return None
         settings = self.config.eval
@@ -224,7 +214,7 @@ class RunSetup:
         return EvaluationRule(settings.every or self.config.run.steps, len(self.held_out), num_answers)
 
     def is_recorded(self, group: GroupId) -> bool:
-        """Whether the journal tells of it: not of evaluations before and after training."""
+        """Whether the journal records it: all groups but those of evaluations before and after training."""
         return not group.is_held_out or 0 < -1 - group.epoch < self.config.run.steps
 
     @property
@@ -240,14 +230,14 @@ class RunSetup:
         )
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """What stations beside the trainer make of each answer."""
-        stations = self.config.trainer.aux_workers
-        return tuple(COLUMNS_OF[name] for name in COLUMNS_OF if name in stations)
+    def aux_columns(self) -> tuple[str, ...]:
+        """Columns of the sample stream that the aux workers fill."""
+        aux_workers = self.config.trainer.aux_workers
+        return tuple(column for name, column in AUX_WORKER_COLUMNS.items() if name in aux_workers)
 
     @property
     def lora(self) -> LoraSettings | None:
-        """The adapters that are trained, if it is them."""
+        """The adapters to train; None: all weights are trained."""
         trainer = self.config.trainer
         if not trainer.lora_rank:
             return None
@@ -255,42 +245,45 @@ class RunSetup:
 
     @cached_property
     def devices(self) -> DeviceAssignment:
-        """Which process computes where."""
+        """The device of each process."""
         return DeviceAssignment.of(self.config)
 
     @property
     def num_engines(self) -> int:
-        """Engine processes at the start; the last one is the trainer's, if it is elastic."""
+        """Engine processes at the start; with trainer.elastic the last one is on the trainer's device."""
         return self.config.num_engines + self.config.trainer.elastic
 
     def is_colocated(self, engine: int) -> bool:
-        """Whether an engine shares its device with the trainer, and so rests while that one works."""
-        is_lent = self.config.trainer.elastic and engine == self.config.num_engines
-        return is_lent or self.config.orchestrator.placement == "colocated"
+        """Whether an engine shares its device with the trainer, and so is paused while the trainer works."""
+        is_elastic = self.config.trainer.elastic and engine == self.config.num_engines
+        return is_elastic or self.config.orchestrator.placement == "colocated"
 
     @property
     def weights_bytes(self) -> int:
-        """Most bytes the weight store holds: every pinned version, the newest and one being written."""
+        """Maximum size of the weight store: all pinned versions, the newest, and one being written."""
         return self.version_bytes * (self.config.max_live_versions + 2)
 
     @property
     def version_bytes(self) -> int:
-        """A version as it is published, and as engines hold it."""
+        """Size of a published version."""
         return self.num_parameters * self._itemsize
 
     @property
     def upload_bytes(self) -> int:
-        """Most bytes of a file with all tensors in fp32, with a copy of a tied embedding, and a header."""
-        return 4 * (self.num_parameters + self.model.vocab_size * self.model.hidden_size) + HEADER_BYTES
+        """Maximum size of a file with all tensors in fp32, a copy of a tied embedding, and a header."""
+        return 4 * (self.num_parameters + self.model.vocab_size * self.model.hidden_size) + MAX_HEADER_BYTES
 
     @property
     def _itemsize(self) -> int:
-        """Bytes of a number in engines."""
+        """Bytes of an element of weights and KV in engines."""
         return DTYPES[self.config.engine.dtype].itemsize
 
     @property
     def kv_bytes(self) -> int:
-        """The KV of one engine: by itself blocks for all its rows at full context, and one more per row."""
+        """Size of the KV cache of one engine.
+
+        By default it has blocks for all rows at full context, and one more for each row.
+        """
         engine, model = self.config.engine, self.model
         blocks = engine.num_kv_blocks or engine.max_num_seqs * (
             num_blocks_for(self.config.max_sequence_length) + 1
@@ -301,34 +294,34 @@ class RunSetup:
 
     @property
     def pool_bytes(self) -> int:
-        """What of that lies in memory that processes share."""
-        is_private = is_gpu(self.config.engine.device) or self.config.breaks_c1  # nothing is moved
+        """The part of `kv_bytes` in memory that processes share."""
+        is_private = is_gpu(self.config.engine.device) or self.config.breaks_c1  # no migration
         return 0 if is_private else self.kv_bytes
 
     @property
     def stream_bytes(self) -> int:
-        """Most bytes of the answers in the sample stream, and a segment for each who writes there."""
+        """Maximum size of the sample stream: all responses in flight, and a segment for each writer."""
         config, model = self.config, self.model
-        per_token = _ANSWER_BYTES + 4 * len(self.columns)
+        per_token = _BYTES_PER_TOKEN + 4 * len(self.aux_columns)
         if config.trainer.routing_replay:
             per_token += 2 * len(model.moe_layers) * model.num_experts_per_tok
         num_rows = config.max_groups_in_flight * config.sampling.group_size
-        num_judges = config.reward.num_workers + sum(task.num_workers for task in config.reward_task)
-        num_writers = 1 + num_judges + len(self.columns)
+        num_reward_workers = config.reward.num_workers + sum(task.num_workers for task in config.reward_task)
+        num_writers = 1 + num_reward_workers + len(self.aux_columns)
         return num_rows * config.max_sequence_length * per_token + num_writers * SEGMENT_BYTES
 
     @property
     def stored_bytes(self) -> int:
-        """What the run keeps in memory that its processes share."""
+        """Size of all memory that processes share: weights, KV caches of CPU engines, sample stream."""
         return self.weights_bytes + self.num_engines * self.pool_bytes + self.stream_bytes
 
     def cursor(self, index: int = 0) -> Cursor:
-        """A walk over the dataset, from its beginning or from a later group on.
+        """An iterator over the dataset that begins with group `index`.
 
-        Prompts from outside are taken once, in the order in which they come.
+        Uploaded prompts are used once, in the order of their upload.
         """
         if self.num_prompts is None:
-            return Cursor(NO_END, self.config.run.seed, shuffle=False, index=index)
+            return Cursor(UNBOUNDED_ROWS, self.config.run.seed, shuffle=False, index=index)
         return Cursor(self.num_prompts, self.config.run.seed, self.config.data.shuffle, index)
 
     @property
@@ -337,14 +330,14 @@ class RunSetup:
         return None if isinstance(self.dataset, GrowingDataset) else len(self.dataset)
 
     def source_of(self, group: GroupId) -> Dataset:
-        """The dataset a group's row is in."""
+        """The dataset of a group: training or held-out prompts."""
         if not group.is_held_out:
             return self.dataset
         assert self.held_out is not None
         return self.held_out
 
     def requests(self, ids: Sequence[RequestId], version: int) -> list[Request]:
-        """The requests an engine gets: prompt tokens, seed and sampling of each sibling."""
+        """Requests for an engine, with prompt tokens, seed and sampling parameters."""
         return [
             Request(
                 id=request,
@@ -362,9 +355,9 @@ class RunSetup:
         return self.prompts.encode(self.source_of(group).prompt(group.row))
 
     def _seed(self, request: RequestId) -> int:
-        """64 bits that depend on the run's seed and on the request alone.
+        """64 bits that depend on the run's seed and on the request only.
 
-        Evaluation has its own seed, and all versions the same draws, so that they can be compared.
+        Evaluations have their own seed, which is the same for all versions, so that they can be compared.
         """
         seed, name = self.config.run.seed, request
         if request.is_held_out:
@@ -373,7 +366,7 @@ class RunSetup:
         return int.from_bytes(digest, "little", signed=True)
 
     def sampling_of(self, request: RequestId) -> SamplingParams:
-        """How a request's tokens are drawn, and when its answer ends."""
+        """Sampling parameters and stopping conditions of a request."""
         is_greedy = request.is_held_out and self.config.eval.greedy and request.sibling == GREEDY
         settings = self.config.sampling
         return SamplingParams(
@@ -389,18 +382,18 @@ class RunSetup:
 
     @property
     def max_turn_tokens(self) -> int:
-        """Of an episode's turn; 0: answers are one turn."""
+        """Maximum length of a turn of an episode; 0: requests have a single turn."""
         settings = self.config.sampling
-        most = settings.max_turn_length or settings.max_response_length
-        return most if self.config.has_episodes else 0
+        limit = settings.max_turn_length or settings.max_response_length
+        return limit if self.config.has_episodes else 0
 
-    def engine_spec(self, weights: Path, engine: int, place: int | None = None) -> EngineSpec:
-        """Its KV lies beside the weights, where the other engines can map it.
+    def engine_spec(self, weights: Path, engine: int, slot: int | None = None) -> EngineSpec:
+        """The spec of an engine whose KV pool is in the folder of the weights, where other engines map it.
 
-        It computes where engine `place` did, of which it takes the place.
+        The engine gets kind and device of engine `slot`, which it replaces.
         """
-        config, place = self.config, engine if place is None else place
-        kind = config.kind_of_engine(place)
+        config, slot = self.config, engine if slot is None else slot
+        kind = config.kind_of_engine(slot)
         return EngineSpec(
             model=Path(config.model.path),
             weights=weights,
@@ -413,7 +406,7 @@ class RunSetup:
             reads_text=bool(config.sampling.stop),
             returns_routes=config.trainer.routing_replay,
             exact=config.engine.exact_logprobs,
-            device=self.devices.engine_device(place, is_colocated=self.is_colocated(place)),
+            device=self.devices.engine_device(slot, is_colocated=self.is_colocated(slot)),
             dtype=config.engine.dtype,
             backend=kind.backend,
             backend_options=kind.options,
@@ -423,6 +416,7 @@ class RunSetup:
         )
 
     def trainer_spec(self, weights: Path, stream: Path, checkpoint: Path | None = None) -> TrainerSpec:
+        """The spec of a trainer that begins with `checkpoint`, or with the initial model."""
         config, runtime = self.config, self.config.runtime
         settings = TrainerSettings(
             lr=config.trainer.lr,
@@ -449,7 +443,7 @@ class RunSetup:
             activation_checkpointing=config.trainer.activation_checkpointing,
             temperature=config.sampling.temperature,
             lora=self.lora,
-            samples_have_reference="reference" in self.columns,
+            samples_have_reference="reference" in self.aux_columns,
         )
         return TrainerSpec(
             model=Path(config.model.path),
@@ -467,14 +461,14 @@ class RunSetup:
             num_ranks=config.trainer.num_ranks,
             rank_timeout_s=max(runtime.start_timeout_s, 10 * runtime.trainer_timeout_s),
             critic=self._critic_spec if config.algorithm.adv_estimator == "gae" else None,
-            columns=self.columns,
-            column_timeout_s=runtime.trainer_timeout_s if self.columns else None,
+            columns=self.aux_columns,
+            column_timeout_s=runtime.trainer_timeout_s if self.aux_columns else None,
             backend=config.trainer.backend,
         )
 
     @cached_property
     def num_critic_parameters(self) -> int:
-        """Of a critic's decoder; 0 without one."""
+        """Parameters of the critic's decoder; 0 without a critic."""
         if self.config.algorithm.adv_estimator != "gae":
             return 0
         path = self.config.critic.path
