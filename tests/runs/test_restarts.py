@@ -51,7 +51,7 @@ def test_a_killed_engine_is_restarted_and_generates(start_run: StartRun) -> None
 
 
 def test_a_run_survives_a_timeout_of_its_only_engine(start_run: StartRun) -> None:
-    """The engine hangs, so only its heartbeat shows it. It is killed, and its replacement gets its requests."""
+    """The engine hangs, so only missing heartbeats show it. It is killed and replaced."""
     run = start_run(**ONE_ENGINE, runtime__heartbeat_timeout_s=3.0)
     run.wait_for_steps(1)
     hung = run.workers()[0]
@@ -67,7 +67,7 @@ def test_a_run_survives_a_timeout_of_its_only_engine(start_run: StartRun) -> Non
 def test_a_killed_trainer_is_restarted_while_engines_generate(start_run: StartRun) -> None:
     """It resumes from the last checkpoint with the same batches; on this machine they give the same bits."""
     run = start_run(**LONG, trainer__save_freq=2)
-    run.wait_for_steps(3)
+    run.wait_until(lambda: any(line["version"] == 3 for line in events(run, "published")), "version 3")
     run.workers()[2].kill()
     run.wait_for_steps(7)
     out = stop(run)
@@ -76,10 +76,10 @@ def test_a_killed_trainer_is_restarted_while_engines_generate(start_run: StartRu
     (lost,), (new,) = (events(run, kind) for kind in ("trainer_lost", "trainer_replaced"))
     assert new["from_step"] >= 2
     assert any(line["kind"] == "request_finished" for line in lines[lost["seq"] : new["seq"]])
-    published = {line["version"]: line["digest"] for line in events(run, "published")}
-    attested = events(run, "digest_reported")
-    assert len(attested) == len(new["redone"]) + 1
-    assert all(published[line["version"]] == line["digest"] for line in attested)
+    before_loss = [line for line in events(run, "published") if line["seq"] < lost["seq"]]
+    redone = {line["version"]: line["digest"] for line in before_loss if line["version"] >= new["from_step"]}
+    assert 3 in redone
+    assert {line["version"]: line["digest"] for line in events(run, "digest_reported")} == redone
     s = summary(run.out)
     assert (s["trainer_failures"], s["attempts"], s["redone_steps"]) == (1, 1, len(new["redone"]))
     assert s["trainer_recovery_s_max"] > FIRST_DELAY_S

@@ -1,4 +1,4 @@
-"""Engines of several machines: what settles a move, and what becomes of it where a line is cut."""
+"""Migration between machines: one engine owns the request, also when a connection is lost."""
 
 from __future__ import annotations
 
@@ -22,119 +22,117 @@ LOOPBACK = "127.0.0.1"
 BLOCK_BYTES = TINY.kv_bytes_per_token * 16
 
 
-class Nodes(EngineCluster):
-    """Engines that are not where the driver is, nor where another one is."""
+class RemoteEngineCluster(EngineCluster):
+    """Engines each on a machine of its own, none on the driver's."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._driver = Listener(LOOPBACK)
-        self._doors: dict[str, KVPoolServer] = {}
-        self._left = contextlib.ExitStack()
-        self._num_desks = 0
-        self.desks: dict[
-            int, AuthenticatedChannel
-        ] = {}  # of each engine, in the order in which they were made
+        self._pool_servers: dict[str, KVPoolServer] = {}
+        self._exit_stack = contextlib.ExitStack()
+        self._num_brokers = 0
+        self.broker_channels: dict[int, AuthenticatedChannel] = {}  # by the order of the engines
 
-    def desk(self) -> ChannelAddress:
-        number, self._num_desks = self._num_desks, self._num_desks + 1
-        return self._driver.expect(lambda line, _: self._attend(line, number))
+    def broker_address(self) -> ChannelAddress:
+        number, self._num_brokers = self._num_brokers, self._num_brokers + 1
+        return self._driver.expect(lambda channel, _: self._serve(channel, number))
 
     def transport(self) -> KVTransport:
-        return self._left.enter_context(contextlib.closing(RemoteKVTransport(self.desk())))
+        return self._exit_stack.enter_context(contextlib.closing(RemoteKVTransport(self.broker_address())))
 
     def source_pool(self, name: str) -> ChannelAddress:
-        if name not in self._doors:
-            door = KVPoolServer(LOOPBACK, self.engines[name].blocks)
-            self._doors[name] = self._left.enter_context(contextlib.closing(door))
-        return self._doors[name].address
+        if name not in self._pool_servers:
+            server = KVPoolServer(LOOPBACK, self.engines[name].blocks)
+            self._pool_servers[name] = self._exit_stack.enter_context(contextlib.closing(server))
+        return self._pool_servers[name].address
 
     def close(self) -> None:
-        self._left.close()
+        self._exit_stack.close()
         self._driver.close()
 
-    def _attend(self, line: AuthenticatedChannel, number: int) -> None:
-        self.desks[number] = line
-        serve_broker(line, self.folder)
+    def _serve(self, channel: AuthenticatedChannel, number: int) -> None:
+        self.broker_channels[number] = channel
+        serve_broker(channel, self.folder)
 
 
 @pytest.fixture
-def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    """What was seen is looked at again at each poll, so that words follow one another."""
-    monkeypatch.setattr(remote_kv, "LOOK_S", -1.0)
-    made = Nodes(tmp_path)
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteEngineCluster]:
+    """Each poll requests a new status of the migration, so that replies do not depend on the time."""
+    monkeypatch.setattr(remote_kv, "STATUS_MAX_AGE_S", -1.0)
+    made = RemoteEngineCluster(tmp_path)
     yield made
     made.close()
 
 
-def test_a_request_moves_to_another_machine_and_goes_on_bit_by_bit(nodes: Nodes) -> None:
-    asked = make_request(1, max_tokens=60)
-    expected = run(make_engine(), [asked])[asked.id]
-    nodes.add_engine("a").submit([asked])
-    destination = nodes.add_engine("b")
-    nodes.step("a", 40)
-    received = nodes.migrate(asked, "a", "b")
-    assert received.num_bytes == -(-(len(asked.prompt_ids) + 39) // 16) * BLOCK_BYTES
-    assert (received.num_prefilled, destination.num_prefilled) == (0, 0)
-    assert nodes.run_to_end()[asked.id] == expected
+def test_a_request_migrates_to_another_machine_bit_by_bit(cluster: RemoteEngineCluster) -> None:
+    request = make_request(1, max_tokens=60)
+    expected = run(make_engine(), [request])[request.id]
+    cluster.add_engine("a").submit([request])
+    destination = cluster.add_engine("b")
+    cluster.step("a", 40)
+    imported = cluster.migrate(request, "a", "b")
+    assert imported.num_bytes == -(-(len(request.prompt_ids) + 39) // 16) * BLOCK_BYTES
+    assert (imported.num_prefilled, destination.num_prefilled) == (0, 0)
+    assert cluster.run_to_end()[request.id] == expected
 
 
-def test_of_both_sides_one_gets_the_request_however_often_they_ask(nodes: Nodes) -> None:
-    sides = [nodes.transport().migration_files(Path("elsewhere"), 1) for _ in range(2)]
-    sides[0].write_export(b"it")
-    assert sides[1].read_export() == b"it"
-    got: list[str] = []
+def test_one_engine_owns_the_request_if_both_claim_it_at_once(cluster: RemoteEngineCluster) -> None:
+    source, destination = (cluster.transport().migration_files(Path("elsewhere"), 1) for _ in range(2))
+    source.write_export(b"it")
+    assert destination.read_export() == b"it"
+    succeeded: list[str] = []
 
-    def ask(name: str, want: Callable[[], bool]) -> None:
-        if want():
-            got.append(name)
+    def claim(name: str, call: Callable[[], bool]) -> None:
+        if call():
+            succeeded.append(name)
 
-    wants = {"withdrawn": sides[0].withdraw_export, "imported": sides[1].commit_import}
-    asking = [threading.Thread(target=ask, args=item) for item in wants.items()]
-    for thread in asking:
+    claims = {"withdrawn": source.withdraw_export, "imported": destination.commit_import}
+    threads = [threading.Thread(target=claim, args=item) for item in claims.items()]
+    for thread in threads:
         thread.start()
-    for thread in asking:
+    for thread in threads:
         thread.join()
-    assert len(got) == 1
-    assert MigrationFiles(nodes.folder, 1).is_imported == (got == ["imported"]), (
-        "the driver knows whose it is"
+    assert len(succeeded) == 1
+    assert MigrationFiles(cluster.folder, 1).is_imported == (succeeded == ["imported"]), (
+        "the driver's file names the owner"
     )
-    assert not sides[0].withdraw_export()
-    assert not sides[1].commit_import()
+    assert not source.withdraw_export()
+    assert not destination.commit_import()
 
 
-def test_a_request_stays_where_it_is_when_its_kv_cannot_be_fetched(nodes: Nodes) -> None:
-    asked = make_request(1, max_tokens=60)
-    expected = run(make_engine(), [asked])[asked.id]
-    nodes.add_engine("a").submit([asked])
-    nodes.add_engine("b")
-    nodes.step("a", 20)
-    move = nodes.start_migration(asked, "a", "b")
-    peer = nodes.engines["b"]._migrator._transport.peer_pool(nodes.source_pool("a"), BLOCK_BYTES)
+def test_a_request_stays_at_the_source_if_its_kv_cannot_be_read(cluster: RemoteEngineCluster) -> None:
+    request = make_request(1, max_tokens=60)
+    expected = run(make_engine(), [request])[request.id]
+    cluster.add_engine("a").submit([request])
+    cluster.add_engine("b")
+    cluster.step("a", 20)
+    migration_id = cluster.start_migration(request, "a", "b")
+    peer = cluster.engines["b"]._migrator._transport.peer_pool(cluster.source_pool("a"), BLOCK_BYTES)
     assert isinstance(peer, RemoteKVPool)
-    peer._line.close()
-    nodes.poll("a")
-    nodes.poll("b")
-    answer = nodes.reply_of("b", move)
-    assert isinstance(answer, ImportFailed)
-    assert "KV cannot be read" in answer.reason
-    nodes.engines["a"].cancel_migration(move)
-    assert nodes.run_to_end()[asked.id] == expected
+    peer._channel.close()
+    cluster.poll("a")
+    cluster.poll("b")
+    reply = cluster.reply_of("b", migration_id)
+    assert isinstance(reply, ImportFailed)
+    assert "KV cannot be read" in reply.reason
+    cluster.engines["a"].cancel_migration(migration_id)
+    assert cluster.run_to_end()[request.id] == expected
 
 
-def test_an_engine_that_cannot_ask_whose_a_request_is_ends(nodes: Nodes) -> None:
-    """It must not go on with what may be another's: the driver takes it for lost, and looks at the file."""
-    asked = make_request(1, max_tokens=60)
-    nodes.add_engine("a").submit([asked])
-    nodes.add_engine("b")
-    nodes.step("a", 20)
-    nodes.start_migration(asked, "a", "b")
-    nodes.desks[1].close()
-    nodes.poll("a")
+def test_an_engine_that_loses_the_broker_exits(cluster: RemoteEngineCluster) -> None:
+    """It cannot know who owns the request. The driver handles the lost engine, and reads the file."""
+    request = make_request(1, max_tokens=60)
+    cluster.add_engine("a").submit([request])
+    cluster.add_engine("b")
+    cluster.step("a", 20)
+    cluster.start_migration(request, "a", "b")
+    cluster.broker_channels[1].close()
+    cluster.poll("a")
     with pytest.raises((EOFError, OSError)):
-        nodes.poll("b")
+        cluster.poll("b")
 
 
-def test_pools_of_other_blocks_are_no_peers(nodes: Nodes) -> None:
-    nodes.add_engine("a")
-    with pytest.raises(ValueError, match=rf"its blocks have {BLOCK_BYTES} bytes, here they have 32"):
-        RemoteKVPool(nodes.source_pool("a"), 32)
+def test_a_pool_with_blocks_of_another_size_is_rejected(cluster: RemoteEngineCluster) -> None:
+    cluster.add_engine("a")
+    with pytest.raises(ValueError, match=rf"blocks have {BLOCK_BYTES} bytes, this engine's have 32"):
+        RemoteKVPool(cluster.source_pool("a"), 32)

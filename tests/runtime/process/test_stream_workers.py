@@ -1,0 +1,263 @@
+"""A lost storage process is replaced and refilled, as on Ray; a consumer without room exits."""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import psutil
+import pytest
+from tests.runtime.tiny import save_start, write_task
+
+from dora.config import load
+from dora.core.events import GroupScored
+from dora.core.types import GroupId, RequestId
+from dora.errors import RunError, ServiceError, StorageFullError
+from dora.runtime.process import messages as m
+from dora.runtime.process import worker_process
+from dora.runtime.process.stream_workers import ConsumerSpec, StorageProcess, run_consumer
+from dora.runtime.process.worker_process import ForkedProcess, WorkerMessages, receive
+from dora.runtime.scoring.external import ExternalRewards
+from dora.runtime.scoring.reward_manager import RewardManager, RewardTask
+from dora.runtime.scoring.reward_worker import REWARD, RewardSpec
+from dora.stream import run_stream, transport
+from dora.stream.client import StreamClient
+from dora.stream.metadata import BatchRequest
+from dora.stream.run_stream import GroupReader, RunStream, reward_column
+from dora.stream.sample_db import SampleStore, Trajectory
+from dora.stream.schema import StreamBatch, TimedOut
+from dora.stream.storage import SegmentWriter
+
+REWARD_FUNCTION = """
+import time
+from pathlib import Path
+def reward(prompt, completion, **row):
+    Path(__file__).with_name("has started").touch()
+    while not Path(__file__).with_name("may return").exists():
+        time.sleep(0.01)
+    return 0.5
+"""
+SCORED, TRAINED, SUBMITTED = (GroupId(0, row) for row in range(3))
+
+
+class StreamBench:
+    """The sample store, the stream with a storage process, and a reward manager."""
+
+    def __init__(self, folder: Path, *changes: str) -> None:
+        (folder / "blocking.py").write_text(REWARD_FUNCTION)
+        config = load.read_config(write_task(folder), changes)
+        self.folder, self.messages, self.notices = folder, WorkerMessages(), list[str]()
+        serve = partial(StorageProcess, config=config, start=ForkedProcess, notice=self.notices.append)
+        spec = RewardSpec(
+            REWARD, f"{folder}/blocking.py:reward", "reward.function", save_start(folder / "start")
+        )
+        task = RewardTask(spec, 60.0, "reward.timeout_s")
+        self.stream = RunStream(folder / "stream", 2, tasks={REWARD: task.lease_s()}, serve=serve)
+        assert isinstance(self.stream.storage, StorageProcess)
+        self.storage = self.stream.storage
+        self.store = SampleStore(folder / "samples.sqlite")
+        self.store.subscribe(self.stream)
+        self.manager = RewardManager([task], self.stream, 60.0, self.messages, self.notices.append)
+
+    def put(self, group: GroupId) -> None:
+        for sibling in range(2):
+            self.store.put(Trajectory(RequestId(*group, sibling), 0, "digest", [1], [2], [-1.0]))
+        self.store.commit()
+
+    def kill_storage(self) -> None:
+        process = psutil.Process(self.storage.state().worker.pid)
+        process.kill()
+        process.wait(5.0)
+
+    def wait_for_restart(self) -> None:
+        """Do what the driver does once the storage is restarted."""
+        while not self.storage.poll(0.1):
+            pass
+        self.stream.reconnect()
+        self.store.subscribe(self.stream)
+        self.manager.on_storage_replaced()
+
+    def wait_for_scores(self) -> list[GroupScored]:
+        """The next scored groups, at least one."""
+        events: list[GroupScored] = []
+        while not events:
+            for worker, message in receive(self.messages, 0.1):
+                found = self.manager.on_message(worker, message) or []
+                events += [event for event in found if isinstance(event, GroupScored)]
+        return events
+
+    def close(self) -> None:
+        self.manager.kill()
+        self.store.close()
+        self.stream.close()
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a short name: the path of a Unix socket has at most 107 bytes."""
+    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.01)
+    made = Path(tempfile.mkdtemp(prefix="dora-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def test_a_restarted_storage_gets_all_untrained_samples_and_no_group_is_scored_twice(folder: Path) -> None:
+    bench = StreamBench(folder)
+    reader = GroupReader(bench.stream.folder)
+    for group in (SCORED, TRAINED, SUBMITTED):
+        bench.put(group)
+    for group in (SCORED, TRAINED):
+        bench.store.score(group, (1.0, 0.0), (0.5, -0.5))
+    bench.store.set_state([TRAINED], "trained", 0)
+    bench.store.commit()
+    bench.store.resend([TRAINED])  # its step is redone
+    before = reader.read_group(SCORED)
+    bench.manager.submit(SUBMITTED, b"[{}, {}]")
+    while not (folder / "has started").exists():
+        bench.manager.check_deadlines()
+    bench.kill_storage()
+    bench.put(late := GroupId(0, 9))  # the stream drops it, the sample store keeps it
+    bench.store.score(late, (1.0, 0.0), (0.5, -0.5))
+    reader.commit([SCORED])
+    bench.wait_for_restart()
+    for group in (SCORED, TRAINED, late):
+        after = reader.read_group(group)
+        assert [s._replace(stream_index=None) for s in after] == [
+            s._replace(stream_index=None) for s in before
+        ]
+    (folder / "may return").touch()
+    assert bench.wait_for_scores() == [GroupScored(SUBMITTED, (0.5, 0.5))]
+    bench.manager.submit(late, b"[{}, {}]")
+    assert bench.wait_for_scores() == [GroupScored(late, (0.5, 0.5))]  # and SUBMITTED is not scored again
+    assert len(bench.notices) == 1  # the reward worker was not restarted
+    assert bench.notices[0].endswith("restarting it in 0.01 s")
+    reader.close()
+    bench.close()
+
+
+def test_a_storage_without_restarts_left_ends_the_run(folder: Path) -> None:
+    bench = StreamBench(folder, "runtime.max_restarts=1")
+    bench.kill_storage()
+    bench.wait_for_restart()
+    bench.kill_storage()
+    with pytest.raises(RunError, match=r"no restarts left.*max_restarts = 1.*--resume"):
+        bench.put(SUBMITTED)
+    bench.close()
+
+
+def test_a_full_storage_is_reported_lost_once_and_its_replacement_has_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = StreamBench(folder, "runtime.max_restarts=2")
+    bench.put(TRAINED)
+    bench.put(SUBMITTED)
+    bench.manager.submit(SUBMITTED, b"[{}, {}]")
+    bench.kill_storage()
+    bench.store.set_state([TRAINED], "trained", 0)
+    bench.put(late := GroupId(0, 9))  # two calls, to remove groups and to send others, find the loss
+    assert len(bench.notices) == 1
+    bench.wait_for_restart()
+    with monkeypatch.context() as full:
+        full.setattr(StreamClient, "put", lambda *_: TimedOut(0.0, "no room"))
+        with pytest.raises(StorageFullError):
+            bench.put(SCORED)
+    bench.kill_storage()
+    bench.wait_for_restart()
+    bench.store.score(late, (1.0, 0.0), (0.5, -0.5))
+    bench.store.commit()
+    reader = GroupReader(bench.stream.folder)
+    assert [s.reward for s in reader.read_group(late)] == [1.0, 0.0]
+    reader.close()
+    bench.close()
+
+
+def test_rewards_for_a_lease_of_a_lost_storage_are_rejected_by_its_replacement(folder: Path) -> None:
+    bench = StreamBench(folder)
+    external = ExternalRewards(REWARD, 60.0, "reward.timeout_s", bench.stream.folder, folder / "start")
+    for group in (SCORED, SUBMITTED):
+        bench.put(group)
+    bench.manager.kill()  # the reward is external
+    bench.stream.request_scores(SCORED, b"[{}, {}]")
+    external.add(SCORED)
+    lost = external.lease()
+    assert lost is not None
+    bench.kill_storage()
+    with pytest.raises(RunError):
+        external.submit(lost.lease, [1.0, 1.0])
+    assert external.has_group()  # no client has it leased now
+    bench.wait_for_restart()
+    external.on_storage_replaced()
+    bench.stream.request_scores(SUBMITTED, b"[{}, {}]")
+    external.add(SUBMITTED)
+    leased = external.thread.submit(external.lease).result()
+    assert leased is not None
+    with pytest.raises(ServiceError, match=f"lease {lost.lease} has expired"):
+        external.submit(lost.lease, [1.0, 1.0])
+    external.submit(leased.lease, [0.0, 0.0])
+    external.close()
+    bench.close()
+
+
+NAME, GROUP = reward_column("reward"), GroupId(0, 4)
+
+
+class Ones:
+    """A task whose rewards are 1."""
+
+    def process(self, batch: StreamBatch) -> dict[str, Any]:
+        return {NAME: np.ones(len(batch))}
+
+
+class RecordingOutbox:
+    """Keeps the messages of a worker."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def send(self, *messages: object) -> None:
+        self.sent += messages
+
+    def start_heartbeat(self) -> None:
+        """Heartbeats are not kept."""
+
+
+@pytest.fixture
+def submitted(folder: Path) -> Iterator[RunStream]:
+    """A stream with a group that waits for its rewards."""
+    made = RunStream(folder / "stream", 2, tasks={"reward": math.inf})
+    for sibling in range(2):
+        made.put(Trajectory(RequestId(*GROUP, sibling), 0, "digest", [1], [2], [-1.0]))
+    made.flush()
+    made.request_scores(GROUP, b"[]")
+    yield made
+    made.close()
+
+
+def test_a_consumer_without_room_for_its_columns_releases_its_rows_and_reports_why(
+    submitted: RunStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(writer: SegmentWriter, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_stream, "WAIT_S", 0.05)
+    monkeypatch.setattr(SegmentWriter, "allocate", fail)
+    outbox = RecordingOutbox()
+    spec = ConsumerSpec(NAME, submitted.folder, lambda restart_timeout: Ones(), BatchRequest())
+    run_consumer(cast(Any, outbox), cast(Any, None), spec)
+    ready, *before, last = outbox.sent
+    assert isinstance(ready, m.WorkerReady)
+    assert before == [m.TaskStarted((GROUP,))] * len(before)
+    assert len(before) > 1  # the timeout of the call restarts while it waits
+    assert isinstance(last, m.StreamFull)
+    assert "free space" in last.reason
+    with StreamClient(transport.stream_endpoint(submitted.folder)) as client:
+        batch = client.get(NAME, BatchRequest(), wait_s=0.0)
+        assert isinstance(batch, StreamBatch)
+        assert batch.groups == [GROUP] * 2
