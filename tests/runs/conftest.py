@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.runs.resumable import ResumableRun
 from tests.runtime.running import Run, undocumented
 from tests.runtime.tiny import write_task
 
@@ -31,3 +32,11 @@ def start_run(task: Path, tmp_path: Path) -> Iterator[StartRun]:
     for run in runs:
         run.kill_all()
         assert undocumented(run.out) == set()
+
+
+@pytest.fixture
+def resumable(task: Path, tmp_path: Path) -> Iterator[ResumableRun]:
+    """A run of the tiny task in `tmp_path/run`, to be killed and resumed."""
+    run = ResumableRun(task, tmp_path / "run")
+    yield run
+    run.kill_all()

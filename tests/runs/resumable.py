@@ -1,0 +1,78 @@
+"""A run of the tiny task that a test kills as a whole and resumes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from pathlib import Path
+
+from tests.runtime.running import CommandResult, Run, dora, journal, metrics, summary, wait_until_gone
+
+STEPS, BATCH_SIZE = 6, 2
+CHANGES: dict[str, object] = {"run__steps": STEPS, "trainer__save_freq": 2, "trainer__keep_last": 1}
+
+
+class ResumableRun:
+    """A run of the tiny task and its resumptions, in one folder."""
+
+    def __init__(self, task: Path, out: Path) -> None:
+        self.task, self.out = task, out
+        self.runs: list[Run] = []
+
+    def start(self, **changes: object) -> Run:
+        self.runs.append(Run(self.task, self.out, **{**CHANGES, **changes}))  # type: ignore[arg-type]
+        return self.runs[-1]
+
+    def resume(self, **changes: object) -> Run:
+        self.runs.append(Run(None, self.out, **changes))  # type: ignore[arg-type]
+        return self.runs[-1]
+
+    def kill_after(self, run: Run, num_lines: int) -> None:
+        """Kill the driver and its workers at once, after so many more lines of the journal."""
+        num_before = len(journal(self.out))
+        run.wait_until(lambda: len(journal(self.out)) >= num_before + num_lines, f"{num_lines} more lines")
+        workers = run.workers()
+        os.killpg(run.pid, signal.SIGKILL)
+        run.end()
+        assert wait_until_gone(workers, 2.0) == []
+
+    def kill_all(self) -> None:
+        for run in self.runs:
+            run.kill_all()
+
+    def samples(self) -> dict[tuple[str, int], tuple[object, ...]]:
+        """(group, sibling) -> tokens, reward, version, state and training step."""
+        with sqlite3.connect(self.out / "samples.sqlite") as db:
+            rows = db.execute(
+                "select group_id, sibling, token_ids, reward, version, state, trained_step from samples"
+            )
+            return {(group, sibling): tuple(rest) for group, sibling, *rest in rows}
+
+
+def check_finished(out: Path, ended: CommandResult) -> None:
+    """The run has finished, and the guarantees hold over all its resumptions."""
+    assert (ended.code, ended.err) == (0, ""), ended
+    audit, replay = dora("audit", out), dora("replay", out)
+    assert (audit.code, replay.code) == (0, 0), audit.out + replay.out
+    num = STEPS * BATCH_SIZE
+    assert f"{num} groups admitted = {num} trained + 0 filtered + 0 failed + 0 pending" in audit.out
+    s = summary(out)
+    assert (s["steps"], s["trained_groups"], s["pending_groups"]) == (STEPS, num, 0)
+    assert s["trained_samples"] == 2 * num == sum(s["staleness_histogram"].values())
+    assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
+    assert [line["step"] for line in metrics(out)] == list(range(STEPS))
+    assert (out / "checkpoints" / f"step-{STEPS}" / "model.safetensors").is_file()
+
+
+def check_redone(out: Path) -> None:
+    """Redone steps are counted and gave the same weights."""
+    lines = journal(out)
+    redone = [len(line["redone"]) for line in lines if line["kind"] == "resumed"]
+    assert (len(redone), sum(redone)) == (summary(out)["attempts"] - 1, summary(out)["redone_steps"])
+    assert max(redone) > 0
+    digests: dict[int, set[str]] = {}
+    for line in lines:
+        if line["kind"] == "published":
+            digests.setdefault(line["version"], set()).add(line["digest"])
+    assert [len(found) for found in digests.values()] == [1] * (STEPS + 1)
