@@ -131,7 +131,7 @@ def test_devices_are_counted_for_all_kinds(file: Path) -> None:
         "option": ([*FITTING, 'fleet.others.options={size="big"}'], "fleet.others.options = .*size"),
         "url": (
             [*FITTING, 'fleet.servers.options={url="http://a:1"}', "fleet.servers.num_engines=2"],
-            "there are 2: set num_engines = 1",
+            "there are 2 engines: set num_engines = 1",
         ),
     }.values(),
     ids=["migration", "slots", "option", "url"],
