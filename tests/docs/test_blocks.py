@@ -165,9 +165,9 @@ def test_rewards_on_the_pages_judge(here: Path) -> None:
 def test_engines_on_the_pages_answer(here: Path) -> None:
     alone, episode = names_of("docs/engine.md")
     for names in (alone, episode):
-        answers: Any = names["answers"]
+        answers: Any = names["completions"]
         assert len(answers[0].token_ids) == len(answers[0].logprobs) > 0
-    assert episode["replies"] == []
+    assert episode["observations"] == []
 
 
 def test_environments_on_the_pages_play(here: Path) -> None:
