@@ -136,7 +136,7 @@ def test_unknown_methods_are_counted_together() -> None:
     def on_response(method: str, *others: object) -> None:
         methods.append(method)
 
-    middleware = AuthMiddleware(lambda *_: None, TOKEN, MAX_BODY_BYTES, {}, on_response)  # type: ignore[arg-type, return-value]
+    middleware = AuthMiddleware(lambda *_: None, TOKEN, MAX_BODY_BYTES, {}, on_response)  # type: ignore[arg-type]
     for method in ("GET", "M1", "M2"):
         scope: Scope = {"type": "http", "method": method, "path": "/x", "headers": []}
         asyncio.run(middleware(scope, None, send))  # type: ignore[arg-type]
@@ -155,6 +155,6 @@ def test_unknown_paths_and_methods_have_error_responses_too(run: FakeRun) -> Non
 
 def test_an_internal_error_is_raised_again_for_the_log(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
-    run.context.state = lambda: 1 // 0  # type: ignore[assignment, return-value, method-assign]
+    run.context.state = lambda: 1 // 0  # type: ignore[assignment, return-value]
     with pytest.raises(ZeroDivisionError):
         run.call("GET", "/v1/status")
