@@ -1,0 +1,67 @@
+"""The memory of each device, as a dry run shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime.tiny import write_task
+
+from dora.cli.dry_run import memory_by_device
+from dora.config import load
+from dora.runtime.run_setup import RunSetup
+
+GPUS: dict[str, Any] = {
+    "engine.kernels": "auto",
+    "engine.device": "cuda",
+    "trainer.device": "cuda",
+    "orchestrator.placement": "static",
+}
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    return write_task(tmp_path)
+
+
+def make_setup(task: Path, changes: dict[str, Any]) -> RunSetup:
+    config = load.read_config(task, [f"{key}={value}" for key, value in changes.items()])
+    return RunSetup.make(config, task.parent / "run")
+
+
+def test_memory_depends_on_the_dtype_of_the_engines(task: Path) -> None:
+    def memory(**changes: str) -> dict[str, str]:
+        given = {key.replace("__", "."): value for key, value in changes.items()}
+        return memory_by_device(make_setup(task, given))
+
+    assert [*memory()] == ["cpu"]
+    assert "3 x 0.0106 MB of weights + 0.0123 MB of KV" in memory()["cpu"]
+    halved = memory(engine__dtype="bfloat16")["cpu"]
+    assert "3 x 0.00528 MB of weights + 0.00614 MB of KV" in halved
+    assert "0.0422 MB for the trainer" in halved  # fp32 as before: 16 bytes for each of 2,640 parameters
+    if not torch.cuda.is_available():
+        assert [*memory_by_device(make_setup(task, GPUS))] == ["cpu", "cuda:0-1", "cuda:2"]
+
+
+def test_shared_memory_includes_the_samples_of_a_whole_window(task: Path) -> None:
+    short, long = (make_setup(task, {"sampling.max_response_length": length}) for length in (20, 21))
+    num_rows = short.config.max_groups_in_flight * 2
+    assert long.stream_bytes - short.stream_bytes == 9 * num_rows  # bytes of a token: id, log-prob, mask
+    assert short.stored_bytes == short.weights_bytes + 2 * short.pool_bytes + short.stream_bytes
+
+
+def test_aux_workers_have_memory_of_their_own(task: Path) -> None:
+    def memory(*aux_workers: str, **changes: object) -> str:
+        given = {"algorithm.kl_loss_coef": 0.1, "trainer.aux_workers": json.dumps(aux_workers)} | changes
+        return memory_by_device(make_setup(task, given))["cpu"]
+
+    assert "0.0528 MB for the trainer" in memory()  # 4 bytes more for each of 2,640 parameters
+    assert "0.0422 MB for the trainer" in memory("reference")
+    assert "0.0106 MB for auxiliary workers" in memory("reference")
+    gae = memory("critic", **{"algorithm.adv_estimator": "gae"})
+    assert "0.0528 MB for the trainer" in gae
+    assert "MB for auxiliary workers" in gae
+    assert "to roll back" not in gae
