@@ -1,4 +1,4 @@
-"""What must not be called, who listens, and by what each is guarded: tables that have to be complete."""
+"""Forbidden calls, listening modules and what guards them: complete tables. See docs/security.md."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from pathlib import Path
 import pytest
 from tests.test_architecture import modules
 
-from dora.cli import main
+from dora.cli import train
 from dora.config.schema import ServiceSection
 from dora.dashboard.server import HOST
 
 ROOT = Path(__file__).parent.parent
 LOOPBACK = "127.0.0.1"
 
-# Calls that run what they are given, or unpickle it, by where they come from.
+# Calls that execute or unpickle their arguments.
 FORBIDDEN = (
     *("eval", "exec", "__import__", "os.system", "os.popen", "subprocess.getoutput", "tempfile.mktemp"),
     *("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "shelve.open"),
     *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.load", "numpy.load", "joblib.load"),
     *("dill.load", "dill.loads", "cloudpickle.load", "cloudpickle.loads", "torch.hub.load"),
 )
+# (module, call) -> why it is allowed.
 ALLOWED = {
     (
         "dora.engine.kv_transfer.handoff",
         "pickle.loads",
-    ): "a file of this run's, in a folder that only its owner can enter",
+    ): "a file of this run in a folder that only its owner can enter",
     (
         "dora.runtime.process.rpc",
         "pickle.loads",
-    ): "what a process of this run has sealed, with a key of its own",
+    ): "authenticated with the key of a worker of this run",
     ("dora.rewards.sandbox.fork_server", "exec"): "in a sandbox: the untrusted program",
     ("dora.rewards.sandbox.assertions", "exec"): "the same",
     (
         "dora.rewards.sandbox.assertions",
         "eval",
-    ): "in a sandbox: calls of that program; in another one: the dataset's assertions, with literals for values",
+    ): "in a sandbox: calls of that program; in another sandbox: assertions of the dataset",
 }
-# What unpickles what comes through a connection, and is therefore kept to pipes between parent and child, and
-# to ranks on one machine.
+# Modules that unpickle data of a connection: only pipes between parent and child, and ranks on one machine.
 UNPICKLING = {
     "multiprocessing": {"dora.runtime.process.worker_process"},
     "torch.distributed.scatter_object_list": {"dora.trainer.distributed"},
     "torch.distributed.gather_object": {"dora.trainer.distributed"},
 }
-# Who listens -> what guards it, and the tests that hold this.
+# Listening module -> what guards it, and the tests of that.
 LISTENS = {
     "dora.service.server": (
         "a bearer token; loopback, unless service.host says otherwise",
@@ -71,23 +71,31 @@ LISTENS = {
         "tests/stream/test_invalid_requests.py::test_a_remote_client_without_the_auth_token_gets_no_data",
     ),
     "dora.trainer.distributed": (
-        "loopback, and a meeting place in a file of the owner's",
-        "tests/runs/test_trainer_ranks.py::check_that_nobody_else_can_come_in",
+        "loopback, and a rendezvous in a file that only its owner can read",
+        "tests/runs/test_trainer_ranks.py::check_closed_to_others",
     ),
     "dora.engine.backends.server": (
-        "servers of vLLM and SGLang, on loopback: a token in every request, also where their keys ask none",
+        "reserves a port on loopback for a server, which vllm and sglang start",
         "tests/contract/test_vllm.py::test_no_call_is_answered_without_the_auth_token",
         "tests/contract/test_sglang.py::test_the_server_requires_an_auth_token_in_the_environment",
     ),
+    "dora.engine.backends.vllm": (
+        "an auth token in every request, also in those that --api-key does not guard; loopback",
+        "tests/contract/test_vllm.py::test_no_call_is_answered_without_the_auth_token",
+    ),
+    "dora.engine.backends.sglang": (
+        "an auth token in every request but /health; loopback",
+        "tests/contract/test_sglang.py::test_the_server_requires_an_auth_token_in_the_environment",
+    ),
     "dora.runtime.process.rpc": (
-        "a key for each worker and each pool, which comes through Ray; loopback, unless ray.address is set",
+        "a key for each worker and each KV pool, sent through Ray; loopback, unless ray.address is set",
         "tests/runtime/process/test_rpc.py::test_a_message_with_a_wrong_mac_is_never_unpickled",
         "tests/runtime/process/test_rpc.py"
         "::test_a_caller_without_the_key_is_disconnected_and_the_address_stays_valid",
     ),
     "dora.runtime.process.worker_process": (
-        "Python's fork server: a Unix socket of its owner's alone, in a folder of its owner's alone",
-        "tests/test_security.py::test_the_fork_server_of_python_listens_for_its_owner_alone",
+        "Python's fork server: a Unix socket that only its owner can connect to",
+        "tests/test_security.py::test_only_the_owner_can_connect_to_the_fork_server",
     ),
 }
 LISTENING = (
@@ -98,7 +106,7 @@ LISTENING = (
     "init_process_group",
     "get_context",
 )
-NO_SOCKETS = ("signature.bind", "signature(factory).bind")  # arguments to the parameters of a function
+NO_SOCKETS = ("signature.bind", "signature(factory).bind")  # these bind arguments to parameters of a function
 SERVERS = ("HTTPServer", "TCPServer", "UnixStreamServer")
 
 
@@ -109,7 +117,7 @@ def parse(module: str) -> ast.Module:
 
 @cache
 def known_names(module: str) -> dict[str, str]:
-    """Local name -> where it comes from, as `np` -> `numpy` and `loads` -> `pickle.loads`."""
+    """Local name -> imported name, as `np` -> `numpy` and `loads` -> `pickle.loads`."""
     found = {}
     for node in ast.walk(parse(module)):
         if isinstance(node, ast.Import):
@@ -122,7 +130,7 @@ def known_names(module: str) -> dict[str, str]:
 
 
 def calls(module: str) -> Iterator[tuple[str, ast.Call]]:
-    """Full name and node of every call; of what is no module's, the name as it is written."""
+    """Full name and node of every call; names that are not imported stay as they are written."""
     for node in ast.walk(parse(module)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             first, dot, rest = ast.unparse(node.func).partition(".")
@@ -130,14 +138,14 @@ def calls(module: str) -> Iterator[tuple[str, ast.Call]]:
 
 
 def argument(call: ast.Call, name: str) -> object:
-    """The value of a keyword, as far as it is written there; None: it is not given."""
+    """The value of a keyword argument; "?" if it is not a constant, None if it is not given."""
     for keyword in call.keywords:
         if keyword.arg == name:
             return ast.literal_eval(keyword.value) if isinstance(keyword.value, ast.Constant) else "?"
     return None
 
 
-def test_nothing_that_is_loaded_can_run_but_where_a_reason_stands_beside_it() -> None:
+def test_calls_that_execute_data_are_in_the_table_of_allowed_ones() -> None:
     found = {
         (module, name)
         for module in modules()
@@ -147,7 +155,7 @@ def test_nothing_that_is_loaded_can_run_but_where_a_reason_stands_beside_it() ->
     assert found == ALLOWED.keys()
 
 
-def test_no_shell_no_pickled_arrays_and_nobody_elses_code() -> None:
+def test_no_call_uses_a_shell_pickled_arrays_or_remote_code() -> None:
     for module in modules():
         for name, call in calls(module):
             where = f"{module}, line {call.lineno}: {name}"
@@ -156,7 +164,7 @@ def test_no_shell_no_pickled_arrays_and_nobody_elses_code() -> None:
             assert argument(call, "trust_remote_code") in (None, False), where
 
 
-def test_models_and_tokenizers_of_transformers_are_files_here_without_code() -> None:
+def test_transformers_loads_local_files_without_code() -> None:
     for module in modules():
         text = modules()[module].read_text(encoding="utf-8")
         if any(name.endswith(".from_pretrained") for name, _ in calls(module)):
@@ -166,7 +174,7 @@ def test_models_and_tokenizers_of_transformers_are_files_here_without_code() -> 
 
 
 @pytest.mark.parametrize("name", UNPICKLING)
-def test_what_unpickles_a_connection_stays_where_it_is(name: str) -> None:
+def test_only_listed_modules_unpickle_data_of_a_connection(name: str) -> None:
     users = {
         module
         for module in modules()
@@ -176,7 +184,7 @@ def test_what_unpickles_a_connection_stays_where_it_is(name: str) -> None:
     assert users == UNPICKLING[name]
 
 
-def test_whoever_listens_is_in_the_table() -> None:
+def test_all_listening_modules_are_in_the_table() -> None:
     found = {
         module
         for module in modules()
@@ -193,7 +201,7 @@ def test_whoever_listens_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("module", LISTENS)
-def test_each_guard_has_its_tests(module: str) -> None:
+def test_the_tests_of_each_guard_exist(module: str) -> None:
     _, *tests = LISTENS[module]
     for test in tests:
         file, _, name = test.partition("::")
@@ -201,13 +209,13 @@ def test_each_guard_has_its_tests(module: str) -> None:
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
 
 
-def test_nobody_listens_beyond_this_machine_unless_told() -> None:
+def test_servers_listen_on_loopback_by_default() -> None:
     assert LOOPBACK == HOST == ServiceSection().host
-    assert inspect.signature(main.environments).parameters["host"].default == LOOPBACK
+    assert inspect.signature(train.env_server).parameters["host"].default == LOOPBACK
 
 
-def test_the_fork_server_of_python_listens_for_its_owner_alone() -> None:
-    """What `ensure_running` does is Python's own, so it is read there."""
+def test_only_the_owner_can_connect_to_the_fork_server() -> None:
+    """Python sets the mode of the socket, so the test reads its source."""
     from multiprocessing import forkserver, util
 
     assert "0o600" in inspect.getsource(forkserver.ForkServer.ensure_running)

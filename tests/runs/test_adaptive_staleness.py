@@ -1,4 +1,4 @@
-"""Adaptive aging and the age-weighted loss in a whole run."""
+"""Adaptive staleness and the staleness-weighted loss in a whole run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.runs.conftest import StartRun
 from tests.runtime.running import dora, journal, metrics, summary
 
 
-def test_the_bound_follows_what_old_samples_say(start_run: StartRun) -> None:
-    """With so small a KL every old sample is too old, so that only fresh ones are left, and one is tried."""
+def test_the_staleness_bound_adapts_to_the_kl_of_old_samples(start_run: StartRun) -> None:
+    """With so small a limit every old sample exceeds it, so the bound falls to 0 and is tried at 1 again."""
     run = start_run(
         orchestrator__max_staleness=3,
         orchestrator__staleness_mode="adaptive",
@@ -31,8 +31,8 @@ def test_the_bound_follows_what_old_samples_say(start_run: StartRun) -> None:
     ahead = [line["deadline"] - line["version"] for line in lines if line["kind"] == "admit"]
     assert {*ahead} <= {0, 1, 2, 3}
     assert 0 in ahead
-    told = [(line["ess"], line["kl"]) for line in lines if line["kind"] == "trained"]
-    assert told == [(step["off_policy/ess"], step["off_policy/kl_k3"]) for step in metrics(run.out)]
+    recorded = [(line["ess"], line["kl"]) for line in lines if line["kind"] == "trained"]
+    assert recorded == [(step["off_policy/ess"], step["off_policy/kl_k3"]) for step in metrics(run.out)]
     assert json.loads((run.out / "journal.jsonl").read_text().partition("\n")[0])["limits"][
         "adaptive_staleness"
     ] == {
@@ -44,7 +44,7 @@ def test_the_bound_follows_what_old_samples_say(start_run: StartRun) -> None:
     assert (s["trained_groups"], s["c3"]) == (20, True)
     assert s["staleness_bound_mean"] == statistics.fmean(effective)
     assert s["staleness_bound_last"] == effective[-1]
-    alike = [step for step in metrics(run.out) if step["staleness/mean"] == step["staleness/max"]]
-    assert alike
-    for step in alike:
+    uniform = [step for step in metrics(run.out) if step["staleness/mean"] == step["staleness/max"]]
+    assert uniform
+    for step in uniform:
         assert step["off_policy/weight_mean"] == pytest.approx(0.5 ** step["staleness/max"])

@@ -1,4 +1,4 @@
-"""Engines in bf16 beside a trainer in fp32, of adapters at that: one run that is killed and goes on."""
+"""Engines in bf16 with a LoRA trainer in fp32: one run that is killed and resumed."""
 
 from __future__ import annotations
 
@@ -51,26 +51,26 @@ def out(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             run.kill_all()
 
 
-def test_it_keeps_all_that_is_promised_over_both_lives(out: Path) -> None:
+def test_the_guarantees_hold_over_both_parts(out: Path) -> None:
     s = summary(out)
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
     assert (s["trained_groups"], s["attempts"]) == (12, 2)
 
 
-def test_log_probs_of_engines_are_those_of_the_rounded_weights_to_the_last_bit(out: Path) -> None:
+def test_engine_logprobs_equal_those_of_the_rounded_weights_bit_for_bit(out: Path) -> None:
     found = [step.get("mismatch/logprob_abs_diff_max") for step in metrics(out)]
-    assert set(found) <= {0.0, None}  # a resume need not know the weights of samples that are finished
+    assert set(found) <= {0.0, None}  # a resumed trainer may not have the weights of finished samples
     assert found[0] == 0.0
 
 
-def test_of_stored_versions_they_are_found_again_to_the_last_bit(out: Path) -> None:
+def test_logprobs_are_reproduced_from_stored_versions_bit_for_bit(out: Path) -> None:
     audit = check(out, 24)
     assert audit.findings == []
     assert len(audit.versions) >= 2
     assert {float(version.abs_diffs.max()) for version in audit.versions} == {0.0}
 
 
-def test_what_is_published_are_the_trainers_weights_rounded(out: Path) -> None:
+def test_published_weights_are_the_trainers_rounded(out: Path) -> None:
     digests = {line["version"]: line["digest"] for line in journal(out) if line["kind"] == "published"}
     loaded = {line["version"]: line["digest"] for line in journal(out) if line["kind"] == "loaded"}
     assert loaded.items() <= digests.items()
@@ -81,7 +81,7 @@ def test_what_is_published_are_the_trainers_weights_rounded(out: Path) -> None:
     assert {path.stat().st_size for path in kept} == {2 * flat.numel()}
 
 
-def test_the_adapters_are_beside_the_weights_they_make(task: Path, out: Path) -> None:
+def test_a_checkpoint_has_the_adapters_that_give_its_weights(task: Path, out: Path) -> None:
     _, base = load_pretrained(task.parent / "start")
     config, flat = load_pretrained(out / "checkpoints" / "step-6")
     layout, found = WeightLayout(config), out / "checkpoints" / "step-6" / "adapter"
@@ -94,10 +94,10 @@ def test_the_adapters_are_beside_the_weights_they_make(task: Path, out: Path) ->
     assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
 
 
-def test_every_name_of_the_record_is_documented_and_every_documented_one_is_there(out: Path) -> None:
-    told = {"summary": {*summary(out)}, "step": {name for step in metrics(out) for name in step}}
-    documented = {kind: [m for part in parts_of(kind) for m in part.metrics] for kind in told}
-    for kind, names in told.items():
+def test_exactly_the_documented_metrics_are_written(out: Path) -> None:
+    written = {"summary": {*summary(out)}, "step": {name for step in metrics(out) for name in step}}
+    documented = {kind: [m for part in parts_of(kind) for m in part.metrics] for kind in written}
+    for kind, names in written.items():
         assert {name for name in names if not any(m.matches(name) for m in documented[kind])} == set()
         always = {name: m for m in documented[kind] if not m.only for name in m.names}
         assert {
@@ -106,5 +106,5 @@ def test_every_name_of_the_record_is_documented_and_every_documented_one_is_ther
 
 
 def parts_of(kind: str) -> list[MetricSection]:
-    """Evaluations have lines of their own."""
+    """Sections of the metrics catalog for summary.json or for the lines of steps."""
     return [p for p in SECTIONS if (p.key == "summary") == (kind == "summary") and p.key != "evaluation"]

@@ -1,4 +1,4 @@
-"""Processes die in the middle of a run: it goes on where it can, and ends in words where it cannot."""
+"""Processes crash in the middle of a run: it continues if it can, else it ends with a clear error."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from tests.runtime.running import CommandResult, Run, dora, journal, summary, wa
 from dora.model.pretrained import load_pretrained
 
 ENGINES, TRAINER = slice(0, 2), 2
-SLOW = {"engine__min_step_time": "40ms", "run__steps": 5}  # every answer takes most of a second
-LONG = {"engine__min_step_time": "40ms", "run__steps": 1000}  # does not come to its end by itself
+SLOW = {"engine__min_step_time": "40ms", "run__steps": 5}  # every response takes most of a second
+LONG = {"engine__min_step_time": "40ms", "run__steps": 1000}  # does not end by itself
 
 
-def check_ended_badly(run: Run, workers: list[psutil.Process], wanted: str) -> CommandResult:
-    """Exit code 1, a message without our own stack, a readable record, nothing left behind."""
+def check_failed(run: Run, workers: list[psutil.Process], message: str) -> CommandResult:
+    """Exit code 1, a message without a traceback, a readable journal, nothing left behind."""
     ended = run.end(timeout_s=20)
     assert ended.code == 1, ended
-    assert wanted in ended.err
+    assert message in ended.err
     assert "Traceback" not in ended.err
     s = summary(run.out)
     assert s["pending_groups"] > 0
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
-    check_left_behind(run, workers)
+    check_cleaned_up(run, workers)
     return ended
 
 
-def check_left_behind(run: Run, workers: list[psutil.Process]) -> None:
-    """No process and no weights in memory; a record that audit and replay accept."""
+def check_cleaned_up(run: Run, workers: list[psutil.Process]) -> None:
+    """No process and no weights in memory are left, and audit and replay accept the journal."""
     assert wait_until_gone(workers, 2.0) == []
     assert run.weight_folders() == []
     audit, replay = dora("audit", run.out), dora("replay", run.out)
@@ -41,14 +41,14 @@ def check_left_behind(run: Run, workers: list[psutil.Process]) -> None:
 
 
 def decodes(run: Run, engine: int) -> bool:
-    """Whether the engine's last word is that it has tokens of unfinished requests."""
-    told: list[Any] = [line for line in journal(run.out) if line.get("engine") == engine]
-    return (
-        bool(told) and told[-1]["kind"] == "progress_reported" and sum(n for _, n in told[-1]["lengths"]) > 0
-    )
+    """Whether the engine's last event reports tokens of unfinished requests."""
+    lines: list[dict[str, Any]] = [line for line in journal(run.out) if line.get("engine") == engine]
+    if not lines or lines[-1]["kind"] != "progress_reported":
+        return False
+    return sum(length for _, length in lines[-1]["lengths"]) > 0
 
 
-def test_a_killed_engine_costs_only_its_unfinished_answers(start_run: StartRun) -> None:
+def test_a_killed_engine_costs_only_its_unfinished_responses(start_run: StartRun) -> None:
     run = start_run(**SLOW, runtime__max_restarts=0)
     run.wait_until(lambda: decodes(run, 0), "work on engine 0")
     workers = run.workers()
@@ -58,17 +58,17 @@ def test_a_killed_engine_costs_only_its_unfinished_answers(start_run: StartRun) 
     assert time.monotonic() - killed_s < 5
     ended = run.end()
     assert ended.code == 0, ended
-    assert "engine 0 is lost (engine 0 was killed by SIGKILL)" in ended.out
+    assert "engine 0 lost (killed by SIGKILL)" in ended.out
     s = summary(run.out)
     assert (s["engine_failures"], s["trained_groups"], s["pending_groups"]) == (1, 10, 0)
     assert s["regenerated_tokens"] > 0
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
     check_generated_again(run)
-    check_left_behind(run, workers)
+    check_cleaned_up(run, workers)
 
 
 def check_generated_again(run: Run) -> None:
-    """What the lost engine had is generated on the other one, on the same version."""
+    """The requests of the lost engine restart on the other one, on the same version."""
     lines = journal(run.out)
     lost = next(i for i, line in enumerate(lines) if line["kind"] == "engine_lost")
     placed: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -88,37 +88,37 @@ def check_generated_again(run: Run) -> None:
     assert orphans.items() <= again.items()
 
 
-def test_an_engine_that_falls_silent_is_lost_after_its_time(start_run: StartRun) -> None:
+def test_an_engine_without_heartbeats_is_lost_after_its_timeout(start_run: StartRun) -> None:
     run = start_run(**SLOW, runtime__heartbeat_timeout_s=3.0)
     run.wait_for_steps(1)
     workers = run.workers()
     workers[1].suspend()
     ended = run.end()
     assert ended.code == 0, ended
-    assert "engine 1 is lost (silent for more than runtime.heartbeat_timeout_s = 3)" in ended.out
+    assert "engine 1 lost (no heartbeat for more than runtime.heartbeat_timeout_s = 3 s)" in ended.out
     assert summary(run.out)["engine_failures"] == 1
-    check_left_behind(run, workers)
+    check_cleaned_up(run, workers)
 
 
-def test_a_run_without_engines_ends_in_words(start_run: StartRun) -> None:
+def test_a_run_that_lost_all_engines_fails_with_a_message(start_run: StartRun) -> None:
     run = start_run(**LONG, runtime__max_restarts=0)
     run.wait_for_steps(1)
     workers = run.workers()
     for engine in workers[ENGINES]:
         engine.kill()
-    check_ended_badly(run, workers, "the last engine is lost: engine ")
+    check_failed(run, workers, "the last engine is lost: engine ")
     assert summary(run.out)["engine_failures"] == 2
 
 
-def test_a_run_whose_trainer_is_not_to_be_replaced_ends_in_words(start_run: StartRun) -> None:
+def test_a_run_that_may_not_restart_its_trainer_fails_with_a_message(start_run: StartRun) -> None:
     run = start_run(**LONG, runtime__max_restarts=0)
     run.wait_for_steps(1)
     workers = run.workers()
     workers[TRAINER].kill()
-    check_ended_badly(run, workers, "trainer was killed by SIGKILL; the run cannot go on without it")
+    check_failed(run, workers, "trainer was killed by SIGKILL; the run cannot continue without its trainer")
 
 
-def test_workers_end_by_themselves_once_the_driver_is_gone(start_run: StartRun) -> None:
+def test_workers_exit_after_their_driver(start_run: StartRun) -> None:
     run = start_run(**LONG)
     run.wait_for_steps(1)
     workers = run.workers()
@@ -130,11 +130,11 @@ def test_workers_end_by_themselves_once_the_driver_is_gone(start_run: StartRun) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_run_that_is_asked_to_stop_ends_cleanly(start_run: StartRun, number: signal.Signals) -> None:
+def test_a_stopped_run_ends_cleanly(start_run: StartRun, number: signal.Signals) -> None:
     run = start_run(**LONG)
     run.wait_for_steps(1)
     workers = run.workers()
-    os.killpg(run.pid, number)  # a terminal, timeout and batch systems tell all processes
+    os.killpg(run.pid, number)  # as a terminal, timeout and batch systems do
     ended = run.end(timeout_s=5)
     assert (ended.code, ended.err) == (130, ""), ended
     assert f"stopped by {number.name}" in ended.out
@@ -145,24 +145,24 @@ def test_a_run_that_is_asked_to_stop_ends_cleanly(start_run: StartRun, number: s
     assert load_pretrained(saved)
     assert s["pending_groups"] > 0
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
-    check_left_behind(run, workers)
+    check_cleaned_up(run, workers)
 
 
-def test_a_run_that_is_asked_to_stop_while_it_starts_ends_cleanly(start_run: StartRun) -> None:
+def test_a_run_stopped_while_it_starts_ends_cleanly(start_run: StartRun) -> None:
     run = start_run(**LONG)
     run.wait_until(lambda: len(run.workers()) == 4, "four workers")
-    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all processes
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does
     ended = run.end(timeout_s=5)
     assert (ended.code, ended.err) == (130, ""), ended
     assert run.weight_folders() == []
 
 
-def test_a_trainer_that_hangs_ends_the_run_within_its_timeout(start_run: StartRun) -> None:
+def test_a_hanging_trainer_ends_the_run_after_its_timeout(start_run: StartRun) -> None:
     run = start_run(**LONG, runtime__trainer_timeout_s=2.0, runtime__max_restarts=0)
     run.wait_until(lambda: decodes(run, 0), "work on engine 0")
     workers = run.workers()
     workers[TRAINER].suspend()
-    why = "the trainer was silent for more than runtime.trainer_timeout_s = 2"
-    ended = check_ended_badly(run, workers, why)
-    assert f"dora train --resume {run.out} does, with a new one" in ended.err
+    reason = "trainer sent no heartbeat for more than runtime.trainer_timeout_s = 2 s"
+    ended = check_failed(run, workers, reason)
+    assert f"Resume it with a new one: dora train --resume {run.out}" in ended.err
     assert "ultimately waits for trainer" in ended.out

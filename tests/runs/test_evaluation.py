@@ -1,9 +1,10 @@
-"""An evaluation beside the training, in real processes: what dies meanwhile costs no answer."""
+"""An evaluation during training, in whole runs: crashes meanwhile lose no response."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,24 +19,24 @@ CHANGES: dict[str, object] = {
     "eval__num_samples": 2,
     "eval__every": 4,
     "trainer__save_freq": 2,
-    "engine__min_step_time": "25ms",  # so that an evaluation lasts long enough to be met
+    "engine__min_step_time": "25ms",  # so that an evaluation is still running when the test acts
 }
 
 
 def start(start_run: StartRun, task: Path) -> Run:
-    """Until three held-out answers beside the training are there, and a fourth is under way."""
+    """Start a run and wait until three held-out responses are finished and another is being generated."""
     run = start_run(eval__path=task.parent / "prompts.jsonl", **CHANGES)
-    run.wait_until(lambda: len(answers(run.out)) >= 3 and running(run.out) != [], "an evaluation")
+    run.wait_until(lambda: len(responses(run.out)) >= 3 and running(run.out) != [], "an evaluation")
     return run
 
 
-def answers(out: Path) -> list[dict[str, Any]]:
-    """Held-out answers that are finished."""
+def responses(out: Path) -> list[dict[str, Any]]:
+    """Finished held-out responses."""
     return [line for line in journal(out) if line["kind"] == "request_finished" and line["request"][0] < 0]
 
 
 def running(out: Path) -> list[int]:
-    """Engines that generate held-out answers now."""
+    """Engines that generate held-out responses now."""
     owner: dict[tuple[int, ...], int] = {}
     for line in journal(out):
         if line["kind"] == "generate":
@@ -48,29 +49,31 @@ def running(out: Path) -> list[int]:
 
 
 def check(run: Run) -> list[dict[str, Any]]:
-    """The run came to its end with all its evaluations; returns the journal."""
+    """The run has finished with all its evaluations; returns the journal."""
     ended = run.end()
     assert (ended.code, ended.err) == (0, ""), ended
     audit, replay = dora("audit", run.out), dora("replay", run.out)
     assert (audit.code, replay.code) == (0, 0), audit.out + replay.out
     s, lines = summary(run.out), journal(run.out)
     assert (s["c1"], s["c2"], s["c3"], s["pending_groups"]) == (True, True, True, 0)
-    begun = [line["version"] for line in lines if line["kind"] == "start_evaluation"]
+    started = [line["version"] for line in lines if line["kind"] == "start_evaluation"]
     skipped = [line["version"] for line in lines if line["kind"] == "skip_evaluation"]
-    assert begun[0] == 4
-    assert sorted(begun + skipped) == [4, 8]
-    told = [line["val/version"] for line in metrics(run.out) if "val/version" in line]
-    assert told == [e["version"] for e in s["evaluations"]] == [0, *begun, STEPS]
+    assert started[0] == 4
+    assert sorted(started + skipped) == [4, 8]
+    evaluated = [line["val/version"] for line in metrics(run.out) if "val/version" in line]
+    assert evaluated == [e["version"] for e in s["evaluations"]] == [0, *started, STEPS]
     assert [line["step"] for line in metrics(run.out) if "val/version" not in line] == [*range(STEPS)]
     assert all(e["num_failed"] == 0 and "pass@2_low" in e for e in s["evaluations"])
-    finished = [tuple(line["request"]) for line in answers(run.out)]
-    assert len(finished) == len({*finished}) == 4 * 3 * len(begun)
-    for version in begun:
-        assert f"version {version} is evaluated: sampled " in ended.out
+    finished = [tuple(line["request"]) for line in responses(run.out)]
+    assert len(finished) == len({*finished}) == 4 * 3 * len(started)
+    for version in started:
+        assert re.search(rf"evaluation of version {version} \(now at step \d+\): sampled ", ended.out)
     return lines
 
 
-def test_training_goes_on_beside_an_evaluation_whose_engine_dies(start_run: StartRun, task: Path) -> None:
+def test_training_continues_if_an_engine_crashes_during_an_evaluation(
+    start_run: StartRun, task: Path
+) -> None:
     run = start(start_run, task)
     run.workers()[running(run.out)[0]].kill()
     lines = check(run)
@@ -78,22 +81,22 @@ def test_training_goes_on_beside_an_evaluation_whose_engine_dies(start_run: Star
     during = kinds[kinds.index("start_evaluation") : kinds.index("finish_evaluation")]
     assert during.count("trained") >= 2
     assert during.count("engine_lost") == 1
-    life = dora("why", run.out, "--", "-5/0/1").out
-    assert "admitted at version 4, whose evaluation begins: it is never trained" in life
-    assert "scored: reward" in life
+    history = dora("why", run.out, "--", "-5/0/1").out
+    assert "admitted at version 4 for its evaluation: it is not trained on" in history
+    assert "scored: reward" in history
 
 
-def test_an_evaluation_goes_on_when_everything_has_died(start_run: StartRun, task: Path) -> None:
+def test_an_evaluation_continues_after_a_resume(start_run: StartRun, task: Path) -> None:
     run = start(start_run, task)
     workers = run.workers()
     os.killpg(run.pid, signal.SIGKILL)
     run.end()
     assert wait_until_gone(workers, 2.0) == []
-    before = {tuple(line["request"]) for line in answers(run.out)}
-    with (run.out / "metrics.jsonl").open("a") as file:  # as if it had died after its last evaluation
+    before = {tuple(line["request"]) for line in responses(run.out)}
+    with (run.out / "metrics.jsonl").open("a") as file:  # as if the run had crashed after its last evaluation
         file.write(json.dumps({"step": 1, "val/version": STEPS}) + "\n")
     lines = check(start_run(None))
     resumed = [line["kind"] for line in lines].index("resumed")
     again = {tuple(r) for line in lines[resumed:] if line["kind"] == "generate" for r in line["requests"]}
     assert before
-    assert before.isdisjoint(again), "an answer that is there is not generated again"
+    assert before.isdisjoint(again), "a finished response is generated again"

@@ -1,4 +1,4 @@
-"""Prompts and a trainer from outside, in a run that dies: the guarantees hold, and the run goes on."""
+"""A run with an external trainer and uploaded prompts keeps its guarantees when it is killed and resumed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from dora.runtime import run_dir
 from dora.runtime.run_setup import UPLOADED_PROMPTS
 
 TRAINER = Path(__file__).parent.parent.parent / "examples" / "external_trainer.py"
-OUTSIDE: dict[str, object] = {"service__trainer": "external", "data__path": "service"}
+EXTERNAL: dict[str, object] = {"service__trainer": "external", "data__path": "service"}
 
 
-class Served:
-    """A run with a service, and its lives."""
+class ServedRun:
+    """A run of `dora serve` and its resumptions."""
 
     def __init__(self, task: Path, out: Path) -> None:
         self.task, self.out = task, out
@@ -38,20 +38,20 @@ class Served:
         self.runs: list[Run] = []
         self.trainer: subprocess.Popen[str] | None = None
 
-    def begin(self, **changes: object) -> Run:
-        return self._live(Run(self.task, self.out, command="serve", **{**OUTSIDE, **changes}))  # type: ignore[arg-type]
+    def start(self, **changes: object) -> Run:
+        return self._wait_for_service(Run(self.task, self.out, command="serve", **{**EXTERNAL, **changes}))  # type: ignore[arg-type]
 
-    def go_on(self) -> Run:
-        self.file.unlink()  # of the life before
-        return self._live(Run(None, self.out, command="serve"))
+    def resume(self) -> Run:
+        self.file.unlink()  # of the run before
+        return self._wait_for_service(Run(None, self.out, command="serve"))
 
-    def _live(self, run: Run) -> Run:
+    def _wait_for_service(self, run: Run) -> Run:
         self.runs.append(run)
         run.wait_until(self.file.exists, "its service")
         return run
 
     def put_prompts(self, first: int, count: int) -> int:
-        """As a client does that heard no answer, twice; how many prompts there are."""
+        """Upload prompts twice, as a client does that got no reply. Returns the number of prompts of the run."""
         found = json.loads(self.file.read_text())
         rows = [{"prompt": f"{number}:"} for number in range(first, first + count)]
         request = Request(
@@ -59,19 +59,19 @@ class Served:
             json.dumps({"first": first, "rows": rows}).encode(),
             {"Authorization": f"Bearer {found['token']}", "Content-Type": "application/json"},
         )
-        answers = [json.load(urlopen(request)) for _ in range(2)]
-        return int(answers[1]["num_prompts"])
+        replies = [json.load(urlopen(request)) for _ in range(2)]
+        return int(replies[1]["num_prompts"])
 
     def start_trainer(self) -> subprocess.Popen[str]:
-        """The trainer of the examples."""
+        """Start examples/external_trainer.py."""
         command = [sys.executable, str(TRAINER), str(self.out), "--model", str(self.task.parent / "start")]
         self.trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
         return self.trainer
 
 
 @pytest.fixture
-def served(task: Path, tmp_path: Path) -> Iterator[Served]:
-    made = Served(task, tmp_path / "run")
+def served(task: Path, tmp_path: Path) -> Iterator[ServedRun]:
+    made = ServedRun(task, tmp_path / "run")
     yield made
     for run in made.runs:
         run.kill_all()
@@ -80,14 +80,14 @@ def served(task: Path, tmp_path: Path) -> Iterator[Served]:
         made.trainer.wait()
 
 
-def test_the_trainer_of_the_examples_shares_no_code_with_the_run() -> None:
+def test_the_example_imports_nothing_of_dora() -> None:
     nodes = [*ast.walk(ast.parse(TRAINER.read_text(encoding="utf-8")))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     assert not {name for name in names if name.partition(".")[0] == "dora"}
 
 
-def test_the_trainer_of_the_examples_learns_nothing_of_tokens_that_were_read(served: Served) -> None:
+def test_the_example_computes_no_gradient_for_observation_tokens(served: ServedRun) -> None:
     spec = importlib.util.spec_from_file_location("external_trainer", TRAINER)
     assert spec is not None
     assert spec.loader is not None
@@ -101,36 +101,42 @@ def test_the_trainer_of_the_examples_learns_nothing_of_tokens_that_were_read(ser
     assert (loss.item(), num_tokens) == (pytest.approx(-4.0), 2)  # ratios of 1
     loss.backward()
     assert logits.grad is not None
-    assert logits.grad[0].abs().sum(-1).nonzero()[:, 0].tolist() == [1, 4]  # which wrote the drawn ones
+    assert logits.grad[0].abs().sum(-1).nonzero()[:, 0].tolist() == [
+        1,
+        4,
+    ]  # the positions that predict the sampled tokens
 
 
-def test_prompts_outlive_a_run_that_died_before_it_began(task: Path, tmp_path: Path) -> None:
+def test_uploaded_prompts_survive_a_crash_before_training(task: Path, tmp_path: Path) -> None:
     config, out = load.read_config(task, []), tmp_path / "run"
     run_dir.claim(out, config)
     GrowingDataset(out / UPLOADED_PROMPTS).add([{"prompt": "1:"}])
-    (out / "journal.jsonl").write_text("half a lin")
+    (out / "journal.jsonl").write_text("an incomplete li")
     again = GrowingDataset(out / UPLOADED_PROMPTS)  # as the resumed run opens it
     run_dir.reclaim(out, config)
     again.add([{"prompt": "2:"}])
-    assert [row["prompt"] for row in map(GrowingDataset(out / UPLOADED_PROMPTS).row, range(2))] == ["1:", "2:"]
+    assert [row["prompt"] for row in map(GrowingDataset(out / UPLOADED_PROMPTS).row, range(2))] == [
+        "1:",
+        "2:",
+    ]
     assert sorted(file.name for file in out.iterdir()) == ["config.toml", UPLOADED_PROMPTS]
 
 
-def test_a_run_that_is_fed_and_trained_from_outside_outlives_everybody(served: Served) -> None:
-    run, trainer = served.begin(trainer__save_freq=0), served.start_trainer()
+def test_an_externally_trained_run_survives_crashes_of_an_engine_and_of_the_run(served: ServedRun) -> None:
+    run, trainer = served.start(trainer__save_freq=0), served.start_trainer()
     assert served.put_prompts(0, 5) == 5
     run.workers()[0].kill()  # an engine
-    run.wait_for_steps(2)  # more prompts there are not
+    run.wait_for_steps(2)  # the prompts are used up
     workers = run.workers()
     os.killpg(run.pid, signal.SIGKILL)
     run.end()
     assert wait_until_gone(workers, 5.0) == []
 
-    again = served.go_on()
+    again = served.resume()
     assert served.put_prompts(5, 6) == 11
-    ended, (told, _) = again.end(), trainer.communicate(timeout=60)
+    ended, (printed, _) = again.end(), trainer.communicate(timeout=60)
     assert (ended.code, trainer.returncode) == (0, 0), ended.err
-    versions = [line.split()[1] for line in told.splitlines()]
+    versions = [line.split()[1] for line in printed.splitlines()]
     assert versions[-4:] == ["1", "2", "3", "4"]  # nothing was saved, so the first two are redone
     found = summary(served.out)
     assert (found["steps"], found["trained_groups"], found["attempts"], found["redone_steps"]) == (4, 8, 2, 2)

@@ -1,4 +1,4 @@
-"""A disk that is full ends the run in words, and what is on it stays readable."""
+"""A full disk ends the run with a message, and its files stay readable."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import pytest
 from tests.runs.conftest import StartRun
 from tests.runtime.running import dora, wait_until_gone
 
-LINUX_ONLY = pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits another process")
+LINUX_ONLY = pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs Linux")
 
 
 @LINUX_ONLY
-def test_a_full_disk_ends_the_run_in_words_and_with_room_it_goes_on(start_run: StartRun) -> None:
+def test_a_run_ended_by_a_full_disk_can_be_resumed(start_run: StartRun) -> None:
     run = start_run(run__steps=9, engine__min_step_time="20ms")
     run.wait_for_steps(1)
     workers = run.workers()
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (0, 0))  # from now on no file of the driver grows
     ended = run.end(timeout_s=20)
     assert ended.code == 1, ended
-    assert "the run cannot go on: " in ended.err
-    assert f"what is in {run.out} stays readable" in ended.err
+    assert "the run cannot continue: " in ended.err
+    assert f"the files in {run.out} stay readable" in ended.err
     assert "Traceback" not in ended.err
     assert wait_until_gone(workers, 2.0) == []
     assert run.weight_folders() == []
@@ -32,7 +32,7 @@ def test_a_full_disk_ends_the_run_in_words_and_with_room_it_goes_on(start_run: S
 
 
 @LINUX_ONLY
-def test_a_disk_without_room_for_a_checkpoint_does_not_end_the_run(start_run: StartRun) -> None:
+def test_a_checkpoint_that_does_not_fit_on_the_disk_does_not_end_the_run(start_run: StartRun) -> None:
     run = start_run(run__steps=9, trainer__save_freq=1)
     run.wait_until((run.out / "checkpoints" / "step-1").is_dir, "the first checkpoint")
     optimizer_bytes = (run.out / "checkpoints" / "step-1" / "optimizer.pt").stat().st_size
@@ -42,7 +42,7 @@ def test_a_disk_without_room_for_a_checkpoint_does_not_end_the_run(start_run: St
     ended = run.end()
     assert ended.code == 1, ended
     assert "could not be written: " in ended.out
-    assert "; the ones before it stay" in ended.out
+    assert "; the earlier ones stay" in ended.out
     assert "make room and resume the run" in ended.err
     assert list((run.out / "checkpoints").glob("*.draft")) == []
     resumed = dora("train", "--resume", run.out)

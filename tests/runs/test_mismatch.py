@@ -1,4 +1,4 @@
-"""Every run measures how far trainer and engines are apart; in exact mode they are not."""
+"""Every run measures the mismatch of trainer and engine log-probs; in exact mode there is none."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from tests.runs.conftest import StartRun
-from tests.runtime.running import metrics, summary
 from tests.runs.test_mixture_of_experts import MIXTURE
+from tests.runtime.running import metrics, summary
 from tests.runtime.tiny import write_task
 
 from dora.model.pretrained import save_pretrained
@@ -32,7 +32,7 @@ def test_an_exact_run_has_no_mismatch(start_run: StartRun, max_staleness: int, k
     assert "none: bit for bit equal" in ended.out
 
 
-def test_a_run_that_is_always_stale_measures_its_mismatch_in_every_step(start_run: StartRun) -> None:
+def test_a_one_step_off_policy_run_measures_its_mismatch_in_every_step(start_run: StartRun) -> None:
     run = start_run(orchestrator__update_policy="one_step", run__steps=6)
     ended = run.end()
     assert ended.code == 0, ended
@@ -42,7 +42,7 @@ def test_a_run_that_is_always_stale_measures_its_mismatch_in_every_step(start_ru
     assert summary(run.out)["logprob_mismatch_max"] == max(step[LARGEST] for step in steps)
 
 
-def test_an_exact_run_of_a_mixture_with_filters_has_no_mismatch(start_run: StartRun, tmp_path: Path) -> None:
+def test_an_exact_run_of_experts_with_top_p_has_no_mismatch(start_run: StartRun, tmp_path: Path) -> None:
     config = write_task(tmp_path)
     save_pretrained(tmp_path / "start", MIXTURE, initial_weights(MIXTURE, seed=0, std=0.3))
     run = start_run(config, engine__exact_logprobs="true", sampling__temperature=0.8, sampling__top_p=0.9)

@@ -1,4 +1,4 @@
-"""Each way to share versions and devices comes to its end, with its guarantees kept."""
+"""Whole runs of each update policy and placement keep their guarantees."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def ended_well(run: Run) -> dict[str, Any]:
-    """The summary of a run whose record is in order."""
+def finished_summary(run: Run) -> dict[str, Any]:
+    """Wait for the end, check the guarantees, and return the summary."""
     ended = run.end()
     assert ended.code == 0, ended
     s = summary(run.out)
@@ -29,11 +29,11 @@ def ended_well(run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_run_of_each_policy_comes_to_its_end(start_run: StartRun, policy: str) -> None:
+def test_a_run_of_each_policy_finishes(start_run: StartRun, policy: str) -> None:
     changes = {f"orchestrator__{key}": value for key, value in POLICIES[policy].items()}
     if policy == "slack":
         changes |= {"weights__load": "deferred", "weights__skip_below_kl": 0.1}
-    s = ended_well(start_run(**changes))
+    s = finished_summary(start_run(**changes))
     assert s["trained_groups"] == 8
     assert s["staleness_max"] <= {"one_step": 1}.get(policy, 2)
     if policy in ("one_step", "drain"):
@@ -43,35 +43,35 @@ def test_a_run_of_each_policy_comes_to_its_end(start_run: StartRun, policy: str)
 
 
 def check_turns(run: Run, colocated: set[int]) -> int:
-    """No colocated engine decodes while the trainer trains; how often one was paused."""
-    resting: set[int] = set()
+    """No colocated engine decodes while the trainer trains. Returns the number of pauses."""
+    paused: set[int] = set()
     num_pauses = 0
     for line in journal(run.out):
         kind = line["kind"]
         if kind == "engine_joined":
             assert line["is_colocated"] == (line["engine"] in colocated)
-            resting |= {line["engine"]} & colocated
+            paused |= {line["engine"]} & colocated
         elif kind == "engine_paused":
-            resting.add(line["engine"])
+            paused.add(line["engine"])
             num_pauses += 1
         elif kind == "resume_engine":
-            resting.discard(line["engine"])
+            paused.discard(line["engine"])
         elif kind == "train":
-            assert resting == colocated
+            assert paused == colocated
         elif kind == "request_finished" and line["engine"] in colocated:
-            assert line["engine"] not in resting
+            assert line["engine"] not in paused
     return num_pauses
 
 
 def test_colocated_engines_and_the_trainer_take_turns(start_run: StartRun, task: Path) -> None:
     held_out = {"eval__path": task.parent / "prompts.jsonl", "eval__num_prompts": 2}
     run = start_run(orchestrator__placement="colocated", **held_out)
-    assert ended_well(run)["trained_groups"] == 8
+    assert finished_summary(run)["trained_groups"] == 8
     assert check_turns(run, {0, 1}) >= 2
 
 
-def test_an_elastic_trainer_lends_itself_as_one_more_engine(start_run: StartRun) -> None:
+def test_an_elastic_trainer_is_used_as_one_more_engine(start_run: StartRun) -> None:
     run = start_run(engine__num_engines=1, trainer__elastic="true")
-    assert ended_well(run)["trained_groups"] == 8
+    assert finished_summary(run)["trained_groups"] == 8
     assert check_turns(run, {1}) >= 1
     assert any(line["kind"] == "generate" and line["engine"] == 1 for line in journal(run.out))
