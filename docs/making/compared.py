@@ -1,4 +1,4 @@
-"""The tables of docs/policy-benchmarks.md, docs/peers.md, scale.md, vllm.md, sglang.md and README's first screen."""
+"""The tables that compare update policies, other trainers, servers of other engines, and clusters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/fault-tolerance.md, from what two benchmarks have measured: `faults` and `slow_fleet`."""
+"""The tables of docs/fault-tolerance.md, measured by the benchmarks `faults` and `slow_fleet`."""
 
 from __future__ import annotations
 

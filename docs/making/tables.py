@@ -2,7 +2,8 @@
 
     python -m docs.making.tables
 
-replaces the text between `<!-- table: NAME -->` and `<!-- end -->`. A test compares them.
+replaces the text between `<!-- table: NAME -->` and `<!-- end -->`, and draws the curves of the gallery.
+A test compares them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from docs.making import compared, faults, forecast, learned, markdown
+from docs.making import compared, faults, forecast, gallery, learned, markdown
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -45,6 +46,7 @@ def tables() -> dict[str, Callable[[], str]]:
         for trainer, aliases in trainer_aliases().items()
     }
     of_results = learned.tables() | compared.tables() | forecast.tables() | faults.tables()
+    of_results |= gallery.tables()
     return {**of_keys, **of_metrics, **of_aliases, **of_results}
 
 
@@ -94,6 +96,8 @@ def main() -> None:
         if (after := written(before, known)) != before:
             page.write_text(after, encoding="utf-8")
             print(f"wrote {page}")
+    for name, picture in gallery.pictures().items():
+        (DOCS / "images" / name).write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":

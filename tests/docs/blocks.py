@@ -86,7 +86,9 @@ def furnish(folder: Path) -> None:
         if block.title:
             (folder / block.title).write_text(block.text)
     assert dora("init-model", str(folder / "tiny"), "--tokenizer-from", str(folder / "train.jsonl")) == 0
-    (folder / "Qwen3-0.6B").symlink_to("tiny")  # configuration and tokenizer of a model that is not downloaded
+    (folder / "Qwen3-0.6B").symlink_to(
+        "tiny"
+    )  # configuration and tokenizer of a model that is not downloaded
 
 
 def dora(*arguments: str) -> int:

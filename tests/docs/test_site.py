@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs.making import benchmarks, tables
+from docs.making import benchmarks, gallery, tables
 from tests.docs.blocks import ROOT
 
 from dora.config.schema import iter_keys
@@ -35,6 +35,12 @@ def test_tables_on_the_pages_are_those_of_the_code() -> None:
     assert [page.name for page, text in pages.items() if tables.written(text, known) != text] == []
     shown = {name for text in pages.values() for _, name, _ in tables.MARKED.findall(text)}
     assert shown == known.keys()
+
+
+def test_the_curves_of_the_gallery_are_those_of_the_benchmark() -> None:
+    """If not: python -m docs.making.tables"""
+    shown = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "images").glob("gallery-*.svg")}
+    assert shown == gallery.pictures()
 
 
 def test_every_key_is_on_the_page_of_keys() -> None:
