@@ -1,4 +1,4 @@
-"""Engines join and leave while a run goes, as a user asks for it; nothing is generated again."""
+"""`dora engines add` and `drain` during a run; no token is generated again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.runtime.running import Run, dora, journal, summary
 LONG = {"engine__min_step_time": "20ms", "run__steps": 1000, "sampling__max_response_length": 48}
 
 
-def kinds(run: Run, kind: str) -> list[int]:
-    """The engines that facts or orders of a kind are about."""
+def engines_of(run: Run, kind: str) -> list[int]:
+    """The engines of the journal's events or actions of a kind."""
     return [line["engine"] for line in journal(run.out) if line["kind"] == kind]
 
 
@@ -21,7 +21,7 @@ def stop(run: Run) -> None:
     assert run.end().code == 130
 
 
-def test_an_engine_is_added_and_another_one_drained_while_the_run_goes(start_run: StartRun) -> None:
+def test_an_engine_is_added_and_another_one_drained_during_a_run(start_run: StartRun) -> None:
     run = start_run(**LONG)
     run.wait_for_steps(1)
     listed = dora("engines", "list", run.out)
@@ -30,19 +30,18 @@ def test_an_engine_is_added_and_another_one_drained_while_the_run_goes(start_run
     assert " of 4 rows, v" in listed.out
     added = dora("engines", "add", run.out)
     assert (added.code, added.out) == (0, "engine 2 has joined\n"), added
-    run.wait_until(lambda: 2 in kinds(run, "generate"), "work on the new engine")
+    run.wait_until(lambda: 2 in engines_of(run, "generate"), "requests on the new engine")
     drained = dora("engines", "drain", run.out, "0")
     assert (drained.code, drained.out) == (0, "engine 0 has left\n"), drained
     again = dora("engines", "drain", run.out, "0")
     assert again.code == 1
     assert "the run has no engine 0 that could leave; it has 1, 2" in again.out
-    steps = len(run.workers())
-    assert steps == 4  # two engines, trainer and rewarder
+    assert len(run.workers()) == 4  # two engines, trainer and reward worker
     stop(run)
     s = summary(run.out)
     assert (s["engine_failures"], s["regenerated_tokens"], s["reprefill_tokens"]) == (0, 0, 0)
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
-    assert (kinds(run, "engine_joined"), kinds(run, "engine_removed")) == ([0, 1, 2], [0])
+    assert (engines_of(run, "engine_joined"), engines_of(run, "engine_removed")) == ([0, 1, 2], [0])
     assert "engine 2 has joined" in run.end().out
     assert "engine 0 has left" in run.end().out
     assert not (run.out / "control").exists()
@@ -52,21 +51,21 @@ def test_an_engine_is_added_and_another_one_drained_while_the_run_goes(start_run
     assert "is not a running run: it has ended" in ended.err
 
 
-def test_the_only_engine_stays(start_run: StartRun) -> None:
+def test_a_drain_of_the_only_engine_is_rejected(start_run: StartRun) -> None:
     run = start_run(**LONG, engine__num_engines=1)
     run.wait_for_steps(1)
-    refused = dora("engines", "drain", run.out, "0")
-    assert refused.code == 1
-    assert refused.out.startswith("engine 0 stays: it is the only engine")
+    rejected = dora("engines", "drain", run.out, "0")
+    assert rejected.code == 1
+    assert rejected.out.startswith("engine 0 stays: it is the only engine")
     stop(run)
     assert "engine 0 stays: " in run.end().out
 
 
-def test_a_run_whose_driver_was_killed_is_named_as_gone(start_run: StartRun) -> None:
+def test_commands_for_a_run_whose_driver_was_killed_fail(start_run: StartRun) -> None:
     run = start_run(**LONG)
     run.wait_for_steps(1)
     os.kill(run.pid, signal.SIGKILL)
     run.end()
-    gone = dora("engines", "add", run.out)
-    assert (gone.code, gone.out) == (2, "")
-    assert f"is not a running run: its process {run.pid} has exited" in gone.err
+    added = dora("engines", "add", run.out)
+    assert (added.code, added.out) == (2, "")
+    assert f"is not a running run: its process {run.pid} has exited" in added.err

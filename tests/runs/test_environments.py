@@ -1,4 +1,4 @@
-"""Runs whose answers are episodes: they learn from what environments say, and these may do anything."""
+"""A run of episodes whose environments raise, hang or exit: only their groups fail."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tests.runs.conftest import StartRun
 from tests.runtime.running import dora, journal, summary
 from tests.runtime.tiny import write_task
 
-MOODY = """
+FAULTY = """
 import asyncio, os, time
 from dora.envs.base import Environment, Fault, Step
 
-class Moody(Environment):
+class Faulty(Environment):
     async def reset(self, row, seed):
-        self.mood, self.num_steps = row["mood"], 0
+        self.behaviour, self.num_steps = row["behaviour"], 0
         return row["prompt"]
 
     async def step(self, action):
         self.num_steps += 1
-        match self.mood:
+        match self.behaviour:
             case "raises":
                 raise KeyError("nothing there")
             case "gives up":
@@ -33,39 +33,43 @@ class Moody(Environment):
                 os._exit(7)
         return Step("77", len(set(action)) / 10, self.num_steps == 2)
 """
-MOODS = ("raises", "gives up", "is slow", "hangs", "exits", "good", "good", "good", "good")
+BEHAVIOURS = ("raises", "gives up", "is slow", "hangs", "exits", "good", "good", "good", "good")
 REASONS = {
     "environment raised KeyError",
     "no license left",
     "environment took longer than env.timeout_s = 1",
-    "environment or one beside it hangs, env.timeout_s = 1",
-    "environment's process ended: environments 0 ended with exit code 7",
+    "environment or another one of its process hangs, env.timeout_s = 1",
+    "environment's process ended: environments 0 exited with code 7",
 }
 
 
-def write_moody(folder: Path) -> Path:
-    """A task whose rows say what their environments are to do; one group after the other."""
-    prompts = [{"prompt": f"{number}:", "mood": mood} for number, mood in enumerate(MOODS)]
+def write_faulty(folder: Path) -> Path:
+    """A task whose rows choose what their environments do."""
+    prompts = [
+        {"prompt": f"{number}:", "behaviour": behaviour} for number, behaviour in enumerate(BEHAVIOURS)
+    ]
     config = write_task(folder, prompts=prompts)
-    (folder / "moody.py").write_text(MOODY)
+    (folder / "faulty.py").write_text(FAULTY)
     reward = '[reward]\nfunction = "task.py:reward"\n'
-    env = '[env]\nenvironment = "moody.py:Moody"\ntimeout_s = 1.0\n[reward]\nmax_failed_share = 1.0\n'
+    env = '[env]\nenvironment = "faulty.py:Faulty"\ntimeout_s = 1.0\n[reward]\nmax_failed_fraction = 1.0\n'
     config.write_text(config.read_text().replace(reward, env))
     return config
 
 
-def test_episodes_are_trained_and_those_that_break_fail_their_groups_by_name(
+def test_failed_episodes_fail_their_groups_and_the_others_are_trained(
     start_run: StartRun, tmp_path: Path
 ) -> None:
-    config = write_moody(tmp_path)
-    one_by_one = {"engine__num_engines": 1, "engine__max_num_seqs": 2, "data__shuffle": "false"}
-    run = start_run(config, run__steps=2, orchestrator__max_staleness=0, trainer__batch_size=2, **one_by_one)
+    config = write_faulty(tmp_path)
+    one_at_a_time = {"engine__num_engines": 1, "engine__max_num_seqs": 2, "data__shuffle": "false"}
+    run = start_run(
+        config, run__steps=2, orchestrator__max_staleness=0, trainer__batch_size=2, **one_at_a_time
+    )
     ended = run.end()
     assert ended.code == 0, ended
     s = summary(run.out)
     assert (s["trained_groups"], s["failed_groups"], s["pending_groups"]) == (4, 5, 0)
     assert {line["reason"] for line in journal(run.out) if line["kind"] == "fail"} == REASONS
-    assert "the first episode that broke: environment raised KeyError" in ended.out
+    assert "first failed episode: environment raised KeyError" in ended.out
     assert dora("audit", run.out).code == 0
     with sqlite3.connect(run.out / "samples.sqlite") as samples:
         rewards = [r for (r,) in samples.execute("select reward from samples where state = 'trained'")]

@@ -1,4 +1,4 @@
-"""A run of episodes whose processes die: what the model read is told apart from what it wrote, to the end."""
+"""A run of episodes that loses an engine and is then resumed: loss masks stay correct."""
 
 from __future__ import annotations
 
@@ -33,24 +33,22 @@ def write_echo(folder: Path) -> Path:
     return config
 
 
-def test_episodes_survive_the_death_of_an_engine_and_then_of_everything(
-    start_run: StartRun, tmp_path: Path
-) -> None:
+def test_episodes_survive_a_lost_engine_and_a_resume(start_run: StartRun, tmp_path: Path) -> None:
     turns = {"sampling__max_turn_length": 5, "trainer__save_freq": 2, "run__steps": 8}
-    turns["engine__kv_blocks"] = 4  # of which one row may take 3: others wait in host memory
+    turns["engine__num_kv_blocks"] = 4  # of which a row takes up to 3: the others are swapped out
     run = start_run(write_echo(tmp_path), orchestrator__balance_running="true", **turns)
     run.wait_for_steps(1)
     run.workers()[0].kill()
     run.wait_until(lambda: any(x["kind"] == "engine_lost" for x in journal(run.out)), "the loss")
     run.wait_for_steps(4)
-    run.wait_until(lambda: len(untrained(run.out)) > 0, "a group that waits for its step")
+    run.wait_until(lambda: len(untrained(run.out)) > 0, "a scored group that is not trained")
     run.kill_all()
     unscore(run.out)
-    again = Run(None, run.out)
+    resumed = Run(None, run.out)
     try:
-        ended = again.end()
+        ended = resumed.end()
     finally:
-        again.kill_all()
+        resumed.kill_all()
     assert ended.code == 0, ended
     s = summary(run.out)
     assert (s["trained_groups"], s["failed_groups"]) == (16, 0)
@@ -74,29 +72,29 @@ def untrained(out: Path) -> list[str]:
 
 
 def unscore(out: Path) -> None:
-    """As a death has left it that came between a fact and its payload."""
-    lost = untrained(out)
-    assert lost
+    """As after a crash between an event and the write of its payload."""
+    groups = untrained(out)
+    assert groups
     with sqlite3.connect(out / "samples.sqlite") as samples:
-        for group in lost:
-            forget = "update samples set state = 'finished', advantage = null where group_id = ?"
-            assert samples.execute(forget, (group,)).rowcount == 2
+        for group in groups:
+            reset = "update samples set state = 'finished', advantage = null where group_id = ?"
+            assert samples.execute(reset, (group,)).rowcount == 2
 
 
 def check_samples(out: Path) -> None:
-    """Masks are 0 where the environment spoke, and there alone."""
+    """The loss mask is 0 for the tokens of observations, and only for these."""
     columns = "token_ids, logprobs, loss_mask, reward, advantage"
     with sqlite3.connect(out / "samples.sqlite") as samples:
         rows = samples.execute(f"select {columns} from samples where state = 'trained'").fetchall()
     assert len(rows) == 32
-    for ids, told, mask, reward, advantage in rows:
-        token_ids, logprobs = np.frombuffer(ids, "<i4"), np.frombuffer(told, "<f4")
-        is_read = np.frombuffer(mask, np.uint8) == 0
-        assert is_read.sum() in (3, 6)
-        for at in np.flatnonzero(is_read)[::3]:
-            assert is_read[at : at + 3].all()
+    for ids, logprob_bytes, mask, reward, advantage in rows:
+        token_ids, logprobs = np.frombuffer(ids, "<i4"), np.frombuffer(logprob_bytes, "<f4")
+        is_observed = np.frombuffer(mask, np.uint8) == 0
+        assert is_observed.sum() in (3, 6)
+        for at in np.flatnonzero(is_observed)[::3]:
+            assert is_observed[at : at + 3].all()
             assert len({*token_ids[at : at + 2].tolist()}) == 1  # "77:"
-        assert (logprobs[is_read] == 0).all()
-        assert (logprobs[~is_read] < 0).all()
+        assert (logprobs[is_observed] == 0).all()
+        assert (logprobs[~is_observed] < 0).all()
         assert math.isfinite(reward)
         assert math.isfinite(advantage)

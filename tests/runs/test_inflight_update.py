@@ -1,4 +1,4 @@
-"""Real runs under policies that let answers go on with newer weights: their record says so, in order."""
+"""Runs with inflight updates: requests continue on newer weights, and their segments are recorded."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ SLOW: dict[str, Any] = {
 
 
 def segments(out: Path) -> list[tuple[list[list[int]], int, int, str]]:
-    """(segments, version, number of tokens, digest) of answers that several versions have drawn."""
+    """(segments, version, number of tokens, digest) of samples that several versions generated."""
     with closing(sqlite3.connect(out / "samples.sqlite")) as store:
         rows = store.execute(
             "select segments, version, length(token_ids) / 4, weight_digest from samples "
             "where segments is not null"
         )
-        return [(json.loads(told), version, num, digest) for told, version, num, digest in rows]
+        return [(json.loads(text), version, num, digest) for text, version, num, digest in rows]
 
 
-def check_record(run: Run, *, recomputes: bool) -> dict[str, Any]:
-    """What the run has left; its summary."""
+def check_run(run: Run, *, recomputes: bool) -> dict[str, Any]:
+    """Check the samples and the journal of a finished run. Returns its summary."""
     s, audit = summary(run.out), dora("audit", run.out)
     assert audit.code == 0, audit
     assert "C1 waived" in audit.out
@@ -39,26 +39,26 @@ def check_record(run: Run, *, recomputes: bool) -> dict[str, Any]:
     assert (s["reprefill_tokens"] > 0) == recomputes
     found = segments(run.out)
     assert found
-    for told, version, num_tokens, digest in found:
-        versions = [segment[0] for segment in told]
+    for parts, version, num_tokens, digest in found:
+        versions = [segment[0] for segment in parts]
         assert versions == sorted(set(versions))
         assert version == versions[0]
-        assert sum(segment[1] for segment in told) == num_tokens
-        assert len(set(digest.split("+"))) == len(told)
+        assert sum(segment[1] for segment in parts) == num_tokens
+        assert len(set(digest.split("+"))) == len(parts)
     assert dora("replay", run.out).code == 0
     return s
 
 
-def check_that_a_wrong_segment_is_found(out: Path) -> None:
-    """Falsify one, for which the audit must name it."""
+def check_that_the_audit_finds_a_wrong_segment(out: Path) -> None:
+    """Change the length of one segment."""
     with closing(sqlite3.connect(out / "samples.sqlite")) as store:
-        told, group, sibling = store.execute(
+        text, group, sibling = store.execute(
             "select segments, group_id, sibling from samples where segments is not null limit 1"
         ).fetchone()
-        (version, num), *rest = json.loads(told)
-        moved = json.dumps([[version, num + 1], *rest])
+        (version, num), *rest = json.loads(text)
+        changed = json.dumps([[version, num + 1], *rest])
         store.execute(
-            "update samples set segments = ? where group_id = ? and sibling = ?", (moved, group, sibling)
+            "update samples set segments = ? where group_id = ? and sibling = ?", (changed, group, sibling)
         )
         store.commit()
     audit = dora("audit", out)
@@ -67,27 +67,27 @@ def check_that_a_wrong_segment_is_found(out: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["partial", "inflight"])
-def test_an_engine_dies_and_answers_go_on_with_newer_weights(start_run: StartRun, policy: str) -> None:
+def test_requests_continue_on_newer_weights_after_an_engine_is_lost(start_run: StartRun, policy: str) -> None:
     run = start_run(orchestrator__update_policy=policy, **SLOW)
     run.wait_for_steps(3)
     run.workers()[0].kill()
     ended = run.end()
     assert ended.code == 0, ended
     assert "waived by the update policy" in ended.out
-    s = check_record(run, recomputes=policy == "partial")
+    s = check_run(run, recomputes=policy == "partial")
     assert s["engine_failures"] == 1
     assert s["segmented_samples"] >= len(segments(run.out))
     header = json.loads((run.out / "journal.jsonl").read_text().split("\n")[0])
     assert header["limits"]["breaks_c1"] is True
-    check_that_a_wrong_segment_is_found(run.out)
+    check_that_the_audit_finds_a_wrong_segment(run.out)
 
 
-def test_everything_dies_and_answers_go_on_with_newer_weights(start_run: StartRun) -> None:
+def test_requests_continue_on_newer_weights_after_a_resume(start_run: StartRun) -> None:
     run = start_run(orchestrator__update_policy="inflight", trainer__save_freq=3, **SLOW)
     run.wait_for_steps(4)
     run.kill_all()
     resumed = start_run(config=None)
     assert resumed.end().code == 0, resumed.end()
-    s = check_record(resumed, recomputes=False)
+    s = check_run(resumed, recomputes=False)
     assert s["attempts"] == 2
     assert {line["step"] for line in metrics(run.out) if "step" in line} == set(range(8))

@@ -1,4 +1,4 @@
-"""An engine dies in the middle of a migration: no request is lost or owned twice, and the run goes on."""
+"""An engine is killed during a migration: no request is lost or owned twice, and the run continues."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.runtime.running import environment
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_during_migration.py"
 
 
-def test_a_kill_at_each_moment_of_a_move_loses_nothing(tmp_path: Path) -> None:
-    """The benchmark does it a hundred times; it fails where a fact, an order or a record is wrong."""
+def test_a_kill_at_each_point_of_a_migration_loses_nothing(tmp_path: Path) -> None:
+    """A short run of the benchmark, which fails if an event, an action or a sample is wrong."""
     command = [sys.executable, str(SCRIPT), "--kills", "4", "--json", str(tmp_path / "figures.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment())
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A real run in which requests move: nothing is computed again, and the record explains every move."""
+"""A run with many migrations: nothing is computed again, and the journal explains each migration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.runtime.running import Run, dora, journal, summary
 
-MOVING: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "run__steps": 12,
     "engine__num_engines": 4,
     "engine__version_slots": 1,
@@ -21,13 +21,13 @@ MOVING: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run(task, tmp_path_factory.mktemp("moves") / "run", **MOVING)
+    run = Run(task, tmp_path_factory.mktemp("migrations") / "run", **SETTINGS)
     ended = run.end()
     assert (ended.code, ended.err) == (0, ""), ended
     return run
 
 
-def test_many_requests_move_and_nothing_is_computed_again(run: Run) -> None:
+def test_many_requests_migrate_and_nothing_is_computed_again(run: Run) -> None:
     s = summary(run.out)
     assert s["migrations"] >= 20
     assert sum(s["migration_reasons"].values()) == s["migrations"]
@@ -38,34 +38,42 @@ def test_many_requests_move_and_nothing_is_computed_again(run: Run) -> None:
     assert re.search(rf"requests migrated +│ {s['migrations']} \(", run.end().out)
 
 
-def test_audit_and_replay_accept_the_record(run: Run) -> None:
+def test_audit_and_replay_accept_the_run(run: Run) -> None:
     audit, replay = dora("audit", run.out), dora("replay", run.out)
     assert (audit.code, replay.code) == (0, 0), (audit, replay)
 
 
-def test_every_order_to_move_has_one_outcome(run: Run) -> None:
-    under_way: dict[tuple[int, ...], int] = {}
+def test_each_migrate_action_has_one_outcome(run: Run) -> None:
+    in_progress: dict[tuple[int, ...], int] = {}
     for line in journal(run.out):
         if line["kind"] == "migrate":
-            assert under_way.setdefault(tuple(line["request"]), line["seq"]) == line["seq"]
+            assert in_progress.setdefault(tuple(line["request"]), line["seq"]) == line["seq"]
         elif line["kind"] in ("migrated", "migration_failed"):
-            del under_way[tuple(line["request"])]
+            del in_progress[tuple(line["request"])]
 
 
-def test_the_waits_of_the_trainer_name_whom_it_waited_for(run: Run) -> None:
+def test_stalls_of_the_trainer_name_the_group_they_wait_for(run: Run) -> None:
     s = summary(run.out)
     assert sum(stall["seconds"] for stall in s["stalls"]) <= s["stall_s"] + 0.01
     assert all(stall["group"].count("/") == 1 for stall in s["stalls"])
     assert sorted(map(int, s["rollout_utilization_by_engine"])) == [0, 1, 2, 3]
 
 
-def test_why_tells_the_life_of_a_request_that_moved(run: Run) -> None:
-    moved = next(line for line in journal(run.out) if line["kind"] == "migrated")
-    told = dora("why", run.out, "/".join(map(str, moved["request"])))
-    assert told.code == 0
-    assert f"migrated from engine {moved['source']} to engine {moved['destination']} (" in told.out
-    words = ("admitted at", "placed on", "migration from", "finished on", "scored", "committed", "trained in")
-    places = [told.out.index(word) for word in words]
+def test_why_shows_the_timeline_of_a_migrated_request(run: Run) -> None:
+    migrated = next(line for line in journal(run.out) if line["kind"] == "migrated")
+    why = dora("why", run.out, "/".join(map(str, migrated["request"])))
+    assert why.code == 0
+    assert f"migrated from engine {migrated['source']} to engine {migrated['destination']} (" in why.out
+    entries = (
+        "admitted at",
+        "placed on",
+        "migration from",
+        "finished on",
+        "scored",
+        "committed",
+        "trained in",
+    )
+    places = [why.out.index(entry) for entry in entries]
     assert places == sorted(places)
     unknown = dora("why", run.out, "99/0/0")
     assert (unknown.code, unknown.out) == (2, "")

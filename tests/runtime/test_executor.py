@@ -110,7 +110,7 @@ def test_a_step_that_fails_too_often_ends_the_run(executor: ProcessExecutor) -> 
         executor.execute(Train(0, (bad,)))
         assert isinstance(next_event(executor), StepFailed)
     executor.execute(Train(0, (bad,)))
-    with pytest.raises(RunError, match="training step 1 failed: .*; it failed 3 times, the weights"):
+    with pytest.raises(RunError, match=r"training step 1 failed: .*; it failed 3 times, the weights"):
         next_event(executor)
 
 
