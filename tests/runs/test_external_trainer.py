@@ -51,7 +51,7 @@ class ServedRun:
         return run
 
     def put_prompts(self, first: int, count: int) -> int:
-        """Upload prompts twice, as a client does that got no reply. Returns the number of prompts of the run."""
+        """Upload prompts twice, as a client does that got no reply. Returns how many the run has."""
         found = json.loads(self.file.read_text())
         rows = [{"prompt": f"{number}:"} for number in range(first, first + count)]
         request = Request(
@@ -101,10 +101,8 @@ def test_the_example_computes_no_gradient_for_observation_tokens(served: ServedR
     assert (loss.item(), num_tokens) == (pytest.approx(-4.0), 2)  # ratios of 1
     loss.backward()
     assert logits.grad is not None
-    assert logits.grad[0].abs().sum(-1).nonzero()[:, 0].tolist() == [
-        1,
-        4,
-    ]  # the positions that predict the sampled tokens
+    # only the positions that predict sampled tokens
+    assert logits.grad[0].abs().sum(-1).nonzero()[:, 0].tolist() == [1, 4]
 
 
 def test_uploaded_prompts_survive_a_crash_before_training(task: Path, tmp_path: Path) -> None:
@@ -115,14 +113,12 @@ def test_uploaded_prompts_survive_a_crash_before_training(task: Path, tmp_path: 
     again = GrowingDataset(out / UPLOADED_PROMPTS)  # as the resumed run opens it
     run_dir.reclaim(out, config)
     again.add([{"prompt": "2:"}])
-    assert [row["prompt"] for row in map(GrowingDataset(out / UPLOADED_PROMPTS).row, range(2))] == [
-        "1:",
-        "2:",
-    ]
+    dataset = GrowingDataset(out / UPLOADED_PROMPTS)
+    assert [dataset.row(index)["prompt"] for index in range(2)] == ["1:", "2:"]
     assert sorted(file.name for file in out.iterdir()) == ["config.toml", UPLOADED_PROMPTS]
 
 
-def test_an_externally_trained_run_survives_crashes_of_an_engine_and_of_the_run(served: ServedRun) -> None:
+def test_a_run_with_an_external_trainer_survives_a_crash(served: ServedRun) -> None:
     run, trainer = served.start(trainer__save_freq=0), served.start_trainer()
     assert served.put_prompts(0, 5) == 5
     run.workers()[0].kill()  # an engine
