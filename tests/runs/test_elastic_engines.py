@@ -29,21 +29,21 @@ def test_an_engine_is_added_and_another_one_drained_during_a_run(start_run: Star
     assert [line.partition(":")[0] for line in listed.out.splitlines()] == ["engine 0", "engine 1"]
     assert " of 4 rows, v" in listed.out
     added = dora("engines", "add", run.out)
-    assert (added.code, added.out) == (0, "engine 2 has joined\n"), added
+    assert (added.code, added.out) == (0, "engine 2 joined\n"), added
     run.wait_until(lambda: 2 in engines_of(run, "generate"), "requests on the new engine")
     drained = dora("engines", "drain", run.out, "0")
-    assert (drained.code, drained.out) == (0, "engine 0 has left\n"), drained
+    assert (drained.code, drained.out) == (0, "engine 0 drained and removed\n"), drained
     again = dora("engines", "drain", run.out, "0")
     assert again.code == 1
-    assert "the run has no engine 0 that could leave; it has 1, 2" in again.out
+    assert "the run has no engine 0 to drain; it has 1, 2" in again.out
     assert len(run.workers()) == 4  # two engines, trainer and reward worker
     stop(run)
     s = summary(run.out)
     assert (s["engine_failures"], s["regenerated_tokens"], s["reprefill_tokens"]) == (0, 0, 0)
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
     assert (engines_of(run, "engine_joined"), engines_of(run, "engine_removed")) == ([0, 1, 2], [0])
-    assert "engine 2 has joined" in run.end().out
-    assert "engine 0 has left" in run.end().out
+    assert "engine 2 joined" in run.end().out
+    assert "engine 0 drained and removed" in run.end().out
     assert not (run.out / "control").exists()
     assert dora("audit", run.out).code == dora("replay", run.out).code == 0
     ended = dora("engines", "list", run.out)
@@ -56,9 +56,9 @@ def test_a_drain_of_the_only_engine_is_rejected(start_run: StartRun) -> None:
     run.wait_for_steps(1)
     rejected = dora("engines", "drain", run.out, "0")
     assert rejected.code == 1
-    assert rejected.out.startswith("engine 0 stays: it is the only engine")
+    assert rejected.out.startswith("engine 0 cannot be drained: it is the only engine")
     stop(run)
-    assert "engine 0 stays: " in run.end().out
+    assert "engine 0 is not drained: " in run.end().out
 
 
 def test_commands_for_a_run_whose_driver_was_killed_fail(start_run: StartRun) -> None:

@@ -78,7 +78,7 @@ class VersionList(BaseModel):
 
 
 class EngineStatus(BaseModel):
-    """One engine; `end` says how it ended: "left", or "lost" with the reason."""
+    """One engine; `end` is how it ended: "removed", or "lost (reason)"."""
 
     engine: int
     state: Literal["starting", "running", "paused", "draining", "ended"]

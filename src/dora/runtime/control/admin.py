@@ -121,7 +121,7 @@ class EngineControl(Protocol):
     def starting_engines(self) -> Set[int]: ...
 
     def engine_end(self, engine: int) -> str | None:
-        """How an engine ended: "left", or "lost (reason)"; None if it has not."""
+        """How an engine ended: "removed", or "lost (reason)"; None if it has not."""
 
     def take_drain_rejections(self) -> dict[int, str]:
         """Engines that the orchestrator refused to drain since the last call, with the reason."""
@@ -168,7 +168,7 @@ class EngineAdmin:
 
     def _add_result(self, engine: int) -> AdminAnswer | None:
         if engine in self._engines.joined_engines:
-            return AdminAnswer(True, f"engine {engine} has joined")
+            return AdminAnswer(True, f"engine {engine} joined")
         end = self._engines.engine_end(engine)
         return AdminAnswer(False, f"engine {engine} did not start: {end}") if end else None
 
@@ -178,7 +178,9 @@ class EngineAdmin:
             return AdminAnswer(False, f"engine {engine} cannot be drained: {rejection}")
         if end is None:
             return None
-        return AdminAnswer(end == "left", f"engine {engine} {'has left' if end == 'left' else f'is {end}'}")
+        if end == "removed":
+            return AdminAnswer(True, f"engine {engine} drained and removed")
+        return AdminAnswer(False, f"engine {engine} is {end}")
 
     def _list(self) -> str:
         engines = self._state().engines
