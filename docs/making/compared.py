@@ -90,7 +90,7 @@ GAINS = ("gain", "over sync")
 
 
 def headline() -> str:
-    """What README's first screen says of speed."""
+    """Tokens per second of `dora` over those of each other policy."""
     ratios = json.loads((RESULTS / "policies.json").read_text(encoding="utf-8"))["ratios"]
     bounds = {row["rival"]: row["rival S"] for row in rows("policies") if "rival" in row and row["S"] == 4}
     lines = [

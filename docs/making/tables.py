@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from docs.making import compared, faults, forecast, gallery, learned, markdown
+from docs.making import compared, faults, forecast, gallery, learned, markdown, measured
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -45,9 +45,10 @@ def tables() -> dict[str, Callable[[], str]]:
         f"words_{trainer.lower().replace('-', '_')}": partial(alias_table, aliases)
         for trainer, aliases in trainer_aliases().items()
     }
-    of_results = learned.tables() | compared.tables() | forecast.tables() | faults.tables()
-    of_results |= gallery.tables()
-    return {**of_keys, **of_metrics, **of_aliases, **of_results}
+    made = {**of_keys, **of_metrics, **of_aliases}
+    for module in (learned, compared, forecast, faults, measured, gallery):
+        made |= module.tables()
+    return made
 
 
 def section_table(name: str, section: type[Section]) -> str:

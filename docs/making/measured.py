@@ -1,0 +1,318 @@
+"""The tables of docs/benchmarks.md: one line for each result, with the conditions under which it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from docs.making import markdown
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+class Line(NamedTuple):
+    """A result: what was measured, the value, the conditions and caveats, and the files in RESULTS."""
+
+    measured: str
+    result: str
+    conditions: str
+    source: str  # names, separated by spaces
+
+
+def tables() -> dict[str, Callable[[], str]]:
+    """Table name -> function that writes it."""
+    made = (
+        measured_demo,
+        measured_orchestration,
+        measured_engine,
+        measured_trainer,
+        measured_stream,
+        measured_faults,
+    )
+    return {function.__name__: function for function in made}
+
+
+def measured_demo() -> str:
+    """The demo under two policies: one line for each run."""
+    columns = (
+        *("policy", "seed", "sampled reward", "greedy reward", "CPU s", "wall s", "live versions"),
+        *("rollout utilisation", "stall s"),
+    )
+    lines = [
+        (
+            f"`{r['policy']}`",
+            str(r["seed"]),
+            f"{r['sampled_before']:.3f} to {r['sampled_after']:.3f}",
+            f"{r['greedy_before']:.3f} to {r['greedy_after']:.3f}",
+            *(f"{r['cpu_s']:.0f}", f"{r['wall_s']:.0f}", f"{r['live_versions']:.2f}"),
+            *(f"{r['busy']:.2f}", f"{r['stall_s']:.1f}"),
+        )
+        for r in _read("demo")["rows"]
+    ]
+    return markdown.table(columns, lines)
+
+
+def measured_orchestration() -> str:
+    """Placement, migration, and the speed and tests of the orchestrator."""
+    place, move, core = _ratios("placement"), _ratios("migration"), _ratios("orchestrator")
+    kills, swarm, elastic = _ratios("kill_during_migration"), _ratios("swarm"), _ratios("elastic")
+    slow = _ratios("slow_fleet")
+    prefill = [move[f"reprefill_over_migrate_{model}"] for model in ("demo", "30m")]
+    (largest,) = [row for row in _read("orchestrator")["rows"] if row["engines"] == 10_000]
+    (worlds,) = _read("swarm")["rows"]
+    fleet = "4 paced engines with one version slot, 8 ms a step, lengths with maximum over mean 10, S = 4"
+    return _table(
+        [
+            Line(
+                "rollout utilisation, dynamic and static placement",
+                f"{place['occupancy_orchestrated']:.2f}, {place['occupancy_static']:.2f}",
+                fleet,
+                "placement",
+            ),
+            Line(
+                "wall time, static over dynamic placement",
+                f"{place['static_over_orchestrated_wall_s']:.2f} times",
+                fleet,
+                "placement",
+            ),
+            Line(
+                "CPU time, prefill of 1,000 tokens over their KV transfer",
+                f"{prefill[0]:.0f} and {prefill[1]:.0f} times",
+                "0.56 M and 29 M parameters, engines on one machine",
+                "migration",
+            ),
+            Line(
+                "median pause of a migrated request",
+                f"{move['stop_steps']:.1f} decode steps",
+                "engines on one machine",
+                "migration",
+            ),
+            Line(
+                "time of the orchestrator for one event, p99",
+                f"{core['handle_p99_ms']:.2f} ms",
+                f"{largest['engines']:,} simulated engines, {largest['requests']:,} requests",
+                "orchestrator",
+            ),
+            Line(
+                "time of one rebalance decision; of a whole rebalance",
+                f"{core['rebalance_ms']:.0f} ms; {core['whole_rebalance_ms'] / 1e3:.1f} s",
+                "the same",
+                "orchestrator",
+            ),
+            Line(
+                "findings of audit and replay after engines were killed during migrations",
+                f"{kills['findings']:.0f} in {kills['kills']:.0f} kills",
+                "real processes on one machine",
+                "kill_during_migration",
+            ),
+            Line(
+                "violations and deadlocks in random simulated runs with faults",
+                f"{swarm['violations']:.0f} and {swarm['deadlocks']:.0f} in {worlds['seeds']:,} runs",
+                f"{worlds['events']:,} events, virtual time",
+                "swarm",
+            ),
+            Line(
+                "wall time without over with `trainer.elastic`",
+                f"{elastic['apart_over_elastic_wall_s_demo']:.2f} and "
+                f"{elastic['apart_over_elastic_wall_s_paced']:.2f} times",
+                "the demo with one engine: as it is (slower with it), and paced to 8 ms a step",
+                "elastic",
+            ),
+            Line(
+                "time of a training step with one engine ten times slower, over equal engines",
+                f"{slow['one_slow_over_all_alike_S1']:.2f} times; without the rules for slow engines "
+                f"{slow['one_slow_over_all_alike_S1'] * slow['without_over_with_S1']:.1f} times",
+                "4 simulated engines, S = 1",
+                "slow_fleet",
+            ),
+        ]
+    )
+
+
+def measured_engine() -> str:
+    """Decode steps of the engine beside other decoders."""
+    e, v, x = _ratios("engine"), _ratios("versions"), _ratios("exact")
+    decoding = x["exact_over_normal_decode_0.5M_float32_batch_32"]
+    training = x["exact_over_normal_trainer_forward_and_backward_0.5M_float32_batch_8"]
+    return _table(
+        [
+            Line(
+                "CPU time of a bare torch loop with a static cache",
+                f"{e['vs_bare']:.1f} and {e['vs_bare_10M']:.1f} times",
+                "0.56 M and 9.5 M parameters; with equal contexts in all rows only "
+                f"{e['vs_bare_equal_lengths']:.1f} times",
+                "engine",
+            ),
+            Line(
+                "CPU time of `generate` of transformers, of its continuous batching, of vLLM for CPU",
+                f"{e['vs_generate']:.1f}, {e['vs_continuous_batching']:.1f}, {e['vs_vllm_cpu']:.1f} times",
+                "0.56 M parameters; these libraries are built for larger models",
+                "engine",
+            ),
+            Line(
+                "share of the machine's memory and arithmetic limits that the engine reaches",
+                f"{e['roofline_share_10M']:.2f}",
+                f"9.5 M parameters; {e['roofline_share']:.2f} with 0.56 M",
+                "engine",
+            ),
+            Line(
+                "time of a step with one version, over two versions of 24 and 8 rows",
+                f"{v['one_over_24_8_rows_0.5M']:.2f} and {v['one_over_24_8_rows_10M']:.2f} times",
+                "0.56 M and 9.5 M parameters",
+                "versions",
+            ),
+            Line(
+                "time of exact over normal mode, decode step; forward and backward pass of the trainer",
+                f"{decoding:.2f} and {training:.2f} times",
+                "0.56 M parameters in float32; more in bfloat16",
+                "exact",
+            ),
+        ]
+    )
+
+
+def measured_trainer() -> str:
+    """Training steps beside other trainers."""
+    ratios, kills = _ratios("trainer"), _ratios("resume")
+    padded, trl, memory = (
+        [ratios[name + size] for size in ("", "_10M", "_60M")]
+        for name in ("vs_padded_loop", "vs_trl", "peak_memory_over_padded")
+    )
+    sizes = "0.56 M, 9.5 M and 60 M parameters"
+    return _table(
+        [
+            Line(
+                "CPU time of a padded loop of transformers and AdamW",
+                f"{', '.join(f'{ratio:.1f}' for ratio in padded)} times",
+                f"{sizes}; lengths with a heavy tail, which padding wastes",
+                "trainer",
+            ),
+            Line(
+                "CPU time of TRL's `GRPOTrainer`",
+                f"{', '.join(f'{ratio:.1f}' for ratio in trl)} times",
+                f"{sizes}; the same lengths",
+                "trainer",
+            ),
+            Line(
+                "peak memory as a share of the padded loop's",
+                ", ".join(f"{ratio:.2f}" for ratio in memory),
+                sizes,
+                "trainer",
+            ),
+            Line(
+                "violations found after all processes of a run were killed and the run resumed",
+                f"{kills['violations']:.0f} in {kills['kills']:.0f} kills",
+                "random instants, one machine",
+                "resume",
+            ),
+        ]
+    )
+
+
+def measured_stream() -> str:
+    """The sample stream beside TransferQueue, and what it makes possible."""
+    ratios: dict[str, float] = {}
+    for name in ("stream", "workflow", "weights"):
+        ratios |= _ratios(name)
+    return _table(
+        [
+            Line(
+                "latency of a row of 512 tokens from put to get, TransferQueue 0.1.11 over the stream",
+                f"{ratios['latency_vs_transferqueue']:.1f} times",
+                "producer, storage and consumer are three processes of one machine",
+                "stream",
+            ),
+            Line(
+                "rows per second in batches of 256, over TransferQueue's",
+                f"{ratios['throughput_vs_transferqueue']:.0f} times",
+                "the same",
+                "stream",
+            ),
+            Line(
+                "bandwidth with batches of 100 MB, as a share of memcpy",
+                f"{ratios['memcpy_share']:.2f}",
+                "the same",
+                "stream",
+            ),
+            Line(
+                "time of a training step, task by task over pipelined",
+                f"{ratios['task_by_task_over_pipelined_step_s_demo']:.1f} times",
+                "the demo with two reward tasks and a reference policy",
+                "workflow",
+            ),
+            Line(
+                "pause of rows for a new version, eager over deferred load",
+                f"{ratios['eager_over_deferred_stop_60M']:.1f} times",
+                "60 M parameters; the demo as a whole takes longer with deferred loads",
+                "weights",
+            ),
+        ]
+    )
+
+
+def measured_faults() -> str:
+    """Faults in real runs, and other runtimes and engines."""
+    found, rows, cluster = _ratios("faults"), _read("faults")["rows"], _ratios("cluster")
+    recovery = {row["kind"]: row["recovery_s_p50"] for row in rows}
+    vllm, sglang = _ratios("vllm_fleet"), _ratios("sglang_fleet")
+    return _table(
+        [
+            Line(
+                "samples lost, trained twice, of mixed versions, too stale",
+                ", ".join(f"{found[name]:.0f}" for name in ("lost", "doubled", "mixed", "too_stale")),
+                f"{found['injected']:.0f} faults of {len(rows)} kinds, one every "
+                f"{found['seconds_per_fault']:.1f} s, on one machine",
+                "faults",
+            ),
+            Line(
+                "trained tokens per second with these faults, over without",
+                f"{found['throughput_with_over_without']:.2f}",
+                "4 paced engines, 40 ms a step",
+                "faults",
+            ),
+            Line(
+                "median recovery of a killed engine; of a killed trainer, with its steps redone",
+                f"{recovery['engine killed']:.1f} s; {recovery['trainer killed']:.1f} s",
+                "a small model; at least 1 s of it is backoff",
+                "faults",
+            ),
+            Line(
+                "tokens per second on Ray, over local processes",
+                f"{cluster['ray_over_local_tokens_per_s']:.2f}",
+                "the demo on one machine; several machines were not available",
+                "cluster",
+            ),
+            Line(
+                "passed tests of the engine contract on real servers of vLLM; of SGLang",
+                "; ".join(
+                    f"{r['contract_passed']:.0f} of {r['contract_passed'] + r['contract_failed']:.0f}"
+                    for r in (vllm, sglang)
+                ),
+                "on CPUs",
+                "vllm_fleet sglang_fleet",
+            ),
+        ]
+    )
+
+
+def _table(lines: Iterable[Line]) -> str:
+    return markdown.table(
+        ("measured", "result", "conditions", "file"),
+        [(line.measured, line.result, line.conditions, _links(line.source)) for line in lines],
+    )
+
+
+def _links(names: str) -> str:
+    return ", ".join(f"[`{name}`](../benchmarks/results/{name}.json)" for name in names.split())
+
+
+def _ratios(name: str) -> dict[str, float]:
+    ratios: dict[str, float] = _read(name)["ratios"]
+    return ratios
+
+
+def _read(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content
