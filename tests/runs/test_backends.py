@@ -1,0 +1,65 @@
+"""Runs with inference and training engines that are not DORA's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.contract.test_engine_contract import EXAMPLES
+from tests.runtime.running import Run, dora, journal, metrics
+from tests.runtime.tiny import write_task
+
+ENGINE = f"{EXAMPLES / 'transformers_engine.py'}:Transformers"
+TRAINER = f"{EXAMPLES / 'transformers_trainer.py'}:Transformers"
+FITTING: dict[str, Any] = {
+    "engine__version_slots": 1,
+    "orchestrator__placement": "static",
+    "orchestrator__prioritize_stragglers": "false",
+}
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """The tiny task without settings of DORA's own engine."""
+    path = write_task(tmp_path)
+    text = path.read_text().replace('kernels = "eager"\n', "").replace('min_step_time = "10ms"\n', "")
+    path.write_text(text)
+    return path
+
+
+def test_the_guarantees_hold_with_other_backends_when_an_engine_crashes(task: Path) -> None:
+    out = task.parent / "run"
+    run = Run(task, out, run__steps=6, engine__backend=ENGINE, trainer__backend=TRAINER, **FITTING)
+    try:
+        run.wait_for_steps(2)
+        run.workers()[0].kill()
+        ended = run.end()
+    finally:
+        run.kill_all()
+    assert ended.code == 0, ended.err
+    audit = dora("audit", out, "--deep", "4")
+    assert audit.code == 0, audit.out
+    assert len(metrics(out)) == 6
+
+
+def test_engines_of_two_kinds_serve_one_run_and_replace_each_other(tmp_path: Path) -> None:
+    """The engine that is not DORA's own crashes in the middle, and its requests restart."""
+    task = write_task(tmp_path)
+    fleet = f'[[fleet]]\nname = "others"\nbackend = "{ENGINE}"\nmax_num_seqs = 2\n'
+    task.write_text(task.read_text() + fleet)
+    run = Run(task, tmp_path / "run", run__steps=8, engine__num_engines=1, **FITTING)
+    try:
+        run.wait_for_steps(2)
+        run.workers()[1].kill()
+        ended = run.end()
+    finally:
+        run.kill_all()
+    assert ended.code == 0, ended.err
+    audit = dora("audit", run.out, "--deep", "8")
+    assert audit.code == 0, audit.out
+    events = journal(run.out)
+    joined = {event["engine"]: event["max_num_seqs"] for event in events if event["kind"] == "engine_joined"}
+    assert joined == {0: 4, 1: 2}
+    assert {event["engine"] for event in events if event["kind"] == "request_finished"} == {0, 1}
+    assert [event["engine"] for event in events if event["kind"] == "engine_lost"] == [1]
