@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dropping import OLDEST
+from dropping import MAX_STALENESS
 from rich.console import Console
 
 from dora.audit import audit
@@ -143,7 +143,7 @@ def _lengths(setting: Setting, samples: Sequence[SampleRow], num_steps: int) -> 
     Lengths of the ones learnt from are told by fifth of the run, too: who trains short answers first
     shows it there.
     """
-    oldest = OLDEST if setting.policy == "dropping" else setting.max_staleness
+    oldest = MAX_STALENESS if setting.policy == "dropping" else setting.max_staleness
     learnt = {s.trained_step: [] for s in samples if s.trained_step is not None}
     for sample in samples:
         if sample.trained_step is not None and sample.trained_step - sample.version <= oldest:

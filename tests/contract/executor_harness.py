@@ -90,13 +90,20 @@ class ExecutorHarness:
     def execute(self, action: Action) -> None:
         self.executor.execute(action)
 
+    def next_event(self, until: float) -> Event | None:
+        """The next event of the executor; None once `now` has reached `until`."""
+        while (event := self.executor.next_event(until)) is None:
+            if self.now >= until:
+                return None
+        return event
+
     def wait_for(self, kind: type[EventT], count: int = 1) -> list[EventT]:
         """The next events of a type. Other events stay unread."""
         found: list[EventT] = []
         kept: deque[Event] = deque()
         deadline_s = self.now + TIMEOUT_S
         while len(found) < count:
-            event = self._unread.popleft() if self._unread else self.executor.next_event(deadline_s)
+            event = self._unread.popleft() if self._unread else self.next_event(deadline_s)
             assert event is not None, f"no {kind.__name__} within {TIMEOUT_S:g} s"
             if isinstance(event, kind):
                 found.append(event)
@@ -107,7 +114,7 @@ class ExecutorHarness:
 
     def events_until(self, now: float) -> list[Event]:
         """All unread events, and those that arrive until `now`."""
-        while (event := self.executor.next_event(now)) is not None:
+        while (event := self.next_event(now)) is not None:
             self._unread.append(event)
         events = list(self._unread)
         self._unread.clear()

@@ -197,7 +197,7 @@ def test_a_request_is_owned_by_one_engine_at_a_time(harness: ExecutorHarness) ->
         events: list[Event] = []
         is_finished = False
         while not is_finished:
-            event = harness.executor.next_event(harness.now + 30)
+            event = harness.next_event(harness.now + 30)
             assert event is not None
             events.append(event)
             if isinstance(event, Migrated):

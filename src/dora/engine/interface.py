@@ -1,6 +1,6 @@
 """The protocols of inference engines and training engines.
 
-`dora.engine.engine.Engine` and `dora.trainer.trainer.Trainer` implement them, and so may classes of others,
+`dora.engine.engine.Engine` and `dora.trainer.trainer.Trainer` implement them, and so may other classes,
 which `engine.backend` and `trainer.backend` name. `dora.testing` has contract tests for them;
 docs/backends.md is the guide.
 """

@@ -1,6 +1,6 @@
 """Messages that an engine exchanges with the driver during a live migration and during an episode.
 
-A migration takes a running request from a source engine to a destination engine that holds the same version:
+A migration moves a running request from a source engine to a destination engine that holds the same version:
 
     driver -> destination   ReserveMigration
     destination -> driver   MigrationReserved, or ImportFailed
@@ -28,7 +28,7 @@ from dora.engine.request import Request
 class ReserveMigration:
     """To the destination: reserve a row and KV blocks for a request that another engine decodes.
 
-    `folder` has the files of the migration. Each side gives up if no block is copied for `lease_s`.
+    `folder` has the files of the migration. Each side ends the migration if no block is copied for `lease_s`.
     `source_pool` is the address of the source's KV for the engines' `KVTransport`, or None in a token-only
     migration.
     """
@@ -70,7 +70,7 @@ class MigrationReserved:
 class ImportFinished:
     """The destination has committed the import and owns the request.
 
-    It got `num_tokens` tokens of the answer and `num_bytes` of KV, and copied for `copy_s`. The request was
+    It received `num_tokens` tokens of the answer and `num_bytes` of KV, and copied for `copy_s`. The request was
     not decoded for `stop_s`, from the source's last step until it got its row. The KV of `num_prefilled`
     tokens of prompt and answer is computed again.
     """
@@ -86,7 +86,7 @@ class ImportFinished:
 
 @dataclass(frozen=True)
 class ImportFailed:
-    """The destination has given up and has freed its reservation."""
+    """The destination has ended the migration and freed its reservation."""
 
     migration_id: int
     reason: str
@@ -101,7 +101,7 @@ class ExportFinished:
 
 @dataclass(frozen=True)
 class ExportFailed:
-    """The source has given up. It keeps the request, if that is unfinished."""
+    """The source has ended the migration. It keeps the request, unless that is finished."""
 
     migration_id: int
     reason: str

@@ -75,7 +75,7 @@ def uniform(streams: UInt64s, positions: Int64s) -> Float64s:
 def sample(logits: Float32s, positions: Int64s, metadata: SamplingMetadata) -> SamplerOutput:
     """Sample a token for each row of logits [N, vocab], for the positions [N] that the tokens will have.
 
-    Greedy rows take the first largest logit, ignore filters, and report log-probs at temperature 1.
+    Greedy rows select the first largest logit, ignore filters, and report log-probs at temperature 1.
     """
     num_rows, width = len(logits), max(1, _CACHED_LOGITS // logits.shape[1])
     if num_rows <= width:
