@@ -11,17 +11,22 @@ from docs.making import markdown
 from docs.making.benchmarks import figure
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-RULES = {"both": "both rules", "first": "without moves", "neither": "without both"}
+RULES = {"both": "both rules", "first": "without migration", "neither": "without both"}
+FLEETS = {
+    "all alike": "four equal engines",
+    "one slow": "one of four is slow",
+    "three": "only the three fast ones",
+}
 
 
 def tables() -> dict[str, Callable[[], str]]:
-    """What makes each table, by name."""
+    """Table name -> function that writes it."""
     made = (faults_totals, faults_kinds, faults_ray_totals, faults_ray, faults_slow)
-    return {one.__name__: one for one in made}
+    return {function.__name__: function for function in made}
 
 
 def faults_totals() -> str:
-    """What was injected, what was found, and what it cost."""
+    """The faults, the violations found, and the cost."""
     return _totals("faults")
 
 
@@ -36,15 +41,15 @@ def _totals(name: str) -> str:
     named |= {name: f"`{name}`" for name in ("lost", "doubled", "mixed", "too_stale")}
     named |= {
         "throughput_with_over_without": "throughput, with faults over without",
-        "failed_groups": "groups that failed by name",
-        "regenerated_tokens": "tokens generated again",
-        "redone_steps": "steps redone",
+        "failed_groups": "failed groups",
+        "regenerated_tokens": "regenerated tokens",
+        "redone_steps": "redone steps",
     }
     return markdown.table(("", ""), [(text, figure(found[key])) for key, text in named.items()])
 
 
 def faults_kinds() -> str:
-    """Detection and recovery of each kind."""
+    """Detection and recovery time of each kind."""
     return _times(_read("faults")["rows"])
 
 
@@ -56,14 +61,20 @@ def faults_ray() -> str:
 def _times(rows: list[dict[str, Any]]) -> str:
     columns = ("kind", "injected", "detection, median (s)", "max", "recovery, median (s)", "max")
     keys = ("injected", "detection_s_p50", "detection_s_max", "recovery_s_p50", "recovery_s_max")
-    return markdown.table(columns, [(row["kind"], *(figure(row[key]) for key in keys)) for row in rows])
+    return markdown.table(
+        columns,
+        [
+            (row["kind"].replace("rewarder", "reward worker"), *(figure(row[key]) for key in keys))
+            for row in rows
+        ],
+    )
 
 
 def faults_slow() -> str:
     """Seconds of a step, by fleet and rules."""
-    columns = ("fleet", "rules", "max_staleness", "a step takes (s)")
+    columns = ("fleet", "rules", "max_staleness", "training step (s)")
     return markdown.table(columns, [
-        (row["fleet"], RULES[row["rules"]], figure(row["S"]), f"{row['step_s']:.2f}")
+        (FLEETS[row["fleet"]], RULES[row["rules"]], figure(row["S"]), f"{row['step_s']:.2f}")
         for row in _read("slow_fleet")["rows"]
     ])  # fmt: skip
 
