@@ -1,0 +1,170 @@
+"""Runs on Ray hold the same guarantees whichever process crashes or hangs, and leave no process behind."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+from tests.runs.conftest import StartRun
+from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
+
+from tests.runs.ray_cluster import add_node, two_nodes
+
+RAY = {"runtime__kind": "ray"}
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+ENGINES = tuple(f"engine {number}" for number in range(3))
+
+
+def process_status(run: Run, name: str) -> dict[str, Any]:
+    """A process of the run in status.json; empty if it is not there."""
+    path = run.out / "status.json"
+    status: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"processes": []}
+    return next((process for process in status["processes"] if process["name"] == name), {})
+
+
+def listening_addresses(processes: Iterable[psutil.Process]) -> set[str]:
+    """The addresses on which the processes accept connections."""
+    connections = [each for process in processes for each in process.net_connections("inet")]
+    return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+def drain(cluster: Any, node: Any) -> None:
+    """Drain a node, as a cloud does that preempts a machine in a minute."""
+    raylet = importlib.import_module("ray._raylet")  # it has no type annotations
+    until_ms = int((time.time() + 60.0) * 1000)
+    raylet.GcsClient(address=cluster.address).drain_node(node.node_id, 2, "preempted", until_ms)
+
+
+def check_records(run: Run) -> dict[str, Any]:
+    """The records hold the guarantees; returns the summary."""
+    audit, replay = dora("audit", run.out), dora("replay", run.out)
+    assert (audit.code, replay.code) == (0, 0), (audit, replay)
+    s = summary(run.out)
+    assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
+    return s
+
+
+def check_finished(run: Run, **expected: int) -> None:
+    """The run finished, its records hold the guarantees, and its summary has the `expected` values."""
+    ended = run.end()
+    assert (ended.code, ended.err) == (0, ""), ended
+    s = check_records(run)
+    assert s["pending_groups"] == 0
+    assert {name: s[name] for name in expected} == expected
+    assert run.weight_folders() == []
+
+
+def node_of(run: Run, name: str) -> str:
+    """The node of a process; "" if it is the driver's."""
+    return str(process_status(run, name).get("node", ""))
+
+
+def has_new_storage(run: Run, old_pid: int) -> bool:
+    return process_status(run, "storage").get("pid") not in (None, old_pid)
+
+
+def kinds(run: Run, engine: int) -> list[str]:
+    """The kinds of all events of an engine."""
+    return [line["kind"] for line in journal(run.out) if line.get("engine") == engine]
+
+
+def test_a_run_starts_ray_on_loopback_and_detects_an_actor_that_hangs(start_run: StartRun) -> None:
+    """To Ray, the actor is alive."""
+    run = start_run(**RAY, run__steps=20, engine__min_step_time="20ms", runtime__heartbeat_timeout_s=2)
+    run.wait_for_steps(1)
+    started = psutil.Process(run.pid).children(recursive=True)
+    raylet = next(process for process in started if "raylet" in process.name())
+    assert raylet.environ()["RAY_AUTH_MODE"] == "token"
+    run.wait_until(lambda: "pid" in process_status(run, "engine 0"), "engine 0")
+    assert {address for address in listening_addresses(started) if not address.startswith(LOOPBACK)} == set()
+    engine = psutil.Process(process_status(run, "engine 0")["pid"])
+    assert "ray::" in " ".join(engine.cmdline())
+    engine.suspend()
+    run.wait_until(lambda: "engine_lost" in kinds(run, 0), "the loss")
+    check_finished(run, engine_failures=1, trained_groups=40)
+    assert "no heartbeat for more than runtime.heartbeat_timeout_s = 2 s" in run.end().out
+    assert "in place of engine 0" in run.end().out
+    assert wait_until_gone(started, 10.0) == []
+
+
+def test_a_signal_to_the_whole_process_group_stops_a_run_that_started_ray(start_run: StartRun) -> None:
+    """As `timeout` and some schedulers do: Ray exits as well, so the run cannot use it to clean up."""
+    run = start_run(**RAY, run__steps=10_000, engine__min_step_time="20ms", trainer__save_freq=2)
+    run.wait_for_steps(1)
+    started = psutil.Process(run.pid).children(recursive=True)
+    os.killpg(run.pid, signal.SIGTERM)
+    assert (run.end().code, summary(run.out)["stopped"]) == (130, "SIGTERM")
+    assert run.weight_folders() == []
+    assert wait_until_gone(started, 10.0) == []
+
+
+def test_no_sample_is_lost_with_the_storage(start_run: StartRun) -> None:
+    """It is replaced twice: once after a crash, once because it hangs. No group is scored twice."""
+    run = start_run(**RAY, run__steps=20, engine__min_step_time="20ms", runtime__heartbeat_timeout_s=2)
+    for harm, num_steps in ((psutil.Process.kill, 2), (psutil.Process.suspend, 8)):
+        run.wait_for_steps(num_steps)
+        storage = psutil.Process(process_status(run, "storage")["pid"])
+        assert "ray::" in " ".join(storage.cmdline())
+        harm(storage)
+        run.wait_until(partial(has_new_storage, run, storage.pid), "another storage")
+    check_finished(run, trained_groups=40, engine_failures=0)
+    assert run.end().out.count("the storage of the sample stream is lost") == 2
+
+
+@pytest.mark.timeout(300)
+def test_engines_are_removed_and_added_with_the_nodes_of_the_cluster(start_run: StartRun) -> None:
+    """An engine needs 3 CPUs: each node has room for one."""
+    cluster = two_nodes()
+    third = add_node(cluster, 3)
+    changes = {"ray__address": cluster.address, "ray__engine_cpus": 3, "engine__num_engines": 3}
+    run = start_run(**RAY, **changes, run__steps=10_000, engine__min_step_time="50ms")
+    run.wait_for_steps(1)
+    run.wait_until(
+        lambda: third.node_id[:8] in map(partial(node_of, run), ENGINES), "an engine on the third node"
+    )
+    drained = next(number for number, name in enumerate(ENGINES) if node_of(run, name) == third.node_id[:8])
+    drain(cluster, third)
+    run.wait_until(lambda: "engine_removed" in kinds(run, drained), "the removal of the drained engine")
+    assert "engine_lost" not in kinds(run, drained)
+    cluster.remove_node(third)
+    fourth = add_node(cluster, 3)
+    run.wait_until(lambda: "engine_joined" in kinds(run, 3), "an engine on the fourth node")
+    psutil.Process(fourth.all_processes["raylet"][0].process.pid).kill()
+    run.wait_until(lambda: "engine_lost" in kinds(run, 3), "the loss of a node")
+    os.kill(run.pid, signal.SIGTERM)
+    ended, s = run.end(), check_records(run)
+    assert (s["engine_failures"], s["reprefill_tokens"]) == (1, 0)
+    assert f"node {third.node_id[:8]} is draining: removing engine {drained}" in ended.out
+    assert "(raylet)" not in ended.out
+    cluster.remove_node(fourth)
+
+
+def test_a_run_survives_its_trainer_and_is_resumed_after_its_driver_without_ray(start_run: StartRun) -> None:
+    cluster = two_nodes()
+    run = start_run(
+        **RAY, ray__address=cluster.address, run__steps=12, trainer__save_freq=2, engine__min_step_time="20ms"
+    )
+    run.wait_for_steps(3)
+    psutil.Process(process_status(run, "trainer")["pid"]).kill()
+    run.wait_until(
+        lambda: any(line["kind"] == "trainer_replaced" for line in journal(run.out)), "another trainer"
+    )
+    os.kill(run.pid, signal.SIGKILL)
+    run.end()
+    resumed = Run(None, run.out, runtime__kind="local")
+    try:
+        assert resumed.end().code == 0, resumed.end()
+    finally:
+        resumed.kill_all()
+    s = check_records(run)
+    assert (s["trained_groups"], s["pending_groups"]) == (24, 0)
