@@ -108,11 +108,11 @@ def test_the_example_computes_no_gradient_for_observation_tokens(served: ServedR
 def test_uploaded_prompts_survive_a_crash_before_training(task: Path, tmp_path: Path) -> None:
     config, out = load.read_config(task, []), tmp_path / "run"
     run_dir.claim(out, config)
-    GrowingDataset(out / UPLOADED_PROMPTS).add([{"prompt": "1:"}])
+    GrowingDataset(out / UPLOADED_PROMPTS).append([{"prompt": "1:"}])
     (out / "journal.jsonl").write_text("an incomplete li")
     again = GrowingDataset(out / UPLOADED_PROMPTS)  # as the resumed run opens it
     run_dir.reclaim(out, config)
-    again.add([{"prompt": "2:"}])
+    again.append([{"prompt": "2:"}])
     dataset = GrowingDataset(out / UPLOADED_PROMPTS)
     assert [dataset.row(index)["prompt"] for index in range(2)] == ["1:", "2:"]
     assert sorted(file.name for file in out.iterdir()) == ["config.toml", UPLOADED_PROMPTS]

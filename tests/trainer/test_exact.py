@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.engine.test_batch_invariant import MODES, WARM, asked, exact_engine
+from tests.engine.test_batch_invariant import MODES, TEMPERATURE, make_exact_engine, make_requests
 from tests.engine.tiny import run
 from tests.model.families import CONFIGS, random_weights
 
@@ -15,7 +15,9 @@ from dora.trainer.policy import Policy
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
 QWEN = CONFIGS["qwen3"]
-SETTINGS = TrainerSettings(lr=1e-2, num_steps=4, warmup_steps=0, micro_batch_tokens=100, temperature=WARM)
+SETTINGS = TrainerSettings(
+    lr=1e-2, num_steps=4, warmup_steps=0, micro_batch_tokens=100, temperature=TEMPERATURE
+)
 CPU = torch.device("cpu")
 
 
@@ -23,13 +25,13 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("token_budget", [60, 300])
 def test_packed_micro_batches_have_the_log_probs_of_the_engine(name: str, token_budget: int) -> None:
     config, mode = CONFIGS[name], ("auto", "float32")
-    requests = [one for one in asked() if one.version == 0]
-    answers = run(exact_engine(config, mode), requests)
-    scorer, flat = LogprobScorer(config, 64, WARM, *mode), random_weights(config)
+    requests = [one for one in make_requests() if one.version == 0]
+    answers = run(make_exact_engine(config, mode), requests)
+    scorer, flat = LogprobScorer(config, 64, TEMPERATURE, *mode), random_weights(config)
     policy = Policy(
         config,
         WeightLayout(config).views(flat),
-        WARM,
+        TEMPERATURE,
         lambda batch: scorer(flat, batch.prompts, batch.responses),
     )
     lengths = [len(one.prompt_ids) + len(answers[one.id].token_ids) for one in requests]
@@ -42,8 +44,8 @@ def test_packed_micro_batches_have_the_log_probs_of_the_engine(name: str, token_
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_on_policy_step_in_exact_mode_has_no_mismatch_and_learns(mode: tuple[str, str]) -> None:
-    requests = [one for one in asked() if one.version == 0]
-    answers = run(exact_engine(QWEN, mode), requests)
+    requests = [one for one in make_requests() if one.version == 0]
+    answers = run(make_exact_engine(QWEN, mode), requests)
     samples = [
         Sample(one.prompt_ids, answers[one.id].token_ids, answers[one.id].logprobs, 1.0 - i % 3)
         for i, one in enumerate(requests)
@@ -51,7 +53,7 @@ def test_an_on_policy_step_in_exact_mode_has_no_mismatch_and_learns(mode: tuple[
     flats = [random_weights(QWEN), random_weights(QWEN)]
     trainers = [
         Trainer(QWEN, flats[0], SETTINGS),
-        Trainer(QWEN, flats[1], SETTINGS, exact_logprobs=LogprobScorer(QWEN, 64, WARM, *mode)),
+        Trainer(QWEN, flats[1], SETTINGS, exact_logprobs=LogprobScorer(QWEN, 64, TEMPERATURE, *mode)),
     ]
     plain, exact = (trainer.step(samples) for trainer in trainers)
     assert exact["mismatch/logprob_abs_diff_max"] == exact["actor/ppo_kl"] == exact["mismatch/kl"] == 0.0
@@ -62,8 +64,8 @@ def test_an_on_policy_step_in_exact_mode_has_no_mismatch_and_learns(mode: tuple[
 
 def test_stale_samples_in_exact_mode_have_no_mismatch_under_their_own_weights() -> None:
     mode = ("auto", "float32")
-    requests = [one for one in asked() if one.version == 0]
-    answers = run(exact_engine(QWEN, mode), requests)
+    requests = [one for one in make_requests() if one.version == 0]
+    answers = run(make_exact_engine(QWEN, mode), requests)
     samples = [
         Sample(one.prompt_ids, answers[one.id].token_ids, answers[one.id].logprobs, 1.0, staleness=2)
         for one in requests
@@ -73,7 +75,7 @@ def test_stale_samples_in_exact_mode_have_no_mismatch_under_their_own_weights() 
         QWEN,
         random_weights(QWEN, 1),
         SETTINGS,
-        exact_logprobs=LogprobScorer(QWEN, 64, WARM, *mode),
+        exact_logprobs=LogprobScorer(QWEN, 64, TEMPERATURE, *mode),
         find_version=versions.get,
     )
     metrics = trainer.step(samples)
