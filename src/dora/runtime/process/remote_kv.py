@@ -73,7 +73,7 @@ class RemoteKVPool:
 
     def copy(self, sources: Sequence[int], pool: KVBlocks, targets: Sequence[int], /) -> None:
         """Copy blocks of the peer into blocks of `pool`. Raises OSError; then the peer is not usable."""
-        # Until the reply is here: an overdue one would be taken for the reply to the next request.
+        # Unusable until the reply has arrived: a late reply would be taken for that of the next request.
         self.is_usable, was_usable = False, self.is_usable
         if not was_usable:
             raise ConnectionResetError("the connection to the source engine has failed before")
@@ -208,7 +208,7 @@ class BrokerClient:
 
 
 def serve_broker(channel: AuthenticatedChannel, folder: Path) -> None:
-    """The driver's broker: do in `folder` what one engine requests, until its channel closes."""
+    """The driver's broker: serve one engine's file operations in `folder` until its channel closes."""
     with contextlib.closing(channel), contextlib.suppress(EOFError, OSError):
         while True:
             migration_id, operation, args = channel.recv()

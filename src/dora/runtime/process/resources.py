@@ -46,7 +46,7 @@ class ProcessResources:
 
 
 def run_resources(config: Config) -> list[ProcessResources]:
-    """Of all processes that a run starts with.
+    """The resources of all processes that a run starts with.
 
     The trainer publishes versions into files that the engines of its node map, and trainer and storage share
     blocks of memory: both run on the driver's node.
@@ -65,12 +65,12 @@ def run_resources(config: Config) -> list[ProcessResources]:
 
 
 def engine_resources(config: Config) -> ProcessResources:
-    """Of each engine."""
+    """The resources of one engine."""
     return ProcessResources("engine", config.ray.engine_cpus, float(is_gpu(config.engine.device)))
 
 
 def total_resources(processes: list[ProcessResources]) -> dict[str, float]:
-    """The sum of all processes, by Ray's names."""
+    """The sum over all processes, by Ray's names."""
     total: dict[str, float] = {}
     for process in processes:
         for name, amount in process.ray_resources.items():
@@ -79,7 +79,7 @@ def total_resources(processes: list[ProcessResources]) -> dict[str, float]:
 
 
 def describe_shortage(processes: list[ProcessResources], cluster: Mapping[str, float]) -> str:
-    """What the processes need and what all nodes of the cluster have together."""
+    """A message: what the processes need, and what all nodes of the cluster have together."""
     needed = total_resources(processes)
     have = {name: cluster.get(name, 0.0) for name in needed}
     return f"the cluster has no room for the run, which needs {needed}: all nodes together have {have}"

@@ -171,7 +171,7 @@ def derive_channel_key(
 ) -> bytes:
     """The key of one connection. Each end draws a fresh nonce, so neither accepts a replayed connection."""
     nonces = caller_nonce + listener_nonce
-    return hashlib.blake2b(nonces, key=key, person=b"line", digest_size=KEY_BYTES).digest()
+    return hashlib.blake2b(nonces, key=key, person=b"channel", digest_size=KEY_BYTES).digest()
 
 
 OnConnect = Callable[[AuthenticatedChannel, Any], None]
