@@ -1,0 +1,103 @@
+"""The commands and programs of the documentation work: on finished runs, and on runs that are served."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.docs.blocks import Block, commands, dora, furnish, of_language, run
+from tests.runtime.running import Run
+from tests.service.fake_run import FakeRun, serve
+
+from dora.core.types import RequestId
+from dora.runtime.rollout.episodes import EpisodeEnded, EpisodeId, PolicyTurn
+
+READING = ("dora audit", "dora why", "dora replay", "dora report", "dora trace")
+
+
+def arguments_of(line: str) -> list[str]:
+    """The words of a command line, expanded as by a shell."""
+    return [found for word in shlex.split(line, comments=True) for found in sorted(glob(word)) or [word]]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the files that the pages mention."""
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_commands_that_read_a_finished_run_work(here: Path) -> None:
+    """The runs are as small as possible with a response to row 31, which the pages mention."""
+    (here / "runs" / "a").rename(here / "runs" / "before")
+    small = {"run.steps": 2, "trainer.batch_size": 20, "sampling.group_size": 2, "data.shuffle": "false"}
+    short = {"sampling.max_response_length": 24, "eval.num_prompts": 0, "engine.kernels": "eager"}
+    sets = [part for key, value in (small | short).items() for part in ("--set", f"{key}={value}")]
+    for name in ("a", "b"):
+        assert dora("train", "examples/gcd.toml", "--out", f"runs/{name}", *sets) == 0
+    (here / "runs" / "demo-1").symlink_to(here / "runs" / "a")
+    lines = {line for _, line in commands() if line.startswith(READING) and "-- -51" not in line}
+    failed = [line for line in sorted(lines) if dora(*arguments_of(line)[1:]) != 0]
+    assert (failed, len(lines) > 3) == ([], True)
+
+
+def find_block(page: str, text: str) -> Block:
+    """The only Python block of a page that contains this text."""
+    (block,) = [b for b in of_language("python") if b.page == page and text in b.text]
+    return block
+
+
+@pytest.fixture
+def served(here: Path) -> Iterator[Run]:
+    """The run of docs/external-trainer.md, with external prompts and rewards, but smaller."""
+    (line,) = [
+        line for b, line in commands() if b.page == "docs/external-trainer.md" and "runs/served" in line
+    ]
+    words = re.findall(r"--set (\S+?)=(\S+)", line)
+    changes = {key.replace(".", "__"): value for key, value in words} | {"run__steps": 3}
+    small = {"trainer__batch_size": 2, "sampling__group_size": 2, "sampling__max_response_length": 48}
+    served = Run(
+        here / "examples" / "gcd.toml", here / "runs" / "served", command="serve", **changes, **small
+    )
+    try:
+        served.wait_until((served.out / "service.json").is_file, "its service")
+        yield served
+    finally:
+        served.kill_all()
+
+
+def test_the_clients_of_the_pages_supply_prompts_and_rewards(served: Run) -> None:
+    reward_worker = find_block("docs/external-trainer.md", "get_experience")
+    threading.Thread(target=run, args=(reward_worker, {"__name__": "reward_worker"}), daemon=True).start()
+    run(find_block("docs/external-trainer.md", "put_prompts"), {"__name__": "prompts"})
+    run(find_block("docs/service.md", "add_engines"), {"__name__": "control"})
+    ended = served.end()
+    assert ended.code == 0, ended
+
+
+def test_the_agent_of_the_page_runs_an_episode(here: Path) -> None:
+    fake = FakeRun(here / "task", service__agents="true", data__path="gcd")
+    (here / "runs" / "agents").symlink_to(fake.setup.out)
+    episode, names = EpisodeId(RequestId(0, 0, 0), 0), dict[str, Any]()
+    block = find_block("docs/service.md", "async def run_episode")
+    agent_only = re.sub(r"with Client\(.*?\n\n\n", "", block.text, flags=re.DOTALL)  # tested above
+    run_episode = run(replace(block, text=agent_only), names)["run_episode"]
+    assert callable(run_episode)
+    agent = threading.Thread(target=lambda: asyncio.run(run_episode()))
+    with serve(fake):
+        fake.agents.start(episode, version=1)
+        agent.start()
+        fake.messages.get(timeout=20)
+        fake.agents.on_turn(PolicyTurn(episode, 0, fake.setup.tokenizer.encode("01=61"), "stop", 8))
+        fake.process()
+        agent.join(20)
+        assert fake.replies()[-1] == EpisodeEnded(episode, 0, 0.0)
