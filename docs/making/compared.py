@@ -20,13 +20,30 @@ WORKLOADS = {  # name and pace of each table
     "policies_light_paced": ("light", "9ms"),
     "policies_demo": ("demo", "none"),
 }
+TITLES = {  # of columns whose key is not the field's term
+    "tokens_per_s": "tokens/s",
+    "samples_per_s": "samples/s",
+    "occupancy": "rollout utilisation",
+    "staleness": "mean staleness",
+    "staleness_mean": "mean staleness",
+    "staleness_max": "max staleness",
+    "versions": "live versions",
+    "reprefilled": "tokens prefilled again",
+    "discarded": "samples discarded",
+    "to_accuracy_s": "s to the accuracy",
+    "accuracy_after": "accuracy",
+    "peak_MB": "peak MB",
+    "generated_tokens": "mean length generated",
+    "trained_tokens": "mean length trained",
+    "reward_last": "last reward",
+}
 FIXED = ("sync", "sync, streamed", "one_step")  # their bound is theirs by definition
 BREAKS_C1 = ("partial", "inflight")
 RIVALS = ("sync", "one_step", "drain", "partial", "inflight")
 
 
 def tables() -> dict[str, Callable[[], str]]:
-    """What makes each table, by name."""
+    """Table name -> function that writes it."""
     runs = {name: partial(runs_of, *which) for name, which in WORKLOADS.items()}
     ratios = {f"{name}_ratios": partial(ratios_of, *which) for name, which in WORKLOADS.items()}
     fleets = {f"{server}_fleet": partial(fleet, server) for server in ("vllm", "sglang")}
@@ -36,7 +53,7 @@ def tables() -> dict[str, Callable[[], str]]:
 
 
 def runs_of(workload: str, pace: str) -> str:
-    """What every policy did, at every bound: medians of its runs."""
+    """Every policy at every bound: medians of its runs."""
     runs = [row for row in rows("policies") if "seed" in row and _is_of(row, workload, pace)]
     return medians([{**row, "policy": f"`{row['policy']}`"} for row in runs], ("policy", "S"), COLUMNS)
 
@@ -48,17 +65,14 @@ COLUMNS = (
     ("exposed_s", "{:.2f}"),
     ("trainer_idle", "{:.2f}"),
     ("staleness", "{:.1f}"),
-    ("staleness_max", "{:.0f}"),
     ("versions", "{:.1f}"),
     ("migrations", "{:.0f}"),
     ("reprefilled", "{:,.0f}"),
-    ("regenerated", "{:,.0f}"),
-    ("discarded", "{:,.0f}"),
 )
 
 
 def ratios_of(workload: str, pace: str) -> str:
-    """How many times as many tokens DORA trains in a second, and by how much that differs between seeds."""
+    """Tokens per second of `dora` over those of each other policy, with the range over seeds."""
     found = [row for row in rows("policies") if "rival" in row and _is_of(row, workload, pace)]
     rivals = {row["rival"]: row["rival S"] if row["rival"] in FIXED else None for row in found}
     titles = [f"over `{rival}`, " + ("same S" if s is None else f"S = {s}") for rival, s in rivals.items()]
@@ -77,7 +91,7 @@ def _spread(row: Found | None) -> str:
 
 
 def ladder() -> str:
-    """Part by part, from `sync` to DORA."""
+    """The parts of `dora`, added one by one to `sync`."""
     lines = [
         (row["part"], str(row["S"]), f"{row['tokens_per_s']:,.0f}", *(f"{row[key]:.2f}" for key in GAINS))
         for row in rows("policies")
@@ -108,7 +122,7 @@ def headline() -> str:
 
 
 def peers() -> str:
-    """What every trainer did: medians of its seeds."""
+    """Every trainer: medians over its seeds."""
     runs = [row for row in rows("peers") if "not_measured" not in row]
     return medians(runs, ("system", "bound"), OF_PEERS)
 
@@ -126,7 +140,7 @@ OF_PEERS = (
 
 
 def peers_async() -> str:
-    """Both, with vLLM, at each bound."""
+    """TRL and DORA-RL on vLLM, at each bound."""
     runs = [row for row in rows("peers_async") if "not_measured" not in row]
     return medians(runs, ("system", "S"), (*OF_PEERS_ASYNC, *OF_ANSWERS))
 
@@ -136,32 +150,38 @@ OF_ANSWERS = (("generated_tokens", "{:.1f}"), ("trained_tokens", "{:.1f}"), ("re
 
 
 def fleet(server: str) -> str:
-    """Fleets of one engine of DORA's and servers: who answered, what moved, what was wrong."""
+    """Fleets of DORA-RL's engine and servers: responses, migrations, violations."""
     runs = [row for row in rows(f"{server}_fleet") if "run" in row]
     lines = []
     for row in runs:
         moves = sum(value for key, value in row.items() if key.startswith("moved_"))
-        told = row["answers_dora"], row[f"answers_{server}"], row["engines_lost"], moves
-        wrong = row["violations"], row["deep_samples"], row["deep_findings"]
-        counts = (*told, row["reprefill_tokens"], row["regenerated_tokens"], row["staleness_max"], *wrong)
+        generated = row["answers_dora"], row[f"answers_{server}"], row["engines_lost"], moves
+        checked = row["violations"], row["deep_samples"], row["deep_findings"]
+        counts = (
+            *generated,
+            row["reprefill_tokens"],
+            row["regenerated_tokens"],
+            row["staleness_max"],
+            *checked,
+        )
         lines.append([row["run"], *(f"{count:,}" for count in counts)])
-    return markdown.table(("run", "answers of DORA's", "of servers", *OF_FLEETS), lines)
+    return markdown.table(("run", "responses of DORA-RL's engine", "of servers", *OF_FLEETS), lines)
 
 
 OF_FLEETS = (
     "engines lost",
-    "moves",
+    "migrations",
     "tokens prefilled again",
-    "generated again",
-    "staleness max",
+    "tokens regenerated",
+    "max staleness",
     "violations of C1 to C3",
-    "samples computed again",
-    "found wrong",
+    "samples with recomputed log-probs",
+    "of them wrong",
 )
 
 
 def held() -> str:
-    """How long a publish holds the trainer, by the number of engines and the pace of each."""
+    """Time for which a publish blocks the trainer, by number and step time of the engines."""
     by_load: dict[tuple[int, int], list[float]] = {}
     for row in rows("cluster"):
         if row.get("run") == "publish":
@@ -170,43 +190,54 @@ def held() -> str:
         [str(number), str(pace_ms), _median(held_ms, "{:.1f}")]
         for (number, pace_ms), held_ms in sorted(by_load.items())
     ]
-    return markdown.table(("engines", "ms between two steps of each", "held, ms"), lines)
+    return markdown.table(("engines", "step time of each (ms)", "trainer blocked (ms)"), lines)
 
 
 def paths() -> str:
-    """Ways between processes of one node and of two."""
+    """Transfers between processes of one node and of two."""
     ways = [row for row in rows("cluster") if "path" in row]
     lines = [[row["path"], f"{row['mb']:.0f}", f"{row['ms']:.0f}", f"{row['gb_per_s']:.2f}"] for row in ways]
-    return markdown.table(("way", "MB", "ms", "GB/s"), lines)
+    return markdown.table(("transfer", "MB", "ms", "GB/s"), lines)
 
 
 def direct_ways() -> str:
-    """Ways of a tensor from actor to actor, and what became of the senders whose receivers were killed."""
+    """Transfers of a tensor between actors, and the state of senders whose receivers were killed."""
     forms = {"mb": "{:.0f}", "ms": "{:.0f}", "gb_per_s": "{:.2f}", "idle_cpu_share": "{:.2f}"}
     forms |= dict.fromkeys(("kills", "senders_lost", "served_another"), "{}")
     lines = [[row["way"], *(form.format(row[key]) for key, form in forms.items())] for row in rows("direct")]
-    heads = ("way", "MB", "ms", "GB/s", "idle cores", "receivers killed", "senders lost", "served another")
+    heads = (
+        "transfer",
+        "MB",
+        "ms",
+        "GB/s",
+        "idle cores",
+        "receivers killed",
+        "senders lost",
+        "served another",
+    )
     return markdown.table(heads, lines)
 
 
-def medians(runs: Iterable[Found], who: tuple[str, str], columns: Iterable[tuple[str, str]]) -> str:
-    """A line for all runs that have both values of `who` in common; columns with their format."""
+def medians(runs: Iterable[Found], names: tuple[str, str], columns: Iterable[tuple[str, str]]) -> str:
+    """One line for all runs with equal values of both `names`; columns with their format."""
     runs, columns, lines = list(runs), list(columns), []
-    for name, bound in dict.fromkeys((row[who[0]], row[who[1]]) for row in runs):
-        own = [row for row in runs if (row[who[0]], row[who[1]]) == (name, bound)]
+    for name, bound in dict.fromkeys((row[names[0]], row[names[1]]) for row in runs):
+        own = [row for row in runs if (row[names[0]], row[names[1]]) == (name, bound)]
         lines.append([name, str(bound), *(_median([row[key] for row in own], form) for key, form in columns)])
-    return markdown.table((who[0], "S", *(key.replace("_", " ") for key, _ in columns)), lines)
+    return markdown.table(
+        (names[0], "S", *(TITLES.get(key, key.replace("_", " ")) for key, _ in columns)), lines
+    )
 
 
 def _median(found: list[Any], form: str) -> str:
-    """Of what is a number in every run."""
+    """The median, if the value is a number in every run."""
     if not all(isinstance(value, int | float) for value in found):
         return "-"
     return form.format(statistics.median(found))
 
 
 def rows(name: str) -> Iterable[Found]:
-    """Of one file of results."""
+    """The rows of one file of results."""
     found: list[Found] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
     return found
 
