@@ -23,6 +23,7 @@ from dora.model.pretrained import load_pretrained, save_pretrained
 from dora.model.weights import weight_digest
 
 MANIFEST = "checkpoint.json"
+SNAPSHOT_FILE = "core.json"  # the orchestrator's state, and the number of journal lines that led to it
 VERSIONS_FOLDER = "versions"  # older versions, in the format of the weight store
 _TOKENIZER_FILES = (
     "tokenizer.json",

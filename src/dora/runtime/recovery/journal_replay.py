@@ -39,11 +39,10 @@ from dora.runtime.run_dir import SAMPLES
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 from dora.stream.sample_db import SampleStore
-from dora.trainer.checkpoint import VERSIONS_FOLDER, complete_checkpoints
+from dora.trainer.checkpoint import SNAPSHOT_FILE, VERSIONS_FOLDER, complete_checkpoints
 from dora.weights.store import WeightStore
 
 MAX_COMPARED_PROMPTS = 1000  # with the dataset
-SNAPSHOT_FILE = "core.json"  # of a checkpoint: the orchestrator's state, and the journal lines that gave it
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,12 @@ def write_checkpoint(
     `extras` returns the trainer's state and further files. `model` is the folder of the initial policy.
     """
     from dora.model.pretrained import load_config
-    from dora.trainer.checkpoint import VERSIONS_FOLDER, prune_checkpoints, save_checkpoint
+    from dora.trainer.checkpoint import SNAPSHOT_FILE, VERSIONS_FOLDER, prune_checkpoints, save_checkpoint
 
     path = request.folder / f"step-{step}"
     try:
         state, files = extras()
-        files |= {"core.json": request.core}
+        files |= {SNAPSHOT_FILE: request.core}
         files |= {f"{VERSIONS_FOLDER}/{file.name}": file for file in request.versions.iterdir()}
         save_checkpoint(
             path, load_config(model), flat, state, step, model, extra_files=files, fsync=request.fsync
