@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dora.cli.main import app
 from dora.config import load
 from dora.config.load import parse_config
+from dora.envs.base import Environment, Step
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
 RESULTS = ROOT / "benchmarks" / "results"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 BENCHMARKS_PAGE = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 CONFIGS = sorted(ROOT.glob("examples/**/*.toml"))
 
@@ -81,22 +85,55 @@ def test_the_demo_on_the_page_of_benchmarks_is_the_committed_one() -> None:
     assert figures["machine"]["cpu"] in BENCHMARKS_PAGE
 
 
+def blocks_of_readme(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+    assert len(README.split()) <= 900
+
+
 def test_the_configuration_in_the_readme_is_complete() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```toml\n(.*?)```", readme, flags=re.DOTALL)
+    (block,) = blocks_of_readme("toml")
     assert parse_config(tomllib.loads(block)).run.steps > 0
 
 
-def test_the_reward_in_the_readme_is_a_reward() -> None:
-    (block,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
-    )
-    names: dict[str, object] = {}
-    exec(block, names)
-    reward = names["reward"]
-    assert callable(reward)
+def test_the_reward_and_the_environment_in_the_readme_work() -> None:
+    names: dict[str, Any] = {"Environment": Environment, "Step": Step}
+    for block in blocks_of_readme("python"):
+        exec(block, names)
+    reward, episode = names["reward"], names["Doubling"]()
     assert reward("6 x 7 = ", " 42 ", answer="42") == 1.0
     assert reward("6 x 7 = ", "41", answer="42") == 0.0
+    assert asyncio.run(episode.reset({"number": 12, "prompt": "12,12:"}, 0)) == "12,12:"
+    assert asyncio.run(episode.step(" 24")) == Step("", 1.0, True)
+
+
+def test_the_figures_of_the_readme_are_the_committed_ones() -> None:
+    def ratios(name: str) -> dict[str, float]:
+        content: dict[str, dict[str, float]] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+        return content["ratios"]
+
+    speed, faults, peers = ratios("policies"), ratios("faults"), ratios("peers")
+    mixed = [
+        speed[f"{paced}dora_vs_{policy}"] for paced in ("", "paced_") for policy in ("partial", "inflight")
+    ]
+    accuracy, half = (100 * ratios("convergence")[f"dora_s2_minus_sync_all{part}"] for part in ("", "_half"))
+    same = [ratios("peers_async")[f"samples_per_s_dora_vs_trl_s{bound}"] for bound in (2, 4)]
+    expected = [
+        f"{speed['dora_vs_sync']:.2f} times the tokens/s of synchronous training",
+        f"{min(mixed):.2f} to {max(mixed):.2f} times theirs",
+        f"{accuracy:.1f} ± {half:.1f} points",
+        f"{faults['injected']:.0f} injected faults",
+        f"lost, doubled or mixed {faults['lost'] + faults['doubled'] + faults['mixed']:.0f} samples",
+        f"pauses for {ratios('migration')['stop_steps']:.1f} decode steps",
+        f"discarded {peers['trl_async_vllm_s2_discarded']:,.0f} answers",
+        f"discards {peers['dora_s2_discarded']:.0f};",
+        f"trains {same[0]:.2f} to {same[1]:.2f} times as many samples/s",
+    ]
+    readme = " ".join(README.split())
+    assert [claim for claim in expected if claim not in readme] == []
 
 
 def test_the_final_accuracy_on_the_page_of_benchmarks_is_the_committed_one() -> None:
