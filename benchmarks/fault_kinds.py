@@ -1,7 +1,7 @@
-"""The faults of a campaign: how each is done to a real process of a run, and when the run is over it.
+"""The faults of a campaign: how each is injected into a process of a run, and when the run has recovered.
 
-A kind is a function of a run's insides and of a number by which engines and judges have their turns; the
-driver calls it between two facts. `KINDS` has those of every run, `fault_nodes` one of clusters.
+A kind is a function of the run and of the number of the fault, by which it selects one of several workers.
+The driver calls it between two events. `KINDS` has the faults of every run, `fault_nodes` those of clusters.
 """
 
 from __future__ import annotations
@@ -18,166 +18,164 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dora.runtime.executor import LiveRun
 from dora.runtime.process.worker_process import Worker
-from dora.service.context import RunContext
 
-SLOW_S, SLOW_BEAT_S, SLOWNESS = 3.0, 0.2, 10.0  # an engine decodes in a tenth of the time, for so long
-FLAG = "hang"  # beside the reward function: who takes it away never returns
+SLOW_S, SLOW_PERIOD_S, SLOWDOWN = 3.0, 0.2, 10.0  # an engine gets a tenth of the time, for so long
+FLAG = "hang"  # file beside the reward function: the call that removes it never returns
 REWARD = """
 import time
 from pathlib import Path
-from dora.rewards.gcd import reward as right
+from dora.rewards.gcd import reward as gcd_reward
 FLAG = Path(__file__).with_name("hang")
 def reward(prompt, completion, **row):
     if FLAG.exists():
         FLAG.unlink(missing_ok=True)
         time.sleep(1e6)
-    return right(prompt, completion, **row)
+    return gcd_reward(prompt, completion, **row)
 """
 
 
-REACH = {"raylet": ("engine", "rewarder")}  # station -> others that are hit with it; most are hit alone
+ALSO_AFFECTED = {"raylet": ("engine", "reward worker")}  # component -> others that fail with it
 
 
 @dataclass
-class Wound:
-    """A fault that was done to a `station`: when it was noticed, and when all was as before."""
+class Fault:
+    """A fault that was injected into a `component`: when the driver knows, and when the run has recovered."""
 
-    station: str
-    is_noticed: Callable[[RunContext], bool] | None  # None: nothing is to be noticed
-    is_over: Callable[[RunContext], bool]
-
-
-Strike = Callable[[RunContext, int], Wound]
+    component: str
+    is_detected: Callable[[LiveRun], bool] | None  # None: there is nothing to detect
+    has_recovered: Callable[[LiveRun], bool]
 
 
-def killed(worker: Worker) -> None:
+Inject = Callable[[LiveRun, int], Fault]
+
+
+def kill(worker: Worker) -> None:
     _signal(worker, signal.SIGKILL)
 
 
-def stopped(worker: Worker) -> None:
+def stop(worker: Worker) -> None:
     _signal(worker, signal.SIGSTOP)
 
 
-def cut(worker: Worker) -> None:
-    """Both ends of its line see an end, as of a connection that is reset; its process lives."""
-    carrier: Any = worker._carrier
-    line = carrier._connection if hasattr(carrier, "_connection") else carrier._line.result()
-    if hasattr(line, "fileno"):
-        with socket.socket(fileno=os.dup(line.fileno())) as end:
+def disconnect(worker: Worker) -> None:
+    """Close its channel at both ends, as if the connection was reset; the process continues."""
+    process: Any = worker._process
+    channel = process._connection if hasattr(process, "_connection") else process._channel.result()
+    if hasattr(channel, "fileno"):
+        with socket.socket(fileno=os.dup(channel.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
     else:
-        line.close()
+        channel.close()
 
 
-def without_room(worker: Worker) -> None:
-    """No file of it can grow: neither a version in the weight store nor a checkpoint."""
+def fill_disk(worker: Worker) -> None:
+    """Let no file of the process grow: it can write neither a version nor a checkpoint."""
     assert worker.pid
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (0, 0))
 
 
-def slowed(worker: Worker) -> None:
-    """It stands still for nine tenths of the time."""
+def slow_down(worker: Worker) -> None:
+    """Stop the process for nine tenths of the time."""
 
-    def hold_up() -> None:
+    def stop_and_continue() -> None:
         until_s = time.monotonic() + SLOW_S
         while time.monotonic() < until_s and worker.is_alive:
             _signal(worker, signal.SIGSTOP)
-            time.sleep(SLOW_BEAT_S * (1 - 1 / SLOWNESS))
+            time.sleep(SLOW_PERIOD_S * (1 - 1 / SLOWDOWN))
             _signal(worker, signal.SIGCONT)
-            time.sleep(SLOW_BEAT_S / SLOWNESS)
+            time.sleep(SLOW_PERIOD_S / SLOWDOWN)
 
-    threading.Thread(target=hold_up, daemon=True).start()
+    threading.Thread(target=stop_and_continue, daemon=True).start()
 
 
-def of_engine(harm: Callable[[Worker], None], inside: RunContext, turn: int) -> Wound:
-    """Over once as many engines have joined as before."""
-    fleet = inside.hands.engine_pool
-    engine = sorted(fleet.joined)[turn % len(fleet.joined)]
-    num_before = len(fleet.joined)
-    harm(fleet.workers[engine])
-    if harm is slowed:
+def in_engine(harm: Callable[[Worker], None], run: LiveRun, number: int) -> Fault:
+    """Has recovered once as many engines have joined as before."""
+    pool = run.executor.engine_pool
+    engine = sorted(pool.joined)[number % len(pool.joined)]
+    num_before = len(pool.joined)
+    harm(pool.workers[engine])
+    if harm is slow_down:
         until_s = time.monotonic() + SLOW_S
-        return Wound("engine", None, lambda inside: time.monotonic() > until_s)
-    return Wound(
+        return Fault("engine", None, lambda run: time.monotonic() > until_s)
+    return Fault(
         "engine",
-        lambda inside: engine not in inside.hands.engine_pool.workers,
-        lambda inside: len(inside.hands.engine_pool.joined) >= num_before,
+        lambda run: engine not in run.executor.engine_pool.workers,
+        lambda run: len(run.executor.engine_pool.joined) >= num_before,
     )
 
 
-def of_trainer(harm: Callable[[Worker], None], inside: RunContext, turn: int) -> Wound:
-    """Over once another one has redone what the first one had trained."""
-    worker = inside.hands.trainer
+def in_trainer(harm: Callable[[Worker], None], run: LiveRun, number: int) -> Fault:
+    """Has recovered once another trainer has redone the steps of this one."""
+    worker = run.executor.trainer
     harm(worker)
 
-    def is_over(inside: RunContext) -> bool:
-        state, trainers = inside.state(), inside.hands.training
-        is_there = trainers.now is not worker and not trainers.late
-        return is_there and not (state.is_trainer_lost or state.redo_batches)
+    def has_recovered(run: LiveRun) -> bool:
+        state, training = run.state(), run.executor.training
+        is_replaced = training.rank0 is not worker and not training.not_started
+        return is_replaced and not (state.is_trainer_lost or state.redo_batches)
 
-    return Wound("trainer", lambda inside: worker not in inside.hands.training.ranks, is_over)
+    return Fault("trainer", lambda run: worker not in run.executor.training.ranks, has_recovered)
 
 
-def of_rewarder(harm: Callable[[Worker], None], inside: RunContext, turn: int) -> Wound:
-    """Over once another one is ready."""
-    workers = judges(inside)
-    worker = workers[turn % len(workers)]
+def in_reward_worker(harm: Callable[[Worker], None], run: LiveRun, number: int) -> Fault:
+    """Has recovered once another reward worker is ready."""
+    workers = reward_workers(run)
+    worker = workers[number % len(workers)]
     harm(worker)
-    return Wound("rewarder", partial(_is_replaced, worker), are_judges_ready)
+    return Fault("reward worker", partial(_is_replaced, worker), are_reward_workers_ready)
 
 
-def reward_hangs(inside: RunContext, turn: int) -> Wound:
+def hang_reward_function(run: LiveRun, number: int) -> Fault:
     """The next call of the reward function never returns."""
-    before = judges(inside)
-    function = inside.plan.config.reward.function
+    before = reward_workers(run)
+    function = run.setup.config.reward.function
     assert function is not None
     Path(function.rpartition(":")[0]).with_name(FLAG).touch()
-    return Wound(
-        "rewarder",
-        lambda inside: any(_is_replaced(worker, inside) for worker in before),
-        are_judges_ready,
+    return Fault(
+        "reward worker",
+        lambda run: any(_is_replaced(worker, run) for worker in before),
+        are_reward_workers_ready,
     )
 
 
-KINDS: dict[str, Strike] = {
-    "engine killed": partial(of_engine, killed),
-    "trainer killed": partial(of_trainer, killed),
-    "rewarder killed": partial(of_rewarder, killed),
-    "engine stopped": partial(of_engine, stopped),
-    "reward function hangs": reward_hangs,
-    "engine ten times slower": partial(of_engine, slowed),
-    "trainer stopped": partial(of_trainer, stopped),
-    "engine's connection cut": partial(of_engine, cut),
-    "rewarder stopped": partial(of_rewarder, stopped),
-    "trainer's disk full": partial(of_trainer, without_room),
-    "rewarder's connection cut": partial(of_rewarder, cut),
-    "trainer's connection cut": partial(of_trainer, cut),
+KINDS: dict[str, Inject] = {
+    "engine killed": partial(in_engine, kill),
+    "trainer killed": partial(in_trainer, kill),
+    "reward worker killed": partial(in_reward_worker, kill),
+    "engine stopped": partial(in_engine, stop),
+    "reward function hangs": hang_reward_function,
+    "engine ten times slower": partial(in_engine, slow_down),
+    "trainer stopped": partial(in_trainer, stop),
+    "engine's connection cut": partial(in_engine, disconnect),
+    "reward worker stopped": partial(in_reward_worker, stop),
+    "trainer's disk full": partial(in_trainer, fill_disk),
+    "reward worker's connection cut": partial(in_reward_worker, disconnect),
+    "trainer's connection cut": partial(in_trainer, disconnect),
 }
 
 
-def station_of(kind: str) -> str:
-    """Its first word, but for reward functions, which are a rewarder's."""
-    return "rewarder" if kind.startswith("reward") else kind.partition(" ")[0].removesuffix("'s")
+def component_of(kind: str) -> str:
+    """The component that a kind affects: the first word of its name; reward functions run in workers."""
+    return "reward worker" if kind.startswith("reward") else kind.partition(" ")[0].removesuffix("'s")
 
 
-def reach_of(station: str) -> set[str]:
-    """All that have to be well before it may be hit, and are not to be hit until it is well again."""
-    return {station, *REACH.get(station, ())}
+def affected_by(component: str) -> set[str]:
+    """The components that must be well before a fault, and get no other fault until they have recovered."""
+    return {component, *ALSO_AFFECTED.get(component, ())}
 
 
-def judges(inside: RunContext) -> list[Worker]:
-    """The processes that judge."""
-    return [pulse.worker for pulse in inside.hands.rewards.pulses()]
+def reward_workers(run: LiveRun) -> list[Worker]:
+    return [state.worker for state in run.executor.rewards.worker_states()]
 
 
-def are_judges_ready(inside: RunContext) -> bool:
-    """Whether each has started."""
-    return not inside.hands.rewards.late
+def are_reward_workers_ready(run: LiveRun) -> bool:
+    return not run.executor.rewards.not_started
 
 
-def _is_replaced(worker: Worker, inside: RunContext) -> bool:
-    return all(judge is not worker for judge in judges(inside))
+def _is_replaced(worker: Worker, run: LiveRun) -> bool:
+    return all(other is not worker for other in reward_workers(run))
 
 
 def _signal(worker: Worker, number: signal.Signals) -> None:

@@ -1,7 +1,7 @@
-"""Two nodes of a Ray cluster on this machine, one of which a campaign of faults kills, and which come back.
+"""A Ray cluster of two nodes on this machine, one of which a campaign of faults kills and replaces.
 
-The head has the driver, the trainer and some engines, and the other one the rest: together they have room for
-a run and little more, so that what a killed node had needs the node that takes its place.
+The head node has the driver, the trainer and some engines; the other node has the remaining workers. Together
+they have resources for little more than one run, so the workers of a killed node need its replacement.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from fault_kinds import Strike, Wound, are_judges_ready, judges, killed
+from fault_kinds import Fault, Inject, are_reward_workers_ready, kill, reward_workers
 
+from dora.runtime.executor import LiveRun
 from dora.runtime.process.ray_connect import set_ray_environment
 from dora.runtime.process.worker_process import Worker
-from dora.service.context import RunContext
 
-NUM_CPUS = 4  # of each node, which are reserved and nothing more
+NUM_CPUS = 4  # of each node; they are only reserved
 RAYLET_KILLED, STORAGE_KILLED = "raylet killed", "storage killed"
-BACK_S = 1.0  # after which another node is there instead of a killed one
-MEMORY_BYTES = 100 * 2**20  # of each node's objects
-SOON = {  # a raylet that was killed is noticed by Ray within seconds
+REPLACEMENT_S = 1.0  # until a new node replaces a killed one
+MEMORY_BYTES = 100 * 2**20  # of each node's object store
+SYSTEM_CONFIG = {  # with which Ray detects a killed raylet within seconds
     "worker_niceness": 0,
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
@@ -34,7 +34,7 @@ SOON = {  # a raylet that was killed is noticed by Ray within seconds
 
 
 class Nodes:
-    """The head, and the other one of the day."""
+    """The head node and the current other node."""
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
@@ -42,15 +42,15 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Where a run joins."""
+        """The cluster's address, for `ray.address`."""
         return str(self._cluster.address)
 
     def kill(self) -> str:
-        """Kill the other one's raylet, without which Ray has no node there; the node's id."""
-        dead = self._other
-        os.kill(dead.all_processes["raylet"][0].process.pid, signal.SIGKILL)
-        threading.Timer(BACK_S, self._add).start()
-        return str(dead.node_id)
+        """Kill the raylet of the other node, which ends that node for Ray. Returns the node's id."""
+        killed = self._other
+        os.kill(killed.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        threading.Timer(REPLACEMENT_S, self._add).start()
+        return str(killed.node_id)
 
     def _add(self) -> None:
         self._other = self._cluster.add_node(num_cpus=NUM_CPUS, object_store_memory=MEMORY_BYTES)
@@ -58,13 +58,13 @@ class Nodes:
 
 @contextmanager
 def two_nodes() -> Iterator[Nodes]:
-    """A cluster of this benchmark alone; nothing else is stopped in the end."""
+    """A cluster for this benchmark only; no other cluster is stopped at the end."""
     set_ray_environment()
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": NUM_CPUS, "object_store_memory": MEMORY_BYTES, "include_dashboard": False}
     cluster = Cluster(
-        initialize_head=True, head_node_args={**head, "_system_config": SOON}, shutdown_at_exit=False
+        initialize_head=True, head_node_args={**head, "_system_config": SYSTEM_CONFIG}, shutdown_at_exit=False
     )
     try:
         yield Nodes(cluster)
@@ -72,42 +72,42 @@ def two_nodes() -> Iterator[Nodes]:
         cluster.shutdown()
 
 
-def kinds_on(nodes: Nodes) -> dict[str, Strike]:
-    """What only a cluster can suffer."""
-    return {RAYLET_KILLED: partial(raylet_killed, nodes), STORAGE_KILLED: storage_killed}
+def kinds_on(nodes: Nodes) -> dict[str, Inject]:
+    """The faults that only a cluster can have."""
+    return {RAYLET_KILLED: partial(kill_raylet, nodes), STORAGE_KILLED: kill_storage}
 
 
-def raylet_killed(nodes: Nodes, inside: RunContext, turn: int) -> Wound:
-    """Over once as many engines have joined as before, and all judges are ready."""
-    fleet = inside.hands.engine_pool
-    num_before = len(fleet.joined)
+def kill_raylet(nodes: Nodes, run: LiveRun, number: int) -> Fault:
+    """Has recovered once as many engines have joined as before and all reward workers are ready."""
+    num_before = len(run.executor.engine_pool.joined)
     node = nodes.kill()
-    lost = [worker for worker in _workers(inside) if worker.node == node]
-    assert lost, "nothing of the run was on the node that was killed"
+    lost = [worker for worker in _workers(run) if worker.node == node]
+    assert lost, "no worker of the run was on the killed node"
 
-    def is_noticed(inside: RunContext) -> bool:
-        here = _workers(inside)
-        return not any(worker in here for worker in lost)
+    def is_detected(run: LiveRun) -> bool:
+        current = _workers(run)
+        return not any(worker in current for worker in lost)
 
-    def is_over(inside: RunContext) -> bool:
-        return len(inside.hands.engine_pool.joined) >= num_before and are_judges_ready(inside)
+    def has_recovered(run: LiveRun) -> bool:
+        has_engines = len(run.executor.engine_pool.joined) >= num_before
+        return has_engines and are_reward_workers_ready(run)
 
-    return Wound("raylet", is_noticed, is_over)
-
-
-def storage_killed(inside: RunContext, turn: int) -> Wound:
-    """Over once another one is there, and has been told what the first one had."""
-    storage = inside.hands.storage
-    assert storage is not None, "local runs have it in a thread"
-    worker = storage.pulse().worker
-    killed(worker)
-
-    def is_over(inside: RunContext) -> bool:
-        return storage.is_there and storage.pulse().worker is not worker
-
-    return Wound("storage", lambda inside: not storage.is_there, is_over)
+    return Fault("raylet", is_detected, has_recovered)
 
 
-def _workers(inside: RunContext) -> list[Worker]:
-    """Those that may be on any node."""
-    return [*inside.hands.engine_pool.workers.values(), *judges(inside)]
+def kill_storage(run: LiveRun, number: int) -> Fault:
+    """Has recovered once another storage process is available."""
+    storage = run.executor.storage
+    assert storage is not None, "local runs have the storage in a thread"
+    worker = storage.state().worker
+    kill(worker)
+
+    def has_recovered(run: LiveRun) -> bool:
+        return storage.is_available and storage.state().worker is not worker
+
+    return Fault("storage", lambda run: not storage.is_available, has_recovered)
+
+
+def _workers(run: LiveRun) -> list[Worker]:
+    """The workers that may be on any node."""
+    return [*run.executor.engine_pool.workers.values(), *reward_workers(run)]

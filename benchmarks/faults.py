@@ -1,15 +1,15 @@
-"""Faults of every kind, one every few seconds, in real runs: what is lost, and how soon all is well again.
+"""Faults of all kinds, one every few seconds, in real runs: what is lost, and how fast the runs recover.
 
-Runs of the demo's task with paced engines, some without faults, to compare with. Into the others faults are
-injected from outside: processes get SIGKILL or SIGSTOP, connections are cut, a reward function never
-returns, no file may grow any more, an engine has a tenth of its time. With --runtime ray a run has two nodes
-of a cluster, one of which loses its raylet and is replaced. Stations are hit side by side, each again only
-once it is well. Every run is audited and replayed: lost, doubled, mixed and too_stale are what that finds,
-and make the exit code 1.
+The runs train on the demo's task with paced engines. Runs without faults are the baseline. In the others a
+thread injects faults: processes receive SIGKILL or SIGSTOP, connections are cut, a reward function never
+returns, files cannot grow any more, an engine gets a tenth of its time. With --runtime ray a run has two
+nodes of a cluster, one of which loses its raylet and is replaced. Different components fail at the same time;
+each gets its next fault only once it has recovered. Every run is audited and replayed. The findings are
+counted as lost, doubled, mixed and too_stale, and make the exit code 1.
 
-detection_s is from the fault to the moment at which the driver knows, recovery_s to the moment at which all
-is as it was: another process has taken the place, and a trainer has redone its steps. Throughput is tokens
-trained a second, with faults over without.
+detection_s is the time from the fault until the driver knows of it. recovery_s is the time until the run is
+as before: another process has replaced the lost one, and a trainer has redone its steps. Throughput is
+trained tokens per second, with faults over without.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from fault_kinds import KINDS, REWARD, Strike, Wound, reach_of, station_of
+from fault_kinds import KINDS, REWARD, Fault, Inject, affected_by, component_of
 from fault_nodes import RAYLET_KILLED, STORAGE_KILLED, kinds_on, two_nodes
 from rich.console import Console
 
@@ -43,7 +43,7 @@ from dora.journal import replay
 from dora.journal.reader import read_journal
 from dora.runtime import run
 from dora.runtime.control.requests import RequestQueue
-from dora.service.context import RunContext
+from dora.runtime.executor import LiveRun
 from report import Options, Row, make_parser, options_of, publish
 
 MODEL = Path(__file__).parent.parent / "examples" / "gcd-start"
@@ -82,43 +82,39 @@ heartbeat_timeout_s = 4.0
 trainer_timeout_s = 4.0
 max_restarts = 1000
 """
-ALL_KINDS = (*KINDS, RAYLET_KILLED, STORAGE_KILLED)  # the last ones only on Ray
-LOOK_S = 0.1  # between two looks at what is not well
-PATIENCE_S = 120.0  # until all is well after a fault: a restart may wait for a minute
+ALL_KINDS = (*KINDS, RAYLET_KILLED, STORAGE_KILLED)  # the last two only on Ray
+POLL_S = 0.1  # between two checks of the faults that have not recovered
+RECOVERY_TIMEOUT_S = 120.0  # the backoff of a restart may be a minute
 LOST, DOUBLED, MIXED, TOO_STALE = "lost", "doubled", "mixed", "too_stale"
-NUM_SAID = 40  # last lines of a run in which something was found
+NUM_LOG_LINES = 40  # printed of a run with findings: its last ones
 T = TypeVar("T")
-AGAIN = (
-    "twice",
-    "again",
-    " was already ",
-    "two ",
-)  # findings against C2 that are of too much, not too little
+# Parts of findings against C2 that mean "more than once". All other findings against C2 mean "lost".
+DOUBLED_MARKS = ("twice", "again", " was already ", "two ")
 
 
 @dataclass
-class Injected:
-    """One fault; times in seconds."""
+class InjectedFault:
+    """A fault of a run; times in seconds."""
 
     kind: str
-    wound: Wound
+    fault: Fault
     at_s: float
     detection_s: float | None = None
     recovery_s: float | None = None
 
 
 class Injector:
-    """A door through which faults come, from a thread of its own; it ends the run after the last one."""
+    """A `Gateway` of the run: a thread injects faults, and ends the run after the last one has recovered."""
 
-    def __init__(self, strikes: Sequence[tuple[str, Strike]], gap_s: float, least_s: float) -> None:
-        """One fault every `gap_s` at most; without any, the run goes for `least_s`."""
-        self.done: list[Injected] = []
+    def __init__(self, faults: Sequence[tuple[str, Inject]], gap_s: float, min_s: float) -> None:
+        """Inject at most one fault every `gap_s`. The run lasts at least `min_s`."""
+        self.injected: list[InjectedFault] = []
         self.failures: list[str] = []
-        self._strikes, self._gap_s, self._least_s = strikes, gap_s, least_s
+        self._faults, self._gap_s, self._min_s = faults, gap_s, min_s
         self._thread = threading.Thread(target=self._work, daemon=True)
 
-    def open(self, calls: RequestQueue, notice: Callable[[str], None]) -> None:
-        self._calls = calls
+    def open(self, requests: RequestQueue[LiveRun], notice: Callable[[str], None]) -> None:
+        self._requests = requests
         self._thread.start()
 
     def close(self) -> None:
@@ -126,75 +122,77 @@ class Injector:
 
     def _work(self) -> None:
         try:
-            self._ask(_has_begun, PATIENCE_S)
+            self._call_driver(_has_trained, RECOVERY_TIMEOUT_S)
             began_s = time.monotonic()
-            self._strike_all()
-            time.sleep(max(0.0, began_s + self._least_s - time.monotonic()))
+            self._inject_all()
+            time.sleep(max(0.0, began_s + self._min_s - time.monotonic()))
         except Exception as error:
             self.failures.append(f"{type(error).__name__}: {error}")
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _strike_all(self) -> None:
-        left = [(number, kind, strike) for number, (kind, strike) in enumerate(self._strikes)]
-        unwell: list[Injected] = []
+    def _inject_all(self) -> None:
+        left = [(number, kind, inject) for number, (kind, inject) in enumerate(self._faults)]
+        active: list[InjectedFault] = []
         next_s = 0.0
-        while left or unwell:
-            free = _first_free([kind for _, kind, _ in left], [fault.wound.station for fault in unwell])
-            if free is not None and time.monotonic() >= next_s:
-                unwell.append(self._strike(*left.pop(free)))
+        while left or active:
+            index = _first_possible([kind for _, kind, _ in left], [each.fault.component for each in active])
+            if index is not None and time.monotonic() >= next_s:
+                active.append(self._inject(*left.pop(index)))
                 next_s = time.monotonic() + self._gap_s
-            time.sleep(LOOK_S)
-            for fault in unwell:
-                self._ask(partial(_look, fault=fault), PATIENCE_S)
-                waited_s = time.monotonic() - fault.at_s
-                assert waited_s < PATIENCE_S, f"{fault.kind}: not well after {waited_s:.0f} s"
-            unwell = [fault for fault in unwell if fault.recovery_s is None]
+            time.sleep(POLL_S)
+            for injected in active:
+                self._call_driver(partial(_update_times, injected=injected), RECOVERY_TIMEOUT_S)
+                waited_s = time.monotonic() - injected.at_s
+                assert waited_s < RECOVERY_TIMEOUT_S, f"{injected.kind}: no recovery after {waited_s:.0f} s"
+            active = [injected for injected in active if injected.recovery_s is None]
 
-    def _strike(self, number: int, kind: str, strike: Strike) -> Injected:
+    def _inject(self, number: int, kind: str, inject: Inject) -> InjectedFault:
         at_s = time.monotonic()
-        wound = self._ask(lambda inside: strike(inside, number), PATIENCE_S)
-        self.done.append(Injected(kind, wound, at_s))
-        return self.done[-1]
+        fault = self._call_driver(lambda run: inject(run, number), RECOVERY_TIMEOUT_S)
+        self.injected.append(InjectedFault(kind, fault, at_s))
+        return self.injected[-1]
 
-    def _ask(self, function: Callable[[RunContext], T | None], wait_s: float) -> T:
-        answer: Future[T | None] = self._calls.ask(function, wait_s)
-        found = answer.result(timeout=wait_s + 5.0)
-        assert found is not None, "the run does not get there"
-        return found
+    def _call_driver(self, function: Callable[[LiveRun], T | None], wait_s: float) -> T:
+        """The first result of `function` that is not None; the driver calls it between events."""
+        answer: Future[T | None] = self._requests.submit(function, wait_s)
+        result = answer.result(timeout=wait_s + 5.0)
+        assert result is not None, f"the run did not get there within {wait_s:g} s"
+        return result
 
 
-def _first_free(kinds: Sequence[str], unwell: Sequence[str]) -> int | None:
-    """The place of the first whose stations are well, and that nobody before it waits for."""
-    taken = set[str]().union(*map(reach_of, unwell))
-    for place, kind in enumerate(kinds):
-        wanted = reach_of(station_of(kind))
-        if not wanted & taken:
-            return place
-        taken |= wanted
+def _first_possible(kinds: Sequence[str], failed: Sequence[str]) -> int | None:
+    """The index of the first kind whose components are well, and that no kind before it waits for."""
+    reserved = set[str]().union(*map(affected_by, failed))
+    for index, kind in enumerate(kinds):
+        components = affected_by(component_of(kind))
+        if not components & reserved:
+            return index
+        reserved |= components
     return None
 
 
-def _has_begun(inside: RunContext) -> bool | None:
-    """Once a few steps are trained, so that the first things are done."""
-    return True if inside.is_training and len(inside.meter.steps) >= 2 else None
+def _has_trained(run: LiveRun) -> bool | None:
+    """True once two steps are trained, so that every worker has started; None before."""
+    return True if run.is_training and len(run.metrics.steps) >= 2 else None
 
 
-def _look(inside: RunContext, fault: Injected) -> bool:
-    """Note what has become of a fault."""
-    passed_s, wound = time.monotonic() - fault.at_s, fault.wound
-    if wound.is_noticed is not None and fault.detection_s is None and wound.is_noticed(inside):
-        fault.detection_s = passed_s
-    if (wound.is_noticed is None or fault.detection_s is not None) and wound.is_over(inside):
-        fault.recovery_s = passed_s
+def _update_times(run: LiveRun, injected: InjectedFault) -> bool:
+    """Note detection and recovery of a fault."""
+    passed_s, fault = time.monotonic() - injected.at_s, injected.fault
+    if fault.is_detected is not None and injected.detection_s is None and fault.is_detected(run):
+        injected.detection_s = passed_s
+    is_detected = fault.is_detected is None or injected.detection_s is not None
+    if is_detected and fault.has_recovered(run):
+        injected.recovery_s = passed_s
     return True
 
 
 @dataclass
 class Trial:
-    """One run and what was found in its record."""
+    """One run, its faults, and the findings in its run folder."""
 
-    injected: list[Injected]
+    injected: list[InjectedFault]
     findings: dict[str, list[str]]
     tokens_per_s: float
     wall_s: float
@@ -203,30 +201,30 @@ class Trial:
     redone_steps: int
 
 
-def trial(
-    seed: int, strikes: Sequence[tuple[str, Strike]], gap_s: float, least_s: float, ground: Sequence[str]
+def run_trial(
+    seed: int, faults: Sequence[tuple[str, Inject]], gap_s: float, min_s: float, overrides: Sequence[str]
 ) -> Trial:
-    """A run with these faults, or with none for at least so long; `ground` says where."""
+    """A run with these faults, which lasts at least `min_s`."""
     with tempfile.TemporaryDirectory() as folder:
-        out, reward, path = Path(folder) / "run", Path(folder) / "judge.py", Path(folder) / "task.toml"
+        out, reward, path = Path(folder) / "run", Path(folder) / "reward.py", Path(folder) / "task.toml"
         reward.write_text(REWARD)
         path.write_text(CONFIG.format(seed=seed, model=MODEL.resolve(), reward=reward))
-        injector = Injector(strikes, gap_s, least_s)
+        injector = Injector(faults, gap_s, min_s)
         with (Path(folder) / "log.txt").open("w+") as log:
-            run.train(load.read_config(path, ground), out, Console(file=log, width=200), door=injector)
+            run.train(load.read_config(path, overrides), out, Console(file=log, width=200), gateway=injector)
             log.seek(0)
-            said = log.readlines()
+            log_lines = log.readlines()
         s = json.loads((out / "summary.json").read_text())
-        found = judged(out)
+        found = findings(out)
         found[LOST] += injector.failures + ([] if s["stopped"] == "SIGTERM" else [f"ended by {s['stopped']}"])
         if any(found.values()):
-            print("".join(said[-NUM_SAID:]))
+            print("".join(log_lines[-NUM_LOG_LINES:]))
     keys = ("tokens_per_s", "wall_s", "failed_groups", "regenerated_tokens", "redone_steps")
-    return Trial(injector.done, found, *(s[key] for key in keys))
+    return Trial(injector.injected, found, *(s[key] for key in keys))
 
 
-def judged(out: Path) -> dict[str, list[str]]:
-    """What audit and replay find, by what it means."""
+def findings(out: Path) -> dict[str, list[str]]:
+    """The findings of audit and replay, by kind of violation."""
     verdict = audit.check(out)
     found = {
         LOST: [],
@@ -235,30 +233,29 @@ def judged(out: Path) -> dict[str, list[str]]:
         TOO_STALE: [*verdict.findings_against("C3")],
     }
     for finding in verdict.findings_against("C2"):
-        found[DOUBLED if any(word in finding for word in AGAIN) else LOST].append(finding)
+        is_doubled = any(mark in finding for mark in DOUBLED_MARKS)
+        found[DOUBLED if is_doubled else LOST].append(finding)
     if (difference := replay.first_difference(read_journal(out))) is not None:
         found[LOST].append(f"replay: {difference}")
     return found
 
 
-def rows_of(injected: list[Injected]) -> Iterator[Row]:
-    """One for each kind; what nobody has to notice has no recovery, it ends when the benchmark ends it."""
+def rows_of(injected: list[InjectedFault]) -> Iterator[Row]:
+    """One row per kind. A fault without detection has no recovery either: the benchmark ends it."""
     for kind in ALL_KINDS:
-        own = [fault for fault in injected if fault.kind == kind]
+        own = [each for each in injected if each.kind == kind]
         if own:
-            noticed = [fault.detection_s for fault in own if fault.detection_s is not None]
-            over = [
-                fault.recovery_s for fault in own if fault.recovery_s is not None and fault.wound.is_noticed
-            ]
+            detected = [each for each in own if each.detection_s is not None]
             yield {
                 "kind": kind,
                 "injected": len(own),
-                **_spread("detection_s", noticed),
-                **_spread("recovery_s", over),
+                **_spread("detection_s", [each.detection_s for each in detected]),
+                **_spread("recovery_s", [each.recovery_s for each in detected]),
             }
 
 
-def _spread(name: str, times_s: list[float]) -> Row:
+def _spread(name: str, times: list[float | None]) -> Row:
+    times_s = [time_s for time_s in times if time_s is not None]
     if not times_s:
         return {f"{name}_p50": "", f"{name}_max": ""}
     return {f"{name}_p50": round(statistics.median(times_s), 3), f"{name}_max": round(max(times_s), 3)}
@@ -266,16 +263,16 @@ def _spread(name: str, times_s: list[float]) -> Row:
 
 @dataclass(frozen=True)
 class Scale:
-    """How many faults in all and in a run, one every `gap_s`; runs without any for `calm_s`."""
+    """Sizes of a campaign: runs with `per_run` faults, one every `gap_s`, and `num_baselines` without."""
 
     num_faults: int
     per_run: int
     gap_s: float
-    calm_s: float
-    num_calm: int
+    baseline_s: float  # duration of a run without faults
+    num_baselines: int
 
 
-SCALES = {  # runtime, whether it is quick
+SCALES = {  # by runtime, and by whether it is quick
     ("local", False): Scale(204, 34, 6.0, 60.0, 3),
     ("local", True): Scale(12, 12, 0.3, 5.0, 1),
     ("ray", False): Scale(56, 28, 6.0, 60.0, 2),
@@ -284,62 +281,68 @@ SCALES = {  # runtime, whether it is quick
 
 
 def _kinds(text: str) -> list[str]:
-    """Those that --kinds names."""
+    """The value of --kinds."""
     if unknown := set(text.split(",")) - {*ALL_KINDS}:
         known = ", ".join(ALL_KINDS)
-        raise ArgumentTypeError(f"no kind: {', '.join(sorted(unknown))}; there are: {known}")
+        raise ArgumentTypeError(f"unknown kinds: {', '.join(sorted(unknown))}; known: {known}")
     return text.split(",")
 
 
 def main() -> None:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--faults", type=int, metavar="N", help="how many")
-    parser.add_argument("--kinds", type=_kinds, metavar="K,K", help=f"of {', '.join(ALL_KINDS)}")
-    parser.add_argument("--runtime", default="local", choices=("local", "ray"), help="where stations run")
+    parser.add_argument("--faults", type=int, metavar="N", help="number of faults")
+    parser.add_argument("--kinds", type=_kinds, metavar="K,K", help=f"only these of: {', '.join(ALL_KINDS)}")
+    parser.add_argument("--runtime", default="local", choices=("local", "ray"), help="where the workers run")
     given = parser.parse_args()
     options = options_of(given)
     scale = SCALES[given.runtime, options.quick]
     with ExitStack() as stack:
-        strikes, ground = KINDS, list[str]()
+        kinds, overrides = KINDS, list[str]()
         if given.runtime == "ray":
             nodes = stack.enter_context(two_nodes())
-            strikes, ground = KINDS | kinds_on(nodes), ["runtime.kind=ray", f"ray.address={nodes.address}"]
-        if unknown := set(given.kinds or ()) - strikes.keys():
-            parser.error(f"with --runtime {given.runtime} there is no {', '.join(unknown)}")
-        chosen = {kind: strikes[kind] for kind in given.kinds or strikes}
-        trials, rest = campaign(given.faults or scale.num_faults, scale, chosen, ground)
-    sys.exit(report(options, trials, rest))
+            kinds = KINDS | kinds_on(nodes)
+            overrides = ["runtime.kind=ray", f"ray.address={nodes.address}"]
+        if unknown := set(given.kinds or ()) - kinds.keys():
+            parser.error(f"--runtime {given.runtime} does not support: {', '.join(sorted(unknown))}")
+        chosen = {kind: kinds[kind] for kind in given.kinds or kinds}
+        trials, baselines = campaign(given.faults or scale.num_faults, scale, chosen, overrides)
+    sys.exit(report(options, trials, baselines))
 
 
 def campaign(
-    num_faults: int, scale: Scale, strikes: Mapping[str, Strike], ground: Sequence[str]
+    num_faults: int, scale: Scale, kinds: Mapping[str, Inject], overrides: Sequence[str]
 ) -> tuple[list[Trial], list[Trial]]:
-    """Runs with so many faults, and runs without any."""
-    chosen = itertools.cycle(strikes.items())
-    trials, rest = list[Trial](), list[Trial]()
-    while (left := num_faults - sum(len(one.injected) for one in trials)) > 0 and len(trials) < num_faults:
-        if len(rest) < scale.num_calm:
-            rest.append(trial(len(rest), [], scale.gap_s, scale.calm_s, ground))
-        struck = [next(chosen) for _ in range(min(left, scale.per_run))]
-        trials.append(trial(len(trials), struck, scale.gap_s, 0.0, ground))
-        count = sum(len(one.injected) for one in trials)
-        for what, finding in ((w, f) for w, found in trials[-1].findings.items() for f in found):
-            print(f"run {len(trials)}: {what}: {finding}")
-        paces = f"{trials[-1].tokens_per_s:.0f} tokens/s, {rest[-1].tokens_per_s:.0f} without faults"
-        print(f"run {len(trials)}: {count} of {num_faults}, {trials[-1].wall_s:.0f} s, {paces}", flush=True)
-    return trials, rest
+    """Runs with this many faults, and runs without any."""
+    chosen = itertools.cycle(kinds.items())
+    trials, baselines = list[Trial](), list[Trial]()
+    while (left := num_faults - _num_injected(trials)) > 0 and len(trials) < num_faults:
+        if len(baselines) < scale.num_baselines:
+            baselines.append(run_trial(len(baselines), [], scale.gap_s, scale.baseline_s, overrides))
+        faults = [next(chosen) for _ in range(min(left, scale.per_run))]
+        trials.append(run_trial(len(trials), faults, scale.gap_s, 0.0, overrides))
+        for violation, found in trials[-1].findings.items():
+            for finding in found:
+                print(f"run {len(trials)}: {violation}: {finding}")
+        count, last = _num_injected(trials), trials[-1]
+        speeds = f"{last.tokens_per_s:.0f} tokens/s, {baselines[-1].tokens_per_s:.0f} without faults"
+        print(f"run {len(trials)}: {count} of {num_faults}, {last.wall_s:.0f} s, {speeds}", flush=True)
+    return trials, baselines
 
 
-def report(options: Options, trials: list[Trial], rest: list[Trial]) -> int:
-    """Print and write it; the exit code."""
-    injected = [fault for one in trials for fault in one.injected]
-    broken = Counter({what: 0 for what in (LOST, DOUBLED, MIXED, TOO_STALE)})
-    for one in (*trials, *rest):
-        broken.update({what: len(found) for what, found in one.findings.items()})
-    wall_s = sum(one.wall_s for one in trials)
-    with_faults = sum(one.tokens_per_s * one.wall_s for one in trials) / wall_s
-    without = statistics.median(one.tokens_per_s for one in rest)
-    ratios = {"injected": float(len(injected)), **{what: float(num) for what, num in broken.items()}}
+def _num_injected(trials: Sequence[Trial]) -> int:
+    return sum(len(trial.injected) for trial in trials)
+
+
+def report(options: Options, trials: list[Trial], baselines: list[Trial]) -> int:
+    """Print and write the results; returns the exit code."""
+    injected = [fault for trial in trials for fault in trial.injected]
+    violations = Counter({violation: 0 for violation in (LOST, DOUBLED, MIXED, TOO_STALE)})
+    for trial in (*trials, *baselines):
+        violations.update({violation: len(found) for violation, found in trial.findings.items()})
+    wall_s = sum(trial.wall_s for trial in trials)
+    with_faults = sum(trial.tokens_per_s * trial.wall_s for trial in trials) / wall_s
+    without = statistics.median(trial.tokens_per_s for trial in baselines)
+    ratios = {"injected": float(len(injected)), **{name: float(num) for name, num in violations.items()}}
     ratios |= {
         "runs": float(len(trials)),
         "seconds_per_fault": wall_s / max(1, len(injected)),
@@ -348,9 +351,9 @@ def report(options: Options, trials: list[Trial], rest: list[Trial]) -> int:
         "throughput_with_over_without": with_faults / without,
     }
     for key in ("failed_groups", "regenerated_tokens", "redone_steps"):
-        ratios[key] = float(sum(getattr(one, key) for one in trials))
+        ratios[key] = float(sum(getattr(trial, key) for trial in trials))
     publish(options, [*rows_of(injected)], ratios)
-    return 1 if broken.total() else 0
+    return 1 if violations.total() else 0
 
 
 if __name__ == "__main__":

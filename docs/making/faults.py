@@ -63,10 +63,7 @@ def _times(rows: list[dict[str, Any]]) -> str:
     keys = ("injected", "detection_s_p50", "detection_s_max", "recovery_s_p50", "recovery_s_max")
     return markdown.table(
         columns,
-        [
-            (row["kind"].replace("rewarder", "reward worker"), *(figure(row[key]) for key in keys))
-            for row in rows
-        ],
+        [(row["kind"], *(figure(row[key]) for key in keys)) for row in rows],
     )
 
 
