@@ -27,7 +27,7 @@ def test_an_engine_is_added_and_another_one_drained_during_a_run(start_run: Star
     listed = dora("engines", "list", run.out)
     assert listed.code == 0
     assert [line.partition(":")[0] for line in listed.out.splitlines()] == ["engine 0", "engine 1"]
-    assert " of 4 rows, v" in listed.out
+    assert " of 4 rows in use, v" in listed.out
     added = dora("engines", "add", run.out)
     assert (added.code, added.out) == (0, "engine 2 joined\n"), added
     run.wait_until(lambda: 2 in engines_of(run, "generate"), "requests on the new engine")
