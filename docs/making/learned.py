@@ -17,9 +17,9 @@ Found = Mapping[str, Any]
 
 
 def tables() -> dict[str, Callable[[], str]]:
-    """What makes each table, by name."""
+    """Table name -> function that writes it."""
     made = (learning_starts, learning_tests, learning_trajectories, learning_lengths, learning_times)
-    return {one.__name__: one for one in (*made, learning_untaught)}
+    return {function.__name__: function for function in (*made, learning_untaught)}
 
 
 def learning_starts() -> str:
@@ -32,19 +32,22 @@ def learning_starts() -> str:
 
 
 def learning_tests() -> str:
-    """Final accuracy less that of `sync`."""
+    """Final accuracy minus that of `sync`."""
     return by_task(having("within_noise"), "difference", "half", (*TASKS, "all"))
 
 
 def learning_trajectories() -> str:
-    """Mixed shares, and final accuracy less that of `dora`."""
+    """The share of responses with several versions, and final accuracy minus that of `dora`."""
     mixed = having("trajectories", trajectories="mixed")
     return by_task(mixed, "less_dora", "less_dora_half", TASKS, lambda row: f"{row['mixed_share']:.0%}: ")
 
 
 def learning_lengths() -> str:
-    """What dropping loses, task by task."""
-    columns = ("task", "lost, `dora`", "lost, `dropping`", "of the longest tenth", "generated", "trained")
+    """The share of discarded responses, and lengths, by task."""
+    columns = (
+        *("task", "discarded, `dora`", "discarded, `dropping`", "of the longest tenth"),
+        *("length generated", "length trained"),
+    )
     kept = {row["task"]: row for row in having("trained_over_generated", policy="dora", S=2)}
     return markdown.table(columns, [
         (
@@ -57,7 +60,7 @@ def learning_lengths() -> str:
 
 
 def learning_times() -> str:
-    """Samples and seconds to nine tenths of what `sync` gains."""
+    """Samples and seconds to nine tenths of the gain of `sync`."""
     found = [row for row in having("samples_to_target", correction="none") if row["policy"] != "dropping"]
 
     def cell(row: Found) -> str:
@@ -70,7 +73,7 @@ def learning_times() -> str:
 
 
 def learning_untaught() -> str:
-    """Accuracy on prompts that need longer answers than any that was taught."""
+    """Accuracy on prompts that need longer responses than those of the initial model's data."""
     found = [row for row in having("untaught_at_100") if "half" in row]
     rows = [
         (
@@ -83,7 +86,7 @@ def learning_untaught() -> str:
 
 
 def having(column: str, **wanted: object) -> list[Found]:
-    """Rows of the kind that has a column, and these values."""
+    """Rows that have `column` and the values `wanted`."""
     rows = json.loads((RESULTS / "convergence.json").read_text(encoding="utf-8"))["rows"]
     return [row for row in rows if column in row and "seed" not in row and wanted.items() <= row.items()]
 
@@ -95,7 +98,7 @@ def by_task(
     tasks: Iterable[str],
     before: Callable[[Found], str] = lambda row: "",
 ) -> str:
-    """A row for each setting, with points of accuracy and half of their interval for each task."""
+    """One line for each setting, with points of accuracy ± half of their interval for each task."""
     found, tasks = list(found), tuple(tasks)
 
     def cell(row: Found) -> str:
@@ -116,28 +119,28 @@ def setting(row: Found) -> tuple[Any, ...]:
 
 
 def place(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of a setting in a table: those without a correction come first."""
+    """Sort key of a setting; those without a correction come first."""
     return key[2] != "none", POLICIES.index(key[0]), key[1]
 
 
 def each(found: Iterable[Found]) -> list[tuple[Any, ...]]:
-    """Settings, each once."""
+    """The settings, each once."""
     return sorted({setting(row) for row in found}, key=place)
 
 
 def cells(
     found: Iterable[Found], key: tuple[Any, ...], tasks: Iterable[str], cell: Callable[[Found], str]
 ) -> list[str]:
-    """Of one setting, in the order of the tasks."""
+    """The cells of one setting, in the order of the tasks."""
     own = {row["task"]: cell(row) for row in found if setting(row) == key}
     return [own.get(task, "") for task in tasks]
 
 
 def correction(name: str) -> str:
-    """As the tables call it."""
+    """The name of a correction in the tables."""
     return {"none": "-", "tis": "TIS"}[name]
 
 
 def points(share: float) -> str:
-    """Of accuracy, in hundredths."""
+    """A share in per cent."""
     return f"{100 * share:.1f}"
