@@ -1,7 +1,4 @@
-"""The tables of docs/paper-tables.md, from the forecast of the papers' tables, and of docs/planning.md.
-
-The papers' rows are told apart by their kind, and those of `open` by the table that they name.
-"""
+"""The tables of docs/paper-tables.md, from the predictions of the papers' tables, and of docs/planning.md."""
 
 from __future__ import annotations
 
@@ -18,26 +15,23 @@ SCALE = (
     "devices", "engines", "answers_per_step", "steps", "events", "cpu_s",
     "event_us", "event_us_early", "event_us_late", "memory_gb", "simulated_hours",
 )  # fmt: skip
+TITLES = {"busy_rows": "row utilisation", "moves": "migrations", "what": "input", "gpus": "GPUs"}
 SWEPT = ("step_s", "tokens_per_s", "exposed", "busy_rows", "staleness", "moves")
 
 
 def tables() -> dict[str, Callable[[], str]]:
-    """What makes each table, by name."""
+    """Table name -> function that writes it."""
     return {
         "paper_inputs": partial(of_kind, "inputs", ("what", "value")),
         "paper_fitted": partial(of_kind, "fitted", COMPARED),
-        "paper_splits": partial(of_kind, "splits", COMPARED),
-        "paper_moved": partial(of_table, "4 GPUs moved"),
+        "paper_splits": splits,
         "paper_ratios": partial(
             of_kind, "ratios", ("policy", "gpus", "metric", "paper", "predicted", "error")
         ),
-        "paper_reuse": partial(of_kind, "reuse", COMPARED),
         "paper_asyncflow": partial(of_kind, "asyncflow", COMPARED),
         "paper_moe": partial(of_kind, "moe", COMPARED),
         "paper_bounds": partial(swept, "speed against S"),
         "paper_parts": partial(swept, "parts, S = 2"),
-        "paper_begun": partial(swept, "begun, S = 2"),
-        "paper_fleets": partial(swept, "fleets, S = 2"),
         "scale": lambda: written(rows("scale"), SCALE),
         "paper_tails": partial(of_table, "tail x experts"),
         "validation": validation,
@@ -48,8 +42,15 @@ COMPARED = ("policy", "S", "gpus", "trainer", "metric", "paper", "predicted", "e
 
 
 def of_kind(kind: str, columns: Sequence[str]) -> str:
-    """Rows of one kind, with an error as a percentage; not those of a table of their own."""
+    """The rows of one kind that have no table of their own."""
     return written([row for row in rows() if row["kind"] == kind and "table" not in row], columns)
+
+
+def splits() -> str:
+    """Step, throughput and exposed rollout of each policy, with the best split of the devices."""
+    shown_metrics = ("step_min", "tokens_per_s", "exposed_min")
+    found = [row for row in rows() if row["kind"] == "splits" and row["metric"] in shown_metrics]
+    return written(found, COMPARED)
 
 
 def swept(table: str) -> str:
@@ -57,13 +58,13 @@ def swept(table: str) -> str:
 
 
 def of_table(table: str) -> str:
-    """All columns of what is compared with nothing."""
+    """All columns of rows that no printed number is compared with."""
     found = [row for row in rows() if row.get("table") == table]
     return written(found, [column for column in (found or [{}])[0] if column not in ("kind", "table")])
 
 
 def validation() -> str:
-    """Real runs and what was predicted of them."""
+    """Real runs and their predictions."""
     content = json.loads((RESULTS / "validation.json").read_text(encoding="utf-8"))
     columns = (
         "pace", "policy", "S", "lengths", "engines", "calibrates", "tokens_per_s", "predicted", "error",
@@ -74,11 +75,11 @@ def validation() -> str:
 
 def written(found: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
     cells = [[shown(column, row.get(column, "")) for column in columns] for row in found]
-    return markdown.table([column.replace("_", " ") for column in columns], cells)
+    return markdown.table([TITLES.get(column, column.replace("_", " ")) for column in columns], cells)
 
 
 def shown(column: str, value: Any) -> str:
-    """Three digits that count; errors in percent."""
+    """Three significant digits; errors in per cent."""
     if isinstance(value, str):
         return value
     if column == "error":
