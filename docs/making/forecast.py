@@ -49,7 +49,7 @@ def of_kind(kind: str, columns: Sequence[str]) -> str:
 def splits() -> str:
     """Step, throughput and exposed rollout of each policy, with the best split of the devices."""
     shown_metrics = ("step_min", "tokens_per_s", "exposed_min")
-    found = [row for row in rows() if row["kind"] == "splits" and row["metric"] in shown_metrics]
+    found = [row for row in rows() if row["kind"] == "splits" and row.get("metric") in shown_metrics]
     return written(found, COMPARED)
 
 
