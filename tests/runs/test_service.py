@@ -98,7 +98,7 @@ def test_a_run_is_paused_and_its_engines_are_changed_while_it_trains(start_run: 
         assert steps == sorted(steps)
     ended = run.end()
     assert (ended.code, summary(run.out)["steps"]) == (0, 8)
-    assert "engine 0 has left" in ended.out
+    assert "engine 0 drained and removed" in ended.out
 
 
 def score_groups(client: Client) -> None:
