@@ -1,12 +1,12 @@
-"""Who is compared: every update policy at every bound, each with what it is free to choose at its best.
+"""The contenders: every update policy at every bound, each with its best settings.
 
-`OWN` is what `policies.py --search` found (results/policies_search.json): where two choices are as fast as
-each other but for noise, the faster. Where engines are paced, their number and rows are given, as
-accelerators are; else a policy has two cores, one thread a process, and chooses. There a step takes as long
-as its rows need, an idle row costs nothing and a second version's weights do: DORA's best is one version
-slot, so that each version's last answers are waited for. Paced, a step takes as long for several versions as
-for one, which is what accelerators do as far as reading weights is not what limits them. So DORA's other
-choice stands beside it: `dora, several slots` unpaced, `dora, one slot` paced.
+`OWN` has the best settings of `policies.py --search` (results/policies_search.json). If two choices differ by
+noise only, it has the faster one. Paced engines have a fixed number and fixed rows, as accelerators have.
+Unpaced, a policy has two cores with one thread per process and chooses both. An unpaced step lasts as long as
+its rows need: an idle row costs nothing, but the weights of a second version do. DORA's best is then one
+version slot, with which an engine finishes a version's requests before it loads the next version. A paced
+step lasts equally long for several versions and for one, as on accelerators that reading weights does not
+limit. Both choices are compared: `dora, several slots` unpaced and `dora, one slot` paced are the others.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dataclasses import dataclass, field, replace
 from workloads import Changes, Workload
 
 RIVALS = {"sync": 0, "sync, streamed": 0, "one_step": 1, "drain": 4, "partial": 4, "inflight": 4}
-FIXED = ("sync", "sync, streamed", "one_step")  # their bound is theirs by definition
+FIXED = ("sync", "sync, streamed", "one_step")  # policies that define their bound
 BREAKS_C1 = ("partial", "inflight")
 BOUNDS = (1, 2, 4)
-MOVING = {"orchestrator.rebalance_interval_s": 0.1}  # how often moves are weighed, where answers take seconds
+MIGRATING = {"orchestrator.rebalance_interval_s": 0.1}  # for answers that last seconds
 UNSTREAMED = {"trainer.streaming": "false"}
-ONE_SLOT: Changes = {"engine.version_slots": 1}  # without it an engine has one for each version that may live
+ONE_SLOT: Changes = {"engine.version_slots": 1}  # the default is one for each version that may be live
 ALONE, PAIR = {"engine.num_engines": 1}, {"engine.num_engines": 2}
 WIDE: Changes = {**ALONE, "engine.max_num_seqs": 32}  # all answers of a batch at once
 
-# By whether engines are paced, and by policy.
+# By whether engines are paced and by policy.
 OWN: Mapping[bool, Mapping[str, Changes]] = {
     False: {
         "sync": {**WIDE, **UNSTREAMED},
@@ -38,18 +38,18 @@ OWN: Mapping[bool, Mapping[str, Changes]] = {
         "dora": {**WIDE, **ONE_SLOT},
     },
     True: {
-        "sync": {**MOVING, **UNSTREAMED},
-        "sync, streamed": MOVING,
-        "one_step": MOVING,
-        "drain": {**MOVING, "orchestrator.batches_per_version": 5},
+        "sync": {**MIGRATING, **UNSTREAMED},
+        "sync, streamed": MIGRATING,
+        "one_step": MIGRATING,
+        "drain": {**MIGRATING, "orchestrator.batches_per_version": 5},
         "partial": {"orchestrator.weight_sync_interval": 3},
         "inflight": {},
-        "dora": MOVING,
+        "dora": MIGRATING,
     },
 }
-OTHERS: Mapping[bool, Mapping[str, Changes]] = {  # beside DORA's own, at S = 4
+OTHERS: Mapping[bool, Mapping[str, Changes]] = {  # of DORA, at S = 4
     False: {"dora, several slots": WIDE},
-    True: {"dora, one slot": {**MOVING, **ONE_SLOT}},
+    True: {"dora, one slot": {**MIGRATING, **ONE_SLOT}},
 }
 FREE_UNPACED = ("engine.num_engines", "engine.max_num_seqs", "engine.version_slots")
 ENGINES: Sequence[Changes] = tuple(
@@ -59,7 +59,7 @@ ENGINES: Sequence[Changes] = tuple(
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy at one bound; `own`: what it has chosen."""
+    """A policy at one bound, with its own settings."""
 
     name: str
     max_staleness: int
@@ -71,41 +71,45 @@ class Contender:
         named = {"orchestrator.update_policy": policy, "orchestrator.max_staleness": self.max_staleness}
         return {**named, **self.own}
 
-    def told(self) -> str:
-        """What it has chosen, as the tables say it."""
+    def settings_text(self) -> str:
+        """Its own settings, as in the tables."""
         return ", ".join(f"{key.partition('.')[2]} {value}" for key, value in self.own.items())
 
 
-def contender(workload: Workload, name: str, max_staleness: int) -> Contender:
-    """With its own best settings; what a tight bound does not allow is cut, and the demo stays as it is."""
+def best_contender(workload: Workload, name: str, max_staleness: int) -> Contender:
+    """A policy with its best settings, limited by its bound. The demo keeps the example's settings."""
     own = dict({**OWN[workload.is_paced], **OTHERS[workload.is_paced]}[name])
     if workload.is_example:
         own = {key: value for key, value in own.items() if key not in FREE_UNPACED}
     return bounded(Contender(name, max_staleness, own))
 
 
-def bounded(who: Contender) -> Contender:
-    """No version is kept for longer than the bound allows."""
+def bounded(contender: Contender) -> Contender:
+    """Limit the settings that keep a version for longer than the bound allows."""
     longest = {
-        "orchestrator.batches_per_version": who.max_staleness + 1,
-        "orchestrator.weight_sync_interval": max(1, who.max_staleness),
+        "orchestrator.batches_per_version": contender.max_staleness + 1,
+        "orchestrator.weight_sync_interval": max(1, contender.max_staleness),
     }
-    cut = {key: min(int(str(who.own[key])), most) for key, most in longest.items() if key in who.own}
-    return replace(who, own={**who.own, **cut})
+    cut = {
+        key: min(int(str(contender.own[key])), most) for key, most in longest.items() if key in contender.own
+    }
+    return replace(contender, own={**contender.own, **cut})
 
 
-def entrants(workload: Workload, bounds: Sequence[int]) -> list[Contender]:
-    """Every policy at every bound that it can have; `drain` at S = 1 is `one_step`."""
-    fixed = [contender(workload, name, RIVALS[name]) for name in FIXED]
+def contenders_for(workload: Workload, bounds: Sequence[int]) -> list[Contender]:
+    """Every policy at every bound that it supports; `drain` at S = 1 is `one_step`."""
+    fixed = [best_contender(workload, name, RIVALS[name]) for name in FIXED]
     free = [(name, s) for s in bounds for name in ("drain", *BREAKS_C1, "dora") if (name, s) != ("drain", 1)]
     others = (
-        [] if workload.is_example else [contender(workload, name, 4) for name in OTHERS[workload.is_paced]]
+        []
+        if workload.is_example
+        else [best_contender(workload, name, 4) for name in OTHERS[workload.is_paced]]
     )
-    return fixed + [contender(workload, name, s) for name, s in free] + others
+    return fixed + [best_contender(workload, name, s) for name, s in free] + others
 
 
 def choices(workload: Workload, name: str) -> list[Contender]:
-    """What a policy may be at its own bound, for `--search`."""
+    """The choices of a policy at its own bound, for --search."""
     engines: Sequence[Changes] = ({},) if workload.is_paced else ENGINES
     own: Sequence[Changes] = ({},)
     if name == "drain":
@@ -114,23 +118,25 @@ def choices(workload: Workload, name: str) -> list[Contender]:
         own = [{"orchestrator.weight_sync_interval": number} for number in (1, 3)]
     elif name == "dora":
         own = [ONE_SLOT, {**ONE_SLOT, "orchestrator.weight_sync_interval": 3}, {}]
-    base = {} if not workload.is_paced or name in BREAKS_C1 else MOVING
+    base = {} if not workload.is_paced or name in BREAKS_C1 else MIGRATING
     streamed = UNSTREAMED if name == "sync" else {}
     bound = {**RIVALS, "dora": 4}[name]
-    return [Contender(name, bound, {**base, **streamed, **here, **mine}) for here in engines for mine in own]
+    return [
+        Contender(name, bound, {**base, **streamed, **count, **mine}) for count in engines for mine in own
+    ]
 
 
 def parts(workload: Workload) -> dict[str, Contender]:
-    """DORA's parts, added to `sync` one by one, on paced engines; the bound is loosened before them."""
-    assert workload.is_paced, "a ladder needs several engines that hold one version each"
+    """DORA's parts, added to `sync` one by one on paced engines, after the looser bound."""
+    assert workload.is_paced, "the ablation needs several engines that hold one version each"
     deferred = {"orchestrator.weight_sync_interval": 3}
     return {
-        "sync": contender(workload, "sync", 0),
-        "+ streaming": contender(workload, "sync, streamed", 0),
-        "+ a bound of 4, by draining": contender(workload, "drain", 4),
+        "sync": best_contender(workload, "sync", 0),
+        "+ streaming": best_contender(workload, "sync, streamed", 0),
+        "+ a bound of 4, by draining": best_contender(workload, "drain", 4),
         "+ versions": Contender("dora", 4, {**ONE_SLOT, "orchestrator.placement": "static"}),
-        "+ migration": contender(workload, "dora, one slot", 4),
-        "+ grouped decode": contender(workload, "dora", 4),
-        "+ deferred load": Contender("dora", 4, {**MOVING, **deferred}),
-        "+ elastic trainer": Contender("dora", 4, {**MOVING, **deferred, "trainer.elastic": "true"}),
+        "+ migration": best_contender(workload, "dora, one slot", 4),
+        "+ grouped decode": best_contender(workload, "dora", 4),
+        "+ deferred load": Contender("dora", 4, {**MIGRATING, **deferred}),
+        "+ elastic trainer": Contender("dora", 4, {**MIGRATING, **deferred, "trainer.elastic": "true"}),
     }

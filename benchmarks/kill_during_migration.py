@@ -71,7 +71,7 @@ POLL_INTERVAL_S = 0.0005  # between two checks of the migration aimed at
 
 
 class KillingExecutor:
-    """An executor that also kills engines of migrations, at the moments and on the sides of `aims`, in order."""
+    """An executor that also kills engines of migrations at the moments and sides of `aims`, in order."""
 
     def __init__(self, executor: ProcessExecutor, aims: Sequence[Aim]) -> None:
         self.executor = executor

@@ -1,9 +1,9 @@
-"""schemathesis against a run that is served: every operation, with bodies as they should be and should not.
+"""Fuzz the service of a run with schemathesis: every operation, with valid and invalid bodies.
 
-Twice: a run that agents play, and one whose prompts, rewards and trainer are outside. It reads what the
-service says of itself and makes calls up from it; no answer may have a status of 500 or more, nor be
-another than the service's description allows. Operations that start or end processes are left out.
-schemathesis is no part of the project: pip install schemathesis.
+Two runs are fuzzed: one with agents, and one whose prompts, rewards and trainer are external. schemathesis
+generates calls from the service's OpenAPI description. No response may have a status of 500 or more, or
+differ from the description. Operations that start or end processes are left out. schemathesis is not a
+dependency of the project: pip install schemathesis.
 
     python benchmarks/serve_fuzz.py [--quick] [--json FILE]
 """
@@ -23,14 +23,14 @@ from serve import EXAMPLE, start, stop
 from dora.audit import audit
 from report import parse_options, publish
 
-SETTINGS = "[parameters]\nwait_s = 0\n"  # nothing waits for what does not come
+SETTINGS = "[parameters]\nwait_s = 0\n"  # no call waits
 LEFT_OUT = "/v1/engines"
-# Whether a prompt fits, say, is no matter of a schema: a refusal in words is as good as an acceptance.
+# A schema cannot express every rule (such as the length of a prompt), so valid bodies may be rejected.
 NOT_CHECKED = "positive_data_acceptance"
 
 
 def fuzz(folder: Path, address: dict[str, str], is_quick: bool) -> dict[str, Any]:
-    """What schemathesis reports."""
+    """The report of schemathesis."""
     settings, report = folder / "schemathesis.toml", folder / "report.json"
     settings.write_text(SETTINGS)
     phases = "coverage" if is_quick else "examples,coverage,fuzzing,stateful"
@@ -40,16 +40,16 @@ def fuzz(folder: Path, address: dict[str, str], is_quick: bool) -> dict[str, Any
     command += ["--exclude-path-regex", LEFT_OUT, "--exclude-checks", NOT_CHECKED, "--phases", phases]
     command += ["--max-examples", "50", "--seed", "1", "--request-timeout", "60"]
     command += ["--suppress-health-check", "all"]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    print(said.stdout, said.stderr)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    print(done.stdout, done.stderr)
     found: dict[str, Any] = json.loads(report.read_text())
     return found
 
 
-# Kind of run -> its example and what is changed.
+# Kind of run -> its example and overrides.
 RUNS: dict[str, tuple[Path, dict[str, object]]] = {
     "agents": (EXAMPLE, {}),
-    "outside": (
+    "external": (
         EXAMPLE.with_name("gcd.toml"),
         {
             "service__trainer": "external",
@@ -62,7 +62,7 @@ RUNS: dict[str, tuple[Path, dict[str, object]]] = {
 
 
 def measure(example: Path, changes: dict[str, object], is_quick: bool) -> dict[str, float]:
-    """What came of one run."""
+    """Counts of one fuzzed run."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out, log = folder / "run", folder / "log"
@@ -74,8 +74,8 @@ def measure(example: Path, changes: dict[str, object], is_quick: bool) -> dict[s
             stop(run)
         finally:
             run.kill()
-        told, verdict = log.read_text(), audit.check(out)
-    assert "Traceback" not in told, told
+        log_text, verdict = log.read_text(), audit.check(out)
+    assert "Traceback" not in log_text, log_text
     assert (verdict.c1, verdict.c2, verdict.c3) == (True, True, True)
     errors = [failure for failure in found["failures"] if failure["type"] == "ServerError"]
     return {

@@ -1,9 +1,10 @@
-"""What update policies are compared on: three shapes of answers, and engines with or without a pace.
+"""The workloads on which update policies are compared: three length distributions, paced or unpaced engines.
 
-`demo` is the example as it is. `tail` forces lengths to the shape of DORA's paper (max/mean about 10, p99
-over 10 times the median), half of their spread common to a group; `light` to almost equal ones, where
-asynchrony has little to win. A forced length is the request's alone, so all policies generate the same
-lengths; tokens, rewards, gradients and updates are real. P, G and, where engines are paced, rows are fixed.
+`demo` is the unchanged example. `tail` forces lengths to the distribution of DORA's paper (max/mean about 10,
+p99 over 10 times the median), with half of the log-variance common to a group. `light` forces almost equal
+lengths, with which asynchrony gains little. A forced length depends on the request only, so all policies
+generate the same lengths. Tokens, rewards, gradients and updates are real. P, G and, for paced engines, rows
+are fixed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ from report import Row
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
 MEDIAN_TOKENS, SPREAD, SHARE_OF_GROUP, MAX_TOKENS = 20, 1.15, 0.5, 400
 LIGHT_TOKENS = (36, 44)
-SHARE_MIXED = (
-    0.7  # of groups whose rewards differ, where not all are to: as in the first 100 steps of the demo
-)
+SHARE_MIXED = 0.7  # of groups with different rewards, as in the first 100 steps of the demo
 Changes = Mapping[str, object]
 
 
@@ -39,12 +38,12 @@ def tail_length(request: RequestId) -> int:
 
 @cache
 def _of_group(group: GroupId) -> float:
-    """The share of all its answers."""
+    """The part of the spread that a group's answers have in common."""
     return Random(f"length {group}").gauss()
 
 
 def light_length(request: RequestId) -> int:
-    """Tokens of an answer, evenly from a narrow range."""
+    """Tokens of an answer, uniform in a narrow range."""
     return Random(f"length {request}").randint(*LIGHT_TOKENS)
 
 
@@ -54,20 +53,20 @@ def differ(prompt: str, completion: str, **row: object) -> float:
 
 
 def differ_in_some(prompt: str, completion: str, **row: object) -> float:
-    """The same in some groups; in the others all are right, and there is nothing to train."""
+    """As `differ` in some groups. In the others all rewards are 1 and there is nothing to train."""
     is_mixed = Random(f"mixed {prompt}").random() < SHARE_MIXED
     return differ(prompt, completion) if is_mixed else 1.0
 
 
 class ForcedTail(RunSetup):
-    """Answers end at the length that `tail_length` says, and nowhere else."""
+    """Answers end exactly at their `tail_length`."""
 
     def sampling_of(self, request: RequestId) -> SamplingParams:
         return SamplingParams(self.config.sampling.temperature, tail_length(request), ())
 
 
 class ForcedLight(RunSetup):
-    """Answers end at the length that `light_length` says, and nowhere else."""
+    """Answers end exactly at their `light_length`."""
 
     def sampling_of(self, request: RequestId) -> SamplingParams:
         return SamplingParams(self.config.sampling.temperature, light_length(request), ())
@@ -75,15 +74,15 @@ class ForcedLight(RunSetup):
 
 @dataclass(frozen=True)
 class Workload:
-    """One shape of answers at one pace, and what is the same for all policies."""
+    """A length distribution at a pace, with the settings that all policies share."""
 
     name: str
     pace: str  # of a decode step; "none": as fast as the machine can
-    plan: type[RunSetup]
+    setup_type: type[RunSetup]
     num_steps: int
     changes: Changes
     num_repeats: int = 1  # with seeds 0, 1, ...
-    accuracy: float | None = None  # sampled, of which the time to it is measured
+    accuracy: float | None = None  # sampled accuracy, to which the time is measured
 
     @property
     def is_paced(self) -> bool:
@@ -91,11 +90,11 @@ class Workload:
 
     @property
     def is_example(self) -> bool:
-        """Whether it is the example's own settings that are compared."""
+        """Whether the example's own settings are compared."""
         return not self.changes
 
     def settings(self) -> dict[str, object]:
-        """Configuration keys and values, which a policy's own are added to."""
+        """Configuration keys and values, to which those of a policy are added."""
         paced = (
             {}
             if not self.is_paced
@@ -116,9 +115,9 @@ def forced(reward: Callable[..., float], batch_size: int, **more: object) -> Cha
     }
 
 
-# As large models are trained: log-probs of the step's own policy, a KL to the initial one, layers computed
-# again on the way back. Pace and batch were then chosen so that the trainer is nearly as slow as all rows
-# together, where asynchrony has most to win, also with a light tail: `light` unpaced is where it has least.
+# As large models are trained: log-probs recomputed by the current policy, a KL loss to the initial one,
+# activation checkpointing. Pace and batch are such that the trainer is nearly as slow as all rows together,
+# where asynchrony gains most, even with light tails. It gains least with `light` unpaced.
 PACED = {
     "engine__num_engines": 4,
     "engine__max_num_seqs": 8,
@@ -136,8 +135,8 @@ WORKLOADS = (DEMO, TAIL, LIGHT, PACED_TAIL, PACED_LIGHT)
 
 
 def shape_of(workload: Workload) -> Row:
-    """What the lengths of a forced workload are like."""
-    draw = tail_length if workload.plan is ForcedTail else light_length
+    """Statistics of the lengths of a forced workload."""
+    draw = tail_length if workload.setup_type is ForcedTail else light_length
     lengths = sorted(draw(RequestId(0, row, k)) for row in range(2000) for k in range(8))
     mean = statistics.fmean(lengths)
     return {

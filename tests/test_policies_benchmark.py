@@ -1,4 +1,4 @@
-"""What the policies benchmark compares, and what it makes of its rows; runs it makes elsewhere."""
+"""The contenders of the policies benchmark, and its comparison of their rows. No run is executed."""
 
 from __future__ import annotations
 
@@ -29,38 +29,42 @@ def module(name: str) -> Any:
     return import_module(name)
 
 
-def test_every_run_can_be_planned(tmp_path: Path) -> None:
+def test_every_contender_has_a_valid_configuration(tmp_path: Path) -> None:
     contenders, workloads = module("contenders"), module("workloads")
     for workload in (
         workloads.DEMO,
         workloads.TAIL,
         workloads.PACED_TAIL,
     ):  # light tails have the same settings
-        own = contenders.entrants(workload, contenders.BOUNDS)
-        tried = [who for name in (*contenders.RIVALS, "dora") for who in contenders.choices(workload, name)]
+        own = contenders.contenders_for(workload, contenders.BOUNDS)
+        tried = [
+            contender
+            for name in (*contenders.RIVALS, "dora")
+            for contender in contenders.choices(workload, name)
+        ]
         added = contenders.parts(workload).values() if workload.is_paced else ()
-        runs = {str(who.settings()): who for who in (*own, *tried, *added)}
-        for who in runs.values():
-            changes = {**workload.settings(), **who.settings()}
+        runs = {str(contender.settings()): contender for contender in (*own, *tried, *added)}
+        for contender in runs.values():
+            changes = {**workload.settings(), **contender.settings()}
             config = load.read_config(workloads.EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
-            assert config.orchestrator.update_policy == who.name.partition(",")[0]
-    for name in contenders.RIVALS:  # a plan takes longer
-        changes = contenders.contender(workloads.TAIL, name, contenders.RIVALS[name]).settings()
+            assert config.orchestrator.update_policy == contender.name.partition(",")[0]
+    for name in contenders.RIVALS:  # a setup takes longer
+        changes = contenders.best_contender(workloads.TAIL, name, contenders.RIVALS[name]).settings()
         config = load.read_config(workloads.EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
         limits = RunSetup.make(config, tmp_path).limits
         assert limits.max_staleness == contenders.RIVALS[name]
         assert limits.breaks_c1 == (name in contenders.BREAKS_C1)
 
 
-def test_the_demo_stays_as_it_is() -> None:
+def test_the_demo_keeps_the_settings_of_the_example() -> None:
     contenders, workloads = module("contenders"), module("workloads")
-    dora = contenders.contender(workloads.DEMO, "dora", 2)
+    dora = contenders.best_contender(workloads.DEMO, "dora", 2)
     assert {key for key in dora.settings() if not key.startswith("orchestrator.")} == set()
-    sync = contenders.contender(workloads.DEMO, "sync", 0)
+    sync = contenders.best_contender(workloads.DEMO, "sync", 0)
     assert {key for key in sync.settings() if not key.startswith("orchestrator.")} == {"trainer.streaming"}
 
 
-def test_the_tail_has_the_shape_of_the_paper_s_and_the_light_one_has_none() -> None:
+def test_the_tail_has_the_shape_of_the_paper_and_light_lengths_have_none() -> None:
     workloads = module("workloads")
     tail, light = workloads.shape_of(workloads.TAIL), workloads.shape_of(workloads.LIGHT)
     assert 8 < tail["max_over_mean"] < 13
@@ -68,7 +72,7 @@ def test_the_tail_has_the_shape_of_the_paper_s_and_the_light_one_has_none() -> N
     assert light["p99_over_median"] < 1.2
 
 
-def test_lengths_are_the_same_whoever_generates() -> None:
+def test_lengths_depend_on_the_request_only() -> None:
     from dora.core.types import RequestId
 
     workloads = module("workloads")
@@ -82,10 +86,10 @@ def test_ratios_are_of_runs_with_the_same_seed() -> None:
     policies, workloads = module("policies"), module("workloads")
 
     def row(name: str, bound: int, seed: int, speed: float) -> dict[str, Any]:
-        who = {"workload": "tail", "pace": "none", "policy": name, "S": bound, "seed": seed}
-        return {**who, "tokens_per_s": speed, "to_accuracy_s": "-" if seed else 100 / speed}
+        contender = {"workload": "tail", "pace": "none", "policy": name, "S": bound, "seed": seed}
+        return {**contender, "tokens_per_s": speed, "to_accuracy_s": "-" if seed else 100 / speed}
 
-    # The machine is four times slower with seed 1, for all alike.
+    # With seed 1 the machine is four times slower for all contenders.
     rows = [row("dora", 4, 0, 800.0), row("dora", 4, 1, 200.0), row("drain", 4, 0, 400.0)]
     rows += [row("drain", 4, 1, 100.0), row("sync", 0, 0, 200.0), row("dora", 4, 2, 1e9)]
     found = {line["rival"]: line for line in policies.compare(rows, workloads.TAIL, (4,))}
