@@ -80,7 +80,7 @@ class RunContext(Protocol):
         """Append prompts, the first of which has the index `first`. Raises ServiceError."""
 
     def awaited_inputs(self) -> list[str]:
-        """What the run waits, or may have to wait, for from outside."""
+        """The external inputs that the run waits, or may have to wait, for."""
 
     def pause(self) -> None:
         """Pause the whole run. Raises ServiceError unless it trains."""
