@@ -1,6 +1,6 @@
-"""Pages of figures, one for each JSON file of benchmarks/results: nothing is typed off.
+"""Pages of results, one for each JSON file of benchmarks/results.
 
-Rows that have the same columns make a table, as the benchmark itself prints them.
+Rows with the same columns make a table, as the benchmark itself prints them.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ MADE_BY = {
     "faults_ray": "faults",
     "policies_search": "policies",
     "sglang_fleet": "vllm_fleet",
-}  # results whose file has not the benchmark's name
+}  # results of a script with another name
 
 
 def pages() -> dict[str, str]:
-    """Path of the page of each file, by its name."""
+    """File name -> path of its page."""
     return {file.stem: f"benchmarks/{file.stem}.md" for file in sorted(RESULTS.glob("*.json"))}
 
 
 def page(name: str) -> str:
-    """What one benchmark has measured, and where."""
+    """The results of one benchmark, with machine and state of the code."""
     found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     script = f"{MADE_BY.get(name, name)}.py"
     machine = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
     ratios = [{"ratio": ratio, "value": value} for ratio, value in found["ratios"].items()]
     parts = [
         f"# {name}",
-        told(ROOT / "benchmarks" / script),
+        docstring_of(ROOT / "benchmarks" / script),
         f"[The script](../../benchmarks/{script}), "
         f"[the figures as JSON](../../benchmarks/results/{name}.json). "
         f"Measured on {machine}; state of the code {found['git']}.",
@@ -47,13 +47,13 @@ def page(name: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def told(script: Path) -> str:
-    """What a benchmark says of itself."""
+def docstring_of(script: Path) -> str:
+    """The module docstring of a benchmark."""
     return ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One table for each set of columns, cut where it would be endless."""
+    """One table for each set of columns, with at most MAX_ROWS rows."""
     made = []
     for columns in dict.fromkeys(tuple(row) for row in rows):
         own = [row for row in rows if tuple(row) == columns]
@@ -64,7 +64,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table in Markdown; numbers stand on the right."""
+    """A table in Markdown; numbers are aligned to the right."""
     is_number = [all(isinstance(row[column], int | float) for row in rows) for column in columns]
     lines = [columns, ["--:" if number else "---" for number in is_number]]
     lines += [[figure(row[column]) for column in columns] for row in rows]
@@ -72,7 +72,7 @@ def table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def figure(value: Any) -> str:
-    """A value as it is read: four digits that count, thousands apart."""
+    """A value with four significant digits and separated thousands."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ("" if value is None else str(value)).replace("|", "\\|")
     if isinstance(value, int) or value.is_integer():

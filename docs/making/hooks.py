@@ -1,7 +1,7 @@
-"""What mkdocs asks while it makes the site: pages that are no files of docs/.
+"""Hooks of mkdocs: pages of the site that are not files of docs/.
 
-Files of the repository that pages link to become pages of the site, so that it has no link out of itself
-and needs no forge; each JSON file of benchmarks/results becomes a page of tables.
+Files of the repository that pages link to become pages, so that the site has no link out of itself. Each JSON
+file of benchmarks/results becomes a page of tables.
 """
 
 import re
@@ -22,14 +22,15 @@ LINK = re.compile(r"\]\((\.\./[^)#\s]+)([^)]*)\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The benchmarks' pages stand under the page that says what is measured."""
-    (heading,) = [item for item in config.nav or [] if "Benchmarks" in item]
-    heading["Benchmarks"] += [{title: path} for title, path in benchmarks.pages().items()]
+    """Add a section with the pages of results to the shelf that has the page of benchmarks."""
+    page = {"Benchmarks": "benchmarks.md"}
+    (shelf,) = [pages for item in config.nav or [] for pages in item.values() if page in pages]
+    shelf.append({"Results": [{title: path} for title, path in benchmarks.pages().items()]})
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Pages of figures, and of every file that a page links to outside of docs/."""
+    """Add the pages of results, and of every file outside of docs/ that a page links to."""
     for title, path in benchmarks.pages().items():
         files.append(File.generated(config, path, content=benchmarks.page(title)))
     wanted: set[str] = set()
@@ -42,7 +43,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Links out of docs/ lead to the pages made above."""
+    """Rewrite links out of docs/ to the pages made above."""
     here = Path(page.file.src_uri)
     if here.parts[0] == "source":
         return markdown
