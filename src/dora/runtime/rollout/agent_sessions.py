@@ -224,14 +224,14 @@ class AgentSessions:
     def _start_episode(
         self, session: AgentSession, messages: tuple[ChatMessage, ...], max_tokens: int | None
     ) -> None:
-        most = self._setup.config.data.max_prompt_length
-        _check_length(messages, most)
+        max_length = self._setup.config.data.max_prompt_length
+        _check_length(messages, max_length)
         prompt_ids = self._setup.prompts.encode(self._encodable(messages))
-        if not 1 <= len(prompt_ids) <= most:
+        if not 1 <= len(prompt_ids) <= max_length:
             raise ServiceError(
                 400,
                 f"the messages have {len(prompt_ids)} tokens; the rule is 1 to data.max_prompt_length = "
-                f"{most}; send fewer",
+                f"{max_length}; send fewer",
             )
         session.max_turn_tokens, session.num_tokens = max_tokens, len(prompt_ids)
         self._send(EpisodeStarted(session.episode, tuple(prompt_ids), max_tokens))
@@ -304,11 +304,14 @@ class AgentSessions:
 
 def _check_length(messages: Sequence[ChatMessage], num_tokens: int) -> None:
     """Raises ServiceError for messages that cannot fit `num_tokens`, before the driver tokenizes them."""
-    num_characters, most = sum(len(message.content) for message in messages), MAX_CHARACTERS * num_tokens
-    if num_characters > most:
+    num_characters, max_characters = (
+        sum(len(message.content) for message in messages),
+        MAX_CHARACTERS * num_tokens,
+    )
+    if num_characters > max_characters:
         raise ServiceError(
             400,
-            f"the new messages have {num_characters} characters; {num_tokens} tokens have at most {most}; "
+            f"the new messages have {num_characters} characters; {num_tokens} tokens have at most {max_characters}; "
             "send less",
         )
 

@@ -1,7 +1,7 @@
 """The driver's side of live migrations: forwards messages between two engines and reports how each ended.
 
 The engines decide by one atomic rename which of them owns the request (`dora.engine.kv_transfer.handoff`).
-Once neither of them can rename the file any more, its name tells how the migration has ended. The
+Once neither of them can rename the file any more, its name shows how the migration has ended. The
 orchestrator gets exactly one event about each migration, whichever process crashes.
 """
 
