@@ -304,15 +304,13 @@ class AgentSessions:
 
 def _check_length(messages: Sequence[ChatMessage], num_tokens: int) -> None:
     """Raises ServiceError for messages that cannot fit `num_tokens`, before the driver tokenizes them."""
-    num_characters, max_characters = (
-        sum(len(message.content) for message in messages),
-        MAX_CHARACTERS * num_tokens,
-    )
+    num_characters = sum(len(message.content) for message in messages)
+    max_characters = MAX_CHARACTERS * num_tokens
     if num_characters > max_characters:
         raise ServiceError(
             400,
-            f"the new messages have {num_characters} characters; {num_tokens} tokens have at most {max_characters}; "
-            "send less",
+            f"the new messages have {num_characters} characters; {num_tokens} tokens have at most "
+            f"{max_characters}; send less",
         )
 
 

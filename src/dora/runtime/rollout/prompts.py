@@ -43,7 +43,7 @@ class PromptSource:
         return self._cursor.index
 
     def fetch(self, count: int) -> list[PromptsFetched]:
-        """Request `count` prompts. Returns those that are available; the others follow once they are uploaded."""
+        """Request `count` prompts. Returns those that are available; the others follow once uploaded."""
         self.num_wanted += count
         return self._fetch_available()
 
