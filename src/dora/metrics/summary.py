@@ -23,40 +23,20 @@ def summarize(
     `before`, `during` and `after` are the evaluations before, during and after training.
     """
     wall_s = max(1e-9, metrics.now_s - metrics.started_s)
-    num_samples = metrics.staleness.total()
-    utilization = metrics.utilization
     return {
         "steps": len(metrics.steps),
-        "trained_groups": state.num_trained,
-        "trained_samples": num_samples,
-        "filtered_groups": state.num_filtered,
-        "failed_groups": state.num_failed,
-        "pending_groups": state.num_admitted - state.num_trained - state.num_filtered - state.num_failed,
+        **_groups(metrics, state),
         **summarize_evaluation("before", before),
         **summarize_evaluation("after", after),
         "evaluations": [e.to_json() for e in (before, *during, after) if e is not None],
         "reward_last": metrics.steps[-1].rewards.mean if metrics.steps else None,
-        "trained_tokens": metrics.trained_tokens,
-        "regenerated_tokens": state.num_regenerated_tokens,
-        "aborted_tokens": state.num_aborted_tokens,
-        "reprefill_tokens": metrics.migrations.reprefill_tokens
-        + sum(metrics.samples.num_recomputed.values()),
-        "breaks_c1": state.limits.breaks_c1,
-        "segmented_samples": metrics.num_segmented,
+        **_tokens(metrics, state),
         "wall_s": round(wall_s, 3),
         "tokens_per_s": round(metrics.tokens_per_s, 1),
         "live_versions_max": metrics.live_versions_max,
         "live_versions_mean": round(metrics.live_version_s / max(1e-9, metrics.rollout_s), 3),
-        "staleness_histogram": {str(s): n for s, n in sorted(metrics.staleness.items())},
-        "staleness_mean": sum(s * n for s, n in metrics.staleness.items()) / max(1, num_samples),
-        "staleness_max": max(metrics.staleness, default=0),
-        "staleness_bound_mean": _mean(step.staleness_bound for step in metrics.steps),
-        "staleness_bound_last": metrics.steps[-1].staleness_bound if metrics.steps else None,
-        "rollout_utilization": round(utilization.overall(), 4),
-        "rollout_utilization_by_engine": {
-            str(engine): round(ratio, 4) for engine, ratio in utilization.by_engine().items()
-        },
-        "trainer_idle_ratio": round(metrics.trainer_idle_s / wall_s, 4),
+        **_staleness(metrics),
+        **_utilization(metrics, wall_s),
         "logprob_mismatch_max": max(
             (found for found in map(_mismatch, metrics.steps) if found is not None), default=None
         ),
@@ -72,6 +52,51 @@ def summarize(
         "attempts": metrics.num_attempts,
         "redone_steps": metrics.redone_steps,
         "redone_tokens": metrics.redone_tokens,
+    }
+
+
+def _groups(metrics: RunMetrics, state: State) -> dict[str, Any]:
+    num_finished = state.num_trained + state.num_filtered + state.num_failed
+    return {
+        "trained_groups": state.num_trained,
+        "trained_samples": metrics.staleness.total(),
+        "filtered_groups": state.num_filtered,
+        "failed_groups": state.num_failed,
+        "pending_groups": state.num_admitted - num_finished,
+    }
+
+
+def _tokens(metrics: RunMetrics, state: State) -> dict[str, Any]:
+    num_reprefilled = metrics.migrations.reprefill_tokens + sum(metrics.samples.num_recomputed.values())
+    return {
+        "trained_tokens": metrics.trained_tokens,
+        "regenerated_tokens": state.num_regenerated_tokens,
+        "aborted_tokens": state.num_aborted_tokens,
+        "reprefill_tokens": num_reprefilled,
+        "breaks_c1": state.limits.breaks_c1,
+        "segmented_samples": metrics.num_segmented,
+    }
+
+
+def _staleness(metrics: RunMetrics) -> dict[str, Any]:
+    histogram = metrics.staleness
+    return {
+        "staleness_histogram": {str(s): n for s, n in sorted(histogram.items())},
+        "staleness_mean": sum(s * n for s, n in histogram.items()) / max(1, histogram.total()),
+        "staleness_max": max(histogram, default=0),
+        "staleness_bound_mean": _mean(step.staleness_bound for step in metrics.steps),
+        "staleness_bound_last": metrics.steps[-1].staleness_bound if metrics.steps else None,
+    }
+
+
+def _utilization(metrics: RunMetrics, wall_s: float) -> dict[str, Any]:
+    utilization = metrics.utilization
+    return {
+        "rollout_utilization": round(utilization.overall(), 4),
+        "rollout_utilization_by_engine": {
+            str(engine): round(ratio, 4) for engine, ratio in utilization.by_engine().items()
+        },
+        "trainer_idle_ratio": round(metrics.trainer_idle_s / wall_s, 4),
     }
 
 
