@@ -87,7 +87,7 @@ def test_the_example_imports_nothing_of_dora() -> None:
     assert not {name for name in names if name.partition(".")[0] == "dora"}
 
 
-def test_the_example_computes_no_gradient_for_observation_tokens(served: ServedRun) -> None:
+def test_the_example_computes_no_gradient_for_observation_tokens() -> None:
     spec = importlib.util.spec_from_file_location("external_trainer", TRAINER)
     assert spec is not None
     assert spec.loader is not None
