@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, summary
 
@@ -21,6 +22,7 @@ def stop(run: Run) -> None:
     assert run.end().code == 130
 
 
+@pytest.mark.timeout(300)  # seconds; starts nine processes of `dora`, and is slow on busy cores
 def test_an_engine_is_added_and_another_one_drained_during_a_run(start_run: StartRun) -> None:
     run = start_run(**LONG)
     run.wait_for_steps(1)
