@@ -1,10 +1,10 @@
-"""The demo with samples up to four versions old: as they are, with an adaptive bound, and weighted by age.
+"""The demo with samples up to four versions old: unchanged, with an adaptive bound, weighted by staleness.
 
-Every run is a `dora train` of its own; each seed has all three in turn. `kl_1e3` is the mean of the batches
-(off_policy/kl_k3, 0.001 nats per token), `ess_min` the least effective sample size of one (share of its
-tokens). `allowed_*` is the effective staleness, at the mean of each quarter of the run: 4 where the
-bound is fixed. max_kl is set for the demo, whose batches have less KL than the default allows.
---quick runs one seed for 16 steps, which shows how it is measured and no learning.
+Each run is a separate `dora train`; the three settings take turns for each seed. `kl_1e3` is the mean of the
+batches (off_policy/kl_k3, 0.001 nats per token), and `ess_min` the smallest effective sample size of a batch
+(fraction of its tokens). `allowed_*` is the mean staleness bound in each quarter of the run; it is 4 if the
+bound is fixed. max_kl is lower than the default, because the demo's batches have little KL. --quick runs one
+seed for 16 steps, too few to learn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLUMNS = {
 
 
 def run(mode: str, seed: int, quick: bool) -> Row:
-    """One run of the demo: where it ended, how old its samples were, and what was allowed meanwhile."""
+    """One run of the demo: final accuracy, staleness of its samples, and the bounds."""
     changes = (f"orchestrator.max_staleness={MAX_STALENESS}", *MODES[mode])
     summary, lines = run_demo(seed, changes, *(QUICK if quick else ()))
     steps = [line for line in lines if "step" in line and "staleness/bound" in line]

@@ -1,4 +1,4 @@
-"""Mean accuracies over seeds with their 95 % intervals, by Student's t: what few runs can say, how surely."""
+"""Mean accuracies over seeds with 95 % confidence intervals by Student's t."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _T95 = [
 
 
 def band(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half of its 95 % interval.
+    """Mean, and half of its 95 % interval.
 
-    Of a single value the half is 1, for nothing is known of the others but that they are accuracies.
+    For a single value the half is 1, because other accuracies may have any value from 0 to 1.
     """
     if len(values) < 2:
         return values[0], 1.0
@@ -26,8 +26,8 @@ def band(values: Sequence[float]) -> tuple[float, float]:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """The band of ours - theirs, seed by seed: two-sided paired t-test at 5 %.
+    """Mean and half interval of ours - theirs by seed: a two-sided paired t-test at 5 %.
 
-    Zero outside of the band is a difference that seeds do not explain.
+    If 0 is not in the interval, the difference is significant.
     """
     return band([a - b for a, b in zip(ours, theirs, strict=True)])

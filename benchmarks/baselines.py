@@ -1,6 +1,7 @@
 """Other ways to decode the same model: a bare torch loop, transformers, and vLLM in a child process.
 
-All take the same prompts, draw as many tokens at temperature 1, on one thread, and return no log-probs.
+All decode the same prompts on one thread, sample the same number of tokens at temperature 1, and return no
+log-probs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MAX_BATCH_TOKENS = 2048  # of prompts, per step of continuous batching
 class Timing:
     """Wall and CPU time of a decode step while all rows decode, and of the whole, prompts included.
 
-    The whole is 0 where there is no prefill.
+    The whole is 0 if there is no prefill.
     """
 
     step_s: float
@@ -42,10 +43,10 @@ class Timing:
 
 
 class Bare:
-    """What a good programmer writes without an engine: a static cache, fused projections, no bookkeeping.
+    """A bare decode loop without an engine: a static cache, fused projections, no bookkeeping.
 
-    Its context is trimmed to the longest row's, query heads that share a kv head are packed, tokens
-    stay in one tensor. It has no prefill: the cache holds zeros, which take as long.
+    The context is trimmed to that of the longest row, query heads that share a kv head are packed, and tokens
+    stay in one tensor. It has no prefill: the cache holds zeros, which cost as much.
     """
 
     def __init__(self, config: ModelConfig, flat: Tensor) -> None:
@@ -125,7 +126,7 @@ class Transformers:
 
     @torch.inference_mode()
     def generate(self, prompts: Prompts, num_tokens: int) -> Timing:
-        """One batch, padded on the left, with its default cache; the clock is a stopping criterion."""
+        """One batch, padded on the left, with the default cache. A stopping criterion measures the time."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -150,8 +151,8 @@ class Transformers:
         return Timing(*clock.per_tick(without_first=True), *whole.per_tick())
 
     def batch_continuously(self, prompts: Prompts, num_tokens: int) -> Timing:
-        """Steps are seen through the times of tokens, and have the CPU time that the whole has."""
-        # Twice what they need, for with less some prompts wait until others are done.
+        """Steps are measured by the times of tokens; their share of CPU time is that of the whole run."""
+        # Twice the required number: with less, some prompts wait until others are finished.
         num_blocks = 2 * sum(-(-(len(prompt) + num_tokens) // _PAGE) for prompt in prompts)
         whole = _Clock()
         sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "eos_token_id": -1, "pad_token_id": 0}
@@ -178,18 +179,18 @@ class Transformers:
 
 
 class VllmChild:
-    """vLLM in a process of its own, which waits for orders between measurements."""
+    """vLLM in its own process, which waits for requests between measurements."""
 
     def __init__(self, python: Path, folder: Path, *sizes: int) -> None:
         self._child = Child(python, "vllm_child.py", [str(folder), *map(str, sizes)])
         self.stop = self._child.stop
 
     def run(self, prompts: Prompts, num_tokens: int) -> Timing:
-        return Timing(**self._child.ask({"prompts": prompts, "num_tokens": num_tokens}))
+        return Timing(**self._child.request({"prompts": prompts, "num_tokens": num_tokens}))
 
 
 class _Clock:
-    """Wall and CPU time of this process at its making and at every tick."""
+    """Wall and CPU time of this process at the start and at every tick."""
 
     def __init__(self) -> None:
         self._times = [(time.perf_counter(), time.process_time())]
@@ -198,7 +199,7 @@ class _Clock:
         self._times.append((time.perf_counter(), time.process_time()))
 
     def per_tick(self, without_first: bool = False) -> tuple[float, float]:
-        """Mean wall and CPU time of a tick, from the making on, or from the first tick on."""
+        """Mean wall and CPU time of a tick, from the start or from the first tick."""
         times = self._times[1:] if without_first else self._times
         (began_s, began_cpu_s), (ended_s, ended_cpu_s) = times[0], times[-1]
         num_ticks = len(times) - 1

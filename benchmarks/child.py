@@ -1,4 +1,4 @@
-"""A process that is measured on its own: it says that it is ready, then answers each JSON line with one."""
+"""A measured child process: it reports that it is ready, then replies to each JSON line with one line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class Child:
-    """A script beside this one, run by any Python."""
+    """A script of this folder, run with any Python interpreter."""
 
     def __init__(self, python: Path, script: str, arguments: Sequence[str]) -> None:
-        """Returns when the child is ready; `ready` is what it said."""
+        """Returns once the child is ready; `ready` is its report."""
         self._script = script
         self._process = subprocess.Popen(
             [python, str(Path(__file__).with_name(script)), *arguments],
@@ -22,25 +22,25 @@ class Child:
             stderr=subprocess.DEVNULL,  # progress bars
             text=True,
         )
-        self.ready = self._answer()["ready"]
+        self.ready = self._reply()["ready"]
 
-    def ask(self, question: Any) -> dict[str, Any]:
-        """Raises RuntimeError if the child has ended."""
+    def request(self, content: Any) -> dict[str, Any]:
+        """The reply to a line. Raises RuntimeError if the child has exited."""
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.write(json.dumps(content) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        return self._reply()
 
     def stop(self) -> None:
-        """End the process, which may be waiting or busy."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
 
-    def _answer(self) -> dict[str, Any]:
+    def _reply(self) -> dict[str, Any]:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise RuntimeError(f"{self._script} ended with code {code}; run it by itself")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+            raise RuntimeError(f"{self._script} exited with code {code}; run it by itself")
+        reply: dict[str, Any] = json.loads(line)
+        return reply

@@ -1,13 +1,12 @@
-"""What a run on Ray costs against one on local processes, and how fast bytes go between nodes.
+"""The cost of a run on Ray relative to local processes, and the throughput of transfers between nodes.
 
-First the demo, local and on Ray in turn. Then publishes on Ray, with one engine and with many: `held_ms` is
-from the order to publish until the version is there, during which the trainer does nothing else. Many are
-tried at the pace of the one, with so many times its work for the cores that the trainer needs, too, and so
-much slower that all together have as much to do as the one. Last the paths, on two nodes of one cluster on
-this machine, each with an object store of its own: `object` is Ray's alone, `weights` ends in an engine's
-buffer, `kv` in its pool, in pieces of 4 MiB as a move has them. Every object and version has been seen by
-nobody yet.
---quick leaves the demo out, and slower engines; two are many, steps are few, buffers smaller.
+First the demo runs locally and on Ray in turn. Then weights are published on Ray, with one engine and with
+many. `held_ms` is the time of a publish, during which the trainer does nothing else. Many engines run at the
+pace of the one, with many times its load on the cores, and at a slower pace with the same total load. Last,
+transfer paths are measured between two nodes of a cluster on this machine, each with its own object store:
+`object` is Ray's alone, `weights` ends in an engine's buffer, and `kv` in an engine's pool, in pieces of
+4 MiB as in a migration. Every object and version is transferred for the first time. --quick leaves out the
+demo and the slower engines, and has two engines, few steps and smaller buffers.
 
     python benchmarks/cluster.py [--quick] [--json FILE]
 """
@@ -56,7 +55,7 @@ PUBLISHING = (
 
 
 def demo_row(kind: str, repeat: int, steps: int) -> Row:
-    """One run of the demo."""
+    """One run of the demo on a kind of runtime."""
     changes = [f"runtime.kind={kind}", "eval.num_prompts=0"]
     summary, _ = run_demo(repeat, changes, "--steps", str(steps))
     return {"run": "demo", "kind": kind, "repeat": repeat} | {
@@ -65,7 +64,7 @@ def demo_row(kind: str, repeat: int, steps: int) -> Row:
 
 
 def publish_row(num_engines: int, pace_ms: int, repeat: int, steps: int) -> Row:
-    """How long publishes held the trainer, without the first, which makes the buffers."""
+    """Median time of a publish, without the first, which allocates the buffers."""
     changes = [*PUBLISHING, f"engine.num_engines={num_engines}", f"engine.min_step_time={pace_ms}ms"]
     _, lines = run_demo(repeat, changes, "--steps", str(steps))
     held_ms = [1e3 * line["timing_s/publish"] for line in lines[1:]]
@@ -80,7 +79,7 @@ def publish_row(num_engines: int, pace_ms: int, repeat: int, steps: int) -> Row:
 
 
 class Paths:
-    """Ways between two nodes; each is timed, and returns seconds for `num_bytes`."""
+    """Transfer paths between two nodes; each method returns the seconds for `num_bytes`."""
 
     def __init__(self, num_bytes: int, folder: Path) -> None:
         self.num_bytes, self._count = num_bytes, 0
@@ -92,39 +91,39 @@ class Paths:
             Reader.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
             for node in (own, next(node for node in nodes if node != own))
         )
-        ray.get([self._near.see.remote(np.zeros(8)), self._far.see.remote(np.zeros(8))])
+        ray.get([self._near.read.remote(np.zeros(8)), self._far.read.remote(np.zeros(8))])
 
     def put(self) -> float:
-        """Into the store of this node, from a view."""
+        """From a view into the object store of this node."""
         content = self._published()
         began_s = time.perf_counter()
         self._object = ray.put(content)
         return time.perf_counter() - began_s
 
     def get_near(self) -> float:
-        """By another process of this node."""
+        """From the object store to another process of this node."""
         self.put()
-        return float(ray.get(self._near.see.remote(self._object)))
+        return float(ray.get(self._near.read.remote(self._object)))
 
     def get_far(self) -> float:
-        """By one of the other node, whose store pulls it."""
+        """To a process of the other node, whose object store pulls the object."""
         self.put()
         began_s = time.perf_counter()
-        ray.get(self._far.see.remote(self._object))
+        ray.get(self._far.read.remote(self._object))
         return time.perf_counter() - began_s
 
     def weights_near(self) -> float:
-        """From the file where the trainer has published it."""
+        """From the weight store into a buffer on the same node."""
         self._published()
         began_s = time.perf_counter()
         self._slot.copy_(self._store.fetch(self._count))
         return time.perf_counter() - began_s
 
     def weights_far(self) -> float:
-        """From there to the other node's store, and on into a buffer."""
+        """From the weight store through both object stores into a buffer on the other node."""
         content = self._published()
         began_s = time.perf_counter()
-        ray.get(self._far.take.remote(self._count, ray.put(content)))
+        ray.get(self._far.load.remote(self._count, ray.put(content)))
         return time.perf_counter() - began_s
 
     def _published(self) -> Any:
@@ -137,22 +136,22 @@ class Paths:
 
 @ray.remote(num_cpus=0)
 class Reader:
-    """A process somewhere."""
+    """A process on one of the nodes."""
 
     def __init__(self) -> None:
-        self._brought = RemoteVersionSource("float32")
+        self._source = RemoteVersionSource("float32")
         self._slot: torch.Tensor | None = None
 
-    def see(self, content: Any) -> float:
-        """Look at all of it; seconds."""
+    def read(self, content: Any) -> float:
+        """Read all of it; returns the seconds."""
         began_s = time.perf_counter()
         content.max()
         return time.perf_counter() - began_s
 
-    def take(self, version: int, content: Any) -> None:
-        """As an engine of another node does, until it holds the version."""
-        self._brought.receive(version, content, ())
-        flat = self._brought.fetch(version)
+    def load(self, version: int, content: Any) -> None:
+        """Load a version as an engine of another node does."""
+        self._source.receive(version, content, ())
+        flat = self._source.fetch(version)
         if self._slot is None:
             self._slot = torch.empty_like(flat)
         self._slot.copy_(flat)
@@ -160,7 +159,7 @@ class Reader:
 
 @contextmanager
 def two_nodes() -> Iterator[None]:
-    """On this machine; only they are stopped."""
+    """A Ray cluster of two nodes on this machine; no other cluster is stopped at the end."""
     memory = {"object_store_memory": 2**30}
     head = {"num_cpus": 2, "include_dashboard": False, "_system_config": {"worker_niceness": 0}, **memory}
     cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
@@ -174,16 +173,16 @@ def two_nodes() -> Iterator[None]:
 
 
 def source_engine(connection: Connection, path: Path, num_blocks: int) -> None:
-    """A process with a pool, until it is told to end."""
+    """Serve a KV pool until the other end of `connection` sends a message."""
     pool = view_as_blocks(create_pool(path, num_blocks * BLOCK_BYTES), num_blocks)
     pool[:] = np.arange(num_blocks, dtype=np.uint64)[:, None]
-    with closing(KVPoolServer("127.0.0.1", pool)) as door:
-        connection.send(door.address)
+    with closing(KVPoolServer("127.0.0.1", pool)) as server:
+        connection.send(server.address)
         connection.recv()
 
 
 def kv_s(peer: PeerPool, pool: KVBlocks) -> float:
-    """All blocks of a peer's pool, in pieces; seconds."""
+    """Copy all blocks of a peer's pool in pieces; returns the seconds."""
     began_s = time.perf_counter()
     for start in range(0, len(pool), NUM_PER_POLL):
         some = range(start, min(start + NUM_PER_POLL, len(pool)))
@@ -192,7 +191,7 @@ def kv_s(peer: PeerPool, pool: KVBlocks) -> float:
 
 
 def kv_rows(folder: Path, num_blocks: int, num_repeats: int) -> list[Row]:
-    """From one process to another, on a machine and over a line."""
+    """KV copies between processes: through shared memory and over a network connection."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     path = folder / "pool"
@@ -212,27 +211,27 @@ def kv_rows(folder: Path, num_blocks: int, num_repeats: int) -> list[Row]:
     return rows
 
 
-def path_row(name: str, num_bytes: int, way: Callable[[], float], num_repeats: int) -> Row:
-    """The median of repeats, after one that does not count."""
-    way()
-    seconds = statistics.median(way() for _ in range(num_repeats))
+def path_row(name: str, num_bytes: int, transfer: Callable[[], float], num_repeats: int) -> Row:
+    """The median of repeats, after a warm-up."""
+    transfer()
+    seconds = statistics.median(transfer() for _ in range(num_repeats))
     return {"path": name, "mb": num_bytes / 1e6, "ms": 1e3 * seconds, "gb_per_s": num_bytes / 1e9 / seconds}
 
 
 def path_rows(num_bytes: int, num_repeats: int) -> list[Row]:
-    """Every path."""
+    """The rows of all paths."""
     folder = make_store_folder(4 * num_bytes)
     try:
         with two_nodes():
             paths = Paths(num_bytes, folder)
-            ways = {
+            transfers = {
                 "object: put": paths.put,
                 "object: get, same node": paths.get_near,
                 "object: get, other node": paths.get_far,
                 "weights: same node": paths.weights_near,
                 "weights: other node": paths.weights_far,
             }
-            rows = [path_row(name, num_bytes, way, num_repeats) for name, way in ways.items()]
+            rows = [path_row(name, num_bytes, transfer, num_repeats) for name, transfer in transfers.items()]
         return rows + kv_rows(folder, num_bytes // BLOCK_BYTES, num_repeats)
     finally:
         WeightStore(folder).close()

@@ -1,11 +1,11 @@
 """What update policies learn: accuracy against samples and time, over seeds, on four verifiable tasks.
 
-Each run of a task of examples/verifiable has one engine and one trainer. Seeds are paired: all settings
-have the same prompts in the same order, and evaluation draws the same random numbers. A difference from
-`sync` is within the seeds' noise if 0 lies in the 95 % interval of the paired t-test; that is not to say that
-there is none, so it is also told whether the interval excludes all differences of three points and more.
-Tests are not corrected for their number. `dropping` is DORA with a trainer that is blind to what is older
-than two versions; what --kept has is not made again.
+Each run of a task of examples/verifiable has one engine and one trainer. Seeds are paired: all settings have
+the same prompts in the same order, and evaluation uses the same random numbers. A difference from `sync` is
+within noise if the 95 % interval of the paired t-test contains 0. That does not prove equality, so the tables
+also show whether the interval excludes differences of three points and more. Tests are not corrected for
+their number. `dropping` is DORA with a trainer that drops samples staler than two versions. Runs in the file
+--kept are not repeated.
 
     python benchmarks/convergence.py [--quick] [--json FILE] [--kept FILE] [--minutes M]
         [--task NAME ...] [--policy NAME ...]
@@ -30,7 +30,7 @@ SEEDS = range(5)
 NUM_STEPS, NUM_PROMPTS = 60, 256
 QUICK_STEPS, QUICK_PROMPTS = 20, 64
 RIVALS = [("dora", 2), ("partial", 2), ("inflight", 2), ("dora", 4), ("dora", 1)]
-SETTINGS = [  # the most telling ones first, for whom an unfinished set must do
+SETTINGS = [  # the most important ones first, in case --minutes ends the benchmark early
     Setting("sync", 0),
     *(Setting(*rival) for rival in RIVALS),
     Setting("dropping", 2),
@@ -43,7 +43,7 @@ IDENTITY = ("task", "policy", "S", "correction", "seed", "steps")
 
 
 class Kept:
-    """Rows of finished runs, one JSON line each; in memory alone without a file."""
+    """Rows of finished runs, one JSON line each; without a file, in memory only."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -61,7 +61,7 @@ class Kept:
 
 
 def runs(given: argparse.Namespace) -> Iterator[tuple[str, Setting, int]]:
-    """All runs, seed by seed, so that an unfinished set has as many seeds of everything."""
+    """All runs, seed by seed, so that an unfinished set has about as many seeds of each setting."""
     chosen, seeds = (QUICK, SEEDS[:1]) if given.quick else (SETTINGS, SEEDS)
     settings = [setting for setting in chosen if setting.policy in (given.policy or [setting.policy])]
     for seed, setting, task in product(seeds, settings, given.task or TASKS):
@@ -69,7 +69,7 @@ def runs(given: argparse.Namespace) -> Iterator[tuple[str, Setting, int]]:
 
 
 def fill(kept: Kept, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Make the runs that are missing, as long as there is time; returns the rows that were asked for."""
+    """Execute missing runs until --minutes are over; returns the rows of all selected runs."""
     until_s = time.monotonic() + 60 * given.minutes
     num_steps, num_prompts = (QUICK_STEPS, QUICK_PROMPTS) if given.quick else (NUM_STEPS, NUM_PROMPTS)
     wanted = []
@@ -85,10 +85,12 @@ def fill(kept: Kept, given: argparse.Namespace) -> list[dict[str, Any]]:
 def options() -> argparse.Namespace:
     parser = make_parser(str(__doc__))
     parser.add_argument("--kept", type=Path, metavar="FILE", help="rows of finished runs, JSON lines")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
-    parser.add_argument("--task", action="append", choices=TASKS, help="this one; more than once for more")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this time")
+    parser.add_argument("--task", action="append", choices=TASKS, help="only this task; may be repeated")
     policies: Sequence[str] = [*dict.fromkeys(setting.policy for setting in SETTINGS)]
-    parser.add_argument("--policy", action="append", choices=policies, help="likewise")
+    parser.add_argument(
+        "--policy", action="append", choices=policies, help="only this policy; may be repeated"
+    )
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""The picture of `convergence.py`: accuracy against samples and against time, with bands over seeds.
+"""The plot of `convergence.py`: accuracy against samples and against time, with bands over seeds.
 
 python benchmarks/convergence_plot.py benchmarks/results/convergence.json docs/images/convergence.svg
 """
@@ -18,7 +18,7 @@ from convergence_run import TASKS
 from convergence_tables import POINTS, SAMPLES_PER_STEP
 
 Rows = Sequence[dict[str, Any]]
-LINES = {  # policy and bound: colour (told apart by the colour-blind too) and dashes
+LINES = {  # policy and bound -> colour (distinguishable by the colour-blind) and dashes
     ("sync", 0): ("#0072b2", ""),
     ("dora", 2): ("#d55e00", ""),
     ("dora", 4): ("#d55e00", "6 3"),
@@ -33,7 +33,7 @@ STYLE = """text{font:12px sans-serif;fill:#222}.axis{stroke:#999;fill:none}.smal
 
 
 def picture(rows: Rows) -> str:
-    """The whole as SVG: a column for each task, samples above, time below."""
+    """The plot as SVG: a column for each task, samples above, time below."""
     rows = [row for row in rows if "at_0" in row and "seed" in row and row["correction"] == "none"]
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
     width = LEFT + len(tasks) * (WIDTH + GAP)
@@ -61,7 +61,7 @@ def _legend() -> list[str]:
 
 
 def _panel(task: str, rows: Rows, is_time: bool) -> str:
-    """One pair of axes, and a line with its band for each policy that was run.
+    """One pair of axes, and a line with its band for each policy.
 
     Axes of accuracy go from what is least to what is most among the means, in steps of five points.
     """
@@ -114,5 +114,10 @@ def _drawn(curve: list[tuple[float, float, float]], colour: str, dashes: str) ->
 
 
 if __name__ == "__main__":
-    source, target = map(Path, sys.argv[1:])
-    target.write_text(picture(json.loads(source.read_text(encoding="utf-8"))["rows"]), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path, help="rows, the JSON of convergence.py")
+    parser.add_argument("target", type=Path, help="the SVG file to write")
+    given = parser.parse_args()
+    given.target.write_text(
+        picture(json.loads(given.source.read_text(encoding="utf-8"))["rows"]), encoding="utf-8"
+    )

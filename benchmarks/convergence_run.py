@@ -1,7 +1,7 @@
-"""One run of a verifiable task under one update policy, and what it has learnt when.
+"""One run of a verifiable task under one update policy, and its learning curve.
 
-The run writes a checkpoint at every fifth of its steps. These are evaluated when it is over, so that
-evaluation takes nothing from the training's clock.
+The run writes a checkpoint after each fifth of its steps. The checkpoints are evaluated after the run, so
+that evaluation costs no training time.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples" / "verifiable"
 TASKS = ("chains", "countdown", "stories", "sorting")  # from the heaviest tail to none
 MIXED = ("partial", "inflight")  # policies whose answers may have tokens of several versions
-NUM_POINTS = 5  # of a curve, beside its start
-NUM_DRAWS = 2  # sampled answers to each held-out prompt
+NUM_POINTS = 5  # of a curve, without its start
+NUM_SAMPLED = 2  # sampled answers per held-out prompt
 _ROWS = 64
-_LOOSE = 6  # bound of the runs that drop, in versions: the trainer drops before it acts
+_LOOSE = 6  # bound of `dropping` (versions): the trainer drops samples before it has an effect
 
 CORRECTIONS = {"none": (), "tis": ("correction.proximal=recomputed", "correction.token=tis")}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Who generates with which weights, how far ahead, and what is done about it."""
+    """An update policy, its staleness bound and its off-policy correction."""
 
     policy: str  # as orchestrator.update_policy, or "dropping"
     max_staleness: int
     correction: str = "none"
 
     def changes(self, batch_size: int) -> Iterable[str]:
-        """What differs from the example's configuration."""
+        """Overrides of the example's configuration."""
         yield from CORRECTIONS[self.correction]
         if self.policy == "dropping":
-            # As much ahead as with max_staleness: the bound itself is so loose that it never acts.
+            # The slack admits as many groups as max_staleness does; the loose bound has no effect.
             yield f"orchestrator.max_staleness={_LOOSE}"
             yield f"orchestrator.slack={(_LOOSE - self.max_staleness) * batch_size}"
             yield f"trainer.backend={HERE / 'dropping.py'}:Dropping"
@@ -67,7 +67,7 @@ class Setting:
 
 
 def run(task: str, setting: Setting, seed: int, num_steps: int, num_prompts: int) -> dict[str, Any]:
-    """Train and evaluate; one row of figures."""
+    """Train and evaluate; returns a row."""
     example = EXAMPLES / f"{task}.toml"
     batch_size = load.read_config(example, []).trainer.batch_size
     every = num_steps // NUM_POINTS
@@ -98,7 +98,7 @@ def run(task: str, setting: Setting, seed: int, num_steps: int, num_prompts: int
 
 
 def _figures(summary: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the run says of itself."""
+    """Results in the summary and the metrics of the run."""
     ess = [line["off_policy/ess"] for line in lines if "off_policy/ess" in line]
     return {
         "wall_s": summary["wall_s"],
@@ -111,7 +111,7 @@ def _figures(summary: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[s
 
 
 def _mixture(samples: Sequence[SampleRow]) -> dict[str, float]:
-    """Share of answers whose tokens are of several versions, and versions of an answer."""
+    """Fraction of answers with tokens of several versions, and mean number of versions of an answer."""
     counts = [max(1, len(sample.segments)) for sample in samples]
     return {
         "mixed_share": round(sum(count > 1 for count in counts) / len(counts), 4),
@@ -120,7 +120,7 @@ def _mixture(samples: Sequence[SampleRow]) -> dict[str, float]:
 
 
 def _curve(curve: Sequence[Accuracy], lines: Sequence[dict[str, Any]], every: int) -> dict[str, Any]:
-    """Accuracy at each point, sampled and greedy, and how long it took to get there (s)."""
+    """Accuracy at each point, sampled and greedy, and the time until then (s)."""
     began_s = lines[0]["t_s"] - lines[0]["timing_s/step"]
     points = {f"at_{100 * i // NUM_POINTS}": round(own.sampled, 4) for i, own in enumerate(curve)}
     ends = {0: curve[0], 100: curve[-1]}
@@ -130,49 +130,51 @@ def _curve(curve: Sequence[Accuracy], lines: Sequence[dict[str, Any]], every: in
         for point, own in ends.items()
         if own.untaught is not None
     }
-    took = {
+    times = {
         f"s_at_{100 * point // NUM_POINTS}": round(lines[every * point - 1]["t_s"] - began_s, 3)
         for point in range(1, NUM_POINTS + 1)
     }
-    return points | took
+    return points | times
 
 
 def _lengths(setting: Setting, samples: Sequence[SampleRow], num_steps: int) -> dict[str, Any]:
-    """Answers generated, and of these the ones learnt from (tokens); what is lost of the longest tenth.
+    """Lengths (tokens) of generated and of trained answers, and the dropped fraction.
 
-    Lengths of the ones learnt from are told by fifth of the run, too: who trains short answers first
-    shows it there.
+    The lengths of trained answers by fifth of the run show a policy that trains short answers first.
     """
-    oldest = MAX_STALENESS if setting.policy == "dropping" else setting.max_staleness
-    learnt = {s.trained_step: [] for s in samples if s.trained_step is not None}
+    max_staleness = MAX_STALENESS if setting.policy == "dropping" else setting.max_staleness
+    trained: dict[int, list[SampleRow]] = {s.trained_step: [] for s in samples if s.trained_step is not None}
     for sample in samples:
-        if sample.trained_step is not None and sample.trained_step - sample.version <= oldest:
-            learnt[sample.trained_step].append(sample)
-    all_learnt = [sample for own in learnt.values() for sample in own]
+        if sample.trained_step is not None and sample.trained_step - sample.version <= max_staleness:
+            trained[sample.trained_step].append(sample)
+    all_trained = [sample for own in trained.values() for sample in own]
     long = sorted(s.num_token_ids for s in samples)[int(0.9 * len(samples))]
     fifths = {
         f"trained_mean_fifth_{fifth + 1}": round(
             statistics.fmean(
-                s.num_token_ids for step, own in learnt.items() if 5 * step // num_steps == fifth for s in own
+                s.num_token_ids
+                for step, own in trained.items()
+                if 5 * step // num_steps == fifth
+                for s in own
             ),
             2,
         )
         for fifth in range(5)
     }
     return {
-        "dropped_share": _share_lost(samples, all_learnt),
+        "dropped_share": _share_lost(samples, all_trained),
         "dropped_share_of_longest": _share_lost(
             [s for s in samples if s.num_token_ids >= long],
-            [s for s in all_learnt if s.num_token_ids >= long],
+            [s for s in all_trained if s.num_token_ids >= long],
         ),
         **_shape("generated", [s.num_token_ids for s in samples]),
-        **_shape("trained", [s.num_token_ids for s in all_learnt]),
+        **_shape("trained", [s.num_token_ids for s in all_trained]),
         **fifths,
     }
 
 
-def _share_lost(generated: Sequence[SampleRow], learnt: Sequence[SampleRow]) -> float:
-    return round(1 - len(learnt) / len(generated), 4)
+def _share_lost(generated: Sequence[SampleRow], trained: Sequence[SampleRow]) -> float:
+    return round(1 - len(trained) / len(generated), 4)
 
 
 def _shape(name: str, lengths: Sequence[float]) -> dict[str, float]:
@@ -187,17 +189,17 @@ def _shape(name: str, lengths: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Shares of right answers to held-out prompts."""
+    """Fractions of correct answers to held-out prompts."""
 
     sampled: float
-    greedy: float  # 0 unless asked for
-    untaught: float | None  # of the sampled ones, to prompts that no lesson was like; None: all were taught
+    greedy: float  # 0 if it was not measured
+    untaught: float | None  # sampled, on prompts unlike all demonstrations; None: there are none
 
 
 def accuracies(task: str, folders: Sequence[Path], num_prompts: int) -> list[Accuracy]:
-    """Of each model; between the first and the last none is greedy.
+    """The accuracy of each model; greedy answers of the first and the last one only.
 
-    All models, of whatever run, draw with the same random numbers.
+    All models of all runs sample with the same random numbers.
     """
     example = load.read_config(EXAMPLES / f"{task}.toml", [])
     text = (EXAMPLES / task / "held_out.jsonl").read_text(encoding="utf-8")
@@ -209,36 +211,36 @@ def accuracies(task: str, folders: Sequence[Path], num_prompts: int) -> list[Acc
     found = []
     for version, folder in enumerate(folders):
         engine.load(version, load_pretrained(folder)[1])
-        siblings = range(version not in (0, len(folders) - 1), 1 + NUM_DRAWS)
-        right = _right(engine, task, rows, siblings, version, example.sampling.max_response_length)
+        siblings = range(version not in (0, len(folders) - 1), 1 + NUM_SAMPLED)
+        correct = _correct(engine, task, rows, siblings, version, example.sampling.max_response_length)
         engine.drop(version)
-        sampled = [own.row for own in right if own.sibling]
-        of_untaught = sum(number in untaught for number in sampled) / NUM_DRAWS
+        sampled = [own.row for own in correct if own.sibling]
+        of_untaught = sum(number in untaught for number in sampled) / NUM_SAMPLED
         found.append(
             Accuracy(
-                len(sampled) / NUM_DRAWS / len(rows),
-                (len(right) - len(sampled)) / len(rows),
+                len(sampled) / NUM_SAMPLED / len(rows),
+                (len(correct) - len(sampled)) / len(rows),
                 of_untaught / len(untaught) if untaught else None,
             )
         )
     return found
 
 
-def _right(
+def _correct(
     engine: Engine, task: str, rows: Sequence[dict[str, Any]], siblings: range, version: int, max_tokens: int
 ) -> list[RequestId]:
-    """Those that are answered rightly."""
+    """The requests with correct answers."""
     tokenizer = Tokenizer(EXAMPLES / task / "start")
     reward = load_attribute(f"{EXAMPLES / task}.py:reward", "task")
     engine.submit(_requests(rows, siblings, tokenizer, version, max_tokens))
-    right = []
+    correct = []
     while not engine.is_idle:
         for answer in engine.step():
             row = rows[answer.id.row]
             own = {key: value for key, value in row.items() if key != "prompt"}
             if reward(row["prompt"], tokenizer.decode(answer.token_ids), **own) == 1:
-                right.append(answer.id)
-    return right
+                correct.append(answer.id)
+    return correct
 
 
 def _requests(
@@ -251,7 +253,7 @@ def _requests(
             GroupId(0, number),
             tuple(tokenizer.encode(row["prompt"])),
             version,
-            number * (1 + NUM_DRAWS) + sibling,
+            number * (1 + NUM_SAMPLED) + sibling,
             SamplingParams(float(sibling > 0), max_tokens, tokenizer.stop_ids),
         )
         for number, row in enumerate(rows)

@@ -1,6 +1,6 @@
-"""Tables of `convergence.py`, from its rows: bands over seeds, tests, trajectories, lengths, time.
+"""Tables of `convergence.py`: bands over seeds, tests, trajectories, lengths and times.
 
-What lacks a partner of the same seed is left out of the test, never guessed.
+Runs without a partner of the same seed are left out of tests.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from convergence_run import MIXED, NUM_POINTS
 
 Rows = Sequence[dict[str, Any]]
 POINTS = [100 * point // NUM_POINTS for point in range(NUM_POINTS + 1)]
-TARGET = 0.9  # of what `sync` gains, that the time and the samples to an accuracy are taken at
+TARGET = 0.9  # of the gain of `sync`: the accuracy to which time and samples are measured
 SAMPLES_PER_STEP = 64
-MARGIN = 0.03  # of accuracy: differences that are smaller are taken for none
-SHARED_BOUND = 2  # at which trajectories of one version and of several are compared
+MARGIN = 0.03  # of accuracy; smaller differences count as equivalent
+SHARED_BOUND = 2  # at which answers of one version and of several are compared
 
 
 def tables(rows: Rows) -> list[dict[str, Any]]:
-    """All tables, one after the other; each has columns of its own."""
+    """All tables one after the other; each has its own columns."""
     return [
         *_bands(rows),
         *_tests(rows),
@@ -34,7 +34,7 @@ def tables(rows: Rows) -> list[dict[str, Any]]:
 
 
 def ratios_of(rows: Rows) -> dict[str, float]:
-    """The headline figures: differences of final accuracy with half of their 95 % interval."""
+    """The main results: differences of final accuracy with half of their 95 % interval."""
     found: dict[str, float] = {}
     for test in _tests(rows):
         if (test["policy"], test["S"], test["correction"]) == ("dora", 2, "none"):
@@ -49,7 +49,7 @@ def ratios_of(rows: Rows) -> dict[str, float]:
 
 
 def _groups(rows: Rows) -> Iterator[tuple[dict[str, Any], Rows]]:
-    """Seeds of one task and setting, named."""
+    """The rows of each task and setting, with the columns that identify them."""
     names = ("task", "policy", "S", "correction")
     for identity in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
         named = dict(zip(names, identity, strict=True))
@@ -67,7 +67,7 @@ def _bands(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def _pairs(ours: Rows, theirs: Rows) -> tuple[list[float], list[float]]:
-    """Final accuracies, seed by seed; each is a mean over the tasks that both have of that seed."""
+    """Final accuracies by seed; each is a mean over the tasks that both have for that seed."""
     own, others = ({(row["seed"], row["task"]): row["at_100"] for row in rows} for rows in (ours, theirs))
     seeds: dict[int, list[tuple[float, float]]] = {}
     for key in own.keys() & others.keys():
@@ -77,7 +77,7 @@ def _pairs(ours: Rows, theirs: Rows) -> tuple[list[float], list[float]]:
 
 
 def _tests(rows: Rows) -> Iterator[dict[str, Any]]:
-    """Final accuracy less that of `sync`, seed by seed: by task, and of the means over all tasks."""
+    """Final accuracy minus that of `sync` by seed: for each task, and for means over all tasks."""
     sync = [row for row in rows if row["policy"] == "sync"]
     pooled: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for named, own in _groups(rows):
@@ -90,7 +90,7 @@ def _tests(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def _test(named: dict[str, Any], ours: Rows, theirs: Rows) -> Iterator[dict[str, Any]]:
-    """`within_noise`: no difference was found; `equivalent`: one of MARGIN or more was ruled out."""
+    """`within_noise`: no significant difference; `equivalent`: differences of MARGIN or more are excluded."""
     pair = _pairs(ours, theirs)
     if pair[0]:
         difference, half = paired(*pair)
@@ -125,7 +125,7 @@ def _trajectories(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def _lengths(rows: Rows) -> Iterator[dict[str, Any]]:
-    """Answers generated against answers learnt from, these also by fifth of the run (tokens)."""
+    """Lengths (tokens) of generated and of trained answers, the latter also by fifth of the run."""
     columns = [f"{name}_{of}" for name in ("generated", "trained") for of in ("mean", "p50", "p90", "p99")]
     columns += [f"trained_mean_fifth_{fifth}" for fifth in range(1, 6)]
     for named, own in _groups(rows):
@@ -136,7 +136,7 @@ def _lengths(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def _times(rows: Rows) -> Iterator[dict[str, Any]]:
-    """Time and samples to nine tenths of what `sync` gains: medians over seeds; `-`: most are never there."""
+    """Time and samples to the target: medians over seeds; `-` if most seeds do not reach it."""
     targets = {}
     for task in dict.fromkeys(row["task"] for row in rows):
         sync = [row for row in rows if (row["task"], row["policy"]) == (task, "sync")]
@@ -157,7 +157,7 @@ def _times(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def _untaught(rows: Rows) -> Iterator[dict[str, Any]]:
-    """Accuracy on held-out prompts that need longer answers than any that was taught, before and after."""
+    """Accuracy on held-out prompts unlike all demonstrations, before and after training."""
     for named, own in _groups([row for row in rows if "untaught_at_0" in row]):
         mean, half = band([row["untaught_at_100"] for row in own])
         before = statistics.fmean(row["untaught_at_0"] for row in own)
@@ -165,7 +165,7 @@ def _untaught(rows: Rows) -> Iterator[dict[str, Any]]:
 
 
 def _reached(row: dict[str, Any], target: float) -> tuple[float, float]:
-    """Samples and seconds at which a curve, straight between its points, first has the target, or inf."""
+    """Samples and seconds at which the interpolated curve first reaches the target, or inf."""
     before = (row["at_0"], 0.0, 0.0)
     for point in POINTS[1:]:
         now = (row[f"at_{point}"], point / 100 * row["steps"] * SAMPLES_PER_STEP, row[f"s_at_{point}"])

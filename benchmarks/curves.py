@@ -1,11 +1,11 @@
-"""Learning curves of the demo by how stale its samples may be, with and without correction.
+"""Learning curves of the demo by staleness bound, with and without correction.
 
-Three seeds each, a quarter of the steps that the demo has. `none` is the demo's clipped loss around the
-sampling policy; `tis` does not clip: it weights each token by how far the trainer's policy before the
-step is from the sampling one, up to 2. `at_25` to `at_100` are mean rewards of the answers trained in the
-tenth of the run that ends at that many percent. With max_staleness = 0 nothing is stale and nothing to
-correct.
---quick runs one seed of two settings for 30 steps, which shows no learning.
+Each setting has three seeds, and a quarter of the demo's steps. `none` is the demo's clipped loss around the
+sampling policy; `tis` does not clip: it weights each token by the probability ratio of the
+trainer's policy before the step to the sampling policy, truncated at 2. `at_25` to `at_100` are mean rewards
+of the answers trained in the tenth of the run that ends at that percentage. With max_staleness = 0 no sample
+is stale, so there is nothing to correct. --quick runs one seed of two settings for 30 steps, too few to
+learn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_STEPS, NUM_PROMPTS = 100, 256
 
 
 def run(max_staleness: int, correction: str, seed: int, quick: bool) -> Row:
-    """One run of the demo: its curve, and what it comes to."""
+    """One run of the demo: its learning curve and final results."""
     num_steps, num_prompts = (30, 32) if quick else (NUM_STEPS, NUM_PROMPTS)
     changes = (
         f"orchestrator.max_staleness={max_staleness}",

@@ -1,7 +1,7 @@
-"""The demo, whole: what it learns for three seeds, and its wall time under `dora` and `sync`.
+"""The complete demo: what it learns with three seeds, and its wall time under `dora` and `sync`.
 
-Every run is a `dora train` of its own, seeds and policies in turn, so that a busy machine
-disturbs all alike. --quick runs one seed for 40 steps, which shows speed and no learning.
+Each run is a separate `dora train`. Seeds and policies take turns, so that other load on the machine affects
+all of them. --quick runs one seed for 40 steps, enough to measure speed but too few to learn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COLUMNS = {
 
 
 def run_demo(seed: int, changes: Iterable[str], *options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """One run of the demo with settings changed: its summary, and the metrics of each step."""
+    """One run of the demo with overrides: its summary, and the metrics of each step."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [sys.executable, "-m", "dora", "train", str(CONFIG), "--out", str(out), "--seed", str(seed)]
@@ -54,7 +54,7 @@ def run_demo(seed: int, changes: Iterable[str], *options: str) -> tuple[dict[str
 
 
 def run(policy: str, seed: int, quick: bool) -> Row:
-    """One run of the demo; its summary in the columns above."""
+    """One run of the demo: its summary as the columns above."""
     fewer = ("--steps", "40", "--set", "eval.num_prompts=64") if quick else ()
     summary, _ = run_demo(seed, [f"orchestrator.update_policy={policy}"], *fewer)
     return {"policy": policy, "seed": seed, **{name: summary[key] for name, key in COLUMNS.items()}}

@@ -1,9 +1,9 @@
-"""What it brings that a trainer lends itself as an engine while it waits: one engine, two cores.
+"""The gain of an elastic trainer, which decodes while it waits for its batch: one engine, two cores.
 
-The demo's task with one engine beside the trainer, three ways in turn: the trainer rests while
-it waits for its batch (`apart`), it decodes meanwhile (`elastic`), or engine and trainer share
-one device in turns (`colocated`). Once as fast as the machine can, where the trainer is the slower
-of the two; once with engines paced to 8 ms a step, where it waits most of the time.
+The demo's task with one engine and the trainer, in three modes: the trainer is idle while it waits for its
+batch (`apart`), it decodes meanwhile (`elastic`), or engine and trainer take turns on one device
+(`colocated`). At full speed the trainer is slower than the engine. With engines paced to 8 ms per step it
+waits most of the time.
 
     python benchmarks/elastic.py [--quick] [--json FILE]
 """
@@ -46,7 +46,7 @@ COLUMNS = {
 
 
 def measure(workload: str, way: str, num_steps: int, seed: int) -> Row:
-    """One run; its summary in the columns above."""
+    """One run: its summary as the columns above."""
     changes = {"run.steps": num_steps, "engine.num_engines": 1, "eval.num_prompts": 0, "run.seed": seed}
     changes |= WORKLOADS[workload] | WAYS[way]
     config = load.read_config(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])

@@ -1,18 +1,19 @@
 """DORA and TRL on the demo's task: the same model, tokenizer, prompts, reward, groups, batches and schedule.
 
-TRL trains with GRPOTrainer, generating with transformers or with a vLLM server, and with AsyncGRPOTrainer
-on such a server, on one thread per process as DORA has it; `--trials` measures other settings. Rates leave
-out starts and the first steps, CPU time and memory leave out starts. Models kept on the way are judged
-afterwards, all in the same manner: `to_accuracy_s` is how long training took to where that line reaches
-the target. `discarded` counts answers that were generated and never trained; where there are some, the
-answers trained may be shorter than those generated (both in tokens, means). Nothing is published unless
-every trainer got better. A peer that is not there, or fails, has a line that says why.
+TRL trains with GRPOTrainer, generating with transformers or with a vLLM server, and with AsyncGRPOTrainer on
+such a server. Each process has one thread, as in DORA; `--trials` measures other settings. Rates leave out
+starts and the first steps; CPU time and memory leave out starts. The models saved during training are
+evaluated afterwards, all with the same engine: `to_accuracy_s` is the training time until the accuracy,
+interpolated between models, reaches the target. `discarded` counts answers that were generated and never
+trained. With discarded answers, the mean lengths of trained and generated answers (tokens) may differ.
+Results are published only if every trainer improves the model. The row of a peer that is missing or fails
+has the reason.
 
     python benchmarks/peers.py [--quick] [--json FILE] [--trl-python PYTHON] [--vllm-python PYTHON]
                                [--rows FILE] [--seeds N] [--trials]
 
-With --rows, finished runs are kept in a file and not repeated by the next call. --quick takes fewer steps
-and has one seed; with both peers it takes eight minutes.
+With --rows, finished runs are kept in a file, and the next call reuses them. --quick has fewer steps and one
+seed; with both peers it takes eight minutes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from report import Row, make_parser, options_of, publish
 SEEDS = (0, 1, 2)
 NUM_STEPS, SAVE_EVERY, TARGET = 100, 10, 0.75
 QUICK_STEPS, QUICK_SAVE_EVERY, QUICK_TARGET = 30, 5, 0.45
-WARM_UP = 5  # steps that no rate counts
+WARM_UP = 5  # first steps, which rates leave out
 BEST: Mapping[str, Mapping[str, Any]] = {  # of those in TRIALS
     "sync": {"threads": 1, "micro_batch": 32},
     "sync_vllm": {"threads": 1, "micro_batch": 32},
@@ -72,16 +73,16 @@ TRIALS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 
 @dataclass(frozen=True)
 class System:
-    """A trainer with its settings, and by how many versions its samples may be stale."""
+    """A trainer with its settings and its staleness bound (versions)."""
 
     name: str
-    kind: str  # dora, or what peers_child.py calls it
+    kind: str  # "dora", or a KIND of peers_child.py
     bound: int
     settings: Mapping[str, Any]
 
     @property
     def server_threads(self) -> int:
-        """Of the vLLM server it needs; 0 if it needs none."""
+        """Threads of the vLLM server that it needs; 0 if it needs none."""
         return self.settings.get("server_threads", 1) if self.kind in ("sync_vllm", "async") else 0
 
     def run(self, task: Task, out: Path, peers: Peers) -> Run:
@@ -91,30 +92,34 @@ class System:
 
 
 @dataclass(frozen=True)
-class Length:
-    """Of a comparison."""
+class Scale:
+    """The size of a comparison."""
 
     num_steps: int
     save_every: int
     target: float
-    num_answers: int  # to each held-out prompt
+    num_answers: int  # per held-out prompt
     seeds: tuple[int, ...]
     bounds: tuple[int, ...]
 
 
-QUICK = Length(QUICK_STEPS, QUICK_SAVE_EVERY, QUICK_TARGET, 1, SEEDS[:1], (2,))
-WHOLE = Length(NUM_STEPS, SAVE_EVERY, TARGET, 2, SEEDS, (2,))
+QUICK = Scale(QUICK_STEPS, QUICK_SAVE_EVERY, QUICK_TARGET, 1, SEEDS[:1], (2,))
+FULL = Scale(NUM_STEPS, SAVE_EVERY, TARGET, 2, SEEDS, (2,))
 
 
 def main() -> None:
     parser = make_parser(__doc__ or "")
     here = Path(sys.executable) if find_spec("trl") else None
-    help_of_trl = "one that can import trl; with the extra `bench` it is this one"
+    help_of_trl = "an interpreter that can import trl; by default this one, if it has the extra `bench`"
     parser.add_argument("--trl-python", type=Path, metavar="PYTHON", default=here, help=help_of_trl)
-    parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="one that can import vllm")
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="keep finished runs here, and use them")
     parser.add_argument(
-        "--seeds", type=int, choices=range(1, len(SEEDS) + 1), default=len(SEEDS), help="repeats"
+        "--vllm-python", type=Path, metavar="PYTHON", help="an interpreter that can import vllm"
+    )
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="keep finished runs in this file, and reuse them"
+    )
+    parser.add_argument(
+        "--seeds", type=int, choices=range(1, len(SEEDS) + 1), default=len(SEEDS), help="number of seeds"
     )
     parser.add_argument("--trials", action="store_true", help="measure settings of TRL instead")
     given = parser.parse_args()
@@ -123,14 +128,14 @@ def main() -> None:
         if given.trials:
             publish(options, [*trials(peers, Path(folder))], {})
             return
-        length = QUICK if options.quick else replace(WHOLE, seeds=SEEDS[: given.seeds])
-        rows = [*compare(peers, length, Path(folder), given.rows)]
+        scale = QUICK if options.quick else replace(FULL, seeds=SEEDS[: given.seeds])
+        rows = [*compare(peers, scale, Path(folder), given.rows)]
     check_learning(rows)
-    publish(options, rows, ratios_of(rows) | {"target_accuracy": length.target})
+    publish(options, rows, ratios_of(rows) | {"target_accuracy": scale.target})
 
 
 def systems(bounds: Iterable[int]) -> Iterator[System]:
-    """In the order in which they run: those without a server first."""
+    """All systems in the order of their runs: those without a server first."""
     for bound in (0, *bounds):
         yield System("dora", "dora", bound, {})
     yield System("trl sync", "sync", 0, BEST["sync"])
@@ -139,14 +144,14 @@ def systems(bounds: Iterable[int]) -> Iterator[System]:
         yield System("trl async, vLLM", "async", bound, BEST["async"])
 
 
-def compare(peers: Peers, length: Length, folder: Path, kept: Path | None) -> Iterator[Row]:
-    """All systems with one seed, then with the next; what `kept` has is not measured again."""
-    judge = Judge(length.num_answers)
+def compare(peers: Peers, scale: Scale, folder: Path, kept: Path | None) -> Iterator[Row]:
+    """The rows of all systems, seed by seed. Rows in the file `kept` are not measured again."""
+    evaluator = Evaluator(scale.num_answers)
     known = {name_of(row): row for row in rows_of(kept)}
-    for seed in length.seeds:
-        task = Task(length.num_steps, length.save_every, seed)
+    for seed in scale.seeds:
+        task = Task(scale.num_steps, scale.save_every, seed)
         missing = []
-        for system in systems(length.bounds):
+        for system in systems(scale.bounds):
             if row := known.get((system.name, system.bound, seed, task.num_steps)):
                 yield row
             else:
@@ -156,20 +161,20 @@ def compare(peers: Peers, length: Length, folder: Path, kept: Path | None) -> It
             if isinstance(run, NotMeasured):
                 yield named | {"not_measured": str(run)}
                 continue
-            found = figures(run, task) | judge.figures(run, length.target)
+            found = metrics_of(run, task) | evaluator.metrics(run, scale.target)
             row = named | {"steps": task.num_steps} | found
             keep(row, kept)
             yield row
 
 
 def rows_of(kept: Path | None) -> list[Row]:
-    """What other calls have measured."""
+    """The rows of earlier calls."""
     lines = kept.read_text(encoding="utf-8").splitlines() if kept and kept.exists() else ()
     return [json.loads(line) for line in lines]
 
 
 def keep(row: Row, kept: Path | None) -> None:
-    """For other calls; and to see how far this one is."""
+    """Print a row, and keep it for later calls."""
     print(json.dumps(row), flush=True)
     if kept:
         with kept.open("a", encoding="utf-8") as file:
@@ -181,7 +186,7 @@ def name_of(row: Row) -> tuple[str | int | float, ...]:
 
 
 def trials(peers: Peers, folder: Path) -> Iterator[Row]:
-    """TRL with each of the settings, for a few steps."""
+    """A few steps of TRL with each of the settings in TRIALS."""
     task = Task(3 * WARM_UP, 3 * WARM_UP, 0)
     chosen = [
         System(f"{kind} {tried}", kind, 2 if kind == "async" else 0, tried)
@@ -189,7 +194,7 @@ def trials(peers: Peers, folder: Path) -> Iterator[Row]:
         for tried in all_tried
     ]
     for system, run in runs(chosen, task, peers, folder):
-        found = figures(run, task) if isinstance(run, Run) else {"not_measured": str(run)}
+        found = metrics_of(run, task) if isinstance(run, Run) else {"not_measured": str(run)}
         print(system.name, found, flush=True)
         yield {"settings": system.name, **found}
 
@@ -197,13 +202,13 @@ def trials(peers: Peers, folder: Path) -> Iterator[Row]:
 def runs(
     chosen: Iterable[System], task: Task, peers: Peers, folder: Path
 ) -> Iterator[tuple[System, Run | NotMeasured]]:
-    """One after the other; a server comes up for the first that needs it, and another for other threads."""
+    """Run systems in order, with a server for those that need one. Another number of threads restarts it."""
     with ExitStack() as stack:
         served, threads = peers, 0
         for number, system in enumerate(chosen):
             try:
                 if system.kind != "dora":
-                    peers.python("trl")  # before a server comes up for nothing
+                    peers.python("trl")  # raises before a server is started
                 if system.server_threads not in (0, threads):
                     stack.close()
                     own = vllm_server(peers, folder / f"server-{number}", system.server_threads)
@@ -213,8 +218,8 @@ def runs(
                 yield system, reason
 
 
-def figures(run: Run, task: Task) -> dict[str, str | int | float]:
-    """What was trained how fast, and what it took."""
+def metrics_of(run: Run, task: Task) -> dict[str, str | int | float]:
+    """Throughput, cost and statistics of a run."""
     size = task.config.trainer.batch_size * task.config.sampling.group_size
     first, last = run.rewards[: 2 * WARM_UP], run.rewards[-2 * WARM_UP :]
     num_steps = len(run.ends) - WARM_UP
@@ -233,8 +238,8 @@ def figures(run: Run, task: Task) -> dict[str, str | int | float]:
     }
 
 
-class Judge:
-    """Answers the held-out prompts with any model of the task's shape."""
+class Evaluator:
+    """Answers the held-out prompts with the models of a run."""
 
     def __init__(self, num_answers: int) -> None:
         config = Task(1, 1, 0).config
@@ -243,25 +248,25 @@ class Judge:
         self._tokenizer, self._rows = Tokenizer(self._start), gcd.held_out_rows()
         self._sampling = SamplingParams(1.0, config.sampling.max_response_length, self._tokenizer.stop_ids)
         self._engine = Engine(shape, max_rows=32, max_context=512, version_slots=1)
-        self._num_judged = 0
-        self._accuracy_of_start = self.accuracy(self._start)
+        self._num_evaluated = 0
+        self._start_accuracy = self.accuracy(self._start)
 
-    def figures(self, run: Run, target: float) -> dict[str, str | float]:
-        """When the target was reached, on a line from model to model, and where training ended."""
+    def metrics(self, run: Run, target: float) -> dict[str, str | float]:
+        """The time at which the target was reached, and accuracies before and after training."""
         times = [0.0] + [run.ends[num_steps - 1] - run.began for num_steps in sorted(run.models)]
-        found, left = [self._accuracy_of_start], [run.models[num_steps] for num_steps in sorted(run.models)]
+        found, left = [self._start_accuracy], [run.models[num_steps] for num_steps in sorted(run.models)]
         while left and found[-1] < target:
             found.append(self.accuracy(left.pop(0)))
         return {
             "to_accuracy_s": reached(times, found, target),
-            "accuracy_before": self._accuracy_of_start,
+            "accuracy_before": self._start_accuracy,
             "accuracy_after": self.accuracy(left[-1]) if left else found[-1],
         }
 
     def accuracy(self, folder: Path) -> float:
-        """Of answers at temperature 1."""
-        version = self._num_judged
-        self._num_judged += 1
+        """Accuracy of a model on the held-out prompts, sampled at temperature 1."""
+        version = self._num_evaluated
+        self._num_evaluated += 1
         self._engine.load(version, load_pretrained(folder)[1])
         self._engine.submit([
             Request(
@@ -281,7 +286,7 @@ class Judge:
 
 
 def reached(times: Sequence[float], found: Sequence[float], target: float) -> float | str:
-    """When the line through these accuracies, of which only the last can be there, gets to the target."""
+    """The interpolated time at which the accuracy reaches the target; only the last may be above it."""
     if found[-1] < target:
         return "not reached"
     if len(found) == 1:
@@ -291,7 +296,7 @@ def reached(times: Sequence[float], found: Sequence[float], target: float) -> fl
 
 
 def check_learning(rows: Iterable[Row]) -> None:
-    """Speed of what does not learn is not compared."""
+    """Raises AssertionError if a trainer did not improve the model."""
     for row in rows:
         if "not_measured" not in row:
             gain = float(row["accuracy_after"]) - float(row["accuracy_before"])
@@ -299,7 +304,7 @@ def check_learning(rows: Iterable[Row]) -> None:
 
 
 def ratios_of(rows: list[Row]) -> dict[str, float]:
-    """Of DORA to each of TRL's, both with their staleness bounds; over 1 is better for DORA."""
+    """DORA relative to each of TRL's trainers, by staleness bounds; above 1 is better for DORA."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         if "not_measured" not in row:

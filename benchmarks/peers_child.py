@@ -2,10 +2,10 @@
 
     PYTHON peers_child.py KIND OUT '{"model": folder, ...}'
 
-KIND is sync (transformers generates), sync_vllm or async (a vLLM server does). OUT/log.jsonl gets a line
-{"began": time}, then one for every step; OUT/step-N is the model after N steps. TRL is as it is, but for
-what does not exist on a CPU: NCCL (weights go through a file), the flash-attention kernel (SDPA, segment
-by segment) and the table of GPUs' FLOP/s.
+KIND is sync (transformers generates), sync_vllm or async (a vLLM server generates). The first line of
+OUT/log.jsonl is {"began": time}, and one line for each step follows. OUT/step-N is the model after N steps.
+TRL is unmodified, except for what a CPU lacks: weights are transferred in a file instead of by NCCL, SDPA
+replaces the flash-attention kernel, and there is no table of FLOP/s.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from dora.data import gcd
-from dora.rewards import gcd as judge
+from dora.rewards import gcd as gcd_rewards
 
-TEMPLATE = "{{ messages[0]['content'] }}"  # a prompt is what the model reads, and nothing else
+TEMPLATE = "{{ messages[0]['content'] }}"  # the model reads the bare prompt
 
 
 def reward(prompts: list[Any], completions: list[Any], **row: Any) -> list[float]:
-    """The demo's; texts may be conversations of one message."""
+    """The demo's reward. A text may be a conversation of one message."""
     pairs = zip(map(_text, prompts), map(_text, completions), strict=True)
-    return [judge.reward(prompt, completion) for prompt, completion in pairs]
+    return [gcd_rewards.reward(prompt, completion) for prompt, completion in pairs]
 
 
 def _text(given: Any) -> str:
@@ -38,7 +38,7 @@ def _text(given: Any) -> str:
 
 
 class Server:
-    """A vLLM server that takes weights from a file in `folder`."""
+    """A vLLM server that loads weights from a file in `folder`."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self._url, self._folder, self._count = url, folder, 0
@@ -49,8 +49,8 @@ class Server:
         with urllib.request.urlopen(request, timeout=600) as answer:
             return json.loads(answer.read() or b"{}")
 
-    def take(self, named: Iterator[tuple[str, Any]]) -> None:
-        """Give it the weights, by their names in a checkpoint."""
+    def load_weights(self, named: Iterator[tuple[str, Any]]) -> None:
+        """Load weights, named as in a checkpoint, into the server."""
         from safetensors.torch import save_file
 
         path = self._folder / "weights.safetensors"
@@ -58,10 +58,10 @@ class Server:
         self.post("/collective_rpc", {"method": "load_file", "args": [str(path)]})
 
     def answers(self, model: str, prompts: list[list[int]], each: int, max_tokens: int) -> list[Any]:
-        """So many to each prompt, in order; temperature 1."""
+        """`each` answers to each prompt, in order, at temperature 1."""
         sampling = {"n": each, "temperature": 1.0, "max_tokens": max_tokens, "logprobs": 0}
-        asked = {"model": model, "prompt": prompts, "return_token_ids": True, **sampling}
-        choices = self.post("/v1/completions", asked)["choices"]
+        body = {"model": model, "prompt": prompts, "return_token_ids": True, **sampling}
+        choices = self.post("/v1/completions", body)["choices"]
         return sorted(choices, key=lambda choice: choice["index"])
 
 
@@ -72,33 +72,33 @@ class Transfer:
         self._server = server
 
     def init_weight_transfer(self) -> None:
-        pass  # there is no group to set up
+        pass  # a file needs no process group
 
     def pause(self) -> None:
         self._server.post("/pause?mode=keep")
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        self._server.take(iterator)
+        self._server.load_weights(iterator)
 
     def resume(self) -> None:
         self._server.post("/resume")
 
     def destroy(self) -> None:
-        pass  # nor one to leave
+        pass
 
 
 def attend(
     query: Any, key: Any, value: Any, starts_q: Any, starts_k: Any, longest_q: int, longest_k: int,
     *, softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
 ) -> Any:  # fmt: skip
-    """As flash attention's function for sequences laid end to end: the last query sees all keys of its own.
+    """flash_attn_varlen_func with SDPA, for packed sequences [tokens, heads, dim].
 
-    Shapes are [tokens, heads, dim].
+    The last query of a sequence attends to all its keys.
     """
     import torch
 
-    assert causal, "only what this benchmark's model asks for"
-    assert window_size == (-1, -1), "only what this benchmark's model asks for"
+    assert causal, "only causal attention without a window is implemented"
+    assert window_size == (-1, -1), "only causal attention without a window is implemented"
     outs, mask = [], torch.ones(longest_q, longest_k, dtype=torch.bool).tril()
     ends = zip(starts_q.tolist()[1:], starts_k.tolist()[1:], strict=True)
     begin_q = begin_k = 0
@@ -107,9 +107,9 @@ def attend(
             x.transpose(0, 1)[None] for x in (query[begin_q:end_q], key[begin_k:end_k], value[begin_k:end_k])
         )
         num_q, num_k = end_q - begin_q, end_k - begin_k
-        seen = None if num_q == num_k else mask.new_ones(num_q, num_k).tril(num_k - num_q)
+        allowed = None if num_q == num_k else mask.new_ones(num_q, num_k).tril(num_k - num_q)
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, is_causal=seen is None, scale=softmax_scale, enable_gqa=True
+            q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=softmax_scale, enable_gqa=True
         )
         outs.append(out[0].transpose(0, 1))
         begin_q, begin_k = end_q, end_k
@@ -117,7 +117,7 @@ def attend(
 
 
 def dataset(kind: str) -> Any:
-    """The demo's prompts; AsyncGRPOTrainer takes conversations only."""
+    """The demo's prompts; as conversations for AsyncGRPOTrainer, which accepts nothing else."""
     from datasets import Dataset
 
     prompts: list[Any] = [row["prompt"] for row in gcd.training_rows()]
@@ -127,7 +127,7 @@ def dataset(kind: str) -> Any:
 
 
 def arguments(given: dict[str, Any], out: Path) -> dict[str, Any]:
-    """What both trainers are told: the demo's settings, and nothing that costs time."""
+    """Arguments of both trainers: the demo's settings, without saving and reporting."""
     return {
         "output_dir": str(out),
         "use_cpu": True,
@@ -154,12 +154,12 @@ def arguments(given: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def make_sync(kind: str, given: dict[str, Any], common: dict[str, Any]) -> Any:
-    """GRPOTrainer; its answers come from transformers, or from a server that has the step's weights."""
+    """GRPOTrainer, which generates with transformers or with a server that loads each step's weights."""
     trl: Any = import_module("trl")
     server = Server(given.get("url", ""), Path(common["args"]["output_dir"]))
 
     def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        server.take(trainer.model.named_parameters())
+        server.load_weights(trainer.model.named_parameters())
         ids = trainer.processing_class(prompts)["input_ids"]
         choices = server.answers(given["model"], ids[:: given["group"]], given["group"], given["max_tokens"])
         return {
@@ -174,17 +174,17 @@ def make_sync(kind: str, given: dict[str, Any], common: dict[str, Any]) -> Any:
 
 
 def make_async(given: dict[str, Any], common: dict[str, Any]) -> Any:
-    """AsyncGRPOTrainer, with what a CPU lacks."""
+    """AsyncGRPOTrainer, with replacements for what a CPU lacks."""
     home = "trl.experimental.async_grpo"
     trainer: Any = import_module(f"{home}.async_grpo_trainer")
     worker: Any = import_module(f"{home}.async_rollout_worker")
     packing: Any = import_module(f"{home}.packing")
-    worker.is_vllm_available = lambda *_: True  # its server is another process
+    worker.is_vllm_available = lambda *_: True  # the server has its own environment
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
-    trainer.get_peak_flops_per_device = lambda *_: None  # no share of FLOP/s is told
+    trainer.get_peak_flops_per_device = lambda *_: None  # no FLOP/s utilisation is logged
     tokenizer = common["processing_class"]
     tokenizer.chat_template = TEMPLATE
-    tokenizer.response_template = {}  # answers are texts, not calls of tools
+    tokenizer.response_template = {}  # answers are plain texts without tool calls
     args = import_module(home).AsyncGRPOConfig(
         **common.pop("args"),
         token_budget=0,
@@ -195,18 +195,18 @@ def make_async(given: dict[str, Any], common: dict[str, Any]) -> Any:
     return trainer.AsyncGRPOTrainer(args=args, **common, weight_transfer=Transfer(server))
 
 
-def teller(out: Path, save_every: int) -> Any:
+def make_logger(out: Path, save_every: int) -> Any:
     """A callback that writes the log and the models."""
     from transformers import TrainerCallback
 
     log = (out / "log.jsonl").open("w", encoding="utf-8")
 
-    def tell(**line: Any) -> None:
+    def write(**line: Any) -> None:
         print(json.dumps(line), file=log, flush=True)
 
-    class Telling(TrainerCallback):
+    class LogCallback(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            tell(began=time.time())
+            write(began=time.time())
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step % save_every == 0:
@@ -215,9 +215,9 @@ def teller(out: Path, save_every: int) -> Any:
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             numbers = {key: value for key, value in kwargs["logs"].items() if value is not None}
             if "reward" in numbers:
-                tell(step=state.global_step, t=time.time(), **numbers)
+                write(step=state.global_step, t=time.time(), **numbers)
 
-    return Telling()
+    return LogCallback()
 
 
 def main() -> None:
@@ -235,7 +235,9 @@ def main() -> None:
         "processing_class": AutoTokenizer.from_pretrained(given["model"], padding_side="left"),
     }
     trainer = make_async(given, common) if kind == "async" else make_sync(kind, given, common)
-    trainer.add_callback(teller(out, given["save_every"]))  # the last one, so that others have begun
+    trainer.add_callback(
+        make_logger(out, given["save_every"])
+    )  # last, so that the other callbacks have begun
     trainer.train()
 
 

@@ -1,7 +1,7 @@
-"""One run of the demo's task by DORA or by TRL, for `peers.py`: when steps ended, what they learned from.
+"""One run of the demo's task with DORA or TRL, for `peers.py`: times of the steps, and their samples.
 
-All begin with the same model, take as many steps of the same batch with the same schedule, and leave a
-model every so many steps.
+All runs start from the same model, have the same number of steps with the same batch size and learning rate
+schedule, and save models at the same steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from peers_watch import Watch
+from peers_watch import ResourceMonitor
 
 import dora
 from dora.config import load
@@ -32,12 +32,12 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
 QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
 SERVER = {
     "HF_HUB_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # it would compile C++ for a part of the sampler
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, over ten times what is used
+    "TORCHDYNAMO_DISABLE": "1",  # else it compiles C++ for a part of the sampler
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, over ten times the need
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # its calls for weights
+    "VLLM_SERVER_DEV_MODE": "1",  # for the calls that load weights
 }
 SERVER_OPTIONS = (
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "256"),
@@ -45,16 +45,16 @@ SERVER_OPTIONS = (
     *("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "peers_vllm.FileWeights"),
     *("--disable-log-stats", "--disable-uvicorn-access-log", "--host", "127.0.0.1"),
 )
-START_S, STEP_S = 300.0, 30.0  # the most that a start and, on average, a step may take
+START_S, STEP_S = 300.0, 30.0  # time limits of a start and, on average, of a step
 
 
 class NotMeasured(Exception):
-    """Why a system has no figures."""
+    """A system could not be measured; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """How long all train, and how often a model is kept."""
+    """The number of steps of all systems, and how often a model is saved."""
 
     num_steps: int
     save_every: int
@@ -62,7 +62,7 @@ class Task:
 
     @property
     def changes(self) -> list[str]:
-        """Of the demo's configuration."""
+        """Overrides of the demo's configuration."""
         return [
             f"run.steps={self.num_steps}",
             f"run.seed={self.seed}",
@@ -79,58 +79,58 @@ class Task:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run left; times are time.time()'s."""
+    """Measurements of one run; times are of time.time()."""
 
     began: float
     ends: list[float]
     rewards: list[float]
-    generated_tokens: float  # of an answer, mean of all steps
-    trained_tokens: float  # the same, of answers trained
+    generated_tokens: float  # per answer, mean over the steps
+    trained_tokens: float  # likewise, of trained answers
     staleness: tuple[float, float]  # mean and max
     num_discarded: int
-    models: dict[int, Path]  # by the number of steps before
+    models: dict[int, Path]  # by number of steps
     cpu_s: float
     peak_bytes: int
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Where the others' environments are."""
+    """The Python environments of the other systems."""
 
     trl: Path | None
     vllm: Path | None
-    server: list[str] = field(default_factory=list)  # the URL and the process id of one that runs
+    server: list[str] = field(default_factory=list)  # URL and process id of a running vLLM server
 
     def python(self, name: str) -> Path:
         found: Path | None = getattr(self, name)
         if found is None:
-            raise NotMeasured(f"there is no --{name}-python")
+            raise NotMeasured(f"--{name}-python is not given")
         if not found.exists():
             raise NotMeasured(f"--{name}-python {found} does not exist")
         return found
 
 
 def run_dora(task: Task, out: Path, max_staleness: int, changes: Sequence[str] = ()) -> Run:
-    """`dora train` with the demo's settings, but for these changes."""
+    """`dora train` with the demo's settings and these overrides."""
     out.mkdir(parents=True)
     command = [sys.executable, "-m", "dora", "train", str(EXAMPLE), "--out", str(out / "run")]
     for change in (*task.changes, f"orchestrator.max_staleness={max_staleness}", *changes):
         command += ["--set", change]
-    with _started(command, out / "stderr.txt", {}) as process, Watch([process.pid]) as watch:
+    with _started(command, out / "stderr.txt", {}) as process, ResourceMonitor([process.pid]) as monitor:
         _wait(process, out / "stderr.txt", START_S + STEP_S * task.num_steps)
-    return _dora_run(out / "run", watch, task.config.sampling.group_size)
+    return _dora_run(out / "run", monitor, task.config.sampling.group_size)
 
 
-def _dora_run(out: Path, watch: Watch, group_size: int) -> Run:
+def _dora_run(out: Path, monitor: ResourceMonitor, group_size: int) -> Run:
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["c1"]
     assert summary["c2"]
     assert summary["c3"]
-    curves = out / "metrics.jsonl"
-    lines = [json.loads(line) for line in curves.read_text(encoding="utf-8").splitlines()]
-    zero = curves.stat().st_mtime - lines[-1]["t_s"]  # its last line was written when the last step ended
+    metrics = out / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    zero = metrics.stat().st_mtime - lines[-1]["t_s"]  # its last line is written at the end of the last step
     with (out / "journal.jsonl").open(encoding="utf-8") as journal:
-        first = next(fact for fact in map(json.loads, journal) if fact.get("kind") == "admit")
+        first = next(record for record in map(json.loads, journal) if record.get("kind") == "admit")
     began, ends = zero + first["t_s"], [zero + line["t_s"] for line in lines]
     lengths = [line["response_length/mean"] for line in lines]
     untrained = summary["filtered_groups"] + summary["failed_groups"] + summary["pending_groups"]
@@ -138,13 +138,13 @@ def _dora_run(out: Path, watch: Watch, group_size: int) -> Run:
         began=began,
         ends=ends,
         rewards=[line["reward/mean"] for line in lines],
-        generated_tokens=fmean(lengths),  # none is dropped: they are the same
+        generated_tokens=fmean(lengths),  # every answer is trained
         trained_tokens=fmean(lengths),
         staleness=(summary["staleness_mean"], summary["staleness_max"]),
         num_discarded=untrained * group_size,
         models=_models(out / "checkpoints"),
-        cpu_s=watch.cpu_s(began, ends[-1]),
-        peak_bytes=watch.peak_bytes(began, ends[-1]),
+        cpu_s=monitor.cpu_s(began, ends[-1]),
+        peak_bytes=monitor.peak_bytes(began, ends[-1]),
     )
 
 
@@ -172,12 +172,15 @@ def run_trl(task: Task, out: Path, peers: Peers, kind: str, changes: dict[str, A
     command = [str(python), child, kind, str(out), json.dumps(given)]
     source = str(Path(dora.__file__).parent.parent)
     own = QUIET | {"PYTHONPATH": source, "OMP_NUM_THREADS": str(given["threads"])}
-    with _started(command, out / "stderr.txt", own) as process, Watch([process.pid, *pids]) as watch:
+    with (
+        _started(command, out / "stderr.txt", own) as process,
+        ResourceMonitor([process.pid, *pids]) as monitor,
+    ):
         _wait(process, out / "stderr.txt", START_S + STEP_S * task.num_steps)
-    return _trl_run(out, watch)
+    return _trl_run(out, monitor)
 
 
-def _trl_run(out: Path, watch: Watch) -> Run:
+def _trl_run(out: Path, monitor: ResourceMonitor) -> Run:
     head, *lines = map(json.loads, (out / "log.jsonl").read_text(encoding="utf-8").splitlines())
     began, ends = head["began"], [line["t"] for line in lines]
     dropped = ("sample/dropped_stale_total", "batch/dropped_oversize_total")
@@ -195,8 +198,8 @@ def _trl_run(out: Path, watch: Watch) -> Run:
         ),
         num_discarded=round(sum(line.get(name, 0.0) for line in lines for name in dropped)),
         models=_models(out),
-        cpu_s=watch.cpu_s(began, ends[-1]),
-        peak_bytes=watch.peak_bytes(began, ends[-1]),
+        cpu_s=monitor.cpu_s(began, ends[-1]),
+        peak_bytes=monitor.peak_bytes(began, ends[-1]),
     )
 
 
@@ -206,7 +209,7 @@ def _models(folder: Path) -> dict[int, Path]:
 
 @contextmanager
 def vllm_server(peers: Peers, folder: Path, threads: int) -> Iterator[Peers]:
-    """A server of the demo's model that takes weights from files. Raises NotMeasured."""
+    """A vLLM server of the demo's model that loads weights from files. Raises NotMeasured."""
     python, model = peers.python("vllm"), Task(1, 1, 0).config.model.path
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(__file__).with_name("peers_vllm.py"), folder)
@@ -234,7 +237,7 @@ def _answers(url: str) -> bool:
 
 @contextmanager
 def _started(command: list[str], log: Path, own: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with one thread unless it says otherwise; whatever it started ends with it."""
+    """A process, by default with one thread. On exit it ends with all processes that it has started."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | own
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -247,7 +250,7 @@ def _started(command: list[str], log: Path, own: dict[str, str]) -> Iterator[sub
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """First asked to, so that a server ends its own processes; then all of its group."""
+    """Terminate the process, so that a server can end its own processes, then kill its group."""
     process.terminate()
     try:
         process.wait(20.0)
@@ -258,15 +261,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, 9)
 
 
-def _wait(process: subprocess.Popen[bytes], log: Path, most_s: float) -> None:
+def _wait(process: subprocess.Popen[bytes], log: Path, limit_s: float) -> None:
     try:
-        code = process.wait(most_s)
+        code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        raise NotMeasured(f"not over after {most_s:.0f} s") from None
+        raise NotMeasured(f"not finished after {limit_s:.0f} s") from None
     if code:
         raise NotMeasured(f"ended with code {code}: {_last_line(log)}")
 
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"

@@ -1,6 +1,6 @@
-"""CPU time and memory of processes and of all that they start, looked at once a second.
+"""CPU time and memory of processes and their descendants, sampled once a second.
 
-Memory is the sum of proportional set sizes: what processes share counts once.
+Memory is the sum of proportional set sizes, so that shared memory counts once.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import psutil
 PERIOD_S = 1.0
 
 
-class Look(NamedTuple):
-    """What a look found: CPU time since the first one, of the dead too, and memory now."""
+class Usage(NamedTuple):
+    """CPU time since the first sample, including exited processes, and the current memory."""
 
     at: float  # time.time()
     cpu_s: float
     num_bytes: int
 
 
-class Watch:
-    """Looks until it is left."""
+class ResourceMonitor:
+    """A context in which a thread samples the usage of processes."""
 
     def __init__(self, roots: Sequence[int]) -> None:
         self._roots = [psutil.Process(pid) for pid in roots]
         self._cpu_s: dict[psutil.Process, float] = {}
-        self._looks = [self._look()]
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._samples = [self._measure()]
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -42,34 +42,34 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._is_closed.set()
         self._thread.join()
 
     def cpu_s(self, began: float, ended: float) -> float:
-        """Spent between two times."""
+        """CPU time between two times (time.time())."""
         return self._cpu_until(ended) - self._cpu_until(began)
 
     def peak_bytes(self, began: float, ended: float) -> int:
-        """The most that any look between two times found, or the one before them."""
-        first = max(0, bisect_left(self._looks, began, key=lambda look: look.at) - 1)
-        return max(look.num_bytes for look in self._looks[first:] if look.at <= ended)
+        """The maximum memory between two times, including the last sample before them."""
+        first = max(0, bisect_left(self._samples, began, key=lambda usage: usage.at) - 1)
+        return max(usage.num_bytes for usage in self._samples[first:] if usage.at <= ended)
 
-    def _watch(self) -> None:
-        while not self._over.wait(PERIOD_S):
-            self._looks.append(self._look())
+    def _run(self) -> None:
+        while not self._is_closed.wait(PERIOD_S):
+            self._samples.append(self._measure())
 
-    def _look(self) -> Look:
+    def _measure(self) -> Usage:
         at, num_bytes = time.time(), 0
-        for process in self._living():
+        for process in self._running():
             try:
                 times = process.cpu_times()
                 self._cpu_s[process] = times.user + times.system
                 num_bytes += process.memory_full_info().pss
             except psutil.Error:
-                continue  # it has ended; what it had used by the last look counts
-        return Look(at, sum(self._cpu_s.values()), num_bytes)
+                continue  # it has exited; its usage at the last sample counts
+        return Usage(at, sum(self._cpu_s.values()), num_bytes)
 
-    def _living(self) -> Iterator[psutil.Process]:
+    def _running(self) -> Iterator[psutil.Process]:
         for root in self._roots:
             try:
                 yield from (root, *root.children(recursive=True))
@@ -77,10 +77,10 @@ class Watch:
                 continue
 
     def _cpu_until(self, at: float) -> float:
-        """In between looks, as if it were spent evenly."""
-        i = bisect_left(self._looks, at, key=lambda look: look.at)
-        if i in (0, len(self._looks)):
-            return self._looks[min(i, len(self._looks) - 1)].cpu_s
-        before, after = self._looks[i - 1 : i + 1]
+        """Interpolated between samples."""
+        i = bisect_left(self._samples, at, key=lambda usage: usage.at)
+        if i in (0, len(self._samples)):
+            return self._samples[min(i, len(self._samples) - 1)].cpu_s
+        before, after = self._samples[i - 1 : i + 1]
         share = (at - before.at) / (after.at - before.at)
         return before.cpu_s + share * (after.cpu_s - before.cpu_s)

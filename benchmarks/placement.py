@@ -1,9 +1,9 @@
-"""How full engines stay when answers are long-tailed: orchestrated against static placement.
+"""Utilisation of engines with long-tailed answers: orchestrated against static placement.
 
-Four engines of one version slot, paced to 8 ms a decode step like an accelerator whose step
-time does not depend on its rows, with real tokens, a real trainer and real migrations. Lengths
-are forced: log-normal, max/mean about 10, p99 over 10 times the median, the same for the same
-request in every run. `static` keeps requests and engines where they are.
+Four engines with one version slot are paced to 8 ms per decode step, like an accelerator whose step time does
+not depend on the number of rows. Tokens, trainer and migrations are real. Lengths are forced: log-normal,
+max/mean about 10, p99 over 10 times the median, and each request has the same length in every run. With
+`static` placement, requests do not migrate and engines do not change their versions early.
 
     python benchmarks/placement.py [--quick] [--json FILE]
 """
@@ -48,19 +48,19 @@ def length_of(request: RequestId) -> int:
 
 
 def reward(prompt: str, completion: str, **row: object) -> float:
-    """Differs among siblings, so that the trainer has every token to train."""
+    """A reward that differs among siblings, so that the trainer trains on every token."""
     return float(len(completion) % 2)
 
 
 class ForcedLengths(RunSetup):
-    """Answers end at their forced length and nowhere else."""
+    """Answers end exactly at their forced length."""
 
     def sampling_of(self, request: RequestId) -> SamplingParams:
         return SamplingParams(self.config.sampling.temperature, length_of(request), ())
 
 
 def measure(placement: str, max_staleness: int, batch_size: int, num_steps: int) -> Row:
-    """One run; its summary in the columns above."""
+    """One run: its summary as the columns above."""
     changes = {
         "run.steps": num_steps,
         "reward.function": f"{Path(__file__).resolve()}:reward",
@@ -94,9 +94,9 @@ def measure(placement: str, max_staleness: int, batch_size: int, num_steps: int)
 
 
 def busy_while_admitting(out: Path, max_staleness: int) -> float:
-    """Occupied rows from the end of the first step to where the last prompts are admitted.
+    """Mean utilisation of rows from the end of the first step until the last prompts are admitted.
 
-    A run's last answers leave rows empty whatever the placement, and so does its first load.
+    The last answers of a run and its first load leave rows empty with any placement.
     """
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     ends_s = [step["t_s"] for step in steps]

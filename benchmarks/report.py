@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: the machine, the state of the code, rows and ratios.
+"""The output of every benchmark: the machine, the commit, rows and ratios.
 
 The JSON is {"machine": {...}, "git": "...", "rows": [{...}], "ratios": {"name": number}}.
 """
@@ -21,19 +21,19 @@ Row = Mapping[str, str | int | float]
 
 @dataclass(frozen=True)
 class Options:
-    """--quick ends within 50 s on two cores; --json names a file to write."""
+    """The common options: --quick ends within 50 s on two cores, --json names the output file."""
 
     quick: bool
     json: Path | None
 
 
 def parse_options(description: str) -> Options:
-    """Read the two options all benchmarks have, and keep torch to one thread."""
+    """Parse the common options, and limit torch to one thread."""
     return options_of(make_parser(description).parse_args())
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """A parser of these two, for a benchmark that has others beside them."""
+    """A parser of the common options, to which a benchmark may add others."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, at most 50 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, git, rows and ratios")
@@ -41,13 +41,13 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def options_of(given: argparse.Namespace) -> Options:
-    """What such a parser read; keeps torch to one thread."""
+    """The common options of parsed arguments; limits torch to one thread."""
     torch.set_num_threads(1)
     return Options(given.quick, given.json)
 
 
 def machine() -> dict[str, str | int]:
-    """Where the figures come from."""
+    """The machine on which the benchmark runs."""
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return gpu | {
         "cpu": _cpu_name(),
@@ -60,7 +60,7 @@ def machine() -> dict[str, str | int]:
 
 
 def git() -> str:
-    """The commit the code is at, with "+changes" where the tree differs from it."""
+    """The current commit, with "+changes" if the working tree differs from it."""
     here = Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
     try:
@@ -71,7 +71,7 @@ def git() -> str:
 
 
 def publish(options: Options, rows: Sequence[Row], ratios: Mapping[str, float]) -> None:
-    """Print everything as tables and, if asked to, write it as JSON."""
+    """Print everything as tables, and write it as JSON if --json is given."""
     print("  ".join(f"{name} {value}" for name, value in machine().items()), f" git {git()}")
     for columns in dict.fromkeys(tuple(row) for row in rows):
         print()

@@ -1,13 +1,13 @@
-"""Kill everything at random instants and resume, again and again: what is lost, and what it costs.
+"""Kill runs at random times and resume them, many times: what is lost, and the cost of a resume.
 
-Runs of a small task, whose driver and workers all get SIGKILL at the same moment, chosen by how much
-is recorded and a little chance. After each kill the record is audited and replayed, and the run goes
-on; after its end, over all its lives, every group must be trained once and every sample that was scored
-must be there as it was. Violations make the exit code 1. --kills N sets how many; --quick is 3.
+The driver and all workers of a small run receive SIGKILL together, after a random number of journal lines.
+After each kill the run folder is audited and replayed, and the run is resumed. At the end every group must be
+trained once, and every scored sample must be unchanged. Violations make the exit code 1. --kills N sets the
+number of kills; --quick is 3.
 
-recovery_s is the time from `dora train --resume` to the first fact of the new life; most of it is the
-start of processes, which a new run needs too. redone_tokens were trained before, after the last
-checkpoint; regenerated_tokens are those of unfinished answers.
+recovery_s is the time from `dora train --resume` to the first new event; most of it is the start of
+processes, which a new run needs as well. redone_tokens were trained before, after the last checkpoint.
+regenerated_tokens are those of unfinished answers.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ max_staleness = 3
 """
 COMMAND = (sys.executable, "-c", "from dora.cli.main import main; main()", "train")
 STEPS_PER_KILL = 4
-MAX_LINES = 160  # recorded in one life before it is killed
+MAX_LINES = 160  # of the journal that one attempt writes before it is killed
 POLL_S = 0.002
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 Sample = tuple[object, ...]
 
 
-class Life:
-    """One process group of a run."""
+class Attempt:
+    """The processes of a run between its start or resume and its end or kill."""
 
     def __init__(self, out: Path, arguments: list[str | Path]) -> None:
         self._out = out
@@ -85,19 +85,19 @@ class Life:
         )
 
     def wait_for_lines(self, count: int) -> float | None:
-        """Seconds until so many more lines are recorded; None if it ended before."""
-        deadline_s = time.monotonic() + PATIENCE_S
+        """Seconds until the journal has `count` more lines; None if the run ended before."""
+        deadline_s = time.monotonic() + TIMEOUT_S
         while num_lines(self._journal) < self._num_before + count:
             if self.process.poll() is not None:
                 return None
             if time.monotonic() > deadline_s:
                 self.kill()
-                raise SystemExit(f"nothing happens in {self._out}: {self.log()}")
+                raise SystemExit(f"no progress in {self._out} within {TIMEOUT_S:g} s: {self.log()}")
             time.sleep(POLL_S)
         return time.monotonic() - self._started_s
 
     def kill(self) -> None:
-        """Driver and workers, all at once."""
+        """Kill the driver and all workers together."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -111,7 +111,7 @@ def num_lines(path: Path) -> int:
 
 
 def samples(out: Path) -> dict[tuple[str, int], Sample]:
-    """(group, sibling) -> tokens, log-probs, version and reward of all that were scored."""
+    """(group, sibling) -> tokens, log-probs, version and reward of all scored samples."""
     query = (
         "select group_id, sibling, token_ids, logprobs, version, reward from samples where reward not null"
     )
@@ -120,7 +120,7 @@ def samples(out: Path) -> dict[tuple[str, int], Sample]:
 
 
 class Trial:
-    """One run, killed so many times."""
+    """One run, which is killed `num_kills` times."""
 
     def __init__(self, folder: Path, seed: int, num_kills: int) -> None:
         self.num_kills = 0
@@ -134,28 +134,28 @@ class Trial:
         config = folder / "task.toml"
         config.write_text(CONFIG.format(steps=STEPS_PER_KILL * num_kills, seed=seed, model=MODEL.resolve()))
         arguments: list[str | Path] = [config, "--out", self._out]
-        while self._live(arguments, is_last=self.num_kills == num_kills):
+        while self._attempt(arguments, is_last=self.num_kills == num_kills):
             arguments = ["--resume", self._out]
-        self._judge()
+        self._check_end()
 
-    def _live(self, arguments: list[str | Path], *, is_last: bool) -> bool:
-        """One life; whether it was killed."""
-        life = Life(self._out, arguments)
-        began_s = life.wait_for_lines(1)
+    def _attempt(self, arguments: list[str | Path], *, is_last: bool) -> bool:
+        """Start or resume the run; returns whether it was killed."""
+        attempt = Attempt(self._out, arguments)
+        began_s = attempt.wait_for_lines(1)
         if self.num_kills and began_s is not None:
             self.recoveries_s.append(began_s)
-        if is_last or life.wait_for_lines(self._rng.randrange(1, MAX_LINES)) is None:
-            if life.process.wait(PATIENCE_S):
-                self.findings.append(f"ended with {life.process.returncode}: {life.log()}")
+        if is_last or attempt.wait_for_lines(self._rng.randrange(1, MAX_LINES)) is None:
+            if attempt.process.wait(TIMEOUT_S):
+                self.findings.append(f"exited with code {attempt.process.returncode}: {attempt.log()}")
             return False
         time.sleep(self._rng.random() * 0.01)
-        life.kill()
+        attempt.kill()
         self.num_kills += 1
-        self._look()
+        self._check_folder()
         return True
 
-    def _look(self) -> None:
-        """After a kill: the record is right as far as it goes, and what was scored is still there."""
+    def _check_folder(self) -> None:
+        """Audit and replay the run folder, and check that it has all scored samples."""
         self.findings += audit.check(self._out).findings
         journal = read_journal(self._out)
         self.torn += journal.is_torn
@@ -167,9 +167,9 @@ class Trial:
         self.findings += [f"sample {key} was scored and is lost or changed" for key in lost]
         self._scored = found
 
-    def _judge(self) -> None:
-        """After the end: everything was trained once."""
-        self._look()
+    def _check_end(self) -> None:
+        """Check after the end that every group was trained once."""
+        self._check_folder()
         self.summary = json.loads((self._out / "summary.json").read_text())
         counts = audit.check(self._out).counts
         if (counts.pending, counts.trained) != (0, counts.admitted):
@@ -178,7 +178,9 @@ class Trial:
 
 def main() -> None:
     parser = make_parser(__doc__ or "")
-    parser.add_argument("--kills", type=int, metavar="N", help="how many; 50, and 3 with --quick")
+    parser.add_argument(
+        "--kills", type=int, metavar="N", help="number of kills (default: 50; 3 with --quick)"
+    )
     given = parser.parse_args()
     options, kills_per_run = options_of(given), 10
     num_left = given.kills or (3 if options.quick else 50)

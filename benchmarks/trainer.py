@@ -144,7 +144,7 @@ def measure(task: Task, quick: bool, trl_python: Path | None) -> dict[str, Cost]
         costs: dict[str, list[Cost]] = {trainer: [] for trainer in children}
         for _ in range(num_steps):
             for trainer, child in children.items():
-                costs[trainer].append(Cost(**child.ask(task.samples)))
+                costs[trainer].append(Cost(**child.request(task.samples)))
     return {
         trainer: Cost(*(statistics.median(column) for column in zip(*own[1:], strict=True)))
         for trainer, own in costs.items()

@@ -2,8 +2,8 @@
 
     PYTHON vllm_child.py MODEL_FOLDER MAX_CONTEXT MAX_ROWS MAX_PREFILL_TOKENS
 
-It writes {"ready": version} when it is up; then, for every line {"prompts": [[int]], "num_tokens": n} it
-reads, one with the times of `Timing` in baselines.py.
+It writes {"ready": version} when it has started. For every line {"prompts": [[int]], "num_tokens": n} on its
+input it writes a line with the times of `Timing` in baselines.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # it would compile C++ for a part of the sampler
+    "TORCHDYNAMO_DISABLE": "1",  # else it compiles C++ for a part of the sampler
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -28,8 +28,8 @@ SETTINGS = {
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints must not get between the answers
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints to stderr, not between the replies
     os.environ.update(SETTINGS)
     vllm, torch = import_module("vllm"), import_module("torch")
     torch.set_num_threads(1)
@@ -45,20 +45,20 @@ def main() -> None:
         max_num_seqs=max_rows,
         max_num_batched_tokens=max(max_prefill_tokens, max_context),
     ).llm_engine
-    print(json.dumps({"ready": vllm.__version__}), file=answers, flush=True)
+    print(json.dumps({"ready": vllm.__version__}), file=replies, flush=True)
     for number, line in enumerate(sys.stdin):
-        order = json.loads(line)
+        request = json.loads(line)
         sampling = vllm.SamplingParams(
-            temperature=1.0, max_tokens=order["num_tokens"], ignore_eos=True, detokenize=False
+            temperature=1.0, max_tokens=request["num_tokens"], ignore_eos=True, detokenize=False
         )
         began = time.perf_counter(), time.process_time()
-        for i, prompt in enumerate(order["prompts"]):
+        for i, prompt in enumerate(request["prompts"]):
             engine.add_request(f"{number}-{i}", {"prompt_token_ids": prompt}, sampling)
-        print(json.dumps(timed(engine, len(order["prompts"]), began)), file=answers, flush=True)
+        print(json.dumps(timed(engine, len(request["prompts"]), began)), file=replies, flush=True)
 
 
 def timed(engine: Any, num_rows: int, began: tuple[float, float]) -> dict[str, float]:
-    """Step until all are done; decode counts from where all rows have a token to where the first is done."""
+    """Step until all requests are finished. Decode is timed while all rows decode."""
     has_token: set[str] = set()
     num_steps, first, last = 0, None, None
     while engine.has_unfinished_requests():

@@ -1,4 +1,4 @@
-"""What the convergence benchmark says of its runs: intervals, tests and times, of made-up figures."""
+"""The statistics of the convergence benchmark: intervals, tests and times of artificial rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def module(name: str) -> Any:
 
 
 def row(policy: str, seed: int, final: float, task: str = "chains") -> dict[str, Any]:
-    """A run that gains evenly from 0 to `final` in 10 s."""
+    """The row of a run whose accuracy rises linearly from 0 to `final` in 10 s."""
     lengths = {f"{n}_{of}": 40.0 for n in ("generated", "trained") for of in ("mean", "p50", "p90", "p99")}
     lengths |= {f"trained_mean_fifth_{fifth}": 40.0 for fifth in range(1, 6)}
     names = ("mixed_share", "segments", "staleness_mean", "ess", "kl")
@@ -51,7 +51,7 @@ def row(policy: str, seed: int, final: float, task: str = "chains") -> dict[str,
     }
 
 
-def test_every_setting_is_a_run_that_can_be_planned(tmp_path: Path) -> None:
+def test_every_setting_is_a_valid_run(tmp_path: Path) -> None:
     convergence, runs = module("convergence"), module("convergence_run")
     assert len(set(convergence.SETTINGS)) == len(convergence.SETTINGS)
     for setting in (*convergence.SETTINGS, *convergence.QUICK):
@@ -60,21 +60,20 @@ def test_every_setting_is_a_run_that_can_be_planned(tmp_path: Path) -> None:
         limits = RunSetup.make(config, tmp_path).limits
         assert limits.max_staleness >= setting.max_staleness
         assert limits.breaks_c1 == (setting.policy in runs.MIXED)
-        assert (
-            config.max_groups_in_flight == (setting.max_staleness + 1) * 8
-        )  # dropping, too, is no further ahead
+        # `dropping` has no more groups in flight than the others.
+        assert config.max_groups_in_flight == (setting.max_staleness + 1) * 8
 
 
-def test_a_band_is_that_of_student() -> None:
+def test_a_band_is_the_confidence_interval_of_student() -> None:
     mean, half = module("bands").band([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (mean, round(half, 4)) == (3.0, 1.9629)  # 2.776 * sqrt(2.5 / 5)
 
 
-def test_one_seed_says_nothing_of_others() -> None:
+def test_the_band_of_one_seed_covers_every_accuracy() -> None:
     assert module("bands").band([0.8]) == (0.8, 1.0)
 
 
-def test_a_difference_is_told_from_noise_by_seeds_in_pairs() -> None:
+def test_paired_seeds_separate_a_difference_from_noise() -> None:
     rows = [row("sync", seed, 0.8 + seed / 10) for seed in range(3)]
     near = [row("dora", seed, 0.8 + seed / 10 + (seed - 1) / 100) for seed in range(3)]
     far = [row("drain", seed, 0.7 + seed / 10 + seed / 1000) for seed in range(3)]
@@ -84,7 +83,7 @@ def test_a_difference_is_told_from_noise_by_seeds_in_pairs() -> None:
     assert found == expected | {("all", policy): bound for (_, policy), bound in expected.items()}
 
 
-def test_to_find_no_difference_is_not_to_show_that_there_is_none() -> None:
+def test_no_significant_difference_does_not_imply_equivalence() -> None:
     sync = [row("sync", seed, 0.8) for seed in range(3)]
     sure = [row("dora", seed, 0.8 + (seed - 1) / 1000) for seed in range(3)]
     noisy = [row("drain", seed, 0.8 + (seed - 1) / 20) for seed in range(3)]
@@ -101,7 +100,7 @@ def test_tasks_are_averaged_before_seeds_are_compared() -> None:
     assert (pooled["pairs"], pooled["difference"]) == (2, 0.025)
 
 
-def test_most_seeds_must_get_to_the_target() -> None:
+def test_the_time_to_the_target_needs_most_seeds_to_reach_it() -> None:
     rows = [row("sync", seed, 0.5) for seed in range(3)]
     rows += [row("dora", seed, final) for seed, final in enumerate((0.4, 0.4, 1.0))]
     times = {t["policy"]: t for t in module("convergence_tables").tables(rows) if "s_to_target" in t}
@@ -111,12 +110,12 @@ def test_most_seeds_must_get_to_the_target() -> None:
 def test_answers_of_several_versions_are_compared_with_those_of_one_at_the_same_bound() -> None:
     mixed = [row("partial", seed, 0.7) | {"mixed_share": 0.5} for seed in range(2)]
     rows = [*(row("sync", seed, 0.9) for seed in range(2)), *(row("dora", seed, 0.8) for seed in range(2))]
-    told = [t for t in module("convergence_tables").tables([*rows, *mixed]) if "trajectories" in t]
-    found = {t["policy"]: (t["trajectories"], t["less_dora"], t["mixed_share"]) for t in told}
+    compared = [t for t in module("convergence_tables").tables([*rows, *mixed]) if "trajectories" in t]
+    found = {t["policy"]: (t["trajectories"], t["less_dora"], t["mixed_share"]) for t in compared}
     assert found == {"dora": ("single", 0.0, 0.0), "partial": ("mixed", -0.1, 0.5)}
 
 
-def test_seeds_without_a_partner_are_in_no_test() -> None:
+def test_seeds_without_a_partner_are_left_out_of_tests() -> None:
     rows = [row("sync", 0, 0.8), *(row("dora", seed, 0.8) for seed in range(3))]
     tests = [t for t in module("convergence_tables").tables(rows) if "within_noise" in t]
     assert [t["pairs"] for t in tests] == [1, 1]
@@ -131,7 +130,7 @@ def test_the_time_to_an_accuracy_lies_between_two_points() -> None:
     }
 
 
-def test_a_run_that_is_kept_is_not_made_again(tmp_path: Path) -> None:
+def test_a_kept_run_is_not_repeated(tmp_path: Path) -> None:
     convergence, file = module("convergence"), tmp_path / "kept.jsonl"
     convergence.Kept(file).add(row("sync", 0, 0.8))
     kept = convergence.Kept(file)
@@ -139,7 +138,7 @@ def test_a_run_that_is_kept_is_not_made_again(tmp_path: Path) -> None:
     assert not kept.has("chains", "sync", 0, "none", 1, 100)
 
 
-def test_a_trainer_that_drops_is_blind_to_stale_samples() -> None:
+def test_the_dropping_trainer_ignores_stale_samples() -> None:
     import torch
 
     from dora.model.config import ModelConfig

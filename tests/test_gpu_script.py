@@ -27,7 +27,7 @@ def test_the_gpu_benchmarks_run_at_tiny_sizes_on_the_cpu(tmp_path: Path) -> None
     notes = [row["note"] for row in probes["rows"] if row["what"] == "not answered"]
     assert sorted(notes) == [
         "CUDA graphs need a GPU",
-        "it is not tried at tiny sizes",
+        "it does not run at tiny sizes",
         "varlen_attn needs a GPU",
         "varlen_attn needs a GPU",
     ]

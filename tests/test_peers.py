@@ -1,4 +1,4 @@
-"""What `benchmarks/peers.py` puts in place of a GPU's kernel computes the same."""
+"""The SDPA replacement of the flash-attention kernel in `benchmarks/peers_child.py` computes the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.peers_child import attend
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def test_a_tree_of_answers_attends_as_each_answer_does_by_itself() -> None:
+def test_answers_that_share_a_prompt_attend_as_each_answer_alone() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(12, heads, 8) for heads in (4, 2, 2))
     prompt, answers = [0, 1, 2, 3], ([4, 5, 6, 7, 8], [9, 10, 11])
