@@ -87,5 +87,5 @@ def test_a_critic_with_another_vocabulary_than_the_policy_is_refused(task: Path)
     other = replace(MODEL, vocab_size=MODEL.vocab_size + 1)
     save_pretrained(task.parent / "other", other, initial_weights(other, seed=0))
     changes = ["algorithm.adv_estimator=gae", f"critic.path={task.parent / 'other'}"]
-    with pytest.raises(ConfigError, match=r"critic\.path = .*take a model of the policy's family"):
+    with pytest.raises(ConfigError, match=r"critic\.path = .*use a model of the policy's family"):
         RunSetup.make(read_config(task, changes), task.parent / "out")
