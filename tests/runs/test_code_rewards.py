@@ -1,4 +1,4 @@
-"""Programs are judged in a run as any other answers are, and what runs them ends with it."""
+"""Code rewards in a run: responses are run against tests, in processes that end with the run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.runtime.running import wait_until_gone
 from tests.runtime.tiny import write_task
 
 
-def test_answers_are_run_against_the_tests_of_their_row(start_run: StartRun, tmp_path: Path) -> None:
-    """Almost none is a program; what is none fails its tests, and no group."""
+def test_responses_are_run_against_the_tests_of_their_row(start_run: StartRun, tmp_path: Path) -> None:
+    """Hardly any response is a program; one that is not fails its tests but not its group."""
     tests = [{"input": "", "output": ""}, "assert len(answer) == 1"]
     config = write_task(tmp_path, prompts=[{"prompt": f"{k}:", "tests": tests} for k in range(10, 17)])
     run = start_run(config, reward__function="dora.rewards.code:PassedTests", reward__num_workers=2)
@@ -21,9 +21,9 @@ def test_answers_are_run_against_the_tests_of_their_row(start_run: StartRun, tmp
     fork_servers = [
         fork_server for server in servers for worker in server.children() for fork_server in worker.children()
     ]
-    assert len(fork_servers) == 2  # no other worker starts processes
-    ended = run.end()
-    assert ended.code == 0, ended
+    assert len(fork_servers) == 2  # one per reward worker; no other worker starts processes
+    result = run.end()
+    assert result.code == 0, result
     assert wait_until_gone(fork_servers, timeout_s=5.0) == []
     with sqlite3.connect(run.out / "samples.sqlite") as db:
         rewards = {reward for (reward,) in db.execute("select reward from samples")}

@@ -1,4 +1,4 @@
-"""The live screen of a run on a terminal."""
+"""The live display of a run on a terminal."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ def read_all(terminal: int) -> str:
     try:
         while part := os.read(terminal, 65536):
             parts.append(part)
-    except OSError:  # Linux: the other side is closed
+    except OSError:  # Linux: the other end is closed
         pass
     os.close(terminal)
     return CONTROL.sub("", b"".join(parts).decode())
 
 
 def test_a_terminal_shows_the_progress_of_a_run(start_run: StartRun) -> None:
-    terminal, theirs = pty.openpty()
+    terminal, terminal_of_run = pty.openpty()
     run = start_run(
-        output=theirs, engine__min_step_time="30ms", run__steps=6, orchestrator__staleness_mode="adaptive"
+        output=terminal_of_run,
+        engine__min_step_time="30ms",
+        run__steps=6,
+        orchestrator__staleness_mode="adaptive",
     )
-    os.close(theirs)
+    os.close(terminal_of_run)
     shown = read_all(terminal)
     assert run.end().code == 0
     assert re.search(r"training \S+ +\d/6 steps, left 0:00:\d\d", shown)

@@ -1,4 +1,4 @@
-"""The shipped configuration for GSM8K trains a model that `dora init-model` made, on rows of its kind."""
+"""The example for GSM8K trains a model made by `dora init-model`, on similar rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = {
     "engine__kernels": "eager",
 }
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva")
-# Judges as TRL's rewards do; one question of five makes it fail.
+# A reward function with TRL's signature, which fails for one question of five.
 TRL_REWARD = """
 def reward_func(prompts, completions, completion_ids, answer, **kwargs):
     assert len(prompts) == len(completions) == len(completion_ids) == len(answer)
@@ -30,8 +30,8 @@ def reward_func(prompts, completions, completion_ids, answer, **kwargs):
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> dict[str, Path]:
-    """A tiny random model whose tokenizer knows the data, and the data."""
+def model_and_data(tmp_path: Path) -> dict[str, Path]:
+    """Data, and a tiny random model with a tokenizer made from it."""
     rows = [
         {
             "question": f"{name} has {n} apples and buys twice as many. How many apples has {name} now?",
@@ -48,35 +48,40 @@ def given(tmp_path: Path) -> dict[str, Path]:
     return {"model__path": model, "data__path": data}
 
 
-def test_the_example_trains_with_the_strict_verifier(start_run: StartRun, given: dict[str, Path]) -> None:
-    run = start_run(EXAMPLES / "gsm8k.toml", **SMALL, **given)
-    ended = run.end()
-    assert ended.code == 0, ended
+def test_the_example_trains_with_the_strict_verifier(
+    start_run: StartRun, model_and_data: dict[str, Path]
+) -> None:
+    run = start_run(EXAMPLES / "gsm8k.toml", **SMALL, **model_and_data)
+    result = run.end()
+    assert result.code == 0, result
     s = summary(run.out)
     assert (s["trained_groups"], s["failed_groups"]) == (6, 0)
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
     assert (run.out / "checkpoints" / "step-3" / "tokenizer_config.json").is_file()
 
 
-def test_a_group_that_a_reward_of_trls_kind_fails_is_the_only_one(
-    start_run: StartRun, given: dict[str, Path], tmp_path: Path
+def test_only_the_groups_for_which_a_trl_reward_fails_are_failed(
+    start_run: StartRun, model_and_data: dict[str, Path], tmp_path: Path
 ) -> None:
-    (tmp_path / "judge.py").write_text(TRL_REWARD)
-    changes = {"reward__function": f"{tmp_path / 'judge.py'}:reward_func", "reward__max_failed_fraction": 1.0}
-    run = start_run(EXAMPLES / "gsm8k.toml", **SMALL, **given, **changes)
-    ended = run.end()
-    assert ended.code == 0, ended
+    (tmp_path / "trl_reward.py").write_text(TRL_REWARD)
+    changes = {
+        "reward__function": f"{tmp_path / 'trl_reward.py'}:reward_func",
+        "reward__max_failed_fraction": 1.0,
+    }
+    run = start_run(EXAMPLES / "gsm8k.toml", **SMALL, **model_and_data, **changes)
+    result = run.end()
+    assert result.code == 0, result
     s = summary(run.out)
     assert s["trained_groups"] == 6
     assert s["failed_groups"] == len([line for line in journal(run.out) if line["kind"] == "fail"]) >= 1
-    assert "failed: reward raised ValueError" in ended.out
+    assert "failed: reward raised ValueError" in result.out
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b-1gpu.toml", "qwen3-0.6b-8gpu.toml"])
 def test_the_configurations_for_gpus_pass_a_dry_run(
-    name: str, given: dict[str, Path], tmp_path: Path
+    name: str, model_and_data: dict[str, Path], tmp_path: Path
 ) -> None:
-    sets = [f"model.path={given['model__path']}", f"data.path={given['data__path']}"]
+    sets = [f"model.path={model_and_data['model__path']}", f"data.path={model_and_data['data__path']}"]
     done = dora("train", EXAMPLES / name, "--dry-run", "--set", sets[0], "--set", sets[1])
     assert done.code == 0, done
     assert "0 for an empty response to the first prompt" in done.out

@@ -1,4 +1,4 @@
-"""A real run of a mixture of experts: filters, stop texts, and routes from the engines to the trainer."""
+"""A run with a mixture of experts: sampling filters, stop strings, and routes replayed by the trainer."""
 
 from __future__ import annotations
 
@@ -31,26 +31,24 @@ MIXTURE = replace(
 
 @pytest.fixture
 def mixture_task(tmp_path: Path) -> Path:
-    """The tiny task, for a mixture."""
+    """The tiny task with a mixture of experts."""
     config = write_task(tmp_path)
     save_pretrained(tmp_path / "start", MIXTURE, initial_weights(MIXTURE, seed=0, std=0.3))
     return config
 
 
-def test_filters_stop_texts_and_routes_go_through_a_whole_run(
-    mixture_task: Path, start_run: StartRun
-) -> None:
+def test_a_run_uses_sampling_filters_stop_strings_and_routes(mixture_task: Path, start_run: StartRun) -> None:
     run = start_run(
         mixture_task,
-        orchestrator__update_policy="sync",  # so that every sample shows how engine and trainer differ
+        orchestrator__update_policy="sync",  # on-policy: log-probs of engine and trainer must agree
         trainer__routing_replay="true",
         sampling__temperature=0.8,
         sampling__top_p=0.9,
         sampling__stop='["7", "xy"]',
         sampling__stop_token_ids="[3, 4]",
     )
-    ended = run.end()
-    assert ended.code == 0, ended
+    result = run.end()
+    assert result.code == 0, result
     assert summary(run.out)["trained_groups"] == 8
     steps = metrics(run.out)
     assert all(1 <= step["moe/load_imbalance"] <= MIXTURE.num_experts for step in steps)
@@ -67,12 +65,12 @@ def test_filters_stop_texts_and_routes_go_through_a_whole_run(
     assert any(tokenizer.decode([*sample.token_ids]).endswith("7") for sample in samples)
 
 
-def test_experts_of_a_mixture_have_no_adapters(mixture_task: Path) -> None:
+def test_experts_cannot_have_adapters(mixture_task: Path) -> None:
     with pytest.raises(ConfigError, match="gate_proj, up_proj: experts of a mixture have no"):
         RunSetup.make(read_config(mixture_task, ["trainer.lora_rank=2"]), mixture_task.parent / "run")
     attention = ["trainer.lora_rank=2", "trainer.lora_targets=['q_proj']"]
-    plan = RunSetup.make(read_config(mixture_task, attention), mixture_task.parent / "run")
-    assert plan.lora == LoraSettings(2, 32.0, ("q_proj",))
+    setup = RunSetup.make(read_config(mixture_task, attention), mixture_task.parent / "run")
+    assert setup.lora == LoraSettings(2, 32.0, ("q_proj",))
 
 
 @pytest.mark.parametrize(
@@ -88,13 +86,13 @@ def test_experts_of_a_mixture_have_no_adapters(mixture_task: Path) -> None:
             "sampling.stop_token_ids = [1, 99]: 99 is not a token id, as the model's vocab_size is",
         ),
         ({"sampling.stop_token_ids": "[1, 2, 3, 4, 5, 6, 7, 8]"}, "they are 9; engines know at most 8"),
-        ({"engine.num_kv_blocks": 2}, "the longest answer with its prompt, 32 tokens, takes 3"),
+        ({"engine.num_kv_blocks": 2}, "the longest sequence, 32 tokens, needs 3"),
         ({"sampling.top_k": 1}, "sampling.top_k = 1 leaves one token to sample"),
     ],
 )
-def test_what_the_model_cannot_follow_is_refused(
+def test_settings_that_do_not_fit_the_model_are_refused(
     task: Path, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    ended = dora("train", task, "--out", tmp_path / "run", "--dry-run", *settings(changes))
-    assert (ended.code, ended.out) == (2, "")
-    assert message in ended.err
+    result = dora("train", task, "--out", tmp_path / "run", "--dry-run", *settings(changes))
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err

@@ -1,4 +1,4 @@
-"""A real run of a few steps: several processes, several versions, and what it leaves behind."""
+"""A run of a few steps from start to end, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ KEYS = [
 
 @pytest.fixture(scope="module")
 def run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run with evaluation that came to its end."""
+    """A finished run with evaluation."""
     out = tmp_path_factory.mktemp("whole") / "run"
     changes: dict[str, Any] = {"run__steps": STEPS, "engine__min_step_time": "20ms", "eval__num_prompts": 3}
     run = Run(task, out, eval__path=task.parent / "prompts.jsonl", **changes)
-    ended = run.end()
-    assert (ended.code, ended.err) == (0, ""), ended
-    assert "C1 kept, C2 kept, C3 kept" in ended.out
+    result = run.end()
+    assert (result.code, result.err) == (0, ""), result
+    assert "C1 kept, C2 kept, C3 kept" in result.out
     return run
 
 
-def test_the_summary_has_every_key_that_others_rely_on(run: Run) -> None:
+def test_the_summary_has_all_documented_keys(run: Run) -> None:
     assert [key for key in KEYS if key not in summary(run.out)] == []
 
 
@@ -94,30 +94,30 @@ def test_the_summary_adds_up(run: Run) -> None:
     assert None not in (s["eval_before"], s["eval_after"], s["eval_greedy_before"], s["eval_greedy_after"])
 
 
-def test_the_last_step_is_told_once_and_the_last_line_says_where_the_run_is(run: Run) -> None:
+def test_the_last_step_is_printed_once_and_the_last_line_names_the_run_folder(run: Run) -> None:
     lines = run.end().out.splitlines()
     assert sum(line.startswith(f"step {STEPS}/{STEPS},") for line in lines) == 1
-    what = f"dora report {run.out} writes an HTML report, dora dash {run.out} serves it"
-    assert lines[-1] == f"run folder {run.out}: {what}"
+    hint = f"dora report {run.out} writes an HTML report, dora dash {run.out} serves it"
+    assert lines[-1] == f"run folder {run.out}: {hint}"
 
 
-def test_several_versions_are_alive_at_once(run: Run) -> None:
+def test_several_versions_are_live_at_once(run: Run) -> None:
     s = summary(run.out)
     assert s["live_versions_max"] >= 2
     assert 1 < s["live_versions_mean"] <= s["live_versions_max"] <= 3
 
 
-def test_an_engine_generates_with_two_versions_between_the_same_facts(run: Run) -> None:
+def test_an_engine_decodes_two_versions_at_once(run: Run) -> None:
     running: dict[tuple[int, ...], tuple[int, int]] = {}  # request -> (engine, version)
-    most = 0
+    max_versions = 0
     for line in journal(run.out):
         if line["kind"] == "generate":
             running |= {tuple(r): (line["engine"], line["version"]) for r in line["requests"]}
         elif line["kind"] == "request_finished":
             del running[tuple(line["request"])]
         versions = [{v for e, v in running.values() if e == engine} for engine in (0, 1)]
-        most = max(most, *map(len, versions))
-    assert most >= 2
+        max_versions = max(max_versions, *map(len, versions))
+    assert max_versions >= 2
 
 
 def test_each_step_has_one_line_of_metrics(run: Run) -> None:
@@ -147,21 +147,21 @@ def test_audit_and_replay_agree_with_the_run(run: Run) -> None:
     assert "replay agrees" in replay.out
 
 
-def test_away_from_a_terminal_a_run_says_plain_lines(run: Run) -> None:
+def test_without_a_terminal_a_run_prints_plain_lines(run: Run) -> None:
     out = run.end().out
     assert "\x1b" not in out
     line = re.search(rf"^step \d/{STEPS}, \d+ s left, reward .*$", out, re.MULTILINE)
     assert line, out
-    for wanted in ("accuracy", "tokens/s", "versions v", "staleness", "stall"):
-        assert wanted in line.group()
+    for expected in ("accuracy", "tokens/s", "versions v", "staleness", "stall"):
+        assert expected in line.group()
     assert all(f"{when} training (version " in out for when in ("before", "after"))
 
 
-def test_nothing_of_a_run_is_left_in_memory(run: Run) -> None:
+def test_a_finished_run_leaves_nothing_in_memory(run: Run) -> None:
     assert run.weight_folders() == []
 
 
-def test_a_sync_run_has_one_version_and_only_fresh_samples(start_run: StartRun) -> None:
+def test_a_sync_run_has_one_live_version_and_no_stale_samples(start_run: StartRun) -> None:
     run = start_run(orchestrator__update_policy="sync")
     assert run.end().code == 0
     s = summary(run.out)
@@ -171,11 +171,11 @@ def test_a_sync_run_has_one_version_and_only_fresh_samples(start_run: StartRun) 
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
 
 
-def test_the_example_of_an_own_task_trains(start_run: StartRun, task: Path) -> None:
+def test_the_example_of_a_custom_task_trains(start_run: StartRun, task: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "own_task" / "sevens.toml"
     small = {"sampling__group_size": 4, "trainer__batch_size": 2, "sampling__max_response_length": 12}
     start = {"model__path": task.parent / "start", "engine__kernels": "eager"}
     run = start_run(example, run__steps=2, **small, **start)
-    ended = run.end()
-    assert ended.code == 0, ended
+    result = run.end()
+    assert result.code == 0, result
     assert summary(run.out)["trained_groups"] == 4
