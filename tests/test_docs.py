@@ -1,4 +1,4 @@
-"""What the documentation says is there: links, commands, configurations, numbers."""
+"""Links, commands, configurations and numbers of the documentation are valid."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
+def test_every_local_link_of_a_page_exists(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     local = [target for target in targets if "://" not in target]
     assert [target for target in local if not (page.parent / target).exists()] == []
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_every_example_can_be_read(config: Path) -> None:
+def test_every_example_configuration_is_valid(config: Path) -> None:
     given = tomllib.loads(config.read_text(encoding="utf-8"))
     missing = [f"{name}.path={ROOT}" for name in ("model", "data") if "path" not in given[name]]
     assert load.read_config(config, missing).run.steps > 0

@@ -1,4 +1,4 @@
-"""The blocks of code on the pages, fenced or indented, and the folder that they speak of."""
+"""The code blocks of the pages, fenced or indented, and a folder with the files that they name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTING = re.compile(r"[a-z]+\.\w+ = ")
 
 @dataclass(frozen=True)
 class Block:
-    """Code as it stands on a page; `title` is the file it belongs in, `line` where it begins (from 1)."""
+    """A code block; `title` is the file that it is the content of, `line` its first line (from 1)."""
 
     page: str
     line: int
@@ -33,7 +33,7 @@ class Block:
 
 
 def of_page(page: Path) -> Iterator[Block]:
-    """Every block, fenced ones first. An indented one is what its first word says that it is."""
+    """All blocks of a page, fenced ones first. An indented block gets its language from its first word."""
     name, text = str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")
     for fence in FENCE.finditer(text):
         line = text[: fence.start(3)].count("\n") + 1
@@ -50,12 +50,12 @@ BLOCKS = [block for page in PAGES for block in of_page(page)]
 
 
 def of_language(language: str) -> list[Block]:
-    """Those of all pages."""
+    """The blocks of all pages in one language."""
     return [block for block in BLOCKS if block.language == language]
 
 
 def commands() -> list[tuple[Block, str]]:
-    """Every line that is to be typed, with what continues it."""
+    """All command lines, with their continuation lines."""
     found = []
     for block in of_language("sh"):
         lines = block.text.replace("\\\n", " ").splitlines()
@@ -64,14 +64,14 @@ def commands() -> list[tuple[Block, str]]:
 
 
 def run(block: Block, names: dict[str, object]) -> dict[str, object]:
-    """Run a block of Python; an error is shown with the line of its page."""
+    """Execute a Python block; a traceback shows the line of its page."""
     code = compile("\n" * (block.line - 1) + block.text, block.page, "exec")
     exec(code, names)
     return names
 
 
 def furnish(folder: Path) -> None:
-    """Put there what pages speak of: the examples, some prompts, and files that they show with their name."""
+    """Create the files that pages name: the examples, some prompts, and blocks with a title."""
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     pairs = [(12, 30, 6), (14, 21, 7), (25, 35, 5), (18, 24, 6)]
@@ -92,7 +92,7 @@ def furnish(folder: Path) -> None:
 
 
 def dora(*arguments: str) -> int:
-    """Exit code of a command, in this process."""
+    """Run a command in this process; its exit code."""
     try:
         main(arguments)
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""Every block of code on every page is of a kind that is tried here: it parses, it is allowed, it runs."""
+"""Every code block on every page parses, is valid, and runs if it is Python."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OF_PYTHON = {"README.md", "docs/quickstart.md", "docs/data.md", "docs/engine.md"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a reader of the pages stands."""
+    """A working directory with the files that the pages name."""
     made = tmp_path_factory.mktemp("reader")
     furnish(made)
     return made
@@ -52,29 +52,29 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def with_base(tables: dict[str, Any]) -> dict[str, Any]:
-    """A fragment of a configuration among what every configuration needs."""
+    """A fragment of a configuration, completed with the required keys."""
     several = {name: given for name, given in tables.items() if isinstance(given, list)}
     merged = {n: {**BASE.get(n, {}), **table} for n, table in tables.items() if n not in several}
     return {**BASE, **merged, **several}
 
 
-def test_every_block_is_of_a_kind_that_is_tried() -> None:
+def test_every_block_has_a_language_that_is_tested() -> None:
     assert [str(block) for block in BLOCKS if block.language not in KINDS] == []
     assert {block.page for block in of_language("python")} <= OF_PYTHON
 
 
 @pytest.mark.parametrize("block", of_language("toml"), ids=str)
-def test_every_configuration_is_allowed(block: Block) -> None:
+def test_every_configuration_is_valid(block: Block) -> None:
     tables = tomllib.loads(block.text)
     assert load.parse_config(tables if "run" in tables else with_base(tables)).run.steps > 0
 
 
 @pytest.mark.parametrize("block", of_language("settings"), ids=str)
-def test_settings_in_the_text_are_allowed_together(block: Block) -> None:
+def test_settings_of_a_block_are_valid_together(block: Block) -> None:
     assert load.parse_config(with_base(tomllib.loads(block.text))).run.steps > 0
 
 
-def test_every_line_of_json_and_every_yaml_can_be_read() -> None:
+def test_every_line_of_json_and_every_yaml_parses() -> None:
     for block in of_language("json"):
         assert all(json.loads(line) for line in block.text.splitlines()), str(block)
     yaml = importlib.import_module("yaml")  # the client libraries of Hugging Face bring it
@@ -83,7 +83,7 @@ def test_every_line_of_json_and_every_yaml_can_be_read() -> None:
 
 
 @pytest.mark.parametrize("block", of_language("sql"), ids=str)
-def test_questions_to_a_trace_can_be_asked(block: Block) -> None:
+def test_sql_queries_of_a_trace_run(block: Block) -> None:
     with sqlite3.connect(":memory:") as db:
         db.execute("create table slice (name, category, ts, dur)")
         slices = [("v0 0/1/0", "requests", 0, 2e9), ("v1 0/2/0", "requests", 5, 1e9), ("v0", "loads", 0, 1)]
@@ -92,7 +92,7 @@ def test_questions_to_a_trace_can_be_asked(block: Block) -> None:
 
 
 def parse(line: str) -> tuple[str, dict[str, Any]]:
-    """The command that a line of `dora` would run, and its options; an unknown one is an error."""
+    """The command of a `dora` line and its options; an unknown one is an error."""
     command: Any = typer.main.get_command(app)
     _, *rest = shlex.split(line, comments=True)
     name = rest[0]
@@ -102,8 +102,8 @@ def parse(line: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("block", "line"), commands(), ids=lambda given: str(given))
-def test_every_command_can_be_typed(block: Block, line: str, here: Path) -> None:
-    """Options exist; a run's configuration and what it is changed by are allowed, with all files it names."""
+def test_every_command_line_is_valid(block: Block, line: str, here: Path) -> None:
+    """Options exist; a configuration with its overrides is valid, and the files that it names exist."""
     program, *given = shlex.split(line, comments=True)
     if program == "dora":
         name, options = parse(line)
@@ -129,7 +129,7 @@ DRY = [line for block, line in commands() if line.startswith("dora train") and "
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block, line in commands() if line in DRY}))
-def test_the_first_run_of_a_page_could_begin(page: str, here: Path) -> None:
+def test_the_first_run_of_a_page_passes_a_dry_run(page: str, here: Path) -> None:
     """`--dry-run`: models, data and environments are loaded, rewards are called."""
     line = next(line for block, line in commands() if block.page == page and line in DRY)
     _, options = parse(line)
@@ -138,7 +138,7 @@ def test_the_first_run_of_a_page_could_begin(page: str, here: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["dora doctor", "dora metrics staleness", "dora config --defaults"])
-def test_commands_that_need_no_run_answer(line: str, here: Path) -> None:
+def test_commands_that_need_no_run_succeed(line: str, here: Path) -> None:
     assert line in " ".join(re.sub(r"\s+", " ", block.text) for block in of_language("sh"))
     assert dora(*line.split()[1:]) == 0
 
@@ -148,12 +148,12 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def names_of(page: str, **given: object) -> list[dict[str, object]]:
-    """What each block of a page defines; blocks go on with the names of those before."""
+    """The names that each block of a page defines; a block sees the names of those before."""
     names: dict[str, object] = {"__name__": "page", **given}
     return [dict(run(block, names)) for block in blocks_of(page)]
 
 
-def test_rewards_on_the_pages_judge(here: Path) -> None:
+def test_reward_functions_on_the_pages_return_rewards(here: Path) -> None:
     for page in ("README.md", "docs/quickstart.md"):
         reward: Any = names_of(page)[0]["reward"]
         assert (reward("12,30:", "06", answer="06"), reward("12,30:", "=06", answer="06")) in {(1, 0), (0, 1)}
@@ -162,7 +162,7 @@ def test_rewards_on_the_pages_judge(here: Path) -> None:
     assert many(["p"] * 2, ["is 72", "is 7"], answer=["72", "72"]) == [1.0, 0.0]
 
 
-def test_engines_on_the_pages_answer(here: Path) -> None:
+def test_engines_on_the_pages_generate(here: Path) -> None:
     alone, episode = names_of("docs/engine.md")
     for names in (alone, episode):
         answers: Any = names["completions"]
@@ -170,7 +170,7 @@ def test_engines_on_the_pages_answer(here: Path) -> None:
     assert episode["observations"] == []
 
 
-def test_environments_on_the_pages_play(here: Path) -> None:
+def test_environments_on_the_pages_run_an_episode(here: Path) -> None:
     pytest.importorskip("gymnasium")
     import asyncio
 
@@ -183,7 +183,7 @@ def test_environments_on_the_pages_play(here: Path) -> None:
     assert "you are at 0" in asyncio.run(made().reset({"prompt": "lake", "seed": 0}, 0))
 
 
-def test_adapters_on_the_pages_can_be_put_to_the_contract(here: Path) -> None:
+def test_adapters_on_the_pages_have_contract_tests(here: Path) -> None:
     pytest.importorskip("transformers")
     for kind in ("engine", "trainer"):
         (here / f"my{kind}.py").write_text((ROOT / f"examples/adapters/transformers_{kind}.py").read_text())

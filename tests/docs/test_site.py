@@ -1,4 +1,4 @@
-"""The site says what the code says: no key, metric or figure is missing, invented, or out of date."""
+"""Pages agree with the code: no key, metric or number is missing, unknown, or out of date."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ def test_the_curves_of_the_gallery_are_those_of_the_benchmark() -> None:
     assert shown == gallery.pictures()
 
 
-def test_every_key_is_on_the_page_of_keys() -> None:
+def test_every_config_key_is_on_its_page() -> None:
     page = (DOCS / "config.md").read_text(encoding="utf-8")
     assert [f"{section}.{key}" for section, key, _ in iter_keys() if f"| `{key}` |" not in page] == []
 
 
-def test_names_of_an_evaluation_are_documented_and_are_there() -> None:
+def test_documented_evaluation_metrics_are_those_of_an_evaluation() -> None:
     evaluation = EvaluationResult(7, num_prompts=2, num_responses=3, is_greedy=True)
     for prompt in range(2):
         evaluation.update(GroupScored(GroupId(-8, prompt), (1.0, 0.0, 1.0)))
     evaluation.lengths.append(3)
-    told, documented = evaluation.metrics(), metrics_of("evaluation")
-    assert [name for name in told if not any(metric.matches(name) for metric in documented)] == []
+    measured, documented = evaluation.metrics(), metrics_of("evaluation")
+    assert [name for name in measured if not any(metric.matches(name) for metric in documented)] == []
     names = [name for metric in documented for name in metric.names]
-    assert [name for name in names if not any(map(MetricDoc((name,), "", "").matches, told))] == []
+    assert [name for name in names if not any(map(MetricDoc((name,), "", "").matches, measured))] == []
 
 
-def test_names_that_are_there_only_sometimes_are_in_the_code() -> None:
-    """Those that are always there are compared with a whole run, in tests/runtime."""
+def test_conditional_metrics_are_in_the_code() -> None:
+    """Unconditional ones are compared with a whole run, in tests/runs."""
     texts = {
         node.value
         for file in (ROOT / "src").rglob("*.py")
@@ -80,7 +80,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
 
 
-def test_every_result_has_a_page_with_its_figures_and_is_named_among_the_questions() -> None:
+def test_every_result_has_a_page_with_its_ratios_and_is_named_on_the_overview() -> None:
     overview = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     for name in benchmarks.pages():
         assert f"`{name}`" in overview
@@ -89,15 +89,15 @@ def test_every_result_has_a_page_with_its_figures_and_is_named_among_the_questio
             assert f"| {ratio} |" in page
 
 
-def test_figures_are_written_as_they_are_read() -> None:
+def test_numbers_are_formatted_with_four_significant_digits() -> None:
     assert [benchmarks.figure(value) for value in (1.0, 0.12345, 12345.6, 7, "a|b", None, True)] == [
         *("1", "0.1235", "12,346", "7", "a\\|b", "", "True")
     ]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")
-def test_the_site_can_be_made_without_a_warning(tmp_path: Path) -> None:
-    """mkdocs.yml is strict: a link that leads nowhere, within a page as well, is an error."""
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """mkdocs.yml is strict: a broken link or anchor is an error."""
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
