@@ -5,10 +5,10 @@ python benchmarks/convergence_plot.py benchmarks/results/convergence.json docs/i
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
