@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 
 import psutil
 from tests.runtime.process.crashing_worker import exit_during_send, send_and_wait
@@ -19,6 +21,7 @@ from dora.runtime.process.worker_process import (
     RestartPolicy,
     Worker,
     WorkerMessages,
+    cpu_s,
 )
 
 
@@ -83,3 +86,10 @@ def test_no_delay_exceeds_the_maximum() -> None:
 
 def test_a_policy_without_restarts_schedules_none() -> None:
     assert RestartPolicy(max_restarts=0).on_lost(0, 0, STABLE_UPTIME_S, 0.0) is None
+
+
+def test_cpu_time_includes_processes_that_have_exited() -> None:
+    before_s = cpu_s()
+    burn = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True)
+    assert cpu_s() - before_s >= 0.5

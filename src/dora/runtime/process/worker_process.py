@@ -339,12 +339,12 @@ def receive(messages: WorkerMessages, timeout_s: float) -> Iterator[tuple[Worker
 
 
 def cpu_s() -> float:
-    """CPU seconds used so far by this process and its running children."""
+    """CPU seconds used so far by this process and its descendants, also by those that have exited."""
     total = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         with contextlib.suppress(psutil.Error):
-            times = process.cpu_times()
-            total += times.user + times.system
+            times = process.cpu_times()  # children_*: of children that have exited
+            total += times.user + times.system + times.children_user + times.children_system
     return total
 
 
