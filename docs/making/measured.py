@@ -56,79 +56,86 @@ def measured_demo() -> str:
 
 def measured_orchestration() -> str:
     """Placement, migration, and the speed and tests of the orchestrator."""
-    place, move, core = _ratios("placement"), _ratios("migration"), _ratios("orchestrator")
-    kills, swarm, elastic = _ratios("kill_during_migration"), _ratios("swarm"), _ratios("elastic")
-    slow = _ratios("slow_fleet")
+    return _table([*_placement_lines(), *_orchestrator_lines()])
+
+
+def _placement_lines() -> list[Line]:
+    place, move = _ratios("placement"), _ratios("migration")
+    elastic, slow = _ratios("elastic"), _ratios("slow_fleet")
     prefill = [move[f"reprefill_over_migrate_{model}"] for model in ("demo", "30m")]
+    fleet = "4 paced engines with one version slot, 8 ms a step, lengths with maximum over mean 10, S = 4"
+    return [
+        Line(
+            "rollout utilisation, dynamic and static placement",
+            f"{place['occupancy_orchestrated']:.2f}, {place['occupancy_static']:.2f}",
+            fleet,
+            "placement",
+        ),
+        Line(
+            "wall time, static over dynamic placement",
+            f"{place['static_over_orchestrated_wall_s']:.2f} times",
+            fleet,
+            "placement",
+        ),
+        Line(
+            "CPU time, prefill of 1,000 tokens over their KV transfer",
+            f"{prefill[0]:.0f} and {prefill[1]:.0f} times",
+            "0.56 M and 29 M parameters, engines on one machine",
+            "migration",
+        ),
+        Line(
+            "median pause of a migrated request",
+            f"{move['stop_steps']:.1f} decode steps",
+            "engines on one machine",
+            "migration",
+        ),
+        Line(
+            "wall time without over with `trainer.elastic`",
+            f"{elastic['apart_over_elastic_wall_s_demo']:.2f} and "
+            f"{elastic['apart_over_elastic_wall_s_paced']:.2f} times",
+            "the demo with one engine: as it is (slower with it), and paced to 8 ms a step",
+            "elastic",
+        ),
+        Line(
+            "time of a training step with one engine ten times slower, over equal engines",
+            f"{slow['one_slow_over_all_alike_S1']:.2f} times; without the rules for slow engines "
+            f"{slow['one_slow_over_all_alike_S1'] * slow['without_over_with_S1']:.1f} times",
+            "4 simulated engines, S = 1",
+            "slow_fleet",
+        ),
+    ]
+
+
+def _orchestrator_lines() -> list[Line]:
+    core, kills, swarm = _ratios("orchestrator"), _ratios("kill_during_migration"), _ratios("swarm")
     (largest,) = [row for row in _read("orchestrator")["rows"] if row["engines"] == 10_000]
     (worlds,) = _read("swarm")["rows"]
-    fleet = "4 paced engines with one version slot, 8 ms a step, lengths with maximum over mean 10, S = 4"
-    return _table(
-        [
-            Line(
-                "rollout utilisation, dynamic and static placement",
-                f"{place['occupancy_orchestrated']:.2f}, {place['occupancy_static']:.2f}",
-                fleet,
-                "placement",
-            ),
-            Line(
-                "wall time, static over dynamic placement",
-                f"{place['static_over_orchestrated_wall_s']:.2f} times",
-                fleet,
-                "placement",
-            ),
-            Line(
-                "CPU time, prefill of 1,000 tokens over their KV transfer",
-                f"{prefill[0]:.0f} and {prefill[1]:.0f} times",
-                "0.56 M and 29 M parameters, engines on one machine",
-                "migration",
-            ),
-            Line(
-                "median pause of a migrated request",
-                f"{move['stop_steps']:.1f} decode steps",
-                "engines on one machine",
-                "migration",
-            ),
-            Line(
-                "time of the orchestrator for one event, p99",
-                f"{core['handle_p99_ms']:.2f} ms",
-                f"{largest['engines']:,} simulated engines, {largest['requests']:,} requests",
-                "orchestrator",
-            ),
-            Line(
-                "time of one rebalance decision; of a whole rebalance",
-                f"{core['rebalance_ms']:.0f} ms; {core['whole_rebalance_ms'] / 1e3:.1f} s",
-                "the same",
-                "orchestrator",
-            ),
-            Line(
-                "findings of audit and replay after engines were killed during migrations",
-                f"{kills['findings']:.0f} in {kills['kills']:.0f} kills",
-                "real processes on one machine",
-                "kill_during_migration",
-            ),
-            Line(
-                "violations and deadlocks in random simulated runs with faults",
-                f"{swarm['violations']:.0f} and {swarm['deadlocks']:.0f} in {worlds['seeds']:,} runs",
-                f"{worlds['events']:,} events, virtual time",
-                "swarm",
-            ),
-            Line(
-                "wall time without over with `trainer.elastic`",
-                f"{elastic['apart_over_elastic_wall_s_demo']:.2f} and "
-                f"{elastic['apart_over_elastic_wall_s_paced']:.2f} times",
-                "the demo with one engine: as it is (slower with it), and paced to 8 ms a step",
-                "elastic",
-            ),
-            Line(
-                "time of a training step with one engine ten times slower, over equal engines",
-                f"{slow['one_slow_over_all_alike_S1']:.2f} times; without the rules for slow engines "
-                f"{slow['one_slow_over_all_alike_S1'] * slow['without_over_with_S1']:.1f} times",
-                "4 simulated engines, S = 1",
-                "slow_fleet",
-            ),
-        ]
-    )
+    return [
+        Line(
+            "time of the orchestrator for one event, p99",
+            f"{core['handle_p99_ms']:.2f} ms",
+            f"{largest['engines']:,} simulated engines, {largest['requests']:,} requests",
+            "orchestrator",
+        ),
+        Line(
+            "time of one rebalance decision; of a whole rebalance",
+            f"{core['rebalance_ms']:.0f} ms; {core['whole_rebalance_ms'] / 1e3:.1f} s",
+            "the same",
+            "orchestrator",
+        ),
+        Line(
+            "findings of audit and replay after engines were killed during migrations",
+            f"{kills['findings']:.0f} in {kills['kills']:.0f} kills",
+            "real processes on one machine",
+            "kill_during_migration",
+        ),
+        Line(
+            "violations and deadlocks in random simulated runs with faults",
+            f"{swarm['violations']:.0f} and {swarm['deadlocks']:.0f} in {worlds['seeds']:,} runs",
+            f"{worlds['events']:,} events, virtual time",
+            "swarm",
+        ),
+    ]
 
 
 def measured_engine() -> str:
