@@ -45,7 +45,7 @@ def tables() -> dict[str, Callable[[], str]]:
         f"words_{trainer.lower().replace('-', '_')}": partial(alias_table, aliases)
         for trainer, aliases in trainer_aliases().items()
     }
-    made = {**of_keys, **of_metrics, **of_aliases}
+    made: dict[str, Callable[[], str]] = {**of_keys, **of_metrics, **of_aliases}
     for module in (learned, compared, forecast, faults, measured, gallery):
         made |= module.tables()
     return made
