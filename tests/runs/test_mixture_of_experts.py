@@ -85,7 +85,7 @@ def test_experts_cannot_have_adapters(mixture_task: Path) -> None:
             {"sampling.stop_token_ids": "[1, 99]"},
             "sampling.stop_token_ids = [1, 99]: 99 is not a token id, as the model's vocab_size is",
         ),
-        ({"sampling.stop_token_ids": "[1, 2, 3, 4, 5, 6, 7, 8]"}, "they are 9; engines know at most 8"),
+        ({"sampling.stop_token_ids": "[1, 2, 3, 4, 5, 6, 7, 8]"}, "they are 9; engines support at most 8"),
         ({"engine.num_kv_blocks": 2}, "the longest sequence, 32 tokens, needs 3"),
         ({"sampling.top_k": 1}, "sampling.top_k = 1 leaves one token to sample"),
     ],

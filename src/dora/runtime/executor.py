@@ -419,7 +419,7 @@ class ProcessExecutor:
                 self.engine_pool.send(engine, m.ResumeDecoding())
 
     def awaited_inputs(self) -> list[str]:
-        """What the run waits, or may have to wait, for from outside."""
+        """External inputs that the run waits for, or may have to wait for."""
         inputs = []
         if isinstance(self.trainer, ExternalTrainer) and self.trainer.due_step is not None:
             inputs.append(f"the weights of version {self.trainer.due_step + 1}")

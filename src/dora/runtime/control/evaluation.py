@@ -180,7 +180,9 @@ class _EvaluationRun:
             self._fail(self._failed_episodes[group])
             return
         if group.row < NUM_EXAMPLES:
-            plan = self._executor.setup
-            answer = plan.tokenizer.decode(self._executor.held_out_answers(group)[self._result.shown_sibling])
-            self._result.shown[group] = (str(plan.source_of(group).prompt(group.row)), answer)
+            setup = self._executor.setup
+            answer = setup.tokenizer.decode(
+                self._executor.held_out_answers(group)[self._result.shown_sibling]
+            )
+            self._result.shown[group] = (str(setup.source_of(group).prompt(group.row)), answer)
         self._executor.execute(Score(group))

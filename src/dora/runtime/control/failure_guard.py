@@ -53,7 +53,7 @@ class IdleTimeout:
     """Stops a run that waits too long for input through its service."""
 
     def __init__(self, timeout_s: float, awaited_inputs: Callable[[], Sequence[str]]) -> None:
-        """`awaited_inputs` names what the run is waiting for from outside; empty: nothing."""
+        """`awaited_inputs` names the external inputs that the run waits for; empty: none."""
         self._timeout_s, self._awaited_inputs = timeout_s, awaited_inputs
         self._idle_since_s = time.monotonic()
 

@@ -94,7 +94,7 @@ class Gateway(Protocol):
         """Begin to accept requests; `notice` prints a line for the user."""
 
     def close(self) -> None:
-        """Stop accepting requests, also if `open` was never called; return when no request is being handled."""
+        """Stop accepting requests, also if `open` was never called; return once no request is handled."""
 
 
 def check_gateway(config: Config, gateway: Gateway | None) -> None:

@@ -135,7 +135,7 @@ class StatusWriter:
         return max(STALL_S, STALL_FACTOR * self._longest_pause_s)
 
     def _waits(self) -> list[WaitEdge]:
-        """The wait-for graph during training; edges without a start time get the time they were first seen."""
+        """The wait-for graph during training; an edge without a start begins when first seen."""
         if self.phase != TRAINING:
             return []
         now_s, before = self._executor.now, self._first_seen_s
