@@ -15,7 +15,7 @@ import pytest
 from dora.cli.main import app
 from dora.config import load
 from dora.config.load import parse_config
-from dora.envs.base import Environment, Step
+from dora.envs.base import Step
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -100,7 +100,7 @@ def test_the_configuration_in_the_readme_is_complete() -> None:
 
 
 def test_the_reward_and_the_environment_in_the_readme_work() -> None:
-    names: dict[str, Any] = {"Environment": Environment, "Step": Step}
+    names: dict[str, Any] = {}
     for block in blocks_of_readme("python"):
         exec(block, names)
     reward, episode = names["reward"], names["Doubling"]()
