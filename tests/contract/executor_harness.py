@@ -64,7 +64,7 @@ def processes(folder: Path, *changes: str) -> Executor:
 
 def ray_actors(folder: Path) -> Executor:
     """Ray actors on two nodes whose engines have joined."""
-    from tests.runtime.process.ray_cluster import two_nodes
+    from tests.runs.ray_cluster import two_nodes
 
     return processes(folder, "runtime.kind=ray", f"ray.address={two_nodes().address}")
 

@@ -110,7 +110,7 @@ def test_weights_never_change_during_an_aborted_request(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(Engine is Sglang, reason="the SGLang backend holds one version")
 def test_lora_versions_generate_side_by_side_in_one_server(tmp_path: Path) -> None:
-    """Each answer has the log-probs of its version's merged weights, whichever versions are loaded meanwhile."""
+    """Each answer has the log-probs of its version's merged weights, whichever versions are loaded."""
     save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
     engine = VllmLora(
         model=str(tmp_path / "model"),

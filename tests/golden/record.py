@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from tests.golden.test_golden import CONTENT, GOLDEN
 from tests.runtime.running import Run
@@ -20,7 +21,7 @@ from dora.core.codec import to_json
 from dora.journal.reader import read_journal
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RUNS: dict[str, tuple[str, dict[str, object]]] = {
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "demo": ("gcd.toml", {"run__steps": 48}),
     "migrations_and_a_killed_engine": (
         "gcd.toml",

@@ -70,7 +70,7 @@ class MigrationReserved:
 class ImportFinished:
     """The destination has committed the import and owns the request.
 
-    It received `num_tokens` tokens of the answer and `num_bytes` of KV, and copied for `copy_s`. The request was
+    It received `num_tokens` tokens of the answer and `num_bytes` of KV, copied in `copy_s`. The request was
     not decoded for `stop_s`, from the source's last step until it got its row. The KV of `num_prefilled`
     tokens of prompt and answer is computed again.
     """

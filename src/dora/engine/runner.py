@@ -79,7 +79,7 @@ class ModelRunner:
     ) -> SamplerOutput:
         """Decode, and sample a token for each row of the batch.
 
-        `can_continue` returns whether the same rows decode in the next step too, for any sampled tokens. If so,
+        `can_continue` returns whether the same rows decode in the next step for any sampled tokens. If so,
         a runner may start that step before the tokens of this one are on the host.
         """
         return sample(self.decode(tokens, positions).numpy(), positions + 1, metadata)

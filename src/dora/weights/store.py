@@ -102,7 +102,7 @@ class WeightStore:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def rounded(self, flat: Tensor) -> Tensor:
-        """`flat` in the store's dtype, on the host. It may share memory with `flat` or with the next result."""
+        """`flat` in the store's dtype, on the host. It may share memory with `flat` or the next result."""
         flat = flat.detach().to(self._dtype)
         if not flat.is_cuda:
             return flat.contiguous()

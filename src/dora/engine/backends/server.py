@@ -176,7 +176,7 @@ def attach_server(kind: ServerKind, url: str, max_context: int) -> EngineServer:
         raise ConfigError(f"{error}; start it, see docs/{kind.name.lower()}.md") from error
     if (own_context := model["max_model_len"]) < max_context:
         raise EngineError(
-            f"{server} at {url} accepts {own_context} tokens, and the run needs {max_context}; start it with a "
+            f"{server} at {url} accepts {own_context} tokens; the run needs {max_context}; start it with a "
             "longer context, or lower the maximum lengths"
         )
     return server
