@@ -255,7 +255,7 @@ def test_an_import_needs_a_free_row_a_loaded_version_and_a_request_that_is_elsew
         cluster.step(name)
     replies = [cluster.try_reserve(requests[0], "a", name) for name in "abc"]
     assert [reply.reason for reply in replies if isinstance(reply, ImportFailed)] == [
-        "it is here already",
+        "the engine has this request already",
         "no row is free, or too few KV blocks",
         "version 0 is not loaded; loaded: [1]",
     ]
