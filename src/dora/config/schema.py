@@ -154,8 +154,8 @@ class RewardSection(Section):
     )
     max_failed_fraction: Fraction = Field(
         default=0.2,
-        description="The run stops when a larger fraction of its groups has failed; fewer than 20 groups "
-        "count as 20 (0 to 1).",
+        description="The run stops if a larger fraction of its finished groups has failed; the fraction is "
+        "taken of at least 20 groups (0 to 1).",
     )
 
 
@@ -176,7 +176,8 @@ class RewardTaskSection(Section):
         "becomes an absolute path.",
     )
     weight: float = Field(
-        default=1.0, description="Weight of this reward in the sum; that of [reward] is 1 (no unit)."
+        default=1.0,
+        description="Weight of this reward in the sum of rewards; [reward] has weight 1 (no unit).",
     )
     num_workers: Count = Field(default=1, description="Reward worker processes (count).")
     micro_batch_size: Count | None = Field(
@@ -211,7 +212,7 @@ class EnvSection(Section):
 
     @property
     def has_environments(self) -> bool:
-        """Whether environments play the other side of episodes."""
+        """Whether responses are episodes with an environment."""
         return self.environment is not None or bool(self.hosts)
 
 
@@ -228,13 +229,14 @@ class AlgorithmSection(Section):
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor of gae (per token).")
     lam: Fraction = Field(default=1.0, description="GAE lambda (0 to 1).")
     filter_groups: bool = Field(
-        default=False, description="Leave out groups whose rewards are all equal (DAPO's dynamic sampling)."
+        default=False,
+        description="Replace groups whose rewards are all equal by other groups (DAPO's dynamic sampling).",
     )
     overlong_buffer_tokens: int = Field(
         default=0,
         ge=0,
-        description="DAPO's soft overlong punishment: responses that end in this last part of "
-        "max_response_length lose reward (tokens). 0: none do.",
+        description="DAPO's soft overlong punishment: responses whose length is in the last "
+        "part of max_response_length lose reward; size of this part (tokens). 0: no response does.",
     )
     overlong_penalty: float = Field(
         default=1.0, gt=0, description="Reward that a response of max_response_length loses (reward)."
@@ -266,10 +268,14 @@ class AlgorithmSection(Section):
     )
     dpo_beta: float = Field(default=0.1, gt=0, description="DPO's beta, in online_dpo (per nat).")
     kl_loss_coef: float = Field(
-        default=0.0, ge=0, description="Weight of the KL to the initial policy in the loss (no unit)."
+        default=0.0,
+        ge=0,
+        description="Weight of the KL divergence from the initial policy in the loss (no unit).",
     )
     kl_loss_type: KLEstimator = Field(
-        default="k3", description="Estimator of this KL. k1+ and k3+ have the gradient of k2."
+        default="k3",
+        description="Estimator of the KL of kl_loss_coef. k1+ and k3+ have the value of k1 and k3 and the "
+        "gradient of k2.",
     )
     entropy_coeff: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus (no unit).")
 
@@ -286,11 +292,11 @@ class CorrectionSection(Section):
     token: TokenCorrection = Field(
         default="none",
         description="Weight of each token, from r = proximal / behavior probability. tis: r, at most "
-        "tis_cap; icepop: r inside its range, 0 outside.",
+        "tis_cap; icepop: r from icepop_low to icepop_high, else 0.",
     )
     sequence: SequenceCorrection = Field(
         default="none",
-        description="mis: leave out responses whose geometric mean of r is outside its range.",
+        description="mis: leave out responses whose geometric mean of r is outside mis_low to mis_high.",
     )
     tis_cap: float = Field(default=2.0, ge=1, description="Largest weight of tis (no unit).")
     icepop_low: Fraction = Field(default=0.5, description="Lower end of icepop's range (no unit).")
@@ -377,7 +383,7 @@ class TrainerSection(Section):
     )
     deterministic: bool = Field(
         default=False,
-        description="Sum gradients in the order of group ids, whichever group finishes first.",
+        description="Sum gradients in the order of group ids, not in the order in which groups finish.",
     )
     lora_rank: int = Field(
         default=0, ge=0, description="Rank of LoRA adapters to train (count). 0: train all weights."
@@ -391,7 +397,7 @@ class TrainerSection(Section):
     )
     routing_replay: bool = Field(
         default=False,
-        description="Mixture of experts: route tokens to the experts that the engine chose.",
+        description="Mixture of experts: the trainer routes each token to the experts that the engine chose.",
     )
     aux_workers: list[AuxWorker] = Field(
         default=[],
@@ -405,15 +411,15 @@ class TrainerSection(Section):
     )
     elastic: bool = Field(
         default=False,
-        description="The trainer's device works as one more engine while the trainer waits for a batch.",
+        description="While the trainer waits for a batch, one more engine decodes on the trainer's device.",
     )
     save_freq: int = Field(
         default=50,
         ge=0,
-        description="Steps between two checkpoints; the last step always saves one (steps). 0: no "
-        "checkpoints.",
+        description="Steps between two checkpoints; the run also saves one after the last step (steps). 0: "
+        "no checkpoints.",
     )
-    keep_last: Count = Field(default=2, description="Checkpoints to keep, the newest ones (count).")
+    keep_last: Count = Field(default=2, description="Number of newest checkpoints to keep (count).")
     backend: str | None = Field(
         default=None,
         description='Class of another training engine, "file.py:Class" or "package.module:Class". Unset: '
@@ -458,8 +464,7 @@ class EngineSection(Section):
     )
     exact_logprobs: bool = Field(
         default=False,
-        description="Batch-invariant computation, so that log-probs of engines and trainer are equal bit for "
-        "bit.",
+        description="Compute batch-invariantly: log-probs of engines and trainer are equal bit for bit.",
     )
     min_step_time: Duration = Field(
         default="0ms",
@@ -500,16 +505,16 @@ class OrchestratorSection(Section):
     update_policy: UpdatePolicy = Field(
         default="dora",
         description="When new versions are used. dora: several versions generate at once, and a response "
-        "keeps the version that began it; sync: generate a batch, then train it; one_step: generate one "
-        "batch ahead; drain: one version generates batches_per_version batches before the next one; partial "
-        "and inflight: responses continue with newer weights, which breaks guarantee C1; partial recomputes "
+        "is finished by the version that started it; sync: generate a batch, then train it; one_step: "
+        "generate one batch ahead; drain: one version generates batches_per_version batches before the next "
+        "one; partial and inflight: responses continue with newer weights, which breaks guarantee C1; partial recomputes "
         "their KV cache, inflight keeps it.",
     )
     max_staleness: int = Field(
         default=DEFAULT_STALENESS["dora"],
         ge=0,
-        description="Maximum staleness of a trained sample (versions). 0: on-policy. Unset: 2, with drain 1; "
-        "sync has 0, one_step 1.",
+        description="Maximum staleness of a trained sample (versions). 0: on-policy. Unset: 2, "
+        "and 1 with drain; it is always 0 with sync and 1 with one_step.",
     )
     staleness_mode: Literal["fixed", "adaptive"] = Field(
         default="fixed",
@@ -520,17 +525,19 @@ class OrchestratorSection(Section):
         default=0.9,
         gt=0,
         lt=1,
-        description="adaptive: a lower mean ESS of the batches lowers the bound (fraction of tokens).",
+        description="adaptive: the bound decreases if the mean ESS of the batches is lower (fraction of "
+        "tokens).",
     )
     max_kl: float = Field(
         default=0.01,
         gt=0,
-        description="adaptive: a higher mean KL to the sampling policies lowers the bound (nats per token).",
+        description="adaptive: the bound decreases if the mean KL to the sampling policies is higher (nats "
+        "per token).",
     )
     staleness_window: Count = Field(
         default=8,
-        description="adaptive: batches that are averaged; after this many with less than half of both "
-        "losses the bound rises by 1 (count).",
+        description="adaptive: batches over which 1 - ESS and KL are averaged. If both means are at most "
+        "half of their limits, the bound rises by 1 (count).",
     )
     batches_per_version: Count = Field(
         default=1, description="drain: batches that one version generates (count)."
@@ -538,8 +545,8 @@ class OrchestratorSection(Section):
     slack: int = Field(
         default=0,
         ge=0,
-        description="Groups admitted fewer than the bound allows, so that training can overtake a straggler "
-        "(count).",
+        description="Number of groups by which admission stays below the bound, so that training can "
+        "overtake a straggler (count).",
     )
     placement: Literal["dynamic", "static", "colocated"] = Field(
         default="dynamic",
@@ -548,12 +555,13 @@ class OrchestratorSection(Section):
     )
     weight_sync_interval: Count = Field(
         default=1,
-        description="Engines load every n-th version, and others only if the bound requires it (versions). "
-        "With dora, partial and inflight.",
+        description="n: engines load every n-th version, and another version only if the bound requires it "
+        "(versions). Only with dora, partial and inflight.",
     )
     prioritize_stragglers: bool = Field(
         default=True,
-        description="While the trainer waits for a group, its engine decodes only that group's requests.",
+        description="While the trainer waits for a group at its deadline, engines that run requests of such "
+        "groups decode only these.",
     )
     balance_running: bool = Field(
         default=False, description="Balance the number of running requests across engines."
@@ -565,7 +573,8 @@ class OrchestratorSection(Section):
         default=0.9,
         gt=0,
         le=1,
-        description="Utilization of an engine's KV cache above which requests migrate away (0 to 1).",
+        description="If an engine uses a larger fraction of its KV cache, requests migrate to other engines "
+        "(0 to 1).",
     )
 
     @model_validator(mode="before")
@@ -590,8 +599,9 @@ class WeightsSection(Section):
     skip_below_kl: float | None = Field(
         default=None,
         gt=0,
-        description="Engines skip a version whose KL to the one they hold is lower, unless the bound needs "
-        "it (nats per token). Unset: none is skipped. With dora, partial and inflight.",
+        description="An engine skips a version whose KL to the version that it holds is lower, unless the "
+        "bound requires the load (nats per token). Unset: no version is skipped. Only with dora, partial and "
+        "inflight.",
     )
 
 
@@ -609,11 +619,13 @@ class EvalSection(Section):
         description='Split of a dataset folder, such as "test" (name). Unset: its only split.',
     )
     num_prompts: int = Field(
-        default=256, ge=0, description="Prompts to use, from the first on (count). 0: no evaluation."
+        default=256,
+        ge=0,
+        description="Number of prompts, from the start of the data (count). 0: no evaluation.",
     )
     greedy: bool = Field(default=True, description="Generate one greedy response for each prompt.")
     num_samples: int = Field(
-        default=1, ge=0, description="Responses per prompt that are sampled as in training (count)."
+        default=1, ge=0, description="Responses per prompt, sampled with the settings of training (count)."
     )
     every: int = Field(
         default=0,
@@ -635,8 +647,8 @@ class MetricsSection(Section):
     peak_tflops: float | None = Field(
         default=None,
         gt=0,
-        description="Peak performance of one trainer device, for perf/mfu/actor (TFLOP/s). Unset: known for "
-        "common GPUs, for no CPU.",
+        description="Peak performance of one trainer device, for perf/mfu/actor (TFLOP/s). Unset: the data "
+        "sheet's value for common GPUs; no value for other devices.",
     )
 
 
@@ -650,7 +662,7 @@ class JournalSection(Section):
 
 
 class RuntimeSection(Section):
-    """The processes of the run, and when they count as lost."""
+    """The processes of the run, and the time limits after which they count as lost."""
 
     kind: Literal["local", "ray"] = Field(
         default="local",
@@ -665,16 +677,22 @@ class RuntimeSection(Section):
         description="An engine or reward worker without a heartbeat for this long is lost (s).",
     )
     trainer_timeout_s: float = Field(
-        default=60.0, gt=0, description="A trainer process that is suspended for this long is lost (s)."
+        default=60.0,
+        gt=0,
+        description="A trainer process without a heartbeat for this long is lost (s).",
     )
     step_timeout_s: float = Field(
-        default=3600.0, gt=0, description="A trainer that takes longer for one request is lost (s)."
+        default=3600.0,
+        gt=0,
+        description="A trainer that takes longer for one request of the driver, such as a step, is lost (s).",
     )
     migration_timeout_s: float = Field(
         default=5.0, gt=0, description="A migration that copies nothing for this long is aborted (s)."
     )
     max_restarts: int = Field(
-        default=3, ge=0, description="Restarts in a row of one lost engine, or of the trainer (count)."
+        default=3,
+        ge=0,
+        description="Consecutive restarts of one engine, of one auxiliary worker, or of the trainer (count).",
     )
 
 
@@ -683,7 +701,7 @@ class RaySection(Section):
 
     address: Annotated[str, Field(pattern=r"^(auto|[^:/\s]+:\d+)$")] | None = Field(
         default=None,
-        description='Running cluster, host:port, or "auto" for the one of this machine. Unset: the run '
+        description='Running cluster, host:port, or "auto" for the cluster of this machine. Unset: the run '
         "starts Ray on this machine and stops it at the end.",
     )
     spread: bool = Field(
