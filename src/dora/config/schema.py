@@ -416,8 +416,8 @@ class TrainerSection(Section):
     save_freq: int = Field(
         default=50,
         ge=0,
-        description="Steps between two checkpoints; the run also saves one after the last step (steps). 0: "
-        "no checkpoints.",
+        description="Steps between two checkpoints (steps). 0: none during training. A run always saves one "
+        "when it ends or stops.",
     )
     keep_last: Count = Field(default=2, description="Number of newest checkpoints to keep (count).")
     backend: str | None = Field(
@@ -507,8 +507,8 @@ class OrchestratorSection(Section):
         description="When new versions are used. dora: several versions generate at once, and a response "
         "is finished by the version that started it; sync: generate a batch, then train it; one_step: "
         "generate one batch ahead; drain: one version generates batches_per_version batches before the next "
-        "one; partial and inflight: responses continue with newer weights, which breaks guarantee C1; partial recomputes "
-        "their KV cache, inflight keeps it.",
+        "one; partial and inflight: responses continue with newer weights, which breaks guarantee C1; "
+        "partial recomputes their KV cache, inflight keeps it.",
     )
     max_staleness: int = Field(
         default=DEFAULT_STALENESS["dora"],
