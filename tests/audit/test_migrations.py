@@ -87,8 +87,8 @@ def remove_the_repetition(records: list[Record]) -> None:
 
 EDITS: list[tuple[Edit, str, str]] = [
     (migrate_from_another_engine, "C1", "migrated from engine 2, its owner was engine 1"),
-    (migrate_without_action, "C1", "expected was None"),
-    (migrate_to_another_engine, "C1", "ended a migration from 0 to 5, expected was (0, 2)"),
+    (migrate_without_action, "C1", "expected None"),
+    (migrate_to_another_engine, "C1", "ended a migration from 0 to 5, expected (0, 2)"),
     (migrate_to_an_engine_without_the_version, "C1", "migrated to engine 0, which holds []"),
     (migrate_twice_at_once, "C1", "is in two migrations at once"),
     (remove_the_end_of_a_migration, "C1", "left during the migrations of 0/4/0"),
@@ -99,8 +99,8 @@ EDITS: list[tuple[Edit, str, str]] = [
     (join_twice, "C1", "engine 0 joined twice"),
     (repeat_with_other_groups, "C2", "repeats a failed step with another number or other groups"),
     (repeat_another_step, "C2", "repeats a failed step with another number or other groups"),
-    (fail_a_step_that_was_not_started, "C2", "step 1 failed, due was step 1"),
-    (remove_the_repetition, "C2", "step 1 failed, due was step 1"),
+    (fail_a_step_that_was_not_started, "C2", "step 1 failed, expected step 1"),
+    (remove_the_repetition, "C2", "step 1 failed, expected step 1"),
 ]
 
 

@@ -127,7 +127,7 @@ EDITS: list[tuple[Edit, str, str]] = [
     (skip_a_step, "C2", "redoes a voided step with another number or other groups"),
     (resume_with_other_weights, "C1", "version 3 was published as "),
     (keep_other_weights, "C1", "is kept as 00000000"),
-    (resume_from_a_later_step, "C2", "training continued after 7 steps, trained were 5"),
+    (resume_from_a_later_step, "C2", "training resumed after 7 steps, expected 5"),
     (generate_on_an_engine_without_a_load, "C1", "engine 0 holds"),
 ]
 

@@ -21,7 +21,7 @@ MAX_PRINTED = 5  # findings per guarantee
 
 @dataclass(frozen=True, slots=True)
 class AuditCounts:
-    """How much was audited; groups, unless said otherwise."""
+    """The numbers of audited items; groups unless a comment names another item."""
 
     trajectories: int  # finished requests
     versions: int  # that sampled them
@@ -116,7 +116,7 @@ def describe(counts: AuditCounts) -> dict[str, str]:
     outcomes = " + ".join(
         f"{getattr(counts, outcome):,} {outcome}" for outcome in ("trained", "filtered", "failed", "pending")
     )
-    staleness = "{}..{}".format(*counts.staleness) if counts.staleness else "of no batch"
+    staleness = "{}..{}".format(*counts.staleness) if counts.staleness else "of no batch yet"
     sampled = "each from the weights of one version"
     if counts.segmented is not None:
         sampled = f"{counts.segmented:,} of them from several versions, as the update policy allows"

@@ -76,14 +76,14 @@ class GroupAudit:
             case Trained(step):
                 self._check(
                     step == self._num_trained_steps < len(self._batches),
-                    f"step {step_number(step)} was trained, due was step {self._due_step}",
+                    f"step {step_number(step)} was trained, expected step {self._due_step}",
                 )
                 self._num_trained_steps += 1
                 self._max_trained_steps = max(self._max_trained_steps, self._num_trained_steps)
             case StepFailed(step):
                 self._check(
                     step == self._num_trained_steps < len(self._batches) and not self._is_repeat_due,
-                    f"step {step_number(step)} failed, due was step {self._due_step}",
+                    f"step {step_number(step)} failed, expected step {self._due_step}",
                 )
                 self._is_repeat_due = True
             case Resumed():
@@ -92,7 +92,8 @@ class GroupAudit:
             case TrainerReplaced(from_step, redone):
                 trained = tuple(self._batches[from_step : self._max_trained_steps])
                 self._check(
-                    redone == trained, f"a replaced trainer redoes other batches after step {from_step}"
+                    redone == trained,
+                    f"the trainer's replacement redoes other batches after step {from_step}",
                 )
                 self._void_steps(record)
             case Stop():
@@ -157,7 +158,8 @@ class GroupAudit:
         self.num_admitted += 1
         fetched = self._fetched[index] if 0 <= index < len(self._fetched) else None
         self._check(
-            group == fetched, f"group {group} was admitted at index {index}, fetched there was {fetched}"
+            group == fetched,
+            f"group {group} was admitted at index {index}, but group {fetched} was fetched there",
         )
         self._check(group not in self._admitted, f"group {group} was admitted twice")
         self._admitted[group], self._deadlines[group] = action.version, action.deadline
@@ -205,8 +207,7 @@ class GroupAudit:
         """Steps after the checkpoint are void and due again with the same batches."""
         self._check(
             event.from_step <= self._num_trained_steps,
-            f"training continued after {plural(event.from_step, 'step')}, trained were "
-            f"{self._num_trained_steps}",
+            f"training resumed after {plural(event.from_step, 'step')}, expected {self._num_trained_steps}",
         )
         self._num_trained_steps = event.from_step
         self._redone = [*range(event.from_step, len(self._batches))]
@@ -248,10 +249,11 @@ class GroupAudit:
                 continue
             self._check(
                 row.state == "trained" and row.trained_step == step,
-                f"{name} was trained in step {step_number(step)}, its sample says {_describe_state(row)}",
+                f"{name} was trained in step {step_number(step)}, its sample is marked "
+                f"{_describe_state(row)}",
             )
             is_same = row.reward is not None and math.isclose(row.reward, reward)
-            self._check(is_same, f"{name} was scored {reward}, its sample says {row.reward}")
+            self._check(is_same, f"{name} was scored {reward}, its sample stores {row.reward}")
 
     def _check_trained_rows(self) -> None:
         """Every sample marked as trained is in the journal; every finished request has its sample."""
@@ -261,8 +263,9 @@ class GroupAudit:
                 known = row.sibling < self._limits.group_size and step_of.get(row.group) == row.trained_step
                 self._check(
                     known,
-                    f"sample {row.group}/{row.sibling} says {_describe_state(row)}: "
-                    "the journal has no such training",
+                    f"sample {row.group}/{row.sibling} is marked {_describe_state(row)}, but the journal "
+                    "has no such "
+                    "training step",
                 )
         trained = {str(g) for batch in self._batches[: self._num_trained_steps] for g in batch}
         for request in self._finished:

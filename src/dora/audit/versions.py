@@ -139,7 +139,10 @@ class VersionAudit:
     def _on_digest_reported(self, event: DigestReported) -> None:
         """A replaced trainer has redone a version; engines keep the weights that were published first."""
         is_published = event.version in self._published
-        self._check(is_published, f"a digest of version {event.version} is reported, it was not published")
+        self._check(
+            is_published,
+            f"a digest of version {event.version} is reported, but the version was not published",
+        )
         self._record_digest(event)
 
     def _record_digest(self, event: Published | DigestReported) -> None:
@@ -162,14 +165,17 @@ class VersionAudit:
         self._redone = {version for version in self._published if version >= event.from_step}
         for version, digest in event.kept_versions:
             published = self._published.get(version)
-            self._check(digest == published, f"version {version} is kept as {digest}, was {published}")
+            self._check(
+                digest == published,
+                f"version {version} is kept as {digest}, expected the published {published}",
+            )
 
     def _on_loaded(self, event: Loaded) -> None:
         published = self._published.get(event.version)
         self._check(
             event.digest == published,
             f"engine {event.engine} loaded {event.digest} as version {event.version}, "
-            f"published is {published}",
+            f"expected the published {published}",
         )
         self._held.setdefault(event.engine, set()).add(event.version)
         self._ever_held.setdefault(event.engine, set()).add(event.version)
@@ -203,7 +209,7 @@ class VersionAudit:
         expected = self._migrations.pop(request, None)
         self._check(
             expected == (source, destination),
-            f"request {request} ended a migration from {source} to {destination}, expected was {expected}",
+            f"request {request} ended a migration from {source} to {destination}, expected {expected}",
         )
 
     def _on_finished(self, event: RequestFinished) -> None:
@@ -266,7 +272,8 @@ class VersionAudit:
             published = self._published.get(version)
             self._check(
                 digest == published,
-                f"{name} has a segment of version {version} from {digest}, published is {published}",
+                f"{name} has a segment of version {version} from {digest}, "
+                f"expected the published {published}",
             )
 
     def _check_row(self, name: str, event: RequestFinished, row: SampleRow) -> None:

@@ -1,4 +1,4 @@
-"""Read what a run leaves behind: `journal.jsonl` and `samples.sqlite`."""
+"""Read `journal.jsonl` and `samples.sqlite` of a run."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def open_sample_store(run: Path) -> Iterator[sqlite3.Connection]:
     path = run / SAMPLES_FILE
     if not path.is_file():
         raise InputError(f"{path} does not exist: the run has no responses yet, or the file was removed")
-    # A closed store has no write-ahead log and may lie in a read-only folder.
+    # A closed store has no write-ahead log; it can be in a read-only folder.
     mode = "mode=ro" if path.with_name(SAMPLES_FILE + "-wal").exists() else "immutable=1"
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True)) as store:
@@ -229,7 +229,9 @@ def _stored_response(
 
 
 def explain_missing_run(folder: Path, missing: str = JOURNAL_FILE) -> str:
-    """Say in one sentence why `folder` is not a run (no `missing`) and which run may be meant."""
+    """One sentence: why `folder`, which has no `missing`, is not a run, and which run nearby is the
+    newest.
+    """
     if missing == JOURNAL_FILE and (folder / CONFIG_FILE).is_file():
         return f"{folder} is a run that has not started yet: it has no {JOURNAL_FILE}; try again in a moment"
     why = f"it has no {missing}" if folder.is_dir() else "it is a file"
@@ -240,7 +242,7 @@ def explain_missing_run(folder: Path, missing: str = JOURNAL_FILE) -> str:
 
 
 def find_newest_run(path: Path) -> Path | None:
-    """The run that contains the file `path`, else the run written last in, beside, or near it."""
+    """The run that contains the file `path`, else the most recently written run in or near `path`."""
     if (path.parent / JOURNAL_FILE).is_file():
         return path.parent
     found: dict[float, Path] = {}

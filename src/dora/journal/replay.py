@@ -1,7 +1,7 @@
 """`dora replay`: check that recorded events, given to a new orchestrator, cause the recorded actions.
 
-A difference means that this version decides differently from the one that ran, or that the journal was
-edited.
+A difference means that this version of DORA-RL decides differently from the version that ran, or that the
+journal was edited.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dora.text import plural
 
 
 class ReplayDifference(NamedTuple):
-    """The first line where journal and replay differ; None stands for no action."""
+    """The first line where journal and replay differ; None: no action."""
 
     seq: int
     recorded: object
