@@ -29,7 +29,7 @@ HOST = "127.0.0.1"
 HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")  # accepted in the Host header, with any port
 MAX_CONNECTIONS = 64
 IO_TIMEOUT_S = 10.0  # of one read or write
-KEEPALIVE_S = 15.0  # without an event; a comment then detects a closed connection
+KEEPALIVE_S = 15.0  # time without an event; then a comment is sent to detect a closed connection
 NICENESS = 5  # below the priority of the run
 HEADERS = {
     "Cache-Control": "no-store",
@@ -37,7 +37,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-POLL_S = 1.0  # between two reads of the files, at least
+POLL_S = 1.0  # minimum time between two reads of the files
 MAX_CPU_FRACTION = 0.1  # of one core, for reading
 SUMMARY_FILE = "summary.json"  # present once a run has finished; a resume removes it
 
@@ -66,7 +66,7 @@ def report_error(error: str) -> None:
 
 
 class DashboardServer(ThreadingHTTPServer):
-    """Listens from its creation; `serve_forever` answers requests until `shutdown`."""
+    """Listens from its creation; `serve_forever` serves requests until `shutdown`."""
 
     daemon_threads = True
     block_on_close = False
@@ -79,7 +79,8 @@ class DashboardServer(ThreadingHTTPServer):
             super().__init__((HOST, port), DashboardHandler)
         except OSError as error:
             raise InputError(
-                f"--port {port}: cannot listen there ({error.strerror}); give another, or 0 for a free one"
+                f"--port {port}: cannot listen there ({error.strerror}); "
+                "give another port, or 0 for a free port"
             ) from error
 
     @property

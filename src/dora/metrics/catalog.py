@@ -11,7 +11,7 @@ from dora.errors import InputError
 
 
 class MetricDoc(NamedTuple):
-    """Names that share a meaning; `only` says when they are there, empty if always."""
+    """Names that share a meaning; `only` is the condition under which they exist, empty: always."""
 
     names: tuple[str, ...]
     unit: str

@@ -18,7 +18,7 @@ from dora.core.types import EvaluationRule, GroupId
 from dora.metrics.rollout import percentile
 from dora.text import plural
 
-VERSION_KEY = "val/version"  # of the lines of metrics.jsonl that belong to an evaluation
+VERSION_KEY = "val/version"  # prefix of the lines of metrics.jsonl that belong to an evaluation
 PASSING_REWARD = 1.0
 Z_95 = 1.959964  # standard deviations that enclose 95 % of a normal distribution
 
@@ -181,7 +181,7 @@ class EvaluationTracker:
         finished = None
         for action in actions:
             if isinstance(action, FinishEvaluation):
-                assert running is not None, "an evaluation finishes that has not started"
+                assert running is not None, "an evaluation finished without having started"
                 self.finished.append(finished := running)
                 self._running = None
             elif isinstance(action, StartEvaluation) and rule is not None:

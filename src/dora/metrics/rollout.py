@@ -53,11 +53,11 @@ NO_USAGE = EngineUsage(0.0, 0.0)
 
 
 class RolloutUtilization:
-    """Row-seconds that decoded over the row-seconds that there were, since the run started or resumed.
+    """Decoding row-seconds over available row-seconds, since the run started or resumed.
 
     An engine takes both counters at the same instant by its own clock, so the ratio never exceeds 1 and does
     not depend on when the report arrives. A row counts once, whichever versions its engine holds. An engine
-    that has left counts until its last report.
+    that was lost or removed counts until its last report.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,8 @@ class RolloutUtilization:
 
     def _ratio(self, usages: UsageByEngine, default: float) -> float:
         row_s = {engine: self._rows[engine] * usage.uptime_s for engine, usage in usages.items()}
-        # A paced step is timed from the end of the step before, a moment before the report of that one.
+        # A paced step is timed from the end of the previous step, slightly before that step's report: without
+        # `min` the ratio could exceed 1.
         decoding_s = sum(min(usage.decoding_row_s, row_s[engine]) for engine, usage in usages.items())
         return decoding_s / sum(row_s.values()) if row_s else default
 
@@ -286,7 +287,7 @@ class WeightLoadMetrics:
     num_loads: int = 0
     num_skipped: int = 0  # and not loaded later to keep the staleness bound
     load_s: float = 0.0  # from `Load` to `Loaded`, summed
-    pause_s: float = 0.0  # of it, requests of the engine were paused
+    pause_s: float = 0.0  # the part of it in which the engine's requests were paused
     _since_s: dict[int, float] = field(default_factory=dict)  # engine -> time of its `Load`
     _skipped: dict[int, int] = field(default_factory=dict)  # engine -> version
 

@@ -44,7 +44,9 @@ class TimedOrchestrator(Orchestrator):
 
 
 class SampleNumbers(Protocol):
-    """The numbers about samples and engines that a run keeps beside the orchestrator."""
+    """Numbers about samples and engines that the driver keeps, because the orchestrator does not need
+    them.
+    """
 
     num_tokens: dict[GroupId, int]  # sampled for finished groups that are not trained
     rewards: dict[GroupId, tuple[float, ...]]
@@ -88,9 +90,9 @@ class StepRecord:
     rewards: RewardStats
     num_tokens: int  # sampled for the batch
     wall_s: float  # since the step before, or the start
-    stall_s: float  # of it
+    stall_s: float  # part of wall_s
     staleness_bound: int  # for groups admitted from here on
-    others: dict[str, float]  # by name
+    others: dict[str, float]  # other metrics by name
 
     def to_json(self) -> dict[str, float]:
         """The step's line of metrics.jsonl."""
@@ -153,7 +155,7 @@ class RunMetrics:
     _stall_s: float = 0.0  # before this step
 
     def start(self, now: float) -> None:
-        """Training starts; what the engines did before does not count."""
+        """Start measuring: work of the engines before this time does not count."""
         self.started_s = self.now_s = now
         self.timing.start(now)
 

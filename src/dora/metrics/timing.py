@@ -1,6 +1,6 @@
 """Where the time goes: the phases of each training step, stalls at a deadline, recovery after crashes.
 
-All of it is read from events, actions and the orchestrator's state.
+The source is events, actions and the orchestrator's state.
 """
 
 from __future__ import annotations

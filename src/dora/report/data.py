@@ -62,7 +62,7 @@ def read_throughput(run: Path) -> tuple[str, int, float]:
 
 
 class RunReader:
-    """Reads the files of a run, again and again while the run writes them."""
+    """Reads the files of a run repeatedly while the run writes them."""
 
     def __init__(self, run: Path, num_samples: int = NUM_SAMPLES) -> None:
         self._run, self._num_samples = run, num_samples
@@ -71,7 +71,9 @@ class RunReader:
         self._reset()
 
     def refresh(self) -> bool:
-        """Read what is new; False if nothing is. Raises InputError for a missing run or an invalid line."""
+        """Read new content; False if there is none. Raises InputError for a missing run or an invalid
+        line.
+        """
         stamps = tuple(_stamp(self._run / name) for name in (JOURNAL_FILE, METRICS_FILE, SUMMARY_FILE))
         if stamps == self._stamps:
             return False
@@ -96,7 +98,7 @@ class RunReader:
         return True
 
     def data(self) -> JsonObject:
-        """The run as far as `refresh` has read it."""
+        """The data of the run up to the last `refresh`."""
         now = self._lines[-1].t_s if self._lines else 0.0
         started = self._lines[0].t_s if self._lines else 0.0
         config, summary = _read_config(self._run), _read_object(self._run / SUMMARY_FILE)
@@ -147,7 +149,7 @@ class RunReader:
         self._groups.observe(record)
         if isinstance(record, Published):
             missing = record.version + 1 - len(self._published)
-            self._published += [now] * missing  # none for a redone version
+            self._published += [now] * missing  # None for a redone version
 
     def _evaluations(self, summary: JsonObject) -> list[JsonObject]:
         """All evaluations with the time at which their version was published."""
@@ -203,7 +205,7 @@ class MetricColumns:
         self._evaluations: dict[int, JsonObject] = {}  # by version
 
     def read(self, text: str) -> None:
-        """Read one line; a redone step replaces the line that it had before."""
+        """Read one line; the line of a redone step replaces the step's earlier line."""
         line: JsonObject = json.loads(text)
         if VERSION_KEY in line:
             self._evaluations[int(line[VERSION_KEY])] = line
@@ -351,7 +353,7 @@ def _distribution(lengths: list[int]) -> dict[str, float] | None:
 
 
 def _audit(run: Path) -> JsonObject | None:
-    """The verdict on each guarantee; None if the run has not the files for an audit."""
+    """The verdict on each guarantee; None if the run lacks the files for an audit."""
     try:
         result = audit.check(run)
     except InputError:
@@ -394,7 +396,7 @@ def _describe_limits(limits: Limits, num_prompts: int | None) -> JsonObject:
 
 
 def _policy(limits: Limits, config: JsonObject) -> str:
-    """The update policy of the configuration, or what the limits imply without one."""
+    """The configured update policy; without a configuration, the policy that the limits imply."""
     policy = config.get("orchestrator", {}).get("update_policy")
     if policy is not None:
         return str(policy)

@@ -1,7 +1,7 @@
 """The samples that a report shows in full: which groups, and their texts.
 
-A run has far more samples than a page should carry, so whole groups are picked: notable ones first, then
-others spread evenly over the run.
+A page cannot show all samples of a run, so whole groups are picked: first notable groups, then groups at
+equal distances over the run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def read_groups(run: Path) -> list[StoredGroup]:
 def pick_groups(
     groups: Sequence[StoredGroup], num: int, migrated: Iterable[GroupId], waited_for: Iterable[GroupId]
 ) -> dict[GroupId, list[str]]:
-    """At most `num` groups with their tags; groups that only represent the others have none."""
+    """At most `num` groups with their tags; groups that are picked as representatives have no tag."""
     known = {group.id: group for group in groups}
     by_tag: dict[str, Iterable[GroupId]] = {
         "trainer waited": waited_for,

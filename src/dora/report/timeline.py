@@ -1,4 +1,4 @@
-"""What engines and the trainer did at each time, from the events and actions of a journal."""
+"""The activity of engines and trainer over time, from the events and actions of a journal."""
 
 from __future__ import annotations
 
@@ -394,7 +394,7 @@ class _EngineRows:
 
 @dataclass
 class RowTime:
-    """What the rows of every engine spent their time on, in row-seconds.
+    """Row-seconds of every engine by activity.
 
     A row with a request decodes, is paused or loads weights. A free row waits for whatever delays the
     admission of the next group: the trainer while it trains or publishes, else scoring, else the responses of

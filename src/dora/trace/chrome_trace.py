@@ -348,7 +348,7 @@ class EngineProcesses:
         engine = self._engine(number)
         opened = engine.requests.pop(request, None)
         if opened is None:
-            return  # it was lost with the engine, or is reported twice
+            return  # the request was lost with the engine, or the migration is reported twice
         engine.process.end(opened, t_s, **args)
         engine.process.count("requests", "running", t_s, len(engine.requests))
 
@@ -489,7 +489,7 @@ class TrainerProcess:
                 number = step_number(version)  # of the step that trains on this version
                 self._start(t_s, f"wait for the batch of step {number}", step=number)
             case TrainerLost(reason):
-                self._start(t_s, "LOST: a new trainer starts", reason=reason)
+                self._start(t_s, "LOST: a new trainer is starting", reason=reason)
             case TrainerReplaced(from_step, redone):
                 self._process.mark(f"REPLACED after step {from_step}, {len(redone)} to redo", t_s)
             case ReportDigest(version):
@@ -624,7 +624,9 @@ class RunProcess:
         self._count_groups(t_s)
 
     def _count_step(self, t_s: float, step: int, groups: tuple[GroupId, ...]) -> None:
-        """A repeated or redone step does not come here: its groups are forgotten."""
+        """Emit the counters of a step. Repeated and redone steps are omitted, because their groups are
+        already removed.
+        """
         staleness = [step - self._versions[group] for group in groups]
         self._trained_tokens += sum(self._tokens.get(group, 0) for group in groups)
         self._process.count("staleness", "mean of the step", t_s, statistics.fmean(staleness))
