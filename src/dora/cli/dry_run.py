@@ -29,10 +29,10 @@ _WEIGHT, _WITH_MOMENTS, _WITH_GRADIENT = 4, 12, 16
 
 
 def dry_run(config: Config, out: Path) -> str:
-    """Load what the configuration names, call the rewards, begin an episode; returns a table of the run.
+    """Load what the configuration names, call the rewards, start an episode; returns a table of the run.
 
-    Raises InputError for everything that would prevent the run, except for missing GPUs, which the table
-    mentions: runs are often planned on a machine without any. Writes nothing.
+    Writes nothing. Raises InputError for any problem that would prevent the run, except missing GPUs: runs
+    are often planned on a machine without GPUs, so the table mentions them.
     """
     check_out(out)
     setup = RunSetup.make(config, out)
@@ -109,12 +109,12 @@ def _memory(setup: RunSetup) -> dict[str, str]:
 
 
 def _problems(config: Config) -> dict[str, str]:
-    """What this machine lacks."""
+    """Devices and libraries that the run needs and this machine lacks."""
     try:
         resources.check_devices(config)
         backends.check_backends(config)
     except ConfigError as error:
-        return {"not on this machine": f"the run would be refused here: {error}"}
+        return {"not on this machine": f"the run cannot start here: {error}"}
     return {}
 
 
@@ -233,7 +233,7 @@ def _call_rewards(setup: RunSetup) -> str:
     if not tasks:
         return "given by the environment"
     if not len(dataset) or any(task.is_external for task in tasks):
-        return "not tried: prompts or rewards come through the service"
+        return "not checked: prompts or rewards come through the service"
     inbox = WorkerMessages()
     with tempfile.TemporaryDirectory(prefix="dora-") as folder:
         leases = {task.name: task.lease_s() for task in tasks}
@@ -252,7 +252,7 @@ def _call_rewards(setup: RunSetup) -> str:
             stream.close()
     if isinstance(events[0], ScoringFailed):
         raise RewardError(
-            "the rewards failed for an empty response to the first prompt, which a policy may generate: "
-            f"{manager.first_failure}"
+            "the rewards must score an empty response, because a policy can generate one; "
+            f"for the first prompt: {manager.first_failure}"
         )
     return f"{events[0].rewards[0]:g} for an empty response to the first prompt"

@@ -81,12 +81,15 @@ def trace(
 def dash(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on, on this machine only; 0: a free one.")
+        int,
+        typer.Option(
+            min=0, max=65535, help="Port to listen on, on the loopback interface only; 0: a free port."
+        ),
     ] = 3672,
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the auth token of the address; without it each start has a new address."
+            help="File with the auth token in the page's address; without it each start creates a new token."
         ),
     ] = None,
 ) -> None:
@@ -107,11 +110,9 @@ def status(
 
 
 def metrics(
-    word: Annotated[
-        str, typer.Argument(metavar="[WORD]", help="A name, or a part of a name or of its meaning.")
-    ] = "",
+    word: Annotated[str, typer.Argument(metavar="[WORD]", help="Text to search in names and meanings.")] = "",
 ) -> None:
-    """Print unit and meaning of the names in metrics.jsonl and summary.json; of all, or those with WORD."""
+    """Print the unit and meaning of every metric, or of the metrics that contain WORD."""
     from dora.metrics import catalog
 
     typer.echo(catalog.format_listing(word))

@@ -147,7 +147,7 @@ def init_model(
     num_key_value_heads: Annotated[int, typer.Option(min=1)] = 2,
     head_dim: Annotated[int, typer.Option(min=2)] = 32,
     max_position_embeddings: Annotated[int, typer.Option(min=1, help="Context length (tokens).")] = 2048,
-    num_experts: Annotated[int, typer.Option(min=1, help="qwen3_moe only, like the next two.")] = 8,
+    num_experts: Annotated[int, typer.Option(min=1, help="Experts per layer; qwen3_moe only.")] = 8,
     num_experts_per_tok: Annotated[int, typer.Option(min=1)] = 2,
     moe_intermediate_size: Annotated[int, typer.Option(min=1)] = 64,
     tokenizer: Annotated[

@@ -35,7 +35,7 @@ ExpertSkew = Annotated[
     float,
     typer.Option(
         min=0,
-        help="Relative excess load of the busiest rank's experts, beyond chance.",
+        help="Relative excess load of the busiest expert-parallel rank, beyond random imbalance.",
         rich_help_panel=WORKLOAD,
     ),
 ]
@@ -85,9 +85,9 @@ Growth = Annotated[
     typer.Option(help="Relative growth of the lengths per step; 0.01: 1 %.", rich_help_panel=ANSWERS),
 ]
 Prompt = Annotated[int, typer.Option(help="Length of a prompt (tokens).", rich_help_panel=ANSWERS)]
-Turns = Annotated[int, typer.Option(help="Turns of an episode, equally long.", rich_help_panel=ANSWERS)]
+Turns = Annotated[int, typer.Option(help="Turns per episode, all of equal length.", rich_help_panel=ANSWERS)]
 TurnDelay = Annotated[
-    float, typer.Option(help="Time of the environment between two turns (s).", rich_help_panel=ANSWERS)
+    float, typer.Option(help="Environment time between two turns (s).", rich_help_panel=ANSWERS)
 ]
 Policies = Annotated[
     str,
@@ -137,7 +137,7 @@ Rows = Annotated[
     typer.Option(
         min=1,
         help="Maximum number of requests per engine.",
-        show_default="as many as the KV cache takes",
+        show_default="as many as the KV cache holds",
         rich_help_panel=LAYOUT,
     ),
 ]
@@ -148,7 +148,8 @@ Slack = Annotated[
     ),
 ]
 Elastic = Annotated[
-    bool, typer.Option(help="The trainer's devices decode while it waits.", rich_help_panel=LAYOUT)
+    bool,
+    typer.Option(help="Decode on the trainer's devices while the trainer waits.", rich_help_panel=LAYOUT),
 ]
 Without = Annotated[
     str,
@@ -166,24 +167,32 @@ TimelineFile = Annotated[
     ),
 ]
 PlotFile = Annotated[
-    Path | None, typer.Option(metavar="SVG", help="Draw tokens/s against S.", rich_help_panel=OUTPUT)
+    Path | None,
+    typer.Option(metavar="SVG", help="Plot tokens/s against the staleness bound S.", rich_help_panel=OUTPUT),
 ]
 MaxSimulated = Annotated[
     int, typer.Option(min=1, help="Maximum number of layouts to simulate.", rich_help_panel=OUTPUT)
 ]
 Top = Annotated[
     int,
-    typer.Option(min=1, help="Plans to print, beside the best plan of each policy.", rich_help_panel=OUTPUT),
+    typer.Option(
+        min=1,
+        help="Number of plans to print, in addition to the best plan of each policy.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 CalibrationRun = Annotated[
     Path | None,
     typer.Option(
-        "--run", metavar="RUN", help="Print the error of the simulator for this run.", rich_help_panel=OUTPUT
+        "--run",
+        metavar="RUN",
+        help="Print the forecast error for this run, after fitting the costs to it.",
+        rich_help_panel=OUTPUT,
     ),
 ]
 CheckedRuns = Annotated[
     list[Path] | None,
-    typer.Option("--check", metavar="RUN", help="Forecast this run, too; repeatable."),
+    typer.Option("--check", metavar="RUN", help="Another run whose forecast error is printed; repeatable."),
 ]
 JsonFile = Annotated[
     Path | None,
@@ -242,7 +251,7 @@ def run(
     plot: PlotFile = None,
     json: JsonFile = None,
 ) -> None:
-    """Forecast update policies side by side, on hardware that is described by its data sheet."""
+    """Compare forecasts of update policies on hardware that is described by data sheets."""
     from dora.planner.cluster import Layout, Workload
     from dora.planner.commands import Plots, make_layouts, simulate_layouts
     from dora.planner.hardware import get_device, get_model, parse_fleet
@@ -270,12 +279,12 @@ def calibrate(
     run: RunFolder,
     more: Annotated[
         list[Path] | None,
-        typer.Option("--with", metavar="RUN", help="Fit the costs to this run, too; repeatable."),
+        typer.Option("--with", metavar="RUN", help="Another run to fit the costs to; repeatable."),
     ] = None,
     others: CheckedRuns = None,
     json: JsonFile = None,
 ) -> None:
-    """Fit costs to real runs, and print the error of forecasts of these and of other runs."""
+    """Fit costs to real runs, and print the forecast error for these runs and for others."""
     from dora.planner import commands
 
     commands.calibrate(read_runs([run, *(more or [])]), read_runs(others or []), json)
@@ -303,7 +312,7 @@ def speed(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs that have ended.")],
     out: Annotated[Path, typer.Option(metavar="SVG", help="File to write.")] = Path("speed.svg"),
 ) -> None:
-    """Draw the trained tokens per second of real runs against S, a line for each policy."""
+    """Plot the trained tokens per second of real runs against the staleness bound S, one line per policy."""
     from dora.planner.commands import check_svg_paths
     from dora.planner.svg import throughput_svg
     from dora.report.data import read_throughput
@@ -341,7 +350,7 @@ def plan(
     checked_runs: CheckedRuns = None,
     json: JsonFile = None,
 ) -> None:
-    """Search the policy, staleness bound, split of devices, parallel sizes and rows of highest throughput."""
+    """Find the policy, staleness bound, device split, parallel sizes and rows with the highest throughput."""
     from dora.planner import commands
     from dora.planner.calibrate import forecast_all
     from dora.planner.cluster import Workload
@@ -368,7 +377,7 @@ def plan(
 
 
 def read_runs(paths: Iterable[Path]) -> dict[str, RecordedRun]:
-    """Runs as the planner forecasts them, by path. Raises InputError if one cannot be read or was resumed."""
+    """Read the runs to forecast, by path. Raises InputError if a run cannot be read or was resumed."""
     from dora.core.events import Resumed
     from dora.journal.reader import read_journal
     from dora.planner.calibrate import read_run
@@ -378,8 +387,7 @@ def read_runs(paths: Iterable[Path]) -> dict[str, RecordedRun]:
         journal = read_journal(path)
         if any(isinstance(line.record, Resumed) for line in journal.lines):
             raise InputError(
-                f"{path} was resumed: its engines and its clock started again in the middle; calibration "
-                "needs a run without a resume"
+                f"{path} was resumed, so its times are not continuous; name a run without a resume"
             )
         lines = ((line.t_s, line.record) for line in journal.lines)
         runs[path.as_posix()] = read_run(
@@ -389,7 +397,7 @@ def read_runs(paths: Iterable[Path]) -> dict[str, RecordedRun]:
 
 
 def _read_min_stream_tokens(run: Path) -> int | None:
-    """Tokens of an incomplete batch from which on the trainer worked on it; None: it waited for the batch.
+    """Tokens of an incomplete batch at which the trainer starts on it; None: it waits for the whole batch.
 
     Raises InputError. Files that the configuration names need not exist any more.
     """
@@ -408,7 +416,7 @@ def _read_min_stream_tokens(run: Path) -> int | None:
 
 
 def _read_update_s(run: Path) -> dict[int, float]:
-    """Seconds that the trainer computed, by step, as far as the run's metrics have them."""
+    """Compute time of the trainer (s) by step, for the steps in the run's metrics."""
     import json
 
     update_s = {}
@@ -428,7 +436,7 @@ def _make_lengths(
     column: str | None,
     **others: Any,
 ) -> LengthDistribution:
-    """Raises InputError if options exclude each other."""
+    """The lengths that the options describe. Raises InputError if options exclude each other."""
     from dora.planner.lengths import LengthDistribution, read_trace
 
     if trace is None:

@@ -1,4 +1,4 @@
-"""What `dora generate`, `dora init-model` and `dora doctor` do; each function returns the text to print."""
+"""Implement `dora generate`, `dora init-model` and `dora doctor`; each function returns the text to print."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dora.text import plural
 MAX_ROWS = 32  # responses that `dora generate` decodes at once
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
 MOE_KEYS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
-# The first file is required, and one of the others must name the end token.
+# The first file is required; one of the other files must name the end token.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -194,7 +194,7 @@ def _texts(data: Path) -> Iterator[str]:
 
 
 def doctor() -> str:
-    """A table of versions, and of what this machine can run; every kernel is imported to find out."""
+    """A table of versions and of what this machine can run; it imports every kernel."""
     findings = {
         "dora": dora.__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",

@@ -1,4 +1,4 @@
-"""The commands that run something: train, serve, env-server, and engines for a run in progress."""
+"""The commands `train`, `serve`, `env-server` and `engines`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Overrides = Annotated[
 ResumedRun = Annotated[
     Path | None, typer.Option("--resume", metavar="RUN", help="Resume a run that was stopped or killed.")
 ]
-Timeout = Annotated[float, typer.Option(min=0.0, help="Maximum wait for the run's answer (s).")]
+Timeout = Annotated[float, typer.Option(min=0.0, help="Maximum wait for the run's reply (s).")]
 
 
 def train(
@@ -56,7 +56,7 @@ def train(
     if not dry_run:
         _run(config, out, changes, resume)
     if resume is not None or config is None:
-        raise typer.BadParameter("--dry-run checks a CONFIG file, and no resumed run")
+        raise typer.BadParameter("--dry-run checks a CONFIG file: leave out --resume")
     from dora.cli.dry_run import dry_run as describe_run
 
     typer.echo(describe_run(_read_config(config, changes), out or _new_folder(config)))
@@ -217,7 +217,7 @@ def drain_engine(
 def _request(
     run: Path, command: Literal["list", "add", "drain"], engine: int | None, timeout_s: float
 ) -> int:
-    """Send a request to a run and print its answer; 1 if the request failed."""
+    """Send a request to a run and print its reply; 1 if the request failed."""
     from dora.runtime.control.admin import AdminRequest, send_request
 
     answer = send_request(run, AdminRequest(command, engine), timeout_s)
