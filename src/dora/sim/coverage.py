@@ -119,8 +119,8 @@ MARKS = (
 class CoverageMarks:
     """Counts events and actions by kind, and situations by the names of MARKS.
 
-    Call `on_event` and `on_action` before the checker follows the event or action, and `on_state` now and
-    then.
+    Call `on_event` and `on_action` before the checker follows the event or action, and `on_state`
+    periodically.
     """
 
     def __init__(self, checker: Checker) -> None:

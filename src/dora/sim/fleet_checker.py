@@ -30,7 +30,7 @@ from dora.sim.ground_truth import GroundTruth, Violation, require
 
 @dataclass(slots=True)
 class CheckedEngine:
-    """What events and actions say of one engine."""
+    """The state of one engine, derived from events and actions alone."""
 
     id: int
     num_rows: int
@@ -44,7 +44,7 @@ class CheckedEngine:
     is_paused: bool = False
     is_pausing: bool = False
     num_own_loads: int = 0
-    dropped_at: dict[int, int] = field(default_factory=dict)  # version -> news of others at its last drop
+    dropped_at: dict[int, int] = field(default_factory=dict)  # version -> others' changes at its last drop
     is_draining: bool = False
     is_removed: bool = False
 
@@ -65,7 +65,7 @@ class FleetChecker:
         self.num_holders: Counter[int] = Counter()  # version -> engines that hold it
         self._num_tokens: dict[RequestId, int] = {}  # as last reported
         self._lost: set[int] = set()  # engines that no other has replaced
-        self._num_news = 0  # events but for progress reports and timers
+        self._num_changes = 0  # events, except progress reports and timers
         self._aborted_too_late: set[RequestId] = set()  # migrated; their new engine must abort them
 
     # Events
@@ -73,7 +73,7 @@ class FleetChecker:
     def before_event(self, event: Event) -> None:
         """Check what the actions after the previous event should have done."""
         if type(event) not in (ProgressReported, TimerFired):
-            self._num_news += 1
+            self._num_changes += 1
         if self._aborted_too_late:
             raise Violation(
                 f"{[*self._aborted_too_late]} migrated during their abort and are not aborted again"
@@ -229,17 +229,19 @@ class FleetChecker:
         is_last = self.num_holders[version] == 1
         require(not (is_last and is_pinned), f"engine {engine.id} drops the last copy of version {version}")
         engine.held.discard(version)
-        engine.dropped_at[version] = self._num_news - engine.num_own_loads
+        engine.dropped_at[version] = self._num_changes - engine.num_own_loads
         self.num_holders[version] -= 1
 
     def load(self, action: Load, is_evaluated: bool) -> None:
-        """Check a `Load`. Only a version under evaluation may be loaded again without news since its drop."""
+        """Check a `Load`. Only a version under evaluation may be loaded again if no event has changed the
+        fleet since its drop.
+        """
         engine, version = self._active(action.engine), action.version
         require(engine.loading is None, f"engine {engine.id} loads two versions at once")
         require(version not in engine.held, f"engine {engine.id} loads version {version}, which it holds")
         require(len(engine.held) < engine.num_slots, f"engine {engine.id} uses more than its slots")
-        has_news = engine.dropped_at.get(version) != self._num_news - engine.num_own_loads
-        is_useful = is_evaluated or has_news
+        has_changed = engine.dropped_at.get(version) != self._num_changes - engine.num_own_loads
+        is_useful = is_evaluated or has_changed
         require(is_useful, f"engine {engine.id} drops and loads version {version} without a reason")
         engine.loading = version
 

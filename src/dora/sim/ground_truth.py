@@ -1,5 +1,5 @@
-"""What the engines of a simulated world really hold and decode. Raises `Violation` at the first broken
-invariant.
+"""The true state of the engines in a simulated world: what they hold and decode. Raises `Violation` at the
+first broken invariant.
 
 Every change of a row, a version slot or a decode rate goes through `GroundTruth`, which checks that change
 alone: the checks cover all events, and cost nothing for what did not change.
@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from dora.core.types import RequestId
 
-DECODE_ONLY_SPEEDUP = 1.5  # the rows that decode alone share the memory bandwidth with fewer others
+DECODE_ONLY_SPEEDUP = 1.5  # speed-up of rows that decode alone, because fewer rows share the memory bandwidth
 
 
 class Violation(Exception):
@@ -46,7 +46,9 @@ class SimRequest:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has left its engine, or the engine is lost: what was scheduled for it is void."""
+        """Whether the request has left its engine, or the engine is lost; then its scheduled callbacks are
+        void.
+        """
         return self.engine.is_lost or self.engine.requests.get(self.id) is not self
 
     def advance(self, now: float) -> None:

@@ -1,7 +1,7 @@
-"""The configuration of a simulated world, and how a whole one is drawn from a seed.
+"""The configuration of a simulated world, and its random draw from a seed.
 
-Each part is drawn from a random stream of its own, seeded with a string: a new part leaves the others as they
-are. Changing one of these strings changes every world, and so every seed in `tests/sim/regressions.txt`.
+Each part is drawn from a random stream of its own, seeded with a string, so a new part does not change the
+others. Changing one of these strings changes every world, and thus every seed in `tests/sim/regressions.txt`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ SLOWDOWN = 20.0  # of a load, migration or training step that is drawn as slow
 
 @dataclass(frozen=True, slots=True)
 class FaultConfig:
-    """The faults of one world until it heals; none by default. Rates are probabilities per attempt."""
+    """The faults of one world until it heals; by default there are none. Rates are probabilities per
+    attempt.
+    """
 
-    heal_after_events: int = 1000  # from then on nothing fails or is slow, and the run must finish
+    heal_after_events: int = 1000  # after this time nothing fails or is slow, and the run must finish
     loss_detection_s: float = 0.0  # from the crash of an engine to its `EngineLost`
     engine_restart_rate: float = 1.0  # of lost and drained engines that are started again
     drain_interval_s: float | None = None  # mean time between requests to drain an engine
@@ -67,7 +69,9 @@ class WorldConfig:
 
     @property
     def deadlock_timeout_s(self) -> float:
-        """Longer than anything takes in a healed world: a run without progress for so long is deadlocked."""
+        """Longer than any activity takes in a healed world: a run without progress for this long is
+        deadlocked.
+        """
         answer_s = self.max_length * max(self.seconds_per_token)
         migration_s = self.kv_copy_s + self.kv_stop_s
         delays_s = 30 * (self.reward_s + self.load_s + self.step_s + migration_s + self.pause_s)
@@ -76,9 +80,10 @@ class WorldConfig:
 
 
 def draw_world_config(seed: int) -> WorldConfig:
-    """Draw the world of `seed`: small enough to be quick, mixed enough to be nasty.
+    """Draw the world of `seed`: small, so that it runs fast, with a random combination of features and
+    faults.
 
-    Delays are drawn in units of a usual answer's time, so that everything overlaps with everything.
+    Delays are multiples of the usual time of a response, so that any two activities can overlap.
     """
     rng = Random(f"config {seed}")
     num_engines = _draw_num_engines(rng)
@@ -294,7 +299,7 @@ class RequestLengths:
         return 1.0
 
 
-# What the drift of a batch uses up of the limits of `AdaptiveStalenessRule`, as (min, max) ratio.
+# Drift of a batch relative to the limits of `AdaptiveStalenessRule`, as (min, max) ratio.
 _DRIFT_PHASES = {"weak": (0.0, 0.5), "moderate": (0.5, 1.0), "strong": (1.0, 2.0)}
 
 

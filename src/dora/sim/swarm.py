@@ -21,7 +21,7 @@ from dora.sim.ground_truth import Violation
 from dora.sim.random_config import WorldConfig, draw_world_config
 from dora.sim.world import MAX_REDONE_STEPS, Deadlock, World
 
-MAX_EVENTS = 20_000  # of a world; a run with more makes no progress
+MAX_EVENTS = 20_000  # maximum events of a world; a run with more makes no progress
 MAX_RUN_CRASHES = 4  # in a world
 NUM_COMPARED = 10  # events after an orchestrator crash that the crashed one handles, too
 CHECK_STATE_EVERY = 40  # events between two checks of the orchestrator's whole state
@@ -82,7 +82,7 @@ def run_swarm(num_seeds: int, as_json: bool, first_seed: int = 0) -> int:
 
 
 def run_world(seed: int, config: WorldConfig | None = None) -> WorldOutcome:
-    """Run one world to its end. Every event and action is checked, and now and then the whole state."""
+    """Run one world to its end. Every event and action is checked, and the whole state periodically."""
     run = _SimulatedRun(seed, config or draw_world_config(seed))
     try:
         run.run()
@@ -160,7 +160,7 @@ class _SimulatedRun:
         if type(event) not in (TimerFired, ProgressReported) or not self.world.faults.is_healed:
             self._last_progress_s = self.world.now
         elif self.world.now - self._last_progress_s > self.config.deadlock_timeout_s:
-            raise Deadlock("only timers and progress reports happen any more")
+            raise Deadlock("no event but timers and progress reports happens any more")
         if self.outcome.num_events > MAX_EVENTS:
             raise Deadlock(f"the run is not done after {MAX_EVENTS} events")
 
@@ -172,7 +172,7 @@ class _SimulatedRun:
             self._crash_orchestrator()
 
     def _crash_run(self) -> Event | None:
-        """Crash every process, if it is time to, and return the event that resumes the run."""
+        """Crash every process if a crash is due, and return the event that resumes the run."""
         if self.world.faults.is_healed or not self._run_crashes.is_due(self.outcome.num_events):
             return None
         state, self._crashed = self.orchestrator.snapshot(), None
@@ -188,7 +188,9 @@ class _SimulatedRun:
         self.marks.counts["orchestrator crash"] += 1
 
     def _compare(self, crashed: Orchestrator, event: Event, actions: list[Action]) -> None:
-        """For some events after its crash, the orchestrator would have given the same actions."""
+        """For some events after a crash: the crashed orchestrator gives the same actions as its
+        replacement.
+        """
         expected = crashed.handle(event, self.world.now)
         if expected != actions:
             raise Violation(f"a resumed orchestrator gives the actions {actions}, not {expected}")
@@ -198,7 +200,7 @@ class _SimulatedRun:
 
 
 class _RunCrashes:
-    """When every process of a run crashes at once, and the checkpoint from which the run resumes."""
+    """Schedules crashes of all processes of a run, and chooses the checkpoint from which the run resumes."""
 
     def __init__(self, seed: int, every: int | None) -> None:
         """`every`: events between two crashes; None: no crashes."""

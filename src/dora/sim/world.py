@@ -65,7 +65,7 @@ Callback = Callable[..., Event | None]
 
 
 class Deadlock(Exception):
-    """The run is not done, and nothing can happen any more."""
+    """The run is not done, and no event is scheduled any more."""
 
 
 class World:
@@ -497,7 +497,7 @@ class SimMigrations:
         world, request = self._world, migration.request
         if migration.will_fail and not migration.source.is_lost:
             return self.fail(migration, "the lease expired", world.faults.delay_s(0.001))
-        # The report takes so long that much may happen before it.
+        # Other events may happen before the migration is reported.
         report_delay_s = world.faults.delay_s(world.config.kv_stop_s + world.config.kv_copy_s)
         self._end(migration, MigrationStage.COMPLETED, "")
         world.truth.release(request)
