@@ -6,8 +6,9 @@ squares:
 answer = report + tokens * (step + per_row * rows + per_version * (versions - 1))
 training step = fixed + per_token * tokens
 
-Each takes longer by a constant ratio while the other works, as both may use the same cores. That ratio shows
-only where they work alone in one run and together in another: in a synchronous run and an asynchronous one.
+Engines and trainer slow each other down by a constant ratio while both work, because they may use the same
+cores. The fit of this ratio needs a run in which they work one after the other, such as a synchronous run,
+and a run in which they work concurrently.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class TrainingSpan:
 class RecordedRun:
     """What a journal says of a run.
 
-    `update_s`: seconds that the trainer computed, by step, where known. `min_stream_tokens`: tokens of an
-    incomplete batch from which on the trainer worked on it; None: it waited for the batch.
+    `update_s`: compute time of the trainer by step, where known. `min_stream_tokens`: tokens of an
+    incomplete batch at which the trainer starts on it; None: it waits for the whole batch.
     """
 
     limits: Limits
@@ -204,7 +205,7 @@ def read_run(
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Seconds of something with a fixed part and a part per unit."""
+    """A duration (s) with a fixed part and a part per unit."""
 
     fixed_s: float = 0.0
     per_unit_s: float = 0.0
@@ -267,7 +268,7 @@ class FittedCosts:
 
 
 def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
-    """Costs of runs of one machine and model, together. Raises InputError if they have too few spans."""
+    """Costs fitted to several runs of one machine and model. Raises InputError if they have too few spans."""
     num_steps = sum(len(run.trainings) for run in runs)
     num_requests = sum(span.is_uninterrupted for run in runs for span in run.requests)
     if num_steps < MIN_SPANS or num_requests < MIN_SPANS:
@@ -304,12 +305,13 @@ class FitData:
 
     durations_s: Floats  # [n]
     units: Floats  # [n, k], of each cost in a span
-    overlaps: Floats  # [n], fraction of the span in which others work
+    overlaps: Floats  # [n], fraction of the span in which the other component works
     weights: Floats  # [n]
 
 
 def fit(data: Sequence[FitData], max_slowdown: float) -> tuple[list[float], float]:
-    """Seconds per unit of each cost, none negative, and the slowdown of spans by others that work.
+    """Seconds per unit of each cost, none negative, and the slowdown of spans while the other component
+    works.
 
     Where several slowdowns fit equally well, the smallest is taken.
     """
@@ -396,7 +398,7 @@ def _training_data(run: RecordedRun) -> FitData:
 
 
 def _busy_changes(spans: Iterable[DecodeSpan]) -> Changes:
-    """When an engine gets its first request, and when it has none left."""
+    """Times at which an engine gets its first request and at which its last request ends."""
     num_running = 0
     for time_s, change in sorted([(s.started_s, 1) for s in spans] + [(s.ended_s, -1) for s in spans]):
         if num_running == 0 or num_running + change == 0:
@@ -461,7 +463,7 @@ def forecast_tokens_per_s(run: RecordedRun, costs: FittedCosts) -> float:
 
 @dataclass(frozen=True)
 class RunForecast:
-    """The measured and the forecast speed of a run, in trained tokens per second."""
+    """Measured and forecast speed of a run, in trained tokens per second."""
 
     name: str
     is_fitted: bool  # the costs were fitted to this run, too
@@ -485,8 +487,8 @@ def forecast_all(
     for name, run in {**fitted, **others}.items():
         if len(run.trainings) < 2:
             raise InputError(
-                f"{name} has {len(run.trainings)} training steps; its speed counts from the end of the first "
-                "to the end of the last, and needs at least 2: leave it out, or resume it"
+                f"{name} has {len(run.trainings)} training steps; its speed is measured from the end of the "
+                "first step to the end of the last and needs at least 2; leave out this run, or resume it"
             )
     costs = costs or fit_costs([*fitted.values()])
     return [

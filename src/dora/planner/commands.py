@@ -1,4 +1,4 @@
-"""What `dora simulate run`, `dora simulate calibrate` and `dora plan` do: simulate, print tables, and write
+"""Implement `dora simulate run`, `dora simulate calibrate` and `dora plan`: simulate, print tables, and write
 files.
 
 All inputs and output paths are checked before the first simulation.
@@ -24,7 +24,7 @@ from dora.planner.search import SearchProblem, SimulatedPlan, search, with_heavi
 from dora.planner.svg import TimelineDrawing, throughput_svg, timeline_svg
 
 TableRow = dict[str, str | int | float]
-TABLE_WIDTH = 160  # also where the output is no terminal
+TABLE_WIDTH = 160  # also if the output is not a terminal
 MAX_BAR = 40  # characters
 COLUMNS = {  # of `dora simulate run`: key -> title
     "policy": "policy",
@@ -44,8 +44,8 @@ COLUMNS = {  # of `dora simulate run`: key -> title
     "dropped_tokens": "dropped",
 }
 NOT_CALIBRATED = (
-    "Costs are from data sheets and not calibrated: docs/paper-tables.md lists the errors found there, and "
-    "--run RUN shows the error for a run of yours."
+    "Costs are from data sheets and not calibrated: docs/paper-tables.md lists known errors, "
+    "and --run RUN prints the error for one of your runs."
 )
 
 
@@ -156,7 +156,7 @@ def plan(
 ) -> None:
     """Search, and print the best plans, the best of each policy, and the effect of a heavier tail.
 
-    `forecasts` of real runs say how large the error of the simulator is.
+    `forecasts` of real runs show the error of the simulator.
     """
     check_output_paths(path)
     plans = sorted(_search_with_progress(problem, max_simulated), key=lambda plan: -plan.tokens_per_s)
@@ -313,7 +313,7 @@ def _format_value(value: str | int | float) -> str:
 
 
 def check_output_paths(*paths: Path | None) -> None:
-    """Raise InputError if a file cannot be written, for want of its folder."""
+    """Raise InputError if the folder of an output file does not exist."""
     for path in filter(None, paths):
         if not path.absolute().parent.is_dir():
             raise InputError(f"cannot write {path}: {path.parent} is not a folder")

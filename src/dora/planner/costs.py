@@ -1,4 +1,4 @@
-"""Roofline cost model: the seconds of everything that an engine and a trainer do.
+"""Roofline cost model: the time (s) of each operation of an engine and of the trainer.
 
 A decode step takes `max(compute, weights + KV of the fullest rank) + collectives + host time`. Between two
 events the rows of an engine are the same and their contexts grow by one token a step, so the time of a step
@@ -62,7 +62,7 @@ class StepTimeTerms(NamedTuple):
     overhead_s: float  # host and collectives, beside reading memory
     weights_s: float  # reading the weights of one version
     kv_s: float  # reading the KV of one token
-    slope_s: float  # by which the next step takes longer, as each row has one more token
+    slope_s: float  # added to each further step, because every row has one more token
 
     def step_time(self, rank_context: float, num_versions: int) -> StepTime:
         """For `rank_context` tokens of KV on the fullest rank and rows of so many versions."""
@@ -75,7 +75,7 @@ class EngineCost:
     """Costs of an engine of `tp_size` x `ep_size` devices.
 
     Attention is split over `tp_size` devices. `ep_size` > 1 makes that many ranks with rows of their own and
-    a part of the experts each; they meet in two all-to-alls a layer, so that all wait for the fullest rank.
+    a part of the experts each; each layer has two all-to-alls, so that all ranks wait for the fullest rank.
     """
 
     model: ModelShape

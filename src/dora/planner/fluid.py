@@ -64,7 +64,7 @@ class FluidRequest:
 
 
 class FluidEngine:
-    """Requests, a count of decode steps, and the time until which the engine does something else."""
+    """Requests, a count of decode steps, and the time until which the engine decodes nothing."""
 
     def __init__(self, number: int, cost: EngineCosts, num_rows: int, is_colocated: bool = False) -> None:
         self.id, self.cost, self.num_rows, self.is_colocated = number, cost, num_rows, is_colocated
@@ -72,11 +72,11 @@ class FluidEngine:
         self.is_paused = is_colocated
         self.now = 0.0
         self.busy_until_s = 0.0  # it decodes nothing before
-        self.slowdown = 1.0  # of its steps, while others work on the same cores
+        self.slowdown = 1.0  # of its steps, while the trainer works on the same cores
         self.num_steps = 0.0
         self.num_active = 0
         self.next_stop_s = NEVER  # when the next request stops, if nothing changes
-        self.next_check_s = NEVER  # when the simulator checks for it
+        self.next_check_s = NEVER  # when the simulator checks for this stop
         # Totals over the run
         self.row_s = 0.0  # decoded rows x seconds
         self.decode_s = 0.0
@@ -84,7 +84,7 @@ class FluidEngine:
         # Internal state
         self._decode_only: frozenset[RequestId] = frozenset()
         self._versions: Counter[int] = Counter()  # of active requests
-        self._swapped_out: list[FluidRequest] = []  # the last one is swapped in first
+        self._swapped_out: list[FluidRequest] = []  # the last request is swapped in first
         self._kv_capacity = cost.kv_capacity
         self._rank_rows = [0] * cost.ep_size
         self._rank_context = [0.0] * cost.ep_size
@@ -135,11 +135,11 @@ class FluidEngine:
         self.slowdown, self._step_time = slowdown, None
 
     def delay(self, seconds: float) -> None:
-        """Do something else for so long before decoding continues."""
+        """Decode nothing for this time (s), for example during a load."""
         self.busy_until_s = max(self.busy_until_s, self.now) + seconds
 
     def find_next_stop(self) -> float:
-        """When a request stops or the KV is full; NEVER while nothing is decoded."""
+        """Time at which the next request stops or the KV is full; NEVER while no request is decoded."""
         if self.is_paused or not self.num_active:
             return NEVER
         left, free = -self._stops[-1] - self.num_steps, self._kv_capacity - sum(self._rank_context)

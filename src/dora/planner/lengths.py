@@ -115,7 +115,9 @@ class LengthDistribution:
 
     @cached_property
     def _scale(self) -> float:
-        """Median of the lognormal, or minimum of the Pareto, that gives `mean`: by bisection in logs."""
+        """Median of the lognormal, or minimum of the Pareto, that gives `mean`: by bisection on a logarithmic
+        scale.
+        """
         low, high = math.log(1e-3), math.log(self.limit * 4.0)
         for _ in range(60):
             middle = (low + high) / 2

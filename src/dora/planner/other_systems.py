@@ -64,7 +64,7 @@ class EngineRows:
 
 
 class BaseScheduler(ABC):
-    """Groups, rows and steps: what both schedulers have in common. Subclasses decide."""
+    """Groups, rows and steps, which both schedulers need. Subclasses implement the scheduling rules."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -178,10 +178,11 @@ class BaseScheduler(ABC):
 
 class LaminarScheduler(BaseScheduler):
     """One version per trajectory, without a staleness bound: an engine loads the newest version when it has
-    run dry.
+    no requests left.
 
-    Every few seconds engines with few requests are emptied into others of their version, best fit by rows, so
-    that they run dry sooner. Only the number of groups that wait for the trainer limits admission.
+    Every few seconds the requests of engines with few requests migrate to other engines of their version,
+    best fit by rows, so that these engines become idle sooner. Only the number of groups that wait for the
+    trainer limits admission.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -213,7 +214,7 @@ class LaminarScheduler(BaseScheduler):
         return actions
 
     def _refill(self, engine: EngineRows) -> list[Action]:
-        """Load the newest weights into an engine that has run dry, then fill its rows with new groups."""
+        """Load the newest weights into an engine without requests, then fill its rows with new groups."""
         if engine.held is None or engine.held != self.newest:
             return [self._load_newest(engine)]
         actions: list[Action] = []
@@ -324,7 +325,7 @@ class RollPackerScheduler(BaseScheduler):
         return actions
 
     def _close_round(self) -> list[Action]:
-        """There is a batch: drop the other groups, and pause all engines for the trainer."""
+        """The batch is complete: drop the other groups, and pause all engines for the trainer."""
         self._last_closed = self.step
         dropped = list(self.num_unfinished)
         actions = self._drop(dropped)

@@ -21,7 +21,7 @@ DORA_ABLATIONS = (*ABLATIONS, KV_ABLATION)
 
 @dataclass(frozen=True)
 class UpdatePolicy:
-    """How one system runs. `max_staleness` is None where the user chooses it."""
+    """The update policy of one system. `max_staleness` is None where the user chooses it."""
 
     name: str
     max_staleness: int | None
@@ -31,11 +31,11 @@ class UpdatePolicy:
     defers_loads: bool = False  # engines load one after another, each once it has a free row
     options: SimulatorOptions = field(default_factory=SimulatorOptions)
     scheduler: Callable[[Limits], RolloutScheduler] = Orchestrator
-    is_bounded: bool = True  # it keeps S
+    is_bounded: bool = True  # the policy keeps the bound S
 
     @property
     def oversamples(self) -> bool:
-        """Whether it starts more groups than it trains."""
+        """Whether the policy starts more groups than it trains."""
         return self.scheduler is RollPackerScheduler
 
 
@@ -91,7 +91,9 @@ def make_limits(
     ablations: tuple[str, ...] = (),
     rebalance_interval_s: float = 10.0,
 ) -> Limits:
-    """The orchestrator's limits under a policy. Raises InputError if S or an ablation does not go with it."""
+    """The orchestrator's limits under a policy. Raises InputError if the policy does not support S or an
+    ablation.
+    """
     if max_staleness < 0:
         raise InputError(f"S = {max_staleness} must be at least 0")
     fixed = policy.max_staleness
@@ -100,7 +102,7 @@ def make_limits(
     unknown = [part for part in ablations if part not in DORA_ABLATIONS]
     if unknown or (ablations and policy.name != "dora"):
         raise InputError(
-            f"without {', '.join(ablations)}: only policy dora has parts to leave out; they are "
+            f"without {', '.join(ablations)}: only policy dora has these parts; the parts are "
             f"{', '.join(DORA_ABLATIONS)}"
         )
     batch_size, group_size = batch_and_group_size

@@ -1,9 +1,9 @@
 """The planner's search for the policy, staleness bound, split of devices, parallel sizes and rows of a
 workload.
 
-A formula ranks all possible layouts; it knows rates and the longest answer, and nothing of queues. The best
-layout of each policy and bound is simulated. Then the search climbs from the fastest: it simulates its
-neighbours, which differ in one choice by one step, until none is faster.
+A formula ranks all possible layouts; it uses rates and the longest response, and ignores queues. The best
+layout of each policy and bound is simulated. Then hill climbing starts at the fastest layout: it simulates
+the neighbours, which differ in one choice by one step, until no neighbour is faster.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ PARALLEL_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # of TP and EP
 TRAINER_FRACTIONS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # of the devices
 ROW_FRACTIONS = (1.0, 0.5, 0.25)  # of the rows that an engine's KV cache takes
 NUM_STEADY_STEPS = 10  # simulated steps in which the pipeline is full
-NUM_QUANTILES = 12  # of the lengths, to estimate a burst
+NUM_QUANTILES = 12  # sampled lengths, to estimate a burst
 Choices = tuple[float, ...]  # (policy, S, TP, EP, rows, trainer's fraction); indices but for S and the last
 
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """What to plan. `ep_size` None: searched, too. Raises InputError if no policy can keep S."""
+    """A planning problem. `ep_size` None: the search chooses it. Raises InputError if no policy can keep
+    S.
+    """
 
     workload: Workload
     device: Device

@@ -29,7 +29,7 @@ CACHED_CHUNKS = 200  # of lengths
 
 
 class RolloutScheduler(Protocol):
-    """What decides: `dora.core.orchestrator.Orchestrator`, or the rules of another system."""
+    """The scheduler of a run: `dora.core.orchestrator.Orchestrator`, or the rules of another system."""
 
     def start(self, now: float) -> list[Action]: ...
     def handle(self, event: Event, now: float) -> list[Action]: ...
@@ -56,10 +56,12 @@ class Contention:
 
 @dataclass(frozen=True)
 class SimulatorOptions:
-    """How workers behave, where systems differ. By default they share no devices and report at once."""
+    """Behaviour of workers that differs between systems. By default workers share no devices and report at
+    once.
+    """
 
     streams_groups: bool = False  # the trainer works on groups as soon as they are committed
-    min_stream_tokens: int = 0  # of an incomplete batch, from which on it does
+    min_stream_tokens: int = 0  # tokens of an incomplete batch at which it starts
     recomputes_kv: bool = False  # of running requests, when they continue with new weights
     migrates_kv: bool = True  # else the KV of migrated requests is computed again
     switch_s: float = 0.0  # a device switches between training and decoding
@@ -68,7 +70,7 @@ class SimulatorOptions:
     contention: Contention | None = None  # None: engines and trainer have their own devices
     report_interval_s: float = 10.0  # between the progress reports of an engine
     version_slots: int = 1  # of an engine
-    longest_first: bool = False  # the dataset hands out prompts by the length of their answers
+    longest_first: bool = False  # the dataset orders prompts by the length of their responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,9 @@ class TrainerQueue:
     """
 
     def __init__(self, min_stream_tokens: float | None) -> None:
-        """`min_stream_tokens`: of an incomplete batch, from which on it is worked on; None: never."""
+        """`min_stream_tokens`: tokens of an incomplete batch at which the trainer starts on it; None:
+        never.
+        """
         self.done_s = 0.0
         self.epoch = 0
         self._slowdown = 1.0
@@ -188,7 +192,7 @@ class TrainerQueue:
         self._work_early(now)
 
     def set_slowdown(self, now: float, slowdown: float) -> None:
-        """Let work take `slowdown` times as long from now on."""
+        """From now on, work takes `slowdown` times as long."""
         if slowdown != self._slowdown:
             self.done_s = now + max(0.0, self.done_s - now) * slowdown / self._slowdown
             self._slowdown = slowdown
@@ -273,7 +277,7 @@ class Simulator:
         }
 
     def run(self) -> SimulationResult:
-        """Run to the end. Raises SimulationDeadlock if nothing is left to happen before."""
+        """Run to the end. Raises SimulationDeadlock if no event is scheduled before the end."""
         for _ in self.run_steps():
             pass
         return self.result
@@ -285,7 +289,7 @@ class Simulator:
         num_yielded, heap, scheduler, result = 0, self._heap, self.scheduler, self.result
         while not scheduler.done:
             if not heap:
-                raise SimulationDeadlock("nothing is scheduled, and the run is not done")
+                raise SimulationDeadlock("the run is not done, and no event is scheduled")
             self.now, _, callback, args = heapq.heappop(heap)
             for event in callback(*args):
                 result.num_events += 1
@@ -339,7 +343,9 @@ class Simulator:
         self._changed_engines.clear()
 
     def _schedule_check(self, engine: FluidEngine) -> None:
-        """Check the engine at its next stop, unless a check comes earlier: most stops are postponed."""
+        """Schedule a check of the engine at its next stop, unless an earlier check is scheduled: most stops
+        are postponed.
+        """
         if engine.next_stop_s < engine.next_check_s:
             engine.next_check_s = engine.next_stop_s
             self._num_scheduled += 1

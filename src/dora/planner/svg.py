@@ -1,6 +1,6 @@
 """Draws runs, simulated or real, as self-contained SVG: a timeline of engines and trainer, and line charts.
 
-A timeline follows what a journal keeps, events and actions with their times, so that it draws either.
+A timeline needs only events and actions with their times, so it can draw both simulated runs and journals.
 """
 
 from __future__ import annotations
