@@ -124,7 +124,7 @@ def test_a_call_that_takes_too_long_fails_only_its_episode() -> None:
 def test_a_prompt_that_is_too_long_fails_its_episode() -> None:
     reply = run_episode([], limits=replace(LIMITS, max_prompt_length=1))[0]
     assert isinstance(reply, EnvFailure)
-    assert reply.reason == "environment began with 2 tokens, and data.max_prompt_length = 1"
+    assert reply.reason == "environment prompt has 2 tokens, more than data.max_prompt_length = 1"
 
 
 def test_an_environment_in_an_unknown_state_is_closed_and_not_reused() -> None:

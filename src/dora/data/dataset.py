@@ -161,8 +161,8 @@ def _check_row(row: object, prompt_key: str, location: str) -> None:
         )
     if prompt_key not in row:
         raise DataError(
-            f"{location}: has no column {prompt_key!r} among its {len(row)}; "
-            "name the column with data.prompt_key"
+            f"{location}: has no column {prompt_key!r} among its {len(row)} columns; name the prompt's "
+            "column with data.prompt_key"
         )
     if not _is_prompt(prompt := row[prompt_key]):
         raise DataError(
@@ -226,7 +226,7 @@ def read_rows(path: Path, split: str | None = None) -> Rows:
     if path.is_dir():
         return _read_folder(path, split)
     if not path.is_file():
-        raise DataError(f"dataset {path} does not exist")
+        raise DataError(f"dataset {path} does not exist; name an existing file or folder")
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise DataError(

@@ -165,6 +165,7 @@ class EnvRunner:
         max_length = self._limits.max_prompt_length
         if not 1 <= len(prompt_ids) <= max_length:
             raise Fault(
-                f"environment began with {len(prompt_ids)} tokens, and data.max_prompt_length = {max_length}"
+                f"environment prompt has {len(prompt_ids)} tokens, more than data.max_prompt_length = "
+                f"{max_length}"
             )
         return prompt_ids

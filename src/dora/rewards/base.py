@@ -122,7 +122,7 @@ def score_batch(function: RewardFunction, inputs: Sequence[RewardInput]) -> list
     if len(results) == len(inputs):
         return results
     reason = f"reward returned {len(results)} values for {len(inputs)} completions"
-    return [RewardResult(None, reason, f"{reason}; it must return one for each")]
+    return [RewardResult(None, reason, f"{reason}; it must return one value for each completion")]
 
 
 def _completion(item: RewardInput) -> str | list[dict[str, str]]:

@@ -64,7 +64,9 @@ class SequenceClassifier:
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text], **row: object) -> list[float]:
         """Rewards of completions. Raises ValueError for a text that the model cannot read."""
         encoded = [self._encode(*pair) for pair in zip(prompts, completions, strict=True)]
-        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # little padding
+        order = sorted(
+            range(len(encoded)), key=lambda i: len(encoded[i])
+        )  # texts of similar length are scored together, which needs little padding
         rewards = [0.0] * len(encoded)
         for start in range(0, len(order), self._num_rows):
             members = order[start : start + self._num_rows]

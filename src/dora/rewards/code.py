@@ -122,7 +122,7 @@ class PassedTests:
         return [has_value and next(replies, b"") == b"1" for has_value in has_values]
 
     def _limits(self, num_tests: int, deadline_s: float) -> SandboxLimits | None:
-        """None if the time of the completion is over."""
+        """Limits of the next run; None if the time of the completion is over."""
         seconds = min(num_tests * self._test_s, deadline_s - time.monotonic())
         return SandboxLimits(seconds, self._memory_bytes) if seconds > 0 else None
 

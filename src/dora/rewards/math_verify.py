@@ -1,7 +1,7 @@
 """Reward for mathematical problems with the library math-verify, which reads LaTeX and most notations.
 
-The library ends slow calls by a signal. That works because a reward worker scores in its main thread; behind
-it stands reward.timeout_s.
+The library interrupts slow calls with a signal, which works because a reward worker scores in its main
+thread. A call that still hangs is ended after reward.timeout_s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Metadata of the stream: which rows exist, which fields they have, and which consumer may lease which rows.
 
 Pure: no clock, no bytes, no sockets. A row is queued for each consumer as soon as it has all fields that the
-consumer needs, so nothing is ever searched. A row is removed after its last consumer.
+consumer needs, so no operation scans all rows. A row is removed after its last consumer.
 """
 
 from __future__ import annotations

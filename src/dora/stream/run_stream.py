@@ -100,10 +100,10 @@ class StreamStorage(Protocol):
 
     @property
     def is_available(self) -> bool:
-        """Whether it serves requests; if not, a replacement is starting."""
+        """Whether the storage serves requests; if not, a replacement is starting."""
 
     def report_lost(self, reason: str) -> None:
-        """It does not reply. Raises RunError if it cannot be replaced."""
+        """Report that the storage does not reply. Raises RunError if the storage cannot be replaced."""
 
     def close(self) -> None:
         """Stop serving."""

@@ -89,7 +89,9 @@ class StoredSample(NamedTuple):
 
 
 class FinishedSample(NamedTuple):
-    """What a resumed run reads of a sample; `reward` is an episode's own until its group `is_scored`."""
+    """The fields of a sample that a resumed run reads; `reward` is an episode's own until its group
+    `is_scored`.
+    """
 
     sibling: int
     token_ids: list[int]

@@ -196,7 +196,8 @@ class StreamServer:
         is_in_use = bool(client.client_id) or client_id in self._client_ids or stream.has_owner(client_id)
         if is_in_use and client_id != client.client_id:
             raise StreamError(
-                f"client_id {client_id} is in use, or this client has another one: draw an id and keep it"
+                f"client_id {client_id} is in use, or this client has another id: draw one random id per "
+                "client and keep it"
             )
         client.client_id = client_id
         self._client_ids.add(client_id)

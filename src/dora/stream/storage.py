@@ -154,7 +154,7 @@ class SampleStream:
     def flush(self) -> None:
         """Make the metadata durable, then free unused blocks.
 
-        Bytes are overwritten or removed only after the database has forgotten them.
+        Bytes are overwritten or removed only after the database has deleted their entry.
         """
         freed = []
         while self.metadata.freed_blocks:
