@@ -41,7 +41,10 @@ def test_remote_environments_have_host_and_port(file: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["env.environment=game.py"], "env.environment = 'game.py': must be file.py:name or module:name"),
+        (
+            ["env.environment=game.py"],
+            "env.environment = 'game.py': must have the form file.py:name or module:name",
+        ),
         (["env.environment=nowhere.py:Game"], "nowhere.py does not exist"),
         (["env.token_file=game.py"], "env.token_file has no effect without env.hosts"),
         (['env.hosts=["games"]'], "env.hosts = 'games': string should match pattern"),

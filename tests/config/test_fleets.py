@@ -156,7 +156,7 @@ def test_a_supported_fleet_is_accepted(file: Path) -> None:
         "name": (["fleet.others.name=servers"], "needs a name of its own"),
         "policy": (["orchestrator.update_policy=partial"], "only DORA's own engine"),
         "options": (["engine.options={}"], "engine.options has no effect without engine.backend"),
-        "backend": (["fleet.others.backend=none"], "must be file.py:name or module:name"),
+        "backend": (["fleet.others.backend=none"], "must have the form file.py:name or module:name"),
         "key": (["fleet.others.max_seqs=3"], "unknown key; did you mean max_num_seqs"),
     }.values(),
     ids=["name", "policy", "options", "backend", "key"],

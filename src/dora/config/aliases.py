@@ -1,4 +1,4 @@
-"""Names that the configuration refuses with the right name: renamed keys, and keys of other trainers."""
+"""Names that the configuration rejects with a suggestion: renamed keys, and keys of other trainers."""
 
 from __future__ import annotations
 

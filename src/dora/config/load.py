@@ -1,7 +1,7 @@
 """Read the TOML file of a run, with overrides, into a `Config`.
 
 Every mistake is a ConfigError that names the key, the value, the rule and the remedy. The remedy for a
-misspelt key is the nearest valid one; for a renamed key, or a key of another trainer, it is the name here.
+misspelt key is the nearest valid one; for a renamed key, or a key of another trainer, it is DORA's name.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def parse_config(tables: Mapping[str, Any]) -> Config:
 
 
 def dropped_settings(path: Path, overrides: Sequence[str], config: Config) -> list[str]:
-    """A notice for each setting of the file that an override of the update policy makes void."""
+    """A notice for each setting of the file that has no effect because an override changes the update
+    policy.
+    """
     changes, rules = [_parse_override(override) for override in overrides], config.orchestrator
     overridden = {f"{change.section}.{change.key}" for change in changes}
     return [
@@ -300,7 +302,9 @@ def _resolve_fleet(fleet: FleetSection, folder_of: Callable[[str], Path]) -> Fle
 
 
 def _resolve_python(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the interpreter in `python` absolute, and keep a link, which that of a virtual environment is."""
+    """Make the interpreter in `python` absolute without resolving links: a virtual environment's interpreter
+    is a link.
+    """
     python = options.get("python")
     if not isinstance(python, str) or os.sep not in python:
         return options
@@ -311,7 +315,7 @@ def _resolve_attribute(key: str, value: str, folder_of: Callable[[str], Path]) -
     """A name for `dora.loading`, with the absolute path of its file."""
     file, colon, name = value.rpartition(":")
     if not (file and colon and name):
-        raise ConfigError(f"{key} = {value!r}: must be file.py:name or module:name")
+        raise ConfigError(f"{key} = {value!r}: must have the form file.py:name or module:name")
     return f"{_existing_path(key, file, folder_of(key))}:{name}" if file.endswith(".py") else value
 
 

@@ -73,7 +73,7 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _check_environment(config: Config) -> None:
-    """Episodes have one kind of counterpart, and remote ones need an auth token."""
+    """Episodes use either agents or environments, and remote environments need an auth token."""
     env = config.env
     if env.environment is not None and env.hosts:
         raise ConfigError(
@@ -83,7 +83,7 @@ def _check_environment(config: Config) -> None:
     if env.hosts and env.token_file is None:
         raise ConfigError(
             f"env.hosts = {env.hosts} without env.token_file: environment servers require their auth token; "
-            "set env.token_file to a copy of the file that `dora env-server` prints"
+            "set env.token_file to a copy of the file that `dora env-server` names"
         )
     if env.has_environments and config.service.agents:
         raise ConfigError(
@@ -164,7 +164,7 @@ def _check_max_staleness(config: Config) -> None:
     if rules.staleness_mode == "adaptive" and (fixed is not None or staleness == 0):
         found = "max_staleness = 0" if fixed is None else f"update_policy = {policy}"
         raise ConfigError(
-            f"orchestrator.staleness_mode = adaptive with {found}: there is no range to adapt in; remove "
+            f"orchestrator.staleness_mode = adaptive with {found}: the staleness bound cannot vary; remove "
             "staleness_mode, or set update_policy = dora with max_staleness >= 1"
         )
 
@@ -174,7 +174,7 @@ def _check_inflight_update(config: Config) -> None:
     policy = config.orchestrator.update_policy
     if not config.breaks_c1:
         return
-    needs_dora = "only DORA's own engine can do so"
+    needs_dora = "only DORA's own engine can continue requests with newer weights"
     conflicts = {
         "engine.backend": (config.engine.backend is not None, needs_dora),
         "fleet": (bool(config.fleet), needs_dora),
@@ -291,7 +291,7 @@ def _check_shared_device(config: Config) -> None:
 
 
 def _check_ranks(config: Config) -> None:
-    """Several trainer ranks can do what is configured, and each has a sample."""
+    """Several trainer ranks support the configured features, and each rank has a sample."""
     ranks, num_samples = f"trainer.num_ranks = {config.trainer.num_ranks}", config.samples_per_step
     conflicts = {
         "engine.exact_logprobs = true: exact log-probs need unsharded weights": config.engine.exact_logprobs,
@@ -342,8 +342,8 @@ def _check_external_rewards(config: Config) -> None:
     for task in config.reward_task:
         if task.factory == "service" and (unused := local & task.model_fields_set):
             raise ConfigError(
-                f"reward_task.{task.name}.{min(unused)} has no effect with class = service: its rewards come "
-                "from outside; remove it"
+                f"reward_task.{task.name}.{min(unused)} has no effect with class = service: its rewards "
+                "come from an external worker; remove it"
             )
 
 
@@ -479,7 +479,7 @@ def _unused_in_reward(config: Config) -> Reasons:
     if config.reward.function is None:
         return dict.fromkeys(("timeout_s", "num_workers"), "without reward.function")
     if config.reward.function == "service":
-        return {"num_workers": "with reward.function = service: rewards come from outside"}
+        return {"num_workers": "with reward.function = service: external workers score"}
     return {}
 
 
