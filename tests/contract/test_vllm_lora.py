@@ -77,7 +77,7 @@ def with_change(name: str) -> Tensor:
 @pytest.mark.parametrize(
     ("flat", "reason"),
     [
-        (version_weights(1), "no LoRA adapter can express"),
+        (version_weights(1), "a LoRA adapter cannot represent"),
         (with_change("model.norm.weight"), "model.norm.weight has changed"),
         (lora_weights(1, rank=RANK + 1), f"rank is above {RANK}"),
     ],

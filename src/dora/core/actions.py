@@ -178,7 +178,7 @@ class Retire:
 
 @dataclass(frozen=True, slots=True)
 class StartEvaluation:
-    """Log: `version` starts to answer the held-out prompts, while training continues."""
+    """Log: the evaluation of `version` on the held-out prompts starts, while training continues."""
 
     version: int
 

@@ -1,8 +1,8 @@
 """Admission: which prompt is generated at which version, and when.
 
-Prompts are admitted in dataset order, as many as there are rows to start them: later would leave rows empty,
-earlier would only age the samples. The newest version comes first; older versions get only rows of engines
-that keep them.
+Prompts are admitted in dataset order, as soon as rows are free for them: later admission would leave rows
+empty, and earlier admission would only make samples staler. The newest version comes first; older versions
+get only rows of engines that keep them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _may_admit_at(state: State, version: int) -> bool:
 def _is_kept_beside_newest(state: State, version: int) -> bool:
     """Whether an engine keeps this older version while others hold, or load, the newest.
 
-    While the first engine is still loading the newest, no older version is filled: its first group is worth
-    the wait.
+    While the first engine is still loading the newest version, no older version is filled, so that the next
+    groups start on the newest.
     """
     newest = state.newest_published
     return version != newest and (newest in state.holders or newest in state.pending_holders)

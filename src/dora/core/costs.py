@@ -1,4 +1,4 @@
-"""Costs of migrations and loads in tokens: the hysteresis behind every move of a request or an engine.
+"""Costs of migrations and loads in tokens: the hysteresis of migrations and of repartitions.
 
 Measured in the run itself. An unmeasured cost counts as 0, so that the first migrations are tried and
 measured.

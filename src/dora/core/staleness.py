@@ -30,8 +30,8 @@ class AdaptiveStaleness:
     def update(self, limits: Limits, step: int, oldest: int, ess: float | None, kl: float | None) -> None:
         """Add the batch of `step`, whose oldest sample has staleness `oldest`, and decide.
 
-        Tighten as soon as the window's mean ESS or KL must violate the rule, whatever the remaining batches
-        bring: halve the staleness that the window had, since drift feeds on itself. Relax by one version
+        Tighten as soon as the window's mean ESS or KL violates the rule for any values of the remaining
+        batches: halve the staleness that the window had, since drift increases drift. Relax by one version
         after a window that stayed within half of both thresholds. Ignore batches older than the current
         bound, which were admitted under a wider one; and drift of on-policy samples, which no bound can
         reduce.

@@ -88,7 +88,7 @@ class EngineRecord:
     loading: int | None = None
     load_started_s: float = 0.0
     next_load: int | None = None  # version to load as soon as a slot is free
-    skipped_version: int | None = None  # newest version it does without, unless the bound requires it
+    skipped_version: int | None = None  # newest version that it skips, unless the bound requires a load
     evicting: int | None = None  # gets no new requests: its slot is needed for `next_load`
     is_draining: bool = False
     is_removing: bool = False  # RemoveEngine was sent

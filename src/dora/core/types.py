@@ -1,4 +1,4 @@
-"""Identities and limits of a run: the vocabulary of events, actions and state. No token data."""
+"""Identities and limits of a run: the types that events, actions and state share. No token data."""
 
 from __future__ import annotations
 

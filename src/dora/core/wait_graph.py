@@ -22,7 +22,7 @@ ADMISSION = "admission"
 
 
 class WaitEdge(NamedTuple):
-    """`waiter` continues once `target` provides what `reason` says.
+    """`waiter` continues once `target` provides `reason`, for example its last token.
 
     `since_s` is on the run's clock; None: the core does not record it.
     """

@@ -21,8 +21,8 @@ ENGINES_PER_LOAD = 4  # with deferred loads, a quarter of the engines may load a
 def skip_similar_version(state: State) -> list[Action]:
     """Let engines skip the version just published if theirs is within `skip_below_kl` and still admissible.
 
-    Decided once per version. A skipped version is loaded nevertheless if the bound requires it, or if the
-    store retires what the engine holds.
+    The decision is made once per version. An engine still loads a skipped version if the bound requires it,
+    or if the store retires the version that the engine holds.
     """
     newest, limits = state.newest_published, state.limits
     if limits.skip_below_kl is None or limits.batches_per_version is not None or newest is None:
@@ -225,7 +225,7 @@ def _is_newest_about_to_be_used(state: State) -> bool:
 
 
 def _assign_load(state: State, version: int, *, may_wait: bool, max_lag: int | None = None) -> None:
-    """Choose an engine to load `version`, of those with at most `max_lag`.
+    """Choose an engine with at most `max_lag` to load `version`.
 
     Best is one with a slot that is free or can be freed at once; then one whose requests can migrate; then,
     if the load `may_wait` for requests to finish, the one with fewest requests.
@@ -360,5 +360,7 @@ def _may_drop(state: State, engine: EngineRecord, version: int) -> bool:
         and evaluation.version == version != engine.evicting
         and evaluation.num_not_started > 0
     )
-    is_needed = state.is_pinned(version) and not state.limits.breaks_c1  # else any newer version will do
+    is_needed = (
+        state.is_pinned(version) and not state.limits.breaks_c1
+    )  # else any newer version is a valid copy
     return not (is_last_copy and (is_evaluated or is_needed))

@@ -30,7 +30,7 @@ MAX_STOP_IDS = 8
 NUM_LOGPROBS = len(SamplerOutput._fields) - 1  # of each token
 Detokenize = Callable[[list[int]], str]
 
-_REPLACEMENT = "\ufffd"  # shown for bytes that are no whole character
+_REPLACEMENT = "\ufffd"  # decoded from bytes that are no whole character
 _MAX_BYTES = 4  # of a character in UTF-8
 
 

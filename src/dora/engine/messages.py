@@ -138,7 +138,7 @@ class SupportsMigration(Protocol):
 class TurnFinished:
     """A request has generated a turn, `token_ids`, and waits. See `Completion` for `finish_reason`.
 
-    It may have `num_left` more tokens, of which at least one must be generated.
+    The request may have `num_left` more tokens, of which at least one must be generated.
     """
 
     request_id: RequestId

@@ -239,7 +239,8 @@ class DistributedLearner:
     def _on_all_ranks(self, commands: RankCommand | Sequence[RankCommand]) -> Iterator[None]:
         """Send the commands; rank 0 executes its own inside the block.
 
-        After a failure of rank 0 alone the ranks are out of step, and every later call raises that failure.
+        After a failure of rank 0 alone the ranks are no longer synchronised, and every later call raises that
+        failure.
         """
         if self._failure is not None:
             raise RunError(self._failure)

@@ -1,8 +1,8 @@
 """An inference engine behind an HTTP server: token ids in, token ids and log-probs out.
 
 A subclass implements the calls of one kind of server. One thread reads each response. The server holds one
-version at a time, unless the subclass says otherwise, and its weights change only while it generates nothing.
-Running requests migrate without KV: the tokens generated so far become part of the prompt.
+version at a time, unless the subclass supports several, and its weights change only while it generates
+nothing. Running requests migrate without KV: the tokens generated so far become part of the prompt.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ class HttpEngine(ABC):
         if isinstance(event, Exception):
             raise RunError(f"request {running.request.id}: {event}") from event
         if event is None:
-            raise RunError(f"request {running.request.id}: {self.server} broke the response off")
+            raise RunError(f"request {running.request.id}: {self.server} ended the response early")
         try:
             delta = self._parse_event(running, event)
         except (KeyError, TypeError, ValueError):

@@ -2,8 +2,8 @@
 
     python run_until_eof.py COMMAND ...
 
-A process that starts this script in a new session, and holds the other end of its standard input, takes the
-command with it, even if it is killed. The script needs the standard library only.
+The parent starts this script in a new session and holds the other end of its standard input. If the parent
+exits, even by SIGKILL, the command ends too. The script needs the standard library only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The HTTP server of an inference engine: start or attach, call, stop.
 
 Requests are JSON with an auth token in each. A server started here ends with the engine's process. A request
-that the server refuses raises EngineError; a server that does not answer is lost and raises RunError.
+that the server refuses raises EngineError; a server that does not reply is lost and raises RunError.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def lora_adapter(layout: WeightLayout, base: Tensor, flat: Tensor, rank: int) ->
         if not module.endswith(_LORA_MODULES):
             if not torch.equal(before, after[name]):
                 raise EngineError(
-                    f"{name} has changed, which no LoRA adapter can express; set engine.backend = vllm"
+                    f"{name} has changed, which a LoRA adapter cannot represent; set engine.backend = vllm"
                 )
             continue
         delta = after[name].double() - before.double()

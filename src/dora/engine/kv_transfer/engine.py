@@ -76,7 +76,7 @@ class MigratingEngine(EpisodeEngine):
 
     def reserve_migration(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
         """Reserve a row and KV blocks for a request that another engine decodes."""
-        self._migrator.release_imported()  # the request may be on its way back
+        self._migrator.release_imported()  # the request may be migrating back
         if reason := self._reason_to_reject(command.request):
             return ImportFailed(command.migration_id, reason)
         return self._migrator.reserve(command)

@@ -62,7 +62,7 @@ class TokenOnlyMigrator(Migrator[OutgoingMigration, IncomingMigration]):
         return sum(m.command.request.version == version for m in self._incoming.values())
 
     def reserve(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
-        self.release_imported()  # the request may be on its way back
+        self.release_imported()  # the request may be migrating back
         request = command.request
         failure = "the request is on this engine already" if request.id in self._incoming else ""
         if failure := failure or self._host.reason_to_reject_import(request):
