@@ -163,5 +163,5 @@ def test_a_hanging_trainer_ends_the_run_after_its_timeout(start_run: StartRun) -
     workers[TRAINER].suspend()
     reason = "trainer sent no heartbeat for more than runtime.trainer_timeout_s = 2 s"
     ended = check_failed(run, workers, reason)
-    assert f"Resume it with a new one: dora train --resume {run.out}" in ended.err
+    assert f"Resume the run: dora train --resume {run.out}" in ended.err
     assert "ultimately waits for trainer" in ended.out

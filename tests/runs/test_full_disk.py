@@ -42,8 +42,8 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_does_not_end_the_run(start_r
     ended = run.end()
     assert ended.code == 1, ended
     assert "could not be written: " in ended.out
-    assert "; the earlier ones stay" in ended.out
-    assert "make room and resume the run" in ended.err
+    assert "; earlier checkpoints stay valid" in ended.out
+    assert "free disk space and resume the run" in ended.err
     assert list((run.out / "checkpoints").glob("*.draft")) == []
     resumed = dora("train", "--resume", run.out)
     assert (resumed.code, resumed.err) == (0, "")

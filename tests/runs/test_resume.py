@@ -45,7 +45,7 @@ def test_a_run_that_was_killed_three_times_finishes(resumable: ResumableRun) -> 
     older_schema = f'"schema": {SNAPSHOT_SCHEMA}', f'"schema": {SNAPSHOT_SCHEMA - 1}'
     core.write_text(core.read_text().replace(*older_schema))
     with other_weights(resumable.task.parent / "start"):
-        assert "start' does not hold the weights that the run began with" in refusal(resumable.out)
+        assert "start' no longer holds the weights that the run started with" in refusal(resumable.out)
     run = resumable.resume()
     resumable.kill_after(run, 20)
     assert f"resumed from {checkpoints / 'step-2'}: 2 trained steps kept" in run.end().out
@@ -122,7 +122,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_left_unchanged(
 ) -> None:
     run = resumable.start(run__steps=1000, trainer__save_freq=0)
     run.wait_for_steps(1)
-    assert "this run is running; stop it first" in refusal(resumable.out)
+    assert "this run is in progress; stop it first" in refusal(resumable.out)
     resumable.kill_after(run, 1)
     with (resumable.out / "journal.jsonl").open("a") as file:
         file.write('{"half a line')
@@ -132,15 +132,15 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_left_unchanged(
     assert "trainer.lr was 0.01 and cannot become 0.5" in refusal(resumable.out, "trainer.lr=0.5")
     assert "run.steps was 1000 and cannot become 9" in refusal(resumable.out, "run.steps=9")
     with tampered(resumable.out / "config.toml", "lr = 0.01", "lr = 0.02"):
-        assert "has changed since the run began" in refusal(resumable.out)
+        assert "has changed since the run started" in refusal(resumable.out)
     with tampered(resumable.task.parent / "prompts.jsonl", '"1', '"2'):
-        assert "row 0 has changed since the run began" in refusal(resumable.out)
+        assert "row 0 has changed since the run started" in refusal(resumable.out)
     with tampered(resumable.task.parent / "prompts.jsonl", '{"prompt": "10:"}\n', ""):
         assert "the dataset had 7 prompts and now has 6" in refusal(resumable.out)
     with tampered(resumable.out / "journal.jsonl", '"kind": "admit"', '"kind": "commit"'):
         assert "neither an event nor an action" in refusal(resumable.out)
     with tampered(resumable.out / "journal.jsonl", '"deadline": 2', '"deadline": 3'):
-        assert "decides otherwise than the journal from line" in refusal(resumable.out)
+        assert "this version of DORA gives other actions than the journal" in refusal(resumable.out)
     (resumable.out / "tensorboard").write_text("not a folder")
     assert "tensorboard cannot start" in refusal(resumable.out, 'metrics.report_to=["tensorboard"]')
     assert ([file.read_bytes() for file in files], resumable.samples()) == before

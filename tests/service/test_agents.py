@@ -230,13 +230,13 @@ def test_an_abandoned_episode_fails_only_if_it_has_started(run: FakeRun) -> None
     open_session(run)
     run.call("DELETE", "/v1/sessions/a")
     assert run.call("PUT", "/v1/sessions/b").status_code == 200
-    assert "given up" in error_message(run.call("PUT", "/v1/sessions/a"), 410)
+    assert "abandoned" in error_message(run.call("PUT", "/v1/sessions/a"), 410)
     run.agents.complete("b", (message(USER),), 5)
-    assert run.call("DELETE", "/v1/sessions/b").json()["end_reason"] == "session given up by its agent"
+    assert run.call("DELETE", "/v1/sessions/b").json()["end_reason"] == "session abandoned by its agent"
     generate(run, "7")
     assert run.replies() == [
         EpisodeStarted(EPISODE, ids(run, "13:"), 5),
-        EpisodeFailed(EPISODE, "session given up by its agent"),
+        EpisodeFailed(EPISODE, "session abandoned by its agent"),
     ]
 
 
@@ -252,7 +252,7 @@ def test_an_abandoned_episode_fails_only_if_it_has_started(run: FakeRun) -> None
 def test_messages_with_another_history_are_refused(run: FakeRun, messages: list[Any]) -> None:
     open_session(run)
     complete_with(run, [USER], "77")
-    assert "word for word" in error_message(complete(run, messages), 409)
+    assert "the model's turn unchanged" in error_message(complete(run, messages), 409)
     assert len(run.replies()) == 1
 
 
@@ -270,8 +270,8 @@ def test_messages_that_do_not_fit_are_refused_and_the_reward_is_still_accepted(r
 def test_a_second_different_request_during_a_turn_is_refused(run: FakeRun) -> None:
     open_session(run)
     run.agents.complete("a", (message(USER),), None)
-    assert "is being written" in error_message(complete(run, [NEXT]), 409)
-    assert "has not answered yet" in error_message(
+    assert "is generating the turn for an earlier call" in error_message(complete(run, [NEXT]), 409)
+    assert "has not generated a turn yet" in error_message(
         run.call("POST", "/v1/sessions/a/reward", json={"reward": 1}), 409
     )
 
@@ -281,7 +281,7 @@ def test_a_second_different_request_during_a_turn_is_refused(run: FakeRun) -> No
     [
         ({"messages": []}, 422, "at least 1"),
         ({"messages": [{"role": "user", "content": ""}]}, 400, "0 tokens"),
-        ({"messages": [{"role": "user", "content": "123456789"}]}, 400, "9 tokens; the rule is 1 to"),
+        ({"messages": [{"role": "user", "content": "123456789"}]}, 400, "9 tokens; they must have 1 to"),
         ({"messages": [{"role": "user", "content": "\U0001f600"}]}, 400, "vocabulary"),
         ({"messages": [{"role": "robot", "content": "1"}]}, 422, "role"),
         ({"messages": [{"role": "assistant", "content": "1"}]}, 400, "assistant"),

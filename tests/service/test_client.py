@@ -93,7 +93,7 @@ def test_an_asynchronous_client_runs_an_episode(served: FakeRun) -> None:
 def test_a_request_that_finds_nothing_is_retried_until_the_timeout(served: FakeRun) -> None:
     address = Address.of_run(served.setup.out)
     with Client(Address(address.url, address.token, retry_timeout_s=0.3)) as run:
-        with pytest.raises(ServiceError, match="no episode waits for an agent"):
+        with pytest.raises(ServiceError, match="no episode is waiting for an agent"):
             run.open_session(wait_s=0.0)
         with pytest.raises(ServiceError, match="no session of this name"):
             run.abandon_session("unknown")

@@ -144,7 +144,7 @@ def test_prompts_are_added_once_and_fetched_in_order(run: ExternalRun) -> None:
 def test_invalid_prompts_change_nothing(run: ExternalRun) -> None:
     put_prompts(run, 0, "1:")
     assert "upload the prompts that follow" in error_message(put_prompts(run, 0, "2:"), 409)
-    assert "1 prompts are there" in error_message(put_prompts(run, 5, "2:"), 409)
+    assert "the run has 1 prompts" in error_message(put_prompts(run, 5, "2:"), 409)
     assert "30 tokens" in error_message(put_prompts(run, 1, "2:", "1:" * 15), 400)
     assert "must be a string" in error_message(put_prompts(run, 1, 7), 400)
     for invalid in ({}, {"first": 1, "rows": []}, {"first": "1", "rows": [{"prompt": "a"}]}):

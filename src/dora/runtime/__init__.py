@@ -1,4 +1,6 @@
-"""The hands of a real run: processes, files, and the main loop in `drive`.
+"""A real run: its setup, its processes and files, and the main loop.
 
-`plan` checks, `local` carries out orders, `process` and `workers` are the two ends of a pipe.
+`run` is the entry point, `run_setup` loads and checks the input, `main_loop` passes events to the
+orchestrator, and `executor` executes its actions in worker processes (`process`, `rollout`, `scoring`,
+`training`).
 """

@@ -121,7 +121,7 @@ class ProcessExecutor:
         self.storage = storage if isinstance(storage := self._stream.storage, StorageProcess) else None
         self.samples.subscribe(self._stream)
         self._idle_timeout = IdleTimeout(setup.config.service.idle_timeout_s, self.awaited_inputs)
-        self.is_paused = False  # no event is handed out, so no action follows
+        self.is_paused = False  # no event is delivered, so no action follows
         timeout_s = setup.config.runtime.start_timeout_s
         self.rewards = RewardManager(tasks, self._stream, timeout_s, self._messages, notice)
         self.episode_runner = _make_episode_runner(setup, self._messages, notice)
@@ -157,7 +157,7 @@ class ProcessExecutor:
 
     @singledispatchmethod
     def execute(self, action: Action) -> None:
-        """Execute an action. What comes of it arrives as an event; some actions are for the journal only."""
+        """Execute an action. Its outcome arrives as an event; some actions are for the journal only."""
 
     @execute.register
     def _(self, action: FetchPrompts) -> None:
@@ -269,12 +269,12 @@ class ProcessExecutor:
         return missing
 
     def begin_clock(self) -> None:
-        """All workers have started; the clock of a resumed run continues that of its journal."""
+        """Start the clock once all workers have started; a resumed run continues the clock of its journal."""
         if self._previous is not None:
             self._clock_began_s = time.monotonic() - self._previous.now_s
 
     def join_all(self) -> None:
-        """Report the engines that are ready as joined; later ones follow by themselves."""
+        """Report the ready engines as joined; engines that are ready later join without another call."""
         self.engine_pool.join_all()
         self.training.can_restart = True
 
@@ -358,7 +358,7 @@ class ProcessExecutor:
 
     @property
     def all_engines(self) -> list[int]:
-        """Numbers of all engines there have been, in order."""
+        """Numbers of all current and former engines, in order."""
         return sorted({*self.engine_pool.workers, *self.engine_pool.end_states})
 
     @property
@@ -405,7 +405,7 @@ class ProcessExecutor:
         return rejections
 
     def pause(self, engines: Iterable[int]) -> None:
-        """Hand out no events and let these engines decode nothing. Workers' deadlines still apply."""
+        """Deliver no events and pause decoding on these engines. Workers' deadlines still apply."""
         if not self.is_paused:
             self.is_paused = True
             for engine in engines:
@@ -419,7 +419,7 @@ class ProcessExecutor:
                 self.engine_pool.send(engine, m.ResumeDecoding())
 
     def awaited_inputs(self) -> list[str]:
-        """External inputs that the run waits for, or may have to wait for."""
+        """External inputs for which the run waits or may have to wait."""
         inputs = []
         if isinstance(self.trainer, ExternalTrainer) and self.trainer.due_step is not None:
             inputs.append(f"the weights of version {self.trainer.due_step + 1}")

@@ -29,7 +29,7 @@ class Executor(Protocol):
         """Seconds since the run began, on a clock that never steps back."""
 
     def execute(self, action: Action, /) -> None:
-        """Begin an action; what comes of it arrives as an event."""
+        """Start an action; its outcome arrives as an event."""
 
     def next_event(self, until: float | None) -> Event | None:
         """The next event; None if none has arrived yet, at the latest once `now` has reached `until`."""
@@ -42,11 +42,11 @@ def run_main_loop(
     first_event: Event | None = None,
     between_events: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run until the orchestrator is done. `first_event` is what a resumed run begins with.
+    """Run until the orchestrator is done. `first_event` is the first event of a resumed run.
 
     `record` gets each event with its actions before they are executed. `between_events` is called when no
-    action is half done: it saves checkpoints, answers requests and may raise to end the run. Errors pass
-    through.
+    action is half done: it saves checkpoints, handles requests and may raise to end the run. Errors of all
+    callees propagate.
     """
     event, now = first_event, executor.now
     actions = orchestrator.start(now) if event is None else orchestrator.handle(event, now)

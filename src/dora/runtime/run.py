@@ -1,6 +1,6 @@
 """A whole run: check, start, evaluate, train, evaluate, save.
 
-However it ends, its processes are gone afterwards and its folder holds a summary.
+Whether a run succeeds or fails, afterwards its processes have exited and its folder has a summary.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ from dora.stream.sample_db import SampleStore
 from dora.text import plural, step_number
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SWITCH_INTERVAL_S = 0.0005  # of Python's threads while training; the default is ten times that
+SWITCH_INTERVAL_S = (
+    0.0005  # switch interval of Python's threads while training; the default is ten times as long
+)
 
 
 def train(
@@ -73,8 +75,8 @@ def train(
 ) -> dict[str, Any]:
     """Run to the end or to Ctrl-C; returns the summary, `stopped` included, without the audit's verdicts.
 
-    `setup_type` may create other requests, as benchmarks with forced lengths do. A `gateway` lets requests in
-    from outside.
+    `setup_type` may create other requests, as benchmarks with forced lengths do. A `gateway` accepts external
+    requests.
 
     Raises InputError before anything is started. Raises RunError where the run cannot continue: what was
     recorded until then stays in `out`, with a summary.
@@ -350,7 +352,7 @@ class _Session:
     # resuming, saving, evaluating
 
     def _report_resumed(self, previous: PreviousRun) -> None:
-        """Journal what the previous process had no time to record, and say where this one begins."""
+        """Record the actions that the previous process did not write, and log where this process starts."""
         self._journal.record(previous.now_s, None, previous.unrecorded_actions)
         self._send_commitments()
         self._console.notice(

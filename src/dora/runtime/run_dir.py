@@ -57,7 +57,7 @@ def claim(out: Path, config: Config) -> None:
 
 
 def reclaim(out: Path, config: Config) -> None:
-    """The same for a run that crashed before its first event; prompts uploaded to it are kept."""
+    """As `claim`, for a run that crashed before its first event; prompts uploaded to it are kept."""
     _clear(out, {UPLOADED_PROMPTS})
     _write_config(out, config)
 
@@ -67,7 +67,7 @@ def _write_config(out: Path, config: Config) -> None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.toml").write_text(to_toml(config))
     except OSError as error:
-        raise InputError(f"--out {out} cannot be written: {error}") from error
+        raise InputError(f"--out {out} cannot be written: {error}; name another folder") from error
 
 
 def release(out: Path) -> None:

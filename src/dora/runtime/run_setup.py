@@ -1,6 +1,6 @@
-"""What the processes of a run need: all that the configuration names, loaded and checked.
+"""Load and check everything that the configuration names, and derive what the processes need.
 
-Nothing is started or written meanwhile, so that bad input costs nothing.
+No process is started and no file is written before all checks have passed.
 """
 
 from __future__ import annotations

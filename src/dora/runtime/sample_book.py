@@ -34,7 +34,7 @@ MAX_DISCARDED_GROUPS = 1000  # kept, for answers that finish late; older ones ar
 
 
 class SampleBook:
-    """What the driver records of samples, rewards and engines beside the orchestrator's state.
+    """The driver's record of samples, rewards and engines, which the orchestrator's state does not have.
 
     Answers to held-out prompts wait here until they are scored. All other answers go to the sample stream.
     """
@@ -56,7 +56,7 @@ class SampleBook:
     # engines
 
     def events_from(self, engine: int, message: Any) -> Iterator[Event]:
-        """Yield the events that an engine's message means."""
+        """Yield the events that follow from an engine's message."""
         match message:
             case m.WeightsLoaded(version, digest, stop_s):
                 yield Loaded(engine, version, digest, stop_s)
@@ -78,7 +78,9 @@ class SampleBook:
         return max((progress.get(request, 0) for progress in self.progress.values()), default=0)
 
     def fail_request(self, engine: int, request: RequestId, reason: str) -> Event:
-        """A request failed. No action discards a held-out prompt, so this does, with its other answers."""
+        """Handle the failure of a request. No action discards a held-out prompt, so this method discards it
+        with its other responses.
+        """
         if request.is_held_out:
             self.discard_group(request.group, f"failed: {reason}")
         return RequestFailed(engine, request, reason)
@@ -242,6 +244,6 @@ class SampleBook:
 def _num_generated(completion: Completion) -> int:
     """Tokens that the policy generated: observation tokens have a log-prob of NaN."""
     logprobs = completion.logprobs
-    if not math.isnan(sum(logprobs)):  # faster than a look at each
+    if not math.isnan(sum(logprobs)):  # faster than a loop over the tokens
         return len(logprobs)
     return sum(not math.isnan(x) for x in logprobs)

@@ -165,7 +165,7 @@ async def open_session(session: SessionName, run: Run, request: Request, wait_s:
 
     opened = await while_connected(request, run.wait(open_waiting, wait_s))
     if opened is None:
-        raise ServiceError(429, "no episode waits for an agent; try again")
+        raise ServiceError(429, "no episode is waiting for an agent; try again")
     return opened
 
 

@@ -196,7 +196,7 @@ class _RetryLoop:
     def check_response(self, response: httpx.Response) -> httpx.Response | None:
         """The response; None: retry. Raises ServiceError for an error status.
 
-        The time until a response does not count towards the timeout, because the service is there.
+        A response resets the timeout, because the service is running.
         """
         self._deadline_s += time.monotonic() - self._began_s
         if response.status_code in RETRY_STATUSES and self._has_time:

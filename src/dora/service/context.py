@@ -1,4 +1,4 @@
-"""How the handlers of routes reach the run.
+"""Access of route handlers to the run.
 
 A handler awaits `run(function)`: the driver calls `function(context)` between two events. An exception of
 the function becomes the error response; a ServiceError has its status.
@@ -80,7 +80,7 @@ class RunContext(Protocol):
         """Append prompts, the first of which has the index `first`. Raises ServiceError."""
 
     def awaited_inputs(self) -> list[str]:
-        """The external inputs that the run waits, or may have to wait, for."""
+        """External inputs for which the run waits or may have to wait."""
 
     def pause(self) -> None:
         """Pause the whole run. Raises ServiceError unless it trains."""
@@ -108,7 +108,7 @@ class RunHandle:
             return await asyncio.wait_for(future, wait_s + DRIVER_TIMEOUT_S)
         except TimeoutError as error:
             raise ServiceError(
-                503, f"the run did not answer within {DRIVER_TIMEOUT_S:g} s; try again later"
+                503, f"the driver did not reply within {DRIVER_TIMEOUT_S:g} s; try again later"
             ) from error
 
 

@@ -28,7 +28,7 @@ class HealthResponse(BaseModel):
 
 
 class GroupCounts(BaseModel):
-    """The groups admitted so far, and how they ended."""
+    """Numbers of admitted groups by outcome."""
 
     admitted: int
     trained: int
@@ -57,7 +57,7 @@ class ProgressStatus(BaseModel):
     now_s: float
     stall_s: float
     waits_for: str | None  # the group that the trainer waits for
-    awaited_inputs: list[str]  # external inputs that the run waits, or may have to wait, for
+    awaited_inputs: list[str]  # external inputs for which the run waits or may have to wait
     agents: AgentCounts | None  # null: the run has no agents
 
 
@@ -90,7 +90,7 @@ class EngineStatus(BaseModel):
 
 
 class EngineList(BaseModel):
-    """All engines there have been, by number."""
+    """All current and former engines, by number."""
 
     engines: list[EngineStatus]
 
@@ -157,7 +157,7 @@ def stored_versions(context: RunContext) -> VersionList:
 
 
 def all_engines(context: RunContext) -> EngineList:
-    """All engines there have been."""
+    """All current and former engines."""
     return EngineList(engines=[engine_status(context, engine) for engine in context.engines.all_engines])
 
 

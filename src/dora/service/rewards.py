@@ -21,7 +21,7 @@ from dora.service.models import RequestBody, RewardValue, Wait
 
 router = APIRouter(prefix="/v1", tags=["rewards"])
 
-RETRY_S = 0.1  # before the stream is asked again for a group that has been announced
+RETRY_S = 0.1  # until the next request to the stream for a group that is announced as ready
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """The web server of a run, in a thread of the driver.
 
-It binds its address before the run starts, so that an address in use is found early. It responds as soon as
-the workers are being started, and until the run is over.
+It binds its address before the run starts, so that an address in use is found early. It serves requests from
+the start of the workers until the end of the run.
 """
 
 from __future__ import annotations

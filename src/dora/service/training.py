@@ -77,7 +77,7 @@ async def put_prompts(body: NewPrompts, run: Run) -> PromptCounts:
 
 @router.get("/prompts")
 async def get_prompt_counts(run: Run) -> PromptCounts:
-    """How many prompts there are: `first` of the next ones."""
+    """The number of prompts, which is `first` of the next request."""
     return await run(_prompt_counts)
 
 

@@ -61,7 +61,7 @@ def test_a_run_whose_driver_has_exited_is_refused(tmp_path: Path) -> None:
 
 def test_an_unread_request_times_out_and_is_withdrawn(tmp_path: Path) -> None:
     control = ControlDir(tmp_path)
-    with pytest.raises(RunError, match=r"no answer within 0\.1 s: it is starting, evaluating or saving"):
+    with pytest.raises(RunError, match=r"no reply within 0\.1 s: the run is starting, evaluating or saving"):
         send_request(tmp_path, AdminRequest("add"), timeout_s=0.1)
     assert control.new_requests() == []
 
@@ -79,7 +79,7 @@ def test_a_run_that_ends_before_it_answers_ends_the_wait(tmp_path: Path) -> None
     control = ControlDir(tmp_path)
     close = threading.Timer(0.2, control.close)
     close.start()
-    with pytest.raises(RunError, match="the run ended before it answered"):
+    with pytest.raises(RunError, match="the run ended before it replied"):
         send_request(tmp_path, AdminRequest("add"), timeout_s=30)
     close.join()
 

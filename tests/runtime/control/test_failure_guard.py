@@ -10,7 +10,7 @@ from dora.runtime.control.failure_guard import IdleTimeout
 
 def test_a_run_that_waits_too_long_names_the_missing_inputs() -> None:
     idle = IdleTimeout(0.0, lambda: ["3 prompts", "agents"])
-    with pytest.raises(RunError, match=r"nothing has happened .* waits for 3 prompts, agents through its"):
+    with pytest.raises(RunError, match=r"no event has arrived .* waits for 3 prompts, agents through its"):
         idle.check(is_active=False, driver_asleep_s=0.0)
 
 

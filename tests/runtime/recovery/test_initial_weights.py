@@ -1,4 +1,4 @@
-"""A run is resumed from the initial weights that it began with, and from no others."""
+"""A run is resumed from the initial weights that it started with, and from no others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def test_other_initial_weights_are_refused_at_every_resume(
     journal = recorded(weight_digest(START.to(getattr(torch, dtype))), "digest of version 1")
     check_initial_weights(config, journal, has_checkpoint=has_checkpoint)
     save_pretrained(tmp_path / "start", MODEL, OTHER)
-    with pytest.raises(InputError, match=r"model.path = '.*start' does not .*version 0, .*; put the old"):
+    with pytest.raises(
+        InputError, match=r"model.path = '.*start' no longer holds .*version 0, .*; restore the old"
+    ):
         check_initial_weights(config, journal, has_checkpoint=has_checkpoint)
 
 
@@ -58,7 +60,9 @@ def test_another_critic_is_refused_without_a_checkpoint(tmp_path: Path) -> None:
     check_initial_weights(config, journal, has_checkpoint=False)
     save_pretrained(folder, MODEL, OTHER)
     check_initial_weights(config, journal, has_checkpoint=True)
-    with pytest.raises(InputError, match=r"critic.path = '.*critic' does not hold .*; put the old files"):
+    with pytest.raises(
+        InputError, match=r"critic.path = '.*critic' no longer holds .*; restore the old files"
+    ):
         check_initial_weights(config, journal, has_checkpoint=False)
 
 

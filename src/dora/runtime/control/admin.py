@@ -21,12 +21,12 @@ from dora.core.state import EngineRecord, State
 from dora.errors import InputError, RunError, ServiceError
 from dora.runtime.run_dir import check_running, write_driver
 
-POLL_S = 0.2  # between two looks into the folder
+POLL_S = 0.2  # between two scans of the folder
 
 
 @dataclass(frozen=True)
 class AdminRequest:
-    """What the client wants; `engine` is the engine to drain."""
+    """A request; `engine` is the engine to drain."""
 
     command: Literal["list", "add", "drain"]
     engine: int | None = None
@@ -34,7 +34,7 @@ class AdminRequest:
 
 @dataclass(frozen=True)
 class AdminAnswer:
-    """Whether it was done, and a sentence for the user."""
+    """Whether the request succeeded, and a sentence for the user."""
 
     is_done: bool
     text: str
@@ -50,14 +50,14 @@ class ControlDir:
         write_driver(run)
 
     def new_requests(self) -> list[tuple[str, AdminRequest]]:
-        """Requests that have arrived, by id; none within POLL_S of the last look."""
+        """New requests by id; none within POLL_S of the last scan."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return []
         self._next_s = now_s + POLL_S
         found = []
         for path in sorted(self._folder.glob("*.request")):
-            with contextlib.suppress(OSError, ValueError, TypeError):  # a file that no client of ours wrote
+            with contextlib.suppress(OSError, ValueError, TypeError):  # not a request of `send_request`
                 found.append((path.stem, AdminRequest(**json.loads(path.read_text()))))
             path.unlink(missing_ok=True)
         return found
@@ -89,13 +89,13 @@ def send_request(run: Path, wanted: AdminRequest, timeout_s: float) -> AdminAnsw
             check_running(run)
             time.sleep(POLL_S / 4)
     except (InputError, OSError) as error:
-        raise RunError(f"{run}: the run ended before it answered") from error
+        raise RunError(f"{run}: the run ended before it replied") from error
     finally:
         is_unread = request.exists()
         for path in (request, answer):
             path.unlink(missing_ok=True)
-    reason = "it is starting, evaluating or saving" if is_unread else "the request is still in progress"
-    raise RunError(f"{run}: no answer within {timeout_s:g} s: {reason}")
+    reason = "the run is starting, evaluating or saving" if is_unread else "the request is still in progress"
+    raise RunError(f"{run}: no reply within {timeout_s:g} s: {reason}")
 
 
 class EngineControl(Protocol):
@@ -112,7 +112,7 @@ class EngineControl(Protocol):
 
     @property
     def all_engines(self) -> Sequence[int]:
-        """Numbers of all engines there have been, in order."""
+        """Numbers of all current and former engines, in order."""
 
     @property
     def joined_engines(self) -> Set[int]: ...
@@ -128,7 +128,7 @@ class EngineControl(Protocol):
 
 
 class EngineAdmin:
-    """Answers the requests in a control folder. Adding and draining take time; nothing here waits."""
+    """Handles the requests in a control folder. Adding and draining take time, but no method blocks."""
 
     def __init__(self, control: ControlDir, engines: EngineControl, state: Callable[[], State]) -> None:
         self._control, self._engines, self._state = control, engines, state

@@ -1,6 +1,4 @@
-"""Stop a run that makes no progress: too many groups fail, none has a reward signal, or nothing happens at
-all.
-"""
+"""Stop a run without progress: too many groups fail, no group has a reward signal, or no event arrives."""
 
 from __future__ import annotations
 
@@ -70,6 +68,6 @@ class IdleTimeout:
         self._idle_since_s += driver_asleep_s
         if now_s - self._idle_since_s > self._timeout_s and (inputs := self._awaited_inputs()):
             raise RunError(
-                f"nothing has happened for service.idle_timeout_s = {self._timeout_s:g} s: the run waits for "
+                f"no event has arrived for service.idle_timeout_s = {self._timeout_s:g} s: the run waits for "
                 f"{', '.join(inputs)} through its service; resume it once they are available"
             )

@@ -28,7 +28,7 @@ class _Request(Generic[Context]):
     deadline_s: float
 
     def try_to_answer(self, context: Context) -> bool:
-        """Call the function; True once the request has its result, its error, or None at its deadline."""
+        """Call the function; True once the request has a result, an error, or None at its deadline."""
         if self.answer.cancelled():
             return True
         with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
@@ -66,7 +66,7 @@ class RequestQueue(Generic[Context]):
         return request.answer
 
     def process(self) -> None:
-        """From the driver only: answer the requests that can be answered now."""
+        """From the driver only: complete the requests that have a result now."""
         with contextlib.suppress(Empty):
             while True:
                 self._waiting.append(self._new.get_nowait())
@@ -88,7 +88,7 @@ class RequestQueue(Generic[Context]):
 
 
 class Gateway(Protocol):
-    """Lets requests into a run, as the web service does."""
+    """Accepts requests for a run, as the web service does."""
 
     def open(self, requests: RequestQueue[Any], notice: Callable[[str], None]) -> None:
         """Begin to accept requests; `notice` prints a line for the user."""

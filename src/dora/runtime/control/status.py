@@ -28,13 +28,13 @@ TRAINING = "training"  # the phase in which the orchestrator runs
 WRITE_S = 1.0
 STALL_S = 60.0  # without progress, before the log names what the run is waiting for
 STALL_FACTOR = 2.0  # the threshold is at least this many times the longest pause so far
-SLOT_WAIT_S = 5.0  # without a slot in the cluster, before the log says so
+SLOT_WAIT_S = 5.0  # without a slot in the cluster, before a log line
 MAX_GAP_S = 5.0  # between two updates; after a longer gap the driver itself was suspended
 SLOT = "a free slot to start in"
 
 
 class ObservedExecutor(Protocol):
-    """What the status shows of the executor."""
+    """The part of the executor that the status shows."""
 
     @property
     def now(self) -> float: ...
@@ -113,7 +113,7 @@ class StatusWriter:
         self._notice("\n  ".join([what + cause, *describe_waits(waits, self._executor.now)]))
 
     def fail(self, error: RunError) -> None:
-        """Record why the run failed. After a timeout of a worker, log what was waiting for it."""
+        """Record why the run failed. After a timeout of a worker, also log the wait-for graph."""
         self._failure = str(error).partition("\n")[0]
         if isinstance(error, WorkerTimeoutError):
             self.report(self._failure)

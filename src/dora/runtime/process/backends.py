@@ -1,4 +1,4 @@
-"""Load the classes that `engine.backend` and `trainer.backend` name, and check that the run can use them.
+"""Load the classes that `engine.backend` and `trainer.backend` name, and check that they support the run.
 
 `dora.engine.interface` has the protocols that they implement.
 """

@@ -227,7 +227,7 @@ class SaveCheckpoint:
 class WorkerReady:
     """The worker has started."""
 
-    note: str = ""  # what it runs on, for the log
+    note: str = ""  # the kernels or server that it uses, for the log
     pool: Path | None = None  # the file of an engine's KV
     kv_address: ChannelAddress | None = None  # where engines of other machines read that KV
     client_id: str = ""  # of a consumer of the sample stream

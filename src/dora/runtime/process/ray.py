@@ -77,7 +77,7 @@ class ReservedBundle:
 
 @dataclass(frozen=True)
 class DriverNode:
-    """What an actor must know of the driver and its node."""
+    """The driver's node, for the actors."""
 
     node: str
     spans_nodes: bool  # whether the run may have several nodes
@@ -355,7 +355,7 @@ class RayProcess:
         timer.start()
 
     def _close_channel(self) -> None:
-        """Make the worker exit: on a node that Ray has given up, it may outlive its raylet."""
+        """Make the worker exit: on a node that Ray has declared lost, the worker may outlive its raylet."""
         if self._channel.exception() is None:
             self._channel.result().close()
 

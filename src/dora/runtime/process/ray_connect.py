@@ -24,7 +24,7 @@ NOTICE_AFTER_S = 5.0  # a longer wait for resources is reported
 def check_reachable(address: str, resolved: str | None = None) -> None:
     """Raises RunError if nothing accepts connections at `host:port`, within CONNECT_TIMEOUT_S.
 
-    `resolved` is the `host:port` that an address such as "auto" stands for.
+    `resolved` is the `host:port` that an address such as "auto" resolves to.
     """
     host, _, port = (resolved or address).rpartition(":")
     try:
@@ -46,7 +46,9 @@ class RayHead:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether it accepts connections; False without a check for HEAD_RETRY_S after it did not."""
+        """Whether the head accepts connections; after a failure the result is False for HEAD_RETRY_S, without
+        a check.
+        """
         if time.monotonic() < self._lost_until_s:
             return False
         try:
@@ -68,7 +70,7 @@ def wait_with_notice(wait: Callable[[float], bool], timeout_s: float, notify: Ca
 
 
 def run_with_timeout(timeout_s: float, call: Callable[[], object]) -> None:
-    """Make a call that may hang; after `timeout_s` a daemon thread is left with it."""
+    """Make a call that may hang; after `timeout_s` the call is abandoned in a daemon thread."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -115,7 +117,8 @@ def preserve_signals() -> Iterator[None]:
 
 
 def set_ray_environment() -> None:
-    """Set what Ray reads when it is imported: workers' logs are not printed, no cluster is joined implicitly.
+    """Set the environment variables that Ray reads when it is imported: workers' logs are not printed, no
+    cluster is joined implicitly.
 
     Otherwise a thread that calls Ray after the run has left its cluster would join any other one here.
     """

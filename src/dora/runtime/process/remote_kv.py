@@ -1,9 +1,9 @@
 """Live migration between engines of different machines.
 
 The files of a migration stay in a folder of the driver, where one rename decides which engine owns the
-request; so the decision is made in one place, which outlives both engines. An engine on another machine has
-each file operation done by the driver's broker. KV blocks go from the source's pool straight to the
-destination. Engines wait for both between two decode steps, so every reply has a timeout.
+request; so the decision survives a crash of either engine. An engine on another machine sends each file
+operation to the driver's broker. KV blocks go directly from the source's pool to the destination. Engines
+wait for both between two decode steps, so every reply has a timeout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dora.engine.kv_transfer.pool import KVBlocks, PeerPool, bytes_per_block
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.runtime.process.rpc import AuthenticatedChannel, ChannelAddress, Listener, connect
 
-BROKER_TIMEOUT_S = 30.0  # an engine without a reply exits: it does not know which requests it owns
+BROKER_TIMEOUT_S = 30.0  # without a reply the engine exits: it cannot know which requests it owns
 KV_TIMEOUT_S = 2.0  # for some blocks; after that the migration fails and the request stays at the source
 STATUS_MAX_AGE_S = 0.002  # how old the last known status of a migration may be
 
@@ -89,7 +89,7 @@ class RemoteKVPool:
 
 
 class KVPoolServer:
-    """Lets engines of other machines read this engine's KV; its address carries the key to it."""
+    """Serves this engine's KV to engines of other machines; its address contains the key."""
 
     def __init__(self, host: str, pool: KVBlocks) -> None:
         """Listen at a free port. Raises OSError."""

@@ -1,6 +1,6 @@
 """Authenticated channels between the processes of a run that are on different machines.
 
-Both ends hold a key that reached them another way: through Ray, or over a channel. They exchange nonces and
+Both ends have a shared key, which they received through Ray or over another channel. They exchange nonces and
 derive a key for this connection, so nothing recorded on another connection is accepted. Each message carries
 a keyed BLAKE2b over its direction, number and content. A forged, repeated, reordered or altered message
 closes the channel before it is unpickled. Large arrays follow their message as raw bytes, each with a MAC of
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 KEY_BYTES, NAME_BYTES, MAC_BYTES, NONCE_BYTES = 32, 16, 16, 16
 MAX_MESSAGE_BYTES = 2**30  # of a message, and of the sum of its arrays
 OUT_OF_BAND_BYTES = 2**16  # arrays of at least this size follow the message
-MAX_HELLO_BYTES = 2**16  # of the first message: the caller has proved nothing yet
+MAX_HELLO_BYTES = 2**16  # of the first message, whose sender is not authenticated yet
 HANDSHAKE_TIMEOUT_S = 10.0  # of a whole handshake, on each side
-ACCEPT_RETRY_S = 0.1  # when no file descriptor or thread was left for a caller
+ACCEPT_RETRY_S = 0.1  # retry interval after no file descriptor or thread was free for a caller
 _HEADER = struct.Struct(f"<Q{MAC_BYTES}s")
 _MESSAGE_POSITION = struct.Struct("<QQ")
 

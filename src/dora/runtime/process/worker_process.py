@@ -148,7 +148,9 @@ class ProcessHandle(Channel, Protocol):
 
     @property
     def waiting_for(self) -> str:
-        """What must provide a slot before the process can start, as "the cluster"; "" if it need not wait."""
+        """The provider of the slot that the process waits for, such as "the cluster"; "" if it does not
+        wait.
+        """
 
     @property
     def is_alive(self) -> bool:
@@ -260,7 +262,7 @@ class Worker:
 
     @property
     def start_delay_reason(self) -> str:
-        """What to append to a message that the worker has not started in time."""
+        """The end of a message about a worker that has not started in time."""
         return f": {self.waiting_for} has no free slot for it" if self.waiting_for else ""
 
     @property
@@ -386,14 +388,15 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart; the delay doubles in between
-STABLE_UPTIME_S = 300.0  # a worker that ran for this long gives its slot all restarts back
-RESET_FACTOR = 4.0  # one that ran for this many times the delay before it resets the delay
+STABLE_UPTIME_S = 300.0  # after a worker has run for this long, the restart count of its slot is 0 again
+RESET_FACTOR = 4.0  # after a worker has run for this many times its delay, the delay is reset
 
 
 class RestartPolicy:
     """Decides when a lost worker is restarted: exponential backoff, a limited number of restarts in a row.
 
-    Both are counted per slot. A worker that replaces a lost one has its slot. Times are of `time.monotonic`.
+    Both are counted per slot. A worker that replaces a lost worker gets its slot. Times are of
+    `time.monotonic`.
     """
 
     def __init__(self, max_restarts: int) -> None:

@@ -47,7 +47,7 @@ MAX_COMPARED_PROMPTS = 1000  # with the dataset
 
 @dataclass(frozen=True)
 class SampleRepairs:
-    """What the sample store must change to agree with the journal."""
+    """Changes that make the sample store agree with the journal."""
 
     unrecorded: set[RequestId]  # samples without an event, to be deleted
     scores: dict[GroupId, GroupScored]  # missing in the store
@@ -93,7 +93,7 @@ class PreviousRun:
         if version == self.resumed.from_step and self.digest not in (None, digest):
             origin = self.checkpoint or f"model.path = {setup.config.model.path!r}"
             raise InputError(
-                f"{origin} does not hold version {version} as it was published before; put the old files back"
+                f"{origin} does not hold version {version} with the published digest; restore the old files"
             )
 
 
@@ -228,8 +228,8 @@ class _JournalReplay:
 
     def _raise_difference(self, seq: int) -> None:
         raise InputError(
-            f"{self._journal}: this version of DORA decides otherwise than the journal from line {seq + 2} "
-            "on, so it cannot resume the run; use the version that wrote the journal"
+            f"{self._journal}: from line {seq + 2} on, this version of DORA gives other actions than the "
+            "journal, so it cannot resume the run; use the version that wrote the journal"
         )
 
     def _compare_with_checkpoint(self) -> None:
@@ -281,8 +281,8 @@ def _check_prompts(setup: RunSetup, samples: SampleStore) -> None:
             key = "eval" if group.is_held_out else "data"
             path = getattr(setup.config, key).path
             raise InputError(
-                f"{key}.path = {path!r}: row {group.row} has changed since the run began; put the old "
-                "prompts back"
+                f"{key}.path = {path!r}: row {group.row} has changed since the run started; restore the old "
+                "prompts"
             )
 
 

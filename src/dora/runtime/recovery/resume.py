@@ -69,7 +69,7 @@ def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
     if not path.is_file():
         raise InputError(f"--resume {explain_missing_run(run, CONFIG_FILE)}")
     if is_running(run):
-        raise InputError(f"--resume {run}: this run is running; stop it first")
+        raise InputError(f"--resume {run}: this run is in progress; stop it first")
     config = read_config(path, overrides)
     changed = dict(iter_values(config))
     for key, old in iter_values(read_config(path)):
@@ -97,14 +97,14 @@ def read_recorded_journal(run: Path, num_prompts: int | None) -> Journal:
     config = (run / CONFIG_FILE).read_bytes()
     if json.loads(header).get("config_digest") != hashlib.blake2b(config, digest_size=16).hexdigest():
         raise InputError(
-            f"{run / CONFIG_FILE} has changed since the run began; put its old content back, and change "
+            f"{run / CONFIG_FILE} has changed since the run started; restore its old content, and change "
             "settings with --set"
         )
     journal = read_journal(run)
     if journal.num_prompts != num_prompts:
         raise InputError(
             f"--resume {run}: the dataset had {journal.num_prompts} prompts and now has {num_prompts}; "
-            "put the old one back"
+            "restore the old dataset"
         )
     recover_replaced(run / "checkpoints")
     is_saved = journal.limits.num_steps in complete_checkpoints(run / "checkpoints")
@@ -146,10 +146,12 @@ def check_initial_weights(config: Config, journal: Journal, *, has_checkpoint: b
     published = (r.digest for _, _, r in journal.lines if isinstance(r, Published) and r.version == 0)
     digest = next(published, None)
     if digest not in (None, _digest(config.model.path, DTYPES[config.engine.dtype])):
-        _refuse("model.path", config.model.path, f"the weights that the run began with (version 0, {digest})")
+        _refuse(
+            "model.path", config.model.path, f"the weights that the run started with (version 0, {digest})"
+        )
     digest = journal.critic_digest
     if digest is not None and not has_checkpoint and digest != critic_digest(config):
-        _refuse("critic.path", str(config.critic.path), "the weights that the critic began with")
+        _refuse("critic.path", str(config.critic.path), "the weights that the critic started with")
 
 
 def _digest(folder: str, dtype: torch.dtype) -> str:
@@ -157,4 +159,4 @@ def _digest(folder: str, dtype: torch.dtype) -> str:
 
 
 def _refuse(key: str, path: str, expected: str) -> None:
-    raise InputError(f"{key} = {path!r} does not hold {expected} any more; put the old files back")
+    raise InputError(f"{key} = {path!r} no longer holds {expected}; restore the old files")

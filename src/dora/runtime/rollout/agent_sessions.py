@@ -1,8 +1,8 @@
-"""Runs episodes through sessions, in which external agents request turns and post rewards.
+"""Run episodes as sessions, in which external agents request turns and post rewards.
 
 A session has one episode, and with it one policy version, from the agent's first messages to its reward. The
 episode fails if the agent makes no call for longer than its lease. Calls are idempotent: a repeated call gets
-the same answer, so a client can retry after a lost response.
+the same response, so a client can retry after a lost response.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class AgentSessions:
     def complete(
         self, name: str, messages: tuple[ChatMessage, ...], max_tokens: int | None
     ) -> AssistantTurn | None:
-        """Return the model's answer to a conversation; None while it is being generated.
+        """Return the model's turn in a conversation; None while it is being generated.
 
         The first call has the episode's prompt. Each later call repeats the conversation so far word for word
         and appends new messages. Raises ServiceError or DataError if the call does not continue the
@@ -135,7 +135,9 @@ class AgentSessions:
         if not session.messages:
             self._start_episode(session, messages, max_tokens)
         elif session.answer is None:
-            raise ServiceError(409, "the answer to other messages is being written; wait for it")
+            raise ServiceError(
+                409, "the model is generating the turn for an earlier call with other messages; wait for it"
+            )
         else:
             self._continue_episode(session, session.answer, messages, max_tokens)
         session.messages, session.answer, session.deadline_s = messages, None, None
@@ -144,14 +146,16 @@ class AgentSessions:
     def finish(self, name: str, reward: float | None) -> AgentSession:
         """End the episode with a reward; None: the reward tasks of the run score it.
 
-        Raises ServiceError before the model's first answer, and if the session has ended in another way.
+        Raises ServiceError before the model's first turn, and if the session has ended in another way.
         """
         known = self._sessions.get(name) or self._ended.get(name)
         if known is not None and known.end_reason == _end_reason(reward):
             return known
         session = self.get(name)
         if session.answer is None:
-            raise ServiceError(409, "the model has not answered yet; post the reward after its last turn")
+            raise ServiceError(
+                409, "the model has not generated a turn yet; post the reward after its last turn"
+            )
         if reward is None and not has_reward_tasks(self._setup.config):
             raise ServiceError(400, "this run has no reward tasks; post a number")
         self._end(
@@ -164,7 +168,7 @@ class AgentSessions:
         it fails.
         """
         session = self.get(name)
-        self._fail(session, "session given up by its agent")
+        self._fail(session, "session abandoned by its agent")
         return session
 
     # the episode runner of the driver
@@ -176,7 +180,7 @@ class AgentSessions:
         self._waiting[episode] = version
 
     def on_turn(self, turn: PolicyTurn) -> None:
-        """Answer the agent's call and start its lease."""
+        """Return the turn to the agent's call and start the session's lease."""
         session = self._session_of(turn.episode)
         if session is not None and not session.end_reason:
             text = self._setup.tokenizer.decode(turn.token_ids)
@@ -193,7 +197,7 @@ class AgentSessions:
             self._remove(session)
 
     def on_message(self, worker: Worker, message: Any) -> bool:
-        """Agents are not workers: no message is theirs."""
+        """Return False: agents are not workers and send no messages."""
         return False
 
     def check_deadlines(self) -> None:
@@ -210,11 +214,11 @@ class AgentSessions:
 
     @property
     def not_started(self) -> list[str]:
-        """Nothing: a run starts without agents."""
+        """Empty: a run starts without agents."""
         return []
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no processes."""
 
     @property
     def _new_deadline_s(self) -> float:
@@ -230,7 +234,7 @@ class AgentSessions:
         if not 1 <= len(prompt_ids) <= max_length:
             raise ServiceError(
                 400,
-                f"the messages have {len(prompt_ids)} tokens; the rule is 1 to data.max_prompt_length = "
+                f"the messages have {len(prompt_ids)} tokens; they must have 1 to data.max_prompt_length = "
                 f"{max_length}; send fewer",
             )
         session.max_turn_tokens, session.num_tokens = max_tokens, len(prompt_ids)
@@ -247,8 +251,8 @@ class AgentSessions:
         if messages[: len(history)] != history or len(messages) == len(history):
             raise ServiceError(
                 409,
-                "the messages do not continue the session: send those of the last call, the answer word for "
-                "word and at least one new message; open another session for another conversation",
+                "the messages do not continue the session: send those of the last call, the model's turn "
+                "unchanged and at least one new message; open another session for another conversation",
             )
         if max_tokens not in (None, session.max_turn_tokens):
             raise ServiceError(
@@ -261,7 +265,7 @@ class AgentSessions:
             raise ServiceError(
                 409,
                 f"the new messages have {len(observed)} tokens, and the episode may only have "
-                f"{answer.turn.num_left} more, with an answer to them; post the reward",
+                f"{answer.turn.num_left} more, including the next turn; post the reward instead",
             )
         session.num_tokens += len(observed)
         self._send(EpisodeObservation(session.episode, answer.turn.number, tuple(observed)))
@@ -270,7 +274,7 @@ class AgentSessions:
         """Messages for the chat template; without a template, their contents joined."""
         if any(message.role == "assistant" for message in messages):
             raise ServiceError(
-                400, "a new message has role assistant, which only the model writes; remove it"
+                400, "a new message has role assistant, which is reserved for the model; remove it"
             )
         if self._setup.config.data.chat_template:
             return [message._asdict() for message in messages]

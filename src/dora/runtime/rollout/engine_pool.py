@@ -1,4 +1,4 @@
-"""The engine processes of a run: start, join, time out, lose, drain and restart them.
+"""Manage the engine processes of a run: start, join, drain, restart, detect crashes and timeouts.
 
 An engine's number is never used twice. A restarted engine gets a new number and the slot of the engine it
 replaces, which decides its device and counts its restarts. The orchestrator gets an event when an engine has
@@ -36,7 +36,7 @@ from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 
 MAX_LOAD_FAILURES = 3  # in a row, of an engine, which is lost after that
-DRAIN_RETRY_S = 10.0  # after a rejected drain of an engine on a draining node, such as of the last engine
+DRAIN_RETRY_S = 10.0  # before the next drain request for an engine on a draining node, after a rejection
 REMOVED = "removed"  # how a drained engine ends
 
 
@@ -70,7 +70,7 @@ class EnginePool:
         self._input_error = ""  # of the engine lost last, if that is why it exited
         self._kv_pools: dict[int, Path] = {}
         self._kv_addresses: dict[int, ChannelAddress] = {}
-        self._start_times_s: dict[int, float] = {}  # of all engines there have been
+        self._start_times_s: dict[int, float] = {}  # of all current and former engines
         self._slots: dict[int, int] = {}  # engine -> the first engine of its slot
         self._ever_joined: set[int] = set()
         self._replaced: dict[int, int] = {}  # engine -> the last engine of its slot that had joined
@@ -165,7 +165,7 @@ class EnginePool:
         return True
 
     def on_published(self, version: int, digest: str) -> None:
-        """A version is in the store: engines with deferred loads prefetch it."""
+        """Let engines with deferred loads prefetch a version that is now in the store."""
         self.digests[version] = digest
         if self._setup.config.weights.load == "deferred":
             for engine in self.ready:
@@ -254,7 +254,9 @@ class EnginePool:
         return time.monotonic() > self._start_times_s[engine] + self._setup.config.runtime.start_timeout_s
 
     def _end(self, engine: int, reason: str) -> None:
-        """An engine's process has exited or is given up: the engine is lost, unless it was being removed."""
+        """Handle the exit or timeout of an engine's process: the engine is lost, unless it was being
+        removed.
+        """
         worker = self.workers.pop(engine)
         worker.kill()
         self.ready.discard(engine)

@@ -106,7 +106,7 @@ def _make_weight_loader(engine: InferenceEngine, spec: m.EngineSpec) -> WeightLo
 
 
 def _ready_message(engine: InferenceEngine, spec: m.EngineSpec) -> m.WorkerReady:
-    """Starts to serve the engine's KV to other machines, if the run has any."""
+    """Make the ready message; also starts to serve the engine's KV if the run has other machines."""
     from dora.engine.kv_transfer.engine import MigratingEngine
     from dora.runtime.process.remote_kv import KVPoolServer
 

@@ -48,7 +48,7 @@ MAX_GAP_S = 1.0  # longest time that counts between two deadline checks: the dri
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """What a worker runs: the environment class `environment`, or the environments of `hosts`."""
+    """The environments of a worker: the environment class `environment`, or the environments of `hosts`."""
 
     environment: str | None
     hosts: tuple[str, ...]
@@ -203,7 +203,7 @@ class EnvPool:
         worker.worker.send(StartEpisode(episode, row, _seed(self._setup.config.run.seed, group)))
 
     def on_turn(self, turn: PolicyTurn) -> None:
-        """Step the environment. If its worker has exited, the episode's failure is queued already."""
+        """Step the environment. If its worker has exited, the failure of the episode is already queued."""
         if (worker := self._worker_of(turn.episode)) is not None:
             self._last_turns[turn.episode] = turn.number
             worker.awaited_since_s[turn.episode] = self._now_s
@@ -217,7 +217,7 @@ class EnvPool:
             worker.worker.send(CancelEpisode(episode))
 
     def on_message(self, worker: Worker, message: Any) -> bool:
-        """Handle a message of a worker; returns False for workers of others.
+        """Handle a message of a worker; returns False for other workers.
 
         Raises EnvError if the first workers cannot load their environments, RunError if a later one cannot.
         """

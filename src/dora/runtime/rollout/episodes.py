@@ -1,6 +1,6 @@
 """Multi-turn episodes in the driver, between the engines, which generate turns, and an `EpisodeRunner`.
 
-The other side of an episode is an environment or an agent of the service; an `EpisodeRunner` runs it. For the
+An environment or an agent of the service replies to the turns; an `EpisodeRunner` connects it. For the
 orchestrator an episode is an unfinished request. If its engine is lost, the orchestrator requests it again,
 and it restarts as another attempt. While an episode waits for the runner it is on the engine that generated
 its last turn, or on none before its prompt is known.
@@ -88,7 +88,7 @@ class EpisodeEnded:
 
 @dataclass(frozen=True)
 class EpisodeFailed:
-    """The episode cannot continue, and its group fails. A turn in progress is generated to its end before."""
+    """The episode cannot continue, and its group fails. A turn in progress is finished first."""
 
     episode: EpisodeId
     reason: str
@@ -98,7 +98,7 @@ EpisodeReply = EpisodeStarted | EpisodeObservation | EpisodeEnded | EpisodeFaile
 
 
 class EpisodeRunner(Protocol):
-    """The other side of all episodes of a run. The driver calls its methods, which do not block.
+    """The environments or agents of all episodes of a run. The driver calls its methods, which do not block.
 
     It puts its replies into the driver's messages as `(None, reply)`, from any thread.
     """
@@ -284,7 +284,7 @@ class Episodes:
     def _on_turn(self, engine: int, finished: TurnFinished) -> None:
         episode = self._episodes.get(finished.request_id)
         if episode is None:
-            return  # its group has failed, and an abort is on its way to the engine
+            return  # its group has failed, and the engine is about to receive an abort
         episode.engine, episode.is_awaiting_reply = engine, True
         turn = PolicyTurn(
             episode.id, episode.num_turns, finished.token_ids, finished.finish_reason, finished.num_left

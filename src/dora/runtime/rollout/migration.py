@@ -32,7 +32,7 @@ class MigrationInProgress:
     is_destination_open: bool = True
     is_source_open: bool = False
     imported: m.ImportFinished | None = None
-    failure: str = ""  # the first reason to give up
+    failure: str = ""  # why the migration must end: the first reason
     delayed_events: list[Event] = field(default_factory=list)  # reported after the migration's own event
 
     @property
@@ -54,7 +54,7 @@ class Migrations:
         send: Callable[[int, object], bool],
         reported_length: Callable[[RequestId], int],
     ) -> None:
-        """`folder` gets the files of migrations. A side that copies nothing for `lease_s` gives up.
+        """`folder` gets the files of migrations. A side that copies nothing for `lease_s` ends the migration.
 
         `send(engine, message)` returns False if the engine is lost. `reported_length` is the last reported
         length of an unfinished answer, in tokens.

@@ -16,7 +16,7 @@ from dora.errors import ServiceError
 if TYPE_CHECKING:
     from dora.runtime.run_setup import RunSetup
 
-NO_UPLOADS = 'the prompts of this run come from data.path, which is not "service"'
+NO_UPLOADS = 'the prompts of this run come from data.path; set data.path = "service" to upload prompts'
 
 
 def check_prompts(setup: RunSetup, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -60,7 +60,8 @@ class PromptSource:
             if first < len(dataset) and dataset.contains(first, rows):
                 return []
             raise ServiceError(
-                409, f"first = {first}: {len(dataset)} prompts are there; upload the prompts that follow them"
+                409,
+                f"first = {first}: the run has {len(dataset)} prompts; upload the prompts that follow them",
             )
         try:
             dataset.append(rows)

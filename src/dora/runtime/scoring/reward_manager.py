@@ -112,8 +112,8 @@ class _WorkerRecord:
 class RewardWorkers:
     """The processes of one task. A worker that crashes, stops responding or hangs in a call is replaced.
 
-    The groups of a worker that crashes or stops responding are retried once, because mostly they are not the
-    cause; a second such worker fails its group, and so does a call that takes too long.
+    The groups of a worker that crashes or stops responding are retried once, because usually they are not the
+    cause. A group fails if a second worker is lost with it, or if its call takes too long.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RewardWorkers:
         self._messages, self._notice, self._clear, self._evict = messages, notice, clear, evict
         self._was_ever_ready, self._num_failed_starts, self._num_idle_failures = False, 0, 0
         self._is_stream_full = False
-        self._retried: set[GroupId] = set()  # groups that a worker was lost with
+        self._retried: set[GroupId] = set()  # groups that were in a lost worker before
         self._records = [self._start(index) for index in range(spec.num_workers)]
 
     @property
@@ -396,7 +396,7 @@ def reward_tasks(config: Config, columns: tuple[str, ...] | None = None) -> list
 
 
 class RewardManager:
-    """Groups in; for each group one `GroupScored` or `ScoringFailed` out."""
+    """Scores submitted groups: each group ends with one `GroupScored` or `ScoringFailed`."""
 
     def __init__(
         self,
@@ -531,7 +531,7 @@ class RewardManager:
         self._stream.clear([group for group in groups if group in self._pending])
 
     def _finish(self, group: GroupId) -> None:
-        """The group has its event. The answers to held-out prompts are of no further use."""
+        """Finish a group whose event is reported; the responses to held-out prompts are no longer needed."""
         self._pending.pop(group, None)
         for scorer in self._scorers:
             scorer.forget(group)

@@ -47,7 +47,7 @@ class Accumulator:
         self._step = step
 
     def commit(self, step: int, group: GroupId) -> None:
-        """Note that a group is committed to `step`, which may be a later one than the current step."""
+        """Record that a group is committed to `step`, which may be later than the current step."""
         self._committed[step].append(group)
 
     @property

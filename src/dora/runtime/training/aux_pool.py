@@ -1,4 +1,4 @@
-"""The auxiliary workers of a trainer as the driver sees them: they receive their part of its requests.
+"""The driver's side of a trainer's auxiliary workers: sends them their part of the trainer's requests.
 
 A lost aux worker is restarted and receives the pending groups again, because a committed group must not fail.
 A critic has state that only a checkpoint holds, so the loss of a critic is the loss of the trainer.
@@ -108,7 +108,7 @@ class TrainerWithAuxWorkers(Worker):
 
     @property
     def can_recompute_columns(self) -> bool:
-        """Whether all columns can be computed again. Values cannot: the critic has been updated since."""
+        """Whether all columns can be recomputed. Values cannot, because the critic has been updated since."""
         return "values" not in self._specs
 
     def recompute_columns(self) -> None:

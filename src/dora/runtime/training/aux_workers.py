@@ -286,7 +286,7 @@ def make_exact_logprobs(spec: TrainerSpec, config: ModelConfig) -> ComputeLogpro
 
 
 def write_critic_state(folder: Path, step: int, critic: Critic) -> None:
-    """Leave the critic's state after `step` in `folder`; the trainer adds it to its checkpoint."""
+    """Write the critic's state after `step` to `folder`; the trainer adds it to its checkpoint."""
     path = _critic_file(folder, step)
     draft = path.with_suffix(".draft")
     torch.save({"flat": critic.flat, "optimizer": critic.state_dict()}, draft)

@@ -90,7 +90,7 @@ class CheckpointManager:
             self._newest = message.folder
             return
         self._failure = f"the checkpoint of step {message.step} could not be written: {message.reason}"
-        self._notice(f"{self._failure}; the earlier ones stay")
+        self._notice(f"{self._failure}; earlier checkpoints stay valid")
 
     def discard_pending(self) -> None:
         """Forget all pending requests, because the trainer is lost."""
@@ -101,5 +101,5 @@ class CheckpointManager:
     def newest(self) -> Path:
         """The folder of the last checkpoint. Raises RunError if it could not be written."""
         if self._failure:
-            raise RunError(f"{self._failure}; make room and resume the run")
+            raise RunError(f"{self._failure}; free disk space and resume the run")
         return self._newest

@@ -1,4 +1,4 @@
-"""A trainer outside the run: it fetches batches and publishes weights through the service.
+"""An external trainer: it fetches batches and publishes weights through the service.
 
 A placeholder process takes the trainer's place in the run. It holds the newest weights, publishes them to the
 engines and writes checkpoints, so the orchestrator and the executor treat it as any other trainer.
@@ -72,7 +72,7 @@ def read_weights(file: Path, model: Path) -> Tensor:
             return load_pretrained(folder)[1]
         except ModelError as error:  # the sender does not know the temporary folder
             raise ModelError(str(error).replace(str(folder / WEIGHTS), "the file")) from error
-        except Exception as error:  # whatever was sent, the run must continue
+        except Exception as error:  # the run must continue, whatever the file contains
             raise ModelError(
                 f"the file cannot be read as weights ({type(error).__name__}); send the names, shapes and "
                 "number of tensors of model.path"
@@ -100,8 +100,8 @@ class WeightUpload:
 class ExternalTrainer(Worker):
     """The driver's side of the placeholder, and of the external trainer.
 
-    The executor's requests to the trainer pass here, which shows the groups committed to each step and the
-    step that is due. Methods return None for a result that does not exist yet.
+    The executor's requests to the trainer pass through this class, so it knows the groups committed to each
+    step and the step that is due. Methods return None for a result that does not exist yet.
     """
 
     def __init__(self, spec: m.TrainerSpec, batch_size: int, messages: WorkerMessages) -> None:
@@ -147,8 +147,8 @@ class ExternalTrainer(Worker):
     def committed_groups(self, step: int, after: int) -> CommittedGroups | None:
         """The groups committed to the next step, without the first `after`; None if there are no others yet.
 
-        Raises ServiceError for another step: a client that waits for a later one would wait for ever after a
-        resume, where the run waits for the weights of an earlier one.
+        Raises ServiceError for another step: after a resume the run waits for the weights of an earlier step,
+        so a client that waits for a later step would never return.
         """
         if self.num_trained is None:
             return None
@@ -194,7 +194,7 @@ class ExternalTrainer(Worker):
         if upload is not None and (upload.version, upload.sha256) == (version, sha256):
             if upload.rejection:
                 self._upload = None
-                raise ServiceError(422, f"these weights cannot be version {version}: {upload.rejection}")
+                raise ServiceError(422, f"these weights cannot become version {version}: {upload.rejection}")
             return upload.digest or None
         self.check_due(version, sha256)
         self._upload = WeightUpload(version, sha256)

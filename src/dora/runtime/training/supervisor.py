@@ -33,7 +33,8 @@ _SLOT = 0  # of the restart policy: a run has one trainer
 
 
 class TrainerSupervisor:
-    """The trainer as the driver sees it: requests go to `rank0`, messages of all `ranks` become events.
+    """The driver's side of the trainer: sends requests to `rank0` and turns messages of all `ranks` into
+    events.
 
     `ranks` are all processes of the trainer, aux workers included, rank 0 first.
     """
@@ -93,7 +94,7 @@ class TrainerSupervisor:
         return [WorkerState(rank, rank.name in self._ready, timeout_s) for rank in self.ranks]
 
     def ignore_exit(self) -> None:
-        """Stop treating an exit as a loss: everything is saved."""
+        """From now on an exit of the trainer is not a loss: everything is saved."""
         self._ignores_exit = True
 
     def send(self, message: object) -> None:
@@ -224,7 +225,9 @@ class TrainerSupervisor:
         self._events.append(TrainerReplaced(self._from_step, _recorded_batches(self._setup.out, steps)))
 
     def _on_lost(self, reason: str, traceback: str = "", *, is_timeout: bool = False) -> None:
-        """Kill what is left of the trainer and schedule its restart. Raises RunError if it has none."""
+        """Kill the remaining processes of the trainer and schedule its restart. Raises RunError without
+        restarts left.
+        """
         if self._ignores_exit:
             return
         is_restartable = self.can_restart and not isinstance(self.rank0, ExternalTrainer)
@@ -235,7 +238,7 @@ class TrainerSupervisor:
                 reason += f"; it was restarted runtime.max_restarts = {max_restarts} times"
             error = WorkerTimeoutError if is_timeout else RunError
             raise error(
-                f"{reason}; the run cannot continue without its trainer. Resume it with a new one: "
+                f"{reason}; the run cannot continue without its trainer. Resume the run: "
                 f"dora train --resume {self._setup.out}\n{traceback}".rstrip()
             )
         self.kill()
@@ -265,7 +268,7 @@ class TrainerSupervisor:
         if version == self._from_step and digest != published:
             raise RunError(
                 f"the checkpoint of version {version} has weights with digest {digest}, but {published} was "
-                "published. Remove it and resume from the one before: "
+                "published. Remove the checkpoint and resume from the previous one: "
                 f"dora train --resume {self._setup.out}"
             )
         self._digests[version] = digest

@@ -1,4 +1,4 @@
-"""What runs in the processes of a trainer: rank 0, which the driver sends its requests to, and followers."""
+"""The processes of a trainer: rank 0, which handles the driver's requests, and followers."""
 
 from __future__ import annotations
 
