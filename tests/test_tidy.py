@@ -16,7 +16,7 @@ TEXT = [
     path
     for pattern in ("*.md", "*.toml", "*.txt", "Makefile", ".ci/*", ".*.yaml", "*.yml", "docs/**/*.*")
     for path in ROOT.glob(pattern)
-    if path.suffix != ".pyc"
+    if path.suffix not in {".pyc", ".png"}
 ] + [path for path in ROOT.glob("examples/**/*") if path.suffix in {".toml", ".jsonl", ".json", ".md"}]
 
 MAX_FUNCTION_LINES = 60

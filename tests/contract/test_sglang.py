@@ -136,7 +136,7 @@ def test_another_auth_token_is_rejected(make: Make, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_server_with_a_shorter_context_is_rejected(make: Make) -> None:
-    with pytest.raises(EngineError, match=f"takes {MAX_CONTEXT + SPARE_TOKENS} tokens"):
+    with pytest.raises(EngineError, match=f"accepts {MAX_CONTEXT + SPARE_TOKENS} tokens"):
         make(max_context=MAX_CONTEXT + 1)
 
 

