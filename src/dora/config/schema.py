@@ -160,7 +160,7 @@ class RewardSection(Section):
 
 
 class RewardTaskSection(Section):
-    """An additional reward; each table [[reward_task]] has worker processes of its own."""
+    """An additional reward; each table [[reward_task]] has its own worker processes."""
 
     name: TableName = Field(
         description='Name in overrides and error messages, such as "brevity" (lower-case name).'
@@ -480,7 +480,7 @@ class EngineSection(Section):
 
 
 class FleetSection(Section):
-    """Additional engines with a backend of their own; one table [[fleet]] for each kind."""
+    """Additional engines with their own backend; one table [[fleet]] for each kind."""
 
     name: TableName = Field(
         description='Name in overrides and error messages, such as "vllm" (lower-case name).'
