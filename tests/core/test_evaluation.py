@@ -276,7 +276,7 @@ def test_a_prompt_that_cannot_be_scored_is_done() -> None:
     [
         (GroupScored(GroupId(-6, 1), (1.0, 1.0)), "the held-out prompt must be awaiting its score"),
         (ScoringFailed(GroupId(-2, 0), "no"), "the held-out prompt must be awaiting its score"),
-        (GroupScored(GroupId(-6, 0), (1.0,)), "every answer must have a reward"),
+        (GroupScored(GroupId(-6, 0), (1.0,)), "every response must have a reward"),
     ],
 )
 def test_unexpected_rewards_are_rejected(event: Event, rule: str) -> None:

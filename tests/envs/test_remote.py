@@ -106,7 +106,7 @@ def test_a_host_that_drops_packets_is_skipped_in_time() -> None:
             environment = connect([f"{LOCAL}:{full.getsockname()[1]}", host], timeout_s=0.4)
             assert await environment.reset({"from": 1}, 0) == "1:"
             environment.close()
-            with pytest.raises(Fault, match=r"no answer within 0\.4 s"):
+            with pytest.raises(Fault, match=r"no reply within 0\.4 s"):
                 await connect([f"{LOCAL}:{full.getsockname()[1]}"], timeout_s=0.4).reset({"from": 1}, 0)
 
     with_host(run)

@@ -72,7 +72,7 @@ def test_an_invalid_trace_is_refused(tmp_path: Path) -> None:
 
 
 def test_lengths_beyond_a_limit_are_refused() -> None:
-    with pytest.raises(InputError, match=r"longest answer of the trace has 70 tokens, above the limit 50"):
+    with pytest.raises(InputError, match=r"longest response of the trace has 70 tokens, above the limit 50"):
         LengthDistribution(50, family="trace", trace=(70,))
     with pytest.raises(InputError, match=r"prompt 128 \+ limit 900 = 1028 tokens exceed the context of 1000"):
         LengthDistribution(900, 100.0).check_context(1000)

@@ -94,6 +94,6 @@ def test_the_command_prints_plans_bars_and_the_effect_of_a_heavier_tail(
     assert [row["tokens/s"] for row in rows] == sorted((row["tokens/s"] for row in rows), reverse=True)
     printed = capsys.readouterr()
     assert printed.out.count("█") > 40
-    assert "If the 99th percentile of answers doubles" in printed.out
+    assert "If the 99th percentile of responses doubles" in printed.out
     assert NOT_CALIBRATED in printed.out
     assert printed.err.startswith("best so far: ")

@@ -65,5 +65,5 @@ def test_response_lengths_of_a_run_can_be_simulated(finished_run: Path) -> None:
         max(lengths),
         f"plan --model qwen2.5-7b --devices 4 --batch-size 2 --group-size 2 --trace {finished_run}",
     )
-    with pytest.raises(InputError, match=f"longest answer of the trace has {longest} tokens"):
+    with pytest.raises(InputError, match=f"longest response of the trace has {longest} tokens"):
         call(f"{command} --limit {longest - 1}")

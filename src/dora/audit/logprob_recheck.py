@@ -1,7 +1,8 @@
 """`dora audit RUN --deep N`: recompute the log-probs of N samples from the stored versions.
 
-A digest says which bytes an engine held; this check says that those bytes give the recorded log-probs. In
-exact mode the engine's own kernels recompute them bit for bit, otherwise the trainer's decoder does in fp32.
+A digest identifies the bytes that an engine held; this check shows that those bytes give the recorded
+log-probs. In exact mode the engine's own kernels recompute them bit for bit, otherwise the trainer's decoder
+does in fp32.
 """
 
 from __future__ import annotations

@@ -148,8 +148,10 @@ def init_model(
     head_dim: Annotated[int, typer.Option(min=2)] = 32,
     max_position_embeddings: Annotated[int, typer.Option(min=1, help="Context length (tokens).")] = 2048,
     num_experts: Annotated[int, typer.Option(min=1, help="Experts per layer; qwen3_moe only.")] = 8,
-    num_experts_per_tok: Annotated[int, typer.Option(min=1)] = 2,
-    moe_intermediate_size: Annotated[int, typer.Option(min=1)] = 64,
+    num_experts_per_tok: Annotated[int, typer.Option(min=1, help="Experts per token; qwen3_moe only.")] = 2,
+    moe_intermediate_size: Annotated[
+        int, typer.Option(min=1, help="MLP size of an expert; qwen3_moe only.")
+    ] = 64,
     tokenizer: Annotated[
         Path | None,
         typer.Option(metavar="FILE_OR_DIR", help="Copy this tokenizer, with its chat template."),

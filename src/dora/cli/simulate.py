@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dora.planner.calibrate import RecordedRun
     from dora.planner.lengths import LengthDistribution
 
-WORKLOAD, ANSWERS, LAYOUT, OUTPUT = "Workload", "Answers", "Layout", "Output"  # panels of the help
+WORKLOAD, RESPONSES, LAYOUT, OUTPUT = "Workload", "Responses", "Layout", "Output"  # panels of the help
 
 Model = Annotated[
     str, typer.Option(help="Name of a preset; an unknown name lists them.", rich_help_panel=WORKLOAD)
@@ -41,15 +41,15 @@ ExpertSkew = Annotated[
 ]
 Mean = Annotated[
     float | None,
-    typer.Option(help="Mean length of an answer (tokens).", show_default="2300", rich_help_panel=ANSWERS),
+    typer.Option(help="Mean length of a response (tokens).", show_default="2300", rich_help_panel=RESPONSES),
 ]
-Limit = Annotated[int, typer.Option(help="Maximum length of an answer (tokens).", rich_help_panel=ANSWERS)]
+Limit = Annotated[int, typer.Option(help="Maximum length of a response (tokens).", rich_help_panel=RESPONSES)]
 Family = Annotated[
     str | None,
     typer.Option(
         help="Distribution of the lengths: lognormal or pareto.",
         show_default="lognormal",
-        rich_help_panel=ANSWERS,
+        rich_help_panel=RESPONSES,
     ),
 ]
 Tail = Annotated[
@@ -57,15 +57,15 @@ Tail = Annotated[
     typer.Option(
         help="Tail of the lengths: sigma of the lognormal, or alpha of the Pareto.",
         show_default="1.2",
-        rich_help_panel=ANSWERS,
+        rich_help_panel=RESPONSES,
     ),
 ]
 Trace = Annotated[
     Path | None,
     typer.Option(
         metavar="CSV|RUN",
-        help="Take lengths from the --column of a CSV file, or from the answers of a run.",
-        rich_help_panel=ANSWERS,
+        help="Take lengths from the --column of a CSV file, or from the responses of a run.",
+        rich_help_panel=RESPONSES,
     ),
 ]
 Column = Annotated[
@@ -73,21 +73,23 @@ Column = Annotated[
     typer.Option(
         help="Column of the CSV file with the lengths.",
         show_default="GeneratedTokens",
-        rich_help_panel=ANSWERS,
+        rich_help_panel=RESPONSES,
     ),
 ]
 Correlation = Annotated[
     float,
-    typer.Option(help="Correlation of the lengths within a group, 0 to 1.", rich_help_panel=ANSWERS),
+    typer.Option(help="Correlation of the lengths within a group, 0 to 1.", rich_help_panel=RESPONSES),
 ]
 Growth = Annotated[
     float,
-    typer.Option(help="Relative growth of the lengths per step; 0.01: 1 %.", rich_help_panel=ANSWERS),
+    typer.Option(help="Relative growth of the lengths per step; 0.01: 1 %.", rich_help_panel=RESPONSES),
 ]
-Prompt = Annotated[int, typer.Option(help="Length of a prompt (tokens).", rich_help_panel=ANSWERS)]
-Turns = Annotated[int, typer.Option(help="Turns per episode, all of equal length.", rich_help_panel=ANSWERS)]
+Prompt = Annotated[int, typer.Option(help="Length of a prompt (tokens).", rich_help_panel=RESPONSES)]
+Turns = Annotated[
+    int, typer.Option(help="Turns per episode, all of equal length.", rich_help_panel=RESPONSES)
+]
 TurnDelay = Annotated[
-    float, typer.Option(help="Environment time between two turns (s).", rich_help_panel=ANSWERS)
+    float, typer.Option(help="Environment time between two turns (s).", rich_help_panel=RESPONSES)
 ]
 Policies = Annotated[
     str,
@@ -452,7 +454,7 @@ def _make_lengths(
 
 
 def _read_run_lengths(run: Path) -> tuple[int, ...]:
-    """Tokens of the answers that a run has finished."""
+    """Tokens of the responses that a run has finished."""
     from dora.core.events import RequestFinished
     from dora.journal.reader import read_journal
 

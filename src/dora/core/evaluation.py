@@ -48,7 +48,7 @@ def start_requests(state: State) -> None:
 
 
 def finish_request(state: State, request: RequestId, *, is_failed: bool = False) -> list[Action]:
-    """A held-out request has left its engine; score its prompt once all answers are finished."""
+    """A held-out request has left its engine; score its prompt once all responses are finished."""
     rule, evaluation = _running(state)
     group = request.group
     state.unpin(state.requests.pop(request).version)

@@ -279,7 +279,7 @@ def _on_held_out_scored(state: State, event: GroupScored | ScoringFailed) -> lis
     rule = state.limits.evaluation
     if isinstance(event, GroupScored) and rule is not None:
         is_complete = len(event.rewards) == rule.num_answers
-        require(is_complete, event, "every answer must have a reward", rule.num_answers)
+        require(is_complete, event, "every response must have a reward", rule.num_answers)
     return evaluation.finish_scoring(state, event.group)
 
 

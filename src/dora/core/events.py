@@ -35,7 +35,7 @@ class EngineLost:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An operator or the autoscaler asks an engine to leave once it has no requests."""
+    """An operator or the autoscaler requests the removal of an engine once it has no requests."""
 
     engine: int
 

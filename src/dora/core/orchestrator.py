@@ -89,7 +89,7 @@ class Orchestrator:
         return actions
 
     def _arrange_engines(self) -> tuple[list[Action], bool]:
-        """Commit, train, and assign versions and requests to engines; the flag says whether it rebalanced."""
+        """Commit, train, and assign versions and requests to engines; returns whether it rebalanced."""
         state = self._state
         weight_sync.update_waiting_requests(state)
         actions = [*batching.commit(state), *colocation.pause_or_resume(state), *batching.train(state)]

@@ -63,8 +63,8 @@ class EvaluationRecord:
     num_requests: int
     num_started: int = 0  # requests, in the order of their prompts
     num_unfinished: int = 0  # started requests that wait or run
-    unfinished_prompts: dict[GroupId, int] = field(default_factory=dict)  # -> unfinished answers
-    failed_prompts: set[GroupId] = field(default_factory=set)  # of these, those with a failed answer
+    unfinished_prompts: dict[GroupId, int] = field(default_factory=dict)  # -> unfinished responses
+    failed_prompts: set[GroupId] = field(default_factory=set)  # of these, those with a failed response
     scoring_prompts: set[GroupId] = field(default_factory=set)  # awaiting their score
     num_prompts_done: int = 0
 
@@ -292,7 +292,7 @@ class State(Indexes):
             self.enqueue_first(request_id, request.version)
 
     def mark_dirty(self, engine: EngineRecord) -> None:
-        """Reindex an engine that has changed, and let the rules look at it."""
+        """Reindex an engine that has changed, so that the rules examine it."""
         if (entry := version_entry(engine)) != self.version_entries.get(engine.id):
             for version in self.index_versions(engine.id, entry):
                 self.mark_idle_holders(version)  # another holder is no longer the last copy, or the fastest

@@ -44,7 +44,7 @@ class RequestId(NamedTuple):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether this is an answer to an evaluation prompt."""
+        """Whether this is a response to an evaluation prompt."""
         return self.epoch < 0
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class AdaptiveStalenessRule:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRule:
-    """Every `every`-th version answers `num_prompts` held-out prompts while training continues."""
+    """Every `every`-th version is evaluated on `num_prompts` held-out prompts while training continues."""
 
     every: int
     num_prompts: int
@@ -104,7 +104,7 @@ class EvaluationRule:
         return self.num_prompts * self.num_answers
 
     def request_id(self, version: int, index: int) -> RequestId:
-        """The `index`-th request; answers to one prompt are consecutive, so that they share its KV."""
+        """The `index`-th request; responses to one prompt are consecutive, so that they share its KV."""
         return RequestId(-1 - version, *divmod(index, self.num_answers))
 
 

@@ -147,7 +147,7 @@ def _of_evaluation(state: State) -> Iterator[WaitEdge]:
     if evaluation.scoring_prompts:
         yield WaitEdge(name, REWARDS, f"the rewards of {plural(len(evaluation.scoring_prompts), 'prompt')}")
     if evaluation.num_not_started:
-        yield WaitEdge(name, ENGINES, f"rows for {plural(evaluation.num_not_started, 'more answer')}")
+        yield WaitEdge(name, ENGINES, f"rows for {plural(evaluation.num_not_started, 'more response')}")
 
 
 def _of_engine(state: State, engine: EngineRecord) -> Iterator[WaitEdge]:
@@ -234,7 +234,9 @@ def _group_name(group: GroupId) -> str:
 
 
 def _request_name(request: RequestId) -> str:
-    return f"held-out answer {request.row}/{request.sibling}" if request.is_held_out else f"request {request}"
+    return (
+        f"held-out response {request.row}/{request.sibling}" if request.is_held_out else f"request {request}"
+    )
 
 
 def _engine_name(engine: int) -> str:

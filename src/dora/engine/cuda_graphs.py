@@ -32,7 +32,7 @@ class CUDAGraphRunner(ModelRunner):
 
     A shape is the slots of the batch, their buckets, and which parts of the sampler it needs. The first step
     of a shape is called, since it may compile kernels; the second is captured. Steps of MoE models are never
-    captured, because they ask the device for the number of tokens of each expert.
+    captured, because the host reads the number of tokens of each expert from the device.
     """
 
     num_steps_ahead = 1

@@ -1,6 +1,6 @@
 """The state of the decode rows: tokens, log-probs and limits as arrays, and the blocks that hold their KV.
 
-A step updates all active rows at once. Python looks at a single row only when its output starts or ends.
+A step updates all active rows at once. Python code handles a single row only when its output starts or ends.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class SwappedSequence(NamedTuple):
 class KVCache:
     """Block tables [rows, blocks] of a batch into a pool of KV [block, ...], and the swapped sequences.
 
-    A swapped sequence comes back to any row and blocks, with the same tokens, log-probs and KV. A row is
+    A swapped sequence returns to any row and blocks, with the same tokens, log-probs and KV. A row is
     grown `num_steps_ahead` steps before its next input would not fit.
     """
 

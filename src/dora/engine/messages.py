@@ -8,7 +8,7 @@ A migration moves a running request from a source engine to a destination engine
     source -> driver        ExportFinished, or ExportFailed
     destination -> driver   ImportFinished, or ImportFailed
 
-The driver forwards these messages. The KV goes from the source's block pool to the destination's. Where the
+The driver forwards these messages. KV is copied from the source's block pool to the destination's. Where the
 destination cannot read the source's pool the migration is token-only: the destination prefills the tokens
 again.
 """
@@ -70,9 +70,9 @@ class MigrationReserved:
 class ImportFinished:
     """The destination has committed the import and owns the request.
 
-    It received `num_tokens` tokens of the answer and `num_bytes` of KV, copied in `copy_s`. The request was
+    It received `num_tokens` tokens of the response and `num_bytes` of KV, copied in `copy_s`. The request was
     not decoded for `stop_s`, from the source's last step until it got its row. The KV of `num_prefilled`
-    tokens of prompt and answer is computed again.
+    tokens of prompt and response is computed again.
     """
 
     migration_id: int
@@ -157,14 +157,14 @@ class ContinueEpisode:
 
 @dataclass(frozen=True)
 class EndEpisode:
-    """The answer ends with its last turn."""
+    """The response ends with its last turn."""
 
     request_id: RequestId
 
 
 @runtime_checkable
 class SupportsEpisodes(Protocol):
-    """What an engine implements beside `InferenceEngine` to generate answers of several turns."""
+    """What an engine implements beside `InferenceEngine` to generate responses of several turns."""
 
     def pop_finished_turns(self) -> list[TurnFinished]:
         """The turns that have finished since the last call."""
@@ -173,4 +173,4 @@ class SupportsEpisodes(Protocol):
         """Append observation tokens to a waiting request, which generates its next turn."""
 
     def end_episode(self, request_id: RequestId) -> None:
-        """End an answer with its last turn; the next step returns its completion."""
+        """End a response with its last turn; the next step returns its completion."""

@@ -1,8 +1,8 @@
 """Which requests have a decode row and KV blocks, which are preempted, and which decode.
 
 Decoding rows come first: their blocks are allocated as the outputs grow. If no block is free, a sequence is
-preempted: it is swapped out to host memory, and comes back before any new request is admitted. What is left
-goes to waiting requests, first come, first served.
+preempted: it is swapped out to host memory, and returns before any new request is admitted. Waiting requests
+get the remaining rows and blocks, first come, first served.
 
 A prompt is prefilled once per group and version, in chunks within a budget per step. Its KV is kept while
 it has unfinished siblings and blocks last. Full prompt blocks are also found by hash, for other prompts of

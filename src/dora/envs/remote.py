@@ -81,7 +81,7 @@ class RemoteEnvironment(Environment):
                 writer.write(f"{self._auth_token}\n".encode())
                 return reader, writer
             except TimeoutError:
-                reason = f"no answer within {timeout_s:g} s"
+                reason = f"no reply within {timeout_s:g} s"
             except OSError as error:
                 reason = str(error)
             reasons.append(f"{host}: {reason}")

@@ -1,6 +1,6 @@
 """Runs the environments of many episodes concurrently in one asyncio loop, one task per episode.
 
-A turn of the policy comes in as token ids; the environment's reply goes out as an `EnvReply`. The caller
+Input is a turn of the policy as token ids; output is the environment's reply as an `EnvReply`. The caller
 names each episode; a name is used once.
 """
 

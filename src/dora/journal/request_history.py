@@ -110,7 +110,7 @@ def _concerned(
 
 
 def _parse_name(journal: Journal, run: Path, name: str) -> list[RequestId]:
-    """The requests that `name` stands for. Raises InputError if the run has no such request."""
+    """The request or the group's requests called `name`. Raises InputError if the run has no such request."""
     try:
         numbers = tuple(map(int, name.split("/")))
     except ValueError:

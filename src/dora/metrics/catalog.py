@@ -19,7 +19,9 @@ class MetricDoc(NamedTuple):
     only: str = ""
 
     def matches(self, name: str) -> bool:
-        """Whether a name in a file is one of these; NAME stands for any text, S, N and K for a number."""
+        """Whether a name in a file is one of these names; NAME matches any text, S, N and K match a
+        number.
+        """
         return any(_pattern(own).fullmatch(name) for own in self.names)
 
 

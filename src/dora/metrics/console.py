@@ -177,7 +177,7 @@ def summary_table(run: Path) -> Table:
 def closing_line(run: Path, stopped: str, program: str) -> str:
     """The last line of a run: its folder and commands of `program` for it.
 
-    `stopped` says what ended the run early; empty for a complete run.
+    `stopped` is the reason of an early end; empty for a complete run.
     """
     look = f"run folder {run}: {program} report {run} writes an HTML report, {program} dash {run} serves it"
     return f"{look}, {program} train --resume {run} resumes the run" if stopped else look

@@ -124,7 +124,7 @@ def _read_starting(run: Path) -> RunStatus | None:
     if not is_alive(pid, created_s):
         return None
     elapsed = _duration(time.time() - created_s)
-    sentence = f"starting, for {elapsed}: not all processes are ready; the log says what they wait for"
+    sentence = f"starting, for {elapsed}: not all processes are ready; the log names what they wait for"
     return RunStatus("running", sentence, {})
 
 

@@ -1,4 +1,4 @@
-"""Where the time goes: the phases of each training step, stalls at a deadline, recovery after crashes.
+"""Time by activity: the phases of each training step, stalls at a deadline, recovery after crashes.
 
 The source is events, actions and the orchestrator's state.
 """

@@ -3,7 +3,7 @@
 Spans are read from a journal: requests on engines, and training steps. Costs are fitted to them by least
 squares:
 
-answer = report + tokens * (step + per_row * rows + per_version * (versions - 1))
+response = report + tokens * (step + per_row * rows + per_version * (versions - 1))
 training step = fixed + per_token * tokens
 
 Engines and trainer slow each other down by a constant ratio while both work, because they may use the same
@@ -41,7 +41,7 @@ from dora.planner.simulator import Contention, SimulationResult, Simulator, Simu
 
 Floats = NDArray[np.float64]
 Changes = Iterable[tuple[float, float]]  # (time, change) of a quantity
-MIN_SPANS = 3  # of answers, and of training steps
+MIN_SPANS = 3  # of responses, and of training steps
 SLOWDOWN_STEP = 0.02  # between the slowdowns that are tried
 ERROR_TOLERANCE = 1.001  # relative: the smallest slowdown wins that is so close to the least error
 
@@ -89,7 +89,7 @@ class TrainingSpan:
 
 @dataclass
 class RecordedRun:
-    """What a journal says of a run.
+    """The content of a run's journal that calibration needs.
 
     `update_s`: compute time of the trainer by step, where known. `min_stream_tokens`: tokens of an
     incomplete batch at which the trainer starts on it; None: it waits for the whole batch.
@@ -111,7 +111,7 @@ class RecordedRun:
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained answer tokens per second, from the end of the first training step to that of the last."""
+        """Trained response tokens per second, from the end of the first training step to that of the last."""
         first, *others = self.trainings
         return sum(step.num_tokens for step in others) / (others[-1].ended_s - first.ended_s)
 
@@ -221,7 +221,7 @@ class FittedCosts:
     decode: LinearCost = LinearCost()  # a decode step, by rows
     train: LinearCost = LinearCost()  # a training step, by thousands of tokens
     per_version_s: float = 0.0  # of a decode step, for each version beyond the first
-    finish_report_s: float = 0.0  # of an answer, beside its decode steps
+    finish_report_s: float = 0.0  # of a response, beside its decode steps
     load_time_s: float = 0.0
     load_stop_time_s: float = 0.0  # part of a load in which the engine's requests are stopped
     migration_s: float = 0.0
@@ -273,7 +273,7 @@ def fit_costs(runs: Sequence[RecordedRun]) -> FittedCosts:
     num_requests = sum(span.is_uninterrupted for run in runs for span in run.requests)
     if num_steps < MIN_SPANS or num_requests < MIN_SPANS:
         raise InputError(
-            f"the run has {num_steps} training steps and {num_requests} answers that were decoded without "
+            f"the run has {num_steps} training steps and {num_requests} responses that were decoded without "
             f"interruption; calibration needs at least {MIN_SPANS} of each"
         )
     decode, decode_slowdown = fit([_request_data(run) for run in runs], max_slowdown=1.0)
@@ -345,7 +345,7 @@ def _fit_non_negative(units: Floats, durations_s: Floats) -> Floats:
 
 
 def _request_data(run: RecordedRun) -> FitData:
-    """Uninterrupted answers: one, tokens, tokens of all rows meanwhile, and steps x further versions."""
+    """Uninterrupted responses: one, tokens, tokens of all rows meanwhile, and steps x further versions."""
     training_s = integrate(
         change for step in run.trainings for change in ((step.work_started_s, 1.0), (step.ended_s, -1.0))
     )
@@ -419,7 +419,7 @@ def integrate(changes: Changes) -> Callable[[float], float]:
 
 
 class RecordedLengths:
-    """Lengths of a run's answers, by position in the dataset; unfinished groups get those of others."""
+    """Lengths of a run's responses, by position in the dataset; unfinished groups get those of others."""
 
     prompt, num_turns, turn_delay_s = 0, 1, 0.0
 
@@ -481,8 +481,8 @@ def forecast_all(
 ) -> list[RunForecast]:
     """Forecast each run, by name. Without `costs`, they are fitted to the runs of `fitted`.
 
-    The error of `fitted` runs says how well the model describes them, the error of `others` how well it
-    predicts. Raises InputError if a run is too short.
+    The error of `fitted` runs shows how well the model fits, the error of `others` how well it predicts.
+    Raises InputError if a run is too short.
     """
     for name, run in {**fitted, **others}.items():
         if len(run.trainings) < 2:

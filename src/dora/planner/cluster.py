@@ -31,7 +31,7 @@ MAX_ROWS_PER_RANK = 1024
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and what it is trained on. A batch is `batch_size` groups of `group_size` answers."""
+    """A model and what it is trained on. A batch is `batch_size` groups of `group_size` responses."""
 
     model: ModelShape
     lengths: LengthDistribution
@@ -138,13 +138,13 @@ class Deployment:
         if cost.kv_capacity < longest:
             raise InputError(
                 f"an engine of {cost.num_devices} x {device.name} holds the KV of {cost.kv_capacity:,} "
-                f"tokens beside {workload.model.name}, and one answer may need {longest:,}; raise TP"
+                f"tokens beside {workload.model.name}, and one response may need {longest:,}; raise TP"
             )
         num_rows = layout.num_rows or self._choose_num_rows(cost)
         return [PlacedEngine(cost, num_rows, is_colocated)] * (num // cost.num_devices)
 
     def _choose_num_rows(self, cost: EngineCost) -> int:
-        """As many rows as the KV cache takes, and no more than the engine's part of the open answers."""
+        """As many rows as the KV cache takes, and no more than the engine's part of the open responses."""
         workload, layout, policy = self.workload, self.layout, get_policy(self.layout.policy)
         starts_together = policy.is_single_version or policy.is_colocated
         lengths = workload.lengths

@@ -167,7 +167,7 @@ def plan(
     print(f"\n{_bars(rows)}\n")
     heavier = with_heavier_tail(best)
     print(
-        "If the 99th percentile of answers doubles, a step of the best plan takes "
+        "If the 99th percentile of responses doubles, a step of the best plan takes "
         f"{heavier['step_s']:,.0f} s instead of {best.metrics['step_s']:,.0f} s, and it trains "
         f"{heavier['tokens_per_s']:,.0f} tokens/s.\n{describe_error(forecasts)}"
     )

@@ -204,7 +204,7 @@ class EngineCost:
         return bandwidth * self.efficiency.link
 
     def prefill_s(self, num_tokens: float) -> float:
-        """Compute the KV of a prompt, or of a prompt with its answer so far."""
+        """Compute the KV of a prompt, or of a prompt with its response so far."""
         flops = self.model.forward_flops(num_tokens, num_tokens)
         return flops / (self.num_devices * self._flops_per_s)
 
@@ -246,7 +246,7 @@ class TrainerCost:
             )
 
     def sequence_s(self, num_tokens: float) -> float:
-        """Train one sequence of prompt and answer: forward, backward, and the other forward passes."""
+        """Train one sequence of prompt and response: forward, backward, and the other forward passes."""
         flops = (3 + self.num_forwards) * self.model.forward_flops(num_tokens, num_tokens)
         return flops / (self.num_devices * self.device.flops_per_s * self.efficiency.train)
 

@@ -1,7 +1,7 @@
 """A rollout engine as a fluid model: all its rows advance together, one token a decode step.
 
 Between two events only the step count advances, at the rate that the cost model gives for the rows and
-contexts of the engine. An answer of a thousand tokens costs two events, not a thousand.
+contexts of the engine. A response of a thousand tokens costs two events, not a thousand.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class FluidRequest:
     def __init__(self, request: RequestId, version: int, prompt: int, length: int, stop_length: int) -> None:
         self.id, self.version = request, version
         self.prompt, self.length = prompt, length
-        self.stop_length = stop_length  # answer tokens at the end of the turn, or of the answer
+        self.stop_length = stop_length  # response tokens at the end of the turn, or of the response
         self.started_s = 0.0
-        self.num_tokens = 0.0  # of the answer, at `since`
+        self.num_tokens = 0.0  # of the response, at `since`
         self.since = 0.0
         self.rank = 0
         self.stops_at: float | None = None  # None while it is not decoded
@@ -196,7 +196,7 @@ class FluidEngine:
         self._step_time = None
 
     def stop_finished(self) -> list[FluidRequest]:
-        """Stop the requests that have reached the end of their turn or answer, and return them."""
+        """Stop the requests that have reached the end of their turn or response, and return them."""
         stopped: list[FluidRequest] = []
         while self._stops and -self._stops[-1] <= self.num_steps + TOLERANCE:
             request = self._stopping[-1]

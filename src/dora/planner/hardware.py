@@ -1,7 +1,7 @@
-"""Data sheets of accelerators and models: what the cost model needs to know.
+"""Data sheets of accelerators and models, the input of the cost model.
 
-Figures are of dense bf16. Links count one direction. `Efficiency` says how much of the figures software
-reaches.
+Figures are of dense bf16. Links count one direction. `Efficiency` is the fraction of the figures that
+software reaches.
 """
 
 from __future__ import annotations

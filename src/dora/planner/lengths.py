@@ -1,7 +1,7 @@
-"""Lengths of answers, drawn by position in the dataset, so that all policies get the same ones.
+"""Lengths of responses, drawn by position in the dataset, so that all policies get the same ones.
 
 A family is its quantile function. Siblings of a group are correlated by a Gaussian copula, which changes no
-family, and answers may grow from step to step.
+family, and responses may grow from step to step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 class LengthSource(Protocol):
-    """Lengths of prompts and answers in tokens; `turn_delay_s` passes between two turns of an episode."""
+    """Lengths of prompts and responses in tokens; `turn_delay_s` passes between two turns of an episode."""
 
     @property
     def prompt(self) -> int: ...
@@ -34,12 +34,12 @@ class LengthSource(Protocol):
     @property
     def turn_delay_s(self) -> float: ...
     def draw(self, chunk: int, group_size: int, batch_size: int) -> list[list[int]]:
-        """Lengths of the answers of `CHUNK_SIZE` groups, a list for each."""
+        """Lengths of the responses of `CHUNK_SIZE` groups, a list for each."""
 
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Random lengths in tokens. `mean` is the mean of answers after truncation at `limit`."""
+    """Random lengths in tokens. `mean` is the mean of responses after truncation at `limit`."""
 
     limit: int
     mean: float = 0.0
@@ -50,7 +50,7 @@ class LengthDistribution:
     growth: float = 0.0  # relative, per step
     num_turns: int = 1  # of an episode, equally long
     turn_delay_s: float = 0.0  # of the environment after each turn but the last
-    trace: tuple[int, ...] = ()  # answers of family "trace", in any order
+    trace: tuple[int, ...] = ()  # responses of family "trace", in any order
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -74,15 +74,15 @@ class LengthDistribution:
 
     def _check_trace(self) -> None:
         if not self.trace:
-            raise InputError("a length trace must have at least one answer")
+            raise InputError("a length trace must have at least one response")
         if max(self.trace) > self.limit:
             raise InputError(
-                f"the longest answer of the trace has {max(self.trace)} tokens, above the limit "
+                f"the longest response of the trace has {max(self.trace)} tokens, above the limit "
                 f"{self.limit}; raise the limit, or cut the trace"
             )
 
     def check_context(self, context: int) -> None:
-        """Raise InputError if a prompt with its longest answer exceeds the model's context."""
+        """Raise InputError if a prompt with its longest response exceeds the model's context."""
         if self.prompt + self.limit > context:
             raise InputError(
                 f"prompt {self.prompt} + limit {self.limit} = {self.prompt + self.limit} tokens exceed "
@@ -90,7 +90,7 @@ class LengthDistribution:
             )
 
     def draw(self, chunk: int, group_size: int, batch_size: int) -> list[list[int]]:
-        """Lengths of the answers of groups `chunk * CHUNK_SIZE` and following, a list for each."""
+        """Lengths of the responses of groups `chunk * CHUNK_SIZE` and following, a list for each."""
         rng = np.random.default_rng((self.seed, chunk))
         own = rng.standard_normal((CHUNK_SIZE, group_size))
         shared = rng.standard_normal((CHUNK_SIZE, 1))
@@ -125,7 +125,7 @@ class LengthDistribution:
         return math.exp(low)
 
     def _mean_at(self, scale: float) -> float:
-        """Mean of min(answer, limit)."""
+        """Mean of min(response, limit)."""
         limit, tail = float(self.limit), self.tail
         if self.family == "lognormal":
             z = math.log(limit / scale) / tail
@@ -151,7 +151,7 @@ class LengthDistribution:
         return replace(heavier, mean=min(heavier._mean_at(scale), 0.9 * self.limit))
 
     def _stretched_trace(self, factor: float) -> tuple[int, ...]:
-        """Stretch answers above the median, by a power of their ratio to it."""
+        """Stretch responses above the median, by a power of their ratio to it."""
         ordered = np.sort(np.array(self.trace, float))
         median, p99 = float(np.median(ordered)), float(np.quantile(ordered, 0.99))
         power = math.log(factor) / math.log(p99 / median) if p99 > median else 0.0
@@ -161,7 +161,7 @@ class LengthDistribution:
 
     @cached_property
     def sample(self) -> Floats:
-        """Some thousand answers, for estimates."""
+        """Some thousand responses, for estimates."""
         return np.array(self.draw(0, 16, CHUNK_SIZE), float).ravel()
 
     @property
@@ -173,7 +173,7 @@ class LengthDistribution:
 
     @property
     def mean_context(self) -> float:
-        """Mean context of a row at a random moment: long answers run longer, and so count more."""
+        """Mean context of a row at a random moment: long responses run longer, and so count more."""
         answers = self.sample
         return self.prompt + float((answers**2).sum() / (2 * answers.sum()))
 

@@ -166,7 +166,7 @@ def neighbours(choices: Choices, among: Iterable[Choices]) -> set[Choices]:
 
 
 class StepTimeFormula:
-    """Estimates the seconds of a step by rates: of training, rollout, and the longest answer."""
+    """Estimates the seconds of a step by rates: of training, rollout, and the longest response."""
 
     def __init__(self, workload: Workload) -> None:
         lengths = workload.lengths.sample
@@ -222,7 +222,7 @@ class StepTimeFormula:
 
 
 def with_heavier_tail(plan: SimulatedPlan, factor: float = 2.0) -> Metrics:
-    """Metrics of a plan with the 99th percentile of answers `factor` times as long, and the same median."""
+    """Metrics of a plan with the 99th percentile of responses `factor` times as long, and the same median."""
     workload = plan.deployment.workload
     heavier = replace(workload, lengths=workload.lengths.with_heavier_tail(factor))
     return replace(plan.deployment, workload=heavier).metrics()

@@ -66,7 +66,7 @@ class SimulatorOptions:
     migrates_kv: bool = True  # else the KV of migrated requests is computed again
     switch_s: float = 0.0  # a device switches between training and decoding
     reward_s: float = 0.0
-    finish_report_s: float = 0.0  # from the end of an answer to its `RequestFinished`
+    finish_report_s: float = 0.0  # from the end of a response to its `RequestFinished`
     contention: Contention | None = None  # None: engines and trainer have their own devices
     report_interval_s: float = 10.0  # between the progress reports of an engine
     version_slots: int = 1  # of an engine
@@ -75,7 +75,7 @@ class SimulatorOptions:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One training step. Tokens are of prompts and answers."""
+    """One training step. Tokens are of prompts and responses."""
 
     started_s: float
     ended_s: float
@@ -97,10 +97,10 @@ class SimulationResult:
     migration_copy_s: float = 0.0  # copies of their KV, during which they decode
     load_s: float = 0.0
     num_loads: int = 0
-    num_finished: int = 0  # answers
-    answer_s: float = 0.0  # from the first start of an answer to its end, summed over answers
+    num_finished: int = 0  # responses
+    answer_s: float = 0.0  # from the first start of a response to its end, summed over responses
     num_recomputed: int = 0  # tokens whose KV was computed again
-    num_dropped: int = 0  # tokens of answers that were started and not trained
+    num_dropped: int = 0  # tokens of responses that were started and not trained
     max_versions: int = 0  # alive at once
     row_s: float = 0.0  # decoded rows x seconds
     decode_s: float = 0.0  # decoding engines x seconds
@@ -227,7 +227,7 @@ class _OpenGroup:
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.work_s, self.num_tokens = 0.0, 0  # of its finished answers, to train them
+        self.work_s, self.num_tokens = 0.0, 0  # of its finished responses, to train them
         self.cached_on: set[tuple[int, int]] = set()  # (engine, version) with the KV of its prompt
 
 
@@ -379,7 +379,7 @@ class Simulator:
         self._dataset_index += action.count
 
     def _lengths_of(self, position: int) -> list[int]:
-        """Lengths of a group's answers."""
+        """Lengths of a group's responses."""
         chunk, index = divmod(position, CHUNK_SIZE)
         if chunk not in self._lengths_of_chunk:
             self._lengths_of_chunk[chunk] = self.lengths.draw(chunk, self.group_size, self.batch_size)

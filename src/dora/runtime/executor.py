@@ -440,7 +440,7 @@ class ProcessExecutor:
         return self.rewards.first_failure
 
     def held_out_answers(self, group: GroupId) -> dict[int, list[int]]:
-        """Token ids of the answers to a held-out prompt so far, by sibling."""
+        """Token ids of the responses to a held-out prompt so far, by sibling."""
         return self.sample_book.held_out_answers(group)
 
     def worker_states(self) -> list[WorkerState]:

@@ -1,4 +1,5 @@
-"""The main loop: take an event, ask the orchestrator, record both, execute its actions.
+"""The main loop: wait for an event, pass it to the orchestrator, record event and actions, execute the
+actions.
 
 component    sends events                             receives actions
 dataset      PromptsFetched                           FetchPrompts

@@ -451,11 +451,11 @@ class _Session:
             notice(f"  {prompt} {answer}   reward {reward:g}")
 
     def _warn_of_length_drift(self) -> None:
-        """Trained answers should be as long as generated ones."""
+        """Trained responses should be as long as generated ones."""
         drift = self._metrics.lengths.drift()
         if drift is not None and abs(drift) > DRIFT_LIMIT:
             self._console.notice(
-                f"trained answers are on average {abs(drift):.0%} {'longer' if drift > 0 else 'shorter'} "
+                f"trained responses are on average {abs(drift):.0%} {'longer' if drift > 0 else 'shorter'} "
                 "than generated ones, because groups of equal rewards were filtered; see summary.json"
             )
 

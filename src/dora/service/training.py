@@ -114,8 +114,8 @@ async def get_batch(
 ) -> StreamingResponse:
     """The groups of a step's batch, one JSON line for each as soon as it is committed to the step.
 
-    `is_complete` of the last line says whether the batch has no further groups. If it has, request them with
-    `after`. `error` of the last line says why no further groups can follow.
+    `is_complete` of the last line is true if the batch has no further groups; otherwise, request them with
+    `after`. `error` of the last line is the reason if no further groups can follow.
     """
     names = fields.split(",")
     _check_fields(names)

@@ -717,7 +717,7 @@ class EvaluationChecker:
 
     def score(self, group: GroupId) -> None:
         is_due = self._is_complete(group) and group not in self._failed and group not in self._done
-        require(is_due, f"held-out prompt {group} is scored twice, or before all its answers have finished")
+        require(is_due, f"held-out prompt {group} is scored twice, or before all its responses have finished")
         self._scoring.add(group)  # a second time after a crash of the run
 
     def finish(self, action: FinishEvaluation) -> None:

@@ -65,7 +65,7 @@ MARKS = (
     "evaluation: continues after a crash of the run",
     "evaluation: continues after the last step",
     "evaluation: during a step",
-    "evaluation: generates an answer again after a loss",
+    "evaluation: generates a response again after a loss",
     "evaluation: skipped, another is running",
     "evaluation: started",
     "evaluation: waits for its version after a crash of the run",
@@ -299,7 +299,7 @@ class CoverageMarks:
     def _generate_held_out(self, action: Generate) -> None:
         checker = self._checker
         if not self._lost.isdisjoint(action.requests):
-            self._mark("evaluation: generates an answer again after a loss")
+            self._mark("evaluation: generates a response again after a loss")
         if action.version < max(checker.store):
             self._mark("evaluation: at an older version")
         if checker.steps.training is not None:

@@ -1,7 +1,7 @@
 """The part of the checker that follows engines: which requests and versions each has, by events and actions
 alone.
 
-It checks that a request has one owner, that rows and slots are never exceeded, that no answer is generated
+It checks that a request has one owner, that rows and slots are never exceeded, that no response is generated
 again unless its engine was lost, and that engines on the trainer's device are idle during a step.
 """
 

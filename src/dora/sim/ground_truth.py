@@ -31,7 +31,7 @@ class SimRequest:
 
     id: RequestId
     version: int
-    length: int  # tokens of its answer
+    length: int  # tokens of its response
     engine: SimEngine
     updated_s: float
     num_tokens: float = 0.0
@@ -65,7 +65,7 @@ class SimRequest:
         self.version = version
 
     def chunks(self) -> list[tuple[int, int]]:
-        """(version, number of tokens) of the whole answer."""
+        """(version, number of tokens) of the whole response."""
         chunks, start = [], 0
         for version, stop in (*self.segments, (self.version, self.length)):
             if stop > start:

@@ -205,7 +205,7 @@ def _draw_faults(rng: Random, unit_s: float) -> dict[str, Any]:
     """The fields of a WorldConfig that concern faults; three worlds in ten only have crashes of the
     orchestrator.
 
-    `unit_s` is the usual time of an answer.
+    `unit_s` is the usual time of a response.
     """
     orchestrator_crash_every = rng.choice((None, None, None, 70, 150, 200))
     run_crash_every = Random(f"deaths {orchestrator_crash_every} {unit_s}").choice((None, None, 41, 90))
@@ -261,7 +261,7 @@ class FaultDraw:
 
 
 class RequestLengths:
-    """Tokens of each answer. A request that is generated again has the same length."""
+    """Tokens of each response. A request that is generated again has the same length."""
 
     def __init__(self, config: WorldConfig, rng: Random) -> None:
         self._config, self._rng = config, rng

@@ -1,4 +1,4 @@
-"""The stream of a run: the driver puts answers and rewards, the trainer reads groups.
+"""The stream of a run: the driver puts responses and rewards, the trainer reads groups.
 
 `samples.sqlite` is the durable record. The driver sends what is durable there, one whole group at a time; a
 resumed run sends all untrained samples again. The trainer reads the groups that the core has chosen and
@@ -167,7 +167,7 @@ class RunStream:
         """Creates `folder` for segments and socket, and starts the storage with `serve`.
 
         `columns`: the AUX_COLUMNS that the trainer needs. `tasks`: lease time (s) of each reward task, which
-        also scores the `held_out_size` answers to each held-out prompt. `host`: where other machines reach
+        also scores the `held_out_size` responses to each held-out prompt. `host`: where other machines reach
         the stream.
         """
         self.folder, self._group_size = folder, group_size
@@ -192,7 +192,7 @@ class RunStream:
         self._connect()
 
     def put(self, trajectory: Trajectory) -> None:
-        """Queue an answer. Answers to held-out prompts are not trained, so they are not sent."""
+        """Queue a response. Responses to held-out prompts are not trained, so they are not sent."""
         group = trajectory.request.group
         if group.is_held_out:
             return
@@ -233,7 +233,7 @@ class RunStream:
     ) -> None:
         """Offer a group to all reward tasks, the oldest version first.
 
-        `held_out` are the token ids of the answers to a held-out prompt, which are not in the stream yet.
+        `held_out` are the token ids of the responses to a held-out prompt, which are not in the stream yet.
         """
         num_answers = len(held_out) or len(self._indices[group])
         prompt_rows = [np.frombuffer(text, np.uint8) for text in (prompt_row, *[b""] * (num_answers - 1))]

@@ -1,7 +1,7 @@
 """The sample store: `samples.sqlite` of the run folder, one row per sibling.
 
 The driver is its only writer. It commits a payload before it sends the event that names it, so a crash loses
-no finished answer. A subscriber, the run's stream, receives every sample as soon as it is durable.
+no finished response. A subscriber, the run's stream, receives every sample as soon as it is durable.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Trajectory(NamedTuple):
 
     `loss_mask` is 1 for each token that the policy generated, 0 for each token of an observation (its
     log-prob is 0); None: all were generated. `reward` is that of an episode, before its group is scored. An
-    answer continued on newer versions has `segments` (version, number of tokens): `version` is that of the
+    response continued on newer versions has `segments` (version, number of tokens): `version` is that of the
     first segment, and `weight_digest` has the digests of all, joined by DIGEST_SEPARATOR.
     """
 
@@ -52,7 +52,7 @@ class Trajectory(NamedTuple):
 
 
 class AnswerSource(NamedTuple):
-    """The weights that generated an answer; fields as in Trajectory."""
+    """The weights that generated a response; fields as in Trajectory."""
 
     version: int
     weight_digest: str

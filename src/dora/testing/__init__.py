@@ -28,7 +28,7 @@ CONFIG = ModelConfig(
     head_dim=32,  # the smallest that vLLM supports on a CPU
     max_position_embeddings=96,
 )
-MAX_TOKENS = 12  # of an answer
+MAX_TOKENS = 12  # of a response
 
 
 def version_weights(version: int) -> Tensor:
@@ -60,7 +60,7 @@ def make_request(
 def reference_logprobs(
     version: int, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float = 1.0
 ) -> list[float]:
-    """Log-probs of an answer's tokens, by a forward pass over prompt and answer."""
+    """Log-probs of a response's tokens, by a forward pass over prompt and response."""
     settings = TrainerSettings(lr=0.0, num_steps=1, temperature=temperature)
     compute = GroupLogprobs(CONFIG, settings, "cpu")
     compute.load_weights(version_weights(version))

@@ -45,7 +45,7 @@ MAX_ROWS, MAX_CONTEXT = 4, 64
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz01"  # the texts of the tokens, in order; the last token is <eos>
 BF16_TOLERANCE = 0.2  # of log-probs of this model in bf16 (nats): its distributions are sharp
 MAX_ATTEMPTS = 8  # at a migration of a request that may finish first
-MAX_STEPS = 10_000  # for a few short answers
+MAX_STEPS = 10_000  # for a few short responses
 
 
 class InferenceContract:
@@ -157,7 +157,7 @@ class InferenceContract:
             assert answer.version == version
             assert self._max_difference(answer, make_request(number, version=version)) < self.tolerance
 
-    # answers
+    # responses
 
     def test_an_answer_has_consistent_tokens_log_probs_and_digests(self, engine: InferenceEngine) -> None:
         for answer in self._run(engine, [make_request(number) for number in range(3)]):
@@ -371,13 +371,13 @@ class InferenceContract:
         )
 
     def _run(self, engine: InferenceEngine, requests: Sequence[Request]) -> list[Completion]:
-        """Their answers, in order."""
+        """Their responses, in order."""
         engine.submit(requests)
         answers = {answer.id: answer for answer in self._finish(engine, len(requests))}
         return [answers[request.id] for request in requests]
 
     def _finish(self, engine: InferenceEngine, num_answers: int) -> list[Completion]:
-        """Step until the engine has given this many answers and is idle."""
+        """Step until the engine has given this many responses and is idle."""
         answers: list[Completion] = []
         for _ in range(MAX_STEPS):
             answers += engine.step()
@@ -395,7 +395,7 @@ class InferenceContract:
 
 
 class MigrationDriver:
-    """Forwards the messages of token-only migrations between engines, and collects answers.
+    """Forwards the messages of token-only migrations between engines, and collects responses.
 
     `folder` has the files of the migrations.
     """
@@ -455,7 +455,7 @@ class MigrationDriver:
         return [reply for reply in engine.poll_migrations() if not isinstance(reply, MigrationReserved)]
 
     def finish(self, engine: InferenceEngine, request: Request) -> Completion:
-        """Step the engine until the request is finished. Returns its answer."""
+        """Step the engine until the request is finished. Returns its response."""
         for _ in range(MAX_STEPS):
             if request.id in self.finished:
                 break

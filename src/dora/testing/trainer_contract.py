@@ -70,7 +70,7 @@ class TrainingContract:
         assert trainer.num_steps_done == 1
 
     def test_a_clipped_ratio_has_no_gradient(self, trainer: TrainingEngine) -> None:
-        """PPO: an answer whose probability has grown beyond the clip range adds nothing."""
+        """PPO: a response whose probability has grown beyond the clip range adds nothing."""
         step(trainer, [sample(0, advantage=1.0, shift=-5.0)])
         assert torch.equal(trainer.flat.cpu(), version_weights(0))
 
@@ -155,7 +155,7 @@ class TrainingContract:
         return float((one.flat - other.flat).abs().max()) / SETTINGS.lr
 
     def _total_logprob(self, trainer: TrainingEngine, sample: Sample) -> float:
-        """The log-prob of an answer under the current weights."""
+        """The log-prob of a response under the current weights."""
         compute = GroupLogprobs(CONFIG, SETTINGS, "cpu")
         compute.load_weights(trainer.flat.cpu())
         return float(compute([sample])[0].sum())

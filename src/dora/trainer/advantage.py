@@ -1,7 +1,7 @@
 """Advantages from rewards, under verl's names of `adv_estimator`, and the reward shaping before them.
 
 Everything is plain floats: one advantage per response, or one per token for `gae`. This module does not
-import torch. `recipe.ADVANTAGE_SCOPE` says which estimators need a group and which the whole batch.
+import torch. `recipe.ADVANTAGE_SCOPE` lists which estimators need a group and which the whole batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Mini-batches and micro-batches of sequences, and their layout for one forward pass without padding.
 
-Siblings in one micro-batch share their prompt, which goes through the model once. In token counts it counts
-for each sibling.
+Siblings in one micro-batch share their prompt, which the model processes once. Token counts include the
+prompt once per sibling.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ FLAGS = (
     *("--skip-tokenizer-init", "--skip-server-warmup", "--sampling-defaults", "openai"),
     *("--load-format", "safetensors"),
     *("--stream-interval", "8", "--incremental-streaming-output", "--log-level", "warning"),
-    *("--json-model-override-args", '{"eos_token_id": null}'),  # only a request's stop ids end its answer
+    *("--json-model-override-args", '{"eos_token_id": null}'),  # only a request's stop ids end its response
 )
 CPU_FLAGS = ("--attention-backend", "torch_native", "--disable-overlap-schedule")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}

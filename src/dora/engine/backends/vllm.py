@@ -136,7 +136,7 @@ class Vllm(HttpEngine):
                 "temperature": sampling.temperature,
                 "max_tokens": running.max_tokens,
                 "stop_token_ids": sampling.stop_ids,
-                "ignore_eos": True,  # the stop ids include the end-of-sequence token where it ends an answer
+                "ignore_eos": True,  # the stop ids include the end-of-sequence token where it ends a response
                 "detokenize": False,
                 "logprobs": 0,  # of the sampled token only
             },

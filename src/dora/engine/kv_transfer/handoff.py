@@ -56,9 +56,9 @@ class KVFormat(NamedTuple):
 class RequestSnapshot(NamedTuple):
     """A running request as its source exports it.
 
-    `num_computed` tokens of prompt and answer have KV. `blocks` [n] are the blocks of the source's pool that
-    hold it, without those that the destination had cached, and `checksums` [n] are theirs. Both are empty in
-    a token-only migration. `stopped_at_s` is when the source stopped to decode.
+    `num_computed` tokens of prompt and response have KV. `blocks` [n] are the blocks of the source's pool
+    that hold it, without those that the destination had cached, and `checksums` [n] are theirs. Both are
+    empty in a token-only migration. `stopped_at_s` is when the source stopped to decode.
     """
 
     format: KVFormat

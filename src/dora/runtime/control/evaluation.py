@@ -58,7 +58,7 @@ class EvaluationExecutor(Protocol):
     def next_event(self, until: float | None) -> Event | None: ...
 
     def held_out_answers(self, group: GroupId) -> dict[int, list[int]]:
-        """Token ids of the answers to a held-out prompt so far, by sibling."""
+        """Token ids of the responses to a held-out prompt so far, by sibling."""
 
 
 def evaluate(
@@ -100,7 +100,7 @@ class _EvaluationRun:
         self._result = EvaluationResult(version, rule.num_prompts, rule.num_answers, is_greedy)
         self._waiting = deque(rule.request_id(version, index) for index in range(rule.num_requests))
         self._running: dict[int, set[RequestId]] = {}
-        self._ended: Counter[GroupId] = Counter()  # finished or failed answers by prompt
+        self._ended: Counter[GroupId] = Counter()  # finished or failed responses by prompt
         self._num_failed = 0
         self._failed_episodes: dict[GroupId, str] = {}  # prompts with a failed episode, and why
 
@@ -172,7 +172,7 @@ class _EvaluationRun:
             )
 
     def _end(self, group: GroupId) -> None:
-        """An answer has finished or failed; score the prompt once it has all its answers."""
+        """An answer has finished or failed; score the prompt once it has all its responses."""
         self._ended[group] += 1
         if self._ended[group] < self._result.num_responses:
             return

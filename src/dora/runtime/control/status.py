@@ -186,7 +186,8 @@ class StatusWriter:
 def find_slot_waits(workers_by_role: Mapping[str, Sequence[WorkerState]]) -> Iterator[WaitEdge]:
     """Workers that wait for a slot in a cluster, and roles none of whose workers is ready because of that.
 
-    The orchestrator does not know a process before it is ready, so these edges come from the processes.
+    The orchestrator has no record of a process that is not ready, so these edges are derived from the
+    processes.
     """
     for role, states in workers_by_role.items():
         waiting = [each.worker for each in states if not each.is_ready and each.worker.waiting_for]

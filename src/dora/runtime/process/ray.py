@@ -150,7 +150,9 @@ class RayLauncher:
         return self._listener.expect(on_connect)
 
     def release(self, bundle: ReservedBundle) -> None:
-        """Free the bundle of an actor that has exited; the next one in it waits until Ray knows that too."""
+        """Free the bundle of an actor that has exited; the next actor in it waits until Ray has also detected
+        the exit.
+        """
         with self._lock:
             self._free.append(bundle)
 
@@ -360,7 +362,7 @@ class RayProcess:
             self._channel.result().close()
 
     def _release(self) -> None:
-        """Release the bundle, once, from the thread that first knows of the exit."""
+        """Release the bundle, once, from the thread that detects the exit first."""
         self._launcher.unconnected.discard(self)
         with contextlib.suppress(IndexError):
             self._launcher.release(self._to_release.pop())

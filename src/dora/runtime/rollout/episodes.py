@@ -127,7 +127,7 @@ class EpisodeRunner(Protocol):
 
 
 def has_reward_tasks(config: Config) -> bool:
-    """Whether the run scores answers with reward tasks. Rewards of environments are ignored then."""
+    """Whether the run scores responses with reward tasks. Rewards of environments are ignored then."""
     return config.reward.function is not None or bool(config.reward_task)
 
 

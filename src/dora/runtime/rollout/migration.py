@@ -57,7 +57,7 @@ class Migrations:
         """`folder` gets the files of migrations. A side that copies nothing for `lease_s` ends the migration.
 
         `send(engine, message)` returns False if the engine is lost. `reported_length` is the last reported
-        length of an unfinished answer, in tokens.
+        length of an unfinished response, in tokens.
         """
         self._folder, self._lease_s, self._events = folder, lease_s, events
         self._send, self._reported_length = send, reported_length
