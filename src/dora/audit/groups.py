@@ -102,7 +102,7 @@ class GroupAudit:
                 pass
 
     def close(self) -> None:
-        """Check what only the whole journal shows."""
+        """Check rules that need the whole journal, such as groups without an outcome."""
         trained = {g for batch in self._batches[: self._num_trained_steps] for g in batch}
         for group in self._admitted:
             outcome = "trained" if group in trained else self._outcome_of.get(group, "pending")

@@ -413,7 +413,9 @@ def _read_min_stream_tokens(run: Path) -> int | None:
     except OSError as error:
         raise InputError(explain_missing_run(run, CONFIG_FILE)) from error
     except ValueError as error:
-        raise InputError(f"{run / CONFIG_FILE} is not the configuration of a run: {error}") from error
+        raise InputError(
+            f"{run / CONFIG_FILE} is not the configuration of a run: {error}; restore the file"
+        ) from error
     return config.trainer.micro_batch_tokens * config.trainer.num_ranks if config.streams_gradients else None
 
 

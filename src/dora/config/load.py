@@ -101,7 +101,7 @@ def _read_tables(path: Path) -> dict[str, Any]:
             f"config file {path} does not exist; `dora config --defaults` prints a template"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
+        raise ConfigError(f"config file {path} is not valid TOML: {error}; correct that line") from error
 
 
 def _parse_override(override: str) -> Override:

@@ -1,4 +1,5 @@
-"""Which requests have a decode row and KV blocks, which are preempted, and which decode.
+"""The request scheduler: assigns decode rows and KV blocks, preempts requests, and chooses the rows that
+decode.
 
 Decoding rows come first: their blocks are allocated as the outputs grow. If no block is free, a sequence is
 preempted: it is swapped out to host memory, and returns before any new request is admitted. Waiting requests

@@ -94,7 +94,7 @@ def read_header(path: Path, text: bytes) -> JournalHeader:
             raise ValueError(f"num_prompts = {num_prompts} must be at least 1")
         return JournalHeader(limits, num_prompts, codec.decode(str | None, raw.get("critic_digest")))
     except (KeyError, TypeError, ValueError, ProtocolError) as error:
-        raise InputError(f"{path}, line 1: not the header of a journal: {error}") from error
+        raise InputError(f"{path}, line 1: not the header of a journal: {error}; restore the file") from error
 
 
 def read_line(path: Path, number: int, text: bytes) -> JournalLine:

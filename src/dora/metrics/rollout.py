@@ -199,7 +199,7 @@ def _by_power_of_two(lengths: Counter[int]) -> dict[str, int]:
 
 @dataclass
 class MigrationMetrics:
-    """Migrations of a run and what they cost. `prompt_length` gives the prompt tokens of a group."""
+    """Migrations of a run and their costs. `prompt_length` gives the prompt tokens of a group."""
 
     prompt_length: Callable[[GroupId], int]
     succeeded: Counter[str] = field(default_factory=Counter)  # by the reason of the migration

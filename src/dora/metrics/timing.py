@@ -33,7 +33,7 @@ _OVERLAPPING_PHASES = ("rollout", "reward")
 
 
 class StepTiming:
-    """Times of one step after the other, and what is in flight at the end of each."""
+    """Phase times of each step, and the counts of requests and versions at its end."""
 
     def __init__(self) -> None:
         self._now_s = 0.0

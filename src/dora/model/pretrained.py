@@ -33,9 +33,9 @@ def load_config(folder: Path) -> ModelConfig:
     try:
         return ModelConfig.from_dict(raw)
     except KeyError as error:
-        raise ModelError(f"{path}: the key {error} is missing") from error
+        raise ModelError(f"{path}: the key {error} is missing; copy or save the model again") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelError(f"{path}: a value is invalid: {error}") from error
+        raise ModelError(f"{path}: a value is invalid: {error}; copy or save the model again") from error
 
 
 def load_pretrained(folder: Path) -> tuple[ModelConfig, Tensor]:
@@ -147,7 +147,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
+        raise ModelError(f"{path} is not valid JSON: {error}; copy or save the model again") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} must contain a JSON object, not a {type(raw).__name__}")
     return raw

@@ -31,7 +31,7 @@ MAX_ROWS_PER_RANK = 1024
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and what it is trained on. A batch is `batch_size` groups of `group_size` responses."""
+    """A model and its training workload. A batch is `batch_size` groups of `group_size` responses."""
 
     model: ModelShape
     lengths: LengthDistribution

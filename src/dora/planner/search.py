@@ -107,7 +107,7 @@ def candidates(problem: SearchProblem) -> dict[Choices, Deployment]:
     if not found:
         if rejected:
             raise rejected[max(rejected)]
-        raise InputError(f"{problem.num_devices} devices are too few for any layout")
+        raise InputError(f"{problem.num_devices} devices are too few for any layout; raise --devices")
     return found
 
 

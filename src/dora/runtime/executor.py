@@ -264,7 +264,8 @@ class ProcessExecutor:
         timeout_s = self.setup.config.runtime.start_timeout_s
         if missing and time.monotonic() > self._started_s + timeout_s:
             raise RunError(
-                f"{', '.join(missing)} did not start within runtime.start_timeout_s = {timeout_s:g} s"
+                f"{', '.join(missing)} did not start within runtime.start_timeout_s = {timeout_s:g} s; "
+                "raise it for a slow start"
             )
         return missing
 

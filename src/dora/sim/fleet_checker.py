@@ -71,7 +71,7 @@ class FleetChecker:
     # Events
 
     def before_event(self, event: Event) -> None:
-        """Check what the actions after the previous event should have done."""
+        """Check that the actions after the previous event were complete."""
         if type(event) not in (ProgressReported, TimerFired):
             self._num_changes += 1
         if self._aborted_too_late:

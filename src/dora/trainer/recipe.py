@@ -42,7 +42,7 @@ ADVANTAGE_SCOPE: Mapping[AdvEstimator, Literal["group", "batch"]] = MappingProxy
 
 @dataclass(frozen=True)
 class PolicyLossTraits:
-    """What a policy loss requires of the trainer.
+    """Requirements of a policy loss on the trainer.
 
     `unit`: what a micro-batch must not split. `is_clipped`: tokens whose ratio leaves the clip range lose
     their gradient or have their weight bounded. `loss_agg_mode`: the only aggregation that gives the

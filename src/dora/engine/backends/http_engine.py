@@ -335,7 +335,7 @@ class HttpEngine(ABC):
             self._start_stream(ServerRequest(self._waiting.popleft(), ""))
 
     def _start_stream(self, previous: ServerRequest) -> None:
-        """Have the server continue what a request has, and read the response in a thread."""
+        """Send the prompt and the tokens so far to the server, and read the response in a thread."""
         running = ServerRequest(  # a new object, so that late events of the previous response are ignored
             previous.request,
             secrets.token_hex(8),

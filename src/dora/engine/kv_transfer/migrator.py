@@ -94,7 +94,7 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
 
     @abstractmethod
     def reserve(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
-        """Reserve what the request needs here."""
+        """Reserve the row, and the blocks if any, that the request needs on this engine."""
 
     def start_export(self, command: StartExport) -> ExportFailed | None:
         """Begin an export. The request is decoded until it is exported."""
@@ -187,7 +187,7 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
 
     @abstractmethod
     def _cancel_reservation(self, request_id: RequestId) -> None:
-        """Free what was reserved for an import that has failed."""
+        """Free the reservation of an import that has failed."""
 
     # the protocol
 

@@ -26,7 +26,7 @@ from dora.runtime.process.worker_process import WorkerState
 
 TRAINING = "training"  # the phase in which the orchestrator runs
 WRITE_S = 1.0
-STALL_S = 60.0  # without progress, before the log names what the run is waiting for
+STALL_S = 60.0  # time without progress before the wait-for graph is logged
 STALL_FACTOR = 2.0  # the threshold is at least this many times the longest pause so far
 SLOT_WAIT_S = 5.0  # without a slot in the cluster, before a log line
 MAX_GAP_S = 5.0  # between two updates; after a longer gap the driver itself was suspended

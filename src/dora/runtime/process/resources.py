@@ -1,4 +1,4 @@
-"""CPUs and GPUs of a run's processes: what each reserves on a Ray cluster, and which device it uses."""
+"""CPUs and GPUs of a run's processes: reservations on a Ray cluster, and the device of each process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def total_resources(processes: list[ProcessResources]) -> dict[str, float]:
 
 
 def describe_shortage(processes: list[ProcessResources], cluster: Mapping[str, float]) -> str:
-    """A message: what the processes need, and what all nodes of the cluster have together."""
+    """A message with the resources that the processes need and those of all nodes together."""
     needed = total_resources(processes)
     have = {name: cluster.get(name, 0.0) for name in needed}
     return f"the cluster has no room for the run, which needs {needed}: all nodes together have {have}"

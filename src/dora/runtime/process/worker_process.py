@@ -128,7 +128,9 @@ def _run_forked(connection: Connection, target: Target, spec: object) -> None:
 
 
 def preload_workers() -> None:
-    """Start the fork server, which imports what workers need. Without it each worker imports by itself."""
+    """Start the fork server, which imports the modules of workers. Without it each worker imports them
+    itself.
+    """
     if sys.platform == "linux":
         CONTEXT.set_forkserver_preload(["dora.runtime.process.preload"])
         with _environment(WORKER_ENV), _signals_blocked():
@@ -307,7 +309,7 @@ class Worker:
 
 
 class WorkerState(NamedTuple):
-    """A worker for status displays: whether it is ready, its timeout, what it is doing."""
+    """The state of a worker for status displays: readiness, timeout, current work."""
 
     worker: Worker
     is_ready: bool

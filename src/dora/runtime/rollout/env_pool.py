@@ -251,7 +251,9 @@ class EnvPool:
         for worker in self._workers:
             if not worker.is_ready and self._now_s - worker.start_s > start_timeout_s:
                 limit = f"runtime.start_timeout_s = {start_timeout_s:g} s"
-                raise RunError(f"{worker.worker.name} did not start within {limit}")
+                raise RunError(
+                    f"{worker.worker.name} did not start within {limit}; raise it for a slow start"
+                )
             waits_s = [self._now_s - s for s in worker.awaited_since_s.values() if s is not None]
             if worker.is_ready and max(waits_s, default=0.0) > 2 * timeout_s + MAX_GAP_S:
                 reason = f"environment or another one of its process hangs, env.timeout_s = {timeout_s:g}"

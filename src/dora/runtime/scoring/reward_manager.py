@@ -449,7 +449,7 @@ class RewardManager:
         self._request(group)
 
     def on_storage_replaced(self) -> None:
-        """Have all tasks score again what is not scored by all; the new storage has the rows by now."""
+        """Let all tasks score the unfinished groups again; the new storage already has their rows."""
         for workers in self._workers:
             workers.on_storage_replaced(self._stream.storage.remote)
         for external in self.external.values():

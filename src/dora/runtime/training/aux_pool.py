@@ -66,7 +66,9 @@ class TrainerWithAuxWorkers(Worker):
                 self._send_to_aux(message)
 
     def on_message(self, worker: Worker, message: object) -> object | None:
-        """Handle a message of one of `processes`; returns what the supervisor is to handle, or None."""
+        """Handle a message of one of `processes`; returns the message that the supervisor must handle, or
+        None.
+        """
         match message:
             case ColumnFilled(column, group):
                 self._filled[column].add(group)

@@ -126,7 +126,9 @@ class ExternalTrainer(Worker):
                 super().send(message)
 
     def on_message(self, message: object) -> object | None:
-        """Handle a message of the placeholder; returns what the supervisor is to handle, or None."""
+        """Handle a message of the placeholder; returns the message that the supervisor must handle, or
+        None.
+        """
         upload = self._upload
         match message:
             case m.WeightsRejected(_, reason) if upload is not None:

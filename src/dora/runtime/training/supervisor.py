@@ -73,7 +73,7 @@ class TrainerSupervisor:
     def _start(self, checkpoint: Path | None) -> None:
         self._started_s, self._num_trained_at_start = time.monotonic(), self._num_trained
         self._ready: set[str] = set()
-        self._pending_since_s: float | None = None  # when the reply that is awaited next was requested
+        self._pending_since_s: float | None = None  # time of the oldest request without a reply
         self._num_pending = 0  # replies
         self.ranks = start_ranks(self._setup, *self._folders, checkpoint, self._messages, self._notice)
         self.rank0: Worker = self.ranks[0]

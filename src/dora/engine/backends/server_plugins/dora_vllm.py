@@ -1,4 +1,4 @@
-"""What a vLLM server needs to serve DORA: it loads weights from a file, and it requires an auth token.
+"""Extensions of a vLLM server for DORA: load weights from a file, and require an auth token.
 
     --worker-extension-cls dora_vllm.WorkerExtension --middleware dora_vllm.TokenMiddleware
 
