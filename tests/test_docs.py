@@ -128,7 +128,7 @@ def test_the_figures_of_the_readme_are_the_committed_ones() -> None:
         f"{faults['injected']:.0f} injected faults",
         f"lost, doubled or mixed {faults['lost'] + faults['doubled'] + faults['mixed']:.0f} samples",
         f"pauses for {ratios('migration')['stop_steps']:.1f} decode steps",
-        f"discarded {peers['trl_async_vllm_s2_discarded']:,.0f} answers",
+        f"discarded {peers['trl_async_vllm_s2_discarded']:,.0f} responses",
         f"discards {peers['dora_s2_discarded']:.0f};",
         f"trains {same[0]:.2f} to {same[1]:.2f} times as many samples/s",
     ]
