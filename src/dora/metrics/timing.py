@@ -33,7 +33,7 @@ _OVERLAPPING_PHASES = ("rollout", "reward")
 
 
 class StepTiming:
-    """Phase times of each step, and the counts of requests and versions at its end."""
+    """Phase times of each step; counts of engines, versions, requests and groups at its end."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
