@@ -2,7 +2,8 @@
 
     python -m tests.golden.record migrations_and_a_killed_engine
 
-Trains the run, replaces NAME.jsonl.xz beside this file, and prints the counts that `test_golden.py` expects.
+Trains the run for about a minute on idle cores, replaces NAME.jsonl.xz beside this file, and prints the
+counts for `CONTENT` in `test_golden.py`. Refuses a recording that has none of an event or action that `CONTENT` names.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
             "engine__num_engines": 4,
             "engine__max_num_seqs": 8,
             "engine__version_slots": 1,
+            "engine__min_step_time": "8ms",
         },
     ),
     "episodes_with_evaluation": ("calculator/calculator.toml", {"run__steps": 20, "eval__every": 5}),
@@ -54,8 +56,11 @@ def record(name: str) -> Counter[str]:
             run.kill_all()
         if ended.code:
             raise SystemExit(ended.err)
+        kinds = Counter(str(to_json(line.record)["kind"]) for line in read_journal(out).lines)
+        if missing := [kind for kind in CONTENT[name] if not kinds[kind]]:
+            raise SystemExit(f"not recorded: the run has no {', '.join(missing)}; repeat it on idle cores")
         (GOLDEN / f"{name}.jsonl.xz").write_bytes(lzma.compress((out / "journal.jsonl").read_bytes()))
-        return Counter(str(to_json(line.record)["kind"]) for line in read_journal(out).lines)
+        return kinds
 
 
 if __name__ == "__main__":
