@@ -3,7 +3,7 @@
     python -m tests.golden.record migrations_and_a_killed_engine
 
 Trains the run for about a minute on idle cores, replaces NAME.jsonl.xz beside this file, and prints the
-counts for `CONTENT` in `test_golden.py`. Refuses a recording that has none of an event or action that `CONTENT` names.
+counts for `CONTENT` in `test_golden.py`. Refuses a recording that lacks an event or action of `CONTENT`.
 """
 
 from __future__ import annotations
