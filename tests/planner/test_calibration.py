@@ -134,14 +134,14 @@ def test_a_run_on_shared_cores_is_predicted_from_others() -> None:
 
 
 def test_a_run_with_too_few_spans_is_refused() -> None:
-    with pytest.raises(InputError, match=r"0 training steps and 0 answers .* at least 3 of each"):
+    with pytest.raises(InputError, match=r"0 training steps and 0 responses .* at least 3 of each"):
         fit_costs([read_run(LIMITS, [])])
 
 
 def test_a_run_too_short_to_have_a_speed_is_refused_by_name() -> None:
     run, short = recorded_run(LIMITS), recorded_run(LIMITS)
     del short.trainings[1:]
-    with pytest.raises(InputError, match=r"runs/short has 1 training steps; .* leave it out"):
+    with pytest.raises(InputError, match=r"runs/short has 1 training steps; .* leave out this run"):
         forecast_all({"runs/known": run}, {"runs/short": short})
 
 

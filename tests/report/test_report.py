@@ -209,7 +209,7 @@ def test_a_curve_has_the_meaning_of_its_name() -> None:
     found = MetricColumns()
     found.read(json.dumps({"step": 0, "staleness/num_2": 3, "of/another": 1}))
     meanings = found.to_json()["meanings"]
-    assert meanings["staleness/num_2"].startswith("samples: with staleness S")
+    assert meanings["staleness/num_2"].startswith("samples: samples of the batch with staleness S")
     assert "of/another" not in meanings
 
 
