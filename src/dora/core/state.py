@@ -316,8 +316,8 @@ class State(Indexes):
         Excludes engines short of KV, and colocated engines unless all are: these pause for every step.
         """
         has_kv = engine.kv_usage < self.limits.kv_watermark
-        is_lent = engine.is_colocated and len(self.colocated) < len(self.engines)
-        return has_kv and engine.is_accepting(version) and not is_lent
+        is_fallback = engine.is_colocated and len(self.colocated) < len(self.engines)
+        return has_kv and engine.is_accepting(version) and not is_fallback
 
     @property
     def is_device_free(self) -> bool:
