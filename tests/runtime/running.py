@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tests.runtime.command_server import ForkedCommand
 
 from dora.metrics.catalog import SECTIONS
 
-COMMAND = (sys.executable, "-c", "from dora.cli.main import main; main()")
 TIMEOUT_S = 60.0  # machines that run tests may be busy
 
 
@@ -32,10 +30,10 @@ class CommandResult:
 
 def dora(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> CommandResult:
     """Run a command to its end."""
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, env=environment()
-    )
-    return CommandResult(done.returncode, done.stdout, done.stderr)
+    command = ForkedCommand([*map(str, arguments)], environment())
+    out, err = command.communicate(timeout_s)
+    assert command.returncode is not None
+    return CommandResult(command.returncode, out, err)
 
 
 def environment() -> dict[str, str]:
@@ -55,33 +53,25 @@ class Run:
         self,
         config: Path | None,
         out: Path,
-        output: int = subprocess.PIPE,
+        output: int | None = None,
         command: str = "train",
         **changes: object,
     ) -> None:
-        """`section__key=value` changes a setting; `output` is where stdout goes.
+        """`section__key=value` changes a setting; `output` is a file descriptor for stdout.
 
         Without a configuration, resume the run in `out`.
         """
         sets = settings({key.replace("__", "."): value for key, value in changes.items()})
         what = ["--resume", str(out)] if config is None else [str(config), "--out", str(out)]
         self.out = out
-        self._process = subprocess.Popen(
-            [*COMMAND, command, *what, *sets],
-            stdout=output,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
-            start_new_session=True,
-        )
+        self._process = ForkedCommand([command, *what, *sets], environment(), output)
         self.pid = self._process.pid
         self._ended: CommandResult | None = None
 
     def workers(self) -> list[psutil.Process]:
         """The worker processes in the order of their start: engines, trainer, reward worker."""
-        below = psutil.Process(self.pid).children(recursive=True)
-        servers = {child.pid for child in below if "forkserver" in " ".join(child.cmdline())}
-        workers = [child for child in below if child.ppid() in servers]
+        servers = psutil.Process(self.pid).children()  # the fork server is one of them
+        workers = [child for server in servers for child in server.children()]
         return sorted(workers, key=lambda child: (child.create_time(), child.pid))
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -99,8 +89,9 @@ class Run:
     def end(self, timeout_s: float = TIMEOUT_S) -> CommandResult:
         """Wait for the end. Later calls return the same result."""
         if self._ended is None:
-            out, err = self._process.communicate(timeout=timeout_s)
-            self._ended = CommandResult(self._process.returncode, out or "", err or "")
+            out, err = self._process.communicate(timeout_s)
+            assert self._process.returncode is not None
+            self._ended = CommandResult(self._process.returncode, out, err)
         return self._ended
 
     def kill_all(self) -> None:
