@@ -67,7 +67,7 @@ class EnginePair:
         WeightStore(self.folder).publish(0, weights)
         self._messages = WorkerMessages()
         self._events: deque[Event] = deque()
-        self.migrations = Migrations(self.folder, WAIT_S, self._events, self.send, lambda _: 0)
+        self.migrations = Migrations(self.folder, WAIT_S, self._events, self.send)
         self.workers = [self._start(number) for number in range(2)]
         self.reports: dict[int, m.EngineReport] = {}
         self._num_rows = 0

@@ -127,6 +127,10 @@ def test_devices_are_counted_for_all_kinds(file: Path) -> None:
             ["engine.version_slots=1", "orchestrator.prioritize_stragglers=false"],
             "placement = static",
         ),
+        "policy": (
+            ["orchestrator.update_policy=partial", "orchestrator.prioritize_stragglers=false"],
+            "requests keep their version: set orchestrator.update_policy = dora",
+        ),
         "slots": ([*FITTING, "fleet.others.version_slots=2"], "set fleet.others.version_slots = 1"),
         "option": ([*FITTING, 'fleet.others.options={size="big"}'], "fleet.others.options = .*size"),
         "url": (
@@ -134,7 +138,7 @@ def test_devices_are_counted_for_all_kinds(file: Path) -> None:
             "there are 2 engines: set num_engines = 1",
         ),
     }.values(),
-    ids=["migration", "slots", "option", "url"],
+    ids=["migration", "policy", "slots", "option", "url"],
 )
 def test_a_setting_that_a_backend_does_not_support_is_refused(
     file: Path, changes: list[str], message: str
@@ -154,12 +158,11 @@ def test_a_supported_fleet_is_accepted(file: Path) -> None:
     ("changes", "message"),
     {
         "name": (["fleet.others.name=servers"], "needs a name of its own"),
-        "policy": (["orchestrator.update_policy=partial"], "only DORA's own engine"),
         "options": (["engine.options={}"], "engine.options has no effect without engine.backend"),
         "backend": (["fleet.others.backend=none"], "must have the form file.py:name or module:name"),
         "key": (["fleet.others.max_seqs=3"], "unknown key; did you mean max_num_seqs"),
     }.values(),
-    ids=["name", "policy", "options", "backend", "key"],
+    ids=["name", "options", "backend", "key"],
 )
 def test_fleet_settings_that_conflict_are_refused(file: Path, changes: list[Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

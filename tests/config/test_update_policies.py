@@ -41,7 +41,6 @@ def test_other_numbers_of_slots_are_refused(file: Path, policy: str, num_slots: 
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ("engine.backend=dora.engine.engine:Engine", "engine.backend"),
         ("engine.exact_logprobs=true", "engine.exact_logprobs"),
         ("service.agents=true", "service.agents"),
     ],

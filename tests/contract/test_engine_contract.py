@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from dora.data.tokenizer import Tokenizer
-from dora.engine.episodes import EpisodeEngine
+from dora.engine.engine import Engine
 from dora.engine.interface import NATIVE, Capabilities, InferenceEngine
-from dora.engine.kv_transfer.engine import MigratingEngine
 from dora.loading import load_attribute
 from dora.model.pretrained import load_config
 from dora.testing.engine_contract import InferenceContract
@@ -24,8 +23,7 @@ class Native:
     def __new__(  # type: ignore[misc]
         cls, *, model: str, max_rows: int, max_context: int, version_slots: int, device: str, dtype: str
     ) -> InferenceEngine:
-        own = {"pool": Path(model) / "pool"} if device == "cpu" else {"device": device}
-        return (MigratingEngine if device == "cpu" else EpisodeEngine)(
+        return Engine(
             load_config(Path(model)),
             max_rows=max_rows,
             max_context=max_context,
@@ -33,7 +31,8 @@ class Native:
             kernels="eager",
             dtype=dtype,
             detokenize=Tokenizer(Path(model)).decode,
-            **own,
+            device=device,
+            pool=Path(model) / "pool" if device == "cpu" else None,
         )
 
 

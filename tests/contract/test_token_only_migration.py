@@ -15,7 +15,7 @@ from tests.contract.test_vllm import engine_at
 from dora.core.types import Chunk
 from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE
 from dora.engine.backends.vllm import Vllm
-from dora.engine.kv_transfer.engine import MigratingEngine
+from dora.engine.engine import Engine
 from dora.engine.messages import ExportFailed, ExportFinished, ImportFailed, ImportFinished, MigrationReply
 from dora.engine.request import EngineError
 from dora.model.pretrained import save_pretrained
@@ -42,8 +42,8 @@ class Fleet:
         engine.load(0, version_weights(version))
         return engine
 
-    def native(self) -> MigratingEngine:
-        engine = MigratingEngine(
+    def native(self) -> Engine:
+        engine = Engine(
             CONFIG,
             kernels="eager",
             pool=self.folder / "pool",

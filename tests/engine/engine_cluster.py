@@ -8,7 +8,7 @@ from typing import Any
 from tests.engine.tiny import TINY, weights
 
 from dora.core.types import RequestId
-from dora.engine.kv_transfer.engine import MigratingEngine
+from dora.engine.engine import Engine
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.engine.messages import (
     ExportFailed,
@@ -34,7 +34,7 @@ class EngineCluster:
     ) -> None:
         self.folder, self.kernels, self.exact, self.dtype = folder, kernels, exact, dtype
         self.now_s = 100.0
-        self.engines: dict[str, MigratingEngine] = {}
+        self.engines: dict[str, Engine] = {}
         self.replies: list[tuple[str, MigrationReply]] = []
         self.finished: dict[RequestId, Completion] = {}
         self._num_migrations = 0
@@ -47,8 +47,8 @@ class EngineCluster:
         max_rows: int = 8,
         num_blocks: int | None = None,
         config: ModelConfig = TINY,
-    ) -> MigratingEngine:
-        engine = self.engines[name] = MigratingEngine(
+    ) -> Engine:
+        engine = self.engines[name] = Engine(
             config,
             max_rows=max_rows,
             max_context=96,

@@ -11,7 +11,6 @@ from tests.engine import tiny
 from tests.engine.engine_cluster import EngineCluster
 
 from dora.engine.engine import Engine
-from dora.engine.kv_transfer.engine import MigratingEngine
 from dora.engine.messages import ExportFailed, ImportFailed
 from dora.engine.request import EngineError
 from dora.model.weights import weight_digest
@@ -68,7 +67,7 @@ def test_unavailable_dtypes_devices_and_kernels_are_rejected(tmp_path: Path) -> 
     with pytest.raises(EngineError, match='supports dtype = "float32" only'):
         engine(kernels="numba")
     with pytest.raises(EngineError, match="requests migrate only between engines with CPU kernels"):
-        MigratingEngine(
+        Engine(
             tiny.TINY, max_rows=1, max_context=9, version_slots=1, kernels="triton", pool=tmp_path / "pool"
         )
 

@@ -16,7 +16,6 @@ from tests.engine.tiny import (
 
 from dora.core.types import Chunk, GroupId, RequestId
 from dora.engine.engine import Engine
-from dora.engine.kv_transfer.engine import MigratingEngine
 from dora.engine.request import EngineError, Request, SamplingParams
 from dora.model.weights import weight_digest
 
@@ -315,9 +314,7 @@ def test_pace_pads_steps_and_changes_no_tokens() -> None:
 
 def test_a_kv_pool_without_disk_space_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"no space for \d+ bytes of KV"):
-        MigratingEngine(
-            TINY, max_rows=1, max_context=9, version_slots=1, num_blocks=2**40, pool=tmp_path / "kv"
-        )
+        Engine(TINY, max_rows=1, max_context=9, version_slots=1, num_blocks=2**40, pool=tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
 
 

@@ -14,7 +14,7 @@ import dora.engine.engine as engine_module
 from dora.core.types import RequestId
 from dora.engine.batch_invariant import LogprobScorer
 from dora.engine.cuda_graphs import CUDAGraphRunner
-from dora.engine.episodes import EpisodeEngine
+from dora.engine.engine import Engine
 from dora.engine.messages import ExportFailed, ImportFinished, TurnFinished
 from dora.engine.request import Completion, EngineError, Request
 from dora.engine.scheduler import RequestStatus
@@ -24,9 +24,9 @@ OBSERVATIONS = {0: (7, 8, 9), 1: tuple(range(1, 21)), 2: (3,)}  # by number of t
 Completions = dict[RequestId, Completion]
 
 
-def make_episode_engine(kernels: str = "eager", **settings: object) -> EpisodeEngine:
+def make_episode_engine(kernels: str = "eager", **settings: object) -> Engine:
     sizes = {"max_rows": 8, "max_context": 96, "version_slots": 2, "kernels": kernels} | settings
-    engine = EpisodeEngine(TINY, **sizes)  # type: ignore[arg-type]
+    engine = Engine(TINY, **sizes)  # type: ignore[arg-type]
     engine.load(0, weights(0))
     return engine
 
@@ -40,7 +40,7 @@ def episode(number: int, max_turn_tokens: int = 6, max_tokens: int = 50, **param
 class Environment:
     """Replies to each turn with its observation after `delay` steps; ends episodes after three of them."""
 
-    def __init__(self, engine: EpisodeEngine, delay: Callable[[TurnFinished], int] = lambda turn: 0) -> None:
+    def __init__(self, engine: Engine, delay: Callable[[TurnFinished], int] = lambda turn: 0) -> None:
         self.engine, self.delay = engine, delay
         self.num_turns: dict[RequestId, int] = {}
         self.turns: list[TurnFinished] = []
@@ -239,7 +239,7 @@ def test_the_last_turn_may_be_truncated_and_reports_the_tokens_left() -> None:
     assert completion.prompt_ids == request.prompt_ids
 
 
-def run_to_first_turn(engine: EpisodeEngine, *requests: Request) -> None:
+def run_to_first_turn(engine: Engine, *requests: Request) -> None:
     """Submit requests and step until all wait for their first observation."""
     engine.submit(list(requests))
     ended: list[TurnFinished] = []

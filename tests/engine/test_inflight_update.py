@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import dora.engine.engine as engine_module
 from dora.core.types import GroupId, RequestId
 from dora.engine.cuda_graphs import CUDAGraphRunner
-from dora.engine.inflight_update import InflightUpdateEngine
+from dora.engine.engine import Engine
 from dora.engine.request import Completion, Request, SamplingParams
 from dora.engine.scheduler import RequestStatus
 from dora.model.decoder import forward, lm_head, rope_tables
@@ -30,10 +30,10 @@ def make_inflight_engine(
     num_blocks: int | None = None,
     max_rows: int = 8,
     prefill_budget: int = 512,
-) -> InflightUpdateEngine:
-    engine = InflightUpdateEngine(
+) -> Engine:
+    engine = Engine(
         TINY,
-        keeps_kv=keeps_kv,
+        inflight_update="inflight" if keeps_kv else "partial",
         max_rows=max_rows,
         max_context=96,
         version_slots=2,
@@ -45,13 +45,11 @@ def make_inflight_engine(
     return engine
 
 
-def finish(engine: InflightUpdateEngine) -> dict[RequestId, Completion]:
+def finish(engine: Engine) -> dict[RequestId, Completion]:
     return run(engine, [])
 
 
-def run_with_update(
-    engine: InflightUpdateEngine, requests: list[Request], flat: Tensor
-) -> dict[RequestId, Completion]:
+def run_with_update(engine: Engine, requests: list[Request], flat: Tensor) -> dict[RequestId, Completion]:
     """Run NUM_BEFORE steps with version 0, then load version 1; returns all completions."""
     engine.submit(requests)
     completions: dict[RequestId, Completion] = {}

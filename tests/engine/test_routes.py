@@ -11,7 +11,6 @@ from tests.engine.tiny import make_request, run
 from tests.model.families import CONFIGS, compute_logits, random_weights
 
 from dora.engine.engine import Engine
-from dora.engine.kv_transfer.engine import MigratingEngine
 from dora.engine.request import Completion
 from dora.trainer.routing_replay import ReplayRouter
 
@@ -55,7 +54,7 @@ def test_routes_migrate_with_a_request(tmp_path: Path) -> None:
     stage = EngineCluster(tmp_path, "eager")
     request = REQUESTS[0]
     for name in "ab":
-        engine = MigratingEngine(CONFIG, pool=stage.pool_path(name), clock=lambda: stage.now_s, **SETTINGS)
+        engine = Engine(CONFIG, pool=stage.pool_path(name), clock=lambda: stage.now_s, **SETTINGS)
         engine.load(0, FLAT)
         stage.engines[name] = engine
     stage.engines["a"].submit([request])

@@ -11,7 +11,6 @@ from tests.engine.engine_cluster import EngineCluster
 from tests.engine.tiny import TINY, full_logits, make_engine, make_request, output_tokens, run, weights
 
 from dora.engine.engine import Engine
-from dora.engine.kv_transfer.engine import MigratingEngine
 from dora.engine.request import EngineError, Request, SamplingParams
 
 FILTERS: list[dict[str, Any]] = [
@@ -40,9 +39,7 @@ def make_text_engine(max_rows: int = 32, **settings: Any) -> Engine:
 
 def add_text_engine(cluster: EngineCluster, name: str) -> None:
     """Add an engine with a tokenizer whose requests can migrate."""
-    engine = MigratingEngine(
-        TINY, max_rows=4, pool=cluster.pool_path(name), clock=lambda: cluster.now_s, **SETTINGS
-    )
+    engine = Engine(TINY, max_rows=4, pool=cluster.pool_path(name), clock=lambda: cluster.now_s, **SETTINGS)
     engine.load(0, weights())
     cluster.engines[name] = engine
 

@@ -119,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.decoding)
     @rule(data=st.data())
     def end_turn(self, data: st.DataObject) -> None:
-        self.scheduler.between_turns[data.draw(st.sampled_from(self.decoding))] = False
+        self.scheduler.between_turns[data.draw(st.sampled_from(self.decoding))] = None
 
     @precondition(lambda self: self.scheduler.between_turns)
     @rule(data=st.data(), num_tokens=st.integers(1, 40))
@@ -129,9 +129,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.scheduler.request(request_id)
         assert request is not None
         num_tokens = min(num_tokens, request.max_length - 1 - self.lengths[request_id])
-        if num_tokens > 0 and not self.scheduler.between_turns[request_id]:
+        if num_tokens > 0 and self.scheduler.awaits_observation(request_id):
             self.observations[request_id] = num_tokens
-            self.scheduler.between_turns[request_id] = True
+            self.scheduler.set_observation(request_id, [0] * num_tokens)
 
     @rule(data=st.data())
     def decode_only(self, data: st.DataObject) -> None:
@@ -145,9 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Abort requests between turns; all others must finish, and leave every block free."""
-        for request_id in [
-            i for i, has_observation in self.scheduler.between_turns.items() if not has_observation
-        ]:
+        for request_id in [i for i, tokens in self.scheduler.between_turns.items() if tokens is None]:
             self.end(request_id)
         for _ in range(5000):
             if not any(self.scheduler.requests()):
@@ -196,7 +194,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id in able:
             sequence, start = running[request_id], self.lengths[request_id] - 1
             num_tokens = self.observations.pop(request_id)
-            del self.scheduler.between_turns[request_id]
+            self.scheduler.consume_observation(request_id, num_tokens)
             assert self.read(sequence.block_table, start) == kv_of(sequence.request, start)
             self.write(sequence.block_table, start, kv_of(sequence.request, start + num_tokens))
             self.lengths[request_id] += num_tokens

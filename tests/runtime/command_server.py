@@ -111,8 +111,8 @@ def serve(fd: int) -> None:
     """Fork a process for each command; exits when the other end is closed."""
     import dora.audit
     import dora.cli.main
+    import dora.engine.engine
     import dora.engine.kernels.numba_kernels
-    import dora.engine.kv_transfer.engine
     import dora.runtime.run
 
     gc.freeze()  # the collector does not touch these objects, so forks keep sharing their pages

@@ -174,10 +174,7 @@ def _check_inflight_update(config: Config) -> None:
     policy = config.orchestrator.update_policy
     if not config.breaks_c1:
         return
-    needs_dora = "only DORA's own engine can continue requests with newer weights"
     conflicts = {
-        "engine.backend": (config.engine.backend is not None, needs_dora),
-        "fleet": (bool(config.fleet), needs_dora),
         "trainer.routing_replay": (
             config.trainer.routing_replay and policy == "partial",
             "recomputed tokens take other experts than those that sampled them",

@@ -1,28 +1,54 @@
 """The rollout engine: loads versions, accepts requests, steps, and returns completions.
 
 An engine belongs to one thread and never blocks. Call `step` while `can_step`.
+
+Three kinds of requests do more than decode to their end:
+
+* An episode (`SamplingParams.max_turn_tokens`) is one sequence of the model's turns and of the observations
+  between them. An observation is prefilled like a part of a prompt. Sampling depends only on the position of
+  a token, so the same observations lead to the same tokens whenever they arrive.
+* A running request can migrate to another engine with its KV (`dora.engine.kv_transfer`).
+* With `inflight_update`, running requests continue with each newer version, as in most asynchronous trainers.
+  Their outputs have chunks of several versions, and each log-prob is that of the weights that sampled the
+  token. Held-out requests keep their version.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dora.core.types import RequestId
 from dora.engine.batch_invariant import SPARE_ROWS, BatchInvariantRunner, self_test
-from dora.engine.block_manager import hash_seed, num_blocks_for
+from dora.engine.block_manager import BLOCK_SIZE, hash_seed, num_blocks_for
 from dora.engine.cuda_graphs import CUDAGraphRunner
 from dora.engine.decode_batch import MAX_STOP_IDS, DecodeBatch, Detokenize, KVCache
-from dora.engine.kernels.sampler import Int64s
-from dora.engine.kernels.workspace import KVAllocator, Workspace
-from dora.engine.request import Completion, EngineError, Request, Sequence
+from dora.engine.interface import NATIVE, Capabilities
+from dora.engine.kernels.workspace import DTYPES, KVAllocator, Workspace
+from dora.engine.kv_transfer.handoff import FORMAT_VERSION, KVFormat
+from dora.engine.kv_transfer.kv_migrator import KVMigrator
+from dora.engine.kv_transfer.pool import KVBlocks, create_pool, view_as_blocks
+from dora.engine.kv_transfer.transfer import KVTransport
+from dora.engine.messages import (
+    ExportFailed,
+    ImportFailed,
+    MigrationReply,
+    MigrationReserved,
+    ReserveMigration,
+    StartExport,
+    TurnFinished,
+)
+from dora.engine.request import Completion, EngineError, PromptKey, Request, Sequence
 from dora.engine.runner import ModelRunner, PrefillInput
-from dora.engine.scheduler import RequestStatus, Scheduler, SchedulerOutput
+from dora.engine.scheduler import PrefillChunk, RequestStatus, Scheduler, SchedulerOutput
 from dora.model.config import ModelConfig
 from dora.model.weights import weight_digest
 
@@ -49,8 +75,15 @@ class Engine:
     device, dtype   "cpu" or "cuda"; "float32" or "bfloat16", of weights and KV
     exact           log-probs have the same bits in any batch, and `LogprobScorer` reproduces them; raises
                     EngineError if this machine cannot do so
-    kv_allocator    allocates the KV pool, instead of this process's own memory
+    inflight_update continue running requests with each newer version: "inflight" keeps the KV of the older
+                    weights, "partial" computes it again; such requests do not migrate
+    pool            file for the KV, which other engines of this machine copy from; without it the KV is
+                    private, and a request that migrates is prefilled again. CPU only
+    transport       reaches the pools and files of other engines
+    clock           times the leases of migrations; all engines of a run share it
     """
+
+    capabilities: Capabilities = NATIVE  # of the class; an instance has those that its settings leave
 
     def __init__(
         self,
@@ -68,26 +101,31 @@ class Engine:
         device: str = "cpu",
         dtype: str = "float32",
         exact: bool = False,
-        kv_allocator: KVAllocator | None = None,
+        inflight_update: str | None = None,
+        pool: Path | None = None,
+        transport: KVTransport | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        positive = {"max_rows": max_rows, "version_slots": version_slots, "prefill_budget": prefill_budget}
-        for name, value in positive.items():
-            if value < 1:
-                raise EngineError(f"{name} = {value} must be at least 1")
-        if not 2 <= max_context <= config.max_position_embeddings:
-            raise EngineError(
-                f"max_context = {max_context} must be from 2 to the model's "
-                f"max_position_embeddings = {config.max_position_embeddings}"
-            )
+        _check_positive(max_rows=max_rows, version_slots=version_slots, prefill_budget=prefill_budget)
+        _check_context(max_context, config)
+        if inflight_update not in (None, "partial", "inflight"):
+            raise EngineError(f'inflight_update = {inflight_update!r} must be None, "partial" or "inflight"')
         if num_blocks is None:
             # One more per row: the partial block of a prompt is kept beside its copies.
             num_blocks = max_rows * (num_blocks_for(max_context) + 1)
         self._config, self._max_context, self._pace_s = config, max_context, pace_s
+        self._prefill_budget, self._dtype, self._inflight_update = prefill_budget, dtype, inflight_update
         self._model_digest = config.digest()
+        self.capabilities = replace(
+            NATIVE,
+            max_versions=version_slots, stop_strings=detokenize is not None,
+            migrates_without_kv=inflight_update is None, kv_transfer=pool is not None,
+            inflight_update=inflight_update is not None, exact=exact, routes=returns_routes,
+        )  # fmt: skip
         runner = CUDAGraphRunner if device == "cuda" or kernels == "triton" else ModelRunner
         sizes = (max_rows + exact * SPARE_ROWS, max_context, version_slots, num_blocks)
         self._workspace = Workspace(
-            config, *sizes, kv_allocator, device, dtype, is_padded=runner is CUDAGraphRunner
+            config, *sizes, _allocator(pool, dtype), device, dtype, is_padded=runner is CUDAGraphRunner
         )
         self._runner: ModelRunner = runner(self._workspace, kernels)
         if exact:
@@ -98,6 +136,13 @@ class Engine:
         self._batch, self._detokenize = DecodeBatch(max_rows, max_context, detokenize), detokenize
         block_tables, kv = self._workspace.block_tables, self._workspace.kv
         self._kv_cache = KVCache(self._batch, block_tables, kv, runner.num_steps_ahead)
+        self.blocks = _shared_blocks(kv if pool is not None else None)
+        self._migrator = KVMigrator(
+            self._scheduler, self._batch, self._kv_cache, self.blocks,
+            kv_format=self._kv_format, prefill=self._prefill_imported,
+            transport=transport or KVTransport(), clock=clock,
+        )  # fmt: skip
+        self._finished_turns: list[TurnFinished] = []
         self._returns_routes = returns_routes
         self._loaded: dict[int, _LoadedVersion] = {}
         self._copied: dict[int, int] = {}  # versions in a slot that are not active yet -> slot
@@ -112,6 +157,7 @@ class Engine:
         self.num_prefilled = 0  # prompt tokens computed
         self.num_swapped = 0  # times that a request was swapped out
         self.swapped_bytes = 0  # of KV copied to host memory
+        self.num_recomputed = 0  # tokens whose KV was discarded for a newer version and computed again
 
     @property
     def versions(self) -> dict[int, str]:
@@ -148,7 +194,9 @@ class Engine:
     @property
     def can_step(self) -> bool:
         """Whether `step` has anything to do: false if paused or if no request can decode or start."""
-        return not self._is_paused and bool(len(self._batch.active) or self._scheduler.can_schedule())
+        return not self._is_paused and bool(
+            len(self._batch.active) or self._scheduler.can_schedule() or self._scheduler.has_arrivals
+        )
 
     # Versions.
 
@@ -175,11 +223,16 @@ class Engine:
         return self._workspace.slot_weights(slot).copy_(source)
 
     def activate(self, version: int, digest: str) -> str:
-        """Accept requests of a copied version, whose bytes in the slot have this digest; returns it."""
+        """Accept requests of a copied version, whose bytes in the slot have this digest; returns it.
+
+        With `inflight_update`, unfinished requests continue with the version.
+        """
         slot = self._copied.pop(version)
         self._loaded[version] = _LoadedVersion(slot, digest)
         self._slot_weights_ids[slot] = self._batch.weights_id(version, digest)
         self._scheduler.add_version(version, hash_seed(self._model_digest, digest))
+        if self._inflight_update is not None:
+            self._continue_with(version)
         return digest
 
     def drop(self, version: int) -> None:
@@ -187,6 +240,7 @@ class Engine:
 
         Raises EngineError if it is unknown or has unfinished requests, including those migrating in.
         """
+        self._migrator.release_imported()
         if version not in self._loaded:
             raise EngineError(f"version {version} is not loaded; loaded: {sorted(self._loaded)}")
         if num_requests := sum(request.version == version for request in self._scheduler.requests()):
@@ -199,9 +253,12 @@ class Engine:
     # Requests.
 
     def submit(self, requests: Collection[Request]) -> None:
-        """Queue requests. Raises EngineError with those that cannot run; all others are queued."""
+        """Queue requests. Raises EngineError with those that cannot run; all others are queued.
+
+        With `inflight_update`, requests of an older version start with the newest one.
+        """
         rejected: dict[RequestId, str] = {}
-        for request in requests:
+        for request in map(self._with_newest_version, requests):
             if reason := self._reason_to_reject(request):
                 rejected[request.id] = reason
             else:
@@ -211,9 +268,12 @@ class Engine:
             raise EngineError(f"{len(rejected)} of {len(requests)} requests rejected: {reasons}", rejected)
 
     def abort(self, ids: Iterable[RequestId]) -> dict[RequestId, int]:
-        """Abort requests; returns the output tokens lost for each. Ignores unknown ids."""
+        """Abort requests; returns the output tokens lost for each. Ignores ids that are unknown or that
+        another engine has imported.
+        """
+        own = [i for i in ids if self._scheduler.request(i) is not None and self._migrator.reclaim(i)]
         progress = self.progress()
-        lost = {i: progress[i] for i in ids if self._scheduler.request(i) is not None}
+        lost = {i: progress[i] for i in own}
         for request_id in lost:
             self._scheduler.remove(request_id)
             self._kv_cache.discard(request_id)
@@ -222,11 +282,12 @@ class Engine:
         return lost
 
     def progress(self) -> dict[RequestId, int]:
-        """Output tokens so far of each unfinished request."""
+        """Output tokens so far of each unfinished request that no other engine may have imported."""
         scheduler = self._scheduler
         running = {i: self._batch.num_output_tokens(sequence) for i, sequence in scheduler.running.items()}
         swapped = {i: self._kv_cache.num_output_tokens(i) for i in scheduler.swapped}
-        return running | swapped | dict.fromkeys((*scheduler.prefilling, *scheduler.waiting), 0)
+        found = running | swapped | dict.fromkeys((*scheduler.prefilling, *scheduler.waiting), 0)
+        return {i: num for i, num in found.items() if not self._migrator.is_exported(i)}
 
     def status_of(self, request_id: RequestId) -> RequestStatus:
         return self._scheduler.status_of(request_id)
@@ -246,6 +307,118 @@ class Engine:
     def resume(self) -> None:
         self._is_paused = False
 
+    # Episodes.
+
+    def pop_finished_turns(self) -> list[TurnFinished]:
+        """The turns that have finished since the last call. Their requests wait for `continue_episode` or
+        `end_episode`.
+        """
+        finished, self._finished_turns = self._finished_turns, []
+        return finished
+
+    def continue_episode(self, request_id: RequestId, token_ids: Collection[int]) -> None:
+        """Append an observation, after which the request generates its next turn.
+
+        Raises EngineError if the request does not wait for an observation here, or the observation is empty,
+        too long or has unknown token ids.
+        """
+        request = self._request_between_turns(request_id)
+        num_left = request.sampling.max_tokens - self.progress()[request_id]
+        if not 1 <= len(token_ids) < num_left:
+            raise EngineError(
+                f"request {request_id}: an observation has {len(token_ids)} tokens; it needs from 1 to "
+                f"{num_left - 1}, because {num_left} of max_tokens are left for it and another turn; end the "
+                "episode or raise max_tokens"
+            )
+        if not 0 <= min(token_ids) <= max(token_ids) < self._config.vocab_size:
+            last = self._config.vocab_size - 1
+            raise EngineError(
+                f"request {request_id}: an observation has token ids outside 0..{last}; "
+                "use the model's own tokenizer"
+            )
+        self._scheduler.set_observation(request_id, [*token_ids])
+
+    def end_episode(self, request_id: RequestId) -> None:
+        """Complete the request with the turns so far, in a later step.
+
+        Raises EngineError if the request does not wait for an observation here.
+        """
+        self._request_between_turns(request_id)
+        self._scheduler.set_observation(request_id, [])
+
+    def _request_between_turns(self, request_id: RequestId) -> Request:
+        request = self._scheduler.request(request_id)
+        if request is None or not self._scheduler.awaits_observation(request_id):
+            raise EngineError(f"request {request_id} does not wait for an observation; nothing was appended")
+        return request
+
+    # Migration.
+
+    @property
+    def num_migrations(self) -> int:
+        """Migrations in progress, in both directions."""
+        return len(self._migrator)
+
+    def reserve_migration(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
+        """Reserve a row and KV blocks for a request that another engine decodes."""
+        self._migrator.release_imported()  # the request may be migrating back
+        reason = self._reason_to_reject(command.request)
+        if not reason and not self.capabilities.migrates_without_kv:
+            reason = "requests that continue with newer versions do not migrate"
+        return ImportFailed(command.migration_id, reason) if reason else self._migrator.reserve(command)
+
+    def start_export(self, command: StartExport) -> ExportFailed | None:
+        """Begin to export a request, which this engine decodes meanwhile."""
+        return self._migrator.start_export(command)
+
+    def cancel_migration(self, migration_id: int) -> None:
+        """End a migration at the next poll, unless its import is committed by then."""
+        self._migrator.cancel(migration_id)
+
+    def poll_migrations(self) -> list[MigrationReply]:
+        """Advance all migrations and return new replies. Call it between steps."""
+        replies = self._migrator.poll()
+        self._update_batch()
+        return replies
+
+    def _prefill_imported(self, sequence: Sequence, num_cached_tokens: int) -> None:
+        """Compute the KV of a sequence, without its first `num_cached_tokens` tokens and its next input."""
+        slot = self._loaded[sequence.request.version].slot
+        stop = self._batch.num_computed_tokens(sequence)
+        tokens = self._tokens(sequence)[:stop]
+        self._runner.prefill(slot, [PrefillInput(tokens, num_cached_tokens, sequence.block_table)])
+
+    def _kv_format(self, version: int) -> KVFormat:
+        shape = tuple(self._workspace.kv.shape[1:])
+        return KVFormat(FORMAT_VERSION, self._model_digest, self._loaded[version].digest, self._dtype, shape)
+
+    # In-flight updates.
+
+    def _with_newest_version(self, request: Request) -> Request:
+        """The request with the version that decodes it from now on."""
+        if self._inflight_update is None or request.id.is_held_out:
+            return request
+        return replace(request, version=max(request.version, *self._loaded))
+
+    def _continue_with(self, version: int) -> None:
+        """Continue all unfinished requests with a version that has just become active."""
+        # Decode no row, so that the runner discards a step in flight, which uses the old weights.
+        self._decoding = []
+        self._batch.set_active([])
+        self._runner.set_batch(self._batch.active, self._batch.active)
+        for request in [*self._scheduler.requests()]:
+            updated = self._with_newest_version(request)
+            if updated.version == request.version:
+                continue
+            sequence = self._scheduler.running.get(request.id)
+            # A row without output has the KV of its prompt only, which would pass for the new weights'.
+            has_output = sequence is not None and self._batch.num_output_tokens(sequence) > 0
+            keeps_kv = self._inflight_update == "inflight" and has_output
+            sequence = self._scheduler.change_version(updated, keeps_kv=keeps_kv)
+            if sequence is not None and not keeps_kv:
+                self._kv_cache.discard_kv(sequence)
+        self._update_batch()
+
     # Steps.
 
     def step(self) -> list[Completion]:
@@ -255,11 +428,12 @@ class Engine:
         # At a pace, a step starts when the last one was due to end, as on a device.
         is_early = (now_s := time.perf_counter()) < self._step_ended_s + self._pace_s
         started_s = self._step_ended_s if is_early else now_s
+        completions = self._complete(self._scheduler.ended_episodes())
         self._prefill(self._schedule())
         num_rows = len(self._batch.active)
         if not num_rows:
-            return []
-        completions = self._collect([self._decoding[i] for i in self._decode()])
+            return completions
+        completions += self._complete(self._decode())
         self._step_ended_s = max(started_s + self._pace_s, time.perf_counter())
         if (remaining_s := self._step_ended_s - time.perf_counter()) > 0:
             time.sleep(remaining_s)
@@ -271,6 +445,7 @@ class Engine:
     def check(self) -> None:
         """Assert that rows, blocks, slots and host memory are conserved."""
         self._scheduler.check()
+        self._migrator.check()
         assert self._kv_cache.num_swapped == len(self._scheduler.swapped), "host memory is leaked"
         slots = [
             *(loaded.slot for loaded in self._loaded.values()),
@@ -283,22 +458,69 @@ class Engine:
 
     def _schedule(self) -> SchedulerOutput:
         """Let the scheduler reassign rows and blocks, and swap sequences; returns what to compute next."""
-        scheduled = self._scheduler.schedule(self._missing_blocks())
+        missing = dict.fromkeys((self._decoding[i] for i in self._kv_cache.rows_to_grow()), 1)
+        missing |= {sequence: num for sequence, _, num in self._observation_chunks() if num > 0}
+        scheduled = self._scheduler.schedule(missing)
         for sequence in scheduled.swapped_out:
-            self.swapped_bytes += self._kv_cache.swap_out(sequence)
-            self.num_swapped += 1
+            self._swap_out(sequence)
         for sequence in scheduled.grown:
             self._kv_cache.update_block_table(sequence)
         for sequence, num_cached in scheduled.swapped_in:
             self._kv_cache.swap_in(sequence, num_cached)
+        # First, for other prefills may share the prompt.
+        scheduled.prefills[:0] = [self._recompute(*recomputed) for recomputed in scheduled.recomputed]
+        for sequence, chunk, num_missing in [*self._observation_chunks()]:
+            if num_missing <= 0:
+                scheduled.prefills.append(self._append_observation(sequence, chunk))
         return scheduled
 
-    def _missing_blocks(self) -> dict[Sequence, int]:
-        """Sequences that need more blocks for their next input, and how many at least."""
-        return dict.fromkeys((self._decoding[i] for i in self._kv_cache.rows_to_grow()), 1)
+    def _swap_out(self, sequence: Sequence) -> None:
+        request_id = sequence.request.id
+        self._migrator.fail_export(request_id, "the request was swapped out: too few KV blocks are free")
+        self.num_swapped += 1
+        if request_id in self._scheduler.without_kv:
+            self._kv_cache.discard_kv(sequence)
+        else:
+            self.swapped_bytes += self._kv_cache.swap_out(sequence)
+
+    def _recompute(self, sequence: Sequence, num_cached: int) -> PrefillChunk:
+        """What to compute of a sequence without KV, whose first `num_cached` blocks are there."""
+        start, stop = num_cached * BLOCK_SIZE, self._batch.num_computed_tokens(sequence)
+        self.num_recomputed += stop - start
+        return self._chunk(sequence, start, stop)
+
+    def _observation_chunks(self) -> Iterator[tuple[Sequence, list[int], int]]:
+        """Observation tokens for the next step, first come, first served, and the blocks that they miss."""
+        budget = self._prefill_budget
+        for request_id, tokens in self._scheduler.between_turns.items():
+            sequence = self._scheduler.running.get(request_id)
+            if tokens and sequence is not None and (chunk := tokens[:budget]):
+                budget -= len(chunk)
+                # One more for the next decode input.
+                num_tokens = self._batch.num_computed_tokens(sequence) + len(chunk) + 1
+                yield sequence, chunk, num_blocks_for(num_tokens) - len(sequence.block_table)
+
+    def _append_observation(self, sequence: Sequence, chunk: list[int]) -> PrefillChunk:
+        """Append tokens to the output; returns what to prefill. The last token is a decode input."""
+        request, start = sequence.request, self._batch.num_computed_tokens(sequence)
+        weights_id = self._slot_weights_ids[self._loaded[request.version].slot]
+        self._batch.append_observation(sequence, chunk, int(weights_id))
+        self._scheduler.consume_observation(request.id, len(chunk))
+        return self._chunk(sequence, start, start + len(chunk))
+
+    def _chunk(self, sequence: Sequence, start: int, stop: int) -> PrefillChunk:
+        """A part of a sequence's own prompt and output, to prefill."""
+        request = sequence.request
+        key = PromptKey(request.group, request.version, self._tokens(sequence))
+        return PrefillChunk(key, sequence.block_table, start, stop)
+
+    def _tokens(self, sequence: Sequence) -> tuple[int, ...]:
+        """Prompt and output of a sequence."""
+        output = self._batch.partial_output(sequence)
+        return (*sequence.request.prompt_ids, *output.token_ids.tolist())
 
     def _prefill(self, scheduled: SchedulerOutput) -> None:
-        """Compute the scheduled prompt chunks, and add the sequences that start to decode to the batch."""
+        """Compute the scheduled chunks, and add the sequences that start to decode to the batch."""
         by_version = sorted(scheduled.prefills, key=lambda chunk: chunk.key.version)
         for version, chunks in groupby(by_version, key=lambda chunk: chunk.key.version):
             inputs = [PrefillInput(c.key.prompt_ids[: c.stop], c.start, c.blocks) for c in chunks]
@@ -306,22 +528,37 @@ class Engine:
         self._runner.copy_blocks(scheduled.copies)
         for sequence in scheduled.started:
             self._kv_cache.add(sequence)
-        if scheduled.started or scheduled.swapped_in or scheduled.swapped_out:
+        if scheduled.prefills or scheduled.started or scheduled.swapped_in or scheduled.swapped_out:
             self._update_batch()
 
-    def _decode(self) -> Int64s:
-        """Decode one token per row; returns the indices of the rows that have finished."""
+    def _decode(self) -> list[Sequence]:
+        """Decode one token per row; returns the sequences whose output has ended."""
         tokens, positions = self._batch.inputs()
         sampled = self._runner.decode_and_sample(
             tokens, positions, self._batch.active_sampling, self._can_decode_again
         )
-        return self._batch.append(sampled, self._active_weights_ids)
+        ended = [self._decoding[i] for i in self._batch.append(sampled, self._active_weights_ids)]
+        turns = [sequence for sequence in ended if sequence.request.sampling.max_turn_tokens]
+        for sequence in turns:
+            self._finish_turn(sequence)
+        if turns:
+            self._update_batch()
+        return [sequence for sequence in ended if sequence not in turns]
 
     def _can_decode_again(self) -> bool:
         """Whether the next step decodes the same rows."""
         return self._kv_cache.can_decode_again() and not self._scheduler.can_schedule()
 
-    def _collect(self, done: list[Sequence]) -> list[Completion]:
+    def _finish_turn(self, sequence: Sequence) -> None:
+        """Pause an episode, which keeps its row, until an observation arrives."""
+        request = sequence.request
+        num_left = request.sampling.max_tokens - self._batch.num_output_tokens(sequence)
+        turn = self._batch.turn_token_ids(sequence.row).tolist()
+        reason = self._batch.finish_reason(sequence)
+        self._finished_turns.append(TurnFinished(request.id, turn, reason, num_left))
+        self._scheduler.between_turns[request.id] = None
+
+    def _complete(self, done: list[Sequence]) -> list[Completion]:
         """Remove finished sequences, whose rows are then free; returns their completions."""
         if not done:
             return []
@@ -333,6 +570,7 @@ class Engine:
             completions = [replace(c, routes=r) for c, r in zip(completions, routes, strict=True)]
         for sequence in done:
             self._scheduler.remove(sequence.request.id)
+            self._migrator.fail_export(sequence.request.id, "the request finished before it was exported")
         self._update_batch()
         return completions
 
@@ -363,6 +601,39 @@ class Engine:
             required = f"it may need {num_required} KV blocks and the engine has {self._num_blocks}"
             return f"{required}; raise num_blocks or lower max_tokens"
         return ""
+
+
+def _shared_blocks(kv: Tensor | None) -> KVBlocks:
+    """The blocks of a KV pool in a file, as other engines see them; none without a pool."""
+    if kv is None:
+        return np.zeros((0, 1), np.uint64)
+    return view_as_blocks(kv.flatten().view(torch.uint8).numpy(), len(kv))
+
+
+def _check_context(max_context: int, config: ModelConfig) -> None:
+    if not 2 <= max_context <= config.max_position_embeddings:
+        raise EngineError(
+            f"max_context = {max_context} must be from 2 to the model's "
+            f"max_position_embeddings = {config.max_position_embeddings}"
+        )
+
+
+def _check_positive(**settings: int) -> None:
+    for name, value in settings.items():
+        if value < 1:
+            raise EngineError(f"{name} = {value} must be at least 1")
+
+
+def _allocator(pool: Path | None, dtype: str) -> KVAllocator | None:
+    """Allocates the KV in the file `pool`, if there is one."""
+    if pool is None:
+        return None
+
+    def allocate(shape: tuple[int, ...]) -> Tensor:
+        kv_bytes = create_pool(pool, math.prod(shape) * DTYPES[dtype].itemsize)
+        return torch.from_numpy(kv_bytes).view(DTYPES[dtype]).view(shape)
+
+    return allocate
 
 
 def reason_to_reject(request: Request, vocab_size: int, max_context: int, *, can_detokenize: bool) -> str:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 class Capabilities:
     """What an inference engine supports beyond `InferenceEngine`'s required behaviour.
 
-    A run whose configuration needs a missing capability is rejected before it starts. Routes of experts and
-    exact log-probs are rejected with every backend but DORA's own engine.
+    A run whose configuration needs a missing capability is rejected before it starts.
     """
 
     max_versions: int | None = 1  # loaded at once; None: `version_slots`
@@ -37,7 +36,11 @@ class Capabilities:
     pauses: bool = False  # `pause` and `resume`
     decode_only: bool = False  # `decode_only`
     migrates_without_kv: bool = False  # running requests migrate as tokens; see `SupportsMigration`
+    kv_transfer: bool = False  # and with their KV, between engines of one kind
     episodes: bool = False  # multi-turn requests; see `SupportsEpisodes`
+    inflight_update: bool = False  # running requests continue with newer versions; takes this keyword
+    exact: bool = False  # log-probs have the same bits in any batch
+    routes: bool = False  # completions contain the experts of each token
     dtypes: tuple[str, ...] = ("float32",)
     devices: tuple[str, ...] = ("cpu",)
 
@@ -50,7 +53,11 @@ NATIVE = Capabilities(
     pauses=True,
     decode_only=True,
     migrates_without_kv=True,
+    kv_transfer=True,
     episodes=True,
+    inflight_update=True,
+    exact=True,
+    routes=True,
     dtypes=("float32", "bfloat16"),
     devices=("cpu", "cuda"),
 )

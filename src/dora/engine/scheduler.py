@@ -60,6 +60,7 @@ class SchedulerOutput:
     swapped_out: list[Sequence] = field(default_factory=list)  # with the rows and blocks they had
     grown: list[Sequence] = field(default_factory=list)  # their block tables are longer
     swapped_in: list[tuple[Sequence, int]] = field(default_factory=list)  # and cached leading blocks
+    recomputed: list[tuple[Sequence, int]] = field(default_factory=list)  # of these, those without KV
     prefills: list[PrefillChunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # of whole blocks, (from, to)
     started: list[Sequence] = field(default_factory=list)  # they decode from now on
@@ -84,8 +85,12 @@ class Scheduler:
     return oldest first. A request fits the pool alone if `num_blocks_required` is at most its size.
 
     `migrating_out` are running requests that keep row and blocks but do not decode. `between_turns` are
-    running or swapped episodes whose turn has ended; the value is whether the observation has arrived. Until
-    then they are preempted first, and not swapped in.
+    running or swapped episodes whose turn has ended. The value is None until an observation arrives, then its
+    tokens that are not appended yet; no tokens end the episode. Episodes that await an observation are
+    preempted first, and not swapped in.
+
+    With in-flight updates of versions, `mixed_kv` are running requests on the KV of several versions, and
+    `without_kv` are swapped requests that have output but no KV, which is computed once they have a row.
     """
 
     def __init__(self, max_rows: int, num_blocks: int, prefill_budget: int = 512) -> None:
@@ -105,7 +110,9 @@ class Scheduler:
         self.migrating_in: dict[RequestId, Sequence] = {}
         self.swapped: dict[RequestId, Sequence] = {}
         self.migrating_out: set[RequestId] = set()
-        self.between_turns: dict[RequestId, bool] = {}
+        self.between_turns: dict[RequestId, list[int] | None] = {}
+        self.mixed_kv: set[RequestId] = set()
+        self.without_kv: set[RequestId] = set()
 
     # Requests and versions.
 
@@ -123,7 +130,8 @@ class Scheduler:
                 if sequences is not self.swapped:
                     self._free(sequence)
         assert request is not None, f"request {request_id} is unknown"
-        self.migrating_out.discard(request_id)
+        for ids in (self.migrating_out, self.mixed_kv, self.without_kv):
+            ids.discard(request_id)
         self.between_turns.pop(request_id, None)
         self._drop_sibling(request.prompt_key)
 
@@ -142,9 +150,13 @@ class Scheduler:
         sequence.request = request
         self._num_siblings[request.prompt_key] += 1
         self._drop_sibling(old_key)
-        if request.id in self.running and not keeps_kv:
-            self.swapped[request.id] = self.running.pop(request.id)
-            self._free(sequence)
+        if keeps_kv:
+            self.mixed_kv.add(request.id)
+        else:
+            self._discard_kv(request.id)
+            if request.id in self.running:
+                self.swapped[request.id] = self.running.pop(request.id)
+                self._free(sequence)
         return sequence
 
     def status_of(self, request_id: RequestId) -> RequestStatus:
@@ -195,6 +207,33 @@ class Scheduler:
             or self._can_admit()
             or self._must_preempt_between_turns()
         )
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether an observation, or the end of an episode, has arrived for a request with a row."""
+        return any(tokens is not None and i in self.running for i, tokens in self.between_turns.items())
+
+    def awaits_observation(self, request_id: RequestId) -> bool:
+        """Whether a turn of the request has ended and no observation has arrived."""
+        return self.between_turns.get(request_id, []) is None
+
+    def set_observation(self, request_id: RequestId, tokens: list[int]) -> None:
+        """Give a request the observation that it awaits; no tokens end the episode."""
+        del self.between_turns[request_id]  # inserted again: observations are served in the order of arrival
+        self.between_turns[request_id] = tokens
+
+    def consume_observation(self, request_id: RequestId, num_tokens: int) -> None:
+        """Remove tokens that have been appended; after the last one the request decodes again."""
+        tokens = self.between_turns[request_id]
+        assert tokens is not None
+        del tokens[:num_tokens]
+        if not tokens:
+            del self.between_turns[request_id]
+
+    def ended_episodes(self) -> list[Sequence]:
+        """The running episodes that get no other turn."""
+        ended = (request_id for request_id, tokens in self.between_turns.items() if tokens == [])
+        return [self.running[request_id] for request_id in ended if request_id in self.running]
 
     def schedule(self, missing_blocks: Mapping[Sequence, int] | None = None) -> SchedulerOutput:
         """Grow rows by their `missing_blocks`, then swap in, then admit and prefill new requests."""
@@ -275,6 +314,8 @@ class Scheduler:
         assert self.migrating_out <= self.running.keys(), f"not running: {self.migrating_out}"
         started = self.running.keys() | self.swapped.keys()
         assert self.between_turns.keys() <= started, f"not started: {self.between_turns}"
+        assert self.mixed_kv <= self.running.keys(), f"not running: {self.mixed_kv}"
+        assert self.without_kv <= self.swapped.keys(), f"not swapped: {self.without_kv}"
         assert len(self.prefilling) <= 1, f"more than one in prefill: {self.prefilling}"
         for sequence in self.prefilling.values():
             request, prompt = sequence.request, self._prompts[sequence.request.prompt_key]
@@ -289,7 +330,7 @@ class Scheduler:
         return sequence.request.id not in self._prioritized, sequence.seq_id
 
     def _awaits_observation(self, sequence: Sequence) -> bool:
-        return self.between_turns.get(sequence.request.id) is False
+        return self.awaits_observation(sequence.request.id)
 
     def _grow(self, sequence: Sequence, num_blocks: int, out: SchedulerOutput) -> None:
         """Give a row at least `num_blocks` more blocks, unless it is or must be preempted itself."""
@@ -325,13 +366,20 @@ class Scheduler:
         return max(candidates, key=order)
 
     def _swap_out(self, sequence: Sequence, out: SchedulerOutput) -> None:
-        self.swapped[sequence.request.id] = self.running.pop(sequence.request.id)
+        request_id = sequence.request.id
+        self.swapped[request_id] = self.running.pop(request_id)
         self._free(sequence)
+        if request_id in self.mixed_kv:  # back in a row, its prompt would be cached for the newest version
+            self._discard_kv(request_id)
         out.swapped_out.append(sequence)
+
+    def _discard_kv(self, request_id: RequestId) -> None:
+        self.mixed_kv.discard(request_id)
+        self.without_kv.add(request_id)
 
     def _must_preempt_between_turns(self) -> bool:
         """Whether another request needs the row or blocks of one that awaits an observation."""
-        awaiting = (request_id for request_id, has_arrived in self.between_turns.items() if not has_arrived)
+        awaiting = (request_id for request_id, tokens in self.between_turns.items() if tokens is None)
         if self.running.keys().isdisjoint(awaiting) or self._can_swap_in() or self._can_admit():
             return False
         return self._next_to_swap_in() is not None or bool(self.waiting and not self.prefilling)
@@ -355,6 +403,9 @@ class Scheduler:
         self._register_prompt(sequence.request, sequence.block_table)
         self.running[sequence.request.id] = sequence
         out.swapped_in.append((sequence, num_cached))
+        if sequence.request.id in self.without_kv:
+            self.without_kv.remove(sequence.request.id)
+            out.recomputed.append((sequence, num_cached))
 
     # Admission and prefill.
 

@@ -8,7 +8,6 @@ the orchestrator's place.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,9 +20,9 @@ from dora.core.types import Chunk, GroupId
 from dora.errors import InputError
 from dora.planner.fluid import NEVER, FluidEngine, FluidRequest
 from dora.planner.lengths import CHUNK_SIZE, LengthSource
+from dora.sim.event_queue import EventQueue
 
 Metrics = dict[str, float]
-Callback = Callable[..., Iterable[Event]]
 Listener = Callable[[float, Event | Action], None]  # gets every event and action with its time
 CACHED_CHUNKS = 200  # of lengths
 
@@ -231,7 +230,7 @@ class _OpenGroup:
         self.cached_on: set[tuple[int, int]] = set()  # (engine, version) with the KV of its prompt
 
 
-class Simulator:
+class Simulator(EventQueue[Iterable[Event]]):
     """Executes actions in virtual time and returns events, until the scheduler is done."""
 
     def __init__(
@@ -244,13 +243,11 @@ class Simulator:
         options: SimulatorOptions,
         listener: Listener | None = None,
     ) -> None:
+        super().__init__()
         self.scheduler, self.trainer, self.lengths, self.options = scheduler, trainer, lengths, options
         self.engines = {engine.id: engine for engine in engines}
         self.batch_size, self.group_size = batch_and_group_size
         self.result, self._listener = SimulationResult(), listener
-        self.now = 0.0
-        self._heap: list[tuple[float, int, Callback, tuple[Any, ...]]] = []
-        self._num_scheduled = 0
         self._changed_engines: dict[int, None] = {}  # their next stop must be scheduled again
         self._dataset_index = 0
         self._lengths_of_chunk: dict[int, list[list[int]]] = {}
@@ -286,12 +283,11 @@ class Simulator:
         """Run to the end, yielding the number of training steps after each."""
         self._execute(self.scheduler.start(0.0))
         self._start_engines()
-        num_yielded, heap, scheduler, result = 0, self._heap, self.scheduler, self.result
+        num_yielded, scheduler, result = 0, self.scheduler, self.result
         while not scheduler.done:
-            if not heap:
+            if self.next_s is None:
                 raise SimulationDeadlock("the run is not done, and no event is scheduled")
-            self.now, _, callback, args = heapq.heappop(heap)
-            for event in callback(*args):
+            for event in self.run_next():
                 result.num_events += 1
                 if self._listener is not None:
                     self._listener(self.now, event)
@@ -309,13 +305,9 @@ class Simulator:
             joined = events.EngineJoined(
                 engine.id, engine.num_rows, self.options.version_slots, engine.is_colocated
             )
-            self._schedule(0.0, self._report, joined)
+            self.schedule(0.0, self._report, joined)
             first_report_s = self.options.report_interval_s * (1 + engine.id / len(self.engines))
-            self._schedule(first_report_s, self._report_progress, engine)
-
-    def _schedule(self, delay_s: float, callback: Callback, *args: Any) -> None:
-        self._num_scheduled += 1
-        heapq.heappush(self._heap, (self.now + delay_s, self._num_scheduled, callback, args))
+            self.schedule(first_report_s, self._report_progress, engine)
 
     def _report(self, event: Event) -> Iterable[Event]:
         return (event,)
@@ -335,7 +327,7 @@ class Simulator:
             self._update_contention(self.options.contention)
         if self._queue.epoch != self._queue_epoch:
             self._queue_epoch = self._queue.epoch
-            self._schedule(max(0.0, self._queue.done_s - self.now), self._end_work, self._queue_epoch)
+            self.schedule(max(0.0, self._queue.done_s - self.now), self._end_work, self._queue_epoch)
         for number in self._changed_engines:
             engine = self.engines[number]
             engine.next_stop_s = engine.find_next_stop()
@@ -348,9 +340,7 @@ class Simulator:
         """
         if engine.next_stop_s < engine.next_check_s:
             engine.next_check_s = engine.next_stop_s
-            self._num_scheduled += 1
-            entry = (engine.next_stop_s, self._num_scheduled, self._check_stop, (engine,))
-            heapq.heappush(self._heap, entry)
+            self.schedule_at(engine.next_stop_s, self._check_stop, engine)
 
     def _update_contention(self, contention: Contention) -> None:
         engines = self.engines.values()
@@ -375,7 +365,7 @@ class Simulator:
         if self.options.longest_first:
             positions.sort(key=lambda position: -max(self._lengths_of(position)))
         groups = tuple(GroupId(0, position) for position in positions)
-        self._schedule(0.0, self._report, events.PromptsFetched(self._dataset_index, groups))
+        self.schedule(0.0, self._report, events.PromptsFetched(self._dataset_index, groups))
         self._dataset_index += action.count
 
     def _lengths_of(self, position: int) -> list[int]:
@@ -396,7 +386,7 @@ class Simulator:
 
     def _score(self, action: actions.Score) -> None:
         rewards = tuple(float(k % 2) for k in range(self.group_size))
-        self._schedule(self.options.reward_s, self._report, events.GroupScored(action.group, rewards))
+        self.schedule(self.options.reward_s, self._report, events.GroupScored(action.group, rewards))
 
     # Engines
 
@@ -426,12 +416,12 @@ class Simulator:
         finished: list[Event] = []
         for request in engine.stop_finished():
             if request.num_tokens < request.length:
-                self._schedule(self.lengths.turn_delay_s, self._start_turn, request)
+                self.schedule(self.lengths.turn_delay_s, self._start_turn, request)
                 continue
             engine.remove(request.id)
             event = self._finish(engine, request)
             if self.options.finish_report_s:
-                self._schedule(self.options.finish_report_s, self._report, event)
+                self.schedule(self.options.finish_report_s, self._report, event)
             else:
                 finished.append(event)
         if swap_s := engine.swap():
@@ -467,14 +457,14 @@ class Simulator:
         self.result.num_dropped += num_tokens
         if aborted:
             ids = tuple(request.id for request in aborted)
-            self._schedule(0.0, self._report, events.RequestsAborted(action.engine, ids, num_tokens))
+            self.schedule(0.0, self._report, events.RequestsAborted(action.engine, ids, num_tokens))
 
     def _decode_only(self, action: actions.DecodeOnly) -> None:
         self._changing(action.engine).decode_only(action.requests)
 
     def _pause(self, action: actions.PauseEngine) -> None:
         self._changing(action.engine).is_paused = True
-        self._schedule(self.options.switch_s, self._report, events.EnginePaused(action.engine))
+        self.schedule(self.options.switch_s, self._report, events.EnginePaused(action.engine))
 
     def _resume(self, action: actions.ResumeEngine) -> None:
         engine = self._changing(action.engine)
@@ -488,7 +478,7 @@ class Simulator:
             engine.delay(engine.cost.load_stop_s())
         self.result.num_loads += 1
         self.result.load_s += load_s
-        self._schedule(load_s, self._loaded, engine, action.version)
+        self.schedule(load_s, self._loaded, engine, action.version)
 
     def _loaded(self, engine: FluidEngine, version: int) -> Iterable[Event]:
         if self._breaks_c1:
@@ -507,7 +497,7 @@ class Simulator:
         return snapshot is not None and snapshot().limits.breaks_c1
 
     def _report_progress(self, engine: FluidEngine) -> Iterable[Event]:
-        self._schedule(self.options.report_interval_s, self._report_progress, engine)
+        self.schedule(self.options.report_interval_s, self._report_progress, engine)
         if not engine.requests:
             return
         engine.advance(self.now)
@@ -529,7 +519,7 @@ class Simulator:
         free_s = self._network_free_s
         start_s = max(self.now, free_s.get(action.source, 0.0), free_s.get(action.destination, 0.0))
         free_s[action.source] = free_s[action.destination] = start_s + copy_s
-        self._schedule(start_s + copy_s - self.now, self._stop_migrating, action, copy_s)
+        self.schedule(start_s + copy_s - self.now, self._stop_migrating, action, copy_s)
 
     def _stop_migrating(self, action: actions.Migrate, copy_s: float) -> Iterable[Event]:
         """All KV but the last step's is copied: stop the request, to continue at its destination."""
@@ -542,7 +532,7 @@ class Simulator:
         request = self._changing(action.source).remove(action.request)
         self._update_schedule()
         stop_s = source.cost.step_time(1, 1, request.prompt + request.num_tokens).seconds(1.0)
-        self._schedule(stop_s, self._complete_migration, action, request, copy_s, stop_s)
+        self.schedule(stop_s, self._complete_migration, action, request, copy_s, stop_s)
 
     def _complete_migration(
         self, action: actions.Migrate, request: FluidRequest, copy_s: float, stop_s: float
@@ -603,4 +593,4 @@ class Simulator:
         alive = {*(group.version for group in self._groups.values()), action.version}
         self.result.max_versions = max(self.result.max_versions, len(alive))
         published = events.Published(action.version, f"v{action.version}")
-        self._schedule(self.trainer.publish_s(), self._report, published)
+        self.schedule(self.trainer.publish_s(), self._report, published)

@@ -73,10 +73,6 @@ class SampleBook:
                     yield ProgressReported(engine, tuple(progress.items()), row_tokens_per_s, kv_usage)
                 self.progress[engine] = progress
 
-    def reported_length(self, request: RequestId) -> int:
-        """Tokens of an unfinished response, by the last report of any engine."""
-        return max((progress.get(request, 0) for progress in self.progress.values()), default=0)
-
     def fail_request(self, engine: int, request: RequestId, reason: str) -> Event:
         """Handle the failure of a request. No action discards a held-out prompt, so this method discards it
         with its other responses.

@@ -6,7 +6,6 @@ every time. Executing an action schedules callbacks; a callback returns the even
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable
 from random import Random
@@ -55,25 +54,24 @@ from dora.core.events import (
     TrainerReplaced,
 )
 from dora.core.types import Chunk, GroupId, RequestId
+from dora.sim.event_queue import EventQueue
 from dora.sim.ground_truth import GroundTruth, MigrationStage, SimEngine, SimMigration, SimRequest, Violation
 from dora.sim.random_config import FaultDraw, PolicyDrift, RequestLengths, WorldConfig, draw_kls
 
 KV_BYTES_PER_TOKEN = 1024
 MAX_REDONE_STEPS = 3  # between two checkpoints of the trainer
 
-Callback = Callable[..., Event | None]
-
 
 class Deadlock(Exception):
     """The run is not done, and no event is scheduled any more."""
 
 
-class World:
-    """Executes actions and returns events, like the executor of a real run; `now` is in virtual seconds."""
+class World(EventQueue[Event | None]):
+    """Executes actions and returns events, like the executor of a real run."""
 
     def __init__(self, config: WorldConfig, seed: int) -> None:
+        super().__init__()
         self.config = config
-        self.now = 0.0
         self.rng = Random(f"world {seed}")
         self.faults = FaultDraw(self.rng)
         self.drift = PolicyDrift(config.limits.adaptive_staleness, Random(f"drift {seed}"))
@@ -81,8 +79,6 @@ class World:
         self.urgent_events: deque[Event] = deque()  # returned before everything that is scheduled
         self.migrations = SimMigrations(self)
         self.rollout = SimRollout(self)
-        self._heap: list[tuple[float, int, Callback, tuple[Any, ...]]] = []
-        self._num_scheduled = 0
         self._dataset_index = 0
         self._num_joining = 0
         self._next_engine_id = 0
@@ -104,21 +100,17 @@ class World:
     def next_event(self, until: float | None) -> Event | None:
         """The next event, or None once `now` has reached `until`. Raises Deadlock if nothing is scheduled."""
         while not self.urgent_events:
-            if until is not None and (not self._heap or self._heap[0][0] > until):
+            next_s = self.next_s
+            if until is not None and (next_s is None or next_s > until):
                 self.now = max(self.now, until)
                 return None
-            if not self._heap and not self.faults.is_healed:
+            if next_s is None and not self.faults.is_healed:
                 self.heal()
-            if not self._heap:
+            if self.next_s is None:
                 raise Deadlock("nothing is scheduled, and the run is not done")
-            self.now, _, callback, args = heapq.heappop(self._heap)
-            if (event := callback(*args)) is not None:
+            if (event := self.run_next()) is not None:
                 return event
         return self.urgent_events.popleft()
-
-    def schedule(self, delay_s: float, callback: Callback, *args: Any) -> None:
-        self._num_scheduled += 1
-        heapq.heappush(self._heap, (self.now + delay_s, self._num_scheduled, callback, args))
 
     def heal(self) -> None:
         """Stop all faults, and start an engine if there is none: from now on the run must make progress."""
@@ -128,7 +120,7 @@ class World:
 
     def restart(self, dataset_index: int, from_step: int) -> None:
         """Crash every process and start new ones, with these positions of dataset and trainer."""
-        self._heap.clear()
+        self.clear()
         self.urgent_events.clear()
         self.truth = GroundTruth()
         self._dataset_index, self._num_joining, self._next_engine_id = dataset_index, 0, 0
@@ -185,7 +177,7 @@ class World:
         is_loss_unreported = replaces in self.truth.engines
         return EngineJoined(engine_id, rows, slots, is_colocated, None if is_loss_unreported else replaces)
 
-    def _schedule_fault(self, interval_s: float | None, callback: Callback) -> None:
+    def _schedule_fault(self, interval_s: float | None, callback: Callable[[], Event | None]) -> None:
         if interval_s is not None and not self.faults.is_healed:
             self.schedule(self.rng.expovariate(1.0 / interval_s), callback)
 

@@ -16,8 +16,8 @@ import torch
 
 from dora.core.types import Chunk, RequestId
 from dora.data.tokenizer import save_character_tokenizer
+from dora.engine.engine import Engine
 from dora.engine.interface import Capabilities, InferenceEngine, InferenceFactory, required_members
-from dora.engine.kv_transfer.engine import MigratingEngine
 from dora.engine.messages import (
     ImportFailed,
     ImportFinished,
@@ -309,7 +309,7 @@ class InferenceContract:
     ) -> None:
         """Tokens, log-probs and the version stay the same. The destination prefills the KV again."""
         self._require(migrates_without_kv=self._capabilities.migrates_without_kv)
-        native = MigratingEngine(
+        native = Engine(
             CONFIG, max_rows=MAX_ROWS, max_context=MAX_CONTEXT, version_slots=1, pool=tmp_path / "pool"
         )
         native.load(0, version_weights(0))

@@ -44,12 +44,14 @@ def task(tmp_path: Path) -> Path:
 
 def test_all_missing_capabilities_are_reported_with_remedies(task: Path) -> None:
     changes = [f"engine.backend={ENGINE}", "sampling.top_k=5", 'sampling.stop=["7"]', "engine.dtype=bfloat16"]
+    changes += ["engine.exact_logprobs=true"]
     with pytest.raises(ConfigError) as error:
         backends.check_backends(load.read_config(task, changes))
     for remedy in (
         "set orchestrator.placement = static",
         "set engine.version_slots = 1",
         "set orchestrator.prioritize_stragglers = false",
+        "set engine.exact_logprobs = false",
         "remove sampling.top_k",
         "remove sampling.stop",
         "use float32",

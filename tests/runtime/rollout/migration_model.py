@@ -7,10 +7,26 @@ from collections import deque
 from pathlib import Path
 from random import Random
 
+import numpy as np
+
 from dora.core.types import RequestId
+from dora.engine.decode_batch import PartialOutput
+from dora.engine.kv_transfer.handoff import KVFormat, MigrationFiles, RequestSnapshot
+from dora.engine.request import Request, SamplingParams
 from dora.runtime.process import messages as m
 
 REQUEST = RequestId(0, 1, 2)
+NUM_TOKENS = 7
+OUTPUT = PartialOutput(np.arange(NUM_TOKENS), np.zeros((NUM_TOKENS, 3), np.float32), ())
+SNAPSHOT = RequestSnapshot(
+    KVFormat(1, "", "", "float32", ()),
+    Request(REQUEST, REQUEST.group, (1, 2), 0, 0, SamplingParams(1.0, 8)),
+    OUTPUT,
+    num_computed=8,
+    blocks=np.zeros(0, np.int64),
+    checksums=np.zeros(0, np.uint64),
+    stopped_at_s=0.0,
+)
 
 
 class Engine:
@@ -74,7 +90,7 @@ class Destination(Engine):
             self._finish(m.ImportFailed(self._migration_id, "lease expired"))
         elif self._rename("imported"):
             self.has_imported = True
-            self._finish(m.ImportFinished(self._migration_id, REQUEST, 7, 512, 0.001, 0.002))
+            self._finish(m.ImportFinished(self._migration_id, REQUEST, NUM_TOKENS, 512, 0.001, 0.002))
 
 
 class Source(Engine):
@@ -98,8 +114,7 @@ class Source(Engine):
             self.path("progress").touch()
             if self._rng.random() < 0.3:
                 self._has_exported = True
-                self.path("draft").touch()
-                os.rename(self.path("draft"), self.path("exported"))
+                MigrationFiles(self._folder, self._migration_id).export_snapshot(SNAPSHOT)
         elif self.path("imported").exists():
             self._finish(m.ExportFinished(self._migration_id))
         elif self._rng.random() < 0.1:

@@ -8,7 +8,7 @@ from tests.runtime.tiny import MODEL
 
 from dora.config import load
 from dora.core.types import RequestId
-from dora.engine.episodes import EpisodeEngine
+from dora.engine.engine import Engine
 from dora.model.weights import initial_weights
 from dora.runtime.rollout.engine_worker import build_engine
 from dora.runtime.run_setup import RunSetup
@@ -19,7 +19,7 @@ def answers(task: Path, folder: Path, *changes: str) -> tuple[dict[RequestId, li
     folder.mkdir()
     setup = RunSetup.make(load.read_config(task, ["sampling.max_response_length=56", *changes]), folder)
     engine = build_engine(setup.engine_spec(folder, 0))
-    assert isinstance(engine, EpisodeEngine)
+    assert isinstance(engine, Engine)
     assert (folder / "pool-0.kv").stat().st_size == setup.pool_bytes
     engine.load(0, initial_weights(MODEL, seed=0))
     engine.submit(setup.requests([RequestId(0, row, sibling) for row in range(4) for sibling in range(4)], 0))

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.runtime.rollout.migration_model import REQUEST, Destination, Engine, Source
+from tests.runtime.rollout.migration_model import NUM_TOKENS, REQUEST, Destination, Engine, Source
 
 from dora.core.actions import Migrate
 from dora.core.events import Event, Migrated, MigrationFailed, RequestFinished
@@ -31,7 +31,7 @@ class Cluster:
         self.destination = Destination(folder, self.rng)
         self.engines: dict[int, Engine] = {SOURCE: Source(folder, self.rng), DESTINATION: self.destination}
         self.events: deque[Event] = deque()
-        self.migrations = Migrations(folder, 1.0, self.events, self.send, lambda request: 7)
+        self.migrations = Migrations(folder, 1.0, self.events, self.send)
 
     def send(self, engine: int, message: object) -> bool:
         if engine not in self.engines:
@@ -85,6 +85,7 @@ def test_each_migration_gets_one_event_with_its_true_outcome(tmp_path: Path, kil
         cluster.run(kill_probability)
         (event,) = cluster.events
         assert isinstance(event, Migrated if cluster.destination.has_imported else MigrationFailed), seed
+        assert not isinstance(event, Migrated) or event.num_tokens == NUM_TOKENS, seed
         assert not cluster.migrations.in_progress, seed
         assert not any(cluster.migrations.is_involved(engine) for engine in (SOURCE, DESTINATION))
         assert list(cluster.folder.iterdir()) == [], seed

@@ -158,14 +158,12 @@ class MigrationFiles:
     def load_snapshot(self) -> RequestSnapshot | None:
         """The snapshot that the source has exported, or None. Raises TransferError if it is damaged."""
         found = self.read_export()
-        if found is None:
-            return None
-        digest, content = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
-        if _digest(content) != digest:
-            raise TransferError("the snapshot is damaged: its checksum differs")
-        snapshot = pickle.loads(content)
-        assert isinstance(snapshot, RequestSnapshot)
-        return snapshot
+        return None if found is None else _load(found)
+
+    def num_imported_tokens(self) -> int:
+        """Tokens of the response that the destination has imported. Raises TransferError or OSError."""
+        with open(self._imported, "rb", buffering=0) as file:
+            return len(_load(file.read()).output.token_ids)
 
     @property
     def is_imported(self) -> bool:
@@ -184,6 +182,16 @@ class MigrationFiles:
         for path in self._paths:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+
+def _load(exported: bytes) -> RequestSnapshot:
+    """Raises TransferError if the bytes are damaged."""
+    digest, content = exported[:_DIGEST_BYTES], exported[_DIGEST_BYTES:]
+    if _digest(content) != digest:
+        raise TransferError("the snapshot is damaged: its checksum differs")
+    snapshot = pickle.loads(content)
+    assert isinstance(snapshot, RequestSnapshot)
+    return snapshot
 
 
 def _rename(old: str, new: str) -> bool:

@@ -55,6 +55,7 @@ def make_engine(spec: EngineSpec) -> InferenceEngine:
         version_slots=spec.version_slots,
         device=spec.device,
         dtype=spec.dtype,
+        **({} if spec.inflight_update is None else {"inflight_update": spec.inflight_update}),
         **(spec.backend_options or {}),
     )
     return engine
@@ -150,9 +151,11 @@ def _missing_capabilities(config: Config, kind: EngineKind, has: Capabilities) -
         yield "no stop strings: remove sampling.stop, or use sampling.stop_token_ids"
     if not has.episodes and config.has_episodes:
         yield "no multi-turn episodes: remove env.environment, env.hosts and service.agents"
-    if config.trainer.routing_replay:
+    if config.breaks_c1 and not has.inflight_update:
+        yield "requests keep their version: set orchestrator.update_policy = dora"
+    if config.trainer.routing_replay and not has.routes:
         yield "no routes of experts: set trainer.routing_replay = false"
-    if engine.exact_logprobs:
+    if engine.exact_logprobs and not has.exact:
         yield "no exact log-probs: set engine.exact_logprobs = false"
     if engine.dtype not in has.dtypes:
         yield f"no engine.dtype = {engine.dtype}: use {' or '.join(has.dtypes)}"

@@ -8,7 +8,7 @@ import gc
 import os
 
 import dora.data.tokenizer
-import dora.engine.kv_transfer.engine
+import dora.engine.engine
 import dora.trainer.advantage
 import dora.trainer.checkpoint
 import dora.trainer.trainer

@@ -63,9 +63,7 @@ class EnginePool:
         self.kernels: dict[str, None] = {}  # distinct descriptions of what the engines compute with, in order
         self.digests: dict[int, str] = {}  # published version -> digest
         self.last_loss = ""  # reason and traceback
-        self.migrations = Migrations(
-            folder, runtime.migration_timeout_s, events, self.send, sample_book.reported_length
-        )
+        self.migrations = Migrations(folder, runtime.migration_timeout_s, events, self.send)
         self.restarts = RestartPolicy(runtime.max_restarts)
         self._input_error = ""  # of the engine lost last, if that is why it exited
         self._kv_pools: dict[int, Path] = {}

@@ -6,9 +6,8 @@ Heavy imports are inside functions, because the driver imports this module too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dora.engine.interface import InferenceEngine, RecomputesKV
@@ -61,30 +60,19 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
 
 
 def build_engine(spec: m.EngineSpec) -> InferenceEngine:
-    """The engine of a spec. Requests cannot migrate between engines on a GPU, whose KV is private."""
+    """The engine of a spec. On a GPU its KV is private."""
     if spec.backend is not None:
         from dora.runtime.process import backends
 
         return backends.make_engine(spec)
     from dora.data.tokenizer import Tokenizer
-    from dora.engine.episodes import EpisodeEngine
-    from dora.engine.kv_transfer.engine import MigratingEngine
+    from dora.engine.engine import Engine
     from dora.model.pretrained import load_config
+    from dora.runtime.process.remote_kv import RemoteKVTransport
     from dora.runtime.process.resources import use_device
 
-    make: Callable[..., EpisodeEngine] = partial(MigratingEngine, pool=spec.pool)
-    if spec.host is not None:
-        from dora.runtime.process.remote_kv import RemoteKVTransport
-
-        make = partial(make, transport=RemoteKVTransport(spec.broker), clock=time.time)
     device = use_device(spec.device)
-    if spec.inflight_update is not None:
-        from dora.engine.inflight_update import InflightUpdateEngine
-
-        make = partial(InflightUpdateEngine, device=device, keeps_kv=spec.inflight_update == "inflight")
-    elif device != "cpu":
-        make = partial(EpisodeEngine, device=device)
-    return make(
+    return Engine(
         load_config(spec.model),
         max_rows=spec.max_rows,
         max_context=spec.max_context,
@@ -95,7 +83,12 @@ def build_engine(spec: m.EngineSpec) -> InferenceEngine:
         detokenize=Tokenizer(spec.model).decode if spec.reads_text else None,
         returns_routes=spec.returns_routes,
         exact=spec.exact,
+        device=device,
         dtype=spec.dtype,
+        inflight_update=spec.inflight_update,
+        pool=spec.pool if device == "cpu" and spec.inflight_update is None else None,
+        transport=None if spec.host is None else RemoteKVTransport(spec.broker),
+        clock=time.monotonic if spec.host is None else time.time,
     )
 
 
@@ -107,10 +100,10 @@ def _make_weight_loader(engine: InferenceEngine, spec: m.EngineSpec) -> WeightLo
 
 def _ready_message(engine: InferenceEngine, spec: m.EngineSpec) -> m.WorkerReady:
     """Make the ready message; also starts to serve the engine's KV if the run has other machines."""
-    from dora.engine.kv_transfer.engine import MigratingEngine
+    from dora.engine.engine import Engine
     from dora.runtime.process.remote_kv import KVPoolServer
 
-    if not isinstance(engine, MigratingEngine):
+    if not isinstance(engine, Engine) or not engine.capabilities.kv_transfer:
         return m.WorkerReady(engine.kernels)
     address = None if spec.host is None else KVPoolServer(spec.host, engine.blocks).address
     return m.WorkerReady(engine.kernels, spec.pool, address)

@@ -15,7 +15,6 @@ from typing import Any
 
 from dora.core.actions import Migrate
 from dora.core.events import Event, Migrated, MigrationFailed, RequestFailed, RequestFinished
-from dora.core.types import RequestId
 from dora.engine.kv_transfer.handoff import MigrationFiles
 from dora.engine.messages import MigrationReply
 from dora.engine.request import Request
@@ -52,15 +51,12 @@ class Migrations:
         lease_s: float,
         events: deque[Event],
         send: Callable[[int, object], bool],
-        reported_length: Callable[[RequestId], int],
     ) -> None:
         """`folder` gets the files of migrations. A side that copies nothing for `lease_s` ends the migration.
 
-        `send(engine, message)` returns False if the engine is lost. `reported_length` is the last reported
-        length of an unfinished response, in tokens.
+        `send(engine, message)` returns False if the engine is lost.
         """
-        self._folder, self._lease_s, self._events = folder, lease_s, events
-        self._send, self._reported_length = send, reported_length
+        self._folder, self._lease_s, self._events, self._send = folder, lease_s, events, send
         self._num_started = 0
         self.in_progress: dict[int, MigrationInProgress] = {}
 
@@ -152,28 +148,29 @@ class Migrations:
         if not migration.is_finished:
             return
         files = MigrationFiles(self._folder, migration.id)
-        outcome = (
-            self._migrated(migration) if files.is_imported else _failed(migration.action, migration.failure)
+        outcome: Event = (
+            _migrated(migration, files) if files.is_imported else _failed(migration.action, migration.failure)
         )
         self._events.extend([outcome, *migration.delayed_events])
         del self.in_progress[migration.id]
         files.remove()
 
-    def _migrated(self, migration: MigrationInProgress) -> Migrated:
-        action, imported = migration.action, migration.imported
-        if imported is None:  # the destination crashed between the rename and its reply
-            length = self._reported_length(action.request)
-            imported = m.ImportFinished(migration.id, action.request, length, 0, 0.0, 0.0)
-        return Migrated(
-            action.request,
-            action.source,
-            action.destination,
-            imported.num_tokens,
-            imported.num_bytes,
-            imported.copy_s,
-            imported.stop_s,
-            imported.num_prefilled,
-        )
+
+def _migrated(migration: MigrationInProgress, files: MigrationFiles) -> Migrated:
+    action, imported = migration.action, migration.imported
+    if imported is None:  # the destination crashed between the rename and its reply
+        length = files.num_imported_tokens()
+        imported = m.ImportFinished(migration.id, action.request, length, 0, 0.0, 0.0)
+    return Migrated(
+        action.request,
+        action.source,
+        action.destination,
+        imported.num_tokens,
+        imported.num_bytes,
+        imported.copy_s,
+        imported.stop_s,
+        imported.num_prefilled,
+    )
 
 
 def _failed(action: Migrate, reason: str) -> MigrationFailed:
