@@ -23,7 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dora.atomic_file": (),
     "dora.loading": ("dora.errors",),
     "dora.auth_token": ("dora.errors",),
-    "dora.config": ("dora.errors", "dora.trainer.recipe"),
+    "dora.config": ("dora.core.types", "dora.errors", "dora.trainer.recipe"),
     "dora.core": ("dora.text",),
     "dora.model": ("dora.errors",),
     **{f"dora.{leaf}": ("dora.core.types", "dora.errors") for leaf in LEAVES},

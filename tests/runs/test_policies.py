@@ -14,6 +14,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "drain": {"update_policy": "drain", "max_staleness": 2, "batches_per_version": 3},
     "slack": {"slack": 1, "weight_sync_interval": 2, "prioritize_stragglers": "false"},
     "static": {"placement": "static"},
+    "ablations": {"ablations": '["moves", "shares", "period"]'},
 }
 
 
@@ -38,7 +39,7 @@ def test_a_run_of_each_policy_finishes(start_run: StartRun, policy: str) -> None
     assert s["staleness_max"] <= {"one_step": 1}.get(policy, 2)
     if policy in ("one_step", "drain"):
         assert s["live_versions_max"] == 1
-    if policy == "static":
+    if policy in ("static", "ablations"):
         assert s["migrations"] == s["failed_migrations"] == 0
 
 

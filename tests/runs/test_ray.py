@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
+from tests.runtime.running import Run, dora, journal, metrics, summary, wait_until_gone
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 
@@ -78,9 +78,12 @@ def kinds(run: Run, engine: int) -> list[str]:
     return [line["kind"] for line in journal(run.out) if line.get("engine") == engine]
 
 
-def test_a_run_starts_ray_on_loopback_and_detects_an_actor_that_hangs(start_run: StartRun) -> None:
-    """To Ray, the actor is alive."""
-    run = start_run(**RAY, run__steps=20, engine__min_step_time="20ms", runtime__heartbeat_timeout_s=2)
+@pytest.mark.timeout(300)
+def test_a_run_starts_ray_on_loopback_and_replaces_a_hanging_engine_and_two_storages(
+    start_run: StartRun,
+) -> None:
+    """To Ray, a hanging actor is alive. The first storage crashes, the second hangs. No group is lost."""
+    run = start_run(**RAY, run__steps=40, engine__min_step_time="20ms", runtime__heartbeat_timeout_s=2)
     run.wait_for_steps(1)
     started = psutil.Process(run.pid).children(recursive=True)
     raylet = next(process for process in started if "raylet" in process.name())
@@ -91,9 +94,17 @@ def test_a_run_starts_ray_on_loopback_and_detects_an_actor_that_hangs(start_run:
     assert "ray::" in " ".join(engine.cmdline())
     engine.suspend()
     run.wait_until(lambda: "engine_lost" in kinds(run, 0), "the loss")
-    check_finished(run, engine_failures=1, trained_groups=40)
-    assert "no heartbeat for more than runtime.heartbeat_timeout_s = 2 s" in run.end().out
-    assert "in place of engine 0" in run.end().out
+    for harm in (psutil.Process.kill, psutil.Process.suspend):
+        run.wait_for_steps(len(metrics(run.out)) + 2)
+        storage = psutil.Process(process_status(run, "storage")["pid"])
+        assert "ray::" in " ".join(storage.cmdline())
+        harm(storage)
+        run.wait_until(partial(has_new_storage, run, storage.pid), "another storage")
+    check_finished(run, engine_failures=1, trained_groups=80)
+    out = run.end().out
+    assert "no heartbeat for more than runtime.heartbeat_timeout_s = 2 s" in out
+    assert "in place of engine 0" in out
+    assert out.count("the storage of the sample stream is lost") == 2
     assert wait_until_gone(started, 10.0) == []
 
 
@@ -106,19 +117,6 @@ def test_a_signal_to_the_whole_process_group_stops_a_run_that_started_ray(start_
     assert (run.end().code, summary(run.out)["stopped"]) == (130, "SIGTERM")
     assert run.weight_folders() == []
     assert wait_until_gone(started, 10.0) == []
-
-
-def test_no_sample_is_lost_with_the_storage(start_run: StartRun) -> None:
-    """It is replaced twice: once after a crash, once because it hangs. No group is scored twice."""
-    run = start_run(**RAY, run__steps=20, engine__min_step_time="20ms", runtime__heartbeat_timeout_s=2)
-    for harm, num_steps in ((psutil.Process.kill, 2), (psutil.Process.suspend, 8)):
-        run.wait_for_steps(num_steps)
-        storage = psutil.Process(process_status(run, "storage")["pid"])
-        assert "ray::" in " ".join(storage.cmdline())
-        harm(storage)
-        run.wait_until(partial(has_new_storage, run, storage.pid), "another storage")
-    check_finished(run, trained_groups=40, engine_failures=0)
-    assert run.end().out.count("the storage of the sample stream is lost") == 2
 
 
 @pytest.mark.timeout(300)

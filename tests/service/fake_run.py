@@ -60,7 +60,7 @@ class FakeEngines:
 
     def __init__(self, events: deque[Event]) -> None:
         self.all_engines = [*range(NUM_ENGINES)]
-        self.joined_engines, self.starting_engines = {*self.all_engines}, set[int]()
+        self.joined_engines = {*self.all_engines}
         self.rejections: dict[int, str] = {}
         self._events = events
 
@@ -68,20 +68,13 @@ class FakeEngines:
         first = len(self.all_engines)
         started = [*range(first, first + count)]
         self.all_engines += started
-        self.starting_engines.update(started)
         return started
 
-    def drain_engine(self, engine: int | None) -> int:
-        assert engine is not None
+    def drain_engine(self, engine: int) -> None:
         self._events.append(DrainRequested(engine))
-        return engine
 
     def drain_rejection(self, engine: int) -> str | None:
         return self.rejections.get(engine)
-
-    def take_drain_rejections(self) -> dict[int, str]:
-        rejections, self.rejections = self.rejections, {}
-        return rejections
 
     def engine_end(self, engine: int) -> str | None:
         return None

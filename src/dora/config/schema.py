@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic.fields import FieldInfo
 
+from dora.core.types import Ablation
 from dora.trainer import recipe
 from dora.trainer.recipe import (
     AdvEstimator,
@@ -575,6 +576,13 @@ class OrchestratorSection(Section):
         le=1,
         description="If an engine uses a larger fraction of its KV cache, requests migrate to other engines "
         "(0 to 1).",
+    )
+    ablations: list[Ablation] = Field(
+        default=[],
+        description="dora: rules that are off, to measure what each contributes. moves: live migration; "
+        "shares: assignment of engines to versions; fill: new requests of older versions; update, pressure, "
+        "period: rebalancing after a new version, when KV memory is short, and at the interval; remainders: "
+        "rounding by largest remainders; room: free KV as a condition of a new version.",
     )
 
     @model_validator(mode="before")

@@ -578,6 +578,8 @@ def _unused_in_orchestrator(config: Config) -> Reasons:
         unused["batches_per_version"] = "without update_policy = drain"
     if policy not in ("dora", *BREAKS_C1):
         unused["weight_sync_interval"] = f"with update_policy = {policy}: one version is live"
+    if policy != "dora":
+        unused["ablations"] = f"with update_policy = {policy}: these are rules of dora"
     if rules.staleness_mode == "fixed":
         keys = ("min_ess", "max_kl", "staleness_window")
         unused |= dict.fromkeys(keys, "without orchestrator.staleness_mode = adaptive")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 
 class ProtocolError(Exception):
@@ -71,7 +71,8 @@ class Chunk(NamedTuple):
 # shares (repartition of engines), fill (admission at older versions), update, pressure and period (triggers
 # of a rebalance: a new version, KV pressure, the interval), remainders (largest-remainder rounding), room
 # (free KV at the destinations as a condition of a repartition).
-ABLATIONS = ("moves", "shares", "fill", "update", "pressure", "period", "remainders", "room")
+Ablation = Literal["moves", "shares", "fill", "update", "pressure", "period", "remainders", "room"]
+ABLATIONS: tuple[Ablation, ...] = get_args(Ablation)
 
 
 @dataclass(frozen=True, slots=True)

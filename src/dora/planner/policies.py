@@ -118,7 +118,7 @@ def make_limits(
         breaks_c1=policy.breaks_c1,
         prioritize_stragglers=not policy.breaks_c1,  # systems with inflight updates do not prioritise
         rebalance_interval_s=rebalance_interval_s,
-        ablations=tuple(part for part in ablations if part != KV_ABLATION),
+        ablations=tuple(part for part in ABLATIONS if part in ablations),
     )
 
 

@@ -102,7 +102,7 @@ class ProcessExecutor:
             setup, self.weights.folder, self._messages, self.events, self.sample_book, notice
         )
         self._elastic = ElasticEngines(setup, self._launcher, self.engine_pool, self.events, notice)
-        self._drain_rejections: dict[int, str] = {}  # engine -> reason, until they are read
+        self._drain_rejections: dict[int, str] = {}  # engine -> reason, until it is drained again
         self.engine_pool.digests.update(kept)
         start = (previous.resumed.from_step, previous.checkpoint) if previous else (0, None)
         self.training = TrainerSupervisor(
@@ -366,10 +366,6 @@ class ProcessExecutor:
     def joined_engines(self) -> Set[int]:
         return self.engine_pool.joined
 
-    @property
-    def starting_engines(self) -> Set[int]:
-        return self.engine_pool.workers.keys() - self.engine_pool.joined
-
     def engine_end(self, engine: int) -> str | None:
         """See `EngineControl`."""
         return self.engine_pool.end_states.get(engine)
@@ -387,23 +383,18 @@ class ProcessExecutor:
             )
         return [self.engine_pool.start() for _ in range(count)]
 
-    def drain_engine(self, engine: int | None) -> int:
+    def drain_engine(self, engine: int) -> None:
         """Ask the orchestrator to drain an engine. Raises ServiceError if the run has no such engine."""
         joined = self.engine_pool.joined
-        if engine is None or engine not in joined:
+        if engine not in joined:
             known = ", ".join(map(str, sorted(joined)))
             raise ServiceError(404, f"the run has no engine {engine} to drain; it has {known}")
+        self._drain_rejections.pop(engine, None)
         self.events.append(DrainRequested(engine))  # a second request changes nothing
-        return engine
 
     def drain_rejection(self, engine: int) -> str | None:
-        """Why the orchestrator refused to drain an engine, until the rejections are taken."""
-        return self._drain_rejections.get(engine)
-
-    def take_drain_rejections(self) -> dict[int, str]:
         """See `EngineControl`."""
-        rejections, self._drain_rejections = self._drain_rejections, {}
-        return rejections
+        return self._drain_rejections.get(engine)
 
     def pause(self, engines: Iterable[int]) -> None:
         """Deliver no events and pause decoding on these engines. Workers' deadlines still apply."""

@@ -38,7 +38,7 @@ from dora.metrics.run import RunMetrics, StepRecord, TimedOrchestrator
 from dora.metrics.summary import summarize
 from dora.metrics.writer import MetricsWriter, Trackers
 from dora.runtime import run_dir
-from dora.runtime.control.admin import ControlDir, EngineAdmin
+from dora.runtime.control.admin import AdminRequests, ControlDir
 from dora.runtime.control.evaluation import evaluate
 from dora.runtime.control.failure_guard import FailureGuard
 from dora.runtime.control.requests import Gateway, RequestQueue, check_gateway
@@ -192,7 +192,6 @@ class _Session:
         self._finished_steps: list[StepRecord] = []  # not written to metrics.jsonl yet
         self._due_checkpoint: str | None = None  # the orchestrator's snapshot to save
         self._executor = ProcessExecutor(setup, self._console.notice, previous)
-        self._admin = EngineAdmin(control, self._executor, self._orchestrator.snapshot)
         migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
         self._metrics = (
             previous.metrics if previous else RunMetrics(setup.limits, self._executor.sample_book, migrations)
@@ -200,6 +199,7 @@ class _Session:
         self._evaluations = previous.evaluations if previous else EvaluationTracker(config.eval.greedy)
         self._live = LiveRun(setup, self._executor, self._orchestrator.snapshot, self._metrics)
         self._requests = RequestQueue(self._live, self._executor.wake_up)
+        self._admin = AdminRequests(control, self._requests)
         self._failure_guard = FailureGuard(config)
         self._status = StatusWriter(
             setup.out, self._executor, self._orchestrator.snapshot, self._console.notice

@@ -202,6 +202,7 @@ class RunSetup:
             adaptive_staleness=AdaptiveStalenessRule(rules.min_ess, rules.max_kl, rules.staleness_window)
             if rules.staleness_mode == "adaptive"
             else None,
+            ablations=tuple(rules.ablations),
         )
 
     @property

@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 from dora.core.state import State
 from dora.errors import ServiceError
 from dora.metrics.run import RunMetrics
-from dora.runtime.control.admin import EngineControl
+from dora.runtime.control.engines import EngineControl
 from dora.runtime.control.requests import RequestQueue
 from dora.runtime.rollout.agent_sessions import AgentSessions
 from dora.runtime.run_setup import RunSetup

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, Field
 
-from dora.errors import ServiceError
+from dora.runtime.control import engines
+from dora.runtime.control.engines import EngineStatus
 from dora.service.context import Run, RunContext, while_connected
 from dora.service.models import RequestBody, Wait
 
@@ -75,18 +76,6 @@ class VersionList(BaseModel):
 
     newest: int | None
     versions: list[StoredVersion]
-
-
-class EngineStatus(BaseModel):
-    """One engine; `end` is how it ended: "removed", or "lost (reason)"."""
-
-    engine: int
-    state: Literal["starting", "running", "paused", "draining", "ended"]
-    num_rows: int = 0
-    num_rows_used: int = 0
-    versions: list[int] = []
-    loading: int | None = None
-    end: str | None = None
 
 
 class EngineList(BaseModel):
@@ -156,31 +145,6 @@ def stored_versions(context: RunContext) -> VersionList:
     )
 
 
-def all_engines(context: RunContext) -> EngineList:
-    """All current and former engines."""
-    return EngineList(engines=[engine_status(context, engine) for engine in context.engines.all_engines])
-
-
-def engine_status(context: RunContext, engine: int) -> EngineStatus:
-    """One engine. Raises ServiceError if the run never had it."""
-    control, record = context.engines, context.state().engines.get(engine)
-    if engine not in control.all_engines:
-        raise ServiceError(404, f"the run has no engine {engine}; GET /v1/engines lists them")
-    if (end := control.engine_end(engine)) is not None:
-        return EngineStatus(engine=engine, state="ended", end=end)
-    if record is None:
-        return EngineStatus(engine=engine, state="starting")
-    is_paused = record.is_pausing or record.is_paused or context.is_paused
-    return EngineStatus(
-        engine=engine,
-        state="draining" if record.is_draining else "paused" if is_paused else "running",
-        num_rows=record.num_rows,
-        num_rows_used=record.num_rows - record.free_rows,
-        versions=sorted(record.loaded),
-        loading=record.loading,
-    )
-
-
 # --- routes
 
 
@@ -215,40 +179,20 @@ async def get_versions(
 @router.get("/v1/engines")
 async def get_engines(run: Run) -> EngineList:
     """All engines, those that have ended included."""
-    return await run(all_engines)
+    return await run(lambda context: EngineList(engines=engines.list_engines(context)))
 
 
 @router.post("/v1/engines", status_code=202)
 async def add_engines(body: NewEngines, run: Run) -> EngineList:
     """Start engines, which join once they are ready; returns the new ones."""
-
-    def start(context: RunContext) -> EngineList:
-        context.check_training()
-        engines = context.engines.add_engines(body.count)
-        return EngineList(engines=[EngineStatus(engine=engine, state="starting") for engine in engines])
-
-    return await run(start)
+    return await run(lambda context: EngineList(engines=engines.add_engines(context, body.count)))
 
 
 @router.post("/v1/engines/{engine}/drain", status_code=202)
 async def drain_engine(engine: EngineNumber, run: Run) -> EngineStatus:
     """Remove an engine once its requests have migrated or finished; no token is generated again."""
-    is_requested = False
-
-    def drain(context: RunContext) -> EngineStatus | None:
-        nonlocal is_requested
-        if not is_requested:
-            engine_status(context, engine)  # an unknown engine is 404, whatever the run is doing
-            context.check_training()
-            context.engines.drain_engine(engine)
-            is_requested = True
-        if (reason := context.engines.drain_rejection(engine)) is not None:
-            raise ServiceError(409, f"engine {engine} cannot be drained: {reason}; add another one first")
-        found = engine_status(context, engine)
-        return None if found.state == "running" else found
-
-    found = await run.wait(drain, DRAIN_TIMEOUT_S)
-    return await run(lambda context: engine_status(context, engine)) if found is None else found
+    found = await run.wait(engines.drain_engine(engine, waits_for_end=False), DRAIN_TIMEOUT_S)
+    return await run(lambda context: engines.get_engine(context, engine)) if found is None else found
 
 
 @router.post("/v1/pause")

@@ -9,8 +9,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dora.runtime.control.engines import EngineStatus, list_engines
 from dora.service.context import Run, RunContext
-from dora.service.control import EngineStatus, ProgressStatus, all_engines, progress_status
+from dora.service.control import ProgressStatus, progress_status
 
 router = APIRouter(tags=["run"])
 DURATION_BUCKETS_S = (
@@ -81,7 +82,7 @@ class _RunCollector(Collector):
         status, metrics = progress_status(context), context.metrics
         yield from _counters(context, status)
         yield from _gauges(status)
-        yield _engine_rows(all_engines(context).engines)
+        yield _engine_rows(list_engines(context))
         last_step = GaugeMetricFamily("dora_step", "The last line of metrics.jsonl.", labels=["metric"])
         for name, value in (metrics.steps[-1].to_json() if metrics.steps else {}).items():
             last_step.add_metric([name], value)

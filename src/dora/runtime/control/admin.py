@@ -1,4 +1,4 @@
-"""`dora engines`: list, add and drain the engines of a running run through files in RUN/control.
+"""`dora engines`: requests to a running run, through files in RUN/control.
 
 A client writes `ID.request` by an atomic rename and waits for `ID.answer`. The folder exists while the run
 does.
@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from dora.atomic_file import write_text_atomically
-from dora.core.state import EngineRecord, State
-from dora.errors import InputError, RunError, ServiceError
+from dora.errors import InputError, RunError
+from dora.runtime.control import engines
+from dora.runtime.control.engines import EngineContext, EngineStatus
+from dora.runtime.control.requests import RequestQueue
 from dora.runtime.run_dir import check_running, write_driver
 
 POLL_S = 0.2  # between two scans of the folder
@@ -98,99 +102,53 @@ def send_request(run: Path, wanted: AdminRequest, timeout_s: float) -> AdminAnsw
     raise RunError(f"{run}: no reply within {timeout_s:g} s: {reason}")
 
 
-class EngineControl(Protocol):
-    """What the driver can do with engines on request; the executor implements it."""
+class AdminRequests:
+    """Passes the requests in a control folder to the driver, and its answers back."""
 
-    def add_engines(self, count: int) -> list[int]:
-        """Start engines; returns their numbers. Raises ServiceError without room for them."""
-
-    def drain_engine(self, engine: int | None) -> int:
-        """Ask the orchestrator to drain an engine. Raises ServiceError if the run has no such engine."""
-
-    def drain_rejection(self, engine: int) -> str | None:
-        """Why the orchestrator refused to drain an engine, until the rejections are taken."""
-
-    @property
-    def all_engines(self) -> Sequence[int]:
-        """Numbers of all current and former engines, in order."""
-
-    @property
-    def joined_engines(self) -> Set[int]: ...
-
-    @property
-    def starting_engines(self) -> Set[int]: ...
-
-    def engine_end(self, engine: int) -> str | None:
-        """How an engine ended: "removed", or "lost (reason)"; None if it has not."""
-
-    def take_drain_rejections(self) -> dict[int, str]:
-        """Engines that the orchestrator refused to drain since the last call, with the reason."""
-
-
-class EngineAdmin:
-    """Handles the requests in a control folder. Adding and draining take time, but no method blocks."""
-
-    def __init__(self, control: ControlDir, engines: EngineControl, state: Callable[[], State]) -> None:
-        self._control, self._engines, self._state = control, engines, state
-        self._adding: dict[str, int] = {}  # request id -> engine that is starting
-        self._draining: dict[str, int] = {}  # request id -> engine that is draining
-        self._rejections: dict[int, str] = {}
+    def __init__(self, control: ControlDir, requests: RequestQueue[Any]) -> None:
+        self._control, self._requests = control, requests
+        self._pending: dict[str, tuple[AdminRequest, Future[Any]]] = {}
 
     def process(self) -> None:
-        """Begin new requests, and answer those that are finished."""
+        """Submit new requests, and answer those that are finished."""
         for request_id, wanted in self._control.new_requests():
-            answer = self._begin(request_id, wanted)
-            if answer is not None:
-                self._control.answer(request_id, answer)
-        for request_id, engine in [*self._adding.items()]:
-            self._finish(request_id, self._adding, self._add_result(engine))
-        self._rejections = self._engines.take_drain_rejections()
-        for request_id, engine in [*self._draining.items()]:
-            self._finish(request_id, self._draining, self._drain_result(engine))
-
-    def _begin(self, request_id: str, wanted: AdminRequest) -> AdminAnswer | None:
-        """The answer, if it is known at once."""
-        if wanted.command == "list":
-            return AdminAnswer(True, self._list())
-        try:
-            if wanted.command == "add":
-                (self._adding[request_id],) = self._engines.add_engines(1)
-            else:
-                self._draining[request_id] = self._engines.drain_engine(wanted.engine)
-        except ServiceError as error:
-            return AdminAnswer(False, str(error))
-        return None
-
-    def _finish(self, request_id: str, pending: dict[str, int], answer: AdminAnswer | None) -> None:
-        if answer is not None:
-            del pending[request_id]
-            self._control.answer(request_id, answer)
-
-    def _add_result(self, engine: int) -> AdminAnswer | None:
-        if engine in self._engines.joined_engines:
-            return AdminAnswer(True, f"engine {engine} joined")
-        end = self._engines.engine_end(engine)
-        return AdminAnswer(False, f"engine {engine} did not start: {end}") if end else None
-
-    def _drain_result(self, engine: int) -> AdminAnswer | None:
-        rejection, end = self._rejections.get(engine), self._engines.engine_end(engine)
-        if rejection is not None:
-            return AdminAnswer(False, f"engine {engine} cannot be drained: {rejection}")
-        if end is None:
-            return None
-        if end == "removed":
-            return AdminAnswer(True, f"engine {engine} drained and removed")
-        return AdminAnswer(False, f"engine {engine} is {end}")
-
-    def _list(self) -> str:
-        engines = self._state().engines
-        lines = [f"engine {engine.id}: {_describe(engine)}" for _, engine in sorted(engines.items())]
-        starting = sorted(self._engines.starting_engines)
-        return "\n".join([*lines, *(f"engine {engine}: starting" for engine in starting)])
+            self._pending[request_id] = wanted, self._requests.submit(_function(wanted), math.inf)
+        for request_id, (wanted, result) in [*self._pending.items()]:
+            if result.done():
+                del self._pending[request_id]
+                self._control.answer(request_id, _answer(wanted, result))
 
 
-def _describe(engine: EngineRecord) -> str:
-    versions = " ".join(f"v{version}" for version in sorted(engine.loaded)) or "no version"
-    text = f"{engine.num_rows - engine.free_rows} of {engine.num_rows} rows in use, {versions}"
-    text += ", shares the trainer's device" if engine.is_colocated else ""
-    return text + (", draining" if engine.is_draining else "")
+def _function(wanted: AdminRequest) -> Callable[[EngineContext], Any]:
+    match wanted:
+        case AdminRequest("add"):
+            return engines.add_engine()
+        case AdminRequest("drain", int(engine)):
+            return engines.drain_engine(engine, waits_for_end=True)
+        case _:
+            return engines.list_engines
+
+
+def _answer(wanted: AdminRequest, result: Future[Any]) -> AdminAnswer:
+    if (error := result.exception()) is not None:
+        return AdminAnswer(False, str(error))
+    if wanted.command == "list":
+        found = [status for status in result.result() if status.state != "ended"]
+        return AdminAnswer(True, "\n".join(map(_describe, found)))
+    status: EngineStatus = result.result()
+    if wanted.command == "add":
+        if status.end is None:
+            return AdminAnswer(True, f"engine {status.engine} joined")
+        return AdminAnswer(False, f"engine {status.engine} did not start: {status.end}")
+    if status.end == "removed":
+        return AdminAnswer(True, f"engine {status.engine} drained and removed")
+    return AdminAnswer(False, f"engine {status.engine} is {status.end}")
+
+
+def _describe(status: EngineStatus) -> str:
+    if status.state == "starting":
+        return f"engine {status.engine}: starting"
+    versions = " ".join(f"v{version}" for version in status.versions) or "no version"
+    text = f"engine {status.engine}: {status.num_rows_used} of {status.num_rows} rows in use, {versions}"
+    text += ", shares the trainer's device" if status.is_colocated else ""
+    return text + (", draining" if status.state == "draining" else "")

@@ -1,0 +1,139 @@
+"""Requests about the engines of a run, the same for `dora engines` and for the service.
+
+A request is a function of a context, as `RequestQueue.submit` takes it: it returns None while it is in
+progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from dora.core.state import State
+from dora.errors import ServiceError
+
+
+class EngineControl(Protocol):
+    """What the driver can do with engines on request; the executor implements it."""
+
+    def add_engines(self, count: int) -> list[int]:
+        """Start engines; returns their numbers. Raises ServiceError without room for them."""
+
+    def drain_engine(self, engine: int) -> None:
+        """Ask the orchestrator to drain an engine. Raises ServiceError if the run has no such engine."""
+
+    def drain_rejection(self, engine: int) -> str | None:
+        """Why the orchestrator has refused the last request to drain an engine; None if it has not."""
+
+    @property
+    def all_engines(self) -> Sequence[int]:
+        """Numbers of all current and former engines, in order."""
+
+    @property
+    def joined_engines(self) -> Set[int]: ...
+
+    def engine_end(self, engine: int) -> str | None:
+        """How an engine ended: "removed", or "lost (reason)"; None if it has not."""
+
+
+class EngineContext(Protocol):
+    """What these requests read or change of a run."""
+
+    @property
+    def engines(self) -> EngineControl: ...
+
+    @property
+    def state(self) -> Callable[[], State]: ...
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    def check_training(self) -> None:
+        """Raises ServiceError while the run starts, evaluates, saves or ends."""
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """One engine; `end` is how it ended: "removed", or "lost (reason)"."""
+
+    engine: int
+    state: Literal["starting", "running", "paused", "draining", "ended"]
+    num_rows: int = 0
+    num_rows_used: int = 0
+    versions: tuple[int, ...] = ()
+    loading: int | None = None
+    is_colocated: bool = False  # shares the trainer's device
+    end: str | None = None
+
+
+EngineRequest = Callable[[EngineContext], EngineStatus | None]
+
+
+def list_engines(context: EngineContext) -> list[EngineStatus]:
+    """All current and former engines."""
+    return [get_engine(context, engine) for engine in context.engines.all_engines]
+
+
+def get_engine(context: EngineContext, engine: int) -> EngineStatus:
+    """One engine. Raises ServiceError if the run never had it."""
+    control, record = context.engines, context.state().engines.get(engine)
+    if engine not in control.all_engines:
+        known = ", ".join(map(str, sorted(control.joined_engines)))
+        raise ServiceError(404, f"the run has no engine {engine}; it has {known}")
+    if (end := control.engine_end(engine)) is not None:
+        return EngineStatus(engine, "ended", end=end)
+    if record is None:
+        return EngineStatus(engine, "starting")
+    is_paused = record.is_pausing or record.is_paused or context.is_paused
+    return EngineStatus(
+        engine,
+        "draining" if record.is_draining else "paused" if is_paused else "running",
+        num_rows=record.num_rows,
+        num_rows_used=record.num_rows - record.free_rows,
+        versions=tuple(sorted(record.loaded)),
+        loading=record.loading,
+        is_colocated=record.is_colocated,
+    )
+
+
+def add_engines(context: EngineContext, count: int) -> list[EngineStatus]:
+    """Start engines, which join once they are ready. Raises ServiceError."""
+    context.check_training()
+    return [EngineStatus(engine, "starting") for engine in context.engines.add_engines(count)]
+
+
+def add_engine() -> EngineRequest:
+    """A request to start an engine; its result comes once the engine has joined or failed."""
+    started: list[EngineStatus] = []
+
+    def request(context: EngineContext) -> EngineStatus | None:
+        if not started:
+            started.extend(add_engines(context, 1))
+        found = get_engine(context, started[0].engine)
+        return None if found.state == "starting" else found
+
+    return request
+
+
+def drain_engine(engine: int, *, waits_for_end: bool) -> EngineRequest:
+    """A request to remove an engine once its requests have migrated or finished.
+
+    Its result comes once the engine drains, or with `waits_for_end` once it has ended. The request raises
+    ServiceError if the run has no such engine or cannot do without it.
+    """
+    is_requested = False
+
+    def request(context: EngineContext) -> EngineStatus | None:
+        nonlocal is_requested
+        if not is_requested:
+            get_engine(context, engine)  # an unknown engine is 404, whatever the run is doing
+            context.check_training()
+            context.engines.drain_engine(engine)
+            is_requested = True
+        if (reason := context.engines.drain_rejection(engine)) is not None:
+            raise ServiceError(409, f"engine {engine} cannot be drained: {reason}; add another one first")
+        found = get_engine(context, engine)
+        return found if found.state in ("draining", "ended")[waits_for_end:] else None
+
+    return request
