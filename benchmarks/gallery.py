@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shlex
 import statistics
 import subprocess
@@ -72,7 +71,6 @@ class Result(NamedTuple):
     """What one example has done; `rewards` has the mean reward of each step."""
 
     minutes: float
-    cpu_minutes: float
     before: float
     after: float
     measure: str
@@ -106,7 +104,6 @@ def row_of(name: str, result: Result) -> Row:
         "example": name,
         "steps": len(result.rewards),
         "minutes": round(result.minutes, 2),
-        "cpu_minutes": round(result.cpu_minutes, 2),
         "before": round(result.before, 4),
         "after": round(result.after, 4),
         "measure": result.measure,
@@ -124,14 +121,14 @@ def curve(rewards: list[float]) -> Iterator[dict[str, float]]:
 def run_example(name: str, folder: Path, quick: bool) -> Result:
     """Run one example and read what it has left."""
     out = (folder / name).resolve()
-    began_s, cpu_s = time.monotonic(), _cpu_s()
+    began_s = time.monotonic()
     with (folder / f"{name}.log").open("w+", encoding="utf-8") as log:
         if name == SYNCHRONOUS:
             before, after, rewards = run_synchronous(log, quick)
-            return Result(*_minutes(began_s, cpu_s), before, after, HELD_OUT, rewards)
+            return Result(_minutes_since(began_s), before, after, HELD_OUT, rewards)
         example = EXAMPLES[name]
         run_dora(example, out, log, quick)
-    minutes = _minutes(began_s, cpu_s)
+    minutes = _minutes_since(began_s)
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["c1"], name
     assert summary["c2"], name
@@ -141,7 +138,7 @@ def run_example(name: str, folder: Path, quick: bool) -> Result:
     before, after = summary["eval_before"], summary["eval_after"]
     if example.measure == TRAINED:
         before, after = statistics.fmean(rewards[:EDGE_STEPS]), statistics.fmean(rewards[-EDGE_STEPS:])
-    return Result(*minutes, before, after, example.measure, rewards)
+    return Result(minutes, before, after, example.measure, rewards)
 
 
 def run_dora(example: Example, out: Path, log: Any, quick: bool) -> None:
@@ -197,14 +194,8 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def _minutes(began_s: float, cpu_s: float) -> tuple[float, float]:
-    """Wall time, and CPU time of all processes that have ended, since then."""
-    return (time.monotonic() - began_s) / 60, (_cpu_s() - cpu_s) / 60
+def _minutes_since(began_s: float) -> float:
+    return (time.monotonic() - began_s) / 60
 
 
 if __name__ == "__main__":

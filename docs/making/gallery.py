@@ -46,9 +46,9 @@ def result_table(name: str) -> str:
     row = results().get(name)
     if row is None:
         return NOT_MEASURED
-    columns = ("steps", "minutes", "CPU minutes", "before", "after", "mean reward of")
+    columns = ("steps", "minutes", "before", "after", "mean reward of")
     steps, minutes, *accuracy = _figures(row)
-    cells = (steps, minutes, f"{row['cpu_minutes']:.1f}", *accuracy, row["measure"])
+    cells = (steps, minutes, *accuracy, row["measure"])
     return f"{markdown.table(columns, [cells])}\n\n{_image(name)}"
 
 
