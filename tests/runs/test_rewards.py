@@ -153,14 +153,13 @@ def test_a_run_whose_groups_are_all_filtered_stops_with_the_reason(
 FIRST_FAILS = """
 import time
 
-calls = 0
+failed = []
 
 def reward(prompt, completion, **row):
-    global calls
-    calls += 1
-    if calls == 1:
-        raise KeyError("the first response of the first group")
-    if calls == 2 and prompt == "0:":
+    if not failed:
+        failed.append(prompt)
+        raise KeyError("the first response of a group")
+    if prompt in failed:
         time.sleep(3600)
     return len(set(completion)) / 10
 """
