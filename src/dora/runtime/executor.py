@@ -384,11 +384,7 @@ class ProcessExecutor:
         return [self.engine_pool.start() for _ in range(count)]
 
     def drain_engine(self, engine: int) -> None:
-        """Ask the orchestrator to drain an engine. Raises ServiceError if the run has no such engine."""
-        joined = self.engine_pool.joined
-        if engine not in joined:
-            known = ", ".join(map(str, sorted(joined)))
-            raise ServiceError(404, f"the run has no engine {engine} to drain; it has {known}")
+        """See `EngineControl`."""
         self._drain_rejections.pop(engine, None)
         self.events.append(DrainRequested(engine))  # a second request changes nothing
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.service.fake_run import FakeRun
 
-from dora.errors import InputError, RunError
-from dora.runtime.control.admin import AdminAnswer, AdminRequest, ControlDir, send_request
+from dora.errors import InputError, RunError, ServiceError
+from dora.runtime.control.admin import AdminAnswer, AdminRequest, AdminRequests, ControlDir, send_request
+from dora.runtime.control.engines import add_engine, drain_engine
 
 
 def answer_all(control: ControlDir, stop: threading.Event) -> None:
@@ -84,9 +86,51 @@ def test_a_run_that_ends_before_it_answers_ends_the_wait(tmp_path: Path) -> None
     close.join()
 
 
-def test_invalid_request_files_are_removed(tmp_path: Path) -> None:
-    control = ControlDir(tmp_path)
-    for number, text in enumerate(("", "[]", '{"order": 1}', "\x00")):
-        (tmp_path / "control" / f"{number}.request").write_text(text)
-    assert control.new_requests() == []
-    assert not list((tmp_path / "control").glob("*.request"))
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    {
+        "": "Expecting value",
+        "[]": "must be a mapping",
+        '{"order": 1}': "unexpected keyword argument 'order'",
+        "\x00": "Expecting value",
+        '{"command": "status"}': "command = 'status' must be one of list, add, drain",
+        '{"command": "drain", "engine": null}': "engine = None must be the number of the engine to drain",
+        '{"command": "drain", "engine": true}': "engine = True must be the number",
+    }.items(),
+)
+def test_an_invalid_request_is_answered_with_its_mistake(tmp_path: Path, text: str, reason: str) -> None:
+    run, control = FakeRun(tmp_path), ControlDir(tmp_path)
+    (tmp_path / "control" / "1.request").write_text(text)
+    AdminRequests(control, run.requests).process()
+    answer = AdminAnswer(**json.loads((tmp_path / "control" / "1.answer").read_text()))
+    assert not answer.is_done
+    assert answer.text.startswith("invalid request: ")
+    assert reason in answer.text
+    assert not (tmp_path / "control" / "1.request").exists()
+
+
+def test_an_engine_that_joins_while_the_run_is_paused_has_been_added(tmp_path: Path) -> None:
+    """The orchestrator's state has the engine only after the pause."""
+    context, request = FakeRun(tmp_path).context, add_engine()
+    context.pause()
+    assert request(context) is None
+    context.engines.joined_engines.add(2)
+    added = request(context)
+    assert added is not None
+    assert (added.engine, added.end) == (2, None)
+
+
+def test_an_engine_that_has_not_joined_cannot_be_drained(tmp_path: Path) -> None:
+    context = FakeRun(tmp_path).context
+    context.engines.add_engines(1)
+
+    def rejection(engine: int) -> str:
+        with pytest.raises(ServiceError) as error:
+            drain_engine(engine, waits_for_end=True)(context)
+        return str(error.value)
+
+    assert rejection(2) == "engine 2 is starting; wait until it has joined"
+    remedy = "(see dora engines list or GET /v1/engines)"
+    assert rejection(7) == f"the run has no engine 7; it has 0, 1 {remedy}"
+    context.engines.joined_engines.clear()
+    assert rejection(7) == f"the run has no engine 7; none has joined yet {remedy}"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dora.atomic_file import write_text_atomically
 from dora.errors import InputError, RunError
@@ -26,14 +26,21 @@ from dora.runtime.control.requests import RequestQueue
 from dora.runtime.run_dir import check_running, write_driver
 
 POLL_S = 0.2  # between two scans of the folder
+Command = Literal["list", "add", "drain"]
 
 
 @dataclass(frozen=True)
 class AdminRequest:
-    """A request; `engine` is the engine to drain."""
+    """A request; `engine` is the engine to drain. Raises ValueError for other values."""
 
-    command: Literal["list", "add", "drain"]
+    command: Command
     engine: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.command not in get_args(Command):
+            raise ValueError(f"command = {self.command!r} must be one of {', '.join(get_args(Command))}")
+        if self.command == "drain" and type(self.engine) is not int:
+            raise ValueError(f"engine = {self.engine!r} must be the number of the engine to drain")
 
 
 @dataclass(frozen=True)
@@ -54,15 +61,18 @@ class ControlDir:
         write_driver(run)
 
     def new_requests(self) -> list[tuple[str, AdminRequest]]:
-        """New requests by id; none within POLL_S of the last scan."""
+        """New requests by id; none within POLL_S of the last scan. Invalid ones are answered here."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return []
         self._next_s = now_s + POLL_S
         found = []
         for path in sorted(self._folder.glob("*.request")):
-            with contextlib.suppress(OSError, ValueError, TypeError):  # not a request of `send_request`
-                found.append((path.stem, AdminRequest(**json.loads(path.read_text()))))
+            with contextlib.suppress(OSError):  # withdrawn
+                try:
+                    found.append((path.stem, AdminRequest(**json.loads(path.read_text()))))
+                except (ValueError, TypeError) as error:
+                    self.answer(path.stem, AdminAnswer(False, f"invalid request: {error}"))
             path.unlink(missing_ok=True)
         return found
 

@@ -21,7 +21,7 @@ class EngineControl(Protocol):
         """Start engines; returns their numbers. Raises ServiceError without room for them."""
 
     def drain_engine(self, engine: int) -> None:
-        """Ask the orchestrator to drain an engine. Raises ServiceError if the run has no such engine."""
+        """Ask the orchestrator to drain an engine that has joined."""
 
     def drain_rejection(self, engine: int) -> str | None:
         """Why the orchestrator has refused the last request to drain an engine; None if it has not."""
@@ -79,8 +79,7 @@ def get_engine(context: EngineContext, engine: int) -> EngineStatus:
     """One engine. Raises ServiceError if the run never had it."""
     control, record = context.engines, context.state().engines.get(engine)
     if engine not in control.all_engines:
-        known = ", ".join(map(str, sorted(control.joined_engines)))
-        raise ServiceError(404, f"the run has no engine {engine}; it has {known}")
+        raise ServiceError(404, f"the run has no engine {engine}; {_known_engines(context)}")
     if (end := control.engine_end(engine)) is not None:
         return EngineStatus(engine, "ended", end=end)
     if record is None:
@@ -97,6 +96,12 @@ def get_engine(context: EngineContext, engine: int) -> EngineStatus:
     )
 
 
+def _known_engines(context: EngineContext) -> str:
+    joined = ", ".join(map(str, sorted(context.engines.joined_engines)))
+    found = f"it has {joined}" if joined else "none has joined yet"
+    return f"{found} (see dora engines list or GET /v1/engines)"
+
+
 def add_engines(context: EngineContext, count: int) -> list[EngineStatus]:
     """Start engines, which join once they are ready. Raises ServiceError."""
     context.check_training()
@@ -111,7 +116,9 @@ def add_engine() -> EngineRequest:
         if not started:
             started.extend(add_engines(context, 1))
         found = get_engine(context, started[0].engine)
-        return None if found.state == "starting" else found
+        # While the run is paused, an engine joins before the orchestrator's state contains it.
+        has_joined = found.engine in context.engines.joined_engines
+        return found if has_joined or found.state == "ended" else None
 
     return request
 
@@ -127,8 +134,13 @@ def drain_engine(engine: int, *, waits_for_end: bool) -> EngineRequest:
     def request(context: EngineContext) -> EngineStatus | None:
         nonlocal is_requested
         if not is_requested:
-            get_engine(context, engine)  # an unknown engine is 404, whatever the run is doing
+            found = get_engine(context, engine)  # an unknown engine is 404, whatever the run is doing
             context.check_training()
+            if engine not in context.engines.joined_engines:
+                if found.state == "starting":
+                    raise ServiceError(409, f"engine {engine} is starting; wait until it has joined")
+                known = _known_engines(context)
+                raise ServiceError(404, f"the run has no engine {engine} to drain; {known}")
             context.engines.drain_engine(engine)
             is_requested = True
         if (reason := context.engines.drain_rejection(engine)) is not None:
