@@ -57,6 +57,14 @@ def test_engines_of_all_kinds_are_numbered_consecutively(file: Path) -> None:
     assert (own.max_num_seqs, others.max_num_seqs, servers.max_num_seqs) == (4, 3, 4)
 
 
+def test_engines_of_all_kinds_need_the_slots_of_an_inflight_update(file: Path) -> None:
+    changes = ["orchestrator.update_policy=inflight"]
+    config = read_config(file, changes)
+    assert [kind.version_slots for kind in config.engine_kinds] == [2, 2, 2]
+    with pytest.raises(ConfigError, match=r"fleet\.others\.version_slots = 3 .*needs 2.*remove"):
+        read_config(file, [*changes, "fleet.others.version_slots=3"])
+
+
 def test_each_engine_has_the_settings_of_its_kind(file: Path, tmp_path: Path) -> None:
     setup = RunSetup.make(read_config(file, FITTING), tmp_path / "run")
     specs = [setup.engine_spec(tmp_path, engine) for engine in range(setup.num_engines)]

@@ -14,7 +14,7 @@ import dora.engine.engine as engine_module
 from dora.core.types import GroupId, RequestId
 from dora.engine.cuda_graphs import CUDAGraphRunner
 from dora.engine.engine import Engine
-from dora.engine.request import Completion, Request, SamplingParams
+from dora.engine.request import Completion, EngineError, Request, SamplingParams
 from dora.engine.scheduler import RequestStatus
 from dora.model.decoder import forward, lm_head, rope_tables
 from dora.model.weights import WeightLayout
@@ -272,3 +272,10 @@ def test_a_request_without_a_token_does_not_keep_the_kv_of_its_prompt() -> None:
     assert [(c.version, c.num_tokens) for c in completions[last.id].chunks] == [(1, 20)]
     assert completions[last.id].token_ids == run(fresh, [requests])[last.id].token_ids
     assert [c.version for c in completions[first.id].chunks] == [0, 1]
+
+
+def test_a_request_to_an_engine_without_a_version_is_rejected() -> None:
+    engine = Engine(TINY, max_rows=1, max_context=32, version_slots=2, inflight_update="inflight")
+    with pytest.raises(EngineError) as rejection:
+        engine.submit([make_request(0)])
+    assert rejection.value.rejected == {make_request(0).id: "version 0 is not loaded; loaded: []"}

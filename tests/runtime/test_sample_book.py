@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dora.config import load
@@ -121,3 +123,22 @@ def test_a_group_with_rewards_of_some_episodes_only_cannot_be_scored(book: Sampl
     reason = "1 of 2 episodes returned a reward; all or none of a group must"
     assert book.score_from_episodes(GROUP) == ScoringFailed(GROUP, reason)
     assert book.score_from_episodes(GroupId(0, 4)) is None
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_routes_are_stored_only_if_the_trainer_replays_them(
+    task: Path, tmp_path: Path, samples: SampleStore, replays: bool
+) -> None:
+    """A backend may report them in every run."""
+    setup = RunSetup.make(load.read_config(task), tmp_path)
+    trainer = setup.config.trainer.model_copy(update={"routing_replay": replays})
+    setup = replace(setup, config=setup.config.model_copy(update={"trainer": trainer}))
+    request, routes = RequestId(*GROUP, 0), np.ones((3, 2), np.int16)
+    chunks = (Chunk(0, "digest", 2),)
+    completion = Completion(request, 0, (3, 4), [5, 6], [-1.0] * 2, [-1.0] * 2, [-1.0] * 2, chunks, "stop")
+    completion = replace(completion, routes=routes)
+    assert [*SampleBook(setup, samples).events_from(0, RequestsCompleted([completion], NO_USAGE))]
+    samples.commit()
+    with sqlite3.connect(tmp_path / "samples.sqlite") as db:
+        (stored,) = db.execute("select routes from samples").fetchone()
+    assert stored == (routes.tobytes() if replays else None)

@@ -495,8 +495,10 @@ class FleetSection(Section):
         default=None,
         description="Requests that one of these engines decodes at once (count). Unset: as in [engine].",
     )
-    version_slots: Count = Field(
-        default=1, description="Policy versions that one of these engines holds at once (count)."
+    version_slots: Count | None = Field(
+        default=None,
+        description="Policy versions that one of these engines holds at once (count). Unset: 1; with partial "
+        "and inflight as many as these need.",
     )
 
 
@@ -838,7 +840,7 @@ class Config(Section):
                 fleet.options,
                 fleet.num_engines,
                 fleet.max_num_seqs or own.max_num_seqs,
-                fleet.version_slots,
+                fleet.version_slots or (self.inflight_version_slots if self.breaks_c1 else 1),
             )
             for fleet in self.fleet
         ]

@@ -194,12 +194,14 @@ def _check_inflight_update(config: Config) -> None:
                 f"orchestrator.update_policy = {policy} continues responses with newer weights; {reason}: "
                 f"remove {key}, or set update_policy = dora"
             )
-    slots, needed = config.engine.version_slots, config.inflight_version_slots
-    if slots not in (None, needed):
-        raise ConfigError(
-            f"engine.version_slots = {slots} with update_policy = {policy}, which needs {needed}: the old "
-            "version, the new one, and with eval.every an evaluated one; remove version_slots"
-        )
+    needed = config.inflight_version_slots
+    for kind in config.engine_kinds:
+        if kind.version_slots != needed:
+            raise ConfigError(
+                f"{kind.key}.version_slots = {kind.version_slots} with update_policy = {policy}, which needs "
+                f"{needed}: the old version, the new one, and with eval.every an evaluated one; remove "
+                "version_slots"
+            )
 
 
 def _check_admission(config: Config) -> None:

@@ -120,9 +120,14 @@ class Engine:
             NATIVE,
             max_versions=version_slots, stop_strings=detokenize is not None,
             migrates_without_kv=inflight_update is None, kv_transfer=pool is not None,
-            inflight_update=inflight_update is not None, exact=exact, routes=returns_routes,
+            inflight_update=inflight_update is not None, routes=returns_routes,
         )  # fmt: skip
         runner = CUDAGraphRunner if device == "cuda" or kernels == "triton" else ModelRunner
+        if pool is not None and runner is CUDAGraphRunner:
+            raise EngineError(
+                f"a pool needs CPU kernels, not device = {device!r}, kernels = {kernels!r}; leave out pool: "
+                "requests then migrate without KV"
+            )
         sizes = (max_rows + exact * SPARE_ROWS, max_context, version_slots, num_blocks)
         self._workspace = Workspace(
             config, *sizes, _allocator(pool, dtype), device, dtype, is_padded=runner is CUDAGraphRunner
@@ -398,7 +403,7 @@ class Engine:
         """The request with the version that decodes it from now on."""
         if self._inflight_update is None or request.id.is_held_out:
             return request
-        return replace(request, version=max(request.version, *self._loaded))
+        return replace(request, version=max((request.version, *self._loaded)))
 
     def _continue_with(self, version: int) -> None:
         """Continue all unfinished requests with a version that has just become active."""

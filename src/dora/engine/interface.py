@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Capabilities:
     """What an inference engine supports beyond `InferenceEngine`'s required behaviour.
 
-    A run whose configuration needs a missing capability is rejected before it starts.
+    A run whose configuration needs a missing capability is rejected before it starts. Exact log-probs are
+    rejected with every backend but DORA's own engine.
     """
 
     max_versions: int | None = 1  # loaded at once; None: `version_slots`
@@ -36,10 +37,9 @@ class Capabilities:
     pauses: bool = False  # `pause` and `resume`
     decode_only: bool = False  # `decode_only`
     migrates_without_kv: bool = False  # running requests migrate as tokens; see `SupportsMigration`
-    kv_transfer: bool = False  # and with their KV, between engines of one kind
+    kv_transfer: bool = False  # and with their KV; informative but in DORA's own engine
     episodes: bool = False  # multi-turn requests; see `SupportsEpisodes`
     inflight_update: bool = False  # running requests continue with newer versions; takes this keyword
-    exact: bool = False  # log-probs have the same bits in any batch
     routes: bool = False  # completions contain the experts of each token
     dtypes: tuple[str, ...] = ("float32",)
     devices: tuple[str, ...] = ("cpu",)
@@ -56,7 +56,6 @@ NATIVE = Capabilities(
     kv_transfer=True,
     episodes=True,
     inflight_update=True,
-    exact=True,
     routes=True,
     dtypes=("float32", "bfloat16"),
     devices=("cpu", "cuda"),
@@ -136,7 +135,11 @@ class RecomputesKV(Protocol):
 
 
 class InferenceFactory(Protocol):
-    """The class of an engine. `model` is a Hugging Face folder; `max_context` is in tokens."""
+    """The class of an engine. `model` is a Hugging Face folder; `max_context` is in tokens.
+
+    With the capability `inflight_update` it also takes this keyword: "partial" or "inflight", as
+    `orchestrator.update_policy`. It is not given under other policies, where requests keep their version.
+    """
 
     capabilities: Capabilities
 

@@ -114,7 +114,7 @@ class SampleBook:
                 completion.prompt_ids,
                 completion.token_ids,
                 logprobs,
-                completion.routes,
+                completion.routes if self._setup.config.trainer.routing_replay else None,
                 loss_mask,
                 self.episode_rewards.get(completion.id),
                 source.segments,

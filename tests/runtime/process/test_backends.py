@@ -137,3 +137,63 @@ def test_missing_methods_are_named(task: Path, tmp_path: Path, key: str) -> None
     missing = "abort, progress, step" if key == "engine" else "accumulate, finish_step, discard_batch"
     with pytest.raises(ConfigError, match=missing):
         backends.check_backends(load.read_config(task, [f"{key}.backend={tmp_path / 'half.py'}:Half"]))
+
+
+OWN_ENGINE = """
+from dora.engine.interface import NATIVE
+from dora.engine.engine import Engine
+
+class Own(Engine):
+    capabilities = {capabilities}
+    def __init__(self, *, model, max_rows, max_context, version_slots, device, dtype{arguments}): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "message"),
+    {
+        "surplus": ("", ["engine.options={size=3}"], "'size'; remove it"),
+        "missing": (", size", [], r"engine\.options = {}: .* missing .*'size'; add it"),
+        "reserved": ("", ["engine.options={dtype='bfloat16'}"], "DORA-RL gives dtype itself; remove it"),
+        "update": (
+            "",
+            ["orchestrator.update_policy=inflight"],
+            "'inflight_update'; a backend takes the keywords of .*InferenceFactory",
+        ),
+    }.values(),
+    ids=["surplus", "missing", "reserved", "update"],
+)
+def test_the_arguments_of_a_backend_are_checked_before_a_run(
+    task: Path, tmp_path: Path, arguments: str, changes: list[str], message: str
+) -> None:
+    source = OWN_ENGINE.format(capabilities="NATIVE", arguments=arguments)
+    (tmp_path / "own.py").write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        backends.check_backends(load.read_config(task, [f"engine.backend={tmp_path}/own.py:Own", *changes]))
+
+
+def test_doras_own_engine_is_no_backend(task: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'model'; a backend takes the keywords of .*InferenceFactory"):
+        backends.check_backends(load.read_config(task, ["engine.backend=dora.engine.engine:Engine"]))
+
+
+def test_an_inflight_update_needs_a_backend_with_two_versions(task: Path, tmp_path: Path) -> None:
+    """`engine.version_slots = 1`, the remedy under other policies, is refused under this one."""
+    source = OWN_ENGINE.format(
+        capabilities="__import__('dataclasses').replace(NATIVE, max_versions=1)",
+        arguments=", inflight_update=None",
+    )
+    (tmp_path / "own.py").write_text(source)
+    changes = [f"engine.backend={tmp_path}/own.py:Own", "orchestrator.update_policy=inflight"]
+    remedy = "update_policy = inflight needs 2: set orchestrator.update_policy = dora"
+    with pytest.raises(ConfigError, match=f"at most 1 version at a time, and {remedy}") as error:
+        backends.check_backends(load.read_config(task, changes))
+    assert "version_slots" not in str(error.value)
+
+
+def test_exact_log_probs_need_doras_own_engine(task: Path, tmp_path: Path) -> None:
+    """Only its log-probs have the bits of the trainer's."""
+    (tmp_path / "own.py").write_text(OWN_ENGINE.format(capabilities="NATIVE", arguments=""))
+    changes = [f"engine.backend={tmp_path}/own.py:Own", "engine.exact_logprobs=true"]
+    with pytest.raises(ConfigError, match=r"set engine\.exact_logprobs = false"):
+        backends.check_backends(load.read_config(task, changes))

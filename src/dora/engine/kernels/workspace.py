@@ -78,11 +78,6 @@ class Workspace:
         self.config, self.device = config, _device(device)
         if dtype not in DTYPES:
             raise EngineError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}")
-        if kv_allocator is not None and (device, is_padded) != ("cpu", False):
-            raise EngineError(
-                f"requests migrate only between engines with CPU kernels, not with device = {device!r}; "
-                "set orchestrator.placement = static"
-            )
         self.dtype = DTYPES[dtype]
         self.layout = WeightLayout(config)
         stride = -(-self.layout.numel // _ALIGNMENT) * _ALIGNMENT

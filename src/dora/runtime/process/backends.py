@@ -21,6 +21,7 @@ from dora.engine.interface import (
 from dora.errors import ConfigError
 from dora.loading import load_attribute
 from dora.runtime.process.messages import EngineSpec, TrainerSpec
+from dora.text import plural
 
 TRAINER_KEY = "trainer.backend"
 BUILT_IN = {
@@ -29,6 +30,7 @@ BUILT_IN = {
     "sglang": "dora.engine.backends.sglang:Sglang",
 }
 ENGINE_ARGUMENTS = ("model", "max_rows", "max_context", "version_slots", "device", "dtype")
+INFLIGHT_UPDATE = "inflight_update"  # one more argument, under policies that break C1
 
 
 def check_backends(config: Config) -> None:
@@ -55,7 +57,7 @@ def make_engine(spec: EngineSpec) -> InferenceEngine:
         version_slots=spec.version_slots,
         device=spec.device,
         dtype=spec.dtype,
-        **({} if spec.inflight_update is None else {"inflight_update": spec.inflight_update}),
+        **({} if spec.inflight_update is None else {INFLIGHT_UPDATE: spec.inflight_update}),
         **(spec.backend_options or {}),
     )
     return engine
@@ -89,10 +91,7 @@ def _check_engine(config: Config, kind: EngineKind, backend: str) -> None:
             f"{setting} does not support what the configuration needs:\n  " + "\n  ".join(remedies)
         )
     options = f"{kind.key}.options = {kind.options}"
-    try:
-        signature(factory).bind(**dict.fromkeys((*ENGINE_ARGUMENTS, *kind.options)))
-    except TypeError as error:
-        raise ConfigError(f"{options}: {backend} {error}; remove it") from error
+    _check_arguments(config, kind, factory, f"{options}: {backend}")
     if (check_options := getattr(factory, "check_options", None)) is not None:
         try:
             check_options(**kind.options)
@@ -104,6 +103,24 @@ def _check_engine(config: Config, kind: EngineKind, backend: str) -> None:
             f"{kind.key}.options has the url of one server, which serves one engine, but there are "
             f"{num_engines} engines: set num_engines = 1, and add a table [[fleet]] for each other server"
         )
+
+
+def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory, setting: str) -> None:
+    """Raises ConfigError if the class does not take the arguments of `make_engine`."""
+    if repeated := kind.options.keys() & {*ENGINE_ARGUMENTS, INFLIGHT_UPDATE}:
+        raise ConfigError(f"{setting}: DORA-RL gives {min(repeated)} itself; remove it")
+    call = signature(factory)
+    own = dict.fromkeys((*ENGINE_ARGUMENTS, INFLIGHT_UPDATE) if config.breaks_c1 else ENGINE_ARGUMENTS)
+    given = {**own, **kind.options}
+    for bind, arguments, remedy in (
+        (call.bind_partial, own, "a backend takes the keywords of dora.engine.interface.InferenceFactory"),
+        (call.bind_partial, given, "remove it"),
+        (call.bind, given, "add it"),
+    ):
+        try:
+            bind(**arguments)
+        except TypeError as error:
+            raise ConfigError(f"{setting} {error}; {remedy}") from error
 
 
 def _load_engine(name: str, key: str) -> InferenceFactory:
@@ -137,8 +154,12 @@ def _missing_capabilities(config: Config, kind: EngineKind, has: Capabilities) -
     if not config.has_static_placement and not has.migrates_without_kv:
         yield "no migration of running requests: set orchestrator.placement = static"
     if has.max_versions is not None and kind.version_slots > has.max_versions:
-        most = has.max_versions
-        yield f"at most {most} versions at a time: set {kind.key}.version_slots = {most}"
+        most = f"at most {plural(has.max_versions, 'version')} at a time"
+        if not config.breaks_c1:
+            yield f"{most}: set {kind.key}.version_slots = {has.max_versions}"
+        elif has.inflight_update:
+            policy = f"update_policy = {orchestrator.update_policy}"
+            yield f"{most}, and {policy} needs {kind.version_slots}: set orchestrator.update_policy = dora"
     if has.versions_are_lora and not config.trainer.lora_rank:
         yield "its versions are LoRA adapters: set trainer.lora_rank, or choose another backend"
     if orchestrator.prioritize_stragglers and not has.decode_only:
@@ -155,7 +176,7 @@ def _missing_capabilities(config: Config, kind: EngineKind, has: Capabilities) -
         yield "requests keep their version: set orchestrator.update_policy = dora"
     if config.trainer.routing_replay and not has.routes:
         yield "no routes of experts: set trainer.routing_replay = false"
-    if engine.exact_logprobs and not has.exact:
+    if engine.exact_logprobs:  # with the bits of `LogprobScorer`, which no other engine has
         yield "no exact log-probs: set engine.exact_logprobs = false"
     if engine.dtype not in has.dtypes:
         yield f"no engine.dtype = {engine.dtype}: use {' or '.join(has.dtypes)}"
