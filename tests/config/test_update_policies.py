@@ -82,3 +82,48 @@ def test_a_notice_names_a_bound_that_another_policy_makes_void(
     )
     notices = dropped_settings(file, overrides, read_config(file, overrides))
     assert notices == ([] if value is None else [notice])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    {
+        "moves": (["orchestrator.placement=static", 'orchestrator.ablations=["moves"]'], "for moves,"),
+        "room": (["orchestrator.placement=static", 'orchestrator.ablations=["period", "room"]'], "for room,"),
+        "device": (
+            [
+                *("engine.device=cuda", "trainer.device=cuda", "engine.kernels=auto"),
+                *("orchestrator.placement=colocated", 'orchestrator.ablations=["fill"]'),
+            ],
+            "for fill, with engine.device = 'cuda'",
+        ),
+        "shares": (['orchestrator.ablations=["shares", "remainders"]'], "for remainders, with shares"),
+        "twice": (['orchestrator.ablations=["fill", "fill"]'], "names fill twice"),
+        "balance": (
+            ['orchestrator.ablations=["moves"]', "orchestrator.balance_running=true"],
+            "balance_running has no effect with orchestrator.ablations = moves",
+        ),
+        "timeout": (
+            ['orchestrator.ablations=["moves"]', "runtime.migration_timeout_s=9.0"],
+            "migration_timeout_s has no effect with orchestrator.ablations = moves",
+        ),
+    }.values(),
+    ids=["moves", "room", "device", "shares", "twice", "balance", "timeout"],
+)
+def test_ablations_without_effect_are_refused(file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config(file, overrides)
+
+
+def test_ablations_with_an_effect_are_accepted(file: Path) -> None:
+    static = ["orchestrator.placement=static", 'orchestrator.ablations=["update", "pressure", "period"]']
+    assert len(read_config(file, static).orchestrator.ablations) == 3
+    moves = ['orchestrator.ablations=["moves", "room"]', "orchestrator.rebalance_interval_s=2.0"]
+    assert read_config(file, [*moves, "orchestrator.kv_watermark=0.5"]).orchestrator.kv_watermark == 0.5
+
+
+def test_ablations_of_the_file_do_not_apply_to_another_policy(file: Path) -> None:
+    file.write_text(file.read_text() + '[orchestrator]\nablations = ["fill"]\n')
+    config = read_config(file, [override("sync")])
+    assert config.orchestrator.ablations == []
+    (notice,) = dropped_settings(file, [override("sync")], config)
+    assert notice.startswith(f"orchestrator.ablations = ['fill'] in {file} does not apply")

@@ -16,10 +16,15 @@ FAST, SLOW = 0, 1
 
 
 def run_with_stall(
-    *, fast_loaded: tuple[int, ...] = (0, 1), rate: float = 10.0, stop_s: float = 0.1
+    *,
+    fast_loaded: tuple[int, ...] = (0, 1),
+    rate: float = 10.0,
+    stop_s: float = 0.1,
+    ablations: tuple[str, ...] = (),
 ) -> FakeWorkers:
     """The trainer waits for a request of version 0, whose engine decodes `rate` tokens/s instead of 100."""
-    state = midrun.state_at(limits(max_staleness=1, batch_size=1, num_steps=6), newest=1)
+    rules = limits(max_staleness=1, batch_size=1, num_steps=6, ablations=ablations)
+    state = midrun.state_at(rules, newest=1)
     midrun.add_engine(state, FAST, rows=2, loaded=fast_loaded, slots=2, row_tokens_per_s=100.0)
     midrun.add_engine(state, SLOW, rows=2, loaded=(0, 1), slots=2, row_tokens_per_s=rate)
     midrun.add_running(state, SLOW, 0, 0, num_tokens=20)
@@ -80,6 +85,10 @@ def test_new_requests_are_placed_on_slow_engines_last() -> None:
 
 def test_a_straggler_migrates_off_a_slow_engine() -> None:
     assert run_with_stall().actions(Migrate) == [Migrate(STRAGGLER, SLOW, FAST, 0, "slow")]
+
+
+def test_without_live_migration_no_straggler_migrates() -> None:
+    assert run_with_stall(ablations=("moves",)).actions(Migrate) == []
 
 
 @pytest.mark.parametrize(

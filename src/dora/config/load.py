@@ -36,7 +36,7 @@ BUILT_IN = {
     "engine": ("vllm", "vllm-lora", "sglang"),
 }  # values that are neither paths nor classes
 HUB_KINDS = {"model.path": "model", "critic.path": "model", "data.path": "dataset", "eval.path": "dataset"}
-POLICY_KEYS = ("max_staleness", "batches_per_version")  # their values belong to one update policy
+POLICY_KEYS = ("max_staleness", "batches_per_version", "ablations")  # they belong to one update policy
 
 
 class Override(NamedTuple):

@@ -26,6 +26,7 @@ def check(config: Config) -> None:
     _check_inflight_update(config)
     _check_admission(config)
     _check_version_slots(config)
+    _check_ablations(config)
     _check_elastic_trainer(config)
     _check_fleet_names(config)
     _check_engine_device(config)
@@ -234,6 +235,13 @@ def _check_version_slots(config: Config) -> None:
             f"engine.version_slots = {slots}: at most max_staleness + 1 = {staleness} + 1 versions are live "
             "at once, and one more with eval.every; more slots have no effect, so lower or remove it"
         )
+
+
+def _check_ablations(config: Config) -> None:
+    """No rule is named twice."""
+    ablations = config.orchestrator.ablations
+    for name in (name for name in ablations if ablations.count(name) > 1):
+        raise ConfigError(f"orchestrator.ablations = {ablations} names {name} twice; remove one of the two")
 
 
 def _check_elastic_trainer(config: Config) -> None:
@@ -580,16 +588,32 @@ def _unused_in_orchestrator(config: Config) -> Reasons:
         unused["batches_per_version"] = "without update_policy = drain"
     if policy not in ("dora", *BREAKS_C1):
         unused["weight_sync_interval"] = f"with update_policy = {policy}: one version is live"
-    if policy != "dora":
-        unused["ablations"] = f"with update_policy = {policy}: these are rules of dora"
+    if (reason := _unused_ablation(config)) is not None:
+        unused["ablations"] = reason
     if rules.staleness_mode == "fixed":
         keys = ("min_ess", "max_kl", "staleness_window")
         unused |= dict.fromkeys(keys, "without orchestrator.staleness_mode = adaptive")
     if config.breaks_c1 and rules.placement != "colocated":
         unused["placement"] = f"with update_policy = {policy}: requests do not migrate"
     if (reason := _no_migration_reason(config)) is not None:
-        unused |= dict.fromkeys(("balance_running", "rebalance_interval_s", "kv_watermark"), reason)
+        unused["balance_running"] = reason
+        if config.has_static_placement:  # else engines change versions, which these keys also control
+            unused |= dict.fromkeys(("rebalance_interval_s", "kv_watermark"), reason)
     return unused
+
+
+def _unused_ablation(config: Config) -> str | None:
+    """Why `orchestrator.ablations`, or the first rule that it names in vain, has no effect."""
+    rules = config.orchestrator
+    if rules.update_policy != "dora":
+        return f"with update_policy = {rules.update_policy}: these are rules of dora"
+    reasons: dict[str, str] = {}
+    if "shares" in rules.ablations:
+        reasons |= dict.fromkeys(("remainders", "room"), "shares, of which it is a part")
+    if config.has_static_placement:
+        names = ("moves", "shares", "fill", "remainders", "room")
+        reasons = dict.fromkeys(names, f"{_static_setting(config)}: engines keep their versions and requests")
+    return next((f"for {name}, with {reasons[name]}" for name in rules.ablations if name in reasons), None)
 
 
 def _unused_in_weights(config: Config) -> Reasons:
@@ -640,14 +664,20 @@ def _unused_in_service(config: Config) -> Reasons:
 
 def _no_migration_reason(config: Config) -> str | None:
     """The setting that keeps requests on their engine; None if they migrate."""
-    if not config.has_static_placement:
-        return None
-    setting = "orchestrator.placement = static"
+    if config.has_static_placement:
+        return f"with {_static_setting(config)}: requests do not migrate"
+    if "moves" in config.orchestrator.ablations:
+        return "with orchestrator.ablations = moves: requests do not migrate"
+    return None
+
+
+def _static_setting(config: Config) -> str:
+    """The setting that causes `has_static_placement`."""
     if config.breaks_c1:
-        setting = f"update_policy = {config.orchestrator.update_policy}"
-    elif config.orchestrator.placement != "static":
-        setting = f"engine.device = {config.engine.device!r}"
-    return f"with {setting}: requests do not migrate"
+        return f"update_policy = {config.orchestrator.update_policy}"
+    if config.orchestrator.placement == "static":
+        return "orchestrator.placement = static"
+    return f"engine.device = {config.engine.device!r}"
 
 
 def _uses_critic(config: Config) -> bool:

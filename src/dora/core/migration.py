@@ -19,7 +19,7 @@ from dora.core.types import RequestId
 
 def migrate(state: State) -> list[Migrate]:
     """Start the migrations that are due now, the mandatory ones first."""
-    if state.limits.is_static or "moves" in state.limits.ablations:
+    if not state.limits.has_migrations:
         return []
     free_rows = _FreeRows(state)
     actions = _evacuate(state, free_rows)

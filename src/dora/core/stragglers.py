@@ -76,7 +76,8 @@ def update_lags(state: State) -> None:
 
 def migrate_stragglers(state: State) -> list[Migrate]:
     """Migrate stragglers off slow engines, as soon as a row on a faster one is free."""
-    better = {} if state.stall_group is None or state.limits.is_static else _better_engines(state)
+    has_migrations = state.limits.has_migrations
+    better = _better_engines(state) if state.stall_group is not None and has_migrations else {}
     actions: list[Migrate] = []
     for request in _overdue_requests(state, better) if better else ():
         record = state.requests[request]

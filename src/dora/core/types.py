@@ -156,6 +156,11 @@ class Limits:
             raise ValueError("filter_groups with group_size = 1 would filter every group")
 
     @property
+    def has_migrations(self) -> bool:
+        """Whether running requests may migrate."""
+        return not self.is_static and "moves" not in self.ablations
+
+    @property
     def loads_eagerly(self) -> bool:
         """Whether engines load every version as soon as they can."""
         is_lazy = self.weight_sync_interval > 1 or self.defers_loads or self.skip_below_kl is not None
