@@ -169,7 +169,7 @@ def num_steps(max_staleness: int, num_steady: int) -> int:
 def simulate_part(simulate: Simulate, deployment: Deployment, divisor: int) -> Metrics:
     """Metrics of a deployment, from a part of its devices and of its batch."""
     metrics = simulate(shrink(deployment, divisor))
-    totals = ("tokens_per_s", "tokens_per_step", "migrations")
+    totals = ("tokens_per_s", "total_tokens_per_s", "total_tokens_per_step", "migrations")
     return {**metrics, **{name: metrics[name] * divisor for name in totals}}
 
 

@@ -51,7 +51,7 @@ SWEPT_SLACK = {"S + 1 batches": 0, "S + 1/2": BATCH_SIZE // 2, "S": BATCH_SIZE} 
 FEW_ROWS = 128  # of an engine
 SWEPT_METRICS = {  # key of the row -> metric
     "step_s": "step_s",
-    "tokens_per_s": "tokens_per_s",
+    "tokens_per_s": "total_tokens_per_s",
     "exposed": "exposed_fraction",
     "busy_rows": "row_utilization",
     "staleness": "staleness_mean",
@@ -136,7 +136,7 @@ def compare(
     printed = published_row(policy, num_gpus)
     values = {
         "step_min": (printed.step_min, metrics["step_s"] / 60),
-        "tokens_per_s": (printed.tokens_per_s, metrics["tokens_per_s"]),
+        "tokens_per_s": (printed.tokens_per_s, metrics["total_tokens_per_s"]),
     }
     if printed.exposed_min is not None:
         values["exposed_min"] = (printed.exposed_min, metrics["exposed_s"] / 60)
@@ -374,7 +374,7 @@ def _tokens_per_s(simulate: Simulate, workload: Workload, layout: Layout) -> flo
     divisor = 4 if layout.num_devices >= 256 else 1
     num_steps = fit.num_steps(layout.max_staleness, fit.NUM_STEPS_TO_SPLIT)
     deployment = Deployment(workload, layout, num_steps)
-    return fit.simulate_part(simulate, deployment, divisor)["tokens_per_s"]
+    return fit.simulate_part(simulate, deployment, divisor)["total_tokens_per_s"]
 
 
 STAGES: Mapping[str, Callable[[Simulate, FittedInputs], Iterator[Row]]] = {  # independent of each other

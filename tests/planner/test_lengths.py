@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,3 +79,20 @@ def test_lengths_beyond_a_limit_are_refused() -> None:
         LengthDistribution(900, 100.0).check_context(1000)
     with pytest.raises(InputError, match="mean length 1000 must be at least 1 and below the limit 900"):
         LengthDistribution(900, 1000)
+
+
+def test_a_prompt_is_that_of_the_row_of_the_first_response(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    rows = [(7, 40), (9, 20), (8, 30)]
+    path.write_text("ContextTokens,GeneratedTokens\n" + "".join(f"{p},{g}\n" for p, g in rows))
+    lengths = LengthDistribution(
+        50, family="trace", trace=read_trace(path), prompts=read_trace(path, "ContextTokens")
+    )
+    prompts, responses = lengths.draw_prompts(0, 4), lengths.draw(0, 4, 1)
+    assert {(prompt, group[0]) for prompt, group in zip(prompts, responses, strict=True)} == {*rows}
+    assert (lengths.mean_prompt, lengths.max_prompt) == (8.0, 9)
+    assert lengths.with_heavier_tail().prompts == lengths.prompts
+    with pytest.raises(InputError, match=r"prompt 9 \+ limit 50 = 59 tokens exceed the context of 58"):
+        lengths.check_context(58)
+    with pytest.raises(InputError, match="the trace has 3 responses and 1 prompts"):
+        replace(lengths, prompts=(1,))

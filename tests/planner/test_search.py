@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 
 from dora.cli.main import app
 from dora.errors import InputError
 from dora.planner.cluster import Workload
-from dora.planner.commands import NOT_CALIBRATED
+from dora.planner.commands import NOT_CALIBRATED, describe_gain
 from dora.planner.hardware import DEVICES, MODELS
 from dora.planner.lengths import LengthDistribution
 from dora.planner.search import SearchProblem, StepTimeFormula, candidates, neighbours, search
@@ -48,6 +49,35 @@ def test_the_search_ends_at_a_plan_without_faster_neighbours_and_simulates_none_
     assert 2 < len(near) < len(tokens_per_s) < 40
     assert near < tokens_per_s.keys()
     assert len([*search(problem, 3)]) == 3
+
+
+# Short responses of nearly equal length: one live version is enough.
+LIGHT = replace(WORKLOAD, lengths=LengthDistribution(400, 40.0, tail=0.3, prompt=100))
+
+
+def test_a_layout_that_another_policy_wins_is_tried_with_dora() -> None:
+    problem = replace(PROBLEM, workload=LIGHT, policies=("drain", "dora"))
+    for max_simulated in (1, 6):
+        plans = sorted(search(problem, max_simulated), key=lambda plan: -plan.tokens_per_s)
+        best = plans[0].deployment.layout
+        if best.policy != "dora":
+            same = replace(best, policy="dora", num_rows=plans[0].deployment.engines[0].num_rows)
+            assert same in [plan.deployment.layout for plan in plans]
+        assert {plan.deployment.layout.policy for plan in plans} == {"drain", "dora"}
+
+
+def test_the_gain_of_several_versions_or_the_reason_for_none_is_said_in_words() -> None:
+    def verdict(problem: SearchProblem) -> str | None:
+        return describe_gain(sorted(search(problem, 6), key=lambda plan: -plan.tokens_per_s))
+
+    light = verdict(replace(PROBLEM, workload=LIGHT, policies=("drain", "dora")))
+    assert light is not None
+    assert light.startswith("No gain from several live versions here: drain is enough")
+    heavy = replace(WORKLOAD, lengths=LengthDistribution(16_000, 1500.0, tail=1.6, prompt=100))
+    found = verdict(replace(PROBLEM, workload=heavy, policies=("drain", "dora")))
+    assert found is not None
+    assert found.startswith("Several live versions (dora) train ")
+    assert verdict(replace(PROBLEM, policies=("dora",))) is None
 
 
 @pytest.mark.parametrize("policy", ["sync", "one_step", "dora"])
@@ -97,3 +127,25 @@ def test_the_command_prints_plans_bars_and_the_effect_of_a_heavier_tail(
     assert "If the 99th percentile of responses doubles" in printed.out
     assert NOT_CALIBRATED in printed.out
     assert printed.err.startswith("best so far: ")
+
+
+def test_a_repeated_policy_is_refused() -> None:
+    with pytest.raises(typer.BadParameter, match=r"'dora,sync,dora' has dora more than once"):
+        app(["plan", "--policies", "dora,sync,dora"], standalone_mode=False)
+
+
+def test_prompts_of_a_trace_have_the_lengths_of_its_column(
+    tmp_path: Path,
+) -> None:
+    trace, path = tmp_path / "trace.csv", tmp_path / "run.json"
+    trace.write_text("ContextTokens,GeneratedTokens\n3000,10\n")
+    command = (
+        "simulate run --model qwen2.5-7b --devices 8 --tp 1 --batch-size 2 --group-size 2 --policies dora "
+        f"-S 1 --limit 100 --trace {trace} --json {path}"
+    )
+    for options, tokens_per_response_token in (((), 301), (("--prompt", "90"), 10)):
+        app([*command.split(), *options], standalone_mode=False)
+        row = json.loads(path.read_text())["rows"][0]
+        assert row["total_tokens_per_s"] == pytest.approx(tokens_per_response_token * row["tokens_per_s"])
+    with pytest.raises(InputError, match="--prompt 90 and --prompt-column ContextTokens exclude each other"):
+        app([*command.split(), "--prompt", "90", "--prompt-column", "ContextTokens"], standalone_mode=False)

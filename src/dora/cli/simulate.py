@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dora.planner.lengths import LengthDistribution
 
 WORKLOAD, RESPONSES, LAYOUT, OUTPUT = "Workload", "Responses", "Layout", "Output"  # panels of the help
+PROMPT_LENGTH = 110  # tokens, without another source
 
 Model = Annotated[
     str, typer.Option(help="Name of a preset; an unknown name lists them.", rich_help_panel=WORKLOAD)
@@ -84,7 +85,23 @@ Growth = Annotated[
     float,
     typer.Option(help="Relative growth of the lengths per step; 0.01: 1 %.", rich_help_panel=RESPONSES),
 ]
-Prompt = Annotated[int, typer.Option(help="Length of a prompt (tokens).", rich_help_panel=RESPONSES)]
+Prompt = Annotated[
+    int | None,
+    typer.Option(
+        help="Length of all prompts (tokens).",
+        show_default="110, or the column ContextTokens of the trace",
+        rich_help_panel=RESPONSES,
+    ),
+]
+PromptColumn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Column of the trace with the length of each row's prompt.",
+        show_default="ContextTokens, if the file has it",
+        rich_help_panel=RESPONSES,
+    ),
+]
 Turns = Annotated[
     int, typer.Option(help="Turns per episode, all of equal length.", rich_help_panel=RESPONSES)
 ]
@@ -233,7 +250,8 @@ def run(
     column: Column = None,
     correlation: Correlation = 0.0,
     growth: Growth = 0.0,
-    prompt: Prompt = 110,
+    prompt: Prompt = None,
+    prompt_column: PromptColumn = None,
     turns: Turns = 1,
     turn_delay: TurnDelay = 0.0,
     policies: Policies = "sync,one_step,partial,dora",
@@ -259,8 +277,8 @@ def run(
     from dora.planner.hardware import get_device, get_model, parse_fleet
 
     lengths = _make_lengths(
-        limit, mean, family, tail, trace, column,
-        prompt=prompt, correlation=correlation, growth=growth, num_turns=turns, turn_delay_s=turn_delay,
+        limit, mean, family, tail, trace, column, prompt, prompt_column,
+        correlation=correlation, growth=growth, num_turns=turns, turn_delay_s=turn_delay,
     )  # fmt: skip
     workload = Workload(
         get_model(model), lengths, batch_size, group_size,
@@ -338,7 +356,8 @@ def plan(
     column: Column = None,
     correlation: Correlation = 0.0,
     growth: Growth = 0.0,
-    prompt: Prompt = 110,
+    prompt: Prompt = None,
+    prompt_column: PromptColumn = None,
     turns: Turns = 1,
     turn_delay: TurnDelay = 0.0,
     policies: Policies = "sync,one_step,dora",
@@ -360,8 +379,8 @@ def plan(
     from dora.planner.search import SearchProblem
 
     lengths = _make_lengths(
-        limit, mean, family, tail, trace, column,
-        prompt=prompt, correlation=correlation, growth=growth, num_turns=turns, turn_delay_s=turn_delay,
+        limit, mean, family, tail, trace, column, prompt, prompt_column,
+        correlation=correlation, growth=growth, num_turns=turns, turn_delay_s=turn_delay,
     )  # fmt: skip
     workload = Workload(
         get_model(model), lengths, batch_size, group_size,
@@ -438,21 +457,37 @@ def _make_lengths(
     tail: float | None,
     trace: Path | None,
     column: str | None,
+    prompt: int | None,
+    prompt_column: str | None,
     **others: Any,
 ) -> LengthDistribution:
     """The lengths that the options describe. Raises InputError if options exclude each other."""
     from dora.planner.lengths import LengthDistribution, read_trace
 
+    others["prompt"] = PROMPT_LENGTH if prompt is None else prompt
     if trace is None:
-        if column is not None:
-            raise InputError(f"--column {column} needs --trace with a CSV file")
+        for name, value in (("--column", column), ("--prompt-column", prompt_column)):
+            if value is not None:
+                raise InputError(f"{name} {value} needs --trace with a CSV file")
         mean, tail = 2300.0 if mean is None else mean, 1.2 if tail is None else tail
         return LengthDistribution(limit, mean, family or "lognormal", tail, **others)
     given = {"--mean": mean, "--tail": tail, "--family": family}
     if conflicts := [name for name, value in given.items() if value is not None]:
         raise InputError(f"{', '.join(conflicts)}: --trace {trace} has the lengths; leave one of them out")
+    others["prompts"] = _read_prompts(trace, prompt, prompt_column)
     lengths = _read_run_lengths(trace) if trace.is_dir() else read_trace(trace, column or "GeneratedTokens")
     return LengthDistribution(limit, family="trace", trace=lengths, **others)
+
+
+def _read_prompts(trace: Path, prompt: int | None, column: str | None) -> tuple[int, ...]:
+    """Lengths of the prompts in a trace; empty if all prompts have one length."""
+    from dora.planner.lengths import has_column, read_trace
+
+    if column is not None and prompt is not None:
+        raise InputError(f"--prompt {prompt} and --prompt-column {column} exclude each other; leave one out")
+    if column is None and (prompt is not None or not has_column(trace, "ContextTokens")):
+        return ()
+    return read_trace(trace, column or "ContextTokens")
 
 
 def _read_run_lengths(run: Path) -> tuple[int, ...]:
@@ -469,8 +504,11 @@ def _read_run_lengths(run: Path) -> tuple[int, ...]:
 
 
 def _split_names(text: str) -> list[str]:
-    """Names separated by commas, each once."""
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    """Names separated by commas. Raises BadParameter for a repeated name."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise typer.BadParameter(f"{text!r} has {', '.join(sorted(repeated))} more than once")
+    return names
 
 
 def _split_numbers(text: str) -> list[int]:

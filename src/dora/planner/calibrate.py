@@ -421,7 +421,7 @@ def integrate(changes: Changes) -> Callable[[float], float]:
 class RecordedLengths:
     """Lengths of a run's responses, by position in the dataset; unfinished groups get those of others."""
 
-    prompt, num_turns, turn_delay_s = 0, 1, 0.0
+    num_turns, turn_delay_s = 1, 0.0
 
     def __init__(self, run: RecordedRun) -> None:
         size = run.limits.group_size
@@ -435,6 +435,9 @@ class RecordedLengths:
     def draw(self, chunk: int, group_size: int, batch_size: int) -> list[list[int]]:
         positions = range(chunk * CHUNK_SIZE, (chunk + 1) * CHUNK_SIZE)
         return [self._known.get(p) or self._others[p % len(self._others)] for p in positions]
+
+    def draw_prompts(self, chunk: int, group_size: int) -> Sequence[int]:
+        return [0] * CHUNK_SIZE  # the fitted costs count the tokens of responses alone
 
 
 def forecast_run(run: RecordedRun, costs: FittedCosts) -> SimulationResult:
@@ -458,7 +461,7 @@ def forecast_run(run: RecordedRun, costs: FittedCosts) -> SimulationResult:
 def forecast_tokens_per_s(run: RecordedRun, costs: FittedCosts) -> float:
     """Trained tokens per second, counted as in `RecordedRun.tokens_per_s`."""
     steps = forecast_run(run, costs).steps
-    return sum(step.num_tokens for step in steps[1:]) / (steps[-1].ended_s - steps[0].ended_s)
+    return sum(step.num_response_tokens for step in steps[1:]) / (steps[-1].ended_s - steps[0].ended_s)
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Deployment:
                 f"{num} x {device.name} do not divide into engines of TP {layout.tp_size} x EP "
                 f"{layout.ep_size} = {cost.num_devices} devices"
             )
-        longest = workload.lengths.prompt + workload.lengths.limit
+        longest = workload.lengths.max_prompt + workload.lengths.limit
         if cost.kv_capacity < longest:
             raise InputError(
                 f"an engine of {cost.num_devices} x {device.name} holds the KV of {cost.kv_capacity:,} "

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -24,15 +25,20 @@ from dora.planner.search import SearchProblem, SimulatedPlan, search, with_heavi
 from dora.planner.svg import TimelineDrawing, throughput_svg, timeline_svg
 
 TableRow = dict[str, str | int | float]
-TABLE_WIDTH = 160  # also if the output is not a terminal
+TABLE_WIDTH = 180  # also if the output is not a terminal
 MAX_BAR = 40  # characters
+NOTABLE_GAIN = 0.02  # in tokens/s, of `dora` over the best other policy
+MAX_IDLE = 0.05  # of a step, for a trainer that is the bottleneck
+LIGHT_TAIL = 3.0  # 99th percentile of responses by their median
 COLUMNS = {  # of `dora simulate run`: key -> title
     "policy": "policy",
     "S": "S",
     "trainer": "trainer",
     "rollout": "rollout",
     "step_s": "step s",
+    "step_s_std": "std",
     "tokens_per_s": "tokens/s",
+    "total_tokens_per_s": "with prompts",
     "exposed_fraction": "exposed",
     "engine_utilization": "engine util",
     "row_utilization": "row util",
@@ -165,6 +171,8 @@ def plan(
     best, rows = plans[0], [_plan_row(plan) for plan in printed]
     print_table(rows)
     print(f"\n{_bars(rows)}\n")
+    if (verdict := describe_gain(plans)) is not None:
+        print(verdict)
     heavier = with_heavier_tail(best)
     print(
         "If the 99th percentile of responses doubles, a step of the best plan takes "
@@ -173,6 +181,34 @@ def plan(
     )
     calibration = [_forecast_row(forecast) for forecast in forecasts]
     _write_json(path, {"rows": rows, "tail_doubled": heavier, "calibration": calibration})
+
+
+def describe_gain(plans: Sequence[SimulatedPlan]) -> str | None:
+    """Whether several live versions are worth it, and why not; None if only `dora`, or no `dora`, was tried.
+
+    `plans` are sorted by their throughput.
+    """
+    ours = next((plan for plan in plans if plan.deployment.layout.policy == "dora"), None)
+    rival = next((plan for plan in plans if plan.deployment.layout.policy != "dora"), None)
+    if ours is None or rival is None:
+        return None
+    name, gain = rival.deployment.layout.policy, ours.tokens_per_s / rival.tokens_per_s - 1
+    if gain >= NOTABLE_GAIN:
+        return f"Several live versions (dora) train {gain:.0%} more tokens/s than {name}, the best rival."
+    workload, idle = rival.deployment.workload, rival.metrics["exposed_fraction"]
+    median, p99 = np.quantile(workload.lengths.sample, (0.5, 0.99))
+    if idle < MAX_IDLE:
+        reason = f"the trainer is the bottleneck: it waits only {idle:.0%} of a step"
+    else:
+        reason = f"the 99th percentile of responses is only {p99 / median:.1f} times their median"
+        if p99 > LIGHT_TAIL * median:
+            reason = (
+                f"the engines are the bottleneck: they are idle only "
+                f"{1 - rival.metrics['engine_utilization']:.0%} of the time"
+            )
+    return (
+        f"No gain from several live versions here: {name} is enough (dora: {gain:+.1%} tokens/s); {reason}."
+    )
 
 
 def _search_with_progress(problem: SearchProblem, max_simulated: int) -> list[SimulatedPlan]:
@@ -205,7 +241,9 @@ def _plan_row(plan: SimulatedPlan) -> TableRow:
         "EP": layout.ep_size,
         "rows": num_rows,
         "tokens/s": metrics["tokens_per_s"],
+        "with prompts": metrics["total_tokens_per_s"],
         "step s": metrics["step_s"],
+        "std": metrics["step_s_std"],
         "trainer idle": metrics["exposed_fraction"],
         "engines idle": 1 - metrics["engine_utilization"],
         "staleness": metrics["staleness_mean"],

@@ -28,13 +28,14 @@ class LengthSource(Protocol):
     """Lengths of prompts and responses in tokens; `turn_delay_s` passes between two turns of an episode."""
 
     @property
-    def prompt(self) -> int: ...
-    @property
     def num_turns(self) -> int: ...
     @property
     def turn_delay_s(self) -> float: ...
     def draw(self, chunk: int, group_size: int, batch_size: int) -> list[list[int]]:
         """Lengths of the responses of `CHUNK_SIZE` groups, a list for each."""
+
+    def draw_prompts(self, chunk: int, group_size: int) -> Sequence[int]:
+        """Lengths of the prompts of the same groups."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ class LengthDistribution:
     mean: float = 0.0
     family: str = "lognormal"
     tail: float = 1.0  # sigma of a lognormal, alpha of a Pareto (smaller is heavier)
-    prompt: int = 128
+    prompt: int = 128  # without `prompts`
     correlation: float = 0.0  # between siblings, 0 to 1
     growth: float = 0.0  # relative, per step
     num_turns: int = 1  # of an episode, equally long
     turn_delay_s: float = 0.0  # of the environment after each turn but the last
     trace: tuple[int, ...] = ()  # responses of family "trace", in any order
+    prompts: tuple[int, ...] = ()  # of the same rows as `trace`; empty: all have the length `prompt`
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -80,37 +82,60 @@ class LengthDistribution:
                 f"the longest response of the trace has {max(self.trace)} tokens, above the limit "
                 f"{self.limit}; raise the limit, or cut the trace"
             )
+        if self.prompts and len(self.prompts) != len(self.trace):
+            raise InputError(f"the trace has {len(self.trace)} responses and {len(self.prompts)} prompts")
+
+    @property
+    def mean_prompt(self) -> float:
+        return float(np.mean(self.prompts)) if self.prompts else float(self.prompt)
+
+    @property
+    def max_prompt(self) -> int:
+        return max(self.prompts, default=self.prompt)
 
     def check_context(self, context: int) -> None:
         """Raise InputError if a prompt with its longest response exceeds the model's context."""
-        if self.prompt + self.limit > context:
+        longest = self.max_prompt + self.limit
+        if longest > context:
             raise InputError(
-                f"prompt {self.prompt} + limit {self.limit} = {self.prompt + self.limit} tokens exceed "
+                f"prompt {self.max_prompt} + limit {self.limit} = {longest} tokens exceed "
                 f"the context of {context}; lower the limit, or raise the context if the model allows it"
             )
 
     def draw(self, chunk: int, group_size: int, batch_size: int) -> list[list[int]]:
         """Lengths of the responses of groups `chunk * CHUNK_SIZE` and following, a list for each."""
-        rng = np.random.default_rng((self.seed, chunk))
-        own = rng.standard_normal((CHUNK_SIZE, group_size))
-        shared = rng.standard_normal((CHUNK_SIZE, 1))
-        normals = math.sqrt(self.correlation) * shared + math.sqrt(1 - self.correlation) * own
-        tokens = self.quantiles(normals)
+        tokens = self.quantiles(self._normals(chunk, group_size))
         if self.growth:
             steps = (chunk * CHUNK_SIZE + np.arange(CHUNK_SIZE)) // batch_size
             tokens = tokens * (1 + self.growth * steps)[:, None]
         truncated: list[list[int]] = np.clip(np.rint(tokens), 1, self.limit).astype(int).tolist()
         return truncated
 
+    def draw_prompts(self, chunk: int, group_size: int) -> Sequence[int]:
+        """Lengths of the prompts of the same groups: of the row of the trace that has the first response."""
+        if not self.prompts:
+            return [self.prompt] * CHUNK_SIZE
+        by_response = np.array(self.prompts)[np.argsort(self.trace, kind="stable")]
+        rows = _trace_rows(self._normals(chunk, group_size)[:, 0], len(by_response))
+        drawn: list[int] = by_response[rows].tolist()
+        return drawn
+
+    def _normals(self, chunk: int, group_size: int) -> Floats:
+        """Standard normal numbers, one for each response: [CHUNK_SIZE, group_size]."""
+        rng = np.random.default_rng((self.seed, chunk))
+        own = rng.standard_normal((CHUNK_SIZE, group_size))
+        shared = rng.standard_normal((CHUNK_SIZE, 1))
+        mixed: Floats = math.sqrt(self.correlation) * shared + math.sqrt(1 - self.correlation) * own
+        return mixed
+
     def quantiles(self, normals: Floats) -> Floats:
         """Tokens before truncation, for standard normal numbers."""
         if self.family == "lognormal":
             return self._scale * np.exp(self.tail * normals)
-        probabilities = np.clip(_normal_cdf(normals), 0.0, 1 - 1e-12)
         if self.family == "pareto":
-            return self._scale * np.power(1 - probabilities, -1 / self.tail)
+            return self._scale * np.power(1 - _probabilities(normals), -1 / self.tail)
         ordered = np.sort(np.array(self.trace, float))
-        picked: Floats = ordered[(probabilities * len(ordered)).astype(int)]
+        picked: Floats = ordered[_trace_rows(normals, len(ordered))]
         return picked
 
     @cached_property
@@ -152,11 +177,11 @@ class LengthDistribution:
 
     def _stretched_trace(self, factor: float) -> tuple[int, ...]:
         """Stretch responses above the median, by a power of their ratio to it."""
-        ordered = np.sort(np.array(self.trace, float))
-        median, p99 = float(np.median(ordered)), float(np.quantile(ordered, 0.99))
+        lengths = np.array(self.trace, float)
+        median, p99 = float(np.median(lengths)), float(np.quantile(lengths, 0.99))
         power = math.log(factor) / math.log(p99 / median) if p99 > median else 0.0
-        ratios = np.maximum(1.0, ordered / median)
-        stretched = np.minimum(self.limit, ordered * ratios**power)
+        ratios = np.maximum(1.0, lengths / median)
+        stretched = np.minimum(self.limit, lengths * ratios**power)
         return tuple(int(tokens) for tokens in stretched)
 
     @cached_property
@@ -169,13 +194,22 @@ class LengthDistribution:
         """Context per row at its maximum over time, for rows that all start together."""
         answers = np.sort(self.sample)
         alive = 1 - np.arange(len(answers)) / len(answers)
-        return float(((self.prompt + answers) * alive).max())
+        return float(((self.mean_prompt + answers) * alive).max())
 
     @property
     def mean_context(self) -> float:
         """Mean context of a row at a random moment: long responses run longer, and so count more."""
         answers = self.sample
-        return self.prompt + float((answers**2).sum() / (2 * answers.sum()))
+        return self.mean_prompt + float((answers**2).sum() / (2 * answers.sum()))
+
+
+def has_column(path: Path, column: str) -> bool:
+    """Whether a CSV file has a column of this name. False if it cannot be read."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return column in next(csv.reader(file), ())
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return False
 
 
 def read_trace(path: Path, column: str = "GeneratedTokens") -> tuple[int, ...]:
@@ -196,6 +230,17 @@ def _parse_length(path: Path, line: int, text: str | None) -> int:
     if text is None or not text.strip().isdecimal() or int(text) < 1:
         raise InputError(f"{path}, line {line}: {text!r} must be a number of tokens, at least 1")
     return int(text)
+
+
+def _trace_rows(normals: Floats, num_rows: int) -> NDArray[np.int64]:
+    """Rows of a trace that is ordered by length, for standard normal numbers."""
+    rows: NDArray[np.int64] = (_probabilities(normals) * num_rows).astype(np.int64)
+    return rows
+
+
+def _probabilities(normals: Floats) -> Floats:
+    clipped: Floats = np.clip(_normal_cdf(normals), 0.0, 1 - 1e-12)
+    return clipped
 
 
 def _cdf(z: float) -> float:

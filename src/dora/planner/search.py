@@ -3,7 +3,8 @@ workload.
 
 A formula ranks all possible layouts; it uses rates and the longest response, and ignores queues. The best
 layout of each policy and bound is simulated. Then hill climbing starts at the fastest layout: it simulates
-the neighbours, which differ in one choice by one step, until no neighbour is faster.
+the neighbours, which differ in one choice by one step, until no neighbour is faster. A layout with which
+another policy is the fastest is simulated with `dora`, too.
 """
 
 from __future__ import annotations
@@ -73,20 +74,41 @@ class SimulatedPlan:
 
 
 def search(problem: SearchProblem, max_simulated: int) -> Iterator[SimulatedPlan]:
-    """Yield plans as they are simulated, at most `max_simulated`."""
+    """Yield plans as they are simulated: at most `max_simulated`, and those of `dora` in a rival's layout."""
     found, formula = candidates(problem), StepTimeFormula(problem.workload)
     ranked = sorted(found, key=lambda choices: formula.step_s(found[choices]))
     best_of_each = {choices[:2]: choices for choices in reversed(ranked)}
     queue = sorted(best_of_each.values(), key=ranked.index)
     simulated: dict[Choices, SimulatedPlan] = {}
+    layouts: dict[Layout, SimulatedPlan] = {}
     while queue and len(simulated) < max_simulated:
         choices = queue.pop(0)
-        simulated[choices] = SimulatedPlan(found[choices], found[choices].metrics())
-        yield simulated[choices]
+        plan = simulated[choices] = SimulatedPlan(found[choices], found[choices].metrics())
+        layouts[plan.deployment.layout] = plan
+        yield plan
         if not queue:
             best = max(simulated, key=lambda one: simulated[one].tokens_per_s)
             near = neighbours(best, found) - simulated.keys()
             queue = [one for one in ranked if one in near]
+        if not queue or len(simulated) == max_simulated:
+            for same in _with_dora(problem, max(layouts.values(), key=lambda one: one.tokens_per_s)):
+                if same.layout not in layouts:
+                    layouts[same.layout] = SimulatedPlan(same, same.metrics())
+                    yield layouts[same.layout]
+
+
+def _with_dora(problem: SearchProblem, best: SimulatedPlan) -> Iterator[Deployment]:
+    """Policy `dora` in the layout with which another policy is the fastest, at its bound and at the largest.
+
+    None if the problem has no `dora`, or if the other policy trains and decodes on the same devices.
+    """
+    layout = best.deployment.layout
+    policy = get_policy(layout.policy)
+    if policy.name == "dora" or policy.is_colocated or "dora" not in problem.policies:
+        return
+    num_rows = best.deployment.engines[0].num_rows
+    for bound in sorted({layout.max_staleness, problem.max_staleness} - {0}):
+        yield best.deployment.with_layout(policy="dora", max_staleness=bound, num_rows=num_rows)
 
 
 def candidates(problem: SearchProblem) -> dict[Choices, Deployment]:
@@ -179,7 +201,7 @@ class StepTimeFormula:
     def step_s(self, deployment: Deployment) -> float:
         workload, layout = self.workload, deployment.layout
         policy, bound = get_policy(layout.policy), layout.max_staleness
-        sequence_s = deployment.trainer.sequence_s(workload.lengths.prompt + self.mean)
+        sequence_s = deployment.trainer.sequence_s(workload.lengths.mean_prompt + self.mean)
         train_s = workload.num_answers * sequence_s + deployment.trainer.step_overhead_s
         if bound == 0:
             return train_s + self._burst_s(deployment)

@@ -8,9 +8,11 @@ the orchestrator's place.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 from dora.core import actions, events
@@ -74,12 +76,13 @@ class SimulatorOptions:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One training step. Tokens are of prompts and responses."""
+    """One training step."""
 
     started_s: float
     ended_s: float
     train_s: float  # work of the trainer
-    num_tokens: int
+    num_tokens: int  # of prompts and responses
+    num_response_tokens: int
     num_answers: int
     staleness: Counter[int]  # -> groups
 
@@ -112,12 +115,15 @@ class SimulationResult:
         steps, num_steps = self.steps[first:last], len(self.steps)
         elapsed_s = steps[-1].ended_s - self.steps[first - 1].ended_s
         step_s, train_s = elapsed_s / len(steps), sum(step.train_s for step in steps) / len(steps)
+        durations_s = [b.ended_s - a.ended_s for a, b in pairwise(self.steps[first - 1 : last])]
         staleness = sum((step.staleness for step in steps), Counter[int]())
         end_s = self.steps[-1].ended_s
         return {
             "step_s": step_s,
-            "tokens_per_s": sum(step.num_tokens for step in steps) / elapsed_s,
-            "tokens_per_step": sum(step.num_tokens for step in steps) / len(steps),
+            "step_s_std": statistics.pstdev(durations_s),
+            "tokens_per_s": sum(step.num_response_tokens for step in steps) / elapsed_s,
+            "total_tokens_per_s": sum(step.num_tokens for step in steps) / elapsed_s,
+            "total_tokens_per_step": sum(step.num_tokens for step in steps) / len(steps),
             "train_s": train_s,
             "exposed_s": step_s - train_s,
             "exposed_fraction": 1 - train_s / step_s,
@@ -222,11 +228,12 @@ class TrainerQueue:
 class _OpenGroup:
     """A group that is admitted and not trained."""
 
-    __slots__ = ("cached_on", "num_tokens", "version", "work_s")
+    __slots__ = ("cached_on", "num_response_tokens", "num_tokens", "version", "work_s")
 
     def __init__(self, version: int) -> None:
         self.version = version
         self.work_s, self.num_tokens = 0.0, 0  # of its finished responses, to train them
+        self.num_response_tokens = 0  # `num_tokens` without the prompts
         self.cached_on: set[tuple[int, int]] = set()  # (engine, version) with the KV of its prompt
 
 
@@ -250,7 +257,7 @@ class Simulator(EventQueue[Iterable[Event]]):
         self.result, self._listener = SimulationResult(), listener
         self._changed_engines: dict[int, None] = {}  # their next stop must be scheduled again
         self._dataset_index = 0
-        self._lengths_of_chunk: dict[int, list[list[int]]] = {}
+        self._lengths_of_chunk: dict[int, tuple[Sequence[int], list[list[int]]]] = {}
         self._groups: dict[GroupId, _OpenGroup] = {}
         self._network_free_s: dict[int, float] = {}  # engine -> end of its last KV copy
         self._queue = TrainerQueue(options.min_stream_tokens if options.streams_groups else None)
@@ -371,11 +378,24 @@ class Simulator(EventQueue[Iterable[Event]]):
     def _lengths_of(self, position: int) -> list[int]:
         """Lengths of a group's responses."""
         chunk, index = divmod(position, CHUNK_SIZE)
+        return self._chunk(chunk)[1][index]
+
+    def _prompt_of(self, position: int) -> int:
+        """Length of a group's prompt."""
+        chunk, index = divmod(position, CHUNK_SIZE)
+        return self._chunk(chunk)[0][index]
+
+    def _chunk(self, chunk: int) -> tuple[Sequence[int], list[list[int]]]:
+        """Lengths of prompts and of responses of `CHUNK_SIZE` groups."""
         if chunk not in self._lengths_of_chunk:
-            self._lengths_of_chunk[chunk] = self.lengths.draw(chunk, self.group_size, self.batch_size)
+            prompts = self.lengths.draw_prompts(chunk, self.group_size)
+            self._lengths_of_chunk[chunk] = (
+                prompts,
+                self.lengths.draw(chunk, self.group_size, self.batch_size),
+            )
             for old in [known for known in self._lengths_of_chunk if known < chunk - CACHED_CHUNKS]:
                 del self._lengths_of_chunk[old]
-        return self._lengths_of_chunk[chunk][index]
+        return self._lengths_of_chunk[chunk]
 
     def _admit(self, action: actions.Admit) -> None:
         dropped = self._groups.get(action.group)
@@ -391,9 +411,10 @@ class Simulator(EventQueue[Iterable[Event]]):
     # Engines
 
     def _generate(self, action: actions.Generate) -> None:
-        engine, prompt = self._changing(action.engine), self.lengths.prompt
+        engine = self._changing(action.engine)
         cache_key = (action.engine, action.version)
         for request_id in action.requests:
+            prompt = self._prompt_of(request_id.row)
             length = self._lengths_of(request_id.row)[request_id.sibling]
             turn_length = -(-length // self.lengths.num_turns)
             cached_on = self._groups[request_id.group].cached_on
@@ -445,6 +466,7 @@ class Simulator(EventQueue[Iterable[Event]]):
         if (group := self._groups.get(request.id.group)) is not None:
             group.work_s += self.trainer.sequence_s(num_tokens)
             group.num_tokens += num_tokens
+            group.num_response_tokens += request.length
         self.result.num_finished += 1
         self.result.answer_s += self.now - request.started_s
         chunks = (Chunk(request.version, f"v{request.version}", request.length),)
@@ -582,9 +604,15 @@ class Simulator(EventQueue[Iterable[Event]]):
         train_s = self._work_s(action) + self.trainer.step_overhead_s
         groups = [self._groups.pop(group) for group in action.groups]
         staleness = Counter(action.step - group.version for group in groups)
-        num_tokens, num_answers = sum(group.num_tokens for group in groups), len(groups) * self.group_size
-        started_s = self._step_started_s[action.step]
-        record = SimulatedStep(started_s, self.now, train_s, num_tokens, num_answers, staleness)
+        record = SimulatedStep(
+            self._step_started_s[action.step],
+            self.now,
+            train_s,
+            sum(group.num_tokens for group in groups),
+            sum(group.num_response_tokens for group in groups),
+            len(groups) * self.group_size,
+            staleness,
+        )
         self.result.steps.append(record)
         self._queue.end_step(self.now, action.step)
         yield events.Trained(action.step)
