@@ -194,16 +194,27 @@ def test_a_browser_that_does_not_read_blocks_no_other(run: Path) -> None:
             connection.close()
 
 
-def test_connections_beyond_the_maximum_are_closed_at_once(
+def test_connections_without_the_token_do_not_keep_the_owner_out(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     with opened(run) as browser:
-        idle = [browser.connect(), browser.connect()]
-        with browser.connect() as third:
-            assert third.recv(1) == b""
+        idle = [browser.connect() for _ in range(8)]
+        for connection in idle[:-2]:
+            assert connection.recv(1) == b""
+        assert browser.get("/")[0] == 200
         for connection in idle:
             connection.close()
+
+
+def test_a_connection_beyond_the_maximum_of_the_owner_is_closed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    with opened(run) as browser, browser.events() as first, browser.events() as second:
+        assert (first(), second()) == ("change", "change")
+        with browser.connect() as third:
+            assert third.recv(1) == b""
 
 
 @pytest.mark.parametrize("path", ["/journal.jsonl", "/../config.toml", "/data/", "/index.html"])

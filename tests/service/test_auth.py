@@ -65,6 +65,11 @@ def test_a_body_with_an_oversized_content_length_is_not_read(run: FakeRun) -> No
     assert send_raw(run, AUTH_HEADER | {"content-length": str(10**9)}, [b"x"]) == (413, 0)
 
 
+def test_a_request_with_two_lengths_is_refused(run: FakeRun) -> None:
+    two = {"content-length": "2", "transfer-encoding": "chunked"}
+    assert send_raw(run, AUTH_HEADER | two, [b"{}"]) == (400, 0)
+
+
 def test_a_chunked_body_is_read_up_to_the_limit(run: FakeRun) -> None:
     parts = [b"x" * 4000] * 250_000
     assert send_raw(run, AUTH_HEADER | JSON, parts) == (413, 3)

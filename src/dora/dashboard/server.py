@@ -1,7 +1,8 @@
 """Serve the live report on this machine: the page, its data, and server-sent events that announce new data.
 
-The address contains a token, so other users of the machine cannot open the page. A slow browser occupies one
-thread, never the run: events carry no data, and the browser fetches the data itself.
+The address contains a token, so other users of the machine cannot open the page, and their connections cannot
+keep its owner out. A slow browser occupies one thread, never the run: events carry no data, and the browser
+fetches the data itself.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socket import socket
+from socket import SHUT_RDWR, socket
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -74,7 +75,8 @@ class DashboardServer(ThreadingHTTPServer):
     def __init__(self, watcher: RunWatcher, port: int, token: str | None = None) -> None:
         """Without `token` a new one is drawn. Raises InputError if the port is occupied."""
         self.watcher, self.token = watcher, quote(token or new_auth_token(), safe="")  # as in the address
-        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._connections: dict[socket, bool] = {}  # -> whether it has shown the token; oldest first
+        self._lock = threading.Lock()  # guards `_connections`
         try:
             super().__init__((HOST, port), DashboardHandler)
         except OSError as error:
@@ -89,18 +91,33 @@ class DashboardServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
     def process_request(self, request: socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
-        """Close connections beyond the maximum at once."""
-        if self._connections.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """Beyond the maximum, close the oldest connection that has not shown the token, possibly this one."""
+        with self._lock:
+            self._connections[request] = False
+            if len(self._connections) > MAX_CONNECTIONS:
+                oldest = next(each for each, is_known in self._connections.items() if not is_known)
+                del self._connections[oldest]
+                with suppress(OSError):  # the client has closed it
+                    oldest.shutdown(SHUT_RDWR)  # ends the read of its thread, which closes it
+                if oldest is request:
+                    self.shutdown_request(request)
+                    return
+        super().process_request(request, client_address)
+
+    def keep(self, request: socket) -> bool:
+        """The connection has shown the token. False: it was closed before."""
+        with self._lock:
+            if request in self._connections:
+                self._connections[request] = True
+            return request in self._connections
 
     def process_request_thread(self, request: socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
         """Serve one connection in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._connections.release()
+            with self._lock:
+                self._connections.pop(request, None)
 
     def handle_error(self, request: socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
         """Print errors, except a connection that the browser closed."""
@@ -123,6 +140,8 @@ class DashboardHandler(BaseHTTPRequestHandler):
         token, _, path = self.path.partition("?")[0][1:].partition("/")
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
             self.send_error(HTTPStatus.FORBIDDEN, "open the address that `dora dash` has printed")
+            return
+        if not self.server.keep(self.connection):
             return
         try:
             if path == "":

@@ -79,6 +79,10 @@ class AuthMiddleware:
             return HTTPException(
                 429, f"{MAX_REQUESTS} requests are in progress, the maximum; try again", RETRY_AFTER
             )
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # proxies differ in which counts
+            return HTTPException(
+                400, "the request has both Content-Length and Transfer-Encoding; send one of them"
+            )
         length, limit = headers.get(b"content-length", b"0"), self._body_limit(scope)
         if length.isdigit() and (len(length) > MAX_LENGTH_DIGITS or int(length) > limit):
             return _too_large(limit)
