@@ -44,10 +44,33 @@ def why(
         typer.Argument(metavar="REQUEST", help="epoch/row/sibling, or epoch/row for all siblings."),
     ],
 ) -> None:
-    """Print what happened to one request: admitted, placed, migrated, finished, scored, trained."""
+    """Print what happened to one request, from its admission to its training, and its text once finished."""
     from dora.journal import request_history
+    from dora.report.samples import print_response
 
-    raise typer.Exit(request_history.main(run, request))
+    code = request_history.main(run, request)
+    print_response(run, request)
+    raise typer.Exit(code)
+
+
+def samples(
+    run: RunFolder,
+    request: Annotated[
+        str | None,
+        typer.Argument(metavar="[REQUEST]", help="epoch/row/sibling, or epoch/row for all siblings."),
+    ] = None,
+    last: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Number of groups.", show_default="4, or all with --jsonl"),
+    ] = None,
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="Print one JSON object for each response.")] = False,
+) -> None:
+    """Print prompts and responses as text, with rewards, advantages and versions: of the last groups."""
+    from dora.report.samples import print_samples
+
+    if request is not None and last is not None:
+        raise typer.BadParameter(f"--last {last} and {request} exclude each other")
+    raise typer.Exit(print_samples(run, request, last or (None if jsonl else 4), as_jsonl=jsonl))
 
 
 def report(

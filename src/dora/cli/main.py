@@ -55,6 +55,7 @@ for command in (
     inspect.report,
     inspect.trace,
     inspect.why,
+    inspect.samples,
     inspect.metrics,
     inspect.audit,
     inspect.replay,

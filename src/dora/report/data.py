@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import os
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -58,7 +57,7 @@ def read_throughput(run: Path) -> tuple[str, int, float]:
     summary = _read_object(run / SUMMARY_FILE)
     if "tokens_per_s" not in summary:
         raise InputError(f"{run} has not finished: it has no {SUMMARY_FILE} with its throughput")
-    return _policy(limits, _read_config(run)), limits.max_staleness, float(summary["tokens_per_s"])
+    return _policy(limits, samples.read_config(run)), limits.max_staleness, float(summary["tokens_per_s"])
 
 
 class RunReader:
@@ -101,7 +100,7 @@ class RunReader:
         """The data of the run up to the last `refresh`."""
         now = self._lines[-1].t_s if self._lines else 0.0
         started = self._lines[0].t_s if self._lines else 0.0
-        config, summary = _read_config(self._run), _read_object(self._run / SUMMARY_FILE)
+        config, summary = samples.read_config(self._run), _read_object(self._run / SUMMARY_FILE)
         return {
             "name": self._run.resolve().name,
             "folder": self._run.as_posix(),
@@ -178,7 +177,7 @@ class RunReader:
             migrated=(_request_id(each["request"]).group for each in self._engines.migrations),
             waited_for=(wait.group for wait in waits if wait.group is not None),
         )
-        self._decode = self._decode or samples.find_decoder(_tokenizer_folders(self._run, config))
+        self._decode = self._decode or samples.find_decoder(self._run, config)
         groups = samples.read_texts(self._run, picked, self._decode)
         histories = request_histories(self._lines, self._limits.batch_size, samples.requests_of(groups))
         for group in groups:
@@ -368,12 +367,6 @@ def _audit(run: Path) -> JsonObject | None:
     }
 
 
-def _read_config(run: Path) -> JsonObject:
-    with contextlib.suppress(OSError, ValueError):
-        return tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
-    return {}
-
-
 def _read_object(path: Path) -> JsonObject:
     """A file with a JSON object; empty if it is missing or incomplete."""
     with contextlib.suppress(OSError, ValueError):
@@ -401,13 +394,6 @@ def _policy(limits: Limits, config: JsonObject) -> str:
     if policy is not None:
         return str(policy)
     return "dora" if limits.batches_per_version is None else "drain"
-
-
-def _tokenizer_folders(run: Path, config: JsonObject) -> Sequence[Path]:
-    """Folders that may have a tokenizer: the checkpoints, newest first, and the initial model."""
-    saved = sorted(run.glob("checkpoints/step-*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    initial = config.get("model", {}).get("path")
-    return [*saved, *([Path(initial)] if initial else [])]
 
 
 def _request_id(name: str) -> RequestId:

@@ -1,4 +1,4 @@
-"""The samples that a report shows in full: which groups, and their texts.
+"""The samples of a run as text: for `dora samples`, and for a report.
 
 A page cannot show all samples of a run, so whole groups are picked: first notable groups, then groups at
 equal distances over the run.
@@ -6,19 +6,24 @@ equal distances over the run.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import sqlite3
+import tomllib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from textwrap import indent
 from typing import Any, NamedTuple
 
 import tokenizers
 
 from dora.core.types import GroupId, RequestId
-from dora.journal.reader import open_sample_store, sample_columns
+from dora.errors import InputError
+from dora.journal.reader import CONFIG_FILE, open_sample_store, sample_columns
 
 MAX_CHARACTERS = 4_000  # of one text; a longer one is cut
 NUM_NOTABLE = 4  # groups for each tag
@@ -93,16 +98,24 @@ def _order(group: StoredGroup) -> tuple[int, GroupId]:
 
 
 def read_texts(
-    run: Path, picked: Mapping[GroupId, Sequence[str]], decode: Decode | None
+    run: Path,
+    picked: Mapping[GroupId, Sequence[str]],
+    decode: Decode | None,
+    *,
+    is_cut: bool = True,
 ) -> list[dict[str, Any]]:
-    """The picked groups with prompts and responses, in the order of their training. Raises InputError."""
+    """The picked groups with prompts and responses, in the order of their training. Raises InputError.
+
+    With `is_cut`, texts of more than MAX_CHARACTERS are cut.
+    """
+    text = partial(_text, decode=decode, max_characters=MAX_CHARACTERS if is_cut else None)
     with open_sample_store(run) as store:
-        shown = [_read_group(store, group, tags, decode) for group, tags in picked.items()]
+        shown = [_read_group(store, group, tags, text) for group, tags in picked.items()]
     return sorted(shown, key=lambda group: (group["step"] is None, group["step"] or 0, group["version"]))
 
 
 def _read_group(
-    store: sqlite3.Connection, group: GroupId, tags: Sequence[str], decode: Decode | None
+    store: sqlite3.Connection, group: GroupId, tags: Sequence[str], text: Callable[[bytes], str]
 ) -> dict[str, Any]:
     known = sample_columns(store)
     optional = [name if name in known else f"null as {name}" for name in ("loss_mask", "segments")]
@@ -118,16 +131,15 @@ def _read_group(
         "state": state,
         "step": step,
         "tags": [*tags],
-        "prompt": _text(prompt, decode),
-        "responses": [_response(row, decode) for row in rows],
+        "prompt": text(prompt),
+        "responses": [_response(row, text) for row in rows],
     }
 
 
-def _response(row: Sequence[Any], decode: Decode | None) -> dict[str, Any]:
+def _response(row: Sequence[Any], text: Callable[[bytes], str]) -> dict[str, Any]:
     sibling, version, _, _, reward, advantage, _, tokens, mask, segments = row
     parts = [
-        [_text(tokens[4 * at : 4 * end], decode), is_sampled]
-        for at, end, is_sampled in _runs(mask, len(tokens) // 4)
+        [text(tokens[4 * at : 4 * end]), is_sampled] for at, end, is_sampled in _runs(mask, len(tokens) // 4)
     ]
     return {
         "sibling": sibling,
@@ -152,17 +164,28 @@ def _runs(mask: bytes | None, num_tokens: int) -> Iterator[tuple[int, int, int]]
         at = end
 
 
-def _text(blob: bytes, decode: Decode | None) -> str:
+def _text(blob: bytes, decode: Decode | None, max_characters: int | None) -> str:
     """The text of stored tokens, or their ids without a tokenizer."""
     ids = array("i", blob[: len(blob) // 4 * 4])
     text = " ".join(map(str, ids)) if decode is None else decode(ids)
-    rest = len(text) - MAX_CHARACTERS
-    return f"{text[:MAX_CHARACTERS]} ... and {rest:,} characters more" if rest > 0 else text
+    rest = 0 if max_characters is None else len(text) - max_characters
+    return f"{text[:max_characters]} ... and {rest:,} characters more" if rest > 0 else text
 
 
-def find_decoder(folders: Iterable[Path]) -> Decode | None:
-    """The decoder of the first folder with a tokenizer; it keeps special tokens."""
-    for folder in folders:
+def read_config(run: Path) -> dict[str, Any]:
+    """The configuration of a run; empty without a readable file."""
+    with contextlib.suppress(OSError, ValueError):
+        return tomllib.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    return {}
+
+
+def find_decoder(run: Path, config: Mapping[str, Any]) -> Decode | None:
+    """The decoder of the newest checkpoint with a tokenizer, or of the initial model; it keeps special
+    tokens.
+    """
+    saved = sorted(run.glob("checkpoints/step-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    initial = config.get("model", {}).get("path")
+    for folder in [*saved, *([Path(initial)] if initial else [])]:
         path = folder / "tokenizer.json"
         try:
             if path.is_file():
@@ -171,6 +194,80 @@ def find_decoder(folders: Iterable[Path]) -> Decode | None:
         except Exception:  # the library raises it for an invalid file
             continue
     return None
+
+
+def print_samples(run: Path, name: str | None, last: int | None, *, as_jsonl: bool) -> int:
+    """Print a group or a request by its `name`, or the `last` groups; None: all of them.
+
+    JSONL has one response a line. Raises InputError.
+    """
+    groups = read_groups(run)
+    request = None if name is None else _parse_name(name, groups)
+    if request is not None:
+        wanted = [GroupId(*request[:2])]
+    else:
+        wanted = [group.id for group in sorted(groups, key=_order)][-last if last else 0 :]
+    decode = find_decoder(run, read_config(run))
+    for group_id in wanted:
+        (group,) = read_texts(run, {group_id: ()}, decode, is_cut=False)
+        if group["step"] is not None:
+            group["step"] += 1  # commands count finished steps
+        if request is not None and len(request) == 3:
+            group["responses"] = [r for r in group["responses"] if r["sibling"] == request[2]]
+        print("\n".join(_jsonl(group) if as_jsonl else _paragraphs(group)))
+    return 0
+
+
+def print_response(run: Path, name: str) -> None:
+    """Print the text of one request, if it has finished; nothing for the name of a group."""
+    with contextlib.suppress(InputError):
+        if len(_parse_name(name, read_groups(run))) == 3:
+            print()
+            print_samples(run, name, None, as_jsonl=False)
+
+
+def _parse_name(name: str, groups: Sequence[StoredGroup]) -> tuple[int, ...]:
+    """Epoch, row and perhaps sibling. Raises InputError if the run has no such group."""
+    parts = name.split("/")
+    if len(parts) not in (2, 3) or not all(part.removeprefix("-").isdecimal() for part in parts):
+        raise InputError(f"{name!r} is no request: give epoch/row/sibling, or epoch/row for a whole group")
+    numbers = tuple(map(int, parts))
+    known = next((group for group in groups if group.id == numbers[:2]), None)
+    if known is None or (len(numbers) == 3 and not 0 <= numbers[2] < len(known.rewards)):
+        raise InputError(f"the run has no finished response {name}; `dora why` prints where a request is")
+    return numbers
+
+
+def _jsonl(group: Mapping[str, Any]) -> Iterator[str]:
+    shared = {key: group[key] for key in ("group", "step", "state", "prompt")}
+    for response in group["responses"]:
+        text = "".join(part for part, _ in response["parts"])
+        turns = [{"role": _role(is_model), "text": part} for part, is_model in response["parts"]]
+        own = {key: value for key, value in response.items() if key != "parts"}
+        yield json.dumps({**shared, **own, "response": text, "turns": turns}, ensure_ascii=False)
+
+
+def _paragraphs(group: Mapping[str, Any]) -> Iterator[str]:
+    trained = "" if group["step"] is None else f" in step {group['step']}"
+    yield f"group {group['group']}: version {group['version']}, {group['state']}{trained}\n"
+    yield f"{indent(group['prompt'], '    ', bool)}\n"
+    for response in group["responses"]:
+        yield f"  response {group['group']}/{response['sibling']}: {_describe(response)}\n"
+        for part, is_model in response["parts"]:
+            label = "" if len(response["parts"]) == 1 else f"[{_role(is_model)}]\n"
+            yield f"{indent(label + part, '    ', bool)}\n"
+
+
+def _describe(response: Mapping[str, Any]) -> str:
+    """Reward, advantage, length, and the versions of a response that has several."""
+    numbers = ((name, response[name]) for name in ("reward", "advantage"))
+    known = [f"{name} {value:.4g}" for name, value in numbers if value is not None]
+    segments = ", ".join(f"{num} of version {version}" for version, num in response["segments"] or ())
+    return ", ".join([*known, f"{response['tokens']} tokens{f' ({segments})' if segments else ''}"])
+
+
+def _role(is_model: int) -> str:
+    return "model" if is_model else "environment"
 
 
 def requests_of(groups: Iterable[Mapping[str, Any]]) -> list[RequestId]:
