@@ -40,9 +40,9 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
         {"orchestrator.update_policy": "sync", "orchestrator.max_staleness": 1},
         "orchestrator.max_staleness = 1",
     ),
-    "more held-out prompts than there are": (
-        {"eval.num_prompts": 8, "eval.path": "prompts.jsonl"},
-        "eval.num_prompts = 8",
+    "more versions than memory": (
+        {"orchestrator.max_staleness": 10**9, "engine.version_slots": 2},
+        "lower what takes most: ",
     ),
     "an evaluation of nothing": ({"eval.num_prompts": 3}, "eval.num_prompts is set"),
     "a missing reward file": ({"reward.function": "nowhere.py:reward"}, "'nowhere.py'"),

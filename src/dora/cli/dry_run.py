@@ -21,7 +21,7 @@ from dora.runtime.run_setup import RunSetup
 from dora.runtime.scoring.reward_manager import RewardManager, reward_tasks
 from dora.runtime.scoring.reward_worker import encode_prompt_row
 from dora.stream.run_stream import RunStream
-from dora.text import plural
+from dora.text import plural, size
 from dora.trainer.perf import activation_bytes, logits_bytes
 
 # Bytes per parameter in fp32: the weight; with the two moments of AdamW; with these and the gradient.
@@ -219,11 +219,6 @@ def _snapshot_bytes(setup: RunSetup) -> int:
     num_parameters = 0 if "values" in setup.aux_columns else setup.num_critic_parameters
     num_parameters += setup.num_parameters if setup.config.trainer.mini_batch_tokens else 0
     return _WITH_MOMENTS * num_parameters
-
-
-def size(num_bytes: float) -> str:
-    """In GB, or in MB with three digits."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 999.5e6 else f"{num_bytes / 1e6:.3g} MB"
 
 
 def _call_rewards(setup: RunSetup) -> str:

@@ -631,7 +631,7 @@ class EvalSection(Section):
     num_prompts: int = Field(
         default=256,
         ge=0,
-        description="Number of prompts, from the start of the data (count). 0: no evaluation.",
+        description="Maximum number of prompts, from the start of the data (count). 0: no evaluation.",
     )
     greedy: bool = Field(default=True, description="Generate one greedy response for each prompt.")
     num_samples: int = Field(

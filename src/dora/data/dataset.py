@@ -55,12 +55,8 @@ class Dataset:
         return len(self._rows)
 
     def head(self, num_rows: int) -> Dataset:
-        """The first rows. Raises DataError if there are fewer."""
-        if num_rows > len(self):
-            raise DataError(
-                f"eval.num_prompts = {num_rows}, but {self.origin} has {len(self)} rows; lower it"
-            )
-        rows = [self._rows[index] for index in range(num_rows)]
+        """The first rows, or all if there are fewer."""
+        rows = [self._rows[index] for index in range(min(num_rows, len(self)))]
         return Dataset(rows, self.prompt_key, self.origin, self._is_jsonl)
 
     def row(self, index: int) -> dict[str, Any]:

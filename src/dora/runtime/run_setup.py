@@ -5,11 +5,15 @@ No process is started and no file is written before all checks have passed.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
+
+import psutil
 
 from dora.config.schema import Config
 from dora.config.validate import check_context
@@ -30,6 +34,7 @@ from dora.runtime.process import launcher
 from dora.runtime.process.messages import CriticSpec, EngineSpec, TrainerSpec
 from dora.runtime.process.resources import DeviceAssignment, is_gpu
 from dora.stream.storage import SEGMENT_BYTES
+from dora.text import size
 from dora.trainer.advantage import AdvantageSettings
 from dora.trainer.critic import CriticSettings
 from dora.trainer.lora import LoraSettings
@@ -127,7 +132,7 @@ def training_prompts(config: Config, out: Path) -> Dataset:
 
 
 def held_out_prompts(config: Config) -> Dataset | None:
-    """The first `eval.num_prompts` rows of eval.path; None: no evaluation. Raises DataError."""
+    """At most the first `eval.num_prompts` rows of eval.path; None: no evaluation. Raises DataError."""
     path, num_prompts = config.eval.path, config.eval.num_prompts
     if num_prompts == 0 or path is None:
         return None
@@ -167,7 +172,27 @@ class RunSetup:
         setup = cls(config, out, model, num_parameters, tokenizer, prompts, training, held_out)
         for dataset in filter(None, (setup.dataset, setup.held_out)):
             setup.check_lengths(dataset)
+        setup.check_memory()
         return setup
+
+    def check_memory(self) -> None:
+        """Raises ConfigError if what processes share fits neither the memory nor the disk of this machine."""
+        parts = {
+            f"{size(self.weights_bytes)} of weights (orchestrator.max_staleness)": self.weights_bytes,
+            f"{size(self.stream_bytes)} of samples (orchestrator.max_staleness, trainer.batch_size, "
+            "sampling.max_response_length)": self.stream_bytes,
+        }
+        if self.config.runtime.kind == "local":
+            pools = self.num_engines * self.pool_bytes
+            parts[f"{size(pools)} of KV caches (engine.num_kv_blocks, engine.max_num_seqs)"] = pools
+        needed, memory = sum(parts.values()), psutil.virtual_memory().total
+        disk = shutil.disk_usage(tempfile.gettempdir()).free
+        if needed > max(memory, disk):
+            raise ConfigError(
+                f"the processes of the run may share {size(needed)}, and this machine has {size(memory)} of "
+                f"memory and {size(disk)} of free disk for temporary files; lower what takes most: "
+                f"{max(parts, key=lambda part: parts[part])}"
+            )
 
     def check_lengths(self, dataset: Dataset) -> None:
         """Raises DataError for a prompt that is empty or too long."""
