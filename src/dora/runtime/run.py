@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import shutil
 import signal
 import sqlite3
 import sys
@@ -58,7 +59,7 @@ from dora.runtime.recovery.resume import (
 from dora.runtime.run_dir import SAMPLES, remove_stale_control_dir
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import SampleStore
-from dora.text import plural, step_number
+from dora.text import plural, size, step_number
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SWITCH_INTERVAL_S = (
@@ -139,9 +140,17 @@ def _run(
             return _Session(setup, console, signals, control, previous, gateway).run()
     except (OSError, sqlite3.Error) as error:
         raise RunError(
-            f"the run cannot continue: {error}; free disk space, or use another --out; the files in "
-            f"{setup.out} stay readable"
+            f"the run cannot continue: {error}; the disk of {setup.out} has {size(_free_bytes(setup.out))} "
+            f"free, and a checkpoint takes up to {size(setup.checkpoint_bytes)}; free disk "
+            "space and continue with --resume, or use another --out; the files of the run stay readable"
         ) from error
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:  # the disk is gone
+        return 0
 
 
 class _Session:

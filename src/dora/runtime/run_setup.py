@@ -295,6 +295,11 @@ class RunSetup:
         return self.num_parameters * self._itemsize
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Maximum size of a checkpoint: weights and two moments in fp32, of the policy and of a critic."""
+        return 12 * (self.num_parameters + self.num_critic_parameters)
+
+    @property
     def upload_bytes(self) -> int:
         """Maximum size of a file with all tensors in fp32, a copy of a tied embedding, and a header."""
         return 4 * (self.num_parameters + self.model.vocab_size * self.model.hidden_size) + MAX_HEADER_BYTES

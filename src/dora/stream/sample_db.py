@@ -277,8 +277,8 @@ class SampleStore:
     def commit(self) -> None:
         """Make all writes durable and visible to readers, then flush the subscriber."""
         if self._in_transaction:
+            self._in_transaction = False  # a commit that fails has ended the transaction
             self._db.execute("commit")
-            self._in_transaction = False
             if self._subscriber is not None:
                 self._subscriber.flush()
 
