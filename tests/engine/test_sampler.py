@@ -175,7 +175,7 @@ def test_all_logprobs_are_those_of_a_log_softmax() -> None:
 
 
 @given(seed=st.integers(0, 2**32), vocab=st.sampled_from([1, 2, 33, 700]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sorting_only_candidates_gives_the_naive_distribution(seed: int, vocab: int) -> None:
     source = np.random.default_rng(seed)
     samplings = [random_params(source) for _ in range(12)]
@@ -187,7 +187,7 @@ def test_sorting_only_candidates_gives_the_naive_distribution(seed: int, vocab: 
 
 
 @given(seed=st.integers(0, 2**32), vocab=st.sampled_from([2, 15, 1000, 40_000]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_row_samples_the_same_bits_alone_and_in_any_batch(seed: int, vocab: int) -> None:
     source = np.random.default_rng(seed)
     num = 9

@@ -257,5 +257,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=25)
 test_every_decoding_row_finds_its_own_kv = SchedulerMachine.TestCase

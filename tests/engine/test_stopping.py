@@ -42,7 +42,7 @@ STOPS = ["ab", "b a", "abab", "ab\n\n", "é", "€é", "😀", "a😀 a", "ab ab
     ids=st.lists(st.integers(0, len(PIECES) - 1), max_size=60),
     stop_strings=st.lists(st.sampled_from(STOPS), min_size=1, max_size=3),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_the_end_of_the_text_has_a_stop_string_when_the_whole_text_does(
     ids: list[int], stop_strings: list[str]
 ) -> None:
@@ -50,7 +50,7 @@ def test_the_end_of_the_text_has_a_stop_string_when_the_whole_text_does(
 
 
 @given(stop=st.text("ab é€😀", min_size=1, max_size=12), before=st.text("ab é€😀", max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_stop_string_in_single_bytes_is_found_with_its_last_byte(stop: str, before: str) -> None:
     ids = [PIECES.index(bytes([byte])) for byte in (before + stop).encode()]
     assert first_end(detokenize, ids, [stop]) == naive_end(detokenize, ids, [stop])

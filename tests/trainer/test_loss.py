@@ -271,7 +271,7 @@ def random_cuts(num_pairs: int, source: random.Random) -> list[range]:
 
 @pytest.mark.parametrize("loss", get_args(PolicyLoss))
 @pytest.mark.parametrize("mode", get_args(LossAggMode))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     pairs=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5),
     seed=st.integers(0, 999),
