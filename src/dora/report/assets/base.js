@@ -58,7 +58,7 @@ const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s
 function swatch(colour, dash = "", { isLine = true, isFaint = false, isHatched = false } = {}) {
   const stripes = [1, 7, 13].map((x) => s("line", { x1: x, x2: x + 6, y1: 12, y2: 0, stroke: colour, "stroke-width": 1 }));
   const shape = isLine
-    ? s("line", { x1: 1, x2: 27, y1: 6, y2: 6, stroke: colour, "stroke-width": isFaint ? 1 : 2, opacity: isFaint ? 0.4 : 1, "stroke-dasharray": dash })
+    ? s("line", { x1: 1, x2: 27, y1: 6, y2: 6, stroke: colour, "stroke-width": isFaint ? 1 : 2, class: isFaint ? "faint" : "", "stroke-dasharray": dash })
     : isHatched ? [s("rect", { x: 1, y: 0, width: 18, height: 12, fill: "var(--hold)" }), stripes]
       : s("rect", { x: 4, y: 0, width: 12, height: 12, rx: 2, fill: colour });
   return s("svg", { class: "swatch", width: isLine ? 28 : 20, height: 12, "aria-hidden": "true" }, shape);

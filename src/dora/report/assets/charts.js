@@ -164,7 +164,7 @@ function drawLine(one, xs, linear, log) {
     isPen = true;
   });
   drawn.push(s("path", {
-    d: path, fill: "none", stroke: one.colour, "stroke-width": one.isFaint ? 1 : 2, opacity: one.isFaint ? 0.4 : 1,
+    d: path, fill: "none", stroke: one.colour, "stroke-width": one.isFaint ? 1 : 2, class: one.isFaint ? "faint" : "",
     "stroke-dasharray": one.isFaint ? "" : one.dash, "stroke-linejoin": "round",
   }));
   if (one.hasDots || one.x.length === 1) {

@@ -72,9 +72,10 @@ function evaluationFigure(runs, view) {
 }
 
 function learning(runs, view) {
+  const reward = metricFigure(runs, view, { title: "Reward in training", names: [["reward/mean", ""]], smooth: true, y: { label: "mean reward of a step" } });
+  const evaluation = evaluationFigure(runs, view);
   return [
-    evaluationFigure(runs, view),
-    metricFigure(runs, view, { title: "Reward in training", names: [["reward/mean", ""]], smooth: true, y: { label: "mean reward of a step" } }),
+    ...(runs.some((run) => run.evaluations.length) ? [evaluation, reward] : [reward, evaluation]),
     metricFigure(runs, view, { title: "Groups without gradient", note: "All rewards of the group are equal.", names: [["reward/frac_zero_std", ""]], smooth: true, y: { low: 0, high: 1, label: "fraction of groups" } }),
     metricFigure(runs, view, { title: "Entropy", names: [["actor/entropy", ""]], smooth: true, y: { label: "nats per token" } }),
   ];
