@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
+from tests.strangers import STRANGERS
 from tests.stream.processes import TASK
 from tests.stream.sample_rows import FIELDS, columns, numbers, row
 
-from dora.errors import StorageFullError, StreamError
+from dora.curve import CurveAddress, CurveConnection
+from dora.errors import RunError, StorageFullError, StreamError
 from dora.stream import transport
 from dora.stream.client import StreamClient
 from dora.stream.schema import StreamBatch
@@ -49,14 +50,9 @@ def server(folder: Path) -> Iterator[StreamServer]:
 
 
 @pytest.fixture(params=["local", "remote"])
-def client(
-    server: StreamServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[StreamClient]:
+def client(server: StreamServer, request: pytest.FixtureRequest) -> Iterator[StreamClient]:
     """Both are on this machine; the remote one does not share memory."""
-    if request.param == "remote":
-        monkeypatch.setattr(transport, "shares_memory", lambda *_: False)
-    endpoint = server.endpoints[request.param == "remote"]
-    with StreamClient(endpoint, timeout_s=20.0, auth_token=server.auth_token) as made:
+    with StreamClient(server.endpoints[request.param == "remote"], timeout_s=20.0) as made:
         made.register_consumer(TASK, ["ids"])
         yield made
 
@@ -64,22 +60,24 @@ def client(
 @pytest.fixture
 def send_remote(server: StreamServer) -> Iterator[Callable[..., dict[str, Any]]]:
     """Sends raw frames over TCP and returns the header of the reply."""
-    made: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    made.connect(server.endpoints[1])
-    made.setsockopt(zmq.RCVTIMEO, 20_000)
+    made = CurveConnection(remote_address(server))
 
     def send(*frames: bytes) -> dict[str, Any]:
-        made.send_multipart(frames)
-        return transport.decode_header(made.recv_multipart())
+        made.send(frames)
+        return transport.decode_header([frame.bytes for frame in made.recv(20.0)])
 
     yield send
-    made.close(linger=0)
+    made.close()
 
 
-def connect_frame(server: StreamServer, client_id: str = "f" * 16) -> bytes:
-    return json.dumps(
-        {"method": "connect", "id": 1, "client_id": client_id, "auth_token": server.auth_token}
-    ).encode()
+def remote_address(server: StreamServer) -> CurveAddress:
+    _, address = server.endpoints
+    assert isinstance(address, CurveAddress)
+    return address
+
+
+def connect_frame(client_id: str = "f" * 16) -> bytes:
+    return json.dumps({"method": "connect", "id": 1, "client_id": client_id}).encode()
 
 
 def put(client: StreamClient, *which: int, wait_s: float = 10.0) -> None:
@@ -137,7 +135,7 @@ def test_invalid_times_and_sizes_are_refused(
     for request, fragment in bad:
         with pytest.raises(StreamError, match=fragment):
             request()
-    assert "error" not in send_remote(connect_frame(server))
+    assert "error" not in send_remote(connect_frame())
     names = {"names": ["ids"], "location": None, "wait_s": NAN}
     put_frame, fill_frame = (
         json.dumps({"method": method, "id": 2} | names).encode() for method in ("put", "fill")
@@ -165,30 +163,40 @@ def test_the_size_of_a_remote_message_is_that_of_all_frames(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "MAX_MESSAGE_BYTES", 1000)
-    assert "exceeds the limit of 1000" in send_remote(connect_frame(server), *[bytes(800)] * 2)["error"]
-    assert "error" not in send_remote(connect_frame(server), bytes(800))
+    assert "exceeds the limit of 1000" in send_remote(connect_frame(), *[bytes(800)] * 2)["error"]
+    assert "error" not in send_remote(connect_frame(), bytes(800))
 
 
-@pytest.mark.parametrize("token", [None, "", "0" * 32, "\u00e9", 7])
-def test_a_remote_client_without_the_auth_token_gets_no_data(
-    server: StreamServer, send_remote: Callable[..., dict[str, Any]], token: Any
+@pytest.mark.parametrize("attempt", STRANGERS)
+def test_a_remote_client_without_the_key_gets_nothing(
+    server: StreamServer, client: StreamClient, attempt: Callable[[CurveAddress], None]
 ) -> None:
-    given = {} if token is None else {"auth_token": token}
-    request = {"method": "connect", "id": 1, "client_id": "f" * 16, **given}
-    assert send_remote(json.dumps(request).encode()).keys() <= {"id", "error", "is_full"}
-    assert (
-        "not connected, or was evicted"
-        in send_remote(json.dumps({"method": "status", "id": 2}).encode())["error"]
-    )
-    with pytest.raises(StreamError, match="auth token"):
-        StreamClient(server.endpoints[1], auth_token="0" * 32)
-    with StreamClient(server.endpoints[1], auth_token=server.auth_token) as client:
-        assert client.status()["num_rows"] == 0
+    put(client, 3)
+    before = client.status()
+    attempt(remote_address(server))
+    with StreamClient(server.endpoints[1]) as another:
+        assert another.status() == before
 
 
-def test_socket_and_token_are_readable_by_their_owner_only(server: StreamServer, folder: Path) -> None:
-    assert [stat.S_IMODE((folder / name).stat().st_mode) for name in ("stream.sock", "token")] == [0o600] * 2
-    assert (folder / "token").read_text() == server.auth_token
+def test_a_request_before_connect_is_refused(send_remote: Callable[..., dict[str, Any]]) -> None:
+    reply = send_remote(json.dumps({"method": "status", "id": 2}).encode())
+    assert "not connected, or was evicted" in reply["error"]
+
+
+def test_socket_and_address_are_readable_by_their_owner_only(server: StreamServer, folder: Path) -> None:
+    files = [folder / name for name in ("stream.sock", "remote.json")]
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 2
+    assert CurveAddress.read(files[1]) == server.endpoints[1]
+
+
+def test_a_remote_client_detects_the_exit_of_the_server_at_once(folder: Path) -> None:
+    server = StreamServer(SampleStream(FIELDS, folder), ["tcp://127.0.0.1:*"])
+    thread = server.start()
+    with StreamClient(server.endpoints[0], timeout_s=60.0) as client:
+        server.stop()
+        thread.join()
+        with pytest.raises(RunError, match="is lost: has the process of the stream exited"):
+            client.status()
 
 
 def test_a_client_id_cannot_be_used_twice(
@@ -198,7 +206,7 @@ def test_a_client_id_cannot_be_used_twice(
         local.register_consumer(TASK, ["ids"])
         assert local._writer is not None
         for client_id in (local._writer.owner, server._stream._writer.owner):
-            assert "is in use" in send_remote(connect_frame(server, client_id))["error"]
+            assert "is in use" in send_remote(connect_frame(client_id))["error"]
         put(local, 3)
         assert numbers(get(local)) == [3]
 
@@ -216,8 +224,7 @@ def test_rows_that_the_server_cannot_read_stay_queued(
     def broken(*_: Any) -> memoryview:
         raise ValueError("the block exceeds its segment")
 
-    monkeypatch.setattr(transport, "shares_memory", lambda *_: False)
-    with StreamClient(server.endpoints[1], auth_token=server.auth_token) as client:
+    with StreamClient(server.endpoints[1]) as client:
         client.register_consumer(TASK, ["ids"])
         put(client, 3)
         with monkeypatch.context() as patch:

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 from tests.stream.processes import TASK, StreamProcess
 from tests.stream.sample_rows import FIELDS, columns, group, numbers, rewards, row
 
+from dora.curve import CurveAddress, CurveConnection
 from dora.errors import RunError, StorageFullError, StreamError
 from dora.stream import storage, transport
 from dora.stream.client import StreamClient
@@ -50,8 +50,7 @@ class ServedStream:
         self.clients: list[StreamClient] = []
 
     def client(self, is_local: bool = True) -> StreamClient:
-        endpoint, token = self.server.endpoints[0 if is_local else 1], self.server.auth_token
-        self.clients.append(StreamClient(endpoint, timeout_s=20.0, auth_token=token))
+        self.clients.append(StreamClient(self.server.endpoints[0 if is_local else 1], timeout_s=20.0))
         return self.clients[-1]
 
     def close(self) -> None:
@@ -81,12 +80,8 @@ def get(
 
 
 @pytest.fixture(params=["local", "remote"])
-def client(
-    served: ServedStream, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> StreamClient:
+def client(served: ServedStream, request: pytest.FixtureRequest) -> StreamClient:
     """Both are on this machine; the remote one does not share memory."""
-    if request.param == "remote":
-        monkeypatch.setattr(transport, "shares_memory", lambda *_: False)
     made = served.client(request.param == "local")
     assert made.shares_memory == (request.param == "local")
     made.register_consumer(TASK, ["ids", "logprobs"])
@@ -221,9 +216,15 @@ def test_a_refused_request_changes_nothing_and_names_a_remedy(client: StreamClie
 def test_malformed_messages_get_an_error_and_change_nothing(
     served: ServedStream, client: StreamClient
 ) -> None:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    socket.connect(served.server.endpoints[1])
-    connect = {"method": "connect", "id": 1, "client_id": "f" * 16, "auth_token": served.server.auth_token}
+    address = served.server.endpoints[1]
+    assert isinstance(address, CurveAddress)
+    connection = CurveConnection(address)
+
+    def send(frames: list[bytes]) -> dict[str, Any]:
+        connection.send(frames)
+        return transport.decode_header([frame.bytes for frame in connection.recv(20.0)])
+
+    connect = {"method": "connect", "id": 1, "client_id": "f" * 16}
     get_request = {
         "method": "get",
         "id": 1,
@@ -254,11 +255,9 @@ def test_malformed_messages_get_an_error_and_change_nothing(
     ]
     for is_connected in (False, True):
         for frames in bad[is_connected:]:
-            socket.send_multipart(frames)
-            assert "error" in transport.decode_header(socket.recv_multipart()), frames
-        socket.send_multipart([json.dumps(connect).encode()])
-        assert "error" not in transport.decode_header(socket.recv_multipart())
-    socket.close()
+            assert "error" in send(frames), frames
+        assert "error" not in send([json.dumps(connect).encode()])
+    connection.close()
     put(client, 3)
     assert numbers(get(client)) == [3]
 

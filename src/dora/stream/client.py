@@ -17,12 +17,13 @@ from typing import Any, Self
 import numpy as np
 
 from dora.core.types import GroupId
+from dora.curve import CurveAddress
 from dora.errors import RunError, StorageFullError, StreamError
 from dora.stream import transport
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest, BlockLocation, SampleMeta
 from dora.stream.schema import BatchPart, BlockPacker, ColumnData, StreamBatch, TimedOut
 from dora.stream.storage import SegmentReader, SegmentWriter, is_disk_full
-from dora.stream.transport import ClientTransport, UnixTransport, ZmqTransport
+from dora.stream.transport import ClientTransport, RemoteTransport, UnixTransport
 
 _RETRY_S = 0.02  # while the file system is full
 
@@ -30,25 +31,29 @@ _RETRY_S = 0.02  # while the file system is full
 class StreamClient:
     """Puts and gets rows. StreamError: the request was refused. RunError: the server does not reply."""
 
-    def __init__(self, endpoint: str, timeout_s: float = 30.0, auth_token: str = "") -> None:
+    def __init__(self, endpoint: str | CurveAddress, timeout_s: float = 30.0) -> None:
         """`timeout_s` limits the time of a reply, beyond the wait of the request itself. Raises RunError.
 
-        `auth_token` is the content of the file `token` in the stream's folder; required at a TCP endpoint.
+        `endpoint`: on the server's host its Unix socket, elsewhere the address in the file `remote.json` of
+        the stream's folder.
         """
-        self._endpoint, self._timeout_s = endpoint, timeout_s
-        make_transport = UnixTransport if transport.is_local(endpoint) else ZmqTransport
-        self._transport: ClientTransport = make_transport(endpoint, timeout_s)
+        self._timeout_s = timeout_s
+        self._transport: ClientTransport
+        if isinstance(endpoint, CurveAddress):
+            self._endpoint, self._transport = endpoint.endpoint, RemoteTransport(endpoint, timeout_s)
+        else:
+            self._endpoint, self._transport = endpoint, UnixTransport(endpoint, timeout_s)
         self._num_requests, self._is_closed = 0, False
         self._writer: SegmentWriter | None = None
         self._reader: SegmentReader | None = None
         self.client_id = secrets.token_hex(8)  # also the owner of its segments
         try:
-            reply, _ = self._call("connect", {"client_id": self.client_id, "auth_token": auth_token})
+            reply, _ = self._call("connect", {"client_id": self.client_id})
         except (RunError, StreamError):
             self._transport.close()
             raise
         self.fields = {name: transport.field_from_json(name, *rest) for name, *rest in reply["fields"]}
-        if transport.shares_memory(reply["folder"], reply["auth_token"], reply["host"]):
+        if not isinstance(endpoint, CurveAddress):
             folder = Path(reply["folder"])
             self._writer, self._reader = SegmentWriter(folder, self.client_id), SegmentReader(folder)
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dora.core.types import GroupId, RequestId
+from dora.curve import CurveAddress
 from dora.errors import RunError, StorageFullError, StreamError
 from dora.stream import transport
 from dora.stream.client import StreamClient
@@ -84,9 +85,9 @@ class StorageSpec:
         return StreamServer(stream, [transport.stream_endpoint(self.folder), *remote])
 
 
-def remote_address(server: StreamServer) -> tuple[str, str] | None:
-    """Endpoint and auth token for other machines; None if the server has no such endpoint."""
-    return (server.endpoints[1], server.auth_token) if len(server.endpoints) > 1 else None
+def remote_address(server: StreamServer) -> CurveAddress | None:
+    """The address for other machines; None if the server has no such endpoint."""
+    return next((each for each in server.endpoints if isinstance(each, CurveAddress)), None)
 
 
 class StreamStorage(Protocol):
@@ -96,7 +97,7 @@ class StreamStorage(Protocol):
     is_replaceable: bool  # a crashed storage is replaced by a new one
 
     @property
-    def remote(self) -> tuple[str, str] | None: ...
+    def remote(self) -> CurveAddress | None: ...
 
     @property
     def is_available(self) -> bool:

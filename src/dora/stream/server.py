@@ -7,8 +7,6 @@ without ready rows stay pending until they can be served or time out.
 from __future__ import annotations
 
 import contextlib
-import platform
-import secrets
 import threading
 import time
 from collections import deque
@@ -19,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dora.auth_token import write_private_file
+from dora.curve import MAX_POLL_S, CurveAddress
 from dora.errors import StreamError
 from dora.stream import transport
 from dora.stream.metadata import BlockLocation, StreamLease
@@ -62,9 +60,10 @@ class StreamServer:
         self._gets: dict[str, deque[PendingRequest]] = {}
         self._replies: list[tuple[ClientConnection, int, Reply]] = []
         self._client_ids: set[str] = set()
-        self.auth_token = secrets.token_hex(16)  # required from clients on other hosts
-        self._token_path = stream.folder / transport.TOKEN_FILE
-        write_private_file(self._token_path, self.auth_token)
+        self._address_file = stream.folder / transport.ADDRESS_FILE
+        for endpoint in self.endpoints:
+            if isinstance(endpoint, CurveAddress):
+                endpoint.write(self._address_file)
         self._is_stopped = False
 
     def start(self) -> threading.Thread:
@@ -89,7 +88,7 @@ class StreamServer:
                 self._send_replies()
         finally:
             self._endpoint.close()
-            self._token_path.unlink(missing_ok=True)
+            self._address_file.unlink(missing_ok=True)
             self._stream.close()
 
     def _receive(self) -> None:
@@ -106,7 +105,7 @@ class StreamServer:
             deadlines.append(next_expiry_s)
         if not deadlines:
             return None
-        remaining_s = min(min(deadlines) - time.monotonic(), transport.MAX_POLL_S)
+        remaining_s = min(min(deadlines) - time.monotonic(), MAX_POLL_S)
         return int(1e3 * max(0.0, remaining_s)) + 1
 
     def _execute(self, client: ClientConnection, frames: Frames) -> None:
@@ -185,12 +184,8 @@ class StreamServer:
         self._endpoint.disconnect(client)
 
     def _handle_connect(self, client: ClientConnection, header: dict[str, Any], _: Frames) -> Reply:
-        """Register the client's id. A client on another host must send the auth token."""
+        """Register the client's id."""
         stream, client_id = self._stream, str(header["client_id"])
-        if client.remote is not None and not secrets.compare_digest(
-            str(header.get("auth_token")), self.auth_token
-        ):
-            raise StreamError("the auth token is missing or wrong: pass the token of the stream's folder")
         if not is_segment_name(f"{client_id}-0"):
             raise StreamError(f"client_id = {client_id!r:.40}: must be 16 hexadecimal digits")
         is_in_use = bool(client.client_id) or client_id in self._client_ids or stream.has_owner(client_id)
@@ -205,8 +200,6 @@ class StreamServer:
         return {
             "fields": [transport.field_to_json(f) for f in stream.fields.values()],
             "folder": str(stream.folder.resolve()),
-            "auth_token": self.auth_token,
-            "host": platform.node(),
         }, ()
 
     def _handle_disconnect(self, client: ClientConnection, _: dict[str, Any], __: Frames) -> Reply:

@@ -1,9 +1,9 @@
-"""Messages between clients and the server of a stream: Unix sockets on one host, ZeroMQ between hosts.
+"""Messages between clients and the server of a stream: Unix sockets on one host, `curve` between hosts.
 
 A message is a JSON header followed by raw buffers; nothing is unpickled. A request is {"id": int, "method":
-str, ...}; its reply has the same id, and `error` if the request was refused. The exit of a process on the
-same host closes its connection at once (on Linux even while a forked child keeps the socket open). A lost
-process on another host is not detected: its requests time out.
+str, ...}; its reply has the same id, and `error` if the request was refused. A client detects the exit of the
+server at once, and the server that of a client on the same host (on Linux even while a forked child keeps the
+socket open). The server does not detect the exit of a client on another host.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import json
 import math
 import os
-import platform
 import secrets
 import select
 import socket
@@ -28,14 +27,14 @@ import zmq
 from numpy.typing import NDArray
 
 from dora.core.types import GroupId
+from dora.curve import HANDSHAKE_TIMEOUT_S, LINGER_S, MAX_POLL_S, CurveAddress, CurveConnection, CurveServer
 from dora.errors import RunError, StreamError
 from dora.stream.metadata import BatchRequest, BlockLocation
 from dora.stream.schema import Buffer, Field
 
 MAX_MESSAGE_BYTES = 256 << 20  # that the server accepts
-MAX_POLL_S = 86400.0  # of one wait for a socket, whose timeout is an int of ms; longer waits poll again
 UNMATCHED = -1  # the id of a reply to a message whose header is not readable
-TOKEN_FILE = "token"  # holds the auth token: a process that can read it shares memory with the server
+ADDRESS_FILE = "remote.json"  # in the stream's folder: the address for clients on other hosts
 _MAX_MESSAGES_PER_POLL = 64  # of one ZeroMQ socket, so that replies are not delayed by many requests
 _CONNECT_RETRY_S = 0.01
 _RECEIVE_BYTES = 1 << 16
@@ -135,14 +134,6 @@ def is_local(endpoint: str) -> bool:
 def socket_path(endpoint: str) -> Path:
     """The path of a local endpoint."""
     return Path(endpoint.removeprefix("ipc://"))
-
-
-def shares_memory(folder: str, auth_token: str, host: str) -> bool:
-    """Whether this process sees the server's folder at the same path on the same host."""
-    try:
-        return host == platform.node() and (Path(folder) / TOKEN_FILE).read_text() == auth_token
-    except OSError:
-        return False
 
 
 class UnixConnection:
@@ -293,29 +284,42 @@ class UnixTransport:
         )
 
 
-class ZmqTransport:
-    """A connection to a server on another host; the exit of the server is not detected."""
+class RemoteTransport:
+    """A connection to a server on another host."""
 
-    def __init__(self, endpoint: str, timeout_s: float) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.connect(endpoint)
+    def __init__(self, address: CurveAddress, timeout_s: float) -> None:
+        """Retries for `timeout_s`. Raises RunError if no server with these keys listens."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._connection = CurveConnection(address, timeout_s=min(timeout_s, HANDSHAKE_TIMEOUT_S))
+                return
+            except OSError as error:
+                if time.monotonic() > deadline_s:
+                    raise RunError(f"the stream cannot be used: {error}: is its process running?") from error
+            time.sleep(_CONNECT_RETRY_S)
 
     def send(self, frames: Sequence[Any]) -> None:
-        self._socket.send_multipart(frames)
+        with self._run_errors():
+            self._connection.send(frames)
 
     def receive(self, deadline_s: float) -> list[bytes] | None:
-        while True:
-            remaining_s = deadline_s - time.monotonic()
-            self._socket.setsockopt(zmq.RCVTIMEO, int(1e3 * min(max(0.0, remaining_s), MAX_POLL_S)))
+        with self._run_errors():
             try:
-                return self._socket.recv_multipart()
-            except zmq.Again:
-                if remaining_s <= MAX_POLL_S:
-                    return None
+                frames = self._connection.recv(deadline_s - time.monotonic())
+            except TimeoutError:
+                return None
+            return [frame.bytes for frame in frames]
 
     def close(self) -> None:
-        self._socket.close()
+        self._connection.close(LINGER_S)
+
+    @contextlib.contextmanager
+    def _run_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except ConnectionResetError as error:
+            raise RunError(f"{error}: has the process of the stream exited?") from error
 
 
 @dataclass(eq=False)
@@ -336,12 +340,13 @@ class ServerEndpoint:
         """Listens at all endpoints. Raises OSError or zmq.ZMQError if one is not available."""
         self._poll = select.poll()
         self._listening: dict[int, socket.socket] = {}
+        self._curve: CurveServer | None = None
         self._bound: list[zmq.Socket[bytes]] = []
         self._local: dict[int, ClientConnection] = {}  # by file descriptor of its socket and of its process
         self._remote: dict[tuple[zmq.Socket[bytes], bytes], ClientConnection] = {}
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._poll.register(self._wake_receiver, select.POLLIN)
-        self.endpoints = [
+        self.endpoints: list[str | CurveAddress] = [
             self._listen(socket_path(endpoint)) if is_local(endpoint) else self._bind(endpoint)
             for endpoint in endpoints
         ]
@@ -401,6 +406,8 @@ class ServerEndpoint:
             self.disconnect(client)
         for bound in self._bound:
             bound.close(linger=0)
+        if self._curve is not None:
+            self._curve.close()
         for listening in self._listening.values():
             Path(listening.getsockname()).unlink(missing_ok=True)
         for own in (*self._listening.values(), self._wake_receiver, self._wake_sender):
@@ -417,13 +424,12 @@ class ServerEndpoint:
         self._poll.register(listening, select.POLLIN)
         return unix_endpoint(path)
 
-    def _bind(self, endpoint: str) -> str:
-        bound: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    def _bind(self, endpoint: str) -> CurveAddress:
+        self._curve = self._curve or CurveServer()
+        bound, address = self._curve.bind(zmq.ROUTER, endpoint)
         self._bound.append(bound)
-        bound.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        bound.bind(endpoint)
         self._poll.register(bound, select.POLLIN)
-        return str(bound.getsockopt_string(zmq.LAST_ENDPOINT))
+        return address
 
     def _accept(self, listening: socket.socket) -> None:
         try:

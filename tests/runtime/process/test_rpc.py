@@ -1,98 +1,65 @@
-"""Authenticated channels: messages arrive, and nothing without a valid MAC is unpickled."""
+"""Messages arrive between the ends of a channel, and end with it; requests are answered or fail in time."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import resource
-import select
+import pickle
 import socket
-import struct
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import closing
+from typing import Any
 
+import numpy as np
 import pytest
 
-from dora.runtime.process import rpc
+from dora.curve import CurveConnection, CurveServer
 from dora.runtime.process.rpc import (
-    MAX_HELLO_BYTES,
-    NONCE_BYTES,
-    AuthenticatedChannel,
+    OUT_OF_BAND_BYTES,
+    Channel,
     ChannelAddress,
-    Listener,
-    connect,
-    derive_channel_key,
+    RequestClient,
+    RequestServer,
 )
 
 LOOPBACK = "127.0.0.1"
 
 
-class Trap:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return Path.touch, (self._path,)
+@pytest.fixture
+def listening() -> Iterator[tuple[Channel, ChannelAddress]]:
+    """The driver's end, before its worker has connected."""
+    server = CurveServer()
+    channel, address = Channel.listen(server, LOOPBACK)
+    yield channel, address
+    channel.close()
+    server.close()
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    made = Listener(LOOPBACK)
-    yield made
-    made.close()
+def channels(listening: tuple[Channel, ChannelAddress]) -> Iterator[tuple[Channel, Channel]]:
+    """The driver's end and the worker's."""
+    here, address = listening
+    with closing(Channel.connect(address)) as there:
+        there.send("hello")
+        assert here.recv() == "hello"
+        yield here, there
 
 
 @pytest.fixture
-def channels(listener: Listener) -> Iterator[tuple[AuthenticatedChannel, AuthenticatedChannel]]:
-    """The listener's end and the caller's end."""
-    connected: queue.SimpleQueue[tuple[AuthenticatedChannel, object]] = queue.SimpleQueue()
-    address = listener.expect(lambda channel, hello: connected.put((channel, hello)))
-    caller = connect(address, "hello")
-    here, hello = connected.get(timeout=10)
-    assert hello == "hello"
-    yield here, caller
-    here.close()
-    caller.close()
+def echo() -> Iterator[RequestServer]:
+    """Returns each request; an exception is raised."""
+
+    def handle(request: Any) -> Any:
+        if isinstance(request, Exception):
+            raise request
+        return request
+
+    with closing(RequestServer(LOOPBACK, handle)) as server:
+        yield server
 
 
-def expect(listener: Listener, hellos: queue.SimpleQueue[object], *, once: bool = True) -> ChannelAddress:
-    """Collect the hello of each caller, and close its channel."""
-
-    def on_connect(channel: AuthenticatedChannel, hello: object) -> None:
-        channel.close()
-        hellos.put(hello)
-
-    return listener.expect(on_connect, once=once)
-
-
-def open_socket(address: ChannelAddress) -> socket.socket:
-    return socket.create_connection((address.host, address.port), timeout=10)
-
-
-def exchange_nonces(address: ChannelAddress) -> tuple[socket.socket, bytes]:
-    """A connection that has sent the public name, and the key of its channel."""
-    connection, nonce = open_socket(address), bytes(NONCE_BYTES)
-    connection.sendall(address.name + nonce)
-    return connection, derive_channel_key(address.key, nonce, rpc.recv_exactly(connection, NONCE_BYTES))
-
-
-def is_closed_by_peer(connection: socket.socket) -> bool:
-    """Whether the other end closes the connection without sending anything."""
-    with connection:
-        try:
-            return connection.recv(1) == b""
-        except ConnectionResetError:
-            return True
-
-
-def test_messages_arrive_in_order_in_both_directions(
-    channels: tuple[AuthenticatedChannel, AuthenticatedChannel],
-) -> None:
+def test_messages_arrive_in_order_in_both_directions(channels: tuple[Channel, Channel]) -> None:
     here, there = channels
     for number in range(3):
         here.send(["request", number])
@@ -101,186 +68,191 @@ def test_messages_arrive_in_order_in_both_directions(
     assert [here.recv() for _ in range(3)] == [["reply", 0], ["reply", 1], ["reply", 2]]
 
 
-def test_a_message_may_be_longer_than_the_socket_buffers(
-    channels: tuple[AuthenticatedChannel, AuthenticatedChannel],
-) -> None:
+def test_a_message_may_be_longer_than_the_socket_buffers(channels: tuple[Channel, Channel]) -> None:
     here, there = channels
-    sender = threading.Thread(target=there.send, args=(b"x" * 20_000_000,))
+    here.send(b"x" * 20_000_000)
+    assert there.recv() == b"x" * 20_000_000
+
+
+def test_any_thread_may_send_while_another_receives(channels: tuple[Channel, Channel]) -> None:
+    here, there = channels
+
+    def send(thread: int) -> None:
+        for number in range(200):
+            there.send((thread, number))
+
+    threads = [threading.Thread(target=send, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    found = [here.recv() for _ in range(800)]
+    for thread in threads:
+        thread.join()
+    for thread in range(4):
+        assert [number for of, number in found if of == thread] == [*range(200)]
+
+
+def test_a_sender_waits_for_a_receiver_that_does_not_read(channels: tuple[Channel, Channel]) -> None:
+    here, there = channels
+    content, num_sent = bytes(100_000), 0
+
+    def send() -> None:
+        nonlocal num_sent
+        for _ in range(4000):
+            there.send(content)
+            num_sent += 1
+
+    sender = threading.Thread(target=send)
     sender.start()
-    assert here.recv() == b"x" * 20_000_000
+    sender.join(timeout=1.0)
+    assert num_sent < 4000, "400 MB do not fit into the buffers"
+    for _ in range(4000):
+        assert len(here.recv()) == len(content)
     sender.join()
 
 
-def test_recv_raises_when_the_other_end_closes(
-    channels: tuple[AuthenticatedChannel, AuthenticatedChannel],
+@pytest.mark.parametrize("closes", ["driver", "worker"])
+def test_recv_returns_what_was_sent_and_raises_once_the_other_end_is_closed(
+    channels: tuple[Channel, Channel], closes: str
 ) -> None:
-    here, there = channels
-    there.close()
-    with pytest.raises(EOFError):
-        here.recv()
+    closing_end, other = channels if closes == "driver" else channels[::-1]
+    for number in range(100):
+        closing_end.send(number)
+    closing_end.close()
+    assert [other.recv() for _ in range(100)] == [*range(100)]
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            other.recv()
+    with pytest.raises(OSError, match="the other end has closed the connection"):
+        other.send("late")
 
 
-class RecordingSocket:
-    """Stands in for a socket and keeps what is sent."""
+def test_close_ends_a_recv_and_a_send_in_other_threads(listening: tuple[Channel, ChannelAddress]) -> None:
+    """The worker has never connected."""
+    channel, _ = listening
+    errors: list[type[BaseException]] = []
 
-    def __init__(self) -> None:
-        self.sent = bytearray()
+    def attempt(call: Any, *args: object) -> None:
+        try:
+            call(*args)
+        except (EOFError, OSError) as error:
+            errors.append(type(error))
 
-    def setsockopt(self, *_: int) -> None:
-        pass
-
-    def sendall(self, content: bytes) -> None:
-        self.sent += content
-
-
-def encode(key: bytes, messages: list[object], *, is_listener: bool = False) -> bytearray:
-    """The bytes of the last of these messages, sent in this order."""
-    recording = RecordingSocket()
-    channel = AuthenticatedChannel(recording, key, is_listener=is_listener)  # type: ignore[arg-type]
-    for message in messages:
-        recording.sent.clear()
-        channel.send(message)
-    return recording.sent
+    threads = [
+        threading.Thread(target=attempt, args=call) for call in ((channel.recv,), (channel.send, "message"))
+    ]
+    for thread in threads:
+        thread.start()
+    channel.close()
+    for thread in threads:
+        thread.join(timeout=10.0)
+    assert set(errors) == {EOFError, ConnectionResetError}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    ["another key", "another connection", "other direction", "replayed", "wrong number", "flipped bit"],
-)
-def test_a_message_with_a_wrong_mac_is_never_unpickled(
-    listener: Listener, tmp_path: Path, wrong: str
+_WORKER = """
+import os, pickle, signal, sys
+from dora.runtime.process.rpc import Channel
+channel = Channel.connect(pickle.load(sys.stdin.buffer))
+channel.send("hello")
+channel.recv()
+channel.send("last")
+channel.recv()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_crash_of_a_worker_is_detected_although_strangers_come_and_go(
+    listening: tuple[Channel, ChannelAddress],
 ) -> None:
-    connected: queue.SimpleQueue[AuthenticatedChannel] = queue.SimpleQueue()
-    address, trap = listener.expect(lambda channel, _: connected.put(channel)), tmp_path / "sprung"
-    connection, key = exchange_nonces(address)
-    with connection:
-        connection.sendall(encode(key, ["hello"]))
-        forged = {
-            "another key": lambda: encode(bytes(32), ["hello", Trap(trap)]),
-            "another connection": lambda: encode(
-                derive_channel_key(address.key, bytes(16), bytes(16)), ["hello", Trap(trap)]
-            ),
-            "other direction": lambda: encode(key, ["hello", Trap(trap)], is_listener=True),
-            "replayed": lambda: encode(key, [Trap(trap)]),
-            "wrong number": lambda: encode(key, ["hello", "one", Trap(trap)]),
-            "flipped bit": lambda: encode(key, ["hello", Trap(trap)]),
-        }[wrong]()
-        forged[-1] ^= wrong == "flipped bit"
-        connection.sendall(forged)
-        here = connected.get(timeout=10)
-        with pytest.raises(OSError, match="wrong MAC"):
+    here, address = listening
+    port = int(address.to_send.endpoint.rpartition(":")[2])
+    with subprocess.Popen([sys.executable, "-c", _WORKER], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(pickle.dumps(address))
+        process.stdin.close()
+        assert here.recv() == "hello"
+        for _ in range(5):
+            with socket.create_connection((LOOPBACK, port)) as stranger:
+                stranger.sendall(b"garbage" * 100)
+        here.send("go on")
+        assert here.recv() == "last"
+        here.send("crash")
+        with pytest.raises(EOFError):
             here.recv()
-        here.close()
-    assert not trap.exists()
+    assert process.returncode == -9
 
 
-def test_the_trap_springs_if_the_mac_is_right(
-    channels: tuple[AuthenticatedChannel, AuthenticatedChannel], tmp_path: Path
+def test_the_last_message_of_a_process_that_exits_arrives(
+    listening: tuple[Channel, ChannelAddress],
 ) -> None:
-    here, there = channels
-    there.send(Trap(tmp_path / "sprung"))
-    here.recv()
-    assert (tmp_path / "sprung").exists()
+    here, address = listening
+    program = _WORKER.partition("channel.recv()")[0] + "channel.close()"
+    subprocess.run([sys.executable, "-c", program], input=pickle.dumps(address), check=True, timeout=60)
+    assert here.recv() == "hello"
 
 
-def test_a_caller_with_an_unknown_name_is_disconnected(listener: Listener) -> None:
-    address = listener.expect(lambda channel, _: channel.close())
-    connection = open_socket(address)
-    connection.sendall(bytes(16) + encode(address.key, ["hello"]))
-    assert is_closed_by_peer(connection)
+def test_large_arrays_of_a_reply_arrive_unchanged_and_are_frames_of_their_own(echo: RequestServer) -> None:
+    blocks = np.random.default_rng(0).integers(0, 2**63, 3 * OUT_OF_BAND_BYTES // 8).reshape(8, -1)
+    message = {"small": np.arange(3), "large": [blocks, blocks + 1], "transposed": blocks.T}
+    with closing(RequestClient(echo.address, 20.0)) as client:
+        found = client.call(message)
+        np.testing.assert_array_equal(found["small"], message["small"])
+        np.testing.assert_array_equal(found["transposed"], blocks.T)
+        for array, expected in zip(found["large"], message["large"], strict=True):  # type: ignore[call-overload]
+            np.testing.assert_array_equal(array, expected)
 
 
-def test_a_caller_without_the_key_is_disconnected_and_the_address_stays_valid(listener: Listener) -> None:
-    hellos: queue.SimpleQueue[object] = queue.SimpleQueue()
-    address = expect(listener, hellos)
-    connection, _ = exchange_nonces(address)
-    connection.sendall(encode(bytes(32), ["forged"]))
-    assert is_closed_by_peer(connection)
-    connect(address, "genuine").close()
-    assert hellos.get(timeout=10) == "genuine"
+def test_a_server_answers_many_clients_at_one_address(echo: RequestServer) -> None:
+    clients = [RequestClient(echo.address, 20.0) for _ in range(20)]
+    for number, client in enumerate(clients):
+        assert client.call(number) == number
+    clients[0].close()
+    assert [client.call(number) for number, client in enumerate(clients[1:])] == [*range(19)]
+    for client in clients:
+        client.close()
 
 
-def test_an_address_is_valid_once(listener: Listener) -> None:
-    hellos: queue.SimpleQueue[object] = queue.SimpleQueue()
-    address = expect(listener, hellos)
-    connect(address, "first").close()
-    assert hellos.get(timeout=10) == "first"
-    with pytest.raises(ConnectionAbortedError, match="cannot connect to 127"):
-        connect(address, "second")
-    assert hellos.empty()
+def test_a_request_that_fails_has_its_error_and_the_client_stays_usable(echo: RequestServer) -> None:
+    with closing(RequestClient(echo.address, 20.0)) as client:
+        with pytest.raises(OSError, match="IndexError: no such block"):
+            client.call(IndexError("no such block"))
+        assert client.is_usable
+        assert client.call("next") == "next"
 
 
-def test_an_address_may_be_valid_for_many_callers(listener: Listener) -> None:
-    hellos: queue.SimpleQueue[object] = queue.SimpleQueue()
-    address = expect(listener, hellos, once=False)
-    for name in ("first", "second"):
-        connect(address, name).close()
-        assert hellos.get(timeout=10) == name
+def test_a_client_without_a_reply_in_time_is_not_usable() -> None:
+    """A late reply would be taken for that of the next request."""
+    may_reply = threading.Event()
+
+    def wait(request: object) -> object:
+        may_reply.wait(20.0)
+        return request
+
+    with (
+        closing(RequestServer(LOOPBACK, wait)) as server,
+        closing(RequestClient(server.address, 0.1)) as client,
+    ):
+        with pytest.raises(TimeoutError):
+            client.call("first")
+        assert not client.is_usable
+        with pytest.raises(OSError, match="has failed before"):
+            client.call("second")
+        may_reply.set()
 
 
-def test_a_cancelled_address_is_not_valid(listener: Listener) -> None:
-    address = listener.expect(lambda channel, _: channel.close())
-    listener.cancel(address)
-    connection = open_socket(address)
-    connection.sendall(address.name + encode(address.key, ["hello"]))
-    assert is_closed_by_peer(connection)
+def test_a_client_detects_that_its_server_is_closed(echo: RequestServer) -> None:
+    client = RequestClient(echo.address, 60.0)
+    echo.close()
+    with pytest.raises(ConnectionResetError, match="is lost"):
+        client.call("anything")
+    assert not client.is_usable
+    with pytest.raises(ConnectionRefusedError, match="cannot be reached"):
+        RequestClient(echo.address, 60.0)
 
 
-def test_a_caller_cannot_claim_much_memory_before_it_is_authenticated(listener: Listener) -> None:
-    address = listener.expect(lambda channel, _: channel.close())
-    connection, _ = exchange_nonces(address)
-    connection.sendall(struct.pack("<Q16s", MAX_HELLO_BYTES + 1, bytes(16)))
-    assert is_closed_by_peer(connection)
-
-
-def test_a_caller_rejects_messages_replayed_from_another_connection(tmp_path: Path) -> None:
-    """An attacker replays all that a listener has sent to another caller, its nonce first."""
-    trap, key, nonce = tmp_path / "sprung", bytes(32), bytes(NONCE_BYTES)
-    recorded = encode(derive_channel_key(key, nonce, nonce), [Trap(trap)], is_listener=True)
-    with socket.create_server((LOOPBACK, 0)) as attacker, ThreadPoolExecutor(1) as thread:
-        address = ChannelAddress(LOOPBACK, attacker.getsockname()[1], bytes(16), key)
-        connecting = thread.submit(connect, address, "hello")
-        with attacker.accept()[0] as connection:
-            connection.sendall(nonce + recorded)
-            with (
-                contextlib.closing(connecting.result()) as caller,
-                pytest.raises(OSError, match="wrong MAC"),
-            ):
-                caller.recv()
-    assert not trap.exists()
-
-
-def test_the_handshake_as_a_whole_has_a_timeout(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "HANDSHAKE_TIMEOUT_S", 0.3)
-    address = listener.expect(lambda channel, _: channel.close())
-    connection, key = exchange_nonces(address)
-    with connection:
-        for byte in encode(key, ["one byte at a time"])[:-1]:
-            connection.sendall(bytes([byte]))
-            if select.select([connection], [], [], 0.05)[0]:
-                break
-        else:
-            pytest.fail("the listener still waits")
-        assert is_closed_by_peer(connection)
-
-
-@contextlib.contextmanager
-def no_free_file_descriptors() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_callers_are_accepted_once_there_are_file_descriptors_again(listener: Listener) -> None:
-    address = listener.expect(lambda channel, _: channel.close(), once=False)
-    with socket.socket() as first, socket.socket() as second:
-        with no_free_file_descriptors():
-            for connection in (first, second):
-                connection.connect((address.host, address.port))
-                connection.sendall(address.name + bytes(NONCE_BYTES))
-            time.sleep(0.05)  # the listener fails to accept the second caller, or both
-        for connection in (first, second):
-            assert rpc.recv_exactly(connection, NONCE_BYTES, time.monotonic() + 10)
+def test_a_request_that_cannot_be_unpickled_has_an_error(echo: RequestServer) -> None:
+    connection = CurveConnection(echo.address)
+    connection.send([b"not a pickle"])
+    connection.recv(20.0)
+    connection.close()
+    with closing(RequestClient(echo.address, 20.0)) as client:
+        assert client.call(1) == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dora.core.types import GroupId, RequestId
+from dora.curve import CurveAddress
 from dora.engine.messages import ContinueEpisode as ContinueEpisode
 from dora.engine.messages import EndEpisode as EndEpisode
 from dora.engine.messages import ExportFailed as ExportFailed
@@ -24,7 +25,6 @@ from dora.engine.messages import StartExport as StartExport
 from dora.engine.messages import TurnFinished
 from dora.engine.request import Completion, Request
 from dora.metrics.rollout import EngineUsage
-from dora.runtime.process.rpc import ChannelAddress
 from dora.trainer.advantage import AdvantageSettings
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class EngineSpec:
     num_kv_blocks: int | None = None  # None: as many as `max_rows` full rows need
     inflight_update: str | None = None  # "partial" | "inflight": requests continue with newer versions
     host: str | None = None  # where engines of other machines read this engine's KV; None: there are none
-    broker: ChannelAddress | None = None  # see `remote_kv`; None: on the driver's machine
+    broker: CurveAddress | None = None  # see `remote_kv`; None: on the driver's machine
     remote_weights: RemoteVersionSource | None = None  # None: `weights` is on this machine
 
 
@@ -229,7 +229,7 @@ class WorkerReady:
 
     note: str = ""  # the kernels or server that it uses, for the log
     pool: Path | None = None  # the file of an engine's KV
-    kv_address: ChannelAddress | None = None  # where engines of other machines read that KV
+    kv_address: CurveAddress | None = None  # where engines of other machines read that KV
     client_id: str = ""  # of a consumer of the sample stream
 
 
@@ -237,7 +237,7 @@ class WorkerReady:
 class StorageReady:
     """The storage of the sample stream has started."""
 
-    remote: tuple[str, str] | None  # endpoint and auth token for other machines
+    remote: CurveAddress | None  # for other machines
 
 
 @dataclass(frozen=True)

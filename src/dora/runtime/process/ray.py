@@ -1,8 +1,8 @@
 """A run on a Ray cluster: its workers are actors in placement groups. The only module that imports Ray.
 
 Ray reserves resources, starts and kills processes, and transfers weights to other nodes. Workers and the
-driver exchange messages over their own authenticated channels (`rpc`), and the driver detects a worker that
-hangs by its heartbeat: to Ray, such an actor is alive.
+driver exchange messages over their own channels (`rpc`), and the driver detects a worker that hangs by its
+heartbeat: to Ray, such an actor is alive.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dora import __version__
 from dora.config.schema import Config
+from dora.curve import CurveAddress, CurveServer
 from dora.errors import RunError
-from dora.runtime.process import remote_kv, rpc
 from dora.runtime.process.messages import EngineSpec, LoadWeights, PrefetchWeights
 from dora.runtime.process.ray_connect import (
     RayHead,
@@ -47,6 +47,7 @@ from dora.runtime.process.ray_connect import (
     run_with_timeout,
     wait_with_notice,
 )
+from dora.runtime.process.remote_kv import make_broker
 from dora.runtime.process.resources import (
     ProcessResources,
     describe_shortage,
@@ -56,6 +57,7 @@ from dora.runtime.process.resources import (
     total_resources,
     with_reserved_gpu,
 )
+from dora.runtime.process.rpc import Channel, ChannelAddress, RequestServer
 from dora.runtime.process.stream_workers import ConsumerSpec
 from dora.runtime.process.worker_process import WORKER_ENV, ForkedProcess, ProcessHandle, Target, run_target
 from dora.weights.store import RemoteVersionSource, WeightStore, make_store_folder
@@ -82,7 +84,7 @@ class DriverNode:
     node: str
     spans_nodes: bool  # whether the run may have several nodes
     pool_bytes: int  # of an engine's KV pool
-    broker: rpc.ChannelAddress | None = None  # of migrations between nodes, see `remote_kv`
+    broker: CurveAddress | None = None  # of migrations between nodes, see `remote_kv`
     version: str = __version__  # of DORA
 
 
@@ -103,7 +105,8 @@ class RayLauncher:
         self.head = RayHead(ray.get_runtime_context().gcs_address)
         self._spans_nodes = self._config.address is not None
         self.host = ray.util.get_node_ip_address() if self._spans_nodes else None
-        self._listener = rpc.Listener(self.host or "127.0.0.1")
+        self._server, self._channels = CurveServer(), list[Channel]()
+        self._broker: RequestServer | None = None
         self.driver = DriverNode(ray.get_runtime_context().get_node_id(), self._spans_nodes, pool_bytes)
         self._resources = {process.role: process for process in processes}
         self._groups: list[PlacementGroup] = []
@@ -138,16 +141,22 @@ class RayLauncher:
             return ForkedProcess(name, target, spec)
         driver = self.driver
         if self._spans_nodes and isinstance(spec, EngineSpec):
-            folder = spec.weights
-            driver = replace(
-                driver, broker=self.expect(lambda channel, _: remote_kv.serve_broker(channel, folder))
-            )
+            driver = replace(driver, broker=self._broker_address(spec.weights))
         with _run_errors():
             return RayProcess(self, self._acquire(role), target, spec, driver)
 
-    def expect(self, on_connect: rpc.OnConnect) -> rpc.ChannelAddress:
-        """See `Listener.expect`."""
-        return self._listener.expect(on_connect)
+    def listen(self) -> tuple[Channel, ChannelAddress]:
+        """See `Channel.listen`."""
+        channel, address = Channel.listen(self._server, self.host or "127.0.0.1")
+        self._channels = [*(each for each in self._channels if not each.is_closed), channel]
+        return channel, address
+
+    def _broker_address(self, folder: Path) -> CurveAddress:
+        """The broker of the run's migrations, whose files are in `folder`."""
+        with self._lock:
+            if self._broker is None:
+                self._broker = make_broker(self.host or "127.0.0.1", folder)
+            return self._broker.address
 
     def release(self, bundle: ReservedBundle) -> None:
         """Free the bundle of an actor that has exited; the next actor in it waits until Ray has also detected
@@ -170,7 +179,11 @@ class RayLauncher:
 
     def close(self) -> None:
         self._is_closed.set()
-        self._listener.close()
+        for channel in self._channels:
+            channel.close()
+        self._server.close()
+        if self._broker is not None:
+            self._broker.close()
         if not self.head.is_reachable:
             return run_with_timeout(SHUTDOWN_TIMEOUT_S, ray.shutdown)
         with contextlib.suppress(RayError):
@@ -280,11 +293,10 @@ class RayProcess:
         self.waiting_for = ""
         launcher.unconnected.add(self)
         self._store = WeightStore(spec.weights, spec.dtype) if isinstance(spec, EngineSpec) else None
-        self._channel: Future[rpc.AuthenticatedChannel] = Future()
-        self._has_exited = threading.Event()
+        self._channel, address = launcher.listen()
+        self._is_connected, self._has_exited = threading.Event(), threading.Event()
         self._pid: int | None = None
         self._node = driver.node
-        address = launcher.expect(self._on_connect)
         actor_class: Any = WorkerActor
         options = {"num_cpus": bundle.resources.cpus, "num_gpus": bundle.resources.gpus}
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
@@ -295,14 +307,22 @@ class RayProcess:
 
     def send(self, messages: Sequence[Any], /) -> None:
         """A version that the messages load is transferred to the worker's node first."""
-        channel = self._channel.result()
+        self._is_connected.wait()
         for message in messages:
             if isinstance(message, LoadWeights | PrefetchWeights) and self.node:
                 self._transfer(message.version)
-        channel.send(messages)
+        self._channel.send(messages)
 
     def recv(self) -> Any:
-        return self._channel.result().recv()
+        """The first message of a worker, which is not returned, names its process and node."""
+        if not self._is_connected.is_set():
+            try:
+                self._pid, self._node = self._channel.recv()
+            finally:
+                self._launcher.unconnected.discard(self)
+                self.waiting_for = ""
+                self._is_connected.set()
+        return self._channel.recv()
 
     @property
     def pid(self) -> int | None:
@@ -326,17 +346,9 @@ class RayProcess:
         if self._launcher.head.is_reachable:
             with contextlib.suppress(RayError):
                 ray.kill(self._actor)
-        if self._channel.done():
-            self._close_channel()
+        self._channel.close()
         self._has_exited.wait(EXIT_TIMEOUT_S)
         self._release()
-
-    def _on_connect(self, channel: rpc.AuthenticatedChannel, hello: Any) -> None:
-        self._pid, self._node = hello
-        self._launcher.unconnected.discard(self)
-        self.waiting_for = ""
-        if self._channel.set_running_or_notify_cancel():
-            self._channel.set_result(channel)
 
     def _transfer(self, version: int) -> None:
         """Transfer a version to the worker's node. If that fails, the engine reports the missing version."""
@@ -349,17 +361,10 @@ class RayProcess:
     def _on_exit(self, _: Future[Any]) -> None:
         self._has_exited.set()
         self._release()
-        if not self._channel.done():
-            self._channel.set_exception(EOFError("the worker exited before it connected"))
-            return
-        timer = threading.Timer(EXIT_TIMEOUT_S, self._close_channel)  # its last messages may be on the way
+        # Its last messages may be on the way. A worker that has outlived its raylet exits then.
+        timer = threading.Timer(EXIT_TIMEOUT_S, self._channel.close)
         timer.daemon = True
         timer.start()
-
-    def _close_channel(self) -> None:
-        """Make the worker exit: on a node that Ray has declared lost, the worker may outlive its raylet."""
-        if self._channel.exception() is None:
-            self._channel.result().close()
 
     def _release(self) -> None:
         """Release the bundle, once, from the thread that detects the exit first."""
@@ -387,7 +392,7 @@ class WorkerActor:
         self._pool_folder: Path | None = None  # of an engine on another node than the driver's
         self._versions: RemoteVersionSource | None = None
 
-    def run(self, address: rpc.ChannelAddress, target: Target, spec: Any, driver: DriverNode) -> None:
+    def run(self, address: ChannelAddress, target: Target, spec: Any, driver: DriverNode) -> None:
         """Connect to the driver at `address` and run `target`, see `run_target`."""
         node = ray.get_runtime_context().get_node_id()
         if driver.version != __version__:
@@ -396,7 +401,8 @@ class WorkerActor:
                 "version on all nodes"
             )
         spec = self._localize(spec, driver, node == driver.node)
-        channel = rpc.connect(address, (os.getpid(), node))
+        channel = Channel.connect(address)
+        channel.send((os.getpid(), node))
         try:
             run_target(channel, target, spec)
         finally:

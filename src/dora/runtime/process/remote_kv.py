@@ -8,18 +8,19 @@ wait for both between two decode steps, so every reply has a timeout.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dora.curve import CurveAddress
 from dora.engine.kv_transfer.handoff import MigrationFiles, TransferProgress
 from dora.engine.kv_transfer.pool import KVBlocks, PeerPool, bytes_per_block
 from dora.engine.kv_transfer.transfer import KVTransport
-from dora.runtime.process.rpc import AuthenticatedChannel, ChannelAddress, Listener, connect
+from dora.runtime.process.rpc import RequestClient, RequestServer
 
 BROKER_TIMEOUT_S = 30.0  # without a reply the engine exits: it cannot know which requests it owns
+FRAME_BYTES = 2**18  # of KV: one frame is encrypted while the one before is sent
 KV_TIMEOUT_S = 2.0  # for some blocks; after that the migration fails and the request stays at the source
 STATUS_MAX_AGE_S = 0.002  # how old the last known status of a migration may be
 
@@ -27,11 +28,11 @@ STATUS_MAX_AGE_S = 0.002  # how old the last known status of a migration may be
 class RemoteKVTransport(KVTransport):
     """The `KVTransport` of an engine whose run is on several machines."""
 
-    def __init__(self, broker: ChannelAddress | None) -> None:
+    def __init__(self, broker: CurveAddress | None) -> None:
         """`broker` is the driver's; None: this engine is on the driver's machine. Raises OSError."""
         super().__init__()
-        self._broker = None if broker is None else BrokerClient(broker)
-        self._remote_pools: dict[ChannelAddress, RemoteKVPool] = {}
+        self._broker = None if broker is None else RequestClient(broker, BROKER_TIMEOUT_S)
+        self._remote_pools: dict[CurveAddress, RemoteKVPool] = {}
 
     def migration_files(self, folder: Path, migration_id: int) -> MigrationFiles:
         if self._broker is None:
@@ -40,7 +41,7 @@ class RemoteKVTransport(KVTransport):
 
     def peer_pool(self, pool: Any, num_bytes: int) -> PeerPool:
         """As `KVTransport.peer_pool`. A connection that has failed is replaced by a new one."""
-        if not isinstance(pool, ChannelAddress):
+        if not isinstance(pool, CurveAddress):
             return super().peer_pool(pool, num_bytes)
         if pool in self._remote_pools and not self._remote_pools[pool].is_usable:
             self._remote_pools.pop(pool).close()
@@ -59,54 +60,54 @@ class RemoteKVTransport(KVTransport):
 class RemoteKVPool:
     """The KV pool of an engine on another machine; a `PeerPool`."""
 
-    def __init__(self, address: ChannelAddress, num_bytes: int) -> None:
+    def __init__(self, address: CurveAddress, num_bytes: int) -> None:
         """Connect. Raises OSError if that fails, ValueError if the blocks there are not of `num_bytes`."""
-        self._channel, self.is_usable = connect(address, None), True
-        self._channel.set_timeout(KV_TIMEOUT_S)
-        self._num_blocks, found = self._channel.recv()
+        self._client = RequestClient(address, KV_TIMEOUT_S)
+        self._num_blocks, found = self._client.call([])
         if found != num_bytes:
             self.close()
             raise ValueError(f"the source's KV blocks have {found} bytes, this engine's have {num_bytes}")
+
+    @property
+    def is_usable(self) -> bool:
+        """False after a copy that has failed."""
+        return self._client.is_usable
 
     def __len__(self) -> int:
         return int(self._num_blocks)
 
     def copy(self, sources: Sequence[int], pool: KVBlocks, targets: Sequence[int], /) -> None:
-        """Copy blocks of the peer into blocks of `pool`. Raises OSError; then the peer is not usable."""
-        # Unusable until the reply has arrived: a late reply would be taken for that of the next request.
-        self.is_usable, was_usable = False, self.is_usable
-        if not was_usable:
-            raise ConnectionResetError("the connection to the source engine has failed before")
-        try:
-            self._channel.send(list(sources))
-            pool[list(targets)] = self._channel.recv()
-        except EOFError as error:
-            raise ConnectionResetError("the source engine has closed the connection") from error
-        self.is_usable = True
+        """Copy blocks of the peer into blocks of `pool`. Raises OSError."""
+        if not sources:
+            return
+        start = 0
+        for blocks in self._client.call([*sources]):
+            pool[[*targets[start : start + len(blocks)]]] = blocks
+            start += len(blocks)
 
     def close(self) -> None:
-        self._channel.close()
+        self._client.close()
 
 
 class KVPoolServer:
-    """Serves this engine's KV to engines of other machines; its address contains the key."""
+    """Serves this engine's KV to engines of other machines, which get its address from the driver."""
 
     def __init__(self, host: str, pool: KVBlocks) -> None:
         """Listen at a free port. Raises OSError."""
-        import dora.runtime.process.bulk_mac  # noqa: F401  compiled now, not during the first migration
-
-        self._pool, self._listener = pool, Listener(host)
-        self.address = self._listener.expect(self._serve, once=False)
+        self._pool, self._blocks_per_frame = pool, max(1, FRAME_BYTES // bytes_per_block(pool))
+        self._server = RequestServer(host, self._read)
+        self.address = self._server.address
 
     def close(self) -> None:
-        """Accept no more engines."""
-        self._listener.close()
+        """Disconnect all engines."""
+        self._server.close()
 
-    def _serve(self, channel: AuthenticatedChannel, _: Any) -> None:
-        with contextlib.closing(channel), contextlib.suppress(EOFError, OSError, IndexError):
-            channel.send((len(self._pool), bytes_per_block(self._pool)))
-            while True:
-                channel.send(self._pool[channel.recv()])  # fancy indexing copies the blocks
+    def _read(self, blocks: list[int]) -> Any:
+        """The size of the pool, or some blocks: fancy indexing copies them."""
+        if not blocks:
+            return len(self._pool), bytes_per_block(self._pool)
+        size = self._blocks_per_frame
+        return [self._pool[blocks[start : start + size]] for start in range(0, len(blocks), size)]
 
 
 class MigrationStatus(NamedTuple):
@@ -121,15 +122,15 @@ class MigrationStatus(NamedTuple):
 class RemoteMigrationFiles(MigrationFiles):
     """The files of a migration, on the driver's machine."""
 
-    def __init__(self, broker: BrokerClient, migration_id: int) -> None:
+    def __init__(self, broker: RequestClient, migration_id: int) -> None:
         self._broker, self._migration_id = broker, migration_id
         self._status, self._status_s = MigrationStatus([], 0, None, False), 0.0
         self._has_progress = False
 
     def call(self, operation: str, *args: Any) -> Any:
-        """As `BrokerClient.call`. The next `status` is a new one."""
+        """Do one of the BROKER_OPERATIONS; the next `status` is a new one. Raises OSError."""
         self._status_s = 0.0
-        return self._broker.call(self._migration_id, operation, *args)
+        return self._broker.call((self._migration_id, operation, args))
 
     def status(self) -> MigrationStatus:
         """The status, at most STATUS_MAX_AGE_S old; `published` lists all blocks."""
@@ -184,39 +185,14 @@ class RemoteProgress(TransferProgress):
         return self._files.status().published[start:]
 
 
-class BrokerClient:
-    """The engine's end of a connection to the driver's broker."""
+def make_broker(host: str, folder: Path) -> RequestServer:
+    """The driver's broker: does the engines' file operations in `folder`. Raises OSError."""
 
-    def __init__(self, address: ChannelAddress) -> None:
-        """Raises OSError."""
-        self._channel = connect(address, None)
-        self._channel.set_timeout(BROKER_TIMEOUT_S)
+    def handle(request: tuple[int, str, tuple[Any, ...]]) -> object:
+        migration_id, operation, args = request
+        return BROKER_OPERATIONS[operation](MigrationFiles(folder, migration_id), *args)
 
-    def call(self, migration_id: int, operation: str, *args: Any) -> Any:
-        """Do one of the BROKER_OPERATIONS with the files of a migration.
-
-        Raises OSError if the operation fails or the broker does not reply, EOFError if it is closed.
-        """
-        self._channel.send((migration_id, operation, args))
-        reply = self._channel.recv()
-        if isinstance(reply, OSError):
-            raise reply
-        return reply
-
-    def close(self) -> None:
-        self._channel.close()
-
-
-def serve_broker(channel: AuthenticatedChannel, folder: Path) -> None:
-    """The driver's broker: serve one engine's file operations in `folder` until its channel closes."""
-    with contextlib.closing(channel), contextlib.suppress(EOFError, OSError):
-        while True:
-            migration_id, operation, args = channel.recv()
-            try:
-                reply = BROKER_OPERATIONS[operation](MigrationFiles(folder, migration_id), *args)
-            except (OSError, ValueError) as error:
-                reply = OSError(f"on the driver's machine: {error}")
-            channel.send(reply)
+    return RequestServer(host, handle)
 
 
 def _status(files: MigrationFiles, num_known: int, has_progress: bool) -> MigrationStatus:

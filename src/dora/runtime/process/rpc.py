@@ -1,239 +1,183 @@
-"""Authenticated channels between the processes of a run that are on different machines.
+"""Messages between the processes of a run on different machines: pickles over the sockets of `curve`.
 
-Both ends have a shared key, which they received through Ray or over another channel. They exchange nonces and
-derive a key for this connection, so nothing recorded on another connection is accepted. Each message carries
-a keyed BLAKE2b over its direction, number and content. A forged, repeated, reordered or altered message
-closes the channel before it is unpickled. Large arrays follow their message as raw bytes, each with a MAC of
-its own (`bulk_mac`). Nothing is encrypted.
+Only processes of the run have the keys, so only their pickles are loaded. A `Channel` connects a worker with
+the driver; a `RequestServer` answers the requests of many clients.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
+import math
 import pickle
-import secrets
 import socket
-import struct
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Self
 
-if TYPE_CHECKING:
-    from dora.runtime.process.bulk_mac import BulkMac
+import zmq
 
-KEY_BYTES, NAME_BYTES, MAC_BYTES, NONCE_BYTES = 32, 16, 16, 16
-MAX_MESSAGE_BYTES = 2**30  # of a message, and of the sum of its arrays
-OUT_OF_BAND_BYTES = 2**16  # arrays of at least this size follow the message
-MAX_HELLO_BYTES = 2**16  # of the first message, whose sender is not authenticated yet
-HANDSHAKE_TIMEOUT_S = 10.0  # of a whole handshake, on each side
-ACCEPT_RETRY_S = 0.1  # retry interval after no file descriptor or thread was free for a caller
-_HEADER = struct.Struct(f"<Q{MAC_BYTES}s")
-_MESSAGE_POSITION = struct.Struct("<QQ")
+from dora.curve import LINGER_S, CurveAddress, CurveConnection, CurveServer, Socket, receive
+
+OUT_OF_BAND_BYTES = 2**16  # buffers of at least this size are frames of their own, which are not copied
+SEND_POLL_S = 0.2  # while a message has no room, or nobody is connected yet
 
 
-@dataclass(frozen=True)
-class ChannelAddress:
-    """Where a listener expects a caller: the public name and the secret key of the expected connection."""
+class ChannelAddress(NamedTuple):
+    """Where the driver expects one worker; the names are the worker's."""
 
-    host: str
-    port: int
-    name: bytes
-    key: bytes
+    to_send: CurveAddress
+    to_receive: CurveAddress
 
 
-class AuthenticatedChannel:
-    """One end of a connection. It sends and receives pickled objects."""
+class Channel:
+    """One end of a connection: a socket for each direction. Any thread may send, one at a time receives."""
 
-    def __init__(self, connection: socket.socket, key: bytes, *, is_listener: bool) -> None:
-        """`key` is the one that `derive_channel_key` made for this connection."""
-        self._socket, self._key = connection, key
-        directions = b"listener", b"caller"
-        self._send_direction, self._recv_direction = directions if is_listener else directions[::-1]
-        self._num_sent = self._num_received = 0
-        self._bulk_mac: BulkMac | None = None
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, sender: Socket, receiver: Socket, monitor: Socket, *, has_one_peer: bool) -> None:
+        """`has_one_peer`: all events of `monitor` are of the other end, none of callers without the key."""
+        self._sender, self._receiver, self._monitor = sender, receiver, monitor
+        self._has_one_peer, self._peer_descriptor = has_one_peer, -1
+        sender.setsockopt(zmq.SNDTIMEO, int(1e3 * SEND_POLL_S))
+        self._send_lock, self._receive_lock = threading.Lock(), threading.Lock()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._is_lost = self.is_closed = False
+
+    @classmethod
+    def listen(cls, server: CurveServer, host: str) -> tuple[Self, ChannelAddress]:
+        """The driver's end, and the address for the worker. Raises OSError."""
+        receiver, to_send = server.bind(zmq.PULL, f"tcp://{host}:*")
+        sender, to_receive = server.bind(zmq.PUSH, f"tcp://{host}:*")
+        monitor = receiver.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        return cls(sender, receiver, monitor, has_one_peer=False), ChannelAddress(to_send, to_receive)
+
+    @classmethod
+    def connect(cls, address: ChannelAddress) -> Self:
+        """The worker's end. Raises OSError."""
+        sender = CurveConnection(address.to_send, zmq.PUSH)
+        try:
+            receiver = CurveConnection(address.to_receive, zmq.PULL)
+        except OSError:
+            sender.close()
+            raise
+        sender.close_monitor()
+        return cls(sender.socket, receiver.socket, receiver.monitor, has_one_peer=True)
 
     def send(self, message: Any, /) -> None:
-        """Raises OSError if the other end has closed the channel."""
-        arrays: list[memoryview] = []
-        pickled = pickle.dumps(message, protocol=5, buffer_callback=partial(_is_in_band, arrays))
-        sizes = [array.nbytes for array in arrays]
-        macs = [
-            self._mac_of_array(self._send_direction, self._num_sent, index, array)
-            for index, array in enumerate(arrays)
-        ]
-        content = pickle.dumps((pickled, sizes, macs), protocol=5)
-        mac = self._mac(self._send_direction, self._num_sent, content)
-        self._socket.sendall(_HEADER.pack(len(content), mac))
-        self._socket.sendall(content)
-        for array in arrays:
-            self._socket.sendall(array)
-        self._num_sent += 1
+        """Waits for room, and for the first connection. Raises ConnectionResetError if it is lost."""
+        content = pickle.dumps(message, protocol=5)
+        with self._send_lock:
+            while not (self._is_lost or self.is_closed):
+                try:
+                    return self._sender.send(content)
+                except zmq.Again:
+                    continue
+        raise ConnectionResetError("the other end has closed the connection")
 
-    def recv(self, max_bytes: int = MAX_MESSAGE_BYTES, deadline_s: float | None = None) -> Any:
-        """Wait for the next message; `deadline_s` is on the monotonic clock.
-
-        Raises EOFError if the other end has closed the channel, and OSError for a wrong MAC, a message that
-        is too large, or a missed deadline.
-        """
-        num_bytes, mac = _HEADER.unpack(recv_exactly(self._socket, _HEADER.size, deadline_s))
-        _check_size(num_bytes, max_bytes)
-        content = recv_exactly(self._socket, num_bytes, deadline_s)
-        if not secrets.compare_digest(mac, self._mac(self._recv_direction, self._num_received, content)):
-            raise ConnectionAbortedError("a message has a wrong MAC: its sender does not have the key")
-        pickled, sizes, macs = pickle.loads(content)
-        _check_size(sum(sizes), max_bytes)
-        arrays = [recv_exactly(self._socket, size, deadline_s) for size in sizes]
-        for index, (array, mac) in enumerate(zip(arrays, macs, strict=True)):
-            expected = self._mac_of_array(self._recv_direction, self._num_received, index, array)
-            if not secrets.compare_digest(mac, expected):
-                raise ConnectionAbortedError("an array has a wrong MAC: its sender does not have the key")
-        self._num_received += 1
-        return pickle.loads(pickled, buffers=arrays)
-
-    def set_timeout(self, timeout_s: float | None) -> None:
-        """Wait at most this long for the next bytes; None: without limit."""
-        self._socket.settimeout(timeout_s)
+    def recv(self) -> Any:
+        """Wait for the next message. Raises EOFError if either end has closed the channel."""
+        with self._receive_lock:
+            frames = None
+            if not (self._is_lost or self.is_closed):
+                frames = receive(
+                    self._receiver, self._monitor, math.inf, self._is_of_peer, self._wake_receiver
+                )
+            if frames is None:
+                self._is_lost = True
+                raise EOFError("the connection is closed")
+        if not self._has_one_peer and self._peer_descriptor < 0:
+            self._peer_descriptor = int(frames[0].get(zmq.SRCFD))
+        return pickle.loads(frames[0].buffer)
 
     def close(self) -> None:
         """Close both directions; a `recv` that waits in another thread or at the other end returns."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self.is_closed = True
+        with self._send_lock:
+            self._sender.close(linger=int(1e3 * LINGER_S))
+        self._wake_sender.close()
+        with self._receive_lock:
+            if not self._receiver.closed:
+                self._receiver.disable_monitor()
+                self._monitor.close(linger=0)
+                self._receiver.close(linger=0)
+                self._wake_receiver.close()
 
-    def _mac(self, direction: bytes, number: int, content: bytes | bytearray) -> bytes:
-        salt = _MESSAGE_POSITION.pack(number, len(content))
-        return hashlib.blake2b(
-            content, key=self._key, salt=salt, person=direction, digest_size=MAC_BYTES
-        ).digest()
-
-    def _mac_of_array(self, direction: bytes, number: int, index: int, content: Any) -> bytes:
-        """Imports compiled code with the first array: most processes send none."""
-        from dora.runtime.process.bulk_mac import BulkMac
-
-        if self._bulk_mac is None:
-            self._bulk_mac = BulkMac(self._key)
-        return self._bulk_mac.compute(content, direction + b" bulk", _MESSAGE_POSITION.pack(number, index))
+    def _is_of_peer(self, event: int, descriptor: int) -> bool:
+        """Whether the other end has disconnected; callers without the key come and go meanwhile."""
+        return event == zmq.EVENT_DISCONNECTED and (self._has_one_peer or descriptor == self._peer_descriptor)
 
 
-def _is_in_band(arrays: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
-    """Pickle's `buffer_callback`: whether a buffer stays in the message; else it is appended to `arrays`."""
+class RequestServer:
+    """Answers requests of any number of clients, one after the other, in a thread."""
+
+    def __init__(self, host: str, handle: Callable[[Any], Any]) -> None:
+        """Listen at a free port. Replies of `handle` may not be changed any more. Raises OSError."""
+        self._server = CurveServer()
+        bound, self.address = self._server.bind(zmq.ROUTER, f"tcp://{host}:*")
+        threading.Thread(target=_serve, args=(bound, handle), name="rpc", daemon=True).start()
+
+    def close(self) -> None:
+        """Disconnect all clients."""
+        self._server.close()
+
+
+def _serve(bound: Socket, handle: Callable[[Any], Any]) -> None:
+    try:
+        while True:
+            client, *frames = bound.recv_multipart(copy=False)
+            try:
+                reply = handle(_decode(frames))
+            except Exception as error:
+                reply = OSError(f"{type(error).__name__}: {error}")
+            bound.send_multipart([client, *_encode(reply)], copy=False)
+    except zmq.ContextTerminated:
+        bound.close(linger=0)
+
+
+class RequestClient:
+    """A connection to a `RequestServer`; not thread-safe."""
+
+    def __init__(self, address: CurveAddress, timeout_s: float) -> None:
+        """`timeout_s` is for each reply. Raises OSError."""
+        self._connection, self._timeout_s = CurveConnection(address), timeout_s
+
+    @property
+    def is_usable(self) -> bool:
+        """False after a call without a reply, which could be taken for that of the next one."""
+        return not self._connection.socket.closed
+
+    def call(self, request: Any) -> Any:
+        """The reply. Raises OSError if there is none in time, or if the request has failed."""
+        if not self.is_usable:
+            raise ConnectionResetError(f"the connection to {self._connection.endpoint} has failed before")
+        try:
+            self._connection.send(_encode(request))
+            reply = _decode(self._connection.recv(self._timeout_s))
+        except OSError:
+            self.close()
+            raise
+        if isinstance(reply, OSError):
+            raise reply
+        return reply
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _encode(message: Any) -> list[Any]:
+    """The frames of a message: a pickle, and its large buffers."""
+    buffers: list[memoryview] = []
+    pickled = pickle.dumps(message, protocol=5, buffer_callback=partial(_is_in_band, buffers))
+    return [pickled, *buffers]
+
+
+def _is_in_band(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+    """Pickle's `buffer_callback`: whether a buffer stays in the pickle; else it is appended to `buffers`."""
     content = buffer.raw()
     if content.nbytes < OUT_OF_BAND_BYTES:
         return True
-    arrays.append(content)
+    buffers.append(content)
     return False
 
 
-def _check_size(num_bytes: int, max_bytes: int) -> None:
-    if num_bytes > max_bytes:
-        raise ConnectionAbortedError(f"a message of {num_bytes} bytes: at most {max_bytes} are accepted")
-
-
-def recv_exactly(connection: socket.socket, num_bytes: int, deadline_s: float | None = None) -> bytearray:
-    """Receive `num_bytes` bytes. Raises EOFError if the connection closes, OSError at the deadline."""
-    received, num_received = bytearray(num_bytes), 0
-    with memoryview(received) as rest:
-        while num_received < num_bytes:
-            if deadline_s is not None:
-                if (left_s := deadline_s - time.monotonic()) <= 0.0:
-                    raise TimeoutError("the message was not complete in time")
-                connection.settimeout(left_s)
-            num_more = connection.recv_into(rest[num_received:])
-            if not num_more:
-                raise EOFError("the other end has closed the connection")
-            num_received += num_more
-    return received
-
-
-def connect(address: ChannelAddress, hello: Any) -> AuthenticatedChannel:
-    """Connect and send `hello`, which the listener's callback gets. Raises OSError."""
-    deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
-    connection = socket.create_connection((address.host, address.port), timeout=HANDSHAKE_TIMEOUT_S)
-    try:
-        connection.sendall(address.name + (nonce := secrets.token_bytes(NONCE_BYTES)))
-        key = derive_channel_key(address.key, nonce, recv_exactly(connection, NONCE_BYTES, deadline_s))
-        connection.settimeout(None)
-        channel = AuthenticatedChannel(connection, key, is_listener=False)
-        channel.send(hello)
-    except (OSError, EOFError) as error:
-        connection.close()
-        raise ConnectionAbortedError(f"cannot connect to {address.host}:{address.port}: {error}") from error
-    return channel
-
-
-def derive_channel_key(
-    key: bytes, caller_nonce: bytes | bytearray, listener_nonce: bytes | bytearray
-) -> bytes:
-    """The key of one connection. Each end draws a fresh nonce, so neither accepts a replayed connection."""
-    nonces = caller_nonce + listener_nonce
-    return hashlib.blake2b(nonces, key=key, person=b"channel", digest_size=KEY_BYTES).digest()
-
-
-OnConnect = Callable[[AuthenticatedChannel, Any], None]
-
-
-class Listener:
-    """Accepts callers that it expects. A thread for each caller checks its name and key."""
-
-    def __init__(self, host: str) -> None:
-        """Listen at a free port. Raises OSError."""
-        self._socket = socket.create_server((host, 0))
-        self.host, self.port = self._socket.getsockname()[:2]
-        self._expected: dict[bytes, tuple[bytes, OnConnect, bool]] = {}  # name -> key, callback, once
-        self._is_closed = threading.Event()
-        threading.Thread(target=self._accept, name="listener", daemon=True).start()
-
-    def expect(self, on_connect: OnConnect, *, once: bool = True) -> ChannelAddress:
-        """Make an address for one caller, or, without `once`, for any number of callers.
-
-        `on_connect` gets the channel and the hello of a caller, in a thread of its own.
-        """
-        address = ChannelAddress(
-            self.host, self.port, secrets.token_bytes(NAME_BYTES), secrets.token_bytes(KEY_BYTES)
-        )
-        self._expected[address.name] = address.key, on_connect, once
-        return address
-
-    def cancel(self, address: ChannelAddress) -> None:
-        """Do not expect callers at this address any more."""
-        self._expected.pop(address.name, None)
-
-    def close(self) -> None:
-        """Accept no more callers; established channels stay open."""
-        self._is_closed.set()
-        self._expected.clear()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while not self._is_closed.is_set():
-            try:
-                connection, _ = self._socket.accept()
-                threading.Thread(target=self._authenticate, args=(connection,), daemon=True).start()
-            except (OSError, RuntimeError):  # no file descriptor or thread is left, or the listener is closed
-                self._is_closed.wait(ACCEPT_RETRY_S)
-
-    def _authenticate(self, connection: socket.socket) -> None:
-        """Close the connection of a caller that does not prove in time that it has the key of its name."""
-        deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
-        try:
-            name = bytes(recv_exactly(connection, NAME_BYTES, deadline_s))
-            key, on_connect, once = self._expected[name]
-            caller_nonce = recv_exactly(connection, NONCE_BYTES, deadline_s)
-            connection.sendall(nonce := secrets.token_bytes(NONCE_BYTES))
-            channel_key = derive_channel_key(key, caller_nonce, nonce)
-            channel = AuthenticatedChannel(connection, channel_key, is_listener=True)
-            hello = channel.recv(MAX_HELLO_BYTES, deadline_s)
-            if once:
-                self._expected.pop(name)  # KeyError: another caller has used the address meanwhile
-        except (OSError, EOFError, KeyError):
-            connection.close()
-            return
-        channel.set_timeout(None)
-        on_connect(channel, hello)
+def _decode(frames: Sequence[zmq.Frame]) -> Any:
+    pickled, *buffers = (frame.buffer for frame in frames)
+    return pickle.loads(pickled, buffers=buffers)

@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol
 
 from dora.config.schema import Config
 from dora.core.types import GroupId
+from dora.curve import CurveAddress
 from dora.errors import RunError, StorageFullError, StreamError
 from dora.runtime.process import messages as m
 from dora.runtime.process.worker_process import (
@@ -70,7 +71,7 @@ class StorageProcess:
             pass
 
     def _start(self) -> None:
-        self.remote: tuple[str, str] | None = None
+        self.remote: CurveAddress | None = None
         self.is_available, self._is_lost = False, False
         self._started_s = time.monotonic()
         self._worker = Worker("storage", run_storage, self._spec, self._messages)
@@ -170,12 +171,11 @@ class ConsumerSpec:
     # Picklable. Called in the worker, with a function that restarts the timeout of the current call.
     make_task: Callable[[Callable[[], None]], ConsumerTask]
     batch_request: BatchRequest
-    remote: tuple[str, str] | None = None  # endpoint and auth token of a stream on another machine
+    remote: CurveAddress | None = None  # of a stream on another machine
 
     def open_stream(self) -> StreamClient:
         """A client of the stream. Raises RunError."""
-        endpoint, token = self.remote or (transport.stream_endpoint(self.stream_folder), "")
-        return StreamClient(endpoint, DRIVER_TIMEOUT_S, token)
+        return StreamClient(self.remote or transport.stream_endpoint(self.stream_folder), DRIVER_TIMEOUT_S)
 
 
 def run_consumer(outbox: WorkerOutbox, inbox: WorkerInbox, spec: ConsumerSpec) -> None:

@@ -23,12 +23,12 @@ from dora.core.events import (
     Event,
     LoadFailed,
 )
+from dora.curve import CurveAddress
 from dora.engine.messages import MigrationReply
 from dora.engine.request import Request
 from dora.errors import InputError, RunError
 from dora.runtime.process import messages as m
 from dora.runtime.process.launcher import Launcher
-from dora.runtime.process.rpc import ChannelAddress
 from dora.runtime.process.worker_process import RestartPolicy, Worker, WorkerMessages, WorkerState
 from dora.runtime.rollout.engine_worker import run_engine
 from dora.runtime.rollout.migration import Migrations
@@ -67,7 +67,7 @@ class EnginePool:
         self.restarts = RestartPolicy(runtime.max_restarts)
         self._input_error = ""  # of the engine lost last, if that is why it exited
         self._kv_pools: dict[int, Path] = {}
-        self._kv_addresses: dict[int, ChannelAddress] = {}
+        self._kv_addresses: dict[int, CurveAddress] = {}
         self._start_times_s: dict[int, float] = {}  # of all current and former engines
         self._slots: dict[int, int] = {}  # engine -> the first engine of its slot
         self._ever_joined: set[int] = set()
@@ -186,7 +186,7 @@ class EnginePool:
         else:
             self.migrations.reject(action)
 
-    def _kv_source(self, source: int, destination: int) -> Path | ChannelAddress | None:
+    def _kv_source(self, source: int, destination: int) -> Path | CurveAddress | None:
         """Where the destination reads the source's KV; None if it cannot."""
         if destination not in self._kv_pools:
             return None

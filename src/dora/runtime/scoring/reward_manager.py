@@ -19,6 +19,7 @@ from typing import Any
 from dora.config.schema import Config
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId
+from dora.curve import CurveAddress
 from dora.errors import InputError, RunError
 from dora.runtime.process import messages as m
 from dora.runtime.process.stream_workers import GET_TIMEOUT_S, ConsumerSpec, run_consumer
@@ -214,7 +215,7 @@ class RewardWorkers:
         """The group is scored, or has failed."""
         self._retried.discard(group)
 
-    def on_storage_replaced(self, remote: tuple[str, str] | None) -> None:
+    def on_storage_replaced(self, remote: CurveAddress | None) -> None:
         """Connect to a new storage. Workers on its machine do so themselves; others restart with `remote`."""
         self._spec = replace(self._spec, consumer=replace(self._spec.consumer, remote=remote))
         for index, record in enumerate(self._records):
