@@ -34,7 +34,7 @@ ALLOWED = {
     (
         "dora.runtime.process.rpc",
         "pickle.loads",
-    ): "authenticated with the key of a worker of this run",
+    ): "of a process of this run: CURVE has checked its key",
     ("dora.rewards.sandbox.fork_server", "exec"): "in a sandbox: the untrusted program",
     ("dora.rewards.sandbox.assertions", "exec"): "the same",
     (
@@ -66,9 +66,9 @@ LISTENS = {
         "tests/envs/test_remote.py::test_a_connection_without_a_token_is_closed",
     ),
     "dora.stream.transport": (
-        "a Unix socket with mode 0600; an auth token in the first message at TCP endpoints, as on a cluster",
-        "tests/stream/test_invalid_requests.py::test_socket_and_token_are_readable_by_their_owner_only",
-        "tests/stream/test_invalid_requests.py::test_a_remote_client_without_the_auth_token_gets_no_data",
+        "a Unix socket with mode 0600; CURVE at TCP endpoints, as on a cluster",
+        "tests/stream/test_invalid_requests.py::test_socket_and_address_are_readable_by_their_owner_only",
+        "tests/stream/test_invalid_requests.py::test_a_remote_client_without_the_key_gets_nothing",
     ),
     "dora.trainer.distributed": (
         "loopback, and a rendezvous in a file that only its owner can read",
@@ -87,11 +87,16 @@ LISTENS = {
         "an auth token in every request but /health; loopback",
         "tests/contract/test_sglang.py::test_the_server_requires_an_auth_token_in_the_environment",
     ),
+    "dora.curve": (
+        "CURVE: a socket admits the peers that have the secret key of its address",
+        "tests/test_curve.py::test_a_stranger_receives_nothing_and_the_server_goes_on",
+        "tests/test_curve.py::test_replayed_bytes_are_not_served",
+        "tests/test_curve.py::test_a_key_is_valid_for_its_own_socket_only",
+    ),
     "dora.runtime.process.rpc": (
-        "a key for each worker and each KV pool, sent through Ray; loopback, unless ray.address is set",
-        "tests/runtime/process/test_rpc.py::test_a_message_with_a_wrong_mac_is_never_unpickled",
-        "tests/runtime/process/test_rpc.py"
-        "::test_a_caller_without_the_key_is_disconnected_and_the_address_stays_valid",
+        "CURVE: keys for each worker and each KV pool, sent through Ray; loopback, unless ray.address is set",
+        "tests/test_curve.py::test_a_stranger_neither_takes_nor_closes_the_channel_of_a_worker",
+        "tests/test_curve.py::test_replayed_bytes_are_not_served",
     ),
     "dora.runtime.process.worker_process": (
         "Python's fork server: a Unix socket that only its owner can connect to",
