@@ -19,7 +19,8 @@ REQUEST = b"request"
 
 def send_in_clear(address: CurveAddress) -> None:
     """ZeroMQ without CURVE."""
-    with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+    stranger: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    with stranger:
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.connect(address.endpoint)
         stranger.send(REQUEST)

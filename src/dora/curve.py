@@ -106,7 +106,7 @@ class CurveConnection:
     ) -> None:
         """Connect, and wait until both ends have authenticated. Raises OSError."""
         self.endpoint = address.endpoint
-        self.socket = zmq.Context.instance().socket(kind)
+        self.socket: Socket = zmq.Context.instance().socket(kind)
         _configure(self.socket)
         self.socket.curve_serverkey = address.server_key.encode()
         self.socket.curve_publickey = address.client_key.encode()

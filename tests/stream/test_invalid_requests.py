@@ -277,7 +277,7 @@ def test_a_small_put_does_not_overtake_a_large_one(server: StreamServer, folder:
         return message(header, rows.tobytes(), rewards)
 
     with socket.socket(socket.AF_UNIX) as raw:
-        raw.connect(str(transport.socket_path(server.endpoints[0])))
+        raw.connect(str(transport.socket_path(str(server.endpoints[0]))))
         first = message({"id": 0, "method": "connect", "client_id": "f" * 16})
         puts = [put_of(1, 3, 9.0), put_of(2, 80, 900.0), put_of(3, 80, 0.0), put_of(4, 1, 900.0)]
         raw.sendall(b"".join((first, *puts, message({"id": 5, "method": "status"}))))

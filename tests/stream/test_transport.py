@@ -56,7 +56,7 @@ def client(server: StreamServer) -> Iterator[StreamClient]:
 
 def connect(server: StreamServer) -> socket.socket:
     made = socket.socket(socket.AF_UNIX)
-    made.connect(str(transport.socket_path(server.endpoints[0])))
+    made.connect(str(transport.socket_path(str(server.endpoints[0]))))
     made.settimeout(20.0)
     return made
 
@@ -169,7 +169,7 @@ def test_a_killed_process_releases_its_rows_although_a_child_has_its_socket(
     server: StreamServer, client: StreamClient
 ) -> None:
     client.put([row(3)], columns([3]))
-    command = [sys.executable, "-c", _FORKS, server.endpoints[0], TASK]
+    command = [sys.executable, "-c", _FORKS, str(server.endpoints[0]), TASK]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         process.stdout.readline()

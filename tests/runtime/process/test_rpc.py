@@ -77,18 +77,18 @@ def test_a_message_may_be_longer_than_the_socket_buffers(channels: tuple[Channel
 def test_any_thread_may_send_while_another_receives(channels: tuple[Channel, Channel]) -> None:
     here, there = channels
 
-    def send(thread: int) -> None:
+    def send(sender: int) -> None:
         for number in range(200):
-            there.send((thread, number))
+            there.send((sender, number))
 
-    threads = [threading.Thread(target=send, args=(thread,)) for thread in range(4)]
+    threads = [threading.Thread(target=send, args=(sender,)) for sender in range(4)]
     for thread in threads:
         thread.start()
     found = [here.recv() for _ in range(800)]
     for thread in threads:
         thread.join()
-    for thread in range(4):
-        assert [number for of, number in found if of == thread] == [*range(200)]
+    for sender in range(4):
+        assert [number for thread, number in found if thread == sender] == [*range(200)]
 
 
 def test_a_sender_waits_for_a_receiver_that_does_not_read(channels: tuple[Channel, Channel]) -> None:
