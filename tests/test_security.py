@@ -111,7 +111,11 @@ LISTENING = (
     "init_process_group",
     "get_context",
 )
-NO_SOCKETS = ("signature.bind", "signature(factory).bind")  # these bind arguments to parameters of a function
+NO_SOCKETS = (
+    "signature.bind",
+    "signature(factory).bind",
+    "call.bind",
+)  # these bind arguments to parameters of a function
 SERVERS = ("HTTPServer", "TCPServer", "UnixStreamServer")
 
 

@@ -10,6 +10,7 @@ after two minutes. A process that is suspended keeps its connections.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -66,9 +67,8 @@ class CurveServer:
     def bind(self, kind: int, endpoint: str) -> tuple[Socket, CurveAddress]:
         """A socket, and its address for clients. Raises OSError."""
         client_key, client_secret = zmq.curve_keypair()
-        bound = self._context.socket(kind)
+        bound = _make_socket(self._context, kind)
         try:
-            _configure(bound)
             bound.curve_server = True
             bound.curve_publickey, bound.curve_secretkey = self._public, self._secret
             bound.zap_domain = client_key
@@ -87,12 +87,9 @@ class CurveServer:
 
 def _admit_clients(zap: Socket) -> None:
     """Admit a client whose key is the domain of the socket. CURVE has proved that it has the secret key."""
-    with zap:
+    with zap, contextlib.suppress(zmq.ContextTerminated):
         while True:
-            try:
-                version, request_id, domain, _, _, mechanism, *credentials = zap.recv_multipart()
-            except zmq.ContextTerminated:
-                return
+            version, request_id, domain, _, _, mechanism, *credentials = zap.recv_multipart()
             is_admitted = mechanism == b"CURVE" and z85.encode(credentials[0]) == domain
             status = (b"200", b"OK", domain) if is_admitted else (b"400", b"unknown key", b"")
             zap.send_multipart([version, request_id, *status, b""])
@@ -106,14 +103,13 @@ class CurveConnection:
     ) -> None:
         """Connect, and wait until both ends have authenticated. Raises OSError."""
         self.endpoint = address.endpoint
-        self.socket: Socket = zmq.Context.instance().socket(kind)
-        _configure(self.socket)
+        self.socket, self._is_lost = _make_socket(zmq.Context.instance(), kind), False
         self.socket.curve_serverkey = address.server_key.encode()
         self.socket.curve_publickey = address.client_key.encode()
         self.socket.curve_secretkey = address.client_secret.encode()
         # A lost connection stays lost; -1, which says so, would also drop messages that have arrived.
         self.socket.setsockopt(zmq.RECONNECT_IVL, int(1e3 * MAX_POLL_S))
-        self.monitor = self.socket.get_monitor_socket(_HANDSHAKE_ENDED | _DISCONNECTED)
+        self.monitor: Socket = self.socket.get_monitor_socket(_HANDSHAKE_ENDED | _DISCONNECTED)
         self.socket.connect(address.endpoint)
         if not self.monitor.poll(int(1e3 * timeout_s)):
             self.close()
@@ -124,19 +120,21 @@ class CurveConnection:
             raise ConnectionRefusedError(f"{self.endpoint} cannot be reached, or has other keys")
 
     def send(self, frames: Frames) -> None:
-        """Raises ConnectionResetError if the connection is lost."""
-        try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again as error:
-            raise self._lost() from error
+        """Raises ConnectionResetError if `recv` has found that the connection is lost."""
+        if self._is_lost:
+            raise self._lost()
+        self.socket.send_multipart(frames)
 
     def recv(self, timeout_s: float) -> list[zmq.Frame]:
         """The frames of the next message, without copying them.
 
         Raises TimeoutError, and ConnectionResetError if the connection is lost.
         """
-        frames = receive(self.socket, self.monitor, timeout_s, lambda event, _: event == _DISCONNECTED)
+        frames = None
+        if not self._is_lost:
+            frames = receive(self.socket, self.monitor, timeout_s, lambda event, _: event == _DISCONNECTED)
         if frames is None:
+            self._is_lost = True
             raise self._lost()
         return frames
 
@@ -205,8 +203,9 @@ _HANDSHAKE_ENDED = (
 )
 
 
-def _configure(socket: Socket) -> None:
-    """What both ends have in common."""
+def _make_socket(context: zmq.Context[Any], kind: int) -> Socket:
+    """A socket with the options that both ends have in common."""
+    socket: Socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)  # else what a lost peer has not received keeps a context from ending
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(1e3 * HANDSHAKE_TIMEOUT_S))
@@ -214,3 +213,4 @@ def _configure(socket: Socket) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 15)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 4)
+    return socket

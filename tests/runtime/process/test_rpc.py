@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import resource
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -256,3 +259,25 @@ def test_a_request_that_cannot_be_unpickled_has_an_error(echo: RequestServer) ->
     connection.close()
     with closing(RequestClient(echo.address, 20.0)) as client:
         assert client.call(1) == 1
+
+
+@contextlib.contextmanager
+def no_free_file_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_clients_are_accepted_once_there_are_file_descriptors_again(echo: RequestServer) -> None:
+    port = int(echo.address.endpoint.rpartition(":")[2])
+    with socket.socket() as first, socket.socket() as second:
+        with no_free_file_descriptors():
+            for connection in (first, second):
+                connection.settimeout(20.0)
+                connection.connect((LOOPBACK, port))
+            time.sleep(0.05)  # the server fails to accept both
+        for connection in (first, second):
+            assert connection.recv(1) == b"\xff", "the first byte of ZeroMQ's greeting"
