@@ -132,7 +132,7 @@ class CurveConnection:
         """
         frames = None
         if not self._is_lost:
-            frames = receive(self.socket, self.monitor, timeout_s, lambda event, _: event == _DISCONNECTED)
+            frames = receive(self.socket, self.monitor, timeout_s, lambda *_: True)
         if frames is None:
             self._is_lost = True
             raise self._lost()
@@ -162,7 +162,7 @@ def receive(
 ) -> list[zmq.Frame] | None:
     """The next message; None after all messages of a peer that is lost, or if `wake` is readable.
 
-    `is_lost` gets the events of `monitor`, each with its value. Raises TimeoutError.
+    `is_lost` gets each event of `monitor` with its value; its last result counts. Raises TimeoutError.
     """
     poller, deadline_s, has_lost = zmq.Poller(), time.monotonic() + timeout_s, False
     for each in (socket, monitor, wake):
@@ -182,7 +182,8 @@ def receive(
             try:  # what the peer has sent before it was lost is here already
                 return socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                has_lost = is_lost(*read_event(monitor))
+                while monitor.poll(0):
+                    has_lost = is_lost(*read_event(monitor))
         elif not found and remaining_s <= MAX_POLL_S:
             raise TimeoutError(f"no message for {timeout_s:g} s")
 

@@ -36,6 +36,7 @@ class Channel:
         """`has_one_peer`: all events of `monitor` are of the other end, none of callers without the key."""
         self._sender, self._receiver, self._monitor = sender, receiver, monitor
         self._has_one_peer, self._peer_descriptor = has_one_peer, -1
+        self._descriptors: set[int] = set()  # of open connections, also of callers without the key
         sender.setsockopt(zmq.SNDTIMEO, int(1e3 * SEND_POLL_S))
         self._send_lock, self._receive_lock = threading.Lock(), threading.Lock()
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -46,7 +47,7 @@ class Channel:
         """The driver's end, and the address for the worker. Raises OSError."""
         receiver, to_send = server.bind(zmq.PULL, f"tcp://{host}:*")
         sender, to_receive = server.bind(zmq.PUSH, f"tcp://{host}:*")
-        monitor = receiver.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = receiver.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         return cls(sender, receiver, monitor, has_one_peer=False), ChannelAddress(to_send, to_receive)
 
     @classmethod
@@ -78,7 +79,7 @@ class Channel:
             frames = None
             if not (self._is_lost or self.is_closed):
                 frames = receive(
-                    self._receiver, self._monitor, math.inf, self._is_of_peer, self._wake_receiver
+                    self._receiver, self._monitor, math.inf, self._is_peer_lost, self._wake_receiver
                 )
             if frames is None:
                 self._is_lost = True
@@ -100,9 +101,15 @@ class Channel:
                 self._receiver.close(linger=0)
                 self._wake_receiver.close()
 
-    def _is_of_peer(self, event: int, descriptor: int) -> bool:
-        """Whether the other end has disconnected; callers without the key come and go meanwhile."""
-        return event == zmq.EVENT_DISCONNECTED and (self._has_one_peer or descriptor == self._peer_descriptor)
+    def _is_peer_lost(self, event: int, descriptor: int) -> bool:
+        """Whether the other end has disconnected; callers without the key come and go, and free theirs."""
+        if self._has_one_peer:
+            return True
+        if event == zmq.EVENT_ACCEPTED:
+            self._descriptors.add(descriptor)
+        else:
+            self._descriptors.discard(descriptor)
+        return self._peer_descriptor >= 0 and self._peer_descriptor not in self._descriptors
 
 
 class RequestServer:
