@@ -111,11 +111,8 @@ LISTENING = (
     "init_process_group",
     "get_context",
 )
-NO_SOCKETS = (
-    "signature.bind",
-    "signature(factory).bind",
-    "call.bind",
-)  # these bind arguments to parameters of a function
+# These bind arguments to parameters of a function.
+NO_SOCKETS = ("signature.bind", "signature(factory).bind", "bind")
 SERVERS = ("HTTPServer", "TCPServer", "UnixStreamServer")
 
 
