@@ -1,5 +1,7 @@
 """A migrated request generates the same answer as one that stays."""
 
+from pathlib import Path
+
 import pytest
 from tests.engine.engine_cluster import EngineCluster
 from tests.engine.tiny import TINY, make_engine, make_request, output_tokens, run
@@ -181,6 +183,25 @@ def test_the_source_decodes_on_while_full_blocks_are_copied(cluster: EngineClust
     cluster.step("a", 3)
     cluster.poll("b")
     assert cluster.engines["b"].progress() == {migrating.id: 43}
+    assert cluster.run_to_end()[migrating.id] == expected_answers(cluster, [migrating])[migrating.id]
+
+
+@pytest.mark.parametrize("num_steps", [1, 16, 17, 39])
+def test_a_request_with_little_kv_stops_at_once_and_is_copied_by_one_poll(
+    tmp_path: Path, num_steps: int
+) -> None:
+    cluster = EngineCluster(tmp_path)
+    migrating = make_request(1, max_tokens=60)
+    cluster.add_engine("a").submit([migrating])
+    cluster.add_engine("b")
+    cluster.step("a", num_steps)
+    migration_id = cluster.start_migration(migrating, "a", "b")
+    assert not cluster.migration_file(migration_id, "progress").exists()
+    cluster.poll("a")
+    cluster.poll("b")
+    assert cluster.engines["b"].progress() == {migrating.id: num_steps}
+    cluster.poll("a")
+    assert cluster.reply_of("a", migration_id) == ExportFinished(migration_id)
     assert cluster.run_to_end()[migrating.id] == expected_answers(cluster, [migrating])[migrating.id]
 
 

@@ -185,6 +185,27 @@ def test_a_block_that_arrives_damaged_is_rejected(cluster: EngineCluster, num_st
     check_end(cluster, migration_id)
 
 
+def test_a_request_with_little_kv_that_arrives_damaged_is_rejected(
+    cluster: EngineCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # copy it after it has stopped
+    cluster.add_engine("a").submit([MIGRATING])
+    cluster.add_engine("b")
+    cluster.step("a", 16)
+    migration_id = cluster.start_migration(MIGRATING, "a", "b")
+    cluster.poll("a")
+    pool = np.memmap(cluster.pool_path("a"), np.uint8, "r+")
+    intact = pool.copy()
+    pool ^= 1
+    cluster.poll("b")
+    pool[:] = intact
+    reply = cluster.reply_of("b", migration_id)
+    assert isinstance(reply, ImportFailed)
+    assert "KV blocks arrived damaged" in reply.reason
+    cluster.engines["a"].cancel_migration(migration_id)
+    assert output_tokens(cluster.run_to_end()) == {MIGRATING.id: EXPECTED[MIGRATING.id]}
+
+
 def with_format(snapshot: RequestSnapshot, **changes: object) -> RequestSnapshot:
     return snapshot._replace(format=snapshot.format._replace(**changes))  # type: ignore[arg-type]
 

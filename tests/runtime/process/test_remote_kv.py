@@ -14,6 +14,7 @@ from tests.engine.engine_cluster import EngineCluster
 from tests.engine.tiny import TINY, make_engine, make_request, run
 
 from dora.curve import CurveAddress
+from dora.engine.kv_transfer import transfer
 from dora.engine.kv_transfer.handoff import MigrationFiles
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.engine.messages import ImportFailed
@@ -48,8 +49,9 @@ class RemoteEngineCluster(EngineCluster):
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteEngineCluster]:
-    """Each poll requests a new status of the migration, so that replies do not depend on the time."""
+    """Replies do not depend on the time: each poll requests a new status. Blocks are always published."""
     monkeypatch.setattr(remote_kv, "STATUS_MAX_AGE_S", -1.0)
+    monkeypatch.setattr(transfer, "_MAX_STOPPED_BYTES", 0)
     made = RemoteEngineCluster(tmp_path)
     yield made
     made.close()

@@ -9,10 +9,10 @@ removes the files after both sides have replied.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import mmap
 import os
 import pickle
+import zlib
 from array import array
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from dora.engine.decode_batch import NUM_LOGPROBS, PartialOutput
 from dora.engine.request import Request
 
-FORMAT_VERSION = 3
-_DIGEST_BYTES = 16
+FORMAT_VERSION = 4
+_CHECKSUM_BYTES = 4
 _NUM_PUBLISHED, _NUM_COPIED, _FIRST_BLOCK = 0, 1, 2  # indices into the words of `TransferProgress`
 
 
@@ -139,10 +139,10 @@ class MigrationFiles:
     def export_snapshot(self, snapshot: RequestSnapshot) -> None:
         """Offer the request to the destination. Raises OSError, for instance if the disk is full."""
         content = pickle.dumps(snapshot, protocol=pickle.HIGHEST_PROTOCOL)
-        self.write_export(_digest(content) + content)
+        self.write_export(_checksum(content) + content)
 
     def write_export(self, content: bytes) -> None:
-        """Write the bytes of an export: a digest and a pickled snapshot."""
+        """Write the bytes of an export: a checksum and a pickled snapshot."""
         with open(self._draft, "wb", buffering=0) as file:
             file.write(content)
         os.rename(self._draft, self._exported)
@@ -186,8 +186,8 @@ class MigrationFiles:
 
 def _load(exported: bytes) -> RequestSnapshot:
     """Raises TransferError if the bytes are damaged."""
-    digest, content = exported[:_DIGEST_BYTES], exported[_DIGEST_BYTES:]
-    if _digest(content) != digest:
+    checksum, content = exported[:_CHECKSUM_BYTES], exported[_CHECKSUM_BYTES:]
+    if _checksum(content) != checksum:
         raise TransferError("the snapshot is damaged: its checksum differs")
     snapshot = pickle.loads(content)
     assert isinstance(snapshot, RequestSnapshot)
@@ -202,5 +202,5 @@ def _rename(old: str, new: str) -> bool:
     return True
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(_CHECKSUM_BYTES, "little")

@@ -93,7 +93,9 @@ class KVMigrator(Migrator[KVExport, KVImport]):
 
     def _open_export(self, command: StartExport) -> KVExport:
         files = self._transport.migration_files(command.folder, command.migration_id)
-        return KVExport(command, files, self._blocks, self._clock())
+        request = self._scheduler.request(command.request_id)
+        assert request is not None
+        return KVExport(command, files, request, self._blocks, self._clock())
 
     def _advance_export(self, migration: KVExport) -> PartialOutput | None:
         request_id = migration.command.request_id

@@ -1,8 +1,9 @@
 """Copying a request's KV from the source's block pool to the destination's.
 
-While the source decodes, it publishes full blocks and the destination copies them. Then the request stops,
-and only the blocks after the last published one are left to copy. Both sides checksum every block. Each poll
-copies a limited number of bytes, because a decode step waits for it.
+A request that can only have little KV stops at once, and the destination copies it all with the snapshot.
+Otherwise the source publishes full blocks while it decodes and the destination copies them. Then the request
+stops, and only the blocks after the last published one are left to copy. Both sides checksum every block.
+Each poll copies a limited number of bytes, because a decode step waits for it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dora.engine.decode_batch import PartialOutput
 from dora.engine.kv_transfer.handoff import KVFormat, MigrationFiles, RequestSnapshot, TransferError
 from dora.engine.kv_transfer.migrator import IncomingMigration, OutgoingMigration
 from dora.engine.kv_transfer.pool import (
+    Checksums,
     KVBlocks,
     MappedPool,
     PeerPool,
@@ -27,13 +29,19 @@ from dora.engine.kv_transfer.pool import (
     open_pool,
 )
 from dora.engine.messages import ReserveMigration, StartExport
-from dora.engine.request import Sequence
+from dora.engine.request import Request, Sequence
 
 _BYTES_PER_POLL = 4 * 2**20
+_MAX_STOPPED_BYTES = 4 * 2**20  # of KV that may be copied after the request has stopped: about a decode step
 
 
 def _num_blocks_per_poll(pool: KVBlocks) -> int:
     return max(1, _BYTES_PER_POLL // bytes_per_block(pool))
+
+
+def _publishes_blocks(request: Request, pool: KVBlocks) -> bool:
+    """Whether a request is decoded while its KV is copied. Both sides decide this by themselves."""
+    return num_blocks_for(request.max_length) * bytes_per_block(pool) > _MAX_STOPPED_BYTES
 
 
 class KVTransport:
@@ -60,28 +68,31 @@ class KVTransport:
 
 
 class KVExport(OutgoingMigration):
-    """The source's side: publishes blocks. Publishes none in a token-only migration."""
+    """The source's side: publishes blocks, if the request is decoded while they are copied."""
 
-    def __init__(self, command: StartExport, files: MigrationFiles, pool: KVBlocks, now_s: float) -> None:
+    def __init__(
+        self, command: StartExport, files: MigrationFiles, request: Request, pool: KVBlocks, now_s: float
+    ) -> None:
         """Raises OSError if the destination has not created the progress file."""
         super().__init__(command, files, now_s)
         self._pool = pool
-        self._progress = files.open_progress() if command.carries_kv else None
-        self._checksums: list[int] = []
+        is_published = command.carries_kv and _publishes_blocks(request, pool)
+        self._progress = files.open_progress() if is_published else None
+        self._checksums = np.empty(0, np.uint64)  # of the published blocks
 
     @property
     def num_copied(self) -> int:
         return self._progress.num_copied if self._progress else 0
 
     def publish_full_blocks(self, sequence: Sequence, num_computed: int) -> bool:
-        """Publish some full blocks. Returns whether the destination has copied all of them."""
+        """Publish some full blocks. Returns whether none is left that the destination should copy first."""
         if self._progress is None:
             return True
         first, num_full = self.command.num_cached_blocks, num_computed // BLOCK_SIZE
         start = first + len(self._checksums)
         stop = min(num_full, start + _num_blocks_per_poll(self._pool))
-        if blocks := list(sequence.block_table[start:stop]):
-            self._checksums += checksum_blocks(self._pool, blocks)
+        if blocks := sequence.block_table[start:stop]:
+            self._add_checksums(blocks)
             self._progress.publish(blocks)
         return self.num_copied == num_full - first
 
@@ -91,18 +102,21 @@ class KVExport(OutgoingMigration):
         """The snapshot of a request that is not decoded any more."""
         num_computed = len(sequence.request.prompt_ids) + len(output.token_ids) - 1
         blocks: list[int] = []
-        if self._progress:
+        if self.command.carries_kv:
             blocks = sequence.block_table[self.command.num_cached_blocks : num_blocks_for(num_computed)]
-            self._checksums += checksum_blocks(self._pool, blocks[len(self._checksums) :])
+            self._add_checksums(blocks[len(self._checksums) :])
         return RequestSnapshot(
-            format=own_format if self._progress else own_format.without_kv(),
+            format=own_format if self.command.carries_kv else own_format.without_kv(),
             request=sequence.request,
             output=output,
             num_computed=num_computed,
             blocks=np.array(blocks, np.int64),
-            checksums=np.array(self._checksums, np.uint64),
+            checksums=self._checksums,
             stopped_at_s=now_s,
         )
+
+    def _add_checksums(self, blocks: list[int]) -> None:
+        self._checksums = np.concatenate((self._checksums, checksum_blocks(self._pool, blocks)))
 
 
 class KVImport(IncomingMigration):
@@ -127,13 +141,14 @@ class KVImport(IncomingMigration):
         super().__init__(command, files, now_s)
         self._sequence, self._num_cached, self._allocate_up_to = sequence, num_cached_blocks, allocate_up_to
         self._pool, self._peer = pool, peer
-        num_blocks = num_blocks_for(command.request.max_length)
-        self._progress = None if peer is None else files.open_progress(num_blocks)
-        self._checksums: list[int] = []
+        request, self._progress = command.request, None
+        if peer is not None and _publishes_blocks(request, pool):
+            self._progress = files.open_progress(num_blocks_for(request.max_length))
+        self._checksums: Checksums = np.empty(0, np.uint64)  # of the blocks copied
 
     @property
     def is_token_only(self) -> bool:
-        return self._progress is None
+        return self._peer is None
 
     @property
     def num_cached_tokens(self) -> int:
@@ -161,15 +176,15 @@ class KVImport(IncomingMigration):
 
         Raises TransferError.
         """
-        snapshot.check(own_format if self._progress else own_format.without_kv(), self.command.request)
+        snapshot.check(own_format.without_kv() if self.is_token_only else own_format, self.command.request)
         num_blocks = num_blocks_for(snapshot.num_computed)
-        if self._progress is None:
+        if self.is_token_only:
             self._allocate(num_blocks)
             return
         if not len(snapshot.blocks) == num_blocks - self._num_cached >= self.num_copied:
             raise TransferError("the snapshot is inconsistent")
         self._copy(snapshot.blocks[self.num_copied :].tolist())
-        wrong = np.flatnonzero(np.array(self._checksums, np.uint64) != snapshot.checksums)
+        wrong = np.flatnonzero(self._checksums != snapshot.checksums)
         if wrong.size:
             raise TransferError(f"{wrong.size} of {self.num_copied} KV blocks arrived damaged")
 
@@ -183,10 +198,10 @@ class KVImport(IncomingMigration):
         if blocks and not 0 <= min(blocks) <= max(blocks) < len(self._peer):
             raise TransferError(f"a block is outside the source's pool of {len(self._peer)} blocks")
         try:
-            self._peer.copy(blocks, self._pool, own)
+            checksums = self._peer.copy(blocks, self._pool, own)
         except OSError as error:
             raise TransferError(f"the source's KV cannot be read: {error}") from error
-        self._checksums += checksum_blocks(self._pool, own)
+        self._checksums = np.concatenate((self._checksums, checksums))
         self.copy_s += time.perf_counter() - started_s
 
     def _allocate(self, num_blocks: int) -> None:

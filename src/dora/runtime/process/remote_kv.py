@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from dora.curve import CurveAddress
 from dora.engine.kv_transfer.handoff import MigrationFiles, TransferProgress
-from dora.engine.kv_transfer.pool import KVBlocks, PeerPool, bytes_per_block
+from dora.engine.kv_transfer.pool import Checksums, KVBlocks, PeerPool, bytes_per_block, checksum_blocks
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.runtime.process.rpc import RequestClient, RequestServer
 
@@ -76,14 +76,13 @@ class RemoteKVPool:
     def __len__(self) -> int:
         return int(self._num_blocks)
 
-    def copy(self, sources: Sequence[int], pool: KVBlocks, targets: Sequence[int], /) -> None:
-        """Copy blocks of the peer into blocks of `pool`. Raises OSError."""
-        if not sources:
-            return
+    def copy(self, sources: Sequence[int], pool: KVBlocks, targets: Sequence[int], /) -> Checksums:
+        """As `PeerPool.copy`. Raises OSError; then the peer is not usable."""
         start = 0
-        for blocks in self._client.call([*sources]):
+        for blocks in self._client.call([*sources]) if sources else ():
             pool[[*targets[start : start + len(blocks)]]] = blocks
             start += len(blocks)
+        return checksum_blocks(pool, targets)
 
     def close(self) -> None:
         self._client.close()
