@@ -184,7 +184,10 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLost:
-    """The trainer has crashed, and its running step is lost. Published versions remain."""
+    """The trainer has crashed, or its replacement before it was ready; a running step is lost.
+
+    Published versions remain.
+    """
 
     reason: str
 

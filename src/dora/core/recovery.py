@@ -14,7 +14,7 @@ from dora.core.types import require
 
 
 def on_trainer_lost(state: State, event: TrainerLost) -> list[Action]:
-    require(not state.is_trainer_lost, event, "the trainer can be lost only once", state.is_trainer_lost)
+    """The trainer is lost, or a replacement of it before it was ready, which changes nothing more."""
     state.is_trainer_lost = True
     state.training_step = state.publishing_version = None
     state.redo_batches.clear()

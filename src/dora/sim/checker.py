@@ -433,7 +433,7 @@ class StepChecker:
         self.num_trained = 0  # steps of the present trainer, its checkpoint included
         self.training: Train | None = None
         self.failed: Train | None = None  # to be repeated unchanged
-        self._is_lost = False
+        self.is_lost = False  # until a replacement is ready
         self._max_trained = 0  # steps of any trainer
         self._newest: int | None = None  # version published since the last crash of the run
 
@@ -455,20 +455,20 @@ class StepChecker:
         self._newest = event.version
 
     def on_lost(self) -> None:
-        self._is_lost, self._max_trained = True, max(self._max_trained, self.num_trained)
+        self.is_lost, self._max_trained = True, max(self._max_trained, self.num_trained)
         self.training = self.failed = None
 
     def on_replaced(self, event: TrainerReplaced) -> None:
-        self._is_lost, self.num_trained = False, event.from_step
+        self.is_lost, self.num_trained = False, event.from_step
 
     def on_run_crashed(self, from_step: int) -> None:
         self.num_trained = self._max_trained = from_step
-        self._is_lost, self._newest = False, None
+        self.is_lost, self._newest = False, None
         self.training = self.failed = None
 
     def train(self, action: Train) -> None:
         step = action.step
-        require(not self._is_lost, f"step {step} starts without a trainer")
+        require(not self.is_lost, f"step {step} starts without a trainer")
         require(self.training is None, f"step {step} starts during another step")
         require(step == self.num_trained, f"step {step} is trained out of order, not {self.num_trained}")
         require(self.failed in (None, action), f"C2: step {step} is repeated with other groups")
@@ -478,13 +478,13 @@ class StepChecker:
         version = action.version
         require(version == self.num_trained, f"version {version} is published and is not trained")
         is_new = self._newest is None or version > self._newest
-        require(is_new and not self._is_lost, f"C1: version {version} is published again")
+        require(is_new and not self.is_lost, f"C1: version {version} is published again")
 
     def report_digest(self, action: ReportDigest) -> None:
         version = action.version
         require(version == self.num_trained, f"ReportDigest of version {version}, which is not trained")
         is_published = self._newest is not None and version <= self._newest
-        is_ready = is_published and not self._is_lost
+        is_ready = is_published and not self.is_lost
         require(is_ready, f"ReportDigest of version {version}, which is not published, or without a trainer")
 
     def finish(self, num_steps: int) -> None:

@@ -108,6 +108,7 @@ MARKS = (
     "train: again after a failure",
     "train: at the bound",
     "train: older than adaptive staleness now allows",
+    "trainer: a replacement is lost before it is ready",
     "trainer: lost during a step",
     "trainer: lost while an engine loads",
     "trainer: lost while it trains steps again",
@@ -251,6 +252,8 @@ class CoverageMarks:
 
     def _on_trainer_lost(self, event: TrainerLost) -> None:
         steps = self._checker.steps
+        if steps.is_lost:
+            self._mark("trainer: a replacement is lost before it is ready")
         if steps.is_redo:
             self._mark("trainer: lost while it trains steps again")
         if steps.training is not None:

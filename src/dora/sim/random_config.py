@@ -30,6 +30,7 @@ class FaultConfig:
     orchestrator_crash_every: int | None = None  # events
     run_crash_every: int | None = None  # events; every process crashes at once
     trainer_loss_interval_s: float | None = None  # mean time between crashes of the trainer
+    trainer_start_failure_rate: float = 0.0  # of replacements of a lost trainer, before they are ready
     load_failure_rate: float = 0.0
     slow_load_rate: float = 0.0
     migration_failure_rate: float = 0.0
@@ -233,6 +234,7 @@ def _draw_faults(rng: Random, unit_s: float) -> dict[str, Any]:
             orchestrator_crash_every=orchestrator_crash_every,
             run_crash_every=run_crash_every,
             trainer_loss_interval_s=trainer_loss_interval_s,
+            trainer_start_failure_rate=Random(f"replacements {unit_s}").choice((0.0, 0.2, 0.5)),
             load_failure_rate=rng.choice((0.0, 0.1, 0.5)),
             slow_load_rate=rng.choice((0.0, 0.2)),
             migration_failure_rate=rng.choice((0.0, 0.2, 0.6)),

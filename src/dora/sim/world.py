@@ -531,6 +531,7 @@ class SimTrainer:
         self._world = world
         self._kl_rng = Random(f"versions {seed}")
         self._rng = Random(f"trainers {seed}")
+        self._start_rng = Random(f"replacements {seed}")
         self._attempt = 0
         self._num_trained = 0  # steps of this attempt, its checkpoint included
         self._max_trained = 0  # steps of any attempt
@@ -591,14 +592,21 @@ class SimTrainer:
             return None
         self._attempt += 1
         world.truth.is_training = False
-        restart_s = self._rng.uniform(0.0, 2.0) * world.config.engine_restart_s
-        world.schedule(restart_s, self._replace, self._attempt)
+        self._schedule_replacement(self._rng)
         return TrainerLost("simulated loss")
+
+    def _schedule_replacement(self, rng: Random) -> None:
+        restart_s = rng.uniform(0.0, 2.0) * self._world.config.engine_restart_s
+        self._world.schedule(restart_s, self._replace, self._attempt)
 
     def _replace(self, attempt: int) -> Event | None:
         """Start from a checkpoint that is no older than the previous one."""
         if attempt != self._attempt:
             return None
+        failure_rate = self._world.config.faults.trainer_start_failure_rate
+        if not self._world.faults.is_healed and self._start_rng.random() < failure_rate:
+            self._schedule_replacement(self._start_rng)
+            return TrainerLost("simulated loss of a replacement")
         first = min(self._num_trained, max(self._checkpoint, self._max_trained - MAX_REDONE_STEPS))
         from_step = self._checkpoint = self._rng.randint(first, self._num_trained)
         self._num_trained = from_step
