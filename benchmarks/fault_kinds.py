@@ -113,7 +113,7 @@ def in_trainer(harm: Callable[[Worker], None], run: LiveRun, number: int) -> Fau
 
     def has_recovered(run: LiveRun) -> bool:
         state, training = run.state(), run.executor.training
-        is_replaced = training.rank0 is not worker and not training.not_started
+        is_replaced = training.rank0 is not worker and training.is_ready
         return is_replaced and not (state.is_trainer_lost or state.redo_batches)
 
     return Fault("trainer", lambda run: worker not in run.executor.training.ranks, has_recovered)
@@ -171,7 +171,7 @@ def reward_workers(run: LiveRun) -> list[Worker]:
 
 
 def are_reward_workers_ready(run: LiveRun) -> bool:
-    return not run.executor.rewards.not_started
+    return run.executor.rewards.are_ready
 
 
 def _is_replaced(worker: Worker, run: LiveRun) -> bool:

@@ -99,11 +99,11 @@ def kill_storage(run: LiveRun, number: int) -> Fault:
     """Has recovered once another storage process is available."""
     storage = run.executor.storage
     assert storage is not None, "local runs have the storage in a thread"
-    worker = storage.state().worker
+    worker = storage.states()[0].worker
     kill(worker)
 
     def has_recovered(run: LiveRun) -> bool:
-        return storage.is_available and storage.state().worker is not worker
+        return storage.is_available and storage.states()[0].worker is not worker
 
     return Fault("storage", lambda run: not storage.is_available, has_recovered)
 

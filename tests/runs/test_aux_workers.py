@@ -26,7 +26,7 @@ CHANGES = {
     "trainer__deterministic": "true",
     "trainer__save_freq": 2,
 }
-ENGINE, REFERENCE, CRITIC = 0, 2, 4  # of the workers: two engines, three aux workers
+ENGINE, REFERENCE, CRITIC = 0, 3, 5  # of the workers: two engines, the trainer, three aux workers
 
 
 @pytest.mark.timeout(240)
@@ -71,5 +71,6 @@ def test_a_suspended_aux_worker_is_restarted(start_run: StartRun) -> None:
     run.workers()[REFERENCE].suspend()
     ended = run.end()
     assert ended.code == 0, ended
-    assert "reference worker was killed by SIGKILL: restarting it" in ended.out
+    limit = "runtime.trainer_timeout_s = 3 s"
+    assert f"reference worker sent no heartbeat for more than {limit}: restarting it" in ended.out
     assert summary(run.out)["trained_groups"] == 12

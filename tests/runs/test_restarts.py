@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from typing import Any
 
+import psutil
 from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, metrics, summary, wait_until_gone
 
-from dora.runtime.process.worker_process import FIRST_DELAY_S
+from dora.runtime.process.supervisor import FIRST_DELAY_S
 
 LONG: dict[str, Any] = {"engine__min_step_time": "20ms", "run__steps": 1000}
 ONE_ENGINE: dict[str, Any] = {**LONG, "engine__num_engines": 1}
@@ -84,6 +86,49 @@ def test_a_killed_trainer_is_restarted_while_engines_generate(start_run: StartRu
     assert (s["trainer_failures"], s["attempts"], s["redone_steps"]) == (1, 1, len(new["redone"]))
     assert s["trainer_recovery_s_max"] > FIRST_DELAY_S
     assert [line["step"] for line in metrics(run.out)] == [*range(s["steps"])]
+
+
+def test_a_replacement_of_the_trainer_that_is_killed_before_it_is_ready_is_replaced(
+    start_run: StartRun,
+) -> None:
+    run = start_run(**LONG, runtime__max_restarts=20)
+    run.wait_for_steps(2)
+    known = {worker.pid for worker in run.workers()}
+    run.workers()[2].kill()
+
+    def is_a_replacement_lost() -> bool:
+        """Kill each new process; one that was ready before does not count."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for worker in run.workers():
+                if worker.pid not in known:
+                    known.add(worker.pid)
+                    worker.kill()
+        kinds = [line["kind"] for line in journal(run.out) if line["kind"].startswith("trainer_")]
+        return kinds[-2:] == ["trainer_lost", "trainer_lost"]
+
+    run.wait_until(is_a_replacement_lost, "the loss of a replacement")
+    num_replaced = len(events(run, "trainer_replaced"))
+    run.wait_until(lambda: len(events(run, "trainer_replaced")) > num_replaced, "another trainer")
+    run.wait_for_steps(len(metrics(run.out)) + 2)
+    stop(run)
+    assert summary(run.out)["trainer_failures"] == len(events(run, "trainer_lost")) > num_replaced + 1
+
+
+def test_a_killed_fork_server_costs_nothing(start_run: StartRun) -> None:
+    """Its processes go on, can be killed and replaced, and save."""
+    run = start_run(**LONG)
+    run.wait_for_steps(1)
+    workers = run.workers()
+    (server,) = [child for child in psutil.Process(run.pid).children() if child.children()]
+    server.kill()
+    workers[0].kill()
+    run.wait_until(lambda: has_finished_a_request(run, 2), "a completion of the new engine")
+    out = stop(run)
+    assert (
+        "engine 0 lost (exited with code 255, or with any code after a kill of the run's fork server)" in out
+    )
+    assert (summary(run.out)["engine_failures"], summary(run.out)["trainer_failures"]) == (1, 0)
+    assert wait_until_gone(workers, 5.0) == []
 
 
 def test_a_run_whose_last_engine_has_no_restarts_left_ends_with_an_error(start_run: StartRun) -> None:

@@ -25,6 +25,7 @@ from dora.errors import ServiceError
 from dora.metrics.rollout import EngineUsage, MigrationMetrics
 from dora.metrics.run import RunMetrics
 from dora.runtime.control.requests import RequestQueue
+from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.agent_sessions import AgentSessions
 from dora.runtime.rollout.episodes import EpisodeReply
@@ -92,7 +93,7 @@ class FakeContext:
         self.prompts = PromptSource(setup, 0)
         self.agent_sessions: AgentSessions | None = None
         if setup.config.service.agents:
-            self.agent_sessions = AgentSessions(setup, messages, lambda line: None)
+            self.agent_sessions = AgentSessions(setup, messages, DriverClock(), lambda line: None)
         self.external_trainer: ExternalTrainer | None = None
         self.external_rewards: dict[str, ExternalRewards] = {}
         self.weights_dir = setup.out.parent

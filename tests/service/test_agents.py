@@ -70,7 +70,7 @@ def open_session(run: FakeRun) -> dict[str, Any]:
 
 def pass_time(run: FakeRun, seconds: float) -> None:
     """Advance the time during which the driver was running."""
-    run.agents._now_s += seconds
+    run.agents._clock._ran_s += seconds
     run.agents.check_deadlines()
 
 

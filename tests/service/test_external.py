@@ -24,6 +24,7 @@ from dora.core.types import GroupId, RequestId
 from dora.model.pretrained import load_pretrained
 from dora.model.weights import WeightLayout, weight_digest
 from dora.runtime.process import messages as m
+from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.process.worker_process import preload_workers, receive
 from dora.runtime.scoring.external import ExternalRewards
 from dora.runtime.training.external import ExternalTrainer
@@ -48,7 +49,8 @@ class ExternalRun(FakeRun):
         store.folder.mkdir()
         self.stream = RunStream(store.folder / "stream", self.setup.limits.group_size, tasks={"reward": 60.0})
         model = Path(self.setup.config.model.path)
-        self.rewards = ExternalRewards("reward", 120.0, "reward.timeout_s", self.stream.folder, model)
+        folder = self.stream.folder
+        self.rewards = ExternalRewards("reward", 120.0, "reward.timeout_s", folder, model, DriverClock())
         spec = self.setup.trainer_spec(store.folder, self.stream.folder)
         self.trainer = ExternalTrainer(spec, self.setup.limits.batch_size, self.messages)
         self.context.external_trainer = self.trainer

@@ -14,7 +14,8 @@ from dora.errors import ConfigError, RewardError
 from dora.model.weights import WeightLayout
 from dora.runtime.process import backends, resources
 from dora.runtime.process.resources import run_resources
-from dora.runtime.process.worker_process import WorkerMessages, receive
+from dora.runtime.process.supervisor import Supervisor
+from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.env_pool import try_environment
 from dora.runtime.run_dir import check_out
 from dora.runtime.run_setup import RunSetup
@@ -229,21 +230,21 @@ def _call_rewards(setup: RunSetup) -> str:
         return "given by the environment"
     if not len(dataset) or any(task.is_external for task in tasks):
         return "not checked: prompts or rewards come through the service"
-    inbox = WorkerMessages()
+    events: list[GroupScored | ScoringFailed] = []
+    supervisor = Supervisor(config, setup.out, WorkerMessages(), lambda message: manager.on_message(message))
+    supervisor.check_starts()
     with tempfile.TemporaryDirectory(prefix="dora-") as folder:
         leases = {task.name: task.lease_s() for task in tasks}
         stream = RunStream(Path(folder) / "stream", 1, tasks=leases, held_out_size=1)
-        manager = RewardManager(tasks, stream, config.runtime.start_timeout_s, inbox, lambda _: None)
+        manager = RewardManager(tasks, stream, supervisor, events.append, lambda _: None)
         try:
             question = encode_prompt_row(dataset.prompt(0), dataset.fields(0))
             manager.submit(GroupId(-1, 0), question, [[]])  # a held-out group, which is not trained
-            events: list[GroupScored | ScoringFailed] = []
             while not events:
-                for worker, message in receive(inbox, 0.2):
-                    events += manager.on_message(worker, message) or []
-                events += manager.check_deadlines()
+                supervisor.poll(0.2)
+                manager.check_deadlines()
         finally:
-            manager.kill()
+            manager.close()
             stream.close()
     if isinstance(events[0], ScoringFailed):
         raise RewardError(

@@ -679,7 +679,9 @@ class RuntimeSection(Section):
         description="Where workers run. local: processes on this machine; ray: actors of a Ray cluster.",
     )
     start_timeout_s: float = Field(
-        default=120.0, gt=0, description="The run fails if a process takes longer to start (s)."
+        default=120.0,
+        gt=0,
+        description="A process that takes longer to start is lost; while the run starts, the run fails (s).",
     )
     heartbeat_timeout_s: float = Field(
         default=5.0,
@@ -702,7 +704,7 @@ class RuntimeSection(Section):
     max_restarts: int = Field(
         default=3,
         ge=0,
-        description="Consecutive restarts of one engine, of one auxiliary worker, or of the trainer (count).",
+        description="Consecutive restarts of the trainer, or of one other process (count).",
     )
 
 

@@ -48,7 +48,8 @@ from dora.runtime.control.failure_guard import IdleTimeout
 from dora.runtime.process import messages as m
 from dora.runtime.process.launcher import Launcher, make_launcher
 from dora.runtime.process.stream_workers import StorageProcess
-from dora.runtime.process.worker_process import Worker, WorkerMessages, WorkerState, receive
+from dora.runtime.process.supervisor import Supervisor
+from dora.runtime.process.worker_process import Worker, WorkerMessages, WorkerState
 from dora.runtime.recovery.journal_replay import PreviousRun
 from dora.runtime.rollout.agent_sessions import AgentSessions
 from dora.runtime.rollout.engine_pool import ElasticEngines, EnginePool
@@ -63,7 +64,7 @@ from dora.runtime.scoring.reward_manager import RewardManager, RewardTask, rewar
 from dora.runtime.scoring.reward_worker import encode_prompt_row
 from dora.runtime.training.checkpoints import CheckpointManager
 from dora.runtime.training.external import ExternalTrainer
-from dora.runtime.training.supervisor import TrainerSupervisor
+from dora.runtime.training.trainer_ranks import TrainerRanks
 from dora.stream.run_stream import RunStream, StorageSpec, StreamStorage, ThreadStorage
 from dora.stream.sample_db import SampleStore
 from dora.text import plural, step_number
@@ -84,8 +85,7 @@ class ProcessExecutor:
     ) -> None:
         """Start the workers; with a `previous` run, resume from its state. `notice` prints a line."""
         self._launcher = make_launcher(setup.config, setup.pool_bytes, notice)
-        self._started_s = self._checked_s = time.monotonic()
-        self._clock_began_s = self._started_s  # earlier for a resumed run, once its workers are ready
+        self._clock_began_s = time.monotonic()  # earlier for a resumed run, once its workers are ready
         self.setup, self.notice = setup, notice
         fsync = setup.config.journal.fsync
         self.samples = previous.samples if previous else SampleStore(setup.out / SAMPLES, fsync=fsync)
@@ -98,18 +98,20 @@ class ProcessExecutor:
         self._previous = previous
         self._checkpoints = CheckpointManager(setup, self.weights, notice)
         self._messages = WorkerMessages(self._launcher.start)
+        self._supervisor = Supervisor(setup.config, setup.out, self._messages, self._on_own_message)
+        self.clock, self._started_s = self._supervisor.clock, self._supervisor.clock.now_s
         self.engine_pool = EnginePool(
-            setup, self.weights.folder, self._messages, self.events, self.sample_book, notice
+            setup, self.weights.folder, self._supervisor, self.events, self.sample_book, notice
         )
         self._elastic = ElasticEngines(setup, self._launcher, self.engine_pool, self.events, notice)
         self._drain_rejections: dict[int, str] = {}  # engine -> reason, until it is drained again
         self.engine_pool.digests.update(kept)
         start = (previous.resumed.from_step, previous.checkpoint) if previous else (0, None)
-        self.training = TrainerSupervisor(
+        self.training = TrainerRanks(
             setup,
             (self.weights.folder, self.stream_folder),
             start,
-            self._messages,
+            self._supervisor,
             self.events,
             self.sample_book,
             self._checkpoints,
@@ -117,15 +119,18 @@ class ProcessExecutor:
             notice,
         )
         tasks = reward_tasks(setup.config, setup.dataset.columns)
-        self._stream = _make_stream(setup, self.stream_folder, tasks, self._launcher, notice)
+        self._stream = _make_stream(
+            setup, self.stream_folder, tasks, self._launcher, self._supervisor, notice
+        )
         self.storage = storage if isinstance(storage := self._stream.storage, StorageProcess) else None
         self.samples.subscribe(self._stream)
-        self._idle_timeout = IdleTimeout(setup.config.service.idle_timeout_s, self.awaited_inputs)
+        idle_timeout_s = setup.config.service.idle_timeout_s
+        self._idle_timeout = IdleTimeout(idle_timeout_s, self.clock, self.awaited_inputs)
         self.is_paused = False  # no event is delivered, so no action follows
-        timeout_s = setup.config.runtime.start_timeout_s
-        self.rewards = RewardManager(tasks, self._stream, timeout_s, self._messages, notice)
-        self.episode_runner = _make_episode_runner(setup, self._messages, notice)
+        self.rewards = RewardManager(tasks, self._stream, self._supervisor, self._report_score, notice)
+        self.episode_runner = _make_episode_runner(setup, self._supervisor, notice)
         self.episodes = Episodes(setup, self.episode_runner, self.engine_pool, self.events, self.sample_book)
+        self.engine_pool.on_engine_message = self.episodes.on_engine_message
 
     # the contract of the main loop
 
@@ -149,10 +154,14 @@ class ProcessExecutor:
 
     def poll(self, timeout_s: float = POLL_S) -> None:
         """Wait for messages, turn them into events, and check the deadlines. Raises RunError."""
-        for worker, message in receive(self._messages, max(0.0, timeout_s)):
-            self._on_message(worker, message)
+        self._supervisor.poll(max(0.0, timeout_s))
         self.samples.commit()  # readers of the store need not wait for an event
-        self._check_deadlines()
+        self._elastic.scale()
+        if self.storage is not None and self.storage.take_replaced():
+            self._refill_storage()
+        self._idle_timeout.check(bool(self.events) or self.is_paused)
+        self.rewards.check_deadlines()
+        self.training.check_deadlines()
         self.episodes.check_deadlines()
 
     @singledispatchmethod
@@ -259,10 +268,9 @@ class ProcessExecutor:
 
     def not_started(self) -> list[str]:
         """Names of the workers that have not started yet. Raises RunError once they are overdue."""
-        engines = [w.name for i, w in self.engine_pool.workers.items() if i not in self.engine_pool.ready]
-        missing = engines + self.training.not_started + self.rewards.not_started + self.episodes.not_started
+        missing = self._supervisor.not_started()
         timeout_s = self.setup.config.runtime.start_timeout_s
-        if missing and time.monotonic() > self._started_s + timeout_s:
+        if missing and self.clock.now_s > self._started_s + timeout_s:
             raise RunError(
                 f"{', '.join(missing)} did not start within runtime.start_timeout_s = {timeout_s:g} s; "
                 "raise it for a slow start"
@@ -271,6 +279,7 @@ class ProcessExecutor:
 
     def begin_clock(self) -> None:
         """Start the clock once all workers have started; a resumed run continues the clock of its journal."""
+        self._supervisor.check_starts()
         if self._previous is not None:
             self._clock_began_s = time.monotonic() - self._previous.now_s
 
@@ -335,10 +344,8 @@ class ProcessExecutor:
 
     def close(self) -> None:
         """End every worker and remove the versions from memory."""
-        self.engine_pool.kill()
-        self.rewards.kill()
-        self.episodes.close()
-        self.training.kill()
+        self.rewards.close()
+        self._supervisor.close()
         self.samples.subscribe(None)
         self._stream.close()
         self._launcher.close()
@@ -434,7 +441,7 @@ class ProcessExecutor:
     def worker_states(self) -> list[WorkerState]:
         """The state of each process."""
         states = [state for states in self.workers_by_role().values() for state in states]
-        return states if self.storage is None else [*states, self.storage.state()]
+        return states if self.storage is None else [*states, *self.storage.states()]
 
     def workers_by_role(self) -> dict[str, list[WorkerState]]:
         """The same, by the names that the wait-for graph uses."""
@@ -442,33 +449,19 @@ class ProcessExecutor:
         return {ENGINES: engines, TRAINER: trainer, REWARDS: self.rewards.worker_states()}
 
     def restart_times(self) -> dict[str, float]:
-        """When each lost worker is restarted (s, time.monotonic)."""
-        times = {f"engine {engine}": at_s for engine, at_s in self.engine_pool.restarts.due_s.items()}
-        if (trainer_s := self.training.restart_at_s) is not None:
-            times["the trainer"] = trainer_s
-        if self.storage is not None and self.storage.due_s is not None:
-            times["the storage"] = self.storage.due_s
-        return times
+        """Seconds until each lost worker is restarted, by its name."""
+        return self._supervisor.restarts()
 
     # messages of workers
 
-    def _on_message(self, worker: Worker | None, message: Any) -> None:
-        """Messages of a worker that has been replaced are ignored."""
-        if (scored := self.rewards.on_message(worker, message)) is not None:
-            self._report_scores(scored)
-        elif worker in self.training.ranks:
-            self.training.on_message(worker, message)
-        elif (engine := self.engine_pool.engine_of(worker)) is not None:
-            self.episodes.on_engine_message(engine, message)
-            self.engine_pool.on_message(engine, message)
-        else:
-            self.episodes.on_message(worker, message)
+    def _on_own_message(self, message: Any) -> None:
+        """Handle a message of one of the driver's threads, or a reply to an episode."""
+        if not self.rewards.on_message(message):
+            self.episodes.on_message(message)
 
-    def _report_scores(self, scored: Sequence[GroupScored | ScoringFailed]) -> None:
-        for event in scored:
-            self.events.append(
-                self.sample_book.record_scores(event, self.rewards.pop_task_rewards(event.group))
-            )
+    def _report_score(self, event: GroupScored | ScoringFailed) -> None:
+        task_rewards = self.rewards.pop_task_rewards(event.group)
+        self.events.append(self.sample_book.record_scores(event, task_rewards))
 
     def _on_published(self, version: int, digest: str) -> None:
         if self._previous is not None:
@@ -481,19 +474,6 @@ class ProcessExecutor:
         self._stream.reconnect()
         self.samples.subscribe(self._stream)
         self.rewards.on_storage_replaced()
-
-    def _check_deadlines(self) -> None:
-        """Replace workers that have timed out. Time in which this process was suspended does not count."""
-        now_s = time.monotonic()
-        asleep_s = max(0.0, now_s - self._checked_s - 1.0)
-        self._checked_s = now_s
-        self.engine_pool.check_deadlines(asleep_s)
-        self._elastic.scale()
-        if self.storage is not None and self.storage.poll(asleep_s=asleep_s):
-            self._refill_storage()
-        self._idle_timeout.check(bool(self.events) or self.is_paused, asleep_s)
-        self._report_scores(self.rewards.check_deadlines(asleep_s))
-        self.training.check_deadlines(asleep_s)
 
 
 @dataclass
@@ -574,12 +554,14 @@ class LiveRun:
 
 
 def _make_episode_runner(
-    setup: RunSetup, messages: WorkerMessages, notice: Callable[[str], None]
+    setup: RunSetup, supervisor: Supervisor, notice: Callable[[str], None]
 ) -> EpisodeRunner | None:
     """Environments, or agents through the service; None: requests have one turn."""
     if setup.config.env.has_environments:
-        return EnvPool(setup, messages, notice)
-    return AgentSessions(setup, messages, notice) if setup.config.service.agents else None
+        return EnvPool(setup, supervisor, notice)
+    if setup.config.service.agents:
+        return AgentSessions(setup, supervisor.messages, supervisor.clock, notice)
+    return None
 
 
 def _make_stream(
@@ -587,6 +569,7 @@ def _make_stream(
     folder: Path,
     tasks: Sequence[RewardTask],
     launcher: Launcher,
+    supervisor: Supervisor,
     notice: Callable[[str], None],
 ) -> RunStream:
     """The sample stream. On Ray its storage is an actor on the driver's node, else a thread of the driver."""
@@ -595,7 +578,7 @@ def _make_stream(
     num_answers = setup.evaluation.num_answers if setup.evaluation else 0
     serve: Callable[[StorageSpec], StreamStorage] = ThreadStorage
     if config.runtime.kind == "ray":
-        serve = partial(StorageProcess, config=config, start=launcher.start, notice=notice)
+        serve = partial(StorageProcess, supervisor=supervisor, config=config, notice=notice)
     return RunStream(
         folder, setup.limits.group_size, setup.aux_columns, leases, num_answers, launcher.host, serve
     )

@@ -18,6 +18,7 @@ from dora.errors import RunError, WorkerTimeoutError
 from dora.metrics.status import STATUS_FILE, read_status
 from dora.runtime.control import status
 from dora.runtime.control.status import SLOT_WAIT_S, TRAINING, StatusWriter
+from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.process.worker_process import Worker, WorkerMessages, WorkerState
 
 
@@ -26,6 +27,7 @@ class FakeExecutor:
 
     def __init__(self) -> None:
         self.now = 7.0
+        self.clock = DriverClock()
         self.workers: dict[str, list[WorkerState]] = {}
 
     def worker_states(self) -> list[WorkerState]:

@@ -17,6 +17,7 @@ from dora.config import load
 from dora.errors import ConfigError, InputError
 from dora.runtime.process import backends
 from dora.runtime.process.messages import WorkerCrashed
+from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.engine_pool import EnginePool
 from dora.runtime.run_setup import RunSetup
@@ -98,17 +99,14 @@ def test_invalid_server_options_are_rejected_before_anything_starts(
 
 def test_a_run_none_of_whose_engines_can_start_ends_with_the_input_error(task: Path, tmp_path: Path) -> None:
     setup, launcher = RunSetup.make(load.read_config(task), tmp_path / "run"), FakeLauncher()
-    messages = WorkerMessages(launcher.start)
+    supervisor = Supervisor(setup.config, setup.out, WorkerMessages(launcher.start))
     with closing(SampleStore(tmp_path / "samples.sqlite")) as samples:
-        pool = EnginePool(setup, tmp_path, messages, deque(), SampleBook(setup, samples), print)
+        pool = EnginePool(setup, tmp_path, supervisor, deque(), SampleBook(setup, samples), print)
         for process in launcher.processes:
             process.emit(WorkerCrashed("a traceback", "there is no server; start it"))
             process.kill()
         while pool.workers:
-            worker, message = messages.get(timeout=10.0)
-            engine = pool.engine_of(worker)
-            assert engine is not None
-            pool.on_message(engine, message)
+            supervisor.poll(10.0)
         with pytest.raises(InputError, match=r"^there is no server; start it$"):
             pool.check_not_empty()
 

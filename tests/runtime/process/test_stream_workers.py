@@ -17,13 +17,14 @@ import pytest
 from tests.runtime.tiny import save_start, write_task
 
 from dora.config import load
-from dora.core.events import GroupScored
+from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId, RequestId
 from dora.errors import RunError, ServiceError, StorageFullError
 from dora.runtime.process import messages as m
-from dora.runtime.process import worker_process
+from dora.runtime.process import supervisor
 from dora.runtime.process.stream_workers import ConsumerSpec, StorageProcess, run_consumer
-from dora.runtime.process.worker_process import ForkedProcess, WorkerMessages, receive
+from dora.runtime.process.supervisor import Supervisor
+from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.scoring.external import ExternalRewards
 from dora.runtime.scoring.reward_manager import RewardManager, RewardTask
 from dora.runtime.scoring.reward_worker import REWARD, RewardSpec
@@ -53,8 +54,13 @@ class StreamBench:
     def __init__(self, folder: Path, *changes: str) -> None:
         (folder / "blocking.py").write_text(REWARD_FUNCTION)
         config = load.read_config(write_task(folder), changes)
-        self.folder, self.messages, self.notices = folder, WorkerMessages(), list[str]()
-        serve = partial(StorageProcess, config=config, start=ForkedProcess, notice=self.notices.append)
+        self.folder, self.notices = folder, list[str]()
+        self.events: list[GroupScored | ScoringFailed] = []
+        messages = WorkerMessages()
+        self.supervisor = Supervisor(
+            config, folder, messages, lambda message: self.manager.on_message(message)
+        )
+        serve = partial(StorageProcess, supervisor=self.supervisor, config=config, notice=self.notices.append)
         spec = RewardSpec(
             REWARD, f"{folder}/blocking.py:reward", "reward.function", save_start(folder / "start")
         )
@@ -64,7 +70,9 @@ class StreamBench:
         self.storage = self.stream.storage
         self.store = SampleStore(folder / "samples.sqlite")
         self.store.subscribe(self.stream)
-        self.manager = RewardManager([task], self.stream, 60.0, self.messages, self.notices.append)
+        self.manager = RewardManager(
+            [task], self.stream, self.supervisor, self.events.append, self.notices.append
+        )
 
     def put(self, group: GroupId) -> None:
         for sibling in range(2):
@@ -72,29 +80,27 @@ class StreamBench:
         self.store.commit()
 
     def kill_storage(self) -> None:
-        process = psutil.Process(self.storage.state().worker.pid)
+        process = psutil.Process(self.storage.states()[0].worker.pid)
         process.kill()
         process.wait(5.0)
 
     def wait_for_restart(self) -> None:
         """Do what the driver does once the storage is restarted."""
-        while not self.storage.poll(0.1):
-            pass
+        while not self.storage.take_replaced():
+            self.supervisor.poll(0.1)
         self.stream.reconnect()
         self.store.subscribe(self.stream)
         self.manager.on_storage_replaced()
 
-    def wait_for_scores(self) -> list[GroupScored]:
+    def wait_for_scores(self) -> list[GroupScored | ScoringFailed]:
         """The next scored groups, at least one."""
-        events: list[GroupScored] = []
-        while not events:
-            for worker, message in receive(self.messages, 0.1):
-                found = self.manager.on_message(worker, message) or []
-                events += [event for event in found if isinstance(event, GroupScored)]
-        return events
+        self.events.clear()
+        while not self.events:
+            self.supervisor.poll(0.1)
+        return [*self.events]
 
     def close(self) -> None:
-        self.manager.kill()
+        self.manager.close()
         self.store.close()
         self.stream.close()
 
@@ -102,7 +108,7 @@ class StreamBench:
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a short name: the path of a Unix socket has at most 107 bytes."""
-    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
     made = Path(tempfile.mkdtemp(prefix="dora-"))
     yield made
     shutil.rmtree(made)
@@ -121,7 +127,7 @@ def test_a_restarted_storage_gets_all_untrained_samples_and_no_group_is_scored_t
     before = reader.read_group(SCORED)
     bench.manager.submit(SUBMITTED, b"[{}, {}]")
     while not (folder / "has started").exists():
-        bench.manager.check_deadlines()
+        bench.supervisor.poll(0.01)
     bench.kill_storage()
     bench.put(late := GroupId(0, 9))  # the stream drops it, the sample store keeps it
     bench.store.score(late, (1.0, 0.0), (0.5, -0.5))
@@ -180,10 +186,11 @@ def test_a_full_storage_is_reported_lost_once_and_its_replacement_has_room(
 
 def test_rewards_for_a_lease_of_a_lost_storage_are_rejected_by_its_replacement(folder: Path) -> None:
     bench = StreamBench(folder)
-    external = ExternalRewards(REWARD, 60.0, "reward.timeout_s", bench.stream.folder, folder / "start")
+    folders = bench.stream.folder, folder / "start"
+    external = ExternalRewards(REWARD, 60.0, "reward.timeout_s", *folders, bench.supervisor.clock)
     for group in (SCORED, SUBMITTED):
         bench.put(group)
-    bench.manager.kill()  # the reward is external
+    bench.manager.close()  # the reward is external
     bench.stream.request_scores(SCORED, b"[{}, {}]")
     external.add(SCORED)
     lost = external.lease()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +12,9 @@ from tests.runtime.tiny import write_task
 
 from dora.config import load
 from dora.core.types import RequestId
-from dora.errors import EnvError
-from dora.runtime.process.worker_process import Worker, WorkerMessages
+from dora.errors import EnvError, InputError
+from dora.runtime.process.supervisor import Supervisor
+from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.env_pool import EnvPool, HostUnreachable, try_environment
 from dora.runtime.rollout.episodes import (
     EpisodeEnded,
@@ -55,23 +56,20 @@ class Driver:
         chosen = {"environment": f"{folder}/echo.py:Echo", "timeout_s": 0.5, **env}
         changes = [f"env.{key}={value}" for key, value in chosen.items()]
         self.setup = RunSetup.make(load.read_config(config, changes), folder)
-        self._messages = WorkerMessages()
+        self.replies: deque[EpisodeReply] = deque()
         self.notices: list[str] = []
-        self.pool = EnvPool(self.setup, self._messages, self.notices.append)
+        self.supervisor = Supervisor(
+            self.setup.config, folder, WorkerMessages(), lambda reply: self.replies.append(reply)
+        )
+        self.pool = EnvPool(self.setup, self.supervisor, self.notices.append)
 
     def next_reply(self) -> EpisodeReply:
         deadline_s = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline_s:
+        while not self.replies:
+            assert time.monotonic() < deadline_s, "no reply"
             self.pool.check_deadlines()
-            try:
-                worker, message = self._messages.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if worker is None:
-                reply: EpisodeReply = message
-                return reply
-            self.pool.on_message(worker, message)
-        raise AssertionError("no reply")
+            self.supervisor.poll(0.1)
+        return self.replies.popleft()
 
     def start(self, sibling: int) -> EpisodeId:
         episode = EpisodeId(RequestId(0, 0, sibling), 0)
@@ -92,17 +90,15 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
 
 
 def test_an_episode_runs_in_its_worker_and_returns_its_reward(driver: Driver) -> None:
-    assert driver.pool.not_started == ["environments 0"]
+    assert driver.supervisor.not_started() == ["environments 0"]
     episode = driver.start(0)
-    assert driver.pool.not_started == []
+    assert driver.supervisor.not_started() == []
     driver.turn(episode, 0, "ab")
     assert driver.next_reply() == EpisodeObservation(episode, 0, tuple(driver.setup.tokenizer.encode("ab")))
     driver.turn(episode, 1, "z")
     assert driver.next_reply() == EpisodeEnded(episode, 1, 1.0)
     driver.pool.release(episode)
     driver.start(0)
-    other_worker = object.__new__(Worker)
-    assert not driver.pool.on_message(other_worker, "anything")
     assert try_environment(driver.setup) == "first prompt '10:', 3 tokens"
 
 
@@ -139,7 +135,7 @@ def test_a_worker_that_hangs_is_replaced_and_its_episodes_fail(driver: Driver) -
 def test_a_missing_environment_class_is_an_input_error(tmp_path: Path) -> None:
     driver = Driver(tmp_path, environment=f"{tmp_path}/echo.py:Ecco")
     try:
-        with pytest.raises(EnvError, match="has no 'Ecco'; it has Echo"):
+        with pytest.raises(InputError, match="has no 'Ecco'; it has Echo"):
             driver.next_reply()
     finally:
         driver.pool.close()
@@ -158,6 +154,7 @@ def test_the_error_about_a_prompt_that_cannot_be_tokenized_is_one_line(tmp_path:
 
 
 def test_an_unreachable_host_is_logged_once(driver: Driver) -> None:
+    slot = next(iter(driver.pool._episodes))
     for _ in range(2):
-        driver.pool.on_message(driver.pool._workers[0].worker, HostUnreachable("far:1", "no answer"))
+        driver.pool.on_message(slot, slot.worker, HostUnreachable("far:1", "no answer"))
     assert driver.notices == ["far:1 of env.hosts is unreachable; skipping it (logged once): no answer"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from tests.runtime.tiny import write_task
@@ -26,7 +26,6 @@ from dora.engine.messages import TurnFinished
 from dora.engine.request import Completion, Request
 from dora.metrics.rollout import NO_USAGE
 from dora.runtime.process import messages as m
-from dora.runtime.process.worker_process import Worker
 from dora.runtime.rollout.engine_pool import EnginePool
 from dora.runtime.rollout.episodes import (
     EpisodeEnded,
@@ -54,7 +53,6 @@ class Runner:
         self.started: dict[RequestId, EpisodeId] = {}
         self.released: list[EpisodeId] = []
         self.turns: list[PolicyTurn] = []
-        self.not_started: list[str] = []
 
     def start(self, episode: EpisodeId, version: int) -> None:
         assert version == 7
@@ -66,9 +64,6 @@ class Runner:
     def release(self, episode: EpisodeId) -> None:
         assert episode not in self.released
         self.released.append(episode)
-
-    def on_message(self, worker: Worker, message: Any) -> bool:
-        return False
 
     def check_deadlines(self) -> None: ...
 
@@ -113,7 +108,7 @@ class Driver:
         self.engines.sent.clear()
 
     def reply(self, reply: EpisodeReply) -> None:
-        self.episodes.on_message(None, reply)
+        self.episodes.on_message(reply)
 
     def generate_turn(self, request: RequestId = FIRST, num_left: int = 10, engine: int = 0) -> EpisodeId:
         """An engine generates a turn. Returns its episode."""

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runtime.tiny import CHARACTERS, save_start
+from tests.runtime.tiny import CHARACTERS, save_start, write_task
 
+from dora.config import load
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId, RequestId
-from dora.runtime.process.worker_process import WorkerMessages, receive
+from dora.runtime.process.supervisor import Supervisor
+from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.scoring.reward_manager import RewardManager, RewardTask
 from dora.runtime.scoring.reward_worker import RewardSpec, encode_prompt_row
 from dora.stream.run_stream import RunStream
@@ -57,7 +59,10 @@ class RewardBench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.model = folder, save_start(folder / "start")
         (folder / "tasks.py").write_text(FUNCTIONS)
-        self.messages = WorkerMessages()
+        config = load.read_config(write_task(folder))
+        self.supervisor = Supervisor(
+            config, folder / "run", WorkerMessages(), lambda message: self.manager.on_message(message)
+        )
         self.events: list[GroupScored | ScoringFailed] = []
         self.notices: list[str] = []
 
@@ -79,7 +84,9 @@ class RewardBench:
         """
         leases = {task.name: task.lease_s() for task in tasks}
         self.stream = RunStream(self.folder / "stream", 2, tasks=leases, held_out_size=3, host=host)
-        self.manager = RewardManager(tasks, self.stream, 60.0, self.messages, self.notices.append)
+        self.manager = RewardManager(
+            tasks, self.stream, self.supervisor, self.events.append, self.notices.append
+        )
 
     def submit(self, row: int, version: int = 0, **columns: Any) -> GroupId:
         """Submit a group whose responses have one and two characters."""
@@ -97,13 +104,17 @@ class RewardBench:
             self.poll()
         return self.events
 
+    def wait_until_idle(self) -> None:
+        """Until all workers are ready and score no group; a worker reports after its result."""
+        while not self.manager.are_ready or any(state.activity for state in self.manager.worker_states()):
+            self.poll()
+
     def poll(self) -> None:
-        for worker, message in receive(self.messages, 0.1):
-            self.events += self.manager.on_message(worker, message) or []
-        self.events += self.manager.check_deadlines()
+        self.supervisor.poll(0.1)
+        self.manager.check_deadlines()
 
     def close(self) -> None:
-        self.manager.kill()
+        self.manager.close()
         self.stream.close()
 
 

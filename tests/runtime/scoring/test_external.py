@@ -65,7 +65,7 @@ def test_a_task_that_scored_in_time_does_not_time_out_while_others_score(bench: 
     assert (fast.has_group(), slow.has_group()) == (False, True)  # else clients of `fast` would poll
     end_s = time.monotonic() + 0.4
     while time.monotonic() < end_s:
-        assert fast.check_deadlines(0.0) == []
+        assert fast.check_deadlines() == []
     slow.submit(lease(slow).lease, [10.0, 20.0])
     assert bench.wait_for(1) == [GroupScored(group, (11.0, 22.0))]
 

@@ -17,8 +17,6 @@ from dora.core.types import GroupId
 from dora.errors import InputError, RunError
 from dora.runtime.process import messages as m
 from dora.runtime.scoring.reward_manager import (
-    MAX_FAILED_STARTS,
-    MAX_IDLE_FAILURES,
     UNLIMITED_ROWS,
     RewardTask,
     reward_tasks,
@@ -26,6 +24,7 @@ from dora.runtime.scoring.reward_manager import (
 from dora.runtime.scoring.reward_worker import RewardSpec, encode_prompt_row
 from dora.stream.metadata import BatchRequest
 
+MAX_RESTARTS = 3  # the default of runtime.max_restarts
 local_and_remote = pytest.mark.parametrize("host", [None, "127.0.0.1"])
 
 
@@ -48,54 +47,44 @@ def test_a_group_is_retried_after_a_crash_of_its_worker(bench: RewardBench, host
     assert bench.notices == ["the reward worker is replaced: reward worker was killed by SIGKILL"]
 
 
-def test_a_worker_that_crashes_at_its_start_is_restarted_a_few_times(bench: RewardBench) -> None:
-    def kill(times: int) -> None:
-        """Kill the worker that is ready, and then those that start in its place."""
-        for _ in range(times):
-            (worker,) = multiprocessing.active_children()
-            worker.kill()
-            num_notices = len(bench.notices)
-            while len(bench.notices) == num_notices:
-                bench.poll()
+def test_an_idle_worker_that_keeps_crashing_is_replaced_up_to_the_limit(bench: RewardBench) -> None:
+    """A scored group in between gives all restarts back."""
+
+    def kill() -> None:
+        bench.wait_until_idle()
+        (worker,) = multiprocessing.active_children()
+        worker.kill()
+        num_notices = len(bench.notices)
+        while len(bench.notices) == num_notices:
+            bench.poll()
 
     bench.open(bench.task())
-    groups = [bench.submit(1)]
-    bench.wait_for(1)
-    kill(times=MAX_FAILED_STARTS)
-    groups.append(bench.submit(2))
-    assert bench.wait_for(2) == [GroupScored(group, (1.0, 2.0)) for group in groups]
-    with pytest.raises(RunError, match="reward worker was killed by SIGKILL"):
-        kill(times=1 + MAX_FAILED_STARTS)
-
-
-def test_workers_that_keep_crashing_while_idle_fail_the_run(bench: RewardBench) -> None:
-    def crash() -> None:
-        (process,) = multiprocessing.active_children()
-        process.kill()
-        while True:
-            worker, message = bench.messages.get(timeout=60)
-            if isinstance(message, m.WorkerExited):
-                bench.manager.on_message(worker, m.WorkerReady())
-                bench.manager.on_message(worker, message)
-                return
-
-    bench.open(bench.task())
-    for _ in range(MAX_IDLE_FAILURES):
-        crash()
-    expected = "killed by SIGKILL; 3 workers failed before it, and none of them was scoring a group"
+    for row in range(2):
+        group = bench.submit(row)
+        assert bench.wait_for(row + 1)[row] == GroupScored(group, (1.0, 2.0))
+        for _ in range(MAX_RESTARTS):
+            kill()
+    assert {*bench.notices} == {"the reward worker is replaced: reward worker was killed by SIGKILL"}
+    expected = (
+        r"killed by SIGKILL; it has no restarts left \(it was restarted runtime.max_restarts = 3 times in a "
+        r"row\); the run cannot continue without its reward workers. Resume the run: dora train --resume"
+    )
     with pytest.raises(RunError, match=expected):
-        crash()
+        kill()
 
 
 def test_a_full_stream_fails_the_run_only_once(bench: RewardBench) -> None:
     """Later messages must not raise: the driver may still wait for its trainer, and save."""
     bench.open(bench.task())
-    worker, _ = bench.messages.get(timeout=60)
+    (slot,) = bench.manager._workers[0]._calls
+    bench.wait_until_idle()
+    full = m.StreamFull("no room in the stream")
     with pytest.raises(RunError, match="reward worker: no room in the stream"):
-        bench.manager.on_message(worker, m.StreamFull("no room in the stream"))
-    assert bench.manager.on_message(worker, m.StreamFull("no room in the stream")) == []
-    assert bench.manager.on_message(worker, m.WorkerExited()) == []
-    assert bench.notices == []
+        slot.owner.on_message(slot, slot.worker, full)
+    slot.owner.on_message(slot, slot.worker, full)
+    bench.supervisor.report_lost(slot, "exited with code 0")
+    bench.poll()
+    assert not bench.notices
 
 
 def test_a_token_limit_alone_does_not_limit_rows(task: Path) -> None:
@@ -132,14 +121,13 @@ def test_a_worker_stopped_between_calls_is_replaced(bench: RewardBench, host: st
     bench.open(bench.task(heartbeat_timeout_s=4.0), host=host)
     groups = [bench.submit(1)]
     bench.wait_for(1)
-    while any(state.activity for state in bench.manager.worker_states()):  # it reports after its result
-        bench.poll()
+    bench.wait_until_idle()
     (worker,) = multiprocessing.active_children()
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGSTOP)
     groups.append(bench.submit(2))
     assert bench.wait_for(2) == [GroupScored(group, (1.0, 2.0)) for group in groups]
-    reason = "the reward worker sent no heartbeat for more than runtime.heartbeat_timeout_s = 4 s"
+    reason = "reward worker sent no heartbeat for more than runtime.heartbeat_timeout_s = 4 s"
     assert bench.notices == [f"the reward worker is replaced: {reason}"]
 
 
@@ -148,7 +136,7 @@ def test_a_group_whose_worker_is_stopped_during_the_call_is_retried_once(bench: 
     once = bench.submit(1, behavior="stops once")
     assert bench.wait_for(1) == [GroupScored(once, (1.0, 2.0))]
     always = bench.submit(2, behavior="stops")
-    reason = "the reward worker sent no heartbeat, and reward.timeout_s = 3 s is over"
+    reason = "reward worker sent no heartbeat, and reward.timeout_s = 3 s is over"
     assert bench.wait_for(2)[1] == ScoringFailed(always, f"reward blocked its process: {reason}")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from dora.config.schema import Config
 from dora.core.actions import Action, Commit, Fail, Filter
 from dora.core.state import State
 from dora.errors import RunError
+from dora.runtime.process.supervisor import DriverClock
 
 MIN_FILTERED, FILTERED_WINDOWS = 200, 20  # groups filtered in a row before the run is stopped
 MIN_ENDED = 20  # the failed fraction is taken of at least this many groups
@@ -50,22 +50,22 @@ class FailureGuard:
 class IdleTimeout:
     """Stops a run that waits too long for input through its service."""
 
-    def __init__(self, timeout_s: float, awaited_inputs: Callable[[], Sequence[str]]) -> None:
+    def __init__(
+        self, timeout_s: float, clock: DriverClock, awaited_inputs: Callable[[], Sequence[str]]
+    ) -> None:
         """`awaited_inputs` names the external inputs that the run waits for; empty: none."""
-        self._timeout_s, self._awaited_inputs = timeout_s, awaited_inputs
-        self._idle_since_s = time.monotonic()
+        self._timeout_s, self._clock, self._awaited_inputs = timeout_s, clock, awaited_inputs
+        self._idle_since_s = clock.now_s
 
-    def check(self, is_active: bool, driver_asleep_s: float) -> None:
+    def check(self, is_active: bool) -> None:
         """Raises RunError after service.idle_timeout_s without an event.
 
-        `is_active`: an event has arrived, or the run is paused. Time during which the driver's own process
-        was suspended (`driver_asleep_s`) does not count.
+        `is_active`: an event has arrived, or the run is paused.
         """
-        now_s = time.monotonic()
+        now_s = self._clock.now_s
         if is_active:
             self._idle_since_s = now_s
             return
-        self._idle_since_s += driver_asleep_s
         if now_s - self._idle_since_s > self._timeout_s and (inputs := self._awaited_inputs()):
             raise RunError(
                 f"no event has arrived for service.idle_timeout_s = {self._timeout_s:g} s: the run waits for "

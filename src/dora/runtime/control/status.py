@@ -22,6 +22,7 @@ from dora.core.state import State
 from dora.core.wait_graph import WaitEdge, find_root_causes, find_waits
 from dora.errors import RunError, WorkerTimeoutError
 from dora.metrics.status import SCHEMA, STATUS_FILE, describe_waits
+from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.process.worker_process import WorkerState
 
 TRAINING = "training"  # the phase in which the orchestrator runs
@@ -29,7 +30,6 @@ WRITE_S = 1.0
 STALL_S = 60.0  # time without progress before the wait-for graph is logged
 STALL_FACTOR = 2.0  # the threshold is at least this many times the longest pause so far
 SLOT_WAIT_S = 5.0  # without a slot in the cluster, before a log line
-MAX_GAP_S = 5.0  # between two updates; after a longer gap the driver itself was suspended
 SLOT = "a free slot to start in"
 
 
@@ -39,13 +39,16 @@ class ObservedExecutor(Protocol):
     @property
     def now(self) -> float: ...
 
+    @property
+    def clock(self) -> DriverClock: ...
+
     def worker_states(self) -> list[WorkerState]: ...
 
     def workers_by_role(self) -> Mapping[str, Sequence[WorkerState]]:
         """The same, by the names that the wait-for graph uses."""
 
     def restart_times(self) -> Mapping[str, float]:
-        """When each lost worker is restarted (s, time.monotonic)."""
+        """Seconds until each lost worker is restarted."""
 
 
 class StatusWriter:
@@ -67,7 +70,8 @@ class StatusWriter:
             "pid": process.pid,
             "created_s": process.create_time(),
         }
-        self._updated_s = self._progress_s = time.monotonic()
+        self._clock = executor.clock
+        self._progress_s = self._clock.now_s
         self._longest_pause_s = self._next_write_s = 0.0
         self._is_stall_reported = False
         self._failure = ""
@@ -80,20 +84,17 @@ class StatusWriter:
             isinstance(event, ProgressReported) and not event.row_tokens_per_s
         )
         if not is_idle:
-            now_s = time.monotonic()
+            now_s = self._clock.now_s
             self._longest_pause_s = max(self._longest_pause_s, now_s - self._progress_s)
             self._progress_s, self._is_stall_reported = now_s, False
 
     def enter(self, phase: str) -> None:
         """Begin another phase of the run."""
-        self.phase, self._progress_s, self._is_stall_reported = phase, time.monotonic(), False
+        self.phase, self._progress_s, self._is_stall_reported = phase, self._clock.now_s, False
 
     def update(self) -> None:
         """Write the file and report stalls, if WRITE_S has passed since the last time."""
-        now_s = time.monotonic()
-        if (gap_s := now_s - self._updated_s) > MAX_GAP_S:
-            self._progress_s += gap_s
-        self._updated_s = now_s
+        now_s = self._clock.now_s
         if now_s < self._next_write_s:
             return
         self._next_write_s = now_s + WRITE_S
@@ -127,7 +128,7 @@ class StatusWriter:
     @property
     def _idle_s(self) -> float:
         """Time without progress; 0 in other phases than training, which report none."""
-        return time.monotonic() - self._progress_s if self.phase == TRAINING else 0.0
+        return self._clock.now_s - self._progress_s if self.phase == TRAINING else 0.0
 
     @property
     def _stall_after_s(self) -> float:
@@ -155,7 +156,7 @@ class StatusWriter:
         self._waiting_for_slot = {*now}
 
     def _write(self, state: str, reason: str, waits: Sequence[WaitEdge]) -> None:
-        core, now_s = self._state(), time.monotonic()
+        core, now_s = self._state(), self._clock.now_s
         is_running = state == "running"
         restarts = self._executor.restart_times() if is_running else {}
         content: dict[str, Any] = {
@@ -172,10 +173,7 @@ class StatusWriter:
             "processes": [each.to_json(now_s) for each in self._executor.worker_states()]
             if is_running
             else [],
-            "restarts": [
-                {"worker": worker, "in_s": round(max(0.0, at_s - now_s), 3)}
-                for worker, at_s in restarts.items()
-            ],
+            "restarts": [{"worker": worker, "in_s": round(in_s, 3)} for worker, in_s in restarts.items()],
             "waits": [wait._asdict() for wait in waits],
             "root_causes": find_root_causes(waits),
         }

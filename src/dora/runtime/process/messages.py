@@ -231,13 +231,7 @@ class WorkerReady:
     pool: Path | None = None  # the file of an engine's KV
     kv_address: CurveAddress | None = None  # where engines of other machines read that KV
     client_id: str = ""  # of a consumer of the sample stream
-
-
-@dataclass(frozen=True)
-class StorageReady:
-    """The storage of the sample stream has started."""
-
-    remote: CurveAddress | None  # for other machines
+    remote: CurveAddress | None = None  # where other machines reach the sample stream
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -342,7 +343,13 @@ class RayProcess:
         return f"{where}exited: {self._ray_exit_reason()}"
 
     def kill(self) -> None:
-        """Waits for EXIT_TIMEOUT_S only: Ray takes seconds to kill a process that is stopped."""
+        """By signal first, where that is possible: Ray takes seconds to kill a process that is stopped.
+
+        Waits for EXIT_TIMEOUT_S only.
+        """
+        if self.is_alive and self._pid is not None and not self.node:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
         if self._launcher.head.is_reachable:
             with contextlib.suppress(RayError):
                 ray.kill(self._actor)

@@ -6,31 +6,20 @@ on the driver's node.
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from dora.config.schema import Config
 from dora.core.types import GroupId
 from dora.curve import CurveAddress
 from dora.errors import RunError, StorageFullError, StreamError
 from dora.runtime.process import messages as m
-from dora.runtime.process.worker_process import (
-    RestartPolicy,
-    StartProcess,
-    Worker,
-    WorkerInbox,
-    WorkerMessages,
-    WorkerOutbox,
-    WorkerState,
-    receive,
-)
+from dora.runtime.process.supervisor import Loss, Role, Slot, Supervisor
+from dora.runtime.process.worker_process import Worker, WorkerInbox, WorkerOutbox, WorkerState
 from dora.stream import transport
 from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest
@@ -39,14 +28,13 @@ from dora.stream.schema import BlockPacker, ColumnData, StreamBatch, TimedOut
 
 POLL_S = 0.2
 GET_TIMEOUT_S = 60.0  # of one request for rows; it is repeated
-_SLOT = 0  # of the restart policy: a run has one storage
 
 
 def run_storage(outbox: WorkerOutbox, inbox: WorkerInbox, spec: StorageSpec) -> None:
     """Serve the stream until the process is killed; `inbox` exits with the driver."""
     server = spec.open()
     outbox.start_heartbeat()
-    outbox.send(m.StorageReady(remote_address(server)))
+    outbox.send(m.WorkerReady(remote=remote_address(server)))
     server.run()
 
 
@@ -59,89 +47,62 @@ class StorageProcess:
     is_replaceable = True
 
     def __init__(
-        self, spec: StorageSpec, config: Config, start: StartProcess, notice: Callable[[str], None]
+        self, spec: StorageSpec, supervisor: Supervisor, config: Config, notice: Callable[[str], None]
     ) -> None:
         """Start the process and wait until it serves the stream. Raises RunError if it does not start."""
-        runtime = config.runtime
-        self._spec, self._notice, self._messages = spec, notice, WorkerMessages(start)
-        self.timeout_s, self._start_timeout_s = runtime.heartbeat_timeout_s, runtime.start_timeout_s
-        self._restarts = RestartPolicy(runtime.max_restarts)
-        self._start()
-        while not self.poll(POLL_S):
-            pass
-
-    def _start(self) -> None:
+        self._spec, self._supervisor, self._notice = spec, supervisor, notice
+        self.timeout_s, start_timeout_s = config.runtime.heartbeat_timeout_s, config.runtime.start_timeout_s
+        self._slot = supervisor.add(self, Role("sample stream", heartbeat_timeout_s=self.timeout_s))
         self.remote: CurveAddress | None = None
-        self.is_available, self._is_lost = False, False
-        self._started_s = time.monotonic()
-        self._worker = Worker("storage", run_storage, self._spec, self._messages)
+        self._is_replaced = False
+        self.restart(self._slot)
+        clock, started_s = supervisor.clock, supervisor.clock.now_s
+        while not self.is_available:
+            supervisor.poll(POLL_S)
+            if clock.now_s > started_s + start_timeout_s:
+                limit = f"runtime.start_timeout_s = {start_timeout_s:g} s"
+                raise RunError(f"the storage of the sample stream did not start within {limit}")
+        self._is_replaced = False
 
     @property
-    def due_s(self) -> float | None:
-        """When a lost storage is restarted (s, time.monotonic)."""
-        return self._restarts.due_s.get(_SLOT)
+    def is_available(self) -> bool:
+        """Whether the storage serves requests; if not, a replacement is starting."""
+        return self._slot.is_ready
 
-    def state(self) -> WorkerState:
-        """The state of its process."""
-        timeout_s = self.timeout_s if self.is_available else self._start_timeout_s
-        return WorkerState(self._worker, self.is_available, timeout_s)
+    def take_replaced(self) -> bool:
+        """Whether the storage has been replaced since the last call, by an empty one."""
+        is_replaced, self._is_replaced = self._is_replaced and self.is_available, False
+        return is_replaced
 
-    def poll(self, wait_s: float = 0.0, asleep_s: float = 0.0) -> bool:
-        """Handle messages and deadlines, and restart a lost storage when that is due.
-
-        Returns whether a storage has become available, which is empty. `asleep_s`: how long the driver
-        itself was suspended since the last poll. Raises RunError if there are no restarts left.
-        """
-        self._started_s += asleep_s
-        self._worker.last_message_s += asleep_s
-        was_available = self.is_available
-        for worker, message in receive(self._messages, wait_s):
-            if worker is not self._worker or self._is_lost:
-                continue
-            if isinstance(message, m.StorageReady):
-                self.remote, self.is_available = message.remote, True
-            elif isinstance(message, m.WorkerExited):
-                self.report_lost(self._worker.exit_reason)
-        now_s = time.monotonic()
-        if self.is_available and self._worker.has_timed_out(self.timeout_s):
-            limit = f"runtime.heartbeat_timeout_s = {self.timeout_s:g} s"
-            self.report_lost(f"the storage sent no heartbeat for more than {limit}")
-        elif not (self.is_available or self._is_lost) and now_s > self._started_s + self._start_timeout_s:
-            self.report_lost(
-                f"the storage did not start within runtime.start_timeout_s = {self._start_timeout_s:g} s"
-            )
-        if self._restarts.pop_due(now_s):
-            self._start()
-        return self.is_available and not was_available
+    def states(self) -> list[WorkerState]:
+        """The state of its process, if there is one now."""
+        return self._supervisor.states(self)
 
     def report_lost(self, reason: str) -> None:
-        """Kill a storage that exited or timed out, and schedule its restart; later reports are ignored.
+        """Report that the storage does not reply; later reports are ignored.
 
         Raises RunError if there are no restarts left.
         """
-        if self._is_lost:
-            return
-        self._kill()
-        self.is_available, self._is_lost = False, True
-        now_s = time.monotonic()
-        delay_s = self._restarts.on_lost(_SLOT, _SLOT, now_s - self._started_s, now_s)
-        if delay_s is None:
-            limit = f"runtime.max_restarts = {self._restarts.max_restarts}"
-            raise RunError(
-                f"the storage of the sample stream is lost ({reason}) and has no restarts left ({limit}); "
-                "resume the run with --resume"
-            )
-        self._notice(f"the storage of the sample stream is lost ({reason}); restarting it in {delay_s:g} s")
+        self._supervisor.report_lost(self._slot, reason)
+
+    def on_message(self, slot: Slot, worker: Worker, message: Any) -> None:
+        if isinstance(message, m.WorkerReady):
+            self.remote, self._is_replaced = message.remote, True
+
+    def on_lost(self, slot: Slot, loss: Loss) -> None:
+        """Raises RunError if there are no restarts left."""
+        if loss.restart_in_s is None:
+            raise loss.error
+        self._notice(
+            f"the storage of the sample stream is lost ({loss.reason}); restarting it in "
+            f"{loss.restart_in_s:g} s"
+        )
+
+    def restart(self, slot: Slot) -> None:
+        self._supervisor.start(slot, "storage", run_storage, self._spec)
 
     def close(self) -> None:
-        self._worker.kill()
-
-    def _kill(self) -> None:
-        """Kill by signal first: Ray takes seconds for a stopped process, and its clients would wait."""
-        if self._worker.is_alive and self._worker.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._worker.pid, signal.SIGKILL)
-        self._worker.kill()
+        self._supervisor.end(self._slot)
 
 
 class TaskError(Exception):

@@ -1,4 +1,4 @@
-"""Worker processes: start one, exchange messages with it, detect a timeout, kill it, restart it.
+"""Worker processes: start one, exchange messages with it, kill it. `supervisor` watches and restarts them.
 
 Workers of this machine are forked from a server process that has only imported what workers need: they start
 at once and share the memory of the imports. `WorkerMessages.start` decides where a worker runs.
@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -46,6 +45,7 @@ else:  # macOS system libraries do not survive a fork
     CONTEXT = multiprocessing.get_context("spawn")
 
 HEARTBEAT_S = 1.0
+UNKNOWN_EXIT_CODE = 255  # what multiprocessing reports once the fork server has exited
 
 
 class Channel(Protocol):
@@ -179,6 +179,9 @@ class ForkedProcess:
             self._process.start()
         child_end.close()
         self._connection = connection
+        self._found: psutil.Process | None = None
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has exited already
+            self._found = psutil.Process(self._process.pid)
 
     def send(self, messages: Any, /) -> None:
         self._connection.send(messages)
@@ -192,12 +195,23 @@ class ForkedProcess:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.is_alive()
+        return self._process.is_alive() or self._is_orphan
+
+    @property
+    def _is_orphan(self) -> bool:
+        """Whether it runs although the fork server, which reports exit codes, has been killed."""
+        if self._process.exitcode != UNKNOWN_EXIT_CODE or self._found is None:
+            return False
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return self._found.is_running() and self._found.status() != psutil.STATUS_ZOMBIE
+        return False
 
     @property
     def exit_reason(self) -> str:
         self._process.join(timeout=1.0)
         code = self._process.exitcode
+        if code == UNKNOWN_EXIT_CODE:
+            return f"exited with code {code}, or with any code after a kill of the run's fork server"
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"
@@ -205,6 +219,10 @@ class ForkedProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.join(timeout=5.0)
+        if self._is_orphan and self._found is not None:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+                self._found.kill()
+                self._found.wait(timeout=5.0)
 
 
 StartProcess = Callable[[str, Target, Any], ProcessHandle]
@@ -231,7 +249,8 @@ class Worker:
         """
         self.name = name
         self._process = messages.start(name, target, spec)
-        self.last_message_s = time.monotonic()
+        self.has_sent = False  # since the supervisor's last check
+        self.heard_s = 0.0  # time of that check or an earlier one, on the driver's clock
         self.traceback = ""  # of the exception that ended it
         self.input_error = ""  # the message, if that exception is an InputError
         self._messages = messages
@@ -242,10 +261,6 @@ class Worker:
     def send(self, message: object) -> None:
         """Queue a message. A message to a process that has exited is lost."""
         self._outbox.put(message)
-
-    def has_timed_out(self, timeout_s: float) -> bool:
-        """Whether the last message is older than `timeout_s`."""
-        return time.monotonic() - self.last_message_s > timeout_s
 
     @property
     def pid(self) -> int | None:
@@ -289,7 +304,7 @@ class Worker:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 messages = self._process.recv()
-                self.last_message_s = time.monotonic()
+                self.has_sent = True
                 for message in messages:
                     if isinstance(message, WorkerCrashed):
                         self.traceback, self.input_error = message.traceback, message.input_error
@@ -317,8 +332,8 @@ class WorkerState(NamedTuple):
     activity: str = ""
 
     def to_json(self, now_s: float) -> dict[str, Any]:
-        """`now_s` is time.monotonic()."""
-        silent_s, waiting_for = max(0.0, now_s - self.worker.last_message_s), self.worker.waiting_for
+        """`now_s` is the time of the driver's clock."""
+        silent_s, waiting_for = max(0.0, now_s - self.worker.heard_s), self.worker.waiting_for
         activity = (
             self.activity if self.is_ready else f"waiting for {waiting_for}" if waiting_for else "starting"
         )
@@ -387,49 +402,3 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 del os.environ[key]
             else:
                 os.environ[key] = value
-
-
-FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart; the delay doubles in between
-STABLE_UPTIME_S = 300.0  # after a worker has run for this long, the restart count of its slot is 0 again
-RESET_FACTOR = 4.0  # after a worker has run for this many times its delay, the delay is reset
-
-
-class RestartPolicy:
-    """Decides when a lost worker is restarted: exponential backoff, a limited number of restarts in a row.
-
-    Both are counted per slot. A worker that replaces a lost worker gets its slot. Times are of
-    `time.monotonic`.
-    """
-
-    def __init__(self, max_restarts: int) -> None:
-        """`max_restarts` of each slot in a row."""
-        self.max_restarts = max_restarts
-        self.due_s: dict[int, float] = {}  # lost worker -> time of its replacement
-        self._num_restarts: Counter[int] = Counter()  # slot -> restarts in a row
-        self._delay_s: dict[int, float] = {}  # slot -> delay of the last restart
-
-    def on_lost(
-        self, worker: int, slot: int, uptime_s: float, now_s: float, *, made_progress: bool = False
-    ) -> float | None:
-        """Schedule a restart; returns its delay (s), or None if the slot has no restarts left.
-
-        A worker that `made_progress` resets the delay.
-        """
-        if uptime_s >= STABLE_UPTIME_S:
-            del self._num_restarts[slot]
-        if self._num_restarts[slot] >= self.max_restarts:
-            return None
-        last_s = self._delay_s.get(slot, 0.0)
-        is_reset = made_progress or uptime_s >= RESET_FACTOR * last_s
-        delay_s = FIRST_DELAY_S if is_reset else min(MAX_DELAY_S, 2 * last_s)
-        self._delay_s[slot] = delay_s
-        self._num_restarts[slot] += 1
-        self.due_s[worker] = now_s + delay_s
-        return delay_s
-
-    def pop_due(self, now_s: float) -> list[int]:
-        """Remove and return the lost workers whose replacements are due."""
-        due = [worker for worker, due_s in self.due_s.items() if due_s <= now_s]
-        for worker in due:
-            del self.due_s[worker]
-        return due

@@ -7,14 +7,14 @@ the same response, so a client can retry after a lost response.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dora.errors import ServiceError
-from dora.runtime.process.worker_process import Worker, WorkerMessages
+from dora.runtime.process.supervisor import DriverClock
+from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.episodes import (
     EpisodeEnded,
     EpisodeFailed,
@@ -29,7 +29,6 @@ from dora.runtime.run_setup import RunSetup
 from dora.text import plural
 
 MAX_ENDED = 10_000  # ended sessions whose end reason is kept
-MAX_GAP_S = 1.0  # longest time that counts between two deadline checks: the driver may have been suspended
 MAX_CHARACTERS = 32  # per token, on average: longer messages are rejected before they are tokenized
 NOTICE_S = 30.0  # between two log lines while episodes wait and there is no session
 
@@ -74,10 +73,14 @@ class AgentSessions:
     """The episode runner of a run with agents. The service calls its other methods on the driver's thread."""
 
     def __init__(
-        self, setup: RunSetup, driver_messages: WorkerMessages, notice: Callable[[str], None]
+        self,
+        setup: RunSetup,
+        driver_messages: WorkerMessages,
+        clock: DriverClock,
+        notice: Callable[[str], None],
     ) -> None:
         self._setup, self._driver_messages, self._notice = setup, driver_messages, notice
-        self._now_s, self._checked_s = 0.0, time.monotonic()  # the first: seconds that the driver was running
+        self._clock = clock
         self._idle_since_s = 0.0  # last opened session or log line, or start of the wait
         self._waiting: dict[EpisodeId, int] = {}  # episodes without an agent -> version
         self._sessions: dict[str, AgentSession] = {}
@@ -106,7 +109,7 @@ class AgentSessions:
         episode = min(self._waiting, key=lambda episode: self._waiting[episode])
         session = AgentSession(name, episode, self._waiting.pop(episode), self._new_deadline_s)
         self._sessions[name] = session
-        self._idle_since_s = self._now_s
+        self._idle_since_s = self._clock.now_s
         return session
 
     def get(self, name: str) -> AgentSession:
@@ -176,7 +179,7 @@ class AgentSessions:
     def start(self, episode: EpisodeId, version: int) -> None:
         """Let an episode wait for an agent."""
         if not self._waiting:
-            self._idle_since_s = self._now_s
+            self._idle_since_s = self._clock.now_s
         self._waiting[episode] = version
 
     def on_turn(self, turn: PolicyTurn) -> None:
@@ -196,26 +199,14 @@ class AgentSessions:
             session.end_reason = session.end_reason or reason
             self._remove(session)
 
-    def on_message(self, worker: Worker, message: Any) -> bool:
-        """Return False: agents are not workers and send no messages."""
-        return False
-
     def check_deadlines(self) -> None:
         """End sessions whose lease has expired, and log that episodes wait while there is no session."""
-        now_s = time.monotonic()
-        self._now_s += min(now_s - self._checked_s, MAX_GAP_S)
-        self._checked_s = now_s
         for session in [*self._sessions.values()]:
-            if session.deadline_s is not None and self._now_s > session.deadline_s:
+            if session.deadline_s is not None and self._clock.now_s > session.deadline_s:
                 self._fail(session, "session expired")
-        if self._waiting and not self._sessions and self._now_s > self._idle_since_s + NOTICE_S:
+        if self._waiting and not self._sessions and self._clock.now_s > self._idle_since_s + NOTICE_S:
             self._notice(f"no agent has opened a session: {plural(len(self._waiting), 'episode')} waiting")
-            self._idle_since_s = self._now_s
-
-    @property
-    def not_started(self) -> list[str]:
-        """Empty: a run starts without agents."""
-        return []
+            self._idle_since_s = self._clock.now_s
 
     def close(self) -> None:
         """Do nothing: there are no processes."""
@@ -223,7 +214,7 @@ class AgentSessions:
     @property
     def _new_deadline_s(self) -> float:
         """When a lease that starts now expires."""
-        return self._now_s + self._setup.config.service.session_timeout_s
+        return self._clock.now_s + self._setup.config.service.session_timeout_s
 
     def _start_episode(
         self, session: AgentSession, messages: tuple[ChatMessage, ...], max_tokens: int | None

@@ -1,4 +1,4 @@
-"""Manage the engine processes of a run: start, join, drain, restart, detect crashes and timeouts.
+"""The engines of a run: what they are sent, and the events about them. The supervisor restarts them.
 
 An engine's number is never used twice. A restarted engine gets a new number and the slot of the engine it
 replaces, which decides its device and counts its restarts. The orchestrator gets an event when an engine has
@@ -26,10 +26,11 @@ from dora.core.events import (
 from dora.curve import CurveAddress
 from dora.engine.messages import MigrationReply
 from dora.engine.request import Request
-from dora.errors import InputError, RunError
+from dora.errors import DoraError, InputError, RunError
 from dora.runtime.process import messages as m
 from dora.runtime.process.launcher import Launcher
-from dora.runtime.process.worker_process import RestartPolicy, Worker, WorkerMessages, WorkerState
+from dora.runtime.process.supervisor import Loss, Role, Slot, Supervisor
+from dora.runtime.process.worker_process import Worker, WorkerState
 from dora.runtime.rollout.engine_worker import run_engine
 from dora.runtime.rollout.migration import Migrations
 from dora.runtime.run_setup import RunSetup
@@ -47,15 +48,18 @@ class EnginePool:
         self,
         setup: RunSetup,
         folder: Path,
-        messages: WorkerMessages,
+        supervisor: Supervisor,
         events: deque[Event],
         sample_book: SampleBook,
         notice: Callable[[str], None],
     ) -> None:
         """Start the first engines. `folder` has weights, KV pools and the files of migrations."""
         runtime = setup.config.runtime
-        self._setup, self._folder, self._messages = setup, folder, messages
+        self._setup, self._folder, self._supervisor = setup, folder, supervisor
         self._events, self._sample_book, self._notice = events, sample_book, notice
+        self._role = Role("engines", heartbeat_timeout_s=runtime.heartbeat_timeout_s)
+        # Gets each message of an engine first.
+        self.on_engine_message: Callable[[int, Any], None] = lambda engine, message: None
         self.workers: dict[int, Worker] = {}
         self.ready: set[int] = set()  # have started
         self.joined: set[int] = set()  # are part of the orchestrator's state
@@ -64,35 +68,36 @@ class EnginePool:
         self.digests: dict[int, str] = {}  # published version -> digest
         self.last_loss = ""  # reason and traceback
         self.migrations = Migrations(folder, runtime.migration_timeout_s, events, self.send)
-        self.restarts = RestartPolicy(runtime.max_restarts)
-        self._input_error = ""  # of the engine lost last, if that is why it exited
+        self._last_error: DoraError | None = None  # of the engine lost last
         self._kv_pools: dict[int, Path] = {}
         self._kv_addresses: dict[int, CurveAddress] = {}
-        self._start_times_s: dict[int, float] = {}  # of all current and former engines
-        self._slots: dict[int, int] = {}  # engine -> the first engine of its slot
+        self._num_started = 0
+        self._slots: dict[int, Slot] = {}  # of all current and former engines
+        self._engines: dict[Slot, int] = {}  # the last engine of each slot
         self._ever_joined: set[int] = set()
         self._replaced: dict[int, int] = {}  # engine -> the last engine of its slot that had joined
-        self._removing: set[int] = set()
         self._unreported_pauses: Counter[int] = Counter()  # engine -> replies that are no EnginePaused
         self._load_failures: Counter[int] = Counter()  # in a row
         self._pending_ends: dict[int, EngineLost | EngineRemoved] = {}  # until their migrations have ended
         self._is_open = False  # engines join as soon as they are ready
-        self._was_any_ready = False
         for _ in range(setup.num_engines):
             self.start()
 
     # start and join
 
-    def start(self, lost: int | None = None) -> int:
-        """Start an engine, in the slot of a `lost` one if given; it joins later. Returns its number."""
-        engine = len(self._start_times_s)
-        self._start_times_s[engine] = time.monotonic()
-        self._slots[engine] = slot = engine if lost is None else self._slots[lost]
+    def start(self) -> int:
+        """Start an engine, which joins later. Returns its number."""
+        return self._start(self._supervisor.add(self, self._role, number=self._num_started))
+
+    def _start(self, slot: Slot) -> int:
+        engine, lost = self._num_started, self._engines.get(slot)
+        self._num_started += 1
         replaced = lost if lost is None or lost in self._ever_joined else self._replaced.get(lost)
         if replaced is not None:
             self._replaced[engine] = replaced
-        spec = self._setup.engine_spec(self._folder, engine, slot)
-        self.workers[engine] = Worker(f"engine {engine}", run_engine, spec, self._messages)
+        self._slots[engine], self._engines[slot] = slot, engine
+        spec = self._setup.engine_spec(self._folder, engine, slot.number)
+        self.workers[engine] = self._supervisor.start(slot, f"engine {engine}", run_engine, spec)
         return engine
 
     def join_all(self) -> None:
@@ -103,7 +108,6 @@ class EnginePool:
 
     def _on_ready(self, engine: int, message: m.WorkerReady) -> None:
         self.ready.add(engine)
-        self._was_any_ready = True
         self.kernels[message.note] = None
         if message.pool is not None:
             self._kv_pools[engine] = message.pool
@@ -114,7 +118,7 @@ class EnginePool:
             self._notice(f"engine {engine} joined")
 
     def _join(self, engine: int) -> None:
-        slot = self._slots[engine]
+        slot = self._slots[engine].number
         kind, is_colocated = self._setup.config.kind_of_engine(slot), self._setup.is_colocated(slot)
         self.joined.add(engine)
         self._ever_joined.add(engine)
@@ -130,27 +134,21 @@ class EnginePool:
     @property
     def active(self) -> set[int]:
         """The engines that have started and are not being removed."""
-        return self.ready - self._removing
-
-    def engine_of(self, worker: Worker | None) -> int | None:
-        """The number of an engine's worker; None for other workers and lost engines."""
-        return next((engine for engine, known in self.workers.items() if known is worker), None)
+        return {engine for engine in self.ready if not self._slots[engine].is_draining}
 
     def worker_states(self) -> list[WorkerState]:
         """The state of each engine's process."""
-        runtime = self._setup.config.runtime
-        timeouts_s = {True: runtime.heartbeat_timeout_s, False: runtime.start_timeout_s}
-        started = [(worker, engine in self.ready) for engine, worker in sorted(self.workers.items())]
-        return [WorkerState(worker, is_ready, timeouts_s[is_ready]) for worker, is_ready in started]
+        return self._supervisor.states(self)
 
     def check_not_empty(self) -> None:
         """Raises RunError if no engine is left and none will be restarted.
 
         Raises InputError if no engine could start because its input is wrong.
         """
-        if not self.workers and not (self._is_open and self.restarts.due_s):
-            if self._input_error and not self._was_any_ready:
-                raise InputError(self._input_error)
+        is_restarting = self._is_open and any(slot.restart_at_s is not None for slot in self._engines)
+        if not self.workers and not is_restarting:
+            if isinstance(self._last_error, InputError):
+                raise self._last_error
             raise RunError(f"the last engine is lost: {self.last_loss}")
 
     # messages to engines
@@ -176,8 +174,8 @@ class EnginePool:
 
     def remove(self, engine: int) -> None:
         """Shut a drained engine down."""
-        self._removing.add(engine)
-        self.send(engine, m.Shutdown())
+        if engine in self.workers:
+            self._supervisor.drain(self._slots[engine])
 
     def migrate(self, action: Migrate, request: Request) -> None:
         """Start a migration; `request` is as it was submitted."""
@@ -195,15 +193,16 @@ class EnginePool:
 
     # messages from engines
 
-    def on_message(self, engine: int, message: Any) -> None:
+    def on_message(self, slot: Slot, worker: Worker, message: Any) -> None:
         """Turn an engine's message into events."""
+        engine = self._engines[slot]
+        self.on_engine_message(engine, message)
         match message:
             case m.WorkerReady():
                 self._on_ready(engine, message)
-            case m.WorkerExited():
-                self._end(engine, self.workers[engine].exit_reason)
             case m.WeightsLoaded(version, digest) if digest != self.digests[version]:
-                self._end(engine, f"its weights of version {version} differ from the published ones")
+                reason = f"its weights of version {version} differ from the published ones"
+                self._supervisor.report_lost(slot, reason)
             case m.LoadRejected(version, reason):
                 self._on_load_rejected(engine, version, reason)
             case m.DecodingPaused() if self._unreported_pauses[engine]:
@@ -224,68 +223,52 @@ class EnginePool:
         if self._load_failures[engine] < MAX_LOAD_FAILURES:
             self._events.append(LoadFailed(engine, version, reason))
         else:
-            self._end(engine, f"{MAX_LOAD_FAILURES} weight loads in a row failed, the last one: {reason}")
+            reason = f"{MAX_LOAD_FAILURES} weight loads in a row failed, the last one: {reason}"
+            self._supervisor.report_lost(self._slots[engine], reason)
 
-    # deadlines, losses and restarts
+    # losses and restarts
 
-    def check_deadlines(self, asleep_s: float) -> None:
-        """Replace engines that have timed out; `asleep_s`, when the driver was suspended, does not count."""
-        runtime = self._setup.config.runtime
-        for engine, worker in list(self.workers.items()):
-            worker.last_message_s += asleep_s
-            if engine in self.ready and worker.has_timed_out(runtime.heartbeat_timeout_s):
-                limit = f"runtime.heartbeat_timeout_s = {runtime.heartbeat_timeout_s:g} s"
-                self._end(engine, f"no heartbeat for more than {limit}")
-            elif self._is_open and engine not in self.ready and self._is_overdue(engine):
-                limit = f"runtime.start_timeout_s = {runtime.start_timeout_s:g} s"
-                self._end(engine, f"not ready within {limit}{worker.start_delay_reason}")
-        if self._is_open and not self._pending_ends:
-            for lost in self.restarts.pop_due(time.monotonic()):
-                self._notice(f"starting engine {self.start(lost)} in place of engine {lost}")
-
-    def kill(self) -> None:
-        """Kill all engines."""
-        for worker in self.workers.values():
-            worker.kill()
-
-    def _is_overdue(self, engine: int) -> bool:
-        return time.monotonic() > self._start_times_s[engine] + self._setup.config.runtime.start_timeout_s
-
-    def _end(self, engine: int, reason: str) -> None:
-        """Handle the exit or timeout of an engine's process: the engine is lost, unless it was being
-        removed.
-        """
-        worker = self.workers.pop(engine)
-        worker.kill()
+    def on_lost(self, slot: Slot, loss: Loss) -> None:
+        """An engine is lost, unless it was being removed."""
+        engine = self._engines[slot]
+        del self.workers[engine]
         self.ready.discard(engine)
         self._sample_book.progress.pop(engine, None)
-        if engine in self._removing:
+        if loss.is_drained:
+            self._supervisor.remove(slot)
             self.end_states[engine] = REMOVED
             self._notice(f"engine {engine} drained and removed")
             self._pending_ends[engine] = EngineRemoved(engine)
         else:
+            reason = loss.reason.removeprefix(f"{loss.worker.name} sent ")
             self.end_states[engine] = f"lost ({reason})"
-            self._input_error = worker.input_error
-            self.last_loss = reason if worker.input_error else f"{reason}\n{worker.traceback}".rstrip()
-            short_reason = reason.removeprefix(f"{worker.name} ").removeprefix("was ")
-            restart = self._schedule_restart(engine)
+            self._last_error = loss.error
+            traceback = "" if loss.worker.input_error else loss.worker.traceback
+            self.last_loss = f"{reason}\n{traceback}".rstrip()
+            short_reason = reason.removeprefix(f"{loss.worker.name} ").removeprefix("was ")
             self._notice(
-                f"engine {engine} lost ({short_reason}): its requests restart on other engines{restart}"
+                f"engine {engine} lost ({short_reason}): its requests restart on other engines"
+                f"{self._describe_restart(slot, loss)}"
             )
             self._pending_ends[engine] = EngineLost(engine, reason)
         self.migrations.on_engine_lost(engine)
         self._report_ends()
 
-    def _schedule_restart(self, engine: int) -> str:
-        """Returns the end of the log line. If no engine could ever start, none is restarted."""
-        if not self._was_any_ready:
+    def _describe_restart(self, slot: Slot, loss: Loss) -> str:
+        """The end of the log line. If no engine could ever start, none is restarted."""
+        if loss.restart_in_s is not None:
+            return f"; restarting in {loss.restart_in_s:g} s"
+        if not self.kernels:
             return ""
-        now_s = time.monotonic()
-        uptime_s = now_s - self._start_times_s[engine]
-        delay_s = self.restarts.on_lost(engine, self._slots[engine], uptime_s, now_s)
-        if delay_s is None:
-            return f"; not restarting it: runtime.max_restarts = {self.restarts.max_restarts} is reached"
-        return f"; restarting in {delay_s:g} s"
+        return f"; not restarting it: runtime.max_restarts = {slot.backoff.max_restarts} is reached"
+
+    def restart(self, slot: Slot) -> None:
+        """Start an engine in place of a lost one, once the orchestrator knows of the loss."""
+        if not self._is_open or self._pending_ends:
+            slot.restart_at_s = 0.0
+            return
+        lost = self._engines[slot]
+        self._notice(f"starting engine {self._start(slot)} in place of engine {lost}")
 
     def _report_ends(self) -> None:
         """Report ends of engines without migrations in progress, whose outcome may need their KV blocks."""

@@ -7,9 +7,8 @@ environment fails its episode. A worker that exits or hangs is replaced, and all
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -28,9 +27,10 @@ from dora.envs.runner import (
     EpisodeLimits,
     TextCodec,
 )
-from dora.errors import EnvError, RunError
-from dora.runtime.process.messages import WorkerExited, WorkerReady
-from dora.runtime.process.worker_process import Worker, WorkerInbox, WorkerMessages, WorkerOutbox, receive
+from dora.errors import EnvError
+from dora.runtime.process.messages import WorkerReady
+from dora.runtime.process.supervisor import MAX_GAP_S, Loss, Role, Slot, Supervisor
+from dora.runtime.process.worker_process import Worker, WorkerInbox, WorkerMessages, WorkerOutbox
 from dora.runtime.rollout.episodes import (
     EpisodeEnded,
     EpisodeFailed,
@@ -42,8 +42,6 @@ from dora.runtime.rollout.episodes import (
     has_reward_tasks,
 )
 from dora.runtime.run_setup import RunSetup
-
-MAX_GAP_S = 1.0  # longest time that counts between two deadline checks: the driver may have been suspended
 
 
 @dataclass(frozen=True)
@@ -169,111 +167,100 @@ def _make_codec(spec: EnvSpec) -> TextCodec:
     return TextCodec(encoder.encode, encoder.encode_observation, tokenizer.decode)
 
 
-@dataclass(eq=False)
-class _EnvWorker:
-    """A worker process and its episodes."""
-
-    worker: Worker
-    start_s: float
-    is_ready: bool = False
-    awaited_since_s: dict[EpisodeId, float | None] = field(default_factory=dict)  # None: no reply is awaited
-
-
 class EnvPool:
     """An `EpisodeRunner`: each episode has an environment in the worker process with the fewest episodes."""
 
-    def __init__(
-        self, setup: RunSetup, driver_messages: WorkerMessages, notice: Callable[[str], None]
-    ) -> None:
+    def __init__(self, setup: RunSetup, supervisor: Supervisor, notice: Callable[[str], None]) -> None:
         """Start the workers. `notice` gets the first failure in full, and each unreachable host once."""
-        self._setup, self._driver_messages, self._notice = setup, driver_messages, notice
+        self._setup, self._supervisor, self._notice = setup, supervisor, notice
         self._spec = env_spec(setup)
-        self._now_s, self._checked_s = 0.0, time.monotonic()  # the first: seconds that the driver was running
         self._last_turns: dict[EpisodeId, int] = {}
-        self._was_any_ready = self._has_failed = False
+        self._has_failed = False
         self._unreachable: set[str] = set()
-        self._workers = [self._start(f"environments {k}") for k in range(setup.config.env.num_workers)]
+        role, numbers = Role("environments", restarts_at_once=True), range(setup.config.env.num_workers)
+        # The episodes of each worker, and since when a reply is awaited; None: no reply is awaited.
+        self._episodes: dict[Slot, dict[EpisodeId, float | None]] = {
+            supervisor.add(self, role, number): {} for number in numbers
+        }
+        for slot in self._episodes:
+            self.restart(slot)
 
     def start(self, episode: EpisodeId, version: int) -> None:
         """Reset an environment to the episode's row. The initial state does not depend on the version."""
-        worker = min(self._workers, key=lambda worker: len(worker.awaited_since_s))
-        group = episode.request.group
-        row = self._setup.source_of(group).row(group.row)
-        worker.awaited_since_s[episode] = self._now_s
-        worker.worker.send(StartEpisode(episode, row, _seed(self._setup.config.run.seed, group)))
+        slot = min(self._episodes, key=lambda slot: (not slot.workers, len(self._episodes[slot])))
+        self._await(slot, episode)
+        if slot.workers:  # else it starts with the next worker
+            self._send_start(slot, episode)
 
     def on_turn(self, turn: PolicyTurn) -> None:
         """Step the environment. If its worker has exited, the failure of the episode is already queued."""
-        if (worker := self._worker_of(turn.episode)) is not None:
+        if (slot := self._slot_of(turn.episode)) is not None:
             self._last_turns[turn.episode] = turn.number
-            worker.awaited_since_s[turn.episode] = self._now_s
-            worker.worker.send(SubmitTurn(turn.episode, turn.token_ids, turn.num_left))
+            self._await(slot, turn.episode)
+            slot.worker.send(SubmitTurn(turn.episode, turn.token_ids, turn.num_left))
 
     def release(self, episode: EpisodeId) -> None:
         """Cancel the episode in its worker."""
         self._last_turns.pop(episode, None)
-        if (worker := self._worker_of(episode)) is not None:
-            del worker.awaited_since_s[episode]
-            worker.worker.send(CancelEpisode(episode))
+        if (slot := self._slot_of(episode)) is not None:
+            del self._episodes[slot][episode]
+            slot.has_task = bool(self._episodes[slot])
+            if slot.workers:
+                slot.worker.send(CancelEpisode(episode))
 
-    def on_message(self, worker: Worker, message: Any) -> bool:
-        """Handle a message of a worker; returns False for other workers.
-
-        Raises EnvError if the first workers cannot load their environments, RunError if a later one cannot.
-        """
-        sender = next((each for each in self._workers if each.worker is worker), None)
-        if sender is None:
-            return False
+    def on_message(self, slot: Slot, worker: Worker, message: Any) -> None:
+        """Handle a message of a worker."""
+        episodes = self._episodes[slot]
         match message:
-            case WorkerReady():
-                sender.is_ready = self._was_any_ready = True
-                # Environment timeouts do not include the start of the process.
-                sender.awaited_since_s = dict.fromkeys(sender.awaited_since_s, self._now_s)
-            case WorkerExited():
-                self._on_exit(sender)
+            case WorkerReady():  # environment timeouts do not include the start of the process
+                self._episodes[slot] = dict.fromkeys(episodes, self._supervisor.clock.now_s)
             case HostUnreachable(host, reason) if host not in self._unreachable:
                 self._unreachable.add(host)
                 self._notice(f"{host} of env.hosts is unreachable; skipping it (logged once): {reason}")
-            case EnvWorkerReply(episode, reply) if episode in sender.awaited_since_s:
-                sender.awaited_since_s[episode] = None
+            case EnvWorkerReply(episode, reply) if episode in episodes:
+                episodes[episode], slot.made_progress = None, True
                 self._forward(episode, reply)
-        return True
 
     def check_deadlines(self) -> None:
-        """Replace workers that hang. The worker itself reports a timeout of one environment.
-
-        Raises RunError for a worker that does not start in time.
-        """
-        now_s = time.monotonic()
-        self._now_s += min(now_s - self._checked_s, MAX_GAP_S)
-        self._checked_s = now_s
-        timeout_s, start_timeout_s = self._spec.limits.timeout_s, self._setup.config.runtime.start_timeout_s
-        for worker in self._workers:
-            if not worker.is_ready and self._now_s - worker.start_s > start_timeout_s:
-                limit = f"runtime.start_timeout_s = {start_timeout_s:g} s"
-                raise RunError(
-                    f"{worker.worker.name} did not start within {limit}; raise it for a slow start"
-                )
-            waits_s = [self._now_s - s for s in worker.awaited_since_s.values() if s is not None]
-            if worker.is_ready and max(waits_s, default=0.0) > 2 * timeout_s + MAX_GAP_S:
+        """Replace workers that hang. The worker itself reports a timeout of one environment."""
+        now_s, timeout_s = self._supervisor.clock.now_s, self._spec.limits.timeout_s
+        for slot, episodes in self._episodes.items():
+            waits_s = [now_s - since_s for since_s in episodes.values() if since_s is not None]
+            if slot.is_ready and max(waits_s, default=0.0) > 2 * timeout_s + MAX_GAP_S:
                 reason = f"environment or another one of its process hangs, env.timeout_s = {timeout_s:g}"
-                self._replace(worker, reason)
+                self._supervisor.report_lost(slot, reason, is_timeout=True)
 
-    @property
-    def not_started(self) -> list[str]:
-        """Names of the workers that have not started yet."""
-        return [worker.worker.name for worker in self._workers if not worker.is_ready]
+    def on_lost(self, slot: Slot, loss: Loss) -> None:
+        """The worker's episodes fail. Raises InputError or RunError if the worker is not restarted."""
+        if loss.restart_in_s is None:
+            raise loss.error
+        reason = loss.reason if loss.is_timeout else f"environment's process ended: {loss.reason}"
+        episodes, self._episodes[slot] = self._episodes[slot], {}
+        for episode in episodes:
+            self._forward(episode, EnvFailure(reason, ""))
+
+    def restart(self, slot: Slot) -> None:
+        self._supervisor.start(slot, f"environments {slot.number}", run_env_worker, self._spec)
+        slot.has_task = bool(self._episodes[slot])
+        for episode in self._episodes[slot]:
+            self._send_start(slot, episode)
 
     def close(self) -> None:
         """Kill the workers."""
-        for worker in self._workers:
-            worker.worker.kill()
+        for slot in self._episodes:
+            self._supervisor.end(slot)
 
-    def _start(self, name: str) -> _EnvWorker:
-        return _EnvWorker(Worker(name, run_env_worker, self._spec, self._driver_messages), self._now_s)
+    def _await(self, slot: Slot, episode: EpisodeId) -> None:
+        self._episodes[slot][episode] = self._supervisor.clock.now_s
+        slot.has_task = True
 
-    def _worker_of(self, episode: EpisodeId) -> _EnvWorker | None:
-        return next((worker for worker in self._workers if episode in worker.awaited_since_s), None)
+    def _send_start(self, slot: Slot, episode: EpisodeId) -> None:
+        group = episode.request.group
+        row = self._setup.source_of(group).row(group.row)
+        slot.worker.send(StartEpisode(episode, row, _seed(self._setup.config.run.seed, group)))
+
+    def _slot_of(self, episode: EpisodeId) -> Slot | None:
+        return next((slot for slot, episodes in self._episodes.items() if episode in episodes), None)
 
     def _forward(self, episode: EpisodeId, reply: EnvReply) -> None:
         """Put an environment's reply into the driver's messages."""
@@ -289,26 +276,12 @@ class EnvPool:
             case EnvFailure(reason, detail):
                 self._log_first(f"{reason}\n{detail}")
                 message = EpisodeFailed(episode, reason)
-        self._driver_messages.put((None, message))
+        self._supervisor.messages.put((None, message))
 
     def _log_first(self, failure: str) -> None:
         if not self._has_failed:
             self._has_failed = True
             self._notice(f"first failed episode: {failure.rstrip()}")
-
-    def _on_exit(self, worker: _EnvWorker) -> None:
-        if not worker.is_ready:
-            before, _, reason = worker.worker.traceback.partition("EnvError: ")
-            is_input_error = before and not self._was_any_ready
-            raise EnvError(reason.strip()) if is_input_error else RunError(worker.worker.exit_reason)
-        self._replace(worker, f"environment's process ended: {worker.worker.exit_reason}")
-
-    def _replace(self, worker: _EnvWorker, reason: str) -> None:
-        """Restart a worker; its episodes fail."""
-        worker.worker.kill()
-        for episode in worker.awaited_since_s:
-            self._forward(episode, EnvFailure(reason, ""))
-        self._workers[self._workers.index(worker)] = self._start(worker.worker.name)
 
 
 def env_spec(setup: RunSetup) -> EnvSpec:
@@ -328,23 +301,25 @@ def env_spec(setup: RunSetup) -> EnvSpec:
 
 def try_environment(setup: RunSetup) -> str:
     """Start an episode of the first row and describe its prompt. Raises EnvError if it does not start."""
-    messages = WorkerMessages()
+    replies: list[EpisodeReply] = []
     failures: list[str] = []
-    pool = EnvPool(setup, messages, failures.append)
+    supervisor = Supervisor(setup.config, setup.out, WorkerMessages(), replies.append)
+    supervisor.check_starts()
+    pool = EnvPool(setup, supervisor, failures.append)
     try:
         pool.start(EpisodeId(RequestId(0, 0, 0), 0), version=0)
-        while True:
-            for worker, message in receive(messages, 0.2):
-                if isinstance(message, EpisodeStarted):
-                    text = setup.tokenizer.decode(message.prompt_ids)
-                    return f"first prompt {text[:60]!r}, {len(message.prompt_ids)} tokens"
-                if isinstance(message, EpisodeFailed):
-                    raise EnvError(_start_failure(setup, message.reason, failures[0]))
-                assert worker is not None
-                pool.on_message(worker, message)
+        while not replies:
+            supervisor.poll(0.2)
             pool.check_deadlines()
     finally:
         pool.close()
+    match replies[0]:
+        case EpisodeStarted(_, prompt_ids):
+            text = setup.tokenizer.decode(prompt_ids)
+            return f"first prompt {text[:60]!r}, {len(prompt_ids)} tokens"
+        case EpisodeFailed(_, reason):
+            raise EnvError(_start_failure(setup, reason, failures[0]))
+    raise AssertionError(replies[0])
 
 
 def _start_failure(setup: RunSetup, reason: str, failure: str) -> str:

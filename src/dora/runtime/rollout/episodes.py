@@ -21,7 +21,6 @@ from dora.core.types import GroupId, RequestId
 from dora.engine.messages import TurnFinished
 from dora.engine.request import Request
 from dora.runtime.process import messages as m
-from dora.runtime.process.worker_process import Worker
 from dora.runtime.rollout.engine_pool import EnginePool
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
@@ -112,15 +111,8 @@ class EpisodeRunner(Protocol):
     def release(self, episode: EpisodeId) -> None:
         """Forget an episode: it has finished, its group has failed, or its next attempt starts."""
 
-    def on_message(self, worker: Worker, message: Any) -> bool:
-        """Handle a message of a worker process; returns False if it is not one of the runner's."""
-
     def check_deadlines(self) -> None:
         """Fail episodes that have timed out. The driver calls this a few times a second."""
-
-    @property
-    def not_started(self) -> list[str]:
-        """Names of worker processes that have not started yet; the run starts once there are none."""
 
     def close(self) -> None:
         """End the worker processes."""
@@ -226,19 +218,12 @@ class Episodes:
             case m.RequestsRejected(reasons):
                 self._release_all(reasons)
 
-    def on_message(self, worker: Worker | None, message: Any) -> None:
-        """Handle a reply of the runner (without a worker) or a message of one of its worker processes."""
-        if worker is not None and self.runner is not None:
-            self.runner.on_message(worker, message)
-        elif isinstance(message, EpisodeReply):
+    def on_message(self, message: Any) -> None:
+        """Handle a reply of the runner; other messages are ignored."""
+        if isinstance(message, EpisodeReply):
             episode = self._episodes.get(message.episode.request)
             if episode is not None and episode.id == message.episode:
                 self._on_reply(episode, message)
-
-    @property
-    def not_started(self) -> list[str]:
-        """See `EpisodeRunner`."""
-        return [] if self.runner is None else self.runner.not_started
 
     def check_deadlines(self) -> None:
         if self.runner is not None:

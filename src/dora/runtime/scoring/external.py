@@ -23,6 +23,7 @@ from dora.core.types import GroupId
 from dora.data.tokenizer import Tokenizer
 from dora.errors import RunError, ServiceError, StreamError
 from dora.runtime.process import messages as m
+from dora.runtime.process.supervisor import DriverClock
 from dora.stream import transport
 from dora.stream.client import StreamClient
 from dora.stream.run_stream import PROMPT_ROW, reward_column
@@ -47,8 +48,11 @@ class LeasedGroup:
 class ExternalRewards:
     """The groups of one task, as the driver has them. Only `thread` may call `lease` and `submit`."""
 
-    def __init__(self, name: str, timeout_s: float, timeout_key: str, stream: Path, model: Path) -> None:
+    def __init__(
+        self, name: str, timeout_s: float, timeout_key: str, stream: Path, model: Path, clock: DriverClock
+    ) -> None:
         """The tokenizer of `model` decodes responses."""
+        self._clock = clock
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"leases of {name}")
         self.timeout_s, self.lease_s = timeout_s, timeout_s / 2
         self._name, self._key, self._stream, self._model = name, timeout_key, stream, model
@@ -61,17 +65,16 @@ class ExternalRewards:
     def add(self, group: GroupId) -> None:
         """The group is in the stream, and its rewards are needed."""
         self._scored.discard(group)
-        self._since_s[group] = time.monotonic()
+        self._since_s[group] = self._clock.now_s
 
     def forget(self, group: GroupId) -> None:
         """The group is scored, or has failed."""
         self._since_s.pop(group, None)
         self._scored.discard(group)
 
-    def check_deadlines(self, asleep_s: float) -> list[m.TaskFailed]:
-        """Groups whose timeout is over. The driver was suspended for `asleep_s`, which does not count."""
-        self._since_s = {group: since_s + asleep_s for group, since_s in self._since_s.items()}
-        end_s = time.monotonic() - self.timeout_s
+    def check_deadlines(self) -> list[m.TaskFailed]:
+        """Groups whose timeout is over."""
+        end_s = self._clock.now_s - self.timeout_s
         late = tuple(group for group in self._waiting if self._since_s[group] < end_s)
         reason = f"{self._name}: no client submitted rewards within {self._key} = {self.timeout_s:g}"
         return [m.TaskFailed(late, reason, reason)] if late else []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +19,10 @@ from dora.config.schema import Config
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId
 from dora.curve import CurveAddress
-from dora.errors import InputError, RunError
+from dora.errors import RunError
 from dora.runtime.process import messages as m
 from dora.runtime.process.stream_workers import GET_TIMEOUT_S, ConsumerSpec, run_consumer
+from dora.runtime.process.supervisor import DriverClock, Loss, Role, Slot, Supervisor
 from dora.runtime.process.worker_process import HEARTBEAT_S, Worker, WorkerMessages, WorkerState
 from dora.runtime.scoring.external import SERVICE, ExternalRewards
 from dora.runtime.scoring.reward_worker import REWARD, RewardSpec, RewardWorker
@@ -31,12 +31,9 @@ from dora.stream.client import StreamClient
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest
 from dora.stream.run_stream import COLLECTOR, DRIVER_TIMEOUT_S, RunStream, reward_column
 from dora.stream.schema import StreamBatch, TimedOut
-from dora.text import plural
 
 NUM_ROWS = 10_000  # collected at once at most
-MAX_FAILED_STARTS = 3  # in a row, before the run fails
-MAX_IDLE_FAILURES = 3  # per worker, while no worker takes a group
-MISSED_HEARTBEATS = 2.5  # of a worker whose call takes too long
+MAX_SILENCE_S = 2.5 * HEARTBEAT_S  # of a worker whose call takes too long
 MAX_NAMED = 3  # groups of a worker that a status display names
 ONE_GROUP = BatchRequest()
 UNLIMITED_ROWS = 1_000_000  # per batch, where only the number of tokens is limited
@@ -100,116 +97,86 @@ class RewardWorkersSpec:
 
 
 @dataclass
-class _WorkerRecord:
-    """A worker and its last report."""
+class _Call:
+    """What the worker of a slot does, by its last report."""
 
-    worker: Worker
-    since_s: float  # of that report
-    is_ready: bool = False
+    since_s: float = 0.0  # of that report
     client_id: str = ""  # of the sample stream
     groups: tuple[GroupId, ...] = ()  # being scored
 
 
 class RewardWorkers:
-    """The processes of one task. A worker that crashes, stops responding or hangs in a call is replaced.
-
-    The groups of a worker that crashes or stops responding are retried once, because usually they are not the
-    cause. A group fails if a second worker is lost with it, or if its call takes too long.
+    """The processes of one task. The groups of a lost worker are retried once, because usually they are not
+    the cause. A group fails if a second worker is lost with it, or if its call takes too long.
     """
 
     def __init__(
         self,
         spec: RewardWorkersSpec,
-        start_timeout_s: float,
-        messages: WorkerMessages,
+        supervisor: Supervisor,
+        report: Callable[[m.TaskFailed], None],
         notice: Callable[[str], None],
         clear: Callable[[Sequence[GroupId]], None],
         evict: Callable[[str], None],
     ) -> None:
-        """Start the workers, whose messages are put into `messages`.
+        """Start the workers. `report` gets groups that cannot be scored.
 
         `clear` removes failed groups from the stream, before another worker takes them. `evict` releases the
         leases of a stream client whose process has ended.
         """
-        self._spec, self._start_timeout_s = spec, start_timeout_s
-        self._messages, self._notice, self._clear, self._evict = messages, notice, clear, evict
-        self._was_ever_ready, self._num_failed_starts, self._num_idle_failures = False, 0, 0
+        self._spec, self._supervisor, self._report, self._notice = spec, supervisor, report, notice
+        self._clear, self._evict = clear, evict
         self._is_stream_full = False
         self._retried: set[GroupId] = set()  # groups that were in a lost worker before
-        self._records = [self._start(index) for index in range(spec.num_workers)]
+        role = Role(f"{spec.title}s", heartbeat_timeout_s=spec.heartbeat_timeout_s, restarts_at_once=True)
+        self._calls = {supervisor.add(self, role, number): _Call() for number in range(spec.num_workers)}
+        for slot in self._calls:
+            self.restart(slot)
 
     @property
     def num_workers(self) -> int:
-        return len(self._records)
+        return len(self._calls)
 
     @property
-    def not_started(self) -> list[str]:
-        """Names of the workers that have not started yet."""
-        return [f"the {record.worker.name}" for record in self._records if not record.is_ready]
+    def are_ready(self) -> bool:
+        """Whether all workers have started."""
+        return all(slot.is_ready for slot in self._calls)
 
-    def has(self, worker: Worker | None) -> bool:
-        """Whether this is one of the current workers."""
-        return any(record.worker is worker for record in self._records)
-
-    def on_message(
-        self,
-        worker: Worker,
-        message: m.WorkerReady | m.TaskStarted | m.TaskFailed | m.StreamFull | m.WorkerExited,
-    ) -> list[m.TaskFailed]:
-        """Returns the groups that cannot be scored.
-
-        Raises InputError or RunError if the run cannot continue.
-        """
-        index = next(index for index, record in enumerate(self._records) if record.worker is worker)
-        record = self._records[index]
-        record.since_s = time.monotonic()
+    def on_message(self, slot: Slot, worker: Worker, message: Any) -> None:
+        """Raises RunError if the stream has no room."""
+        call = self._calls[slot]
+        call.since_s = self._supervisor.clock.now_s
         match message:
             case m.WorkerReady(client_id=client_id):
-                record.is_ready = self._was_ever_ready = True
-                record.client_id = client_id
-                self._num_failed_starts = 0
+                call.client_id = client_id
             case m.TaskStarted(groups):
-                record.groups = groups
-                if groups:
-                    self._num_idle_failures = 0
+                call.groups, slot.has_task = groups, bool(groups)
+                slot.made_progress |= slot.has_task
             case m.StreamFull(reason) if not self._is_stream_full:  # once, so that the run can still be saved
                 self._is_stream_full = True
                 raise RunError(f"{worker.name}: {reason}")
             case m.TaskFailed():
-                return [message]
-            case m.WorkerExited() if not self._is_stream_full:
-                return self._on_exited(index)
-        return []
+                self._report(message)
 
-    def check_deadlines(self, asleep_s: float) -> list[m.TaskFailed]:
-        """Replace workers that have timed out; returns the groups that cannot be scored.
-
-        Time during which the driver was suspended, `asleep_s`, does not count. Raises RunError if a worker
-        does not start.
-        """
-        failed: list[m.TaskFailed] = []
-        for index, record in enumerate(self._records):
-            record.since_s += asleep_s
-            record.worker.last_message_s += asleep_s
-            waited_s = time.monotonic() - record.since_s
-            if not record.is_ready and waited_s > self._start_timeout_s:
-                limit = f"runtime.start_timeout_s = {self._start_timeout_s:g} s"
-                raise RunError(
-                    f"the {record.worker.name} did not start within {limit}{record.worker.start_delay_reason}"
-                )
-            if not record.is_ready or self._is_stream_full:
+    def check_deadlines(self) -> None:
+        """Replace workers whose call takes too long."""
+        for slot, call in self._calls.items():
+            is_overdue = self._supervisor.clock.now_s - call.since_s > self._spec.timeout_s
+            if not call.groups or not is_overdue or self._is_stream_full:
                 continue
-            is_overdue = bool(record.groups) and waited_s > self._spec.timeout_s
-            may_time_out = is_overdue or not record.groups
-            if may_time_out and record.worker.has_timed_out(self._heartbeat_timeout_s(record)):
-                failed += self._on_timed_out(index)
-            elif is_overdue:
-                failed.append(self._on_call_timed_out(index))
-        return failed
+            spec = self._spec
+            if self._supervisor.silence_s(slot.worker) > min(spec.heartbeat_timeout_s, MAX_SILENCE_S):
+                limit = f"{spec.timeout_key} = {spec.timeout_s:g} s"
+                reason = f"{slot.name} sent no heartbeat, and {limit} is over"
+                self._supervisor.report_lost(slot, reason, is_timeout=True)
+            else:
+                self._on_call_timed_out(slot)
 
     def worker_states(self) -> list[WorkerState]:
         """The state of each worker, with the groups that it scores."""
-        return [self._worker_state(record) for record in self._records]
+        states = self._supervisor.states(self)
+        calls = {slot.worker: call for slot, call in self._calls.items() if slot.workers}
+        return [self._with_activity(state, calls[state.worker]) for state in states]
 
     def forget(self, group: GroupId) -> None:
         """The group is scored, or has failed."""
@@ -218,95 +185,69 @@ class RewardWorkers:
     def on_storage_replaced(self, remote: CurveAddress | None) -> None:
         """Connect to a new storage. Workers on its machine do so themselves; others restart with `remote`."""
         self._spec = replace(self._spec, consumer=replace(self._spec.consumer, remote=remote))
-        for index, record in enumerate(self._records):
-            if remote is not None and (record.worker.node or not record.is_ready):
-                self._replace(index, "the sample stream has moved")
+        for slot in self._calls:
+            if remote is not None and slot.workers and (slot.worker.node or not slot.is_ready):
+                self._replace(slot, "the sample stream has moved")
 
-    def kill(self) -> None:
-        for record in self._records:
-            record.worker.kill()
-
-    def _start(self, index: int) -> _WorkerRecord:
-        spec = self._spec
-        name = f"{spec.title} {index}" if spec.num_workers > 1 else spec.title
-        return _WorkerRecord(Worker(name, run_consumer, spec.consumer, self._messages), time.monotonic())
-
-    def _worker_state(self, record: _WorkerRecord) -> WorkerState:
-        if not record.is_ready:
-            return WorkerState(record.worker, False, self._start_timeout_s)
-        if not record.groups:
-            return WorkerState(record.worker, True, self._spec.heartbeat_timeout_s)
-        names = ", ".join(f"group {group}" for group in record.groups[:MAX_NAMED])
-        more = f" and {len(record.groups) - MAX_NAMED} more" if len(record.groups) > MAX_NAMED else ""
-        activity = f"{names}{more}, for {time.monotonic() - record.since_s:.1f} s"
-        return WorkerState(record.worker, True, self._spec.timeout_s, activity)
-
-    def _replace(self, index: int, reason: str) -> None:
-        record = self._records[index]
-        record.worker.kill()
-        if record.client_id:
-            self._evict(record.client_id)
-        self._records[index] = self._start(index)
-        self._notice(f"the {record.worker.name} is replaced: {reason}")
-
-    def _on_exited(self, index: int) -> list[m.TaskFailed]:
-        record = self._records[index]
-        reason = record.worker.exit_reason
-        if not record.is_ready:
-            self._check_failed_starts(record.worker)
-        elif not record.groups:
-            self._check_idle_failures(reason)
-        return self._on_lost(index, reason, f"{self._spec.task} ended its process: {reason}")
-
-    def _check_failed_starts(self, worker: Worker) -> None:
-        """Raises InputError or RunError if no worker has ever started, or too many restarts have failed."""
-        self._num_failed_starts += 1
-        if worker.input_error and not self._was_ever_ready:
-            raise InputError(worker.input_error)
-        if not self._was_ever_ready or self._num_failed_starts == MAX_FAILED_STARTS:
-            raise RunError(worker.exit_reason)
-
-    def _check_idle_failures(self, reason: str) -> None:
-        """Raises RunError if workers keep failing before they take a group: restarts would not help."""
-        self._num_idle_failures += 1
-        if self._num_idle_failures > MAX_IDLE_FAILURES * self.num_workers:
-            before = plural(self._num_idle_failures - 1, "worker")
-            raise RunError(f"{reason}; {before} failed before it, and none of them was scoring a group")
-
-    def _heartbeat_timeout_s(self, record: _WorkerRecord) -> float:
-        """A call that takes too long is checked for the last few heartbeats only."""
-        timeout_s = self._spec.heartbeat_timeout_s
-        return min(timeout_s, MISSED_HEARTBEATS * HEARTBEAT_S) if record.groups else timeout_s
-
-    def _on_timed_out(self, index: int) -> list[m.TaskFailed]:
-        """Replace a worker that sends no heartbeats."""
-        record, spec = self._records[index], self._spec
-        if record.groups:
-            limit = f"{spec.timeout_key} = {spec.timeout_s:g} s"
-            reason = f"the {record.worker.name} sent no heartbeat, and {limit} is over"
-        else:
-            limit = f"runtime.heartbeat_timeout_s = {spec.heartbeat_timeout_s:g} s"
-            reason = f"the {record.worker.name} sent no heartbeat for more than {limit}"
-            self._check_idle_failures(reason)
-        return self._on_lost(index, reason, f"{spec.task} blocked its process: {reason}")
-
-    def _on_call_timed_out(self, index: int) -> m.TaskFailed:
-        """Replace a worker that runs, but whose call takes too long."""
-        groups, spec = self._records[index].groups, self._spec
-        reason = f"{spec.task} took longer than {spec.timeout_key} = {spec.timeout_s:g}"
-        self._clear(groups)
-        self._replace(index, reason)
-        return m.TaskFailed(groups, reason, reason)
-
-    def _on_lost(self, index: int, reason: str, failure: str) -> list[m.TaskFailed]:
-        """Replace a worker; its groups are retried once, and then fail with the reason `failure`."""
-        groups = self._records[index].groups
+    def on_lost(self, slot: Slot, loss: Loss) -> None:
+        """The groups are retried once, and then fail. Raises InputError or RunError without restarts left."""
+        if self._is_stream_full:
+            slot.restart_at_s = None
+            return
+        if loss.restart_in_s is None:
+            raise loss.error
+        spec, groups = self._spec, self._release(slot)
+        cause = "blocked" if loss.is_timeout else "ended"
+        delay = f" in {loss.restart_in_s:g} s" if loss.restart_in_s else ""
+        self._notice(f"the {loss.worker.name} is replaced{delay}: {loss.reason}")
         failed = tuple(group for group in groups if group in self._retried)
         self._retried.update(groups)
         if failed:
+            failure = f"{spec.task} {cause} its process: {loss.reason}"
             self._clear(failed)
-        self._replace(index, reason)
-        return [m.TaskFailed(failed, failure, failure)] if failed else []
+            self._report(m.TaskFailed(failed, failure, failure))
+
+    def restart(self, slot: Slot) -> None:
+        spec = self._spec
+        name = f"{spec.title} {slot.number}" if spec.num_workers > 1 else spec.title
+        self._calls[slot] = _Call()
+        self._supervisor.start(slot, name, run_consumer, spec.consumer)
+
+    def end(self) -> None:
+        """Kill the workers."""
+        for slot in self._calls:
+            self._supervisor.end(slot)
+
+    def _with_activity(self, state: WorkerState, call: _Call) -> WorkerState:
+        if not (state.is_ready and call.groups):
+            return state
+        names = ", ".join(f"group {group}" for group in call.groups[:MAX_NAMED])
+        more = f" and {len(call.groups) - MAX_NAMED} more" if len(call.groups) > MAX_NAMED else ""
+        activity = f"{names}{more}, for {self._supervisor.clock.now_s - call.since_s:.1f} s"
+        return state._replace(timeout_s=self._spec.timeout_s, activity=activity)
+
+    def _release(self, slot: Slot) -> tuple[GroupId, ...]:
+        """The groups of a worker that has exited, whose leases end."""
+        call, self._calls[slot] = self._calls[slot], _Call()
+        if call.client_id:
+            self._evict(call.client_id)
+        return call.groups
+
+    def _replace(self, slot: Slot, reason: str) -> None:
+        """Replace a worker that is not to blame."""
+        name = slot.name
+        self._supervisor.end(slot)
+        self._release(slot)
+        self.restart(slot)
+        self._notice(f"the {name} is replaced: {reason}")
+
+    def _on_call_timed_out(self, slot: Slot) -> None:
+        """Replace a worker that runs, but whose call takes too long."""
+        groups, spec = self._calls[slot].groups, self._spec
+        reason = f"{spec.task} took longer than {spec.timeout_key} = {spec.timeout_s:g}"
+        self._clear(groups)
+        self._replace(slot, reason)
+        self._report(m.TaskFailed(groups, reason, reason))
 
 
 @dataclass(frozen=True)
@@ -340,9 +281,10 @@ class RewardTask:
             return self.timeout_s / 2
         return self.timeout_s if is_multi_node else NO_TIMEOUT
 
-    def external_rewards(self, stream: RunStream) -> ExternalRewards:
+    def external_rewards(self, stream: RunStream, clock: DriverClock) -> ExternalRewards:
         """Leases the groups of an external task."""
-        return ExternalRewards(self.name, self.timeout_s, self.timeout_key, stream.folder, self.reward.model)
+        model = self.reward.model
+        return ExternalRewards(self.name, self.timeout_s, self.timeout_key, stream.folder, model, clock)
 
     def workers_spec(self, stream: RunStream) -> RewardWorkersSpec:
         """Its processes, as consumers of a stream."""
@@ -403,22 +345,23 @@ class RewardManager:
         self,
         tasks: Sequence[RewardTask],
         stream: RunStream,
-        start_timeout_s: float,
-        messages: WorkerMessages,
+        supervisor: Supervisor,
+        report: Callable[[ScoringEvent], None],
         notice: Callable[[str], None],
     ) -> None:
-        """Start the workers of `tasks`, which the stream has as consumers.
-
-        Their messages are put into `messages`; the reader of the queue passes them to `on_message`.
-        """
+        """Start the workers of `tasks`, which the stream has as consumers. `report` gets the events."""
+        self._report = report
         self._stream, self._weights = stream, {task.name: task.weight for task in tasks}
         self._pending: dict[GroupId, tuple[bytes, Sequence[Sequence[int]]]] = {}  # arguments of `submit`
         self._task_rewards: dict[GroupId, dict[str, tuple[float, ...]]] = {}
         self.first_failure = ""  # reason and traceback of the first group that could not be scored
-        self.external = {task.name: task.external_rewards(stream) for task in tasks if task.is_external}
+        clock, messages = supervisor.clock, supervisor.messages
+        self.external = {
+            task.name: task.external_rewards(stream, clock) for task in tasks if task.is_external
+        }
         self._workers = [
             RewardWorkers(
-                task.workers_spec(stream), start_timeout_s, messages, notice, self._clear, stream.evict
+                task.workers_spec(stream), supervisor, self._on_failed, notice, self._clear, stream.evict
             )
             for task in tasks
             if not task.is_external
@@ -432,9 +375,9 @@ class RewardManager:
             self._collect()
 
     @property
-    def not_started(self) -> list[str]:
-        """Names of the workers that have not started yet."""
-        return [name for workers in self._workers for name in workers.not_started]
+    def are_ready(self) -> bool:
+        """Whether all workers have started."""
+        return all(workers.are_ready for workers in self._workers)
 
     @property
     def num_workers(self) -> int:
@@ -460,37 +403,33 @@ class RewardManager:
         for group in self._pending:
             self._request(group)
 
-    def on_message(self, worker: Worker | None, message: Any) -> list[ScoringEvent] | None:
-        """Events that follow from a message; None if it is not addressed to this object.
+    def on_message(self, message: Any) -> bool:
+        """Handle a message of the collector; returns False for others. Raises RunError if it has failed."""
+        match message:
+            case m.GroupRewards():
+                self._on_rewards(message)
+            case m.WorkerCrashed(traceback):
+                raise RunError(f"rewards cannot be collected any more:\n{traceback}".rstrip())
+            case _:
+                return False
+        return True
 
-        Raises InputError or RunError if the run cannot continue.
-        """
-        if isinstance(message, m.GroupRewards):
-            return self._on_rewards(message)
-        if worker is None and isinstance(message, m.WorkerCrashed):
-            raise RunError(f"rewards cannot be collected any more:\n{message.traceback}".rstrip())
-        for workers in self._workers:
-            if worker is not None and workers.has(worker):
-                return self._on_failed(workers.on_message(worker, message))
-        return None
-
-    def check_deadlines(self, asleep_s: float = 0.0) -> list[ScoringEvent]:
-        """Fail groups whose scoring takes too long; time that the driver was suspended does not count.
-
-        Raises RunError if a worker does not start.
-        """
-        return [
-            event for scorer in self._scorers for event in self._on_failed(scorer.check_deadlines(asleep_s))
-        ]
+    def check_deadlines(self) -> None:
+        """Fail groups whose scoring takes too long."""
+        for scorer in self._workers:
+            scorer.check_deadlines()
+        for external in self.external.values():
+            for failed in external.check_deadlines():
+                self._on_failed(failed)
 
     def worker_states(self) -> list[WorkerState]:
         """The state of each process."""
         return [state for workers in self._workers for state in workers.worker_states()]
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """End the workers; the collector ends with the storage."""
         for workers in self._workers:
-            workers.kill()
+            workers.end()
         for external in self.external.values():
             external.close()
 
@@ -499,33 +438,29 @@ class RewardManager:
         for external in self.external.values():
             external.add(group)
 
-    def _on_rewards(self, message: m.GroupRewards) -> list[ScoringEvent]:
+    def _on_rewards(self, message: m.GroupRewards) -> None:
         group = message.group
         if group not in self._pending:
-            return []  # it has failed meanwhile
+            return  # it has failed meanwhile
         weighted = [
             [self._weights[task] * reward for reward in rewards] for task, rewards in message.rewards.items()
         ]
         totals = tuple(map(sum, zip(*weighted, strict=True)))
         for total in totals:
             if not math.isfinite(total):
-                return self._on_failed(
-                    [m.TaskFailed((group,), f"the weighted sum of rewards is {total}", "")]
-                )
+                reason = f"the weighted sum of rewards is {total}"
+                return self._on_failed(m.TaskFailed((group,), reason, ""))
         self._finish(group)
         if len(self._weights) > 1:
             self._task_rewards[group] = message.rewards
-        return [GroupScored(group, totals)]
+        self._report(GroupScored(group, totals))
 
-    def _on_failed(self, failed: Iterable[m.TaskFailed]) -> list[ScoringEvent]:
-        events: list[ScoringEvent] = []
-        for failure in failed:
-            for group in failure.groups:
-                if group in self._pending:  # else another task has failed it already
-                    self.first_failure = self.first_failure or f"{failure.reason}\n{failure.detail}"
-                    self._finish(group)
-                    events.append(ScoringFailed(group, failure.reason))
-        return events
+    def _on_failed(self, failure: m.TaskFailed) -> None:
+        for group in failure.groups:
+            if group in self._pending:  # else another task has failed it already
+                self.first_failure = self.first_failure or f"{failure.reason}\n{failure.detail}"
+                self._finish(group)
+                self._report(ScoringFailed(group, failure.reason))
 
     def _clear(self, groups: Iterable[GroupId]) -> None:
         """Remove failed groups from the stream; those scored meanwhile are the trainer's."""

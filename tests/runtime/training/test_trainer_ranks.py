@@ -17,11 +17,12 @@ from dora.core.events import DigestReported, Event, Published, Trained, TrainerL
 from dora.core.types import GroupId
 from dora.errors import RunError
 from dora.runtime.process import messages as m
-from dora.runtime.process.worker_process import FIRST_DELAY_S, WorkerMessages, receive
+from dora.runtime.process.supervisor import FIRST_DELAY_S, Supervisor
+from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 from dora.runtime.training.checkpoints import CheckpointManager
-from dora.runtime.training.supervisor import TrainerSupervisor
+from dora.runtime.training.trainer_ranks import TrainerRanks
 from dora.stream.sample_db import SampleStore
 from dora.weights.store import WeightStore, make_store_folder
 
@@ -37,14 +38,14 @@ class SupervisedTrainer:
         self.notices: list[str] = []
         self.published: dict[int, str] = {}
         self.launcher = FakeLauncher()
-        self._messages = WorkerMessages(self.launcher.start)
+        self._workers = Supervisor(self.setup.config, out, WorkerMessages(self.launcher.start))
         self.samples = SampleStore(out / "samples.sqlite")
         self.store = WeightStore(make_store_folder(1))
-        self.supervisor = TrainerSupervisor(
+        self.supervisor = TrainerRanks(
             self.setup,
             (self.store.folder, out),
             (0, None),
-            self._messages,
+            self._workers,
             self.events,
             SampleBook(self.setup, self.samples),
             CheckpointManager(self.setup, self.store, self.notices.append),
@@ -65,9 +66,7 @@ class SupervisedTrainer:
         self.handle_messages()
 
     def handle_messages(self) -> None:
-        for worker, message in receive(self._messages, 5.0):
-            if worker in self.supervisor.ranks:
-                self.supervisor.on_message(worker, message)
+        self._workers.poll(5.0)
 
     def train(self, step: int) -> None:
         self.supervisor.send(m.TrainStep(step, BATCH))
@@ -82,11 +81,10 @@ class SupervisedTrainer:
         deadline_s = time.monotonic() + 3 * FIRST_DELAY_S
         while len(self.launcher.processes) == num_before:
             assert time.monotonic() < deadline_s
-            self.supervisor.check_deadlines(0.0)
-            time.sleep(0.02)
+            self._workers.poll(0.02)
 
     def close(self) -> None:
-        self.supervisor.kill()
+        self._workers.close()
         self.samples.close()
         self.store.close()
 
@@ -122,7 +120,6 @@ def test_a_restarted_trainer_redoes_steps_with_the_batches_of_the_journal(traine
     trainer.kill()
     assert trainer.events.pop() == TrainerLost("trainer was killed by SIGKILL")
     assert "restarting in 1 s" in trainer.notices[-1]
-    assert trainer.supervisor.restart_at_s is not None
     trainer.wait_for_restart()
     trainer.emit(m.WorkerReady())
     assert trainer.events.pop() == TrainerReplaced(0, (BATCH, BATCH))
@@ -142,7 +139,7 @@ def test_a_trainer_that_sends_heartbeats_but_no_reply_is_lost(trainer: Supervise
     trainer.supervisor.send(m.TrainStep(0, BATCH))
     time.sleep(0.25)
     trainer.process.emit(m.Heartbeat())
-    trainer.supervisor.check_deadlines(0.0)
+    trainer.supervisor.check_deadlines()
     assert trainer.events.pop() == TrainerLost("trainer sent no reply within runtime.step_timeout_s = 0.2 s")
     assert not trainer.process.is_alive
 
@@ -150,16 +147,9 @@ def test_a_trainer_that_sends_heartbeats_but_no_reply_is_lost(trainer: Supervise
 def test_a_trainer_without_a_pending_request_has_no_deadline(trainer: SupervisedTrainer) -> None:
     trainer.train(0)
     time.sleep(0.25)
-    trainer.supervisor.check_deadlines(0.0)
+    trainer.supervisor.check_deadlines()
     assert isinstance(trainer.events.pop(), Trained)
     assert trainer.process.is_alive
-
-
-def test_time_while_the_driver_was_suspended_does_not_count(trainer: SupervisedTrainer) -> None:
-    trainer.supervisor.send(m.TrainStep(0, BATCH))
-    time.sleep(0.25)
-    trainer.supervisor.check_deadlines(driver_asleep_s=0.25)
-    assert not trainer.events
 
 
 def test_the_run_ends_after_too_many_restarts(trainer: SupervisedTrainer) -> None:
@@ -168,6 +158,21 @@ def test_the_run_ends_after_too_many_restarts(trainer: SupervisedTrainer) -> Non
     trainer.process.kill()
     with pytest.raises(RunError, match=re.escape("it was restarted runtime.max_restarts = 1 times")):
         trainer.handle_messages()
+
+
+def test_a_replacement_that_exits_before_it_is_ready_is_replaced_after_a_longer_delay(
+    restartable_trainer: SupervisedTrainer,
+) -> None:
+    trainer = restartable_trainer
+    trainer.kill()
+    trainer.wait_for_restart()
+    trainer.kill()
+    assert [*trainer.events] == [TrainerLost("trainer was killed by SIGKILL")] * 2
+    assert "restarting in 2 s" in trainer.notices[-1]
+    trainer.wait_for_restart()
+    write_journal(trainer.setup.out)
+    trainer.emit(m.WorkerReady())
+    assert trainer.events.pop() == TrainerReplaced(0, ())
 
 
 def test_a_newly_trained_step_resets_the_backoff(restartable_trainer: SupervisedTrainer) -> None:
