@@ -10,7 +10,7 @@ from tests.journal.recorded_runs import Record, edited, record_run, world_config
 
 from dora.audit import audit
 from dora.core.events import DigestReported, Published, TrainerReplaced
-from dora.journal import replay, request_history
+from dora.journal import replay, why
 from dora.journal.reader import read_journal
 from dora.sim.random_config import FaultConfig
 
@@ -56,7 +56,7 @@ def test_a_run_with_lost_trainers_keeps_its_guarantees(
 def test_a_request_history_lists_a_redone_step(replaced: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = [line.record for line in read_journal(replaced).lines]
     new = next(event for event in events if isinstance(event, TrainerReplaced) and event.redone)
-    request_history.main(replaced, f"{new.redone[0][0]}/0")
+    why.main(replaced, f"{new.redone[0][0]}/0")
     printed = capsys.readouterr().out
     assert "the trainer was lost and resumed after" in printed
     assert printed.count(f"trained in step {new.from_step + 1}\n") >= 2

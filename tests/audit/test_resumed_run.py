@@ -13,7 +13,7 @@ from dora.core.events import Resumed, Trained
 from dora.core.orchestrator import Orchestrator
 from dora.core.state import State
 from dora.core.types import BatchMember
-from dora.journal import replay, request_history
+from dora.journal import replay, why
 from dora.journal.reader import read_journal
 from dora.journal.writer import JournalWriter
 from dora.runtime.main_loop import run_main_loop
@@ -70,12 +70,12 @@ def test_a_resumed_run_keeps_its_guarantees_and_replays(
 def test_a_request_history_lists_a_redone_step(resumed_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = read_journal(resumed_run)
     (resumed,) = (line.record for line in journal.lines if isinstance(line.record, Resumed))
-    request_history.main(resumed_run, f"{resumed.redone[0][0].group}/0")
+    why.main(resumed_run, f"{resumed.redone[0][0].group}/0")
     printed = capsys.readouterr().out
     assert f"the run was resumed after {FROM_STEP} steps: step {FROM_STEP + 1} is redone" in printed
     assert printed.count(f"trained in step {FROM_STEP + 1}\n") == 2
     restarted = {request for request in requests_under_way(resumed_run)}
-    request_history.main(resumed_run, restarted.pop())
+    why.main(resumed_run, restarted.pop())
     assert "the run was resumed: the request restarts" in capsys.readouterr().out
 
 

@@ -45,10 +45,10 @@ def why(
     ],
 ) -> None:
     """Print what happened to one request, from its admission to its training, and its text once finished."""
-    from dora.journal import request_history
+    from dora.journal import why
     from dora.report.samples import print_response
 
-    code = request_history.main(run, request)
+    code = why.main(run, request)
     print_response(run, request)
     raise typer.Exit(code)
 

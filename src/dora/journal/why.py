@@ -39,6 +39,7 @@ from dora.core.events import (
 from dora.core.types import Chunk, GroupId, RequestId
 from dora.errors import InputError
 from dora.journal.reader import Journal, JournalLine, read_journal
+from dora.journal.timeline import GroupSpan, Timeline
 from dora.text import plural, step_number
 
 History = list[tuple[float, str]]  # (seconds since the run started, what happened), in order
@@ -67,27 +68,25 @@ def request_histories(
     lines: Iterable[JournalLine], batch_size: int, requests: Iterable[RequestId]
 ) -> dict[RequestId, History]:
     """The histories of many requests in one pass over the lines; `batch_size` in groups."""
-    readers = {request: _RequestReader(request, batch_size) for request in requests}
+    timeline = Timeline()
+    readers = {request: _RequestReader(request, batch_size, timeline) for request in requests}
     siblings: dict[GroupId, list[_RequestReader]] = {}
     for request, reader in readers.items():
         siblings.setdefault(request.group, []).append(reader)
-    histories: dict[RequestId, History] = {request: [] for request in readers}
-    t_s, num_committed = 0.0, 0
-    for t_s, record in ((line.t_s, line.record) for line in lines):
-        num_committed += isinstance(record, Commit)
-        for reader in _concerned(record, readers, siblings):
-            sentences = reader.describe(record, num_committed)
-            histories[reader.request].extend(
-                (t_s, sentence) for sentence in sentences if sentence is not None
-            )
-    for request, reader in readers.items():
-        if reader.status:
-            histories[request].append((t_s, reader.status))
-    return histories
+    for line in lines:
+        concerned = [*_concerned(line.record, timeline, readers, siblings)]
+        for reader in concerned:
+            reader.describe(line.t_s, line.record)
+        timeline.observe(line.t_s, line.record)
+        if isinstance(line.record, Admit):
+            for reader in concerned:
+                reader.group = timeline.groups[line.record.group]
+    return {request: reader.finish() for request, reader in readers.items()}
 
 
 def _concerned(
     record: Event | Action,
+    timeline: Timeline,
     readers: Mapping[RequestId, _RequestReader],
     siblings: Mapping[GroupId, Sequence[_RequestReader]],
 ) -> Iterable[_RequestReader]:
@@ -99,11 +98,11 @@ def _concerned(
             return [readers[request] for request in record.requests if request in readers]
         case Admit() | GroupScored() | ScoringFailed() | Filter() | Fail() | Commit():
             return siblings.get(record.group, ())
-        case (
-            DecodeOnly() | EnginePaused() | ResumeEngine() | EngineLost() | Train() | StepFailed() | Trained()
-        ):
-            return [reader for reader in readers.values() if reader.status]  # the unfinished ones
-        case Resumed() | TrainerReplaced() | StartEvaluation():
+        case DecodeOnly() | EnginePaused() | ResumeEngine() | EngineLost():
+            engine = timeline.engines.get(record.engine)
+            running = () if engine is None else engine.requests
+            return [readers[request] for request in running if request in readers]
+        case Train() | StepFailed() | Trained() | Resumed() | TrainerReplaced() | StartEvaluation():
             return readers.values()
         case _:
             return ()
@@ -150,132 +149,153 @@ def _held_out_requests(journal: Journal, run: Path, numbers: Sequence[int]) -> l
 
 
 class _RequestReader:
-    """Turns journal records into sentences about one request."""
+    """Turns journal records into sentences about one request. The timeline is that before the record."""
 
-    def __init__(self, request: RequestId, batch_size: int) -> None:
-        self.request, self._group, self._batch_size = request, request.group, batch_size
-        self.status = ""  # of an unfinished request; empty before admission and after the end
-        self._num_committed = 0  # groups so far
-        self._version = 0
-        self._engine: int | None = None  # that decodes the request
-        self._step: int | None = None  # that its group is committed to
-        self._migration_reason = ""
+    def __init__(self, request: RequestId, batch_size: int, timeline: Timeline) -> None:
+        self.request, self._batch_size, self._timeline = request, batch_size, timeline
+        self.group: GroupSpan | None = None  # once it is admitted
+        self._history: History = []
+        self._is_evaluated = False  # the evaluation of a held-out request has started
+        self._is_finished = self._is_ended = False
+        self._is_redone = False  # by a replaced trainer
         self._is_decode_only = False  # its engine decodes only some rows
 
-    def describe(self, record: Event | Action, num_committed: int) -> list[str | None]:
-        """Sentences about a record; None where it does not concern the request or its group."""
-        self._num_committed = num_committed
-        return [self._describe_generation(record), self._describe_group(record)]
+    def describe(self, t_s: float, record: Event | Action) -> None:
+        """Append sentences about a record that may concern the request, its group or its engine."""
+        for sentence in (self._describe_generation(record), self._describe_group(record)):
+            if sentence is not None:
+                self._history.append((t_s, sentence))
+
+    def finish(self) -> History:
+        """The whole history; the last sentence of an unfinished request is its status."""
+        status = self._status()
+        return [*self._history, (self._timeline.now_s, status)] if status else self._history
+
+    def _status(self) -> str:
+        step = None if self.group is None else self.group.step
+        if self._is_ended or (self.group is None and not self._is_evaluated):
+            return ""
+        if step is not None:
+            return (
+                f"pending: step {step_number(step)} is {'redone' if self._is_redone else 'not trained yet'}"
+            )
+        if self.group is not None and self.group.rewards is not None:
+            return "pending: its group is not committed to a batch yet"
+        if self._is_finished:
+            return "pending: its group is not scored yet"
+        running = self._timeline.requests.get(self.request)
+        return WAITING_FOR_ROW if running is None else f"pending: on engine {running.engine.engine}"
+
+    @property
+    def _version(self) -> int:
+        if self.request.is_held_out:
+            return -1 - self.request.epoch
+        return 0 if self.group is None else self.group.admitted.version
+
+    @property
+    def _step(self) -> int | None:
+        return None if self.group is None else self.group.step
 
     def _describe_generation(self, record: Event | Action) -> str | None:
-        request = self.request
         match record:
-            case Generate(engine, _, requests) if request in requests:
-                self._engine, self.status = engine, f"pending: on engine {engine}"
+            case Generate(engine):
+                self._is_decode_only = False
                 return f"placed on engine {engine}"
-            case Migrate(migrating, source, destination, _, reason) if migrating == request:
-                self._migration_reason = reason
+            case Migrate(_, source, destination, _, reason):
                 return f"migration from engine {source} to engine {destination} started ({reason})"
-            case Migrated() if record.request == request:
+            case Migrated():
                 return self._describe_migration(record)
-            case MigrationFailed(migrating, source, destination, reason) if migrating == request:
+            case MigrationFailed(_, source, destination, reason):
                 return f"migration to engine {destination} failed ({reason}): stays on engine {source}"
-            case DecodeOnly(engine, requests) if self._engine is not None and engine == self._engine:
-                return self._describe_decode_only(engine, request in requests, bool(requests))
-            case EnginePaused(engine) if self._engine is not None and engine == self._engine:
+            case DecodeOnly(engine, requests):
+                return self._describe_decode_only(engine, self.request in requests, bool(requests))
+            case EnginePaused(engine):
                 return f"paused: engine {engine} yields its device to the trainer"
-            case ResumeEngine(engine) if self._engine is not None and engine == self._engine:
+            case ResumeEngine(engine):
                 return f"resumed on engine {engine}"
-            case EngineLost(engine, reason) if self._engine is not None and engine == self._engine:
-                self._engine, self.status = None, WAITING_FOR_ROW
+            case EngineLost(engine, reason):
                 return f"engine {engine} was lost ({reason}): the request restarts"
-            case Resumed() if self._engine is not None:
-                self._engine, self.status = None, WAITING_FOR_ROW
+            case Resumed() if self.request in self._timeline.requests:
                 return "the run was resumed: the request restarts"
-            case RequestFinished(engine, finished, _, num_tokens, chunks, reason) if finished == request:
-                self._engine, self.status = None, "pending: its group is not scored yet"
+            case RequestFinished(engine, _, _, num_tokens, chunks, reason):
+                self._is_finished = True
                 length = plural(num_tokens, "token")
                 return f"finished on engine {engine}: {length}, {reason}{self._describe_segments(chunks)}"
-            case RequestFailed(engine, failed, reason) if failed == request:
-                self._engine = None
-                self.status = "" if request.is_held_out else self.status
+            case RequestFailed(engine, _, reason):
+                self._is_ended |= self.request.is_held_out
                 return f"rejected by engine {engine}: {reason}"
-            case Abort(engine, requests) if request in requests:
+            case Abort(engine):
                 return f"abort requested on engine {engine}: its group has failed"
-            case RequestsAborted(engine, requests) if request in requests:
-                self._engine = None
+            case RequestsAborted(engine):
                 return f"aborted on engine {engine}"
-            case ReportStall(step, _, requests) if request in requests:
+            case ReportStall(step):
                 return f"step {step_number(step)} waits for this request"
             case _:
                 return None
 
     def _describe_group(self, record: Event | Action) -> str | None:
         match record:
-            case Admit(group, index, version, deadline) if group == self._group:
-                self._version, self.status = version, WAITING_FOR_ROW
-                filling = step_number(self._num_committed // self._batch_size)
+            case Admit(_, index, version, deadline):
+                filling = step_number(self._timeline.num_committed // self._batch_size)
                 return (
                     f"admitted at version {version}, dataset position {index}, deadline step "
                     f"{step_number(deadline)}; the batch of step {filling} was being filled"
                 )
-            case StartEvaluation(version) if self._group.is_held_out and version == -1 - self._group.epoch:
-                self._version, self.status = version, WAITING_FOR_ROW
+            case StartEvaluation(version) if self.request.is_held_out and version == self._version:
+                self._is_evaluated = True
                 return f"admitted at version {version} for its evaluation: it is not trained on"
-            case GroupScored(group, rewards) if group == self._group and group.is_held_out:
-                return self._end(group, f"scored: reward {rewards[self.request.sibling]:g}")
-            case ScoringFailed(group, reason) if group == self._group and group.is_held_out:
-                return self._end(group, f"scoring failed: {reason}")
-            case GroupScored(group, rewards) if group == self._group:
-                self.status = "pending: its group is not committed to a batch yet"
+            case GroupScored(_, rewards):
+                self._is_ended |= self.request.is_held_out
                 return f"scored: reward {rewards[self.request.sibling]:g}"
-            case Filter(group, reason):
-                return self._end(group, f"its group was filtered: {reason}")
-            case Fail(group, reason):
-                return self._end(group, f"its group failed: {reason}")
-            case Commit(group, step) if group == self._group:
-                self._step, self.status = step, f"pending: step {step_number(step)} is not trained yet"
+            case ScoringFailed(group, reason) if group.is_held_out:
+                return self._end(f"scoring failed: {reason}")
+            case Filter(_, reason):
+                return self._end(f"its group was filtered: {reason}")
+            case Fail(_, reason):
+                return self._end(f"its group failed: {reason}")
+            case Commit(_, step):
                 return f"committed to the batch of step {step_number(step)}, staleness {step - self._version}"
             case _:
-                return self._describe_step(record)
+                return None if self._step is None else self._describe_step(record, self._step)
 
-    def _describe_step(self, record: Event | Action) -> str | None:
+    def _describe_step(self, record: Event | Action, own: int) -> str | None:
+        number = step_number(own)
         match record:
-            case Train(step) if step == self._step:
-                return f"training of step {step_number(step)} started, staleness {step - self._version}"
-            case StepFailed(step, reason) if step == self._step:
-                return f"step {step_number(step)} failed ({reason}) and changed no weights: it is repeated"
-            case Resumed(from_step) if self._step is not None and from_step <= self._step and not self.status:
-                self.status = f"pending: step {step_number(self._step)} is not trained yet"
+            case Train(step) if step == own:
+                return f"training of step {number} started, staleness {step - self._version}"
+            case StepFailed(step, reason) if step == own:
+                return f"step {number} failed ({reason}) and changed no weights: it is repeated"
+            case Resumed(from_step) if from_step <= own and self._is_ended:
+                self._is_ended = self._is_redone = False
+                return f"the run was resumed after {plural(from_step, 'step')}: step {number} is redone"
+            case TrainerReplaced(from_step, redone) if any(self.request.group in batch for batch in redone):
+                self._is_ended, self._is_redone = False, True
                 trained = plural(from_step, "step")
-                return f"the run was resumed after {trained}: step {step_number(self._step)} is redone"
-            case TrainerReplaced(from_step, redone) if any(self._group in batch for batch in redone):
-                step, trained = step_number(self._step or 0), plural(from_step, "step")
-                self.status = f"pending: step {step} is redone"
-                return f"the trainer was lost and resumed after {trained}: step {step} is redone"
-            case Trained(step) if step == self._step:
-                return self._end(self._group, f"trained in step {step_number(step)}")
+                return f"the trainer was lost and resumed after {trained}: step {number} is redone"
+            case Trained(step) if step == own:
+                return self._end(f"trained in step {number}")
             case _:
                 return None
 
     def _describe_migration(self, event: Migrated) -> str:
-        self._engine, self._is_decode_only = event.destination, False
-        self.status = f"pending: on engine {event.destination}"
+        self._is_decode_only = False
+        migration = self._timeline.migrations.get(self.request)
+        reason = "" if migration is None else migration.action.reason
         kv = f"{event.num_bytes / 1e6:.3f} MB of KV copied in {1e3 * event.copy_s:.1f} ms"
         if event.num_prefilled:
             kv = f"KV of {plural(event.num_prefilled, 'token')} recomputed"
         return (
-            f"migrated from engine {event.source} to engine {event.destination} ({self._migration_reason}) "
+            f"migrated from engine {event.source} to engine {event.destination} ({reason}) "
             f"with {plural(event.num_tokens, 'token')}: {kv}, paused for {1e3 * event.stop_s:.1f} ms"
         )
 
     def _describe_decode_only(self, engine: int, is_named: bool, is_decode_only: bool) -> str | None:
         was_decode_only, self._is_decode_only = self._is_decode_only, is_decode_only
-        if not is_decode_only:
-            return f"engine {engine} decodes all its rows again" if was_decode_only else None
         if is_named:
             return f"prioritised on engine {engine}: the trainer waits for its group"
-        return f"paused: engine {engine} decodes only groups that the trainer waits for"
+        if is_decode_only:
+            return f"paused: engine {engine} decodes only groups that the trainer waits for"
+        return f"engine {engine} decodes all its rows again" if was_decode_only else None
 
     def _describe_segments(self, chunks: Sequence[Chunk]) -> str:
         """The segments of a response, unless its own version sampled every token."""
@@ -284,8 +304,6 @@ class _RequestReader:
         segments = (f"version {chunk.version} ({plural(chunk.num_tokens, 'token')})" for chunk in chunks)
         return f"; sampled by {', then '.join(segments)}"
 
-    def _end(self, group: GroupId, sentence: str) -> str | None:
-        if group != self._group:
-            return None
-        self.status = ""
+    def _end(self, sentence: str) -> str:
+        self._is_ended = True
         return sentence

@@ -12,7 +12,7 @@ from dora.core.actions import Admit, StartEvaluation
 from dora.core.events import RequestFinished
 from dora.core.types import Chunk, RequestId
 from dora.errors import InputError
-from dora.journal import request_history
+from dora.journal import why
 from dora.journal.reader import JournalLine, read_journal
 from dora.sim.random_config import draw_world_config
 
@@ -46,7 +46,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sentences(run: Path, request: RequestId) -> list[str]:
-    return [sentence for _, sentence in request_history.request_history(read_journal(run), request)]
+    return [sentence for _, sentence in why.request_history(read_journal(run), request)]
 
 
 def test_a_request_that_migrated_lists_all_its_migrations(story: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_request_that_migrated_lists_all_its_migrations(story: Path) -> None:
 
 
 def test_times_are_those_of_the_journal(story: Path) -> None:
-    times = [t_s for t_s, _ in request_history.request_history(read_journal(story), FIRST)]
+    times = [t_s for t_s, _ in why.request_history(read_journal(story), FIRST)]
     assert times == sorted(times)
     assert times[0] == 0.8
 
@@ -92,14 +92,14 @@ def finish(request: RequestId, *segments: tuple[int, int]) -> RequestFinished:
 )
 def test_segments_of_other_versions_are_listed(segments: list[tuple[int, int]], description: str) -> None:
     lines = [JournalLine(0, 0.0, Admit(TRAINED, 0, 3, 5)), JournalLine(1, 0.1, finish(FIRST, *segments))]
-    history = request_history.request_histories(lines, 1, [FIRST])[FIRST]
+    history = why.request_histories(lines, 1, [FIRST])[FIRST]
     assert history[1] == (0.1, f"finished on engine 1: {description}")
 
 
 def test_a_held_out_response_is_of_the_version_that_is_evaluated() -> None:
     request = RequestId(-4, 0, 0)
     lines = [JournalLine(0, 0.0, StartEvaluation(3)), JournalLine(1, 0.1, finish(request, (3, 9)))]
-    history = request_history.request_histories(lines, 1, [request])[request]
+    history = why.request_histories(lines, 1, [request])[request]
     assert history[1] == (0.1, "finished on engine 1: 9 tokens, stop")
 
 
@@ -119,7 +119,7 @@ def test_the_last_sentence_of_an_unfinished_request_is_its_status(
 
 
 def test_a_group_is_printed_sibling_by_sibling(story: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert request_history.main(story, str(TRAINED)) == 0
+    assert why.main(story, str(TRAINED)) == 0
     printed = capsys.readouterr().out
     assert [line for line in printed.splitlines() if line.startswith("request")] == [
         "request 0/4/0",
@@ -141,7 +141,7 @@ def test_a_group_is_printed_sibling_by_sibling(story: Path, capsys: pytest.Captu
 )
 def test_an_unknown_request_is_rejected(story: Path, name: str, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
-        request_history.main(story, name)
+        why.main(story, name)
 
 
 @pytest.mark.parametrize("num_events", range(9, len(EVENTS)))
@@ -156,7 +156,7 @@ def test_every_request_of_a_simulated_run_has_a_history(tmp_path: Path, seed: in
     journal = read_journal(record_run(tmp_path / "run", draw_world_config(seed), seed, max_events=400))
     finished = {line.record.request for line in journal.lines if isinstance(line.record, RequestFinished)}
     for request in sorted(finished)[:50]:
-        history = [sentence for _, sentence in request_history.request_history(journal, request)]
+        history = [sentence for _, sentence in why.request_history(journal, request)]
         assert history[0].startswith("admitted at version ")
         assert history[1].startswith("placed on engine ")
         assert any(s.startswith(("finished on engine", "pending", "its group failed")) for s in history)
