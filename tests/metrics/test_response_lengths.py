@@ -1,43 +1,44 @@
-"""ResponseLengths of generated, trained and filtered responses, counted from events and actions."""
+"""ResponseLengths of generated, trained and filtered responses, counted from the spans of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from dora.core.actions import Fail, Filter
-from dora.core.events import RequestFinished
+from dora.core.actions import Admit, Fail, Filter, Generate
+from dora.core.events import EngineJoined, RequestFinished
 from dora.core.types import Chunk, GroupId, RequestId
+from dora.journal.timeline import GroupSpan, Timeline
 from dora.metrics.rollout import ResponseLengths, percentile
 
 
-def always(group: GroupId) -> bool:
-    return True
+class Run:
+    """Groups that finish on one engine."""
 
+    def __init__(self) -> None:
+        self.lengths, self.timeline = ResponseLengths(), Timeline()
+        self.observe(EngineJoined(0, 8, 1))
 
-def never(group: GroupId) -> bool:
-    return False
+    def observe(self, record: EngineJoined | Admit | Generate | RequestFinished | Filter | Fail) -> None:
+        for span in self.timeline.observe(0.0, record):
+            self.lengths.add(span)
 
+    def start(self, row: int, num: int) -> GroupSpan:
+        self.observe(Admit(GroupId(0, row), row, 0, 0))
+        self.observe(Generate(0, 0, tuple(RequestId(0, row, sibling) for sibling in range(num))))
+        return self.timeline.groups[GroupId(0, row)]
 
-def finish(
-    lengths: ResponseLengths,
-    row: int,
-    *num_tokens: int,
-    reason: str = "stop",
-    is_open: Callable[[GroupId], bool] = always,
-) -> GroupId:
-    for sibling, num in enumerate(num_tokens):
-        request = RequestId(0, row, sibling)
-        event = RequestFinished(0, request, 0, num, (Chunk(0, "", num),), reason)
-        lengths.update(event, [], is_open)
-    return GroupId(0, row)
+    def finish(self, row: int, *num_tokens: int, reason: str = "stop") -> GroupSpan:
+        group = self.start(row, len(num_tokens))
+        for sibling, num in enumerate(num_tokens):
+            request = RequestId(0, row, sibling)
+            self.observe(RequestFinished(0, request, 0, num, (Chunk(0, "", num),), reason))
+        return group
 
 
 def test_a_step_has_mean_extremes_and_clip_ratio() -> None:
-    lengths = ResponseLengths()
-    groups = [finish(lengths, 0, 10, 20), finish(lengths, 1, 30, 40, reason="length")]
-    assert lengths.train(groups) == {
+    run = Run()
+    groups = [run.finish(0, 10, 20), run.finish(1, 30, 40, reason="length")]
+    assert run.lengths.train(groups) == {
         "response_length/mean": 25,
         "response_length/min": 10,
         "response_length/max": 40,
@@ -46,44 +47,45 @@ def test_a_step_has_mean_extremes_and_clip_ratio() -> None:
 
 
 def test_filtering_short_groups_is_a_drift_to_longer_responses() -> None:
-    lengths = ResponseLengths()
-    lengths.update(None, [Filter(finish(lengths, 0, 10, 10), "zero_variance")], never)
-    lengths.train([finish(lengths, 1, 40, 40)])
-    assert lengths.drift() == pytest.approx(40 / 25 - 1)
-    summary = lengths.to_json()
+    run = Run()
+    run.observe(Filter(run.finish(0, 10, 10).group, "zero_variance"))
+    run.lengths.train([run.finish(1, 40, 40)])
+    assert run.lengths.drift() == pytest.approx(40 / 25 - 1)
+    summary = run.lengths.to_json()
     assert summary["filtered_samples_by_length"] == {"9-16": 2}
     assert summary["response_length_generated"] == {"mean": 25, "p50": 40, "p99": 40, "max": 40}
     assert summary["response_length_trained"]["mean"] == 40
 
 
 def test_a_run_that_trains_all_it_generates_has_no_drift() -> None:
-    lengths = ResponseLengths()
-    lengths.train([finish(lengths, 0, 3, 500)])
-    assert lengths.drift() == 0
+    run = Run()
+    run.lengths.train([run.finish(0, 3, 500)])
+    assert run.lengths.drift() == 0
 
 
 def test_a_run_without_training_has_no_drift() -> None:
-    lengths = ResponseLengths()
-    lengths.update(None, [Fail(finish(lengths, 0, 10), "refused"), Fail(GroupId(0, 1), "lost")], never)
-    assert lengths.drift() is None
-    assert lengths.to_json()["response_length_trained"] is None
+    run = Run()
+    run.observe(Fail(run.finish(0, 10).group, "refused"))
+    assert run.lengths.drift() is None
+    assert run.lengths.to_json()["response_length_trained"] is None
 
 
 @pytest.mark.parametrize(
     ("length", "bucket"), [(0, "0-1"), (1, "0-1"), (2, "2-2"), (3, "3-4"), (65, "65-128")]
 )
 def test_filtered_responses_are_counted_by_powers_of_two(length: int, bucket: str) -> None:
-    lengths = ResponseLengths()
-    lengths.update(None, [Filter(finish(lengths, 0, length), "zero_variance")], never)
-    assert lengths.to_json()["filtered_samples_by_length"] == {bucket: 1}
+    run = Run()
+    run.observe(Filter(run.finish(0, length).group, "zero_variance"))
+    assert run.lengths.to_json()["filtered_samples_by_length"] == {bucket: 1}
 
 
 def test_a_response_of_a_failed_group_counts_as_generated_only() -> None:
-    lengths = ResponseLengths()
-    finish(lengths, 0, 3, is_open=never)
-    assert lengths.generated.total() == 1
-    with pytest.raises(KeyError):
-        lengths.train([GroupId(0, 0)])
+    run = Run()
+    group = run.start(0, 1)
+    run.observe(Fail(group.group, "refused"))
+    run.observe(RequestFinished(0, RequestId(0, 0, 0), 0, 3, (Chunk(0, "", 3),), "stop"))
+    assert run.lengths.generated.total() == 1
+    assert not group.responses
 
 
 def test_a_percentile_is_one_of_the_values() -> None:

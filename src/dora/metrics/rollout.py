@@ -1,30 +1,19 @@
 """Metrics of the rollout: utilisation of rows, response lengths, migrations, weight loads.
 
-All of them are computed from events and actions, as the journal has them, and from the engines' usage
+They are computed from the spans of `dora.journal.timeline`, as these end, and from the engines' usage
 counters.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dora.core.actions import Action, Fail, Filter, Generate, Load, Migrate, SkipLoad
-from dora.core.events import (
-    EngineLost,
-    Event,
-    Loaded,
-    Migrated,
-    MigrationFailed,
-    ProgressReported,
-    RequestFailed,
-    RequestFinished,
-    RequestsAborted,
-    Resumed,
-)
-from dora.core.types import GroupId, RequestId
+from dora.core.actions import Action, Load, SkipLoad
+from dora.core.types import GroupId
+from dora.journal.timeline import GroupSpan, LoadSpan, MigrationSpan, RequestSpan, Span
 
 DRIFT_LIMIT = 0.1  # of the mean response length; a larger drift is reported
 
@@ -122,29 +111,22 @@ class ResponseLengths:
         self.generated = Counter[int]()  # length -> responses
         self.trained = Counter[int]()
         self.filtered = Counter[int]()
-        self._finished: dict[GroupId, list[RequestFinished]] = {}  # of open groups
 
-    def update(
-        self, event: Event | None, actions: Sequence[Action], is_open: Callable[[GroupId], bool]
-    ) -> None:
-        """Account for an event and its actions; responses of a failed group, which is not open, may come
-        late.
-        """
-        if isinstance(event, RequestFinished) and not event.request.is_held_out:
-            if is_open(event.request.group):
-                self._finished.setdefault(event.request.group, []).append(event)
-            self.generated[event.num_tokens] += 1
-        for action in actions:
-            if isinstance(action, Filter):
-                self.filtered.update(response.num_tokens for response in self._finished.pop(action.group))
-            elif isinstance(action, Fail):
-                self._finished.pop(action.group, None)
+    def add(self, span: Span) -> None:
+        """Account for a span that has ended."""
+        match span:
+            case RequestSpan(finished=finished) if finished is not None and not span.request.is_held_out:
+                self.generated[span.num_tokens] += 1
+            case GroupSpan(outcome="filtered"):
+                self.filtered.update(response.num_tokens for response in span.responses.values())
+            case _:
+                pass
 
-    def train(self, groups: Sequence[GroupId]) -> dict[str, float]:
+    def train(self, groups: Iterable[GroupSpan]) -> dict[str, float]:
         """The groups were trained: the metrics of their step."""
-        responses = [response for group in groups for response in self._finished.pop(group)]
+        responses = [response for group in groups for response in group.responses.values()]
         lengths = [response.num_tokens for response in responses]
-        num_clipped = sum(response.finish_reason == "length" for response in responses)
+        num_clipped = sum(response.end == "length" for response in responses)
         self.trained.update(lengths)
         return {
             "response_length/mean": sum(lengths) / len(lengths),
@@ -207,38 +189,22 @@ class MigrationMetrics:
     kv_bytes: int = 0
     downtimes_s: list[float] = field(default_factory=list)
     reprefill_tokens: int = 0  # of requests restarted although no engine was lost, or migrated without KV
-    _reasons: dict[RequestId, str] = field(default_factory=dict)  # of migrations in progress
-    _owners: dict[RequestId, int] = field(default_factory=dict)
-    _lengths: dict[RequestId, int] = field(default_factory=dict)  # response tokens, as last reported
 
-    def update(self, event: Event | None, actions: Sequence[Action]) -> None:
-        """Account for an event and the actions that it caused."""
-        match event:
-            case Migrated():
-                self._on_migrated(event)
-            case MigrationFailed(request, _, _, reason):
+    def add(self, span: Span) -> None:
+        """Account for a span that has ended."""
+        match span:
+            case MigrationSpan(failure=str(reason)):
                 self.failed[reason] += 1
-                self._reasons.pop(request, None)
-            case ProgressReported(_, lengths):
-                self._lengths.update(lengths)
-            case RequestFinished(_, request) | RequestFailed(_, request):
-                self._forget(request)
-            case RequestsAborted(_, requests):
-                for request in requests:
-                    self._forget(request)
-            case Resumed():
-                for table in (self._owners, self._lengths, self._reasons):
-                    table.clear()
-            case EngineLost(engine):
-                for request in [r for r, owner in self._owners.items() if owner == engine]:
-                    self._forget(request)
+            case MigrationSpan(migrated=event) if event is not None:
+                self.succeeded[span.action.reason] += 1
+                self.kv_bytes += event.num_bytes
+                self.reprefill_tokens += event.num_prefilled
+                if event.num_bytes or event.num_prefilled:  # else the destination was lost before the report
+                    self.downtimes_s.append(event.stop_s)
+            case RequestSpan(end="restarted"):
+                self.reprefill_tokens += self.prompt_length(span.request.group) + span.num_tokens
             case _:
                 pass
-        for action in actions:
-            if isinstance(action, Migrate):
-                self._reasons[action.request] = action.reason
-            elif isinstance(action, Generate):
-                self._on_generate(action)
 
     def downtime_percentile(self, fraction: float) -> float | None:
         """Seconds without a token that `fraction` of the migrations do not exceed; None without any."""
@@ -256,26 +222,6 @@ class MigrationMetrics:
             "migration_downtime_s_max": self.downtime_percentile(1.0),
         }
 
-    def _on_migrated(self, event: Migrated) -> None:
-        self.succeeded[self._reasons.pop(event.request, "unknown")] += 1
-        self.kv_bytes += event.num_bytes
-        self.reprefill_tokens += event.num_prefilled
-        if (
-            event.num_bytes or event.num_prefilled
-        ):  # else the destination was lost before it reported the cost
-            self.downtimes_s.append(event.stop_s)
-        self._owners[event.request] = event.destination
-
-    def _on_generate(self, action: Generate) -> None:
-        for request in action.requests:
-            if request in self._owners:
-                self.reprefill_tokens += self.prompt_length(request.group) + self._lengths.get(request, 0)
-            self._owners[request] = action.engine
-
-    def _forget(self, request: RequestId) -> None:
-        self._owners.pop(request, None)
-        self._lengths.pop(request, None)
-
 
 # --- weight loads
 
@@ -288,25 +234,27 @@ class WeightLoadMetrics:
     num_skipped: int = 0  # and not loaded later to keep the staleness bound
     load_s: float = 0.0  # from `Load` to `Loaded`, summed
     pause_s: float = 0.0  # the part of it in which the engine's requests were paused
-    _since_s: dict[int, float] = field(default_factory=dict)  # engine -> time of its `Load`
     _skipped: dict[int, int] = field(default_factory=dict)  # engine -> version
 
-    def update(self, now: float, event: Event | None, actions: Sequence[Action]) -> None:
-        """Account for an event and the actions that it caused; `now` in seconds."""
-        if isinstance(event, Loaded):
+    def add(self, span: Span) -> None:
+        """Account for a span that has ended."""
+        if isinstance(span, LoadSpan) and span.loaded is not None:
             self.num_loads += 1
-            self.load_s += now - self._since_s.pop(event.engine, now)
-            self.pause_s += event.stop_s
-        elif isinstance(event, Resumed):
-            self._since_s.clear()
-            self._skipped.clear()
+            self.load_s += span.until(span.start_s) - span.start_s
+            self.pause_s += span.loaded.stop_s
+
+    def order(self, actions: Iterable[Action]) -> None:
+        """Account for loads that are skipped, or done after all."""
         for action in actions:
             if isinstance(action, Load):
-                self._since_s[action.engine] = now
                 self.num_skipped -= self._skipped.pop(action.engine, None) == action.version
             elif isinstance(action, SkipLoad):
                 self._skipped[action.engine] = action.version
                 self.num_skipped += 1
+
+    def forget_engines(self) -> None:
+        """All engines are new."""
+        self._skipped.clear()
 
     def to_json(self) -> dict[str, Any]:
         """The weight loads in the summary."""

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-from dora.core.actions import Action, Admit, Fail, Filter, Train
+from dora.core.actions import Action, Admit
 from dora.core.events import EngineJoined, EngineLost, Event, RequestFinished, Resumed, Trained
 from dora.core.orchestrator import Orchestrator
 from dora.core.state import State
 from dora.core.types import GroupId, Limits
+from dora.journal.timeline import GroupSpan, Span, Timeline
 from dora.metrics.rollout import (
     EngineUsage,
     MigrationMetrics,
@@ -147,8 +148,7 @@ class RunMetrics:
     staleness: Counter[int] = field(default_factory=Counter)  # -> samples trained
     trained_tokens: int = 0
     steps: list[StepRecord] = field(default_factory=list)
-    _versions: dict[GroupId, int] = field(default_factory=dict)  # of admitted groups without outcome
-    _batch: tuple[GroupId, ...] = ()
+    _timeline: Timeline = field(default_factory=Timeline)
     _has_admitted: bool = False
     _num_live: int = 0  # versions with unfinished requests
     _is_trainer_idle: bool = True
@@ -165,11 +165,15 @@ class RunMetrics:
         """Account for an event and its actions, after the state has changed; returns a finished step."""
         self._integrate(now)
         self.timing.advance(now)
-        self.lengths.update(event, actions, lambda group: group in state.groups)
-        step = self._on_event(now, event, state)
-        self._on_actions(actions)
-        self.migrations.update(event, actions)
-        self.weight_loads.update(now, event, actions)
+        ended = [] if event is None else self._timeline.observe(now, event)
+        step = self._on_event(now, event, state, ended)
+        for action in actions:
+            self._on_action(action)
+            ended += self._timeline.observe(now, action)
+        for span in ended:
+            for metrics in (self.lengths, self.migrations, self.weight_loads):
+                metrics.add(span)
+        self.weight_loads.order(actions)
         self.stalls.update(state)
         self.timing.update(now, event, actions, state)
         self.recoveries.update(now, event, state)
@@ -193,7 +197,9 @@ class RunMetrics:
             if self._is_trainer_idle:
                 self.exposed_rollout_s += elapsed_s
 
-    def _on_event(self, now: float, event: Event | None, state: State) -> StepRecord | None:
+    def _on_event(
+        self, now: float, event: Event | None, state: State, ended: Sequence[Span]
+    ) -> StepRecord | None:
         usage = self.samples.engine_usage
         match event:
             case RequestFinished():
@@ -207,45 +213,41 @@ class RunMetrics:
             case Resumed():  # the engines are new and count their usage from 0
                 self.num_attempts += 1
                 self.utilization = RolloutUtilization()
+                self.weight_loads.forget_engines()
             case Trained(step) if step < len(self.steps):  # redone: it was measured when it was trained first
                 self.samples.step_metrics.pop(0)
                 self.redone_steps += 1
                 self.redone_tokens += self.steps[step].num_tokens
             case Trained(step):
-                return self._end_step(step, now, state)
+                batch = [span for span in ended if isinstance(span, GroupSpan)]
+                return self._end_step(step, now, state, batch)
             case _:
                 pass
         return None
 
-    def _on_actions(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Admit):
-                self._versions[action.group] = action.version
-                if not self._has_admitted:
-                    self._has_admitted = True
-                    self.utilization.start(self.samples.engine_usage)
-            elif isinstance(action, Train):
-                self._batch = action.groups
-            elif isinstance(action, Filter | Fail):
-                self._versions.pop(action.group)
+    def _on_action(self, action: Action) -> None:
+        if isinstance(action, Admit) and not self._has_admitted:
+            self._has_admitted = True
+            self.utilization.start(self.samples.engine_usage)
 
-    def _end_step(self, step: int, now: float, state: State) -> StepRecord:
+    def _end_step(self, step: int, now: float, state: State, batch: Sequence[GroupSpan]) -> StepRecord:
         samples, size = self.samples, self.limits.group_size
+        groups = [span.group for span in batch]
         staleness: Counter[int] = Counter()
-        for group in self._batch:
-            staleness[step - self._versions.pop(group)] += size
-        task_rewards = [samples.task_rewards.pop(group, {}) for group in self._batch]
+        for span in batch:
+            staleness[step - span.admitted.version] += size
+        task_rewards = [samples.task_rewards.pop(group, {}) for group in groups]
         metrics = StepRecord(
             step=step,
             t_s=now,
             staleness=staleness,
-            rewards=RewardStats.of([samples.rewards.pop(group) for group in self._batch]),
-            num_tokens=sum(samples.num_tokens.pop(group) for group in self._batch),
+            rewards=RewardStats.of([samples.rewards.pop(group) for group in groups]),
+            num_tokens=sum(samples.num_tokens.pop(group) for group in groups),
             wall_s=now - (self.steps[-1].t_s if self.steps else self.started_s),
             stall_s=state.stall_s - self._stall_s,
             staleness_bound=self.limits.max_staleness - state.adaptive_staleness.reduction,
             others={
-                **self.lengths.train(self._batch),
+                **self.lengths.train(batch),
                 **samples.step_metrics.pop(0)[1],
                 **_mean_by_task(task_rewards),
                 **self.timing.end_step(state),

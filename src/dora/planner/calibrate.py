@@ -20,20 +20,20 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.core.actions import Action, Admit, DecodeOnly, Generate, Load, Publish, Score, Train
-from dora.core.events import (
-    EngineJoined,
-    Event,
-    GroupScored,
-    Loaded,
-    Migrated,
-    Published,
-    RequestFinished,
-    Trained,
-)
+from dora.core.actions import Action, Admit
+from dora.core.events import EngineJoined, Event, Trained
 from dora.core.orchestrator import Orchestrator
-from dora.core.types import GroupId, Limits, RequestId
+from dora.core.types import GroupId, Limits
 from dora.errors import InputError
+from dora.journal.timeline import (
+    LoadSpan,
+    MigrationSpan,
+    RequestSpan,
+    ScoringSpan,
+    Span,
+    Timeline,
+    TrainerSpan,
+)
 from dora.planner.costs import StepTime, StepTimeTerms
 from dora.planner.fluid import FluidEngine
 from dora.planner.lengths import CHUNK_SIZE
@@ -49,15 +49,15 @@ ERROR_TOLERANCE = 1.001  # relative: the smallest slowdown wins that is so close
 # Reading runs
 
 
-@dataclass
+@dataclass(frozen=True)
 class DecodeSpan:
     """A request on one engine, where it gained `num_tokens`."""
 
     engine: int
     version: int
     started_s: float
-    ended_s: float = 0.0
-    num_tokens: int = 0
+    ended_s: float
+    num_tokens: int
     is_uninterrupted: bool = True  # it was never stopped and never on another engine
 
     @property
@@ -104,10 +104,6 @@ class RecordedRun:
     requests: list[DecodeSpan] = field(default_factory=list)
     trainings: list[TrainingSpan] = field(default_factory=list)
     durations_s: dict[str, list[float]] = field(default_factory=dict)  # of "load", "reward", ...
-    _started_s: dict[object, float] = field(default_factory=dict)
-    _running: dict[RequestId, DecodeSpan] = field(default_factory=dict)
-    _decode_only: dict[int, tuple[RequestId, ...]] = field(default_factory=dict)
-    _batch: tuple[GroupId, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -115,76 +111,51 @@ class RecordedRun:
         first, *others = self.trainings
         return sum(step.num_tokens for step in others) / (others[-1].ended_s - first.ended_s)
 
-    def add(self, now: float, record: Event | Action) -> None:
-        """Follow the next event or action."""
-        match record:
-            case EngineJoined():
-                self.engines.append(record)
-            case Admit():
-                self.position_of[record.group] = record.index
-            case Load():
-                self._started_s["load", record.engine] = now
-            case Loaded():
-                self._end("load", ("load", record.engine), now)
-                self.durations_s.setdefault("load stop", []).append(record.stop_s)
-            case Score():
-                self._started_s[record.group] = now
-            case GroupScored():
-                self._end("reward", record.group, now)
-            case Publish():
-                self._started_s["publish"] = now
-            case Published():
-                self._end("publish", "publish", now)
-            case Train():
-                self._started_s["train"], self._batch = now, record.groups
-            case Trained():
-                self._end_training(now, record.step)
-            case _:
-                self._add_of_request(now, record)
-
-    def _add_of_request(self, now: float, record: Event | Action) -> None:
-        match record:
-            case Generate():
-                is_uninterrupted = not self._decode_only.get(record.engine)
-                for request in record.requests:
-                    self._running[request] = DecodeSpan(
-                        record.engine, record.version, now, is_uninterrupted=is_uninterrupted
-                    )
-            case DecodeOnly():
-                self._decode_only[record.engine] = record.requests
-                for request, span in self._running.items():
-                    if record.requests and span.engine == record.engine:
-                        span.is_uninterrupted &= request in record.requests
-            case Migrated() if record.request in self._running:
-                self.durations_s.setdefault("migration", []).append(record.copy_s)
-                before = self._running[record.request]
-                self._end_request(before, now, record.num_tokens)
-                after = DecodeSpan(record.destination, before.version, now, num_tokens=-record.num_tokens)
-                self._running[record.request] = after
-                before.is_uninterrupted = after.is_uninterrupted = False
-            case RequestFinished():
-                if record.request in self._running:
-                    self._end_request(self._running.pop(record.request), now, record.num_tokens)
-                if not record.request.is_held_out:
-                    group = self.answers.setdefault(record.request.group, {})
-                    group[record.request.sibling] = record.num_tokens
+    def add(self, span: Span) -> None:
+        """Follow the next span that has ended."""
+        duration_s = span.until(span.start_s) - span.start_s
+        match span:
+            case RequestSpan():
+                self._add_request(span)
+            case MigrationSpan(migrated=migrated) if migrated is not None:
+                self._add_duration("migration", migrated.copy_s)
+            case LoadSpan(loaded=loaded) if loaded is not None:
+                self._add_duration("load", duration_s)
+                self._add_duration("load stop", loaded.stop_s)
+            case ScoringSpan(rewards=rewards) if rewards is not None:
+                self._add_duration("reward", duration_s)
+            case TrainerSpan(phase="publish"):
+                self._add_duration("publish", duration_s)
+            case TrainerSpan(phase="train", result=Trained()):
+                self._add_training(span)
             case _:
                 pass
 
-    def _end(self, what: str, key: object, now: float) -> None:
-        if key in self._started_s:
-            self.durations_s.setdefault(what, []).append(now - self._started_s.pop(key))
+    def _add_duration(self, what: str, seconds: float) -> None:
+        self.durations_s.setdefault(what, []).append(seconds)
 
-    def _end_request(self, span: DecodeSpan, now: float, num_tokens: int) -> None:
-        span.ended_s, span.num_tokens = now, span.num_tokens + num_tokens
-        if span.duration_s > 0 and span.num_tokens > 0:
-            self.requests.append(span)
+    def _add_request(self, span: RequestSpan) -> None:
+        if span.finished is None and span.migrated_to is None:
+            return
+        if span.finished is not None and not span.request.is_held_out:
+            group = self.answers.setdefault(span.request.group, {})
+            group[span.request.sibling] = span.num_tokens
+        decoded = DecodeSpan(
+            span.engine.engine,
+            span.version,
+            span.start_s,
+            span.until(span.start_s),
+            span.num_tokens - span.num_tokens_before,
+            span.is_uninterrupted,
+        )
+        if decoded.duration_s > 0 and decoded.num_tokens > 0:
+            self.requests.append(decoded)
 
-    def _end_training(self, now: float, step: int) -> None:
-        num_tokens = sum(sum(self.answers[group].values()) for group in self._batch)
-        started_s = self._started_s["train"]
-        early_s = max(0.0, self.update_s.get(step, 0.0) - (now - started_s))
-        self.trainings.append(TrainingSpan(started_s, now, num_tokens, early_s))
+    def _add_training(self, span: TrainerSpan) -> None:
+        started_s, ended_s = span.start_s, span.until(span.start_s)
+        num_tokens = sum(sum(self.answers[group].values()) for group in span.groups)
+        early_s = max(0.0, self.update_s.get(span.number, 0.0) - (ended_s - started_s))
+        self.trainings.append(TrainingSpan(started_s, ended_s, num_tokens, early_s))
 
 
 def read_run(
@@ -194,9 +165,14 @@ def read_run(
     min_stream_tokens: int | None = None,
 ) -> RecordedRun:
     """A run by the lines of its journal."""
-    run = RecordedRun(limits, update_s or {}, min_stream_tokens)
+    run, timeline = RecordedRun(limits, update_s or {}, min_stream_tokens), Timeline()
     for now, record in lines:
-        run.add(now, record)
+        if isinstance(record, EngineJoined):
+            run.engines.append(record)
+        elif isinstance(record, Admit):
+            run.position_of[record.group] = record.index
+        for span in timeline.observe(now, record):
+            run.add(span)
     return run
 
 
