@@ -12,12 +12,13 @@ from tests.journal.recorded_runs import record_run, world_config
 from tests.journal.story import FIRST, write_story
 
 from dora.audit import audit
-from dora.core.actions import Generate
-from dora.core.events import EngineJoined, Loaded, RequestFinished
+from dora.core.actions import Action, Generate
+from dora.core.events import EngineJoined, Event, Loaded, RequestFinished
 from dora.core.types import Limits, RequestId
 from dora.errors import InputError
-from dora.journal import request_history
-from dora.journal.reader import JOURNAL_FILE, read_journal
+from dora.journal import why
+from dora.journal.reader import JOURNAL_FILE, JournalLine, read_journal
+from dora.journal.timeline import fold
 from dora.journal.writer import JournalWriter
 from dora.report import samples, timeline
 from dora.report.data import MAX_POINTS, MetricColumns, RunReader, run_data
@@ -101,9 +102,7 @@ def test_a_history_is_that_of_dora_why(story: JsonObject, tmp_path: Path) -> Non
     journal = read_journal(write_story(tmp_path / "run"))
     (group,) = story["samples"]["groups"]
     found = [(t, sentence) for t, sentence in group["responses"][0]["history"]]
-    assert found == [
-        (round(t, 3), sentence) for t, sentence in request_history.request_history(journal, FIRST)
-    ]
+    assert found == [(round(t, 3), sentence) for t, sentence in why.request_history(journal, FIRST)]
 
 
 def test_a_run_read_in_parts_equals_one_read_at_once(finished_run: Path, tmp_path: Path) -> None:
@@ -144,18 +143,23 @@ def test_a_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
 
 
 def test_without_c1_a_span_ends_with_each_load_of_a_newer_version() -> None:
-    found, held_out = timeline.EngineTimeline(breaks_c1=True), RequestId(-2, 0, 0)
-    found.observe(0.0, EngineJoined(0, 2, 1))
-    for now, record in (
+    held_out = RequestId(-2, 0, 0)
+    records: list[tuple[float, Event | Action]] = [
+        (0.0, EngineJoined(0, 2, 1)),
         (0.0, Generate(0, 1, (FIRST, held_out))),
         (1.0, Loaded(0, 2, "")),
         (2.0, Loaded(0, 1, "")),
         (3.0, RequestFinished(0, FIRST, 2, 9, (), "stop")),
         (4.0, RequestFinished(0, held_out, 1, 9, (), "stop")),
-    ):
-        found.observe(now, record)
-    spans = [(span.request, span.to_s - span.from_s, span.version) for span in found.tracks[0].spans]
-    assert spans == [(FIRST, 1.0, 1), (FIRST, 2.0, 2), (held_out, 4.0, 1)]
+    ]
+    lines = (JournalLine(seq, t_s, record) for seq, (t_s, record) in enumerate(records))
+    (track,) = timeline.engines_to_json(fold(lines, breaks_c1=True), now=4.0)["tracks"]
+    assert track["spans"] == {
+        "t": [0, 0, 1000],
+        "d": [1000, 4000, 2000],
+        "v": [1, 1, 2],
+        "r": [str(FIRST), str(held_out), str(FIRST)],
+    }
 
 
 def test_a_run_with_too_many_spans_is_drawn_as_sums(

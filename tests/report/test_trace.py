@@ -134,7 +134,6 @@ def test_the_trainer_waits_trains_and_publishes_without_a_gap(story: list[Event]
         "train step 1",
         "train step 1",
         "publish 1",
-        "wait for the batch of step 2",
     ]
     assert all(a["ts"] + a["dur"] == b["ts"] for a, b in pairwise(phases))
 

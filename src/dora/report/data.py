@@ -9,15 +9,13 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from dora.audit import audit
-from dora.core.actions import Action, Admit, Fail, Filter, Train
-from dora.core.events import Event, Published, RequestFinished, Resumed, Trained
+from dora.core.events import Published
 from dora.core.types import GroupId, Limits, RequestId
 from dora.errors import InputError
 from dora.journal.reader import (
@@ -28,12 +26,19 @@ from dora.journal.reader import (
     read_journal,
     read_line,
 )
-from dora.journal.request_history import request_histories
+from dora.journal.timeline import GroupSpan, RequestSpan, Span, Timeline
+from dora.journal.why import request_histories
 from dora.metrics.catalog import SECTIONS
 from dora.metrics.evaluation import VERSION_KEY
 from dora.metrics.writer import METRICS_FILE
 from dora.report import samples
-from dora.report.timeline import EngineTimeline, RowTime, TrainerTimeline
+from dora.report.timeline import (
+    engines_to_json,
+    migrated_requests,
+    rows_to_json,
+    trainer_to_json,
+    trainer_waits,
+)
 
 SUMMARY_FILE = "summary.json"
 NUM_SAMPLES = 400  # responses shown in full
@@ -101,6 +106,8 @@ class RunReader:
         now = self._lines[-1].t_s if self._lines else 0.0
         started = self._lines[0].t_s if self._lines else 0.0
         config, summary = samples.read_config(self._run), _read_object(self._run / SUMMARY_FILE)
+        spans = [*self._ended, *self._timeline.open_spans()]
+        groups = GroupOutcomes(spans, self._timeline.num_trained)
         return {
             "name": self._run.resolve().name,
             "folder": self._run.as_posix(),
@@ -118,11 +125,11 @@ class RunReader:
             "metrics": _read_metrics(self._run).to_json(),
             "evaluations": self._evaluations(summary),
             "published": [round(1e3 * t_s) for t_s in self._published],
-            "engines": self._engines.to_json(now),
-            "trainer": self._trainer.to_json(now),
-            "rows": self._rows.to_json(now),
-            "groups": self._groups.to_json(self._limits.group_size),
-            "samples": self._samples(config),
+            "engines": engines_to_json(spans, now),
+            "trainer": trainer_to_json(spans, now),
+            "rows": rows_to_json(spans, self._limits, now),
+            "groups": groups.to_json(self._limits.group_size),
+            "samples": self._samples(config, spans, groups),
         }
 
     def _reset(self) -> None:
@@ -134,18 +141,14 @@ class RunReader:
         self._limits, self._num_prompts, _ = read_header(path, head)
         self._dora_version = str(json.loads(head).get("dora_version", ""))
         self._head, self._offset = head, len(head)
-        self._engines = EngineTimeline(self._limits.breaks_c1)
-        self._trainer, self._rows = TrainerTimeline(), RowTime(self._limits)
-        self._groups = GroupOutcomes()
+        self._timeline = Timeline(breaks_c1=self._limits.breaks_c1)
+        self._ended: list[Span] = []
         self._published: list[float] = []  # times, by version
 
     def _observe(self, line: JournalLine) -> None:
         self._lines.append(line)
         now, record = line.t_s, line.record
-        self._engines.observe(now, record)
-        self._trainer.observe(now, record)
-        self._rows.observe(now, record)
-        self._groups.observe(record)
+        self._ended += self._timeline.observe(now, record)
         if isinstance(record, Published):
             missing = record.version + 1 - len(self._published)
             self._published += [now] * missing  # None for a redone version
@@ -164,32 +167,32 @@ class RunReader:
     def _published_at(self, version: int) -> float | None:
         return round(self._published[version], 3) if 0 <= version < len(self._published) else None
 
-    def _samples(self, config: JsonObject) -> JsonObject:
+    def _samples(self, config: JsonObject, spans: Sequence[Span], groups: GroupOutcomes) -> JsonObject:
         """Some responses in full, with the history of their requests."""
         try:
             stored = samples.read_groups(self._run)
         except InputError:  # the run has no responses yet, or no store
             return {"num": 0, "num_groups": 0, "is_text": False, "groups": []}
-        waits = sorted(self._trainer.waits, key=lambda wait: wait.from_s - wait.to_s)
+        waits = sorted(trainer_waits(spans), key=lambda wait: wait.from_s - wait.to_s)
         picked = samples.pick_groups(
             stored,
             max(1, self._num_samples // self._limits.group_size),
-            migrated=(_request_id(each["request"]).group for each in self._engines.migrations),
+            migrated=(request.group for request in migrated_requests(spans)),
             waited_for=(wait.group for wait in waits if wait.group is not None),
         )
         self._decode = self._decode or samples.find_decoder(self._run, config)
-        groups = samples.read_texts(self._run, picked, self._decode)
-        histories = request_histories(self._lines, self._limits.batch_size, samples.requests_of(groups))
-        for group in groups:
+        shown = samples.read_texts(self._run, picked, self._decode)
+        histories = request_histories(self._lines, self._limits.batch_size, samples.requests_of(shown))
+        for group in shown:
             for response in group["responses"]:
                 request = _request_id(f"{group['group']}/{response['sibling']}")
-                group["version"] = self._groups.versions.get(request.group, group["version"])
+                group["version"] = groups.versions.get(request.group, group["version"])
                 response["history"] = [[round(t_s, 3), sentence] for t_s, sentence in histories[request]]
         return {
             "num": sum(len(group.rewards) for group in stored),
             "num_groups": len(stored),
             "is_text": self._decode is not None,
-            "groups": groups,
+            "groups": shown,
         }
 
 
@@ -260,40 +263,30 @@ def _read_metrics(run: Path) -> MetricColumns:
 OUTCOMES = ("trained", "filtered", "failed", "pending")
 
 
-@dataclass
 class GroupOutcomes:
     """The outcome of every admitted group, and the lengths of responses by outcome."""
 
-    versions: dict[GroupId, int] = field(default_factory=dict)  # at admission
-    untrained: dict[GroupId, tuple[str, str]] = field(default_factory=dict)  # -> outcome, reason
-    steps: dict[GroupId, int] = field(default_factory=dict)  # of trained groups
-    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    _batches: dict[int, tuple[GroupId, ...]] = field(default_factory=dict)
-    _lengths: dict[GroupId, list[int]] = field(default_factory=dict)  # of finished responses
-
-    def observe(self, record: Event | Action) -> None:
-        match record:
-            case Admit(group, _, version):
-                self.versions[group] = version
-            case RequestFinished(_, request, _, num_tokens, _, reason) if not request.is_held_out:
-                self._lengths.setdefault(request.group, []).append(num_tokens)
-                self.finish_reasons[reason] += 1
-            case Filter(group, reason) | Fail(group, reason):
-                outcome = "filtered" if isinstance(record, Filter) else "failed"
-                self.untrained[group] = (outcome, reason)
-                self.reasons[outcome, reason] += 1
-            case Train(step, groups):
-                self._batches[step] = groups
-            case Trained(step):
-                self.steps |= dict.fromkeys(self._batches[step], step)
-            case Resumed(from_step):
-                self.steps = {group: step for group, step in self.steps.items() if step < from_step}
-            case _:
-                pass
+    def __init__(self, spans: Sequence[Span], num_trained: int) -> None:
+        """`num_trained` steps are trained and were not voided by a resume."""
+        groups = {span.group: span for span in spans if isinstance(span, GroupSpan)}
+        responses = [span for span in spans if isinstance(span, RequestSpan) and span.finished is not None]
+        ended = [span for span in groups.values() if span.outcome in ("filtered", "failed")]
+        self.versions = {group: span.admitted.version for group, span in groups.items()}
+        self.untrained = {span.group: span.outcome for span in ended}
+        self.reasons = Counter((span.outcome, span.end) for span in ended)
+        self.steps = {
+            group: span.step
+            for group, span in groups.items()
+            if span.outcome == "trained" and span.step is not None and span.step < num_trained
+        }
+        own = [span for span in responses if not span.request.is_held_out]
+        self.finish_reasons = Counter(span.end for span in own)
+        self._lengths: dict[GroupId, list[int]] = {}  # of finished responses
+        for span in own:
+            self._lengths.setdefault(span.request.group, []).append(span.num_tokens)
 
     def outcome_of(self, group: GroupId) -> str:
-        return "trained" if group in self.steps else self.untrained.get(group, ("pending", ""))[0]
+        return "trained" if group in self.steps else self.untrained.get(group, "pending")
 
     def to_json(self, group_size: int) -> JsonObject:
         """Groups by outcome, samples by staleness, responses by length and outcome."""
