@@ -101,10 +101,41 @@ def test_the_reward_is_the_fraction_of_passed_tests_or_all_or_nothing(reward: Pa
         ("def f(a):\n  while a: pass\n  return 1", ["assert f(0) == 1", "assert f(1) == 1"], 0.5),
         ("from collections import Counter\ndef f(a): return Counter(a)", ["assert f('aa') == {'a': 2}"], 1.0),
         ("f = lambda a: True", ["assert f(1) is True", "assert not f(2)"], 0.5),
+        ("def f(): return float('nan')", ["assert math.isnan(f())", "assert f() != f()"], 1.0),
+        ("def f(): return [1.5, float('nan')]", ["assert math.isnan(f()[1])", "assert sum(f()) > 0"], 0.5),
+        ("def f():\n  yield 1\n  yield 2", ["assert list(f()) == [1, 2]", "assert next(f()) == 1"], 1.0),
+        ("def f(a): return map(abs, a)", ["assert list(f([-1, 2])) == [1, 2]"], 1.0),
+        ("def f(a): return {1: 2, 3: 4}.items()", ["assert sorted(f(0)) == [(1, 2), (3, 4)]"], 1.0),
+        ("def f(a): return range(a)", ["assert list(f(2)) == [0, 1]", "assert f(2) == range(2)"], 1.0),
+        ("def f():\n  while True: yield 1", ["assert sum(f()) == 2", "assert 1 in f()"], 0.0),
+        ("def f(a): return {frozenset(a)}", ["assert f([1]) == {frozenset([1])}"], 1.0),
+        ("def f(a): return complex(a, float('inf'))", ["assert f(1) == complex(1, 1e999)"], 1.0),
+        (
+            "def f(a): return [a, (None, True), {'x': [b'\\xff', '\\ud800']}]",
+            ["assert f(1) == [1, (None, True), {'x': [b'\\xff', '\\ud800']}]"],
+            1.0,
+        ),
+        ("def f(a): return math.sqrt(a)\nimport math", ["assert f(math.inf) == math.inf"], 1.0),
+        ("def f(a): return a", ["assert f(math.pi) > 3"], 1.0),
     ],
 )
 def test_assertions_are_evaluated(program: str, tests: list[str], expected: float) -> None:
     assert PassedTests(test_s=0.5)("", program, tests=tests) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "total"),
+    [
+        ("list(range(n))", "499999500000"),
+        ("[i + 0.5 for i in range(n)]", "500000000000"),
+        ("(str(i) for i in range(n))", "len"),
+        ("[(i, i) for i in range(n)]", "len"),
+    ],
+)
+def test_a_call_may_return_a_million_values(values: str, total: str) -> None:
+    test = "len(list(f(10**6))) == 10**6" if total == "len" else f"sum(f(10**6)) == {total}"
+    patient = PassedTests(test_s=20.0, answer_s=20.0)
+    assert patient("", f"def f(n): return {values}", tests=[f"assert {test}"]) == 1.0
 
 
 def test_an_assertion_is_split_into_calls_and_the_rest() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dora.errors import RewardError
-from dora.rewards.sandbox.runner import Sandbox, SandboxLimits
+from dora.rewards.sandbox.runner import OUTPUT_BYTES, Sandbox, SandboxLimits
 
 _FENCED = re.compile(r"^[ \t]*```[^`\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _ASSERTIONS = (Path(__file__).with_name("sandbox") / "assertions.py").read_text(encoding="utf-8")
@@ -26,6 +26,7 @@ _EVALUATE_CALLS = f"{_ASSERTIONS}\nevaluate_calls()\n"
 _CHECK_EXPRESSIONS = f"{_ASSERTIONS}\ncheck_expressions()\n"
 _NOT_PROGRAM = (None, "math", *dir(builtins))  # roots of expressions that do not call the program
 _MIN_MEMORY_MB = 64
+_VALUES_BYTES = 64 << 20  # of the values of all calls of a completion
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class PassedTests:
                 yield limits is not None and self._prints_expected(program, test, limits)
         assertions = [test for test in tests if isinstance(test, AssertionTest)]
         if assertions:
-            limits = self._limits(len(assertions), deadline_s)
+            limits = self._limits(len(assertions), deadline_s, _VALUES_BYTES)
             values = [] if limits is None else self._evaluate_calls(program, assertions, limits)
             yield from self._check_assertions(assertions, values)
 
@@ -101,7 +102,7 @@ class PassedTests:
     def _evaluate_calls(
         self, program: str, assertions: Sequence[AssertionTest], limits: SandboxLimits
     ) -> list[str]:
-        """Literals of the values of all calls, as many as came in time; "" for a call without a value."""
+        """JSON of the values of all calls, as many as came in time; "" for a call without a value."""
         calls = [call for assertion in assertions for call in assertion.calls]
         request = json.dumps({"program": program, "calls": calls})
         output = self._sandbox.run(_EVALUATE_CALLS, request.encode(), limits).output
@@ -121,10 +122,12 @@ class PassedTests:
         replies = iter(output.split())
         return [has_value and next(replies, b"") == b"1" for has_value in has_values]
 
-    def _limits(self, num_tests: int, deadline_s: float) -> SandboxLimits | None:
+    def _limits(
+        self, num_tests: int, deadline_s: float, output_bytes: int = OUTPUT_BYTES
+    ) -> SandboxLimits | None:
         """Limits of the next run; None if the time of the completion is over."""
         seconds = min(num_tests * self._test_s, deadline_s - time.monotonic())
-        return SandboxLimits(seconds, self._memory_bytes) if seconds > 0 else None
+        return SandboxLimits(seconds, self._memory_bytes, output_bytes) if seconds > 0 else None
 
 
 def extract_program(text: str) -> str:

@@ -30,6 +30,7 @@ from dora.rewards.sandbox.fork_server import (
 )
 
 REPLY_TIMEOUT_S = 30.0  # beyond the time limit of a run; then the fork server is considered lost
+OUTPUT_BYTES = 4 << 20  # that are read of a program's output
 _CHUNK_BYTES = 1 << 16
 _PACKAGE = str(Path(__file__).parents[3])  # the folder that contains `dora`
 _START = "import sys; sys.path.append(sys.argv[1]); from dora.rewards.sandbox.fork_server import main; main()"
@@ -47,7 +48,7 @@ class SandboxLimits:
 
     seconds: float
     memory_bytes: int = 512 << 20
-    output_bytes: int = 4 << 20
+    output_bytes: int = OUTPUT_BYTES
 
 
 @dataclass(frozen=True)
