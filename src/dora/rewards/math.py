@@ -12,9 +12,10 @@ from typing import Any
 
 _MARK = "####"  # GSM8K writes it before the final answer
 _UNITS = re.compile(r"^\\?\$|\\?[$%]$|\\text\{[^}]*\}$")
-_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
-_NUMBER = re.compile(r"-?(?:\d+|\d{1,3}(?:,\d{3})+)?(?:\.\d+)?", re.ASCII)
-_RATIO = re.compile(r"-?\d+/\d+", re.ASCII)
+_COMMAS = re.compile(r"\{,\}|,\\!")  # of thousands, in LaTeX
+_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+_NUMBER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)?(?:\.\d+)?", re.ASCII)
+_RATIO = re.compile(r"[+-]?\d+/\d+", re.ASCII)
 
 
 def gsm8k(prompt: Any, completion: str, *, answer: object, **row: object) -> float:
@@ -41,7 +42,7 @@ def final_answer(text: str) -> str | None:
 
 def parse_number(text: str) -> Fraction | None:
     r"""The rational number that a text writes: 1,234.50, -3/4 or \frac{3}{4}; None if it writes none."""
-    text = _UNITS.sub("", text.strip().removesuffix(".")).strip()
+    text = _COMMAS.sub(",", _UNITS.sub("", text.strip().removesuffix("."))).strip()
     fraction = _FRACTION.fullmatch(text)
     if fraction is not None:
         text = f"{fraction[1]}{fraction[2]}/{fraction[3]}"

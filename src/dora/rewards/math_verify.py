@@ -1,4 +1,7 @@
-"""Reward for mathematical problems with the library math-verify, which reads LaTeX and most notations.
+r"""Reward for mathematical problems with the library math-verify, which reads LaTeX and most notations.
+
+A marked answer is read as a whole, so a response that names several candidates is wrong. A percent sign and a
+dollar sign are units and are ignored, as in `rewards/math.py`: 18% equals 18, and does not equal 0.18.
 
 The library interrupts slow calls with a signal, which works because a reward worker scores in its main
 thread. A call that still hangs is ended after reward.timeout_s.
@@ -6,19 +9,34 @@ thread. A call that still hangs is ended after reward.timeout_s.
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 from dora.errors import RewardError
-from dora.rewards.math import final_answer
+from dora.rewards.math import final_answer, parse_number
 
 try:
     import math_verify
+    from math_verify import LatexExtractionConfig
 except ImportError as error:
     raise RewardError(
         "reward.function: dora.rewards.math_verify needs math-verify; run pip install 'dora-rl[math]'"
     ) from error
 
-TIMEOUT_S = 2  # of each of the three calls: together less than the default of reward.timeout_s
+TIMEOUT_S = 2  # of each call of the library
+BUDGET_S = 4  # no further side of an equation is read after this time
+MAX_LENGTH = 2000  # of a marked answer; a longer one is wrong (characters)
+_DELIMITERS = (("**", "**"), ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_UNITS = re.compile(r"\\?%|\\\$|\b[Pp]ercent(?:age)?\b")
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d)")
+_SCIENTIFIC = re.compile(r"(\d)[eE]([+-]?\d+)(?!\w)")
+_NUMBER_WITH_WORDS = re.compile(r"(\S+)[A-Za-z \-]+")
+_EQUALS = re.compile(r"(?<![\\<>!:])==?|\\equiv(?![A-Za-z])")
+_NAME = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([A-Za-z]\))?")  # x, \theta, x_{1}, f(x)
+_PROSE = re.compile(
+    r"\n|####|\\boxed|(?=.*\d).*[A-Za-z]{2}\s+[A-Za-z]{2}|(?:[A-Za-z]+\s+){5}[A-Za-z]", re.DOTALL
+)
 
 
 def reward(prompt: Any, completion: str, *, answer: object, **row: object) -> float:
@@ -27,15 +45,72 @@ def reward(prompt: Any, completion: str, *, answer: object, **row: object) -> fl
     The final answer is that of `final_answer`; in a completion without one, the last expression that the
     library finds. Raises ValueError if `answer` cannot be read.
     """
-    expected = _parse(final_answer(str(answer)) or str(answer))
+    began_s = time.monotonic()
+    expected_text = _expected_answer(str(answer))
+    expected = _parse(expected_text)
     if not expected:
-        raise ValueError(f"the column answer = {answer!r} holds nothing that math-verify can read")
-    found = _parse(final_answer(completion) or completion)
-    return float(math_verify.verify(expected, found, timeout_seconds=TIMEOUT_S))
+        raise ValueError(f"the column answer = {answer!r:.80} holds nothing that math-verify can read")
+    marked = final_answer(completion)
+    if not marked:
+        return float(_is_equal(expected, _find_last(completion)))
+    if len(marked) > MAX_LENGTH:
+        return 0.0
+    for side in _sides(_normalized(marked), has_equation=_EQUALS.search(expected_text) is not None):
+        if time.monotonic() - began_s > BUDGET_S or not _is_equal(expected, _parse(side)):
+            return 0.0
+    return 1.0
+
+
+def _expected_answer(text: str) -> str:
+    """The final answer of the column. Raises ValueError for a solution in which it is not marked."""
+    marked = final_answer(text)
+    found = _normalized(marked or text)
+    if not marked and _PROSE.search(found):
+        raise ValueError(
+            f"the column answer = {text!r:.80} is a text without a marked answer; write the answer alone, "
+            r"or after #### or in \boxed{} at its end"
+        )
+    return found
+
+
+def _normalized(text: str) -> str:
+    """A number without its unit; any other answer without signs of units and thousands."""
+    text = _UNITS.sub("", text).strip().removesuffix(".")
+    for opening, closing in _DELIMITERS:
+        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening + closing):
+            text = text[len(opening) : -len(closing)]
+    text = text.strip().removeprefix("$")
+    text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    words = _NUMBER_WITH_WORDS.fullmatch(text)
+    if words is not None and parse_number(words[1]) is not None:
+        text = words[1]
+    return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+
+
+def _sides(text: str, has_equation: bool) -> list[str]:
+    """The values that an answer states, which must all be right: of x = 2 + 3 = 5 these are 2 + 3 and 5.
+
+    If the right answer has an equation itself, or the answer is a list, it is compared as a whole.
+    """
+    if has_equation or "," in text or ";" in text:
+        return [text]
+    sides = [side.strip() for side in _EQUALS.split(text)]
+    return [side for side in sides if not _NAME.fullmatch(side)] or [text]
 
 
 def _parse(text: str) -> list[Any]:
-    """The expressions in a text. The library reads LaTeX only between dollar signs."""
+    """The expression that the whole text is, in LaTeX."""
+    found: list[Any] = math_verify.parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=TIMEOUT_S)
+    return found
+
+
+def _find_last(text: str) -> list[Any]:
+    """The last expression in a text. The library reads LaTeX only between dollar signs."""
+    text = _UNITS.sub("", text)
     in_dollars = f"${text}$" if "\\" in text and "$" not in text else text
     found: list[Any] = math_verify.parse(in_dollars, parsing_timeout=TIMEOUT_S)
     return found
+
+
+def _is_equal(expected: list[Any], found: list[Any]) -> bool:
+    return bool(math_verify.verify(expected, found, timeout_seconds=TIMEOUT_S))
