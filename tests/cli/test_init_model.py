@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,45 @@ def test_a_tokenizer_is_copied_with_its_chat_template(name: str, tmp_path: Path,
     first, second = (AutoTokenizer.from_pretrained(tmp_path / letter) for letter in "ab")
     assert first.get_vocab() == second.get_vocab()
     assert second.chat_template == first.chat_template
+
+
+@pytest.mark.parametrize("names_end_in", ["tokenizer_config.json", "config.json"])
+def test_a_tokenizer_file_may_have_any_name(names_end_in: str, tmp_path: Path) -> None:
+    assert call("init-model", tmp_path / "a", *SMALL) == 0
+    own = tmp_path / "own"
+    own.mkdir()
+    shutil.copyfile(tmp_path / "a" / "tokenizer.json", own / "my.tok")
+    (own / names_end_in).write_text(json.dumps({"eos_token": "<|im_end|>", "eos_token_id": 2}))
+    assert call("init-model", tmp_path / "b", *SMALL, "--tokenizer", own / "my.tok") == 0
+    assert Tokenizer(tmp_path / "b").stop_ids == (2,)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "my.json: names no eos token; write it into a tokenizer_config.json beside the file"),
+        ("{", "my.json is not a tokenizer"),
+        ("train", "data.jsonl, line 2: is empty"),
+    ],
+)
+def test_a_failure_leaves_no_folder(
+    content: str | None, message: str, exists: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("init-model", tmp_path / "a", *SMALL) == 0
+    own, option = tmp_path / "own" / "my.json", "--tokenizer"
+    own.parent.mkdir()
+    if content == "train":
+        own, option = tmp_path / "own" / "data.jsonl", "--tokenizer-from"
+        own.write_text('{"prompt": "a"}\n\n')
+    else:
+        own.write_text(content or (tmp_path / "a" / "tokenizer.json").read_text())
+    if exists:
+        (tmp_path / "m").mkdir()
+    assert call("init-model", tmp_path / "m", *SMALL, option, own) == 2
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "m").exists() == exists
+    assert not exists or not [*(tmp_path / "m").iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dora import __version__
 from dora.cli.main import main
@@ -101,6 +102,20 @@ def test_bad_input_exits_with_2_and_no_traceback(capsys: pytest.CaptureFixture[s
     assert "run.steps = 0" in err
     assert "Traceback" not in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
+@pytest.mark.parametrize("key", ["engine.device", "trainer.device"])
+def test_a_missing_gpu_is_one_line_before_anything_starts(
+    key: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    static = ("--set", "orchestrator.placement=static")
+    code, out, err = call(capsys, "train", str(EXAMPLE), "--set", f"{key}=cuda", *static, "--out", str(run))
+    assert (code, out, run.exists()) == (2, "", False)
+    assert re.fullmatch(
+        rf"dora: {key} = 'cuda': this needs a GPU, and torch .*; set {key} = cpu, or .*\n", err
+    )
 
 
 def test_a_class_that_is_no_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

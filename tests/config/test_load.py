@@ -53,6 +53,15 @@ def test_a_path_that_does_not_exist_is_refused(file: Path, name: str) -> None:
     assert "does not exist" in message
 
 
+def test_a_single_tracker_and_all_linear_modules_need_no_list(file: Path) -> None:
+    changes = ['metrics.report_to="wandb"', "trainer.lora_rank=4", "trainer.lora_targets=all-linear"]
+    config, plain = read_config(file, changes), read_config(file)
+    assert config.metrics.report_to == ["wandb"]
+    assert config.trainer.lora_targets == plain.trainer.lora_targets
+    assert len(config.trainer.lora_targets) == 7
+    assert "lora_targets = 'all'" in error_of(file, "trainer.lora_rank=4", "trainer.lora_targets=all")
+
+
 def test_overrides_are_toml_or_plain_strings(file: Path) -> None:
     config = read_config(
         file, ["trainer.lr=4e-4", "data.shuffle=false", "engine.kernels=eager", 'engine.min_step_time="8ms"']

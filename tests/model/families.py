@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,9 +54,9 @@ SCALED_ROPE = replace(
 )
 
 
-def transformers_model(name: str, **rope: Any) -> Any:
-    """A transformers model of that name with random weights, and RoPE as given."""
-    features = {"tie_word_embeddings": True, **SHAPE, **FEATURES[name]}
+def transformers_model(name: str, changes: Mapping[str, Any] | None = None, **rope: Any) -> Any:
+    """A transformers model of that name with random weights, changed config, and RoPE as given."""
+    features = {"tie_word_embeddings": True, **SHAPE, **FEATURES[name], **(changes or {})}
     features["mlp_only_layers"] = list(features.get("mlp_only_layers", ()))
     torch.manual_seed(0)
     config = AutoConfig.for_model(

@@ -40,6 +40,18 @@ def test_logits_equal_those_of_a_transformers_model(name: str, tmp_path: Path) -
     torch.testing.assert_close(compute_logits(config, flat, tokens), expected, atol=1e-5, rtol=0)
 
 
+def test_a_mistral_without_a_sliding_window_is_a_llama(tmp_path: Path) -> None:
+    mistral = {"model_type": "mistral", "sliding_window": None}
+    model, tokens = transformers_model("llama", mistral), random_tokens(3, 40)
+    assert model.config.model_type == "mistral"
+    model.save_pretrained(tmp_path)
+    config, flat = load_pretrained(tmp_path)
+    assert config == CONFIGS["llama"]
+    with torch.no_grad():
+        expected = model(tokens).logits
+    torch.testing.assert_close(compute_logits(config, flat, tokens), expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("name", ["llama-untied", "qwen2", "qwen3", "qwen3_moe"])
 def test_logits_with_scaled_rope_equal_those_of_a_transformers_model(

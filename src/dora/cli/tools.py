@@ -7,12 +7,14 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import torch.distributed as dist
 
@@ -23,7 +25,7 @@ from dora.data.dataset import read_rows
 from dora.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, save_bpe_tokenizer
 from dora.engine.engine import Engine
 from dora.engine.request import Completion, EngineError, Request, SamplingParams
-from dora.errors import InputError, RewardError
+from dora.errors import InputError, ModelError, RewardError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import load_config, load_pretrained, save_pretrained
 from dora.model.weights import initial_weights
@@ -33,13 +35,14 @@ from dora.text import plural
 MAX_ROWS = 32  # responses that `dora generate` decodes at once
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
 MOE_KEYS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
-# The first file is required; one of the other files must name the end token.
-TOKENIZER_FILES = (
-    "tokenizer.json",
+TOKENIZER_JSON = "tokenizer.json"
+# One of these files must name the end token. The new model's config.json replaces the copied one.
+FILES_BESIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
+    "config.json",
 )
 PACKAGES = ("torch", "numpy", "numba", "triton", "tokenizers", "safetensors", "transformers")
 
@@ -154,28 +157,58 @@ def init_model(
         raise InputError(f"{folder} is not empty; name a new folder or remove it")
     used: dict[str, Any] = {k: v for k, v in shape.items() if family == "qwen3_moe" or k not in MOE_KEYS}
     config = ModelConfig(vocab_size=vocab_size, model_type=family, **used)
-    if tokenizer is not None:
-        _copy_tokenizer(tokenizer, folder)
-    else:
-        _train_tokenizer(tokenizer_from, folder, vocab_size)
-    # The model has exactly the tokenizer's tokens, so every id that it samples can be decoded.
-    config = replace(config, vocab_size=Tokenizer(folder).vocab_size)
-    weights = initial_weights(config, seed)
-    save_pretrained(folder, config, weights)
+    with _removed_on_failure(folder):
+        if tokenizer is not None:
+            _copy_tokenizer(tokenizer, folder)
+        else:
+            _train_tokenizer(tokenizer_from, folder, vocab_size)
+        # The model has exactly the tokenizer's tokens, so every id that it samples can be decoded.
+        config = replace(config, vocab_size=Tokenizer(folder).vocab_size)
+        weights = initial_weights(config, seed)
+        save_pretrained(folder, config, weights)
     return f"{folder}: random {family} with {weights.numel():,} parameters and {config.vocab_size} tokens"
 
 
+@contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    """Remove what a failed block wrote into a new or empty folder."""
+    existed = folder.exists()
+    try:
+        yield
+    except BaseException:
+        for path in folder.glob("*"):
+            path.unlink()
+        if not existed and folder.exists():
+            folder.rmdir()
+        raise
+
+
 def _copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer files of a folder, or those beside a tokenizer.json."""
-    source = source.parent if source.is_file() else source
-    if not (source / TOKENIZER_FILES[0]).is_file():
+    """Copy a tokenizer of any file name, or that of a folder, with the files beside it. Raises InputError."""
+    beside = source.parent if source.is_file() else source
+    file = source if source.is_file() else source / TOKENIZER_JSON
+    if not file.is_file():
+        raise InputError(f"--tokenizer {source} has no {TOKENIZER_JSON}; name a model folder or that file")
+    try:
+        tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
         raise InputError(
-            f"--tokenizer {source} has no {TOKENIZER_FILES[0]}; name a model folder or that file"
-        )
+            f"--tokenizer {file} is not a tokenizer: {error}; name a {TOKENIZER_JSON}, as fast tokenizers of "
+            "transformers save it"
+        ) from error
     folder.mkdir(parents=True, exist_ok=True)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    shutil.copyfile(file, folder / TOKENIZER_JSON)
+    for name in FILES_BESIDE:
+        if (beside / name).is_file():
+            shutil.copyfile(beside / name, folder / name)
+    try:
+        end_ids = Tokenizer(folder).stop_ids
+    except ModelError as error:
+        raise InputError(
+            f"--tokenizer {file}: names no eos token; write it into a tokenizer_config.json beside the file, "
+            'as {"eos_token": "..."}'
+        ) from error
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end_ids}) + "\n")
 
 
 def _train_tokenizer(data: Path | None, folder: Path, vocab_size: int) -> None:

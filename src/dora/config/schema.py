@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic.fields import FieldInfo
 
 from dora.core.types import Ablation
@@ -36,6 +36,15 @@ TableName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")]
 UpdatePolicy = Literal["dora", "sync", "one_step", "drain", "partial", "inflight"]
 AuxWorker = Literal["reference", "proximal", "critic"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LoraTargets = Annotated[
+    list[LoraTarget],
+    Field(min_length=1),
+    BeforeValidator(lambda given: [*get_args(LoraTarget)] if given == "all-linear" else given),
+]
+Trackers = Annotated[
+    list[Literal["tensorboard", "wandb", "trackio"]],
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+]
 
 DEFAULT_STALENESS: dict[str, int] = {
     "dora": 2, "sync": 0, "one_step": 1, "drain": 1, "partial": 2, "inflight": 2,
@@ -392,9 +401,9 @@ class TrainerSection(Section):
     lora_alpha: float = Field(
         default=32.0, gt=0, description="LoRA adapters are scaled by lora_alpha / lora_rank (no unit)."
     )
-    lora_targets: Annotated[list[LoraTarget], Field(min_length=1)] = Field(
+    lora_targets: LoraTargets = Field(
         default=[*get_args(LoraTarget)],
-        description="Matrices that get a LoRA adapter (list of names).",
+        description='Matrices that get a LoRA adapter (list of names). "all-linear": all of them.',
     )
     routing_replay: bool = Field(
         default=False,
@@ -648,7 +657,7 @@ class EvalSection(Section):
 class MetricsSection(Section):
     """Metrics of each step. metrics.jsonl in the run folder always has them."""
 
-    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+    report_to: Trackers = Field(
         default=[],
         description='Experiment trackers to report to, such as ["tensorboard"] (list of names). Each needs '
         "the extra of that name.",

@@ -1,6 +1,7 @@
 """The shape of a decoder, as a Hugging Face `config.json` states it.
 
-Four families are supported: Llama, Qwen2 (and 2.5), Qwen3 and Qwen3-MoE. Models that this decoder would
+Four families are supported: Llama (also Mistral without a sliding window), Qwen2 (and 2.5), Qwen3 and
+Qwen3-MoE. Models that this decoder would
 compute wrongly are rejected.
 """
 
@@ -22,7 +23,6 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _REMEDIES = {  # by prefix of model_type
-    "mistral": "if its sliding_window is null it is a Llama: set model_type to 'llama'",
     "mixtral": "its router and experts have other names; use a Qwen3-MoE",
     "qwen2_moe": "it has shared experts; use a Qwen3-MoE",
     "qwen3_next": "it has linear attention; use a Qwen3 or Qwen3-MoE",
@@ -46,6 +46,7 @@ _ROPE_KEYS = {
     "llama3": (*_SCALED, "low_freq_factor", "high_freq_factor"),
     "yarn": (*_SCALED, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
+_MISTRAL_WINDOW = 4096  # transformers' default
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -125,6 +126,7 @@ class ModelConfig:
 
         Raises ModelError for unsupported values, KeyError for missing keys.
         """
+        raw = _mistral_as_llama(raw)
         _check_supported(raw)
         kind, hidden, heads = raw["model_type"], int(raw["hidden_size"]), int(raw["num_attention_heads"])
         max_positions = int(raw["max_position_embeddings"])
@@ -231,6 +233,19 @@ class RopeScaling:
 
     def _mscale(self, scale: float) -> float:
         return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+def _mistral_as_llama(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A Mistral whose layers attend to the whole context is a Llama. Raises ModelError for any other."""
+    if raw.get("model_type") != "mistral":
+        return raw
+    window = raw.get("sliding_window", _MISTRAL_WINDOW)
+    if window is not None:
+        raise ModelError(
+            f"config.json: model_type = 'mistral' with sliding_window = {window} is not supported: every "
+            "layer must attend to the whole context; use a Mistral whose sliding_window is null"
+        )
+    return {**raw, "model_type": "llama"}
 
 
 def _check_supported(raw: Mapping[str, Any]) -> None:

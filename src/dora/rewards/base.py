@@ -1,9 +1,10 @@
 """Load a reward function, check its signature, and score the completions of a prompt.
 
 A reward function is `def reward(prompt, completion, **row) -> float`, or TRL's kind, which scores all
-completions at once: `def reward(completions, **columns) -> list[float]`. Either may be async, or an object
-made by a class with options. Every failure of a reward function becomes a `RewardResult` with a reason, never
-an exception: one bad completion must not end a run. A call that hangs is ended by killing its process.
+completions at once: `def reward(completions, **columns) -> list[float]`, or verl's `compute_score`. Each may
+be async, or an object made by a class with options. Every failure of a reward function becomes a
+`RewardResult` with a reason, never an exception: one bad completion must not end a run. A call that hangs is
+ended by killing its process.
 """
 
 from __future__ import annotations
@@ -93,9 +94,29 @@ def score(function: RewardFunction, inputs: Sequence[RewardInput]) -> Iterator[R
 def score_one(
     function: RewardFunction, prompt: Prompt, completion: str, row: Mapping[str, Any]
 ) -> RewardResult:
-    """Score one completion with `function(prompt, completion, **row)`."""
-    value = _call(function, prompt, completion, **row)
-    return value if isinstance(value, RewardResult) else _check(value, reward_name(function))
+    """Score one completion with `function(prompt, completion, **row)`, or as verl does."""
+    signature, name = _signature(function), reward_name(function)
+    if signature is None or not _is_verl_signature(signature):
+        value = _call(function, prompt, completion, **row)
+        return value if isinstance(value, RewardResult) else _check(value, name)
+    known = {
+        "data_source": row.get("data_source"),
+        "solution_str": completion,
+        "ground_truth": _ground_truth(row),
+        "extra_info": row.get("extra_info"),
+    }
+    value = _call(function, **{key: known[key] for key in _verl_arguments(signature)})
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            return _wrong_type(value, name, "a finite float, or a dictionary with a score")
+        value = value["score"]
+    return value if isinstance(value, RewardResult) else _check(value, name)
+
+
+def _ground_truth(row: Mapping[str, Any]) -> Any:
+    """verl's data has it in the column `reward_model`."""
+    reward_model = row.get("reward_model")
+    return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else row.get("ground_truth")
 
 
 def score_batch(function: RewardFunction, inputs: Sequence[RewardInput]) -> list[RewardResult]:
@@ -167,12 +188,16 @@ def _wrong_type(value: object, name: str, expected: str) -> RewardResult:
 
 ONE_ARGUMENTS = ("prompt", "completion")
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")
+VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 EXAMPLES = """\
     def reward(prompt, completion, **row):  # one completion; `row` has the other columns
         return float(row["answer"] in completion)
 or, for all completions of a prompt at once, as TRL calls its reward_funcs:
     def reward(prompts, completions, **columns):
-        return [float(right in text) for right, text in zip(columns["answer"], completions)]"""
+        return [float(right in text) for right, text in zip(columns["answer"], completions)]
+or as verl's compute_score, for rows with its column reward_model:
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return float(ground_truth in solution_str)"""
 NOT_A_NUMBER = {"none", "nonetype", "str", "bytes", "dict", "list", "tuple"}
 NOT_A_LIST = {"none", "nonetype", "str", "bytes", "dict", "float", "int", "bool"}
 
@@ -201,6 +226,9 @@ def check_signature(function: Callable[..., Any], source: str, columns: Sequence
     if signature is None:
         return
     declared = f"{reward_name(function)}{_without_types(signature)}"
+    if _is_verl_signature(signature):
+        _check_verl_signature(signature, f"{source}: {declared}", columns)
+        return
     is_batch = _is_batch_signature(signature)
     arguments: tuple[str, ...] = BATCH_ARGUMENTS if is_batch else ONE_ARGUMENTS
     passed = _required_columns(signature, arguments) if columns is None else columns
@@ -223,6 +251,21 @@ def check_signature(function: Callable[..., Any], source: str, columns: Sequence
         )
 
 
+def _check_verl_signature(signature: inspect.Signature, declared: str, columns: Sequence[str] | None) -> None:
+    """Raises RewardError, which begins with `declared`, if a call as verl's must fail."""
+    try:
+        signature.bind(**dict.fromkeys(_verl_arguments(signature)))
+    except TypeError as error:
+        raise RewardError(
+            f"{declared} cannot be called with {', '.join(VERL_ARGUMENTS)}: {error}; write it as\n{EXAMPLES}"
+        ) from error
+    if columns is not None and {"reward_model", "ground_truth"}.isdisjoint(columns):
+        raise RewardError(
+            f"{declared} needs the column reward_model with ground_truth in it, or ground_truth; the first "
+            f"row has {', '.join(columns) or 'no column'}; add one of the two, or write it as\n{EXAMPLES}"
+        )
+
+
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
@@ -233,6 +276,16 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 def _is_batch_signature(signature: inspect.Signature) -> bool:
     has_only_kwargs = [p.kind for p in signature.parameters.values()] == [inspect.Parameter.VAR_KEYWORD]
     return has_only_kwargs or not {"completions", "prompts"}.isdisjoint(signature.parameters)
+
+
+def _is_verl_signature(signature: inspect.Signature) -> bool:
+    return {"solution_str", "ground_truth"} <= {*signature.parameters}
+
+
+def _verl_arguments(signature: inspect.Signature) -> list[str]:
+    """The arguments of `VERL_ARGUMENTS` that the function accepts."""
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return [name for name in VERL_ARGUMENTS if takes_all or name in signature.parameters]
 
 
 def _required_columns(signature: inspect.Signature, arguments: Sequence[str]) -> list[str]:
