@@ -20,6 +20,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'
 
 from tests.runs.ray_cluster import add_node, two_nodes
 
+pytestmark = pytest.mark.timeout(400)
+
 RAY = {"runtime__kind": "ray"}
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 ENGINES = tuple(f"engine {number}" for number in range(3))
@@ -68,7 +70,6 @@ def kinds(run: Run, engine: int) -> list[str]:
     return [line["kind"] for line in journal(run.out) if line.get("engine") == engine]
 
 
-@pytest.mark.timeout(300)
 def test_a_run_starts_ray_on_loopback_and_replaces_a_hanging_engine_and_two_storages(
     start_run: StartRun,
 ) -> None:
@@ -106,7 +107,6 @@ def test_a_run_starts_ray_on_loopback_and_replaces_a_hanging_engine_and_two_stor
     assert wait_until_gone(started, 10.0) == []
 
 
-@pytest.mark.timeout(300)
 def test_engines_are_removed_and_added_with_the_nodes_of_the_cluster(start_run: StartRun) -> None:
     """An engine needs 3 CPUs: each node has room for one."""
     cluster = two_nodes()

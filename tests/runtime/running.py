@@ -16,7 +16,7 @@ from tests.runtime.command_server import ForkedCommand
 
 from dora.metrics.catalog import SECTIONS
 
-TIMEOUT_S = 60.0  # machines that run tests may be busy
+TIMEOUT_S = 100.0  # machines that run tests may be busy
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,9 @@ def test_a_pool_with_blocks_of_another_size_is_rejected(cluster: RemoteEngineClu
         RemoteKVPool(cluster.source_pool("a"), 32)
 
 
-def test_blocks_are_copied_in_frames_for_many_peers_at_once(cluster: RemoteEngineCluster) -> None:
+def test_blocks_are_copied_in_frames_for_many_peers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many blocks as fill several frames; each peer copies others."""
+    monkeypatch.setattr(remote_kv, "KV_TIMEOUT_S", 60.0)  # of a busy machine
     pool = np.random.default_rng(0).integers(0, 2**63, (256, 2**13), np.uint64)  # of 64 KiB
     with contextlib.closing(KVPoolServer(LOOPBACK, pool)) as server, ThreadPoolExecutor(4) as threads:
 
