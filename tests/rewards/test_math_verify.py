@@ -292,8 +292,6 @@ HOSTILE = {
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.usefixtures("early_alarms")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an alarm during a finaliser
-def test_hostile_answers_are_wrong_and_end_in_time(verify: RewardFunction, text: str) -> None:
-    began_s = time.monotonic()
+def test_hostile_answers_end_and_are_wrong(verify: RewardFunction, text: str) -> None:
     for completion in (f"#### {text}", text):
         assert score_one(verify, "", completion, {"answer": "#### 73"}).reward == 0.0
-    assert time.monotonic() - began_s < 10
