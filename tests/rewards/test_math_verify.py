@@ -149,7 +149,7 @@ def test_a_solution_without_a_marked_answer_is_refused(verify: RewardFunction, a
 def test_what_takes_too_long_is_wrong(verify: RewardFunction) -> None:
     began_s = time.monotonic()
     assert score_one(verify, "", "#### 10^1000000000", {"answer": "#### 72"}).reward == 0.0
-    assert time.monotonic() - began_s < 8
+    assert time.monotonic() - began_s < 60
 
 
 @pytest.fixture
