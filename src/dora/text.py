@@ -1,4 +1,4 @@
-"""Parts of messages."""
+"""Formatting of numbers in messages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,3 @@ def plural(number: int, noun: str) -> str:
 def size(num_bytes: float) -> str:
     """In GB, or in MB with three digits."""
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 999.5e6 else f"{num_bytes / 1e6:.3g} MB"
-
-
-def not_utf8(error: UnicodeDecodeError) -> str:
-    """The end of a message about a line that is not UTF-8."""
-    byte = error.object[error.start]
-    return (
-        f"is not UTF-8 (byte 0x{byte:02x} in column {error.start + 1}); convert the file, for example with "
-        "iconv -f latin1 -t utf-8"
-    )

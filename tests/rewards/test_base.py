@@ -42,36 +42,6 @@ def test_a_function_that_cannot_be_loaded_is_explained(name: str, complaint: str
     assert complaint in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("source", "complaint"),
-    [
-        (
-            "def reward(prompt, completion, **row)\n    return 1.0\n",
-            ":1: SyntaxError: expected ':'; correct that line",
-        ),
-        ("x = 1\n  y = 2\n", ":2: IndentationError: unexpected indent; correct that line"),
-        ("\nimport nothere\n", ":2: ModuleNotFoundError: No module named 'nothere'; install it, or correct"),
-        ("from json import nothere\n", ":1: ImportError: cannot import name 'nothere' from 'json'"),
-        ("import json\nX = json.loads('{')\n", ":2: JSONDecodeError: Expecting property name"),
-        (
-            "def f():\n    return 1 / 0\n\n\nf()\n",
-            ":2: ZeroDivisionError: division by zero; correct that line",
-        ),
-        ("raise SystemExit(3)\n", ":1: SystemExit: 3; correct that line"),
-        ("x = '\\ud800'\nassert False, 'a\\nb'\n", ":2: AssertionError: a b; correct that line"),
-    ],
-)
-def test_a_file_that_cannot_be_imported_is_explained_in_one_line(
-    source: str, complaint: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(source)
-    with pytest.raises(RewardError) as refusal:
-        load_reward(f"{file}:reward")
-    assert str(refusal.value).startswith(f"reward.function = '{file}:reward': {file}{complaint}")
-    assert "\n" not in str(refusal.value)
-
-
 PAIR = """
 class Pair:
     def __init__(self, *, worth=1.0):
