@@ -7,6 +7,7 @@ import sqlite3
 from pathlib import Path
 
 import numpy as np
+import psutil
 from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, summary
 from tests.runtime.tiny import write_task
@@ -41,7 +42,15 @@ def test_episodes_survive_a_lost_engine_and_a_resume(start_run: StartRun, tmp_pa
     run.workers()[0].kill()
     run.wait_until(lambda: any(x["kind"] == "engine_lost" for x in journal(run.out)), "the loss")
     run.wait_for_steps(4)
-    run.wait_until(lambda: len(untrained(run.out)) > 0, "a scored group that is not trained")
+    driver = psutil.Process(run.pid)
+
+    def stops_with_an_untrained_group() -> bool:
+        driver.suspend()
+        if not untrained(run.out):
+            driver.resume()
+        return len(untrained(run.out)) > 0 and driver.status() == psutil.STATUS_STOPPED
+
+    run.wait_until(stops_with_an_untrained_group, "a scored group that is not trained")
     run.kill_all()
     unscore(run.out)
     resumed = Run(None, run.out)
