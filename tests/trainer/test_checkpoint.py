@@ -8,6 +8,7 @@ from dora.model.config import ModelConfig
 from dora.model.weights import initial_weights
 from dora.trainer.checkpoint import (
     complete_checkpoints,
+    find_damage,
     load_checkpoint,
     prune_checkpoints,
     recover_replaced,
@@ -98,11 +99,23 @@ def test_a_checkpoint_with_changed_weights_is_rejected(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert [*complete_checkpoints(tmp_path)] == [1]
+    assert complete_checkpoints(tmp_path) == {}
     with pytest.raises(
-        ModelError, match=r"its weights differ from the digest in checkpoint\.json; remove it"
+        ModelError, match=r"model\.safetensors differs from its digest in checkpoint\.json; remove it"
     ):
         load_checkpoint(path)
+
+
+def test_a_change_that_keeps_the_size_of_a_file_is_found_and_named(tmp_path: Path) -> None:
+    (path,) = save_steps(tmp_path, 1)
+    for name in sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()):
+        before = (path / name).read_bytes()
+        (path / name).write_bytes(bytes([before[0] ^ 1]) + before[1:])
+        assert name in find_damage(path)
+        (path / name).write_bytes(before)
+    assert find_damage(path) == ""
+    (path / "versions" / "1.f32").write_bytes(b"unknown")
+    assert find_damage(path) == "versions/1.f32 is not in checkpoint.json"
 
 
 def test_pruning_keeps_the_newest_checkpoints_and_removes_leftovers(tmp_path: Path) -> None:

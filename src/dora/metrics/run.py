@@ -14,7 +14,16 @@ from itertools import chain
 from typing import NamedTuple, Protocol
 
 from dora.core.actions import Action, Admit
-from dora.core.events import EngineJoined, EngineLost, Event, RequestFinished, Resumed, Trained
+from dora.core.events import (
+    DigestReported,
+    EngineJoined,
+    EngineLost,
+    Event,
+    Published,
+    RequestFinished,
+    Resumed,
+    Trained,
+)
 from dora.core.orchestrator import Orchestrator
 from dora.core.state import State
 from dora.core.types import GroupId, Limits
@@ -144,10 +153,12 @@ class RunMetrics:
     num_attempts: int = 1  # one more for each resume
     redone_steps: int = 0  # trained again after a resume or a crash of the trainer
     redone_tokens: int = 0
+    differing_redone_versions: int = 0  # published again, or reported, with another digest than before
     num_segmented: int = 0  # responses of several versions, under policies that break C1
     staleness: Counter[int] = field(default_factory=Counter)  # -> samples trained
     trained_tokens: int = 0
     steps: list[StepRecord] = field(default_factory=list)
+    digests: dict[int, str] = field(default_factory=dict)  # of each version, as first recorded
     _timeline: Timeline = field(default_factory=Timeline)
     _has_admitted: bool = False
     _num_live: int = 0  # versions with unfinished requests
@@ -214,6 +225,8 @@ class RunMetrics:
                 self.num_attempts += 1
                 self.utilization = RolloutUtilization()
                 self.weight_loads.forget_engines()
+            case Published(version, digest) | DigestReported(version, digest):
+                self.differing_redone_versions += self.digests.setdefault(version, digest) != digest
             case Trained(step) if step < len(self.steps):  # redone: it was measured when it was trained first
                 self.samples.step_metrics.pop(0)
                 self.redone_steps += 1

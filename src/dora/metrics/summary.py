@@ -52,6 +52,7 @@ def summarize(
         "attempts": metrics.num_attempts,
         "redone_steps": metrics.redone_steps,
         "redone_tokens": metrics.redone_tokens,
+        "differing_redone_versions": metrics.differing_redone_versions,
     }
 
 

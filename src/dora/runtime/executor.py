@@ -6,6 +6,7 @@ event. The run ends with RunError once the last engine is lost and none is to be
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections import deque
@@ -83,13 +84,27 @@ class ProcessExecutor:
         notice: Callable[[str], None],
         previous: PreviousRun | None = None,
     ) -> None:
-        """Start the workers; with a `previous` run, resume from its state. `notice` prints a line."""
+        """Start the workers; with a `previous` run, resume from its state. `notice` prints a line.
+
+        After an error no worker is left: a worker ignores SIGTERM, and would keep this process from exiting.
+        """
+        self.setup, self.notice = setup, notice
         self._launcher = make_launcher(setup.config, setup.pool_bytes, notice)
         self._clock_began_s = time.monotonic()  # earlier for a resumed run, once its workers are ready
-        self.setup, self.notice = setup, notice
+        self.weights = WeightStore(make_store_folder(setup.stored_bytes), setup.config.engine.dtype)
+        self._messages = WorkerMessages(self._launcher.start)
+        self._supervisor = Supervisor(setup.config, setup.out, self._messages, self._on_own_message)
+        self.clock, self._started_s = self._supervisor.clock, self._supervisor.clock.now_s
+        with contextlib.ExitStack() as on_error:
+            for close in (self.weights.close, self._launcher.close, self._supervisor.close):
+                on_error.callback(close)
+            self._start_workers(previous)
+            on_error.pop_all()
+
+    def _start_workers(self, previous: PreviousRun | None) -> None:
+        setup, notice = self.setup, self.notice
         fsync = setup.config.journal.fsync
         self.samples = previous.samples if previous else SampleStore(setup.out / SAMPLES, fsync=fsync)
-        self.weights = WeightStore(make_store_folder(setup.stored_bytes), setup.config.engine.dtype)
         self.stream_folder = self.weights.folder / "stream"
         self.events: deque[Event] = deque()
         self.sample_book = previous.sample_book if previous else SampleBook(setup, self.samples)
@@ -97,9 +112,6 @@ class ProcessExecutor:
         self.prompts = PromptSource(setup, previous.orchestrator.snapshot().next_index if previous else 0)
         self._previous = previous
         self._checkpoints = CheckpointManager(setup, self.weights, notice)
-        self._messages = WorkerMessages(self._launcher.start)
-        self._supervisor = Supervisor(setup.config, setup.out, self._messages, self._on_own_message)
-        self.clock, self._started_s = self._supervisor.clock, self._supervisor.clock.now_s
         self.engine_pool = EnginePool(
             setup, self.weights.folder, self._supervisor, self.events, self.sample_book, notice
         )

@@ -24,7 +24,7 @@ from dora.config.schema import Config
 from dora.config.toml import config_digest
 from dora.core import codec, invariants
 from dora.core.actions import Action, Publish, SkipEvaluation
-from dora.core.events import Event, Published, Trained, TrainerReplaced
+from dora.core.events import DigestReported, Event, Published, Trained, TrainerReplaced
 from dora.errors import InputError, RunError
 from dora.journal.writer import JournalWriter
 from dora.metrics.console import RunConsole
@@ -50,6 +50,7 @@ from dora.runtime.process import backends, resources
 from dora.runtime.process.worker_process import cpu_s
 from dora.runtime.recovery.journal_replay import PreviousRun, read_previous_run
 from dora.runtime.recovery.resume import (
+    check_not_begun,
     critic_digest,
     has_recorded_events,
     prepare_run_dir,
@@ -114,6 +115,7 @@ def resume(
     if has_recorded_events(run):
         with _previous_run(setup) as previous:
             return _run(setup, console, previous, gateway)
+    check_not_begun(run)
     run_dir.reclaim(run, config)
     return _run(setup, console, gateway=gateway)
 
@@ -186,6 +188,8 @@ class _Session:
         )
         self._metrics_writer = MetricsWriter(setup.out, trackers, *known)
         if previous is not None:  # all checks have passed: from here on the folder changes
+            for warning in previous.warnings:
+                self._console.notice(f"warning: {warning}")
             previous.repair_samples()
             prepare_run_dir(setup.out, previous.resumed.from_step)
         self._journal = JournalWriter(
@@ -201,18 +205,18 @@ class _Session:
         self._finished_steps: list[StepRecord] = []  # not written to metrics.jsonl yet
         self._due_checkpoint: str | None = None  # the orchestrator's snapshot to save
         self._executor = ProcessExecutor(setup, self._console.notice, previous)
-        migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
-        self._metrics = (
-            previous.metrics if previous else RunMetrics(setup.limits, self._executor.sample_book, migrations)
-        )
         self._evaluations = previous.evaluations if previous else EvaluationTracker(config.eval.greedy)
-        self._live = LiveRun(setup, self._executor, self._orchestrator.snapshot, self._metrics)
-        self._requests = RequestQueue(self._live, self._executor.wake_up)
-        self._admin = AdminRequests(control, self._requests)
         self._failure_guard = FailureGuard(config)
-        self._status = StatusWriter(
-            setup.out, self._executor, self._orchestrator.snapshot, self._console.notice
-        )
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._executor.close)
+            book, state = self._executor.sample_book, self._orchestrator.snapshot
+            migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
+            self._metrics = previous.metrics if previous else RunMetrics(setup.limits, book, migrations)
+            self._live = LiveRun(setup, self._executor, state, self._metrics)
+            self._requests = RequestQueue(self._live, self._executor.wake_up)
+            self._admin = AdminRequests(control, self._requests)
+            self._status = StatusWriter(setup.out, self._executor, state, self._console.notice)
+            on_error.pop_all()
 
     def run(self) -> dict[str, Any]:
         stopped = "an error"
@@ -316,8 +320,19 @@ class _Session:
         state = self._orchestrator.snapshot()
         if (step := self._metrics.update(now, event, actions, state)) is not None:
             self._finished_steps.append(step)
+        if isinstance(event, Published | DigestReported):
+            self._warn_of_other_weights(event)
         self._note_evaluation(event, actions)
         self._console.update(self._metrics, state)
+
+    def _warn_of_other_weights(self, event: Published | DigestReported) -> None:
+        """On the CPU of one machine, redone steps give the same weights."""
+        if event.digest != (before := self._metrics.digests[event.version]):
+            self._console.notice(
+                f"warning: version {event.version}, trained again, has digest {event.digest}, and had "
+                f"{before} before; unless this is a GPU or another machine, the optimizer state, the samples "
+                "or the code have changed"
+            )
 
     def _note_evaluation(self, event: Event | None, actions: Sequence[Action]) -> None:
         """Report the result of an evaluation during training, or why there is none."""
@@ -470,9 +485,6 @@ class _Session:
 
     def _finish(self, stopped: str) -> dict[str, Any]:
         """End the workers and write the summary, also after an error."""
-        self._requests.close()
-        if self._gateway is not None:
-            self._gateway.close()
         with contextlib.ExitStack() as closing:  # each of them may raise if the disk is full
             writer = self._metrics_writer
             for close in (
@@ -480,6 +492,8 @@ class _Session:
                 writer.close_trackers,
                 self._journal.close,
                 self._executor.close,
+                *([] if self._gateway is None else [self._gateway.close]),
+                self._requests.close,
             ):
                 closing.callback(close)
         state = self._orchestrator.snapshot()

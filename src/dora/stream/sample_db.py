@@ -222,6 +222,14 @@ class SampleStore:
         if self._subscriber is not None and state.startswith(FINAL_STATES):
             self._subscriber.finish(groups)
 
+    def remove_scores(self, group: GroupId) -> None:
+        """Set the samples of a group back to finished."""
+        self._write(
+            "update samples set state = 'finished', trained_step = null, reward = null, advantage = null, "
+            "task_rewards = null where group_id = ?",
+            (str(group),),
+        )
+
     def num_generated(self, group: GroupId) -> list[int]:
         """Number of response tokens that the policy generated, in sibling order."""
         rows = self._db.execute(

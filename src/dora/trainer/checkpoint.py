@@ -1,16 +1,18 @@
 """Checkpoints: a Hugging Face folder plus everything that a resumed run needs.
 
-A checkpoint is a folder named `step-N` whose manifest matches its files. It is written under another name and
-renamed once it is complete.
+A checkpoint is a folder named `step-N` whose manifest has the digest of every file. It is written under
+another name, the manifest last, and renamed once it is complete.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from torch import Tensor
 from dora.errors import ModelError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import load_pretrained, save_pretrained
-from dora.model.weights import weight_digest
 
 MANIFEST = "checkpoint.json"
 SNAPSHOT_FILE = "core.json"  # the orchestrator's state, and the number of journal lines that led to it
@@ -68,8 +69,7 @@ def save_checkpoint(
         else:
             (draft / name).write_text(content)
     torch.save({"step": step, "trainer": state}, draft / "optimizer.pt")
-    manifest = {"step": step, "digest": weight_digest(flat.detach().cpu()), "sizes": _file_sizes(draft)}
-    (draft / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    write_manifest(draft)
     if fsync:
         _fsync_folder(draft)
     if folder.exists():
@@ -82,20 +82,50 @@ def save_checkpoint(
 
 def load_checkpoint(folder: Path) -> tuple[ModelConfig, Tensor, dict[str, Any], int]:
     """Config, flat weights [numel], trainer state and step of a checkpoint. Raises ModelError."""
-    config, flat = load_pretrained(folder)
     path = folder / "optimizer.pt"
     if not path.is_file():
         raise ModelError(f"{folder} has no optimizer.pt: it is a model, not a checkpoint to resume from")
+    if damage := find_damage(folder):
+        raise ModelError(f"{folder} is damaged: {damage}; remove it")
+    config, flat = load_pretrained(folder)
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    if weight_digest(flat) != _manifest(folder).get("digest"):
-        raise ModelError(f"{folder} is damaged: its weights differ from the digest in {MANIFEST}; remove it")
     return config, flat, saved["trainer"], saved["step"]
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the digests of all other files of a checkpoint."""
+    manifest = {"sha256": _file_digests(folder)}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def find_damage(folder: Path) -> str:
+    """Which file of a checkpoint differs from the manifest, and how; "" if none does. Reads every file."""
+    try:
+        expected: dict[str, str] = json.loads((folder / MANIFEST).read_text())["sha256"]
+        found = _file_digests(folder)
+        for name in sorted({*expected, *found}):
+            if name not in found:
+                return f"{name} is missing"
+            if name not in expected:
+                return f"{name} is not in {MANIFEST}"
+            if found[name] != expected[name]:
+                return f"{name} differs from its digest in {MANIFEST}"
+    except (KeyError, TypeError, ValueError):
+        return f"{MANIFEST} is not a manifest with digests"
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def checkpoint_folders(folder: Path) -> dict[int, Path]:
+    """Step -> checkpoint, newest first, also damaged ones."""
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    return dict(sorted(((int(match[1]), path) for match, path in matches if match), reverse=True))
 
 
 def complete_checkpoints(folder: Path) -> dict[int, Path]:
     """Step -> checkpoint, newest first; folders with missing or damaged files are left out."""
-    complete = {step: path for step, path in _step_folders(folder).items() if _is_complete(path)}
-    return dict(sorted(complete.items(), reverse=True))
+    return {step: path for step, path in checkpoint_folders(folder).items() if not find_damage(path)}
 
 
 def recover_replaced(folder: Path) -> None:
@@ -107,7 +137,7 @@ def recover_replaced(folder: Path) -> None:
 
 def prune_checkpoints(folder: Path, num: int) -> None:
     """Remove all but the newest `num` checkpoints, and unfinished ones."""
-    steps = _step_folders(folder)
+    steps = checkpoint_folders(folder)
     for step in sorted(steps)[: max(0, len(steps) - num)]:
         old = steps[step].with_name(steps[step].name + ".old")
         os.rename(steps[step], old)  # so that a crash leaves no partly removed checkpoint
@@ -117,35 +147,24 @@ def prune_checkpoints(folder: Path, num: int) -> None:
 
 def remove_after(folder: Path, step: int) -> None:
     """Remove checkpoints of steps after `step`, also incomplete ones."""
-    for found, path in _step_folders(folder).items():
+    for found, path in checkpoint_folders(folder).items():
         if found > step:
             shutil.rmtree(path)
 
 
-def _step_folders(folder: Path) -> dict[int, Path]:
-    matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
-    return {int(match[1]): path for match, path in matches if match}
+def _file_digests(folder: Path) -> dict[str, str]:
+    """Relative path -> SHA-256, of all files but the manifest, computed in parallel."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    with ThreadPoolExecutor() as threads:
+        return {
+            path.relative_to(folder).as_posix(): digest
+            for path, digest in zip(files, threads.map(_file_digest, files), strict=True)
+        }
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    """Empty if it is missing or unreadable."""
-    try:
-        raw = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return {}
-    return raw if isinstance(raw, dict) else {}
-
-
-def _is_complete(folder: Path) -> bool:
-    sizes = _file_sizes(folder)
-    sizes.pop(MANIFEST, None)
-    return _manifest(folder).get("sizes") == sizes
-
-
-def _file_sizes(folder: Path) -> dict[str, int]:
-    """Relative path -> bytes."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync_folder(folder: Path) -> None:

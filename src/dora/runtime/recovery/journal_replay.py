@@ -34,12 +34,13 @@ from dora.metrics.evaluation import VERSION_KEY, EvaluationTracker
 from dora.metrics.rollout import MigrationMetrics
 from dora.metrics.run import RunMetrics, TimedOrchestrator
 from dora.model.weights import weight_digest
-from dora.runtime.recovery.resume import check_initial_weights
+from dora.runtime.recovery.resume import check_initial_weights, find_checkpoint
 from dora.runtime.run_dir import SAMPLES
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 from dora.stream.sample_db import SampleStore
-from dora.trainer.checkpoint import SNAPSHOT_FILE, VERSIONS_FOLDER, complete_checkpoints
+from dora.text import plural
+from dora.trainer.checkpoint import SNAPSHOT_FILE, VERSIONS_FOLDER
 from dora.weights.store import WeightStore
 
 MAX_COMPARED_PROMPTS = 1000  # with the dataset
@@ -52,6 +53,13 @@ class SampleRepairs:
     unrecorded: set[RequestId]  # samples without an event, to be deleted
     scores: dict[GroupId, GroupScored]  # missing in the store
     final_states: dict[GroupId, tuple[str, int | None]]  # group -> (state, trained step), to be set
+    unscored: set[GroupId]  # whose scores the journal has lost, with what followed
+
+    @property
+    def num_ahead(self) -> int:
+        """Groups that the store has seen further than a journal that lost lines."""
+        states = self.final_states.items()
+        return len(self.unscored) + sum(s == "scored" and g not in self.scores for g, (s, _) in states)
 
 
 @dataclass(frozen=True)
@@ -70,11 +78,14 @@ class PreviousRun:
     now_s: float  # time of the last line
     unrecorded_actions: list[Action]  # of the last event, cut off before they were written
     repairs: SampleRepairs
+    warnings: tuple[str, ...]  # what is damaged and not used
 
     def repair_samples(self) -> None:
         """Make the sample store agree with the journal, which may be ahead of it or behind."""
         for request in self.repairs.unrecorded:
             self.samples.delete(request)
+        for group in self.repairs.unscored:
+            self.samples.remove_scores(group)
         for group, event in self.repairs.scores.items():
             self.sample_book.store_scores(event, self.sample_book.task_rewards.get(group))
         for group, (state, step) in self.repairs.final_states.items():
@@ -104,7 +115,7 @@ def read_previous_run(setup: RunSetup, journal: Journal, samples: SampleStore) -
     """
     lines = journal.lines
     _check_prompts(setup, samples)
-    step, checkpoint = _newest_checkpoint(setup.out, len(lines))
+    step, checkpoint, warnings = find_checkpoint(setup.out, len(lines))
     check_initial_weights(setup.config, journal, has_checkpoint=checkpoint is not None)
     voided = _voided_lines(lines, step)
     replay = _JournalReplay(setup, samples, voided, checkpoint)
@@ -112,6 +123,8 @@ def read_previous_run(setup: RunSetup, journal: Journal, samples: SampleStore) -
         replay.replay(event, actions)
     records = [*((seq, record) for seq, _, record in lines), *((-1, a) for a in replay.unrecorded_actions)]
     repairs = _find_repairs(samples, records, voided)
+    if repairs.num_ahead:
+        warnings += (_describe_lost_lines(setup, repairs),)
     resumed = replay.resumed(step, checkpoint)
     _check_kept_versions(setup, resumed, checkpoint)
     _restore_samples(setup, replay.orchestrator.snapshot(), resumed, replay.sample_book, samples, repairs)
@@ -130,6 +143,7 @@ def read_previous_run(setup: RunSetup, journal: Journal, samples: SampleStore) -
         now_s=lines[-1].t_s,
         unrecorded_actions=replay.unrecorded_actions,
         repairs=repairs,
+        warnings=warnings,
     )
 
 
@@ -252,13 +266,13 @@ def _read_mismatches(out: Path) -> dict[int, dict[str, float]]:
     return {step["step"]: {k: v for k, v in step.items() if k.startswith("mismatch/")} for step in steps}
 
 
-def _newest_checkpoint(out: Path, num_lines: int) -> tuple[int, Path | None]:
-    """Step and folder of the newest complete checkpoint that the journal covers; (0, None) without any."""
-    for step, folder in complete_checkpoints(out / "checkpoints").items():
-        path = folder / SNAPSHOT_FILE
-        if path.is_file() and json.loads(path.read_text())["seq"] <= num_lines:
-            return step, folder
-    return 0, None
+def _describe_lost_lines(setup: RunSetup, repairs: SampleRepairs) -> str:
+    """The warning about a journal that ends too early. Raises InputError if the loss cannot be repaired."""
+    lost = f"{setup.out / JOURNAL_FILE} has lost its last lines, as in a power failure without journal.fsync"
+    if setup.config.has_episodes and repairs.unscored:  # the rewards that their environments gave are lost
+        raise InputError(f"{lost}; with episodes the run cannot be resumed: restore the file")
+    groups = plural(repairs.num_ahead, "group")
+    return f"{lost}; the run continues from the last line, and repeats what it lost of {groups}"
 
 
 def _voided_lines(lines: Sequence[JournalLine], from_step: int) -> set[int]:
@@ -315,6 +329,7 @@ def _find_repairs(
                 final[group] = (f"failed: {reason}", None)
             case GroupScored(group):
                 scored[group] = record
+                final.setdefault(group, ("scored", None))  # until it is committed, filtered or failed
                 if group.is_held_out:
                     final[group] = ("evaluated", None)
             case Filter(group, reason):
@@ -331,8 +346,9 @@ def _find_repairs(
                 pass
     stored, unscored = samples.states(), samples.unscored()
     missing_scores = {group: event for group, event in scored.items() if group in unscored}
+    unrecorded = {request for request, *_ in stored if request not in finished}
     return SampleRepairs(
-        unrecorded={request for request, *_ in stored if request not in finished},
+        unrecorded=unrecorded,
         scores=missing_scores,
         final_states={
             request.group: final[request.group]
@@ -340,7 +356,24 @@ def _find_repairs(
             if request in finished and request.group in final
             if request.group in missing_scores or final[request.group] != tuple(state)
         },
+        unscored=_find_unscored(stored, unrecorded, {*final}),
     )
+
+
+def _find_unscored(
+    stored: Sequence[tuple[RequestId, str, int | None]], unrecorded: set[RequestId], recorded: set[GroupId]
+) -> set[GroupId]:
+    """Groups that have scores or a later state in the store, and no scores in a journal that lost lines.
+
+    Scores alone may precede their event. A later state cannot, nor can the group's last sample.
+    """
+    incomplete = {request.group for request in unrecorded}
+    return {
+        request.group
+        for request, state, _ in stored
+        if request not in unrecorded and request.group not in recorded and state != "finished"
+        if state != "scored" or request.group in incomplete
+    }
 
 
 def _restore_samples(
@@ -359,6 +392,8 @@ def _restore_samples(
     expected |= _expected_held_out(state)
     for group_id, siblings in expected.items():
         stored = samples.finished(group_id)
+        if group_id in repairs.unscored:
+            stored = [sample._replace(reward=None, is_scored=False) for sample in stored]
         found = [s for s in stored if RequestId(*group_id, s.sibling) not in repairs.unrecorded]
         if [sample.sibling for sample in found] != siblings:
             raise InputError(

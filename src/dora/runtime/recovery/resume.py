@@ -26,7 +26,14 @@ from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, Journal, explain_miss
 from dora.model.pretrained import load_pretrained
 from dora.model.weights import weight_digest
 from dora.runtime.run_dir import INCOMING_PARTS, is_running
-from dora.trainer.checkpoint import complete_checkpoints, recover_replaced, remove_after
+from dora.text import plural
+from dora.trainer.checkpoint import (
+    SNAPSHOT_FILE,
+    checkpoint_folders,
+    find_damage,
+    recover_replaced,
+    remove_after,
+)
 
 SUMMARY = "summary.json"
 CHANGEABLE_KEYS = (  # neither the guarantees nor the computed weights depend on these
@@ -92,6 +99,7 @@ def has_recorded_events(run: Path) -> bool:
 
 def read_recorded_journal(run: Path, num_prompts: int | None) -> Journal:
     """The journal of a run to resume. Raises InputError if it cannot be resumed, or has finished."""
+    journal = read_journal(run)
     with (run / JOURNAL_FILE).open("rb") as file:
         header = file.readline()
     config = (run / CONFIG_FILE).read_bytes()
@@ -100,17 +108,51 @@ def read_recorded_journal(run: Path, num_prompts: int | None) -> Journal:
             f"{run / CONFIG_FILE} has changed since the run started; restore its old content, and change "
             "settings with --set"
         )
-    journal = read_journal(run)
     if journal.num_prompts != num_prompts:
         raise InputError(
             f"--resume {run}: the dataset had {journal.num_prompts} prompts and now has {num_prompts}; "
             "restore the old dataset"
         )
     recover_replaced(run / "checkpoints")
-    is_saved = journal.limits.num_steps in complete_checkpoints(run / "checkpoints")
-    if isinstance(journal.lines[-1].record, Stop) and is_saved and _has_finished(run / SUMMARY):
-        raise InputError(f"--resume {run}: this run has finished all its {journal.limits.num_steps} steps")
+    if isinstance(journal.lines[-1].record, Stop) and _has_finished(run / SUMMARY):
+        last = checkpoint_folders(run / "checkpoints").get(journal.limits.num_steps)
+        if last is not None and not find_damage(last):
+            raise InputError(
+                f"--resume {run}: this run has finished all its {journal.limits.num_steps} steps"
+            )
     return journal
+
+
+def check_not_begun(run: Path) -> None:
+    """Raises InputError if a run without a recorded event has checkpoints, which a new start would remove."""
+    if folders := checkpoint_folders(run / "checkpoints"):
+        raise InputError(
+            f"--resume {run}: {JOURNAL_FILE} has no event, although {plural(len(folders), 'checkpoint')} "
+            f"exist; restore it, or start a new run from the newest weights: dora train {run / CONFIG_FILE} "
+            f"--out NEW --set model.path={next(iter(folders.values()))}"
+        )
+
+
+def find_checkpoint(run: Path, num_lines: int) -> tuple[int, Path | None, tuple[str, ...]]:
+    """Step and folder of the newest checkpoint that is whole and that `num_lines` of the journal cover.
+
+    The last value says why newer ones cannot be used. (0, None, ()) if there is no checkpoint. Raises
+    InputError if there are only unusable ones.
+    """
+    unusable: list[str] = []
+    for step, folder in checkpoint_folders(run / "checkpoints").items():
+        reason = find_damage(folder)
+        if not reason and (seq := json.loads((folder / SNAPSHOT_FILE).read_text())["seq"]) > num_lines:
+            reason = f"it needs {seq} lines of {JOURNAL_FILE}, which has {num_lines}"
+        if not reason:
+            return step, folder, tuple(unusable)
+        unusable.append(f"{folder} cannot be used: {reason}")
+    if unusable:
+        raise InputError(
+            f"{'; '.join(unusable)}. No other checkpoint exists: restore the files, or train all steps again "
+            f"from the initial model: rm -r {run / 'checkpoints'} && dora train --resume {run}"
+        )
+    return 0, None, ()
 
 
 def _has_finished(summary: Path) -> bool:

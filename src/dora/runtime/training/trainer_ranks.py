@@ -27,7 +27,7 @@ from dora.runtime.training.checkpoints import CheckpointManager
 from dora.runtime.training.external import ExternalTrainer
 from dora.runtime.training.worker import RENDEZVOUS_FILE, run_follower, run_trainer
 from dora.text import plural, step_number
-from dora.trainer.checkpoint import complete_checkpoints, recover_replaced
+from dora.trainer.checkpoint import checkpoint_folders, find_damage, recover_replaced
 
 MAX_STEP_FAILURES = 3  # of one training step before the run ends
 
@@ -193,13 +193,18 @@ class TrainerRanks:
         self._events.append(TrainerLost(loss.reason))
 
     def restart(self, slot: Slot) -> None:
-        """Start a trainer from the newest checkpoint."""
+        """Start a trainer from the newest checkpoint that is not damaged."""
         folder = self._setup.out / "checkpoints"
         recover_replaced(folder)
-        checkpoints = complete_checkpoints(folder).items()
-        found = {step: path for step, path in checkpoints if step <= self._num_trained}
-        self._from_step, self._is_restarting = max(found, default=0), True
-        self._start(found.get(self._from_step))
+        self._from_step, self._is_restarting, checkpoint = 0, True, None
+        for step, path in checkpoint_folders(folder).items():
+            if step > self._num_trained:
+                continue
+            if not (damage := find_damage(path)):
+                self._from_step, checkpoint = step, path
+                break
+            self._notice(f"warning: {path} is not used: {damage}")
+        self._start(checkpoint)
 
     def _on_ready(self) -> None:
         """Report a restarted trainer once all its processes are ready, but no restarted aux worker."""

@@ -1,0 +1,142 @@
+"""Resuming a run whose files were damaged: what is whole is used, the rest is named, nothing hangs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tests.runs.resumable import ResumableRun, check_finished
+from tests.runtime.running import journal, summary
+
+from dora.errors import InputError
+from dora.runtime.recovery.journal_replay import PreviousRun, read_previous_run
+from dora.runtime.recovery.resume import read_recorded_journal, resumed_config
+from dora.runtime.run import resume
+from dora.runtime.run_setup import RunSetup
+from dora.stream.sample_db import SampleStore
+from dora.trainer.checkpoint import write_manifest
+
+
+@pytest.fixture
+def killed(resumable: ResumableRun) -> ResumableRun:
+    """A run that was killed after it published version 5, with the checkpoints of steps 2 and 4."""
+    run = resumable.start(trainer__keep_last=3, engine__min_step_time="40ms")
+    run.wait_until((resumable.out / "checkpoints" / "step-4").is_dir, "two checkpoints")
+    run.wait_until(lambda: any(line.get("digest") and line["version"] == 5 for line in journal(run.out)), "5")
+    resumable.kill_after(run, 0)
+    return resumable
+
+
+def flip(path: Path, first: int, count: int) -> None:
+    """Flip a bit in each of `count` bytes."""
+    content = bytearray(path.read_bytes())
+    content[first : first + count] = bytes(byte ^ 1 for byte in content[first : first + count])
+    path.write_bytes(content)
+
+
+def cut_journal(out: Path, num_lines: int) -> None:
+    """Remove all but the first lines, which come after the header."""
+    lines = (out / "journal.jsonl").read_text().splitlines(keepends=True)
+    (out / "journal.jsonl").write_text("".join(lines[: num_lines + 1]))
+
+
+def read_previous(out: Path) -> PreviousRun:
+    """The state from which a run would resume. Nothing is started or changed."""
+    setup = RunSetup.make(resumed_config(out, ()), out)
+    with closing(SampleStore(out / "samples.sqlite")) as samples:
+        return read_previous_run(setup, read_recorded_journal(out, setup.num_prompts), samples)
+
+
+def contents(out: Path) -> dict[Path, bytes]:
+    """The recorded files of a run and their bytes."""
+    names = "journal.jsonl", "metrics.jsonl", "config.toml", "samples.sqlite", "checkpoints/*/*"
+    return {path: path.read_bytes() for name in names for path in out.glob(name) if path.is_file()}
+
+
+def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_used(killed: ResumableRun) -> None:
+    out = killed.out
+    newest, older = out / "checkpoints" / "step-4", out / "checkpoints" / "step-2"
+    core = (newest / "core.json").read_bytes()
+    assert read_previous(out).checkpoint == newest
+    for name, damage in {
+        "optimizer.pt": "optimizer.pt differs from its digest",
+        "model.safetensors": "model.safetensors differs from its digest",
+        "core.json": "core.json differs from its digest",
+        "checkpoint.json": "checkpoint.json is not a manifest",
+    }.items():
+        before = (newest / name).read_bytes()
+        flip(newest / name, 0 if name == "checkpoint.json" else len(before) // 2, 1)
+        previous = read_previous(out)
+        (warning,) = previous.warnings
+        assert (previous.checkpoint, previous.resumed.from_step) == (older, 2)
+        assert warning.startswith(f"{newest} cannot be used: {damage}")
+        (newest / name).write_bytes(before)
+
+    (newest / "core.json").unlink()
+    assert "core.json is missing" in read_previous(out).warnings[0]
+    flip(older / "optimizer.pt", 1000, 2000)
+    before_refusal = contents(out)
+    with pytest.raises(InputError) as refused:
+        resume(out, (), Console())
+    assert "step-2 cannot be used: optimizer.pt differs" in str(refused.value)
+    assert f"rm -r {out / 'checkpoints'} && dora train --resume {out}" in str(refused.value)
+    assert contents(out) == before_refusal
+
+    (newest / "core.json").write_bytes(core)
+    cut_journal(out, 0)
+    before_refusal = contents(out)
+    with pytest.raises(InputError, match=r"journal\.jsonl has no event, although 2 checkpoints exist"):
+        resume(out, (), Console())
+    assert contents(out) == before_refusal
+
+
+def test_a_journal_that_lost_its_last_lines_is_continued_from_there(killed: ResumableRun) -> None:
+    """As in a power failure: the sample store and a checkpoint know more than the journal."""
+    out, checkpoints = killed.out, killed.out / "checkpoints"
+    (group, *_) = next(x["groups"] for x in journal(out) if x["kind"] == "train" and x["step"] == 4)
+    committed = [line for line in journal(out) if line["kind"] == "commit" and line["group"] == group]
+    scored = [line for line in journal(out) if line["kind"] == "group_scored" and line["group"] == group]
+    finished = [line for line in journal(out) if line.get("request", [])[:2] == group and "chunks" in line]
+    for lost in (committed[-1], scored[-1], finished[-1]):
+        copy = out.with_name(f"cut-{lost['kind']}")
+        shutil.copytree(out, copy)
+        cut_journal(copy, lost["seq"])
+        assert any("journal.jsonl has lost its last lines" in text for text in read_previous(copy).warnings)
+
+    trained = [line for line in journal(out) if line["kind"] == "trained" and line["step"] == 3]
+    cut_journal(out, trained[0]["seq"])
+    ended = killed.resume().end()
+    assert f"{checkpoints / 'step-4'} cannot be used: it needs" in ended.out
+    assert "journal.jsonl has lost its last lines" in ended.out
+    check_finished(out, ended)
+
+
+def test_a_redone_version_with_other_weights_is_reported(killed: ResumableRun) -> None:
+    """The manifest fits the damaged file: only the weights of the redone steps show the damage."""
+    newest = killed.out / "checkpoints" / "step-4"
+    saved = torch.load(newest / "optimizer.pt", weights_only=True)
+    saved["trainer"]["optimizer"]["state"][0]["exp_avg"].neg_()
+    torch.save(saved, newest / "optimizer.pt")
+    write_manifest(newest)
+    ended = killed.resume().end()
+    assert re.search(r"warning: version 5, trained again, has digest \w+, and had \w+ before", ended.out)
+    check_finished(killed.out, ended)
+    assert summary(killed.out)["differing_redone_versions"] >= 1
+
+
+def test_an_error_while_workers_start_ends_them(killed: ResumableRun) -> None:
+    trained = [line for line in journal(killed.out) if line["kind"] == "trained"]
+    cut_journal(killed.out, trained[3]["seq"])  # so that there are committed groups
+    with sqlite3.connect(killed.out / "samples.sqlite") as db:
+        db.execute("update samples set logprobs = x'00'")
+    run = killed.resume()
+    ended = run.end()
+    assert ended.code == 1
+    assert "buffer size must be a multiple" in ended.err
+    assert run.weight_folders() == []
