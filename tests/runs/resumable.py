@@ -6,10 +6,14 @@ import os
 import signal
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 from tests.runtime.running import CommandResult, Run, dora, journal, metrics, summary, wait_until_gone
 
 STEPS, BATCH_SIZE = 6, 2
+SLOW: dict[str, Any] = {
+    "engine__min_step_time": "100ms"
+}  # a busy machine, too, sees what a run does in seconds
 CHANGES: dict[str, object] = {"run__steps": STEPS, "trainer__save_freq": 2, "trainer__keep_last": 1}
 
 

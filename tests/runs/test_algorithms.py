@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 from tests.runs.conftest import StartRun
-from tests.runs.resumable import STEPS, ResumableRun, check_redone
+from tests.runs.resumable import SLOW, STEPS, ResumableRun, check_redone
 from tests.runtime.running import Run, dora, metrics, summary
 
 
@@ -92,7 +92,7 @@ def test_a_critic_resumes_with_its_policy(resumable: ResumableRun) -> None:
         "sampling__group_size": 1,
         "trainer__mini_batch_tokens": 24,
     }
-    run = resumable.start(**objective)
+    run = resumable.start(**objective, **SLOW)
     run.wait_until((resumable.out / "checkpoints" / "step-2").is_dir, "a checkpoint")
     run.wait_for_steps(3)
     resumable.kill_after(run, 0)

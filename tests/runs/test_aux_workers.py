@@ -66,7 +66,7 @@ def test_crashes_of_engine_reference_and_critic_do_not_change_the_bits(
 
 def test_a_suspended_aux_worker_is_restarted(start_run: StartRun) -> None:
     changes = {"algorithm__kl_loss_coef": 0.1, "trainer__aux_workers": '["reference"]'}
-    run = start_run(run__steps=6, engine__min_step_time="20ms", runtime__trainer_timeout_s=3.0, **changes)
+    run = start_run(run__steps=6, engine__min_step_time="60ms", runtime__trainer_timeout_s=3.0, **changes)
     run.wait_for_steps(1)
     run.workers()[REFERENCE].suspend()
     ended = run.end()

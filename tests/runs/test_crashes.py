@@ -14,7 +14,7 @@ from tests.runtime.running import CommandResult, Run, dora, journal, summary, wa
 from dora.model.pretrained import load_pretrained
 
 ENGINES, TRAINER = slice(0, 2), 2
-SLOW = {"engine__min_step_time": "40ms", "run__steps": 5}  # every response takes most of a second
+SLOW = {"engine__min_step_time": "60ms", "run__steps": 5}  # every response takes more than a second
 LONG = {"engine__min_step_time": "40ms", "run__steps": 1000}  # does not end by itself
 
 

@@ -106,7 +106,7 @@ def start(task: Task, folder: Path, tmp_path: Path) -> Iterator[Start]:
             "sampling__group_size": task.group_size,
             "sampling__max_response_length": task.max_response_length,
             "engine__exact_logprobs": "true",
-            "engine__min_step_time": "4ms",
+            "engine__min_step_time": "8ms",
             "algorithm__filter_groups": "true",
             "trainer__batch_size": task.batch_size,
             "trainer__lr": SETTINGS.lr,

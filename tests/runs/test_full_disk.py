@@ -14,7 +14,7 @@ LINUX_ONLY = pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs 
 
 @LINUX_ONLY
 def test_a_run_ended_by_a_full_disk_can_be_resumed(start_run: StartRun) -> None:
-    run = start_run(run__steps=9, engine__min_step_time="20ms")
+    run = start_run(run__steps=9, engine__min_step_time="60ms")
     run.wait_for_steps(1)
     workers = run.workers()
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (0, 0))  # from now on no file of the driver grows
@@ -37,7 +37,7 @@ def test_a_run_ended_by_a_full_disk_can_be_resumed(start_run: StartRun) -> None:
 
 @LINUX_ONLY
 def test_a_checkpoint_that_does_not_fit_on_the_disk_does_not_end_the_run(start_run: StartRun) -> None:
-    run = start_run(run__steps=9, trainer__save_freq=1)
+    run = start_run(run__steps=9, trainer__save_freq=1, engine__min_step_time="60ms")
     run.wait_until((run.out / "checkpoints" / "step-1").is_dir, "the first checkpoint")
     optimizer_bytes = (run.out / "checkpoints" / "step-1" / "optimizer.pt").stat().st_size
     trainer = run.workers()[-2]

@@ -14,7 +14,7 @@ from tests.runtime.running import Run, dora, metrics, summary
 
 SLOW: dict[str, Any] = {
     "run__steps": 8,
-    "engine__min_step_time": "10ms",
+    "engine__min_step_time": "30ms",
     "sampling__max_response_length": 48,
 }
 

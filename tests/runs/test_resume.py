@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.runs.resumable import STEPS, ResumableRun, check_finished, check_redone
+from tests.runs.resumable import SLOW, STEPS, ResumableRun, check_finished, check_redone
 from tests.runtime.running import dora, journal, metrics, summary
 from tests.runtime.tiny import MODEL, PROMPTS
 
@@ -27,7 +27,7 @@ from dora.trainer.checkpoint import write_manifest
 
 def test_a_run_that_was_killed_three_times_finishes(resumable: ResumableRun) -> None:
     """Once with an incomplete line in its journal, once with an incomplete checkpoint."""
-    resumable.kill_after(resumable.start(), 40)
+    resumable.kill_after(resumable.start(**SLOW), 40)
     scored = {key: row for key, row in resumable.samples().items() if row[1] is not None}
     path = resumable.out / "journal.jsonl"
     *complete, last = path.read_text().splitlines(keepends=True)
@@ -63,7 +63,7 @@ def test_a_run_that_was_killed_three_times_finishes(resumable: ResumableRun) -> 
 def test_restarted_requests_get_the_same_tokens(resumable: ResumableRun, task: Path) -> None:
     """With one version only the seed can change them. The trainer accumulates what was committed before."""
     one = {"run__steps": 1, "trainer__batch_size": 6, "orchestrator__max_staleness": 0}
-    run = resumable.start(**one, trainer__micro_batch_tokens=32, engine__max_num_seqs=2)
+    run = resumable.start(**one, **SLOW, trainer__micro_batch_tokens=32, engine__max_num_seqs=2)
     run.wait_until(
         lambda: "commit" in [line["kind"] for line in journal(resumable.out)], "a group in the batch"
     )
@@ -78,7 +78,7 @@ def test_restarted_requests_get_the_same_tokens(resumable: ResumableRun, task: P
 
 
 def test_a_run_stopped_by_ctrl_c_resumes_where_it_was(resumable: ResumableRun) -> None:
-    run = resumable.start(trainer__save_freq=0)
+    run = resumable.start(trainer__save_freq=0, **SLOW)
     run.wait_for_steps(2)
     os.kill(run.pid, signal.SIGINT)
     assert run.end().code == 130

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tests.runs.resumable import ResumableRun, check_finished
+from tests.runs.resumable import SLOW, ResumableRun, check_finished
 from tests.runtime.running import journal, summary
 
 from dora.errors import InputError
@@ -26,7 +26,7 @@ from dora.trainer.checkpoint import write_manifest
 @pytest.fixture
 def killed(resumable: ResumableRun) -> ResumableRun:
     """A run that was killed after it published version 5, with the checkpoints of steps 2 and 4."""
-    run = resumable.start(trainer__keep_last=3, engine__min_step_time="40ms")
+    run = resumable.start(trainer__keep_last=3, **SLOW)
     run.wait_until((resumable.out / "checkpoints" / "step-4").is_dir, "two checkpoints")
     run.wait_until(lambda: any(line.get("digest") and line["version"] == 5 for line in journal(run.out)), "5")
     resumable.kill_after(run, 0)
@@ -109,8 +109,7 @@ def test_a_journal_that_lost_its_last_lines_is_continued_from_there(killed: Resu
         cut_journal(copy, lost["seq"])
         assert any("journal.jsonl has lost its last lines" in text for text in read_previous(copy).warnings)
 
-    trained = [line for line in journal(out) if line["kind"] == "trained" and line["step"] == 3]
-    cut_journal(out, trained[0]["seq"])
+    cut_journal(out, committed[-1]["seq"])
     ended = killed.resume().end()
     assert f"{checkpoints / 'step-4'} cannot be used: it needs" in ended.out
     assert "journal.jsonl has lost its last lines" in ended.out

@@ -77,7 +77,7 @@ def test_rewards_are_summed_also_after_kills_of_the_reward_workers_and_of_the_ru
 ) -> None:
     config = write_task(tmp_path, reward=REWARD + LENGTH)
     config.write_text(config.read_text() + LENGTH_TASK)
-    run = start_run(config, run__steps=6)
+    run = start_run(config, run__steps=6, engine__min_step_time="60ms")
     run.wait_for_steps(2)
     for reward_worker in run.workers()[-2:]:
         reward_worker.kill()
