@@ -17,6 +17,8 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 # More than one thread per process makes small models slower, not faster.
 export OMP_NUM_THREADS := 1
+# Hundreds of processes import the same modules: compile each once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-vllm test-sglang dash docs
 .DELETE_ON_ERROR:
