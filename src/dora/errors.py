@@ -82,3 +82,12 @@ def download_hint(name: str, folder: Path, kind: str = "model") -> str:
         f"; DORA downloads nothing: if {name} is a {kind} of the Hugging Face hub, run "
         f"`hf download {name} {repo_type}--local-dir {folder}`"
     )
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """The end of a message about a line that is not UTF-8."""
+    byte = error.object[error.start]
+    return (
+        f"is not UTF-8 (byte 0x{byte:02x} in column {error.start + 1}); convert the file, for example with "
+        "iconv -f latin1 -t utf-8"
+    )

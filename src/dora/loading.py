@@ -16,7 +16,7 @@ from dora.errors import InputError
 def load_attribute(name: str, key: str, error: type[InputError] = InputError) -> Any:
     """The function or class called `name`, which is the value of the setting `key`.
 
-    Raises `error`, with the traceback of a module that cannot be imported.
+    Raises `error`, with the line at which an import failed.
     """
     source, colon, attribute = name.rpartition(":")
     if not (source and colon and attribute):
@@ -24,15 +24,36 @@ def load_attribute(name: str, key: str, error: type[InputError] = InputError) ->
     try:
         module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except (Exception, SystemExit) as raised:
-        raise error(
-            f"{key} = {name!r}: importing {source} raised {type(raised).__name__}: {raised}\n"
-            f"{traceback.format_exc()}"
-        ) from raised
+        raise error(f"{key} = {name!r}: {_explain(source, raised)}") from raised
     found = getattr(module, attribute, None)
     if not callable(found):
         own = [k for k, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
         raise error(f"{key} = {name!r}: {source} has no {attribute!r}; it has {', '.join(own) or 'nothing'}")
     return found
+
+
+def _explain(source: str, raised: BaseException) -> str:
+    """Where an import failed, why, and the remedy, in one line."""
+    reason = " ".join(f"{type(raised).__name__}: {raised}".split())
+    if isinstance(raised, SyntaxError) and raised.filename is not None:
+        return f"{raised.filename}:{raised.lineno}: {type(raised).__name__}: {raised.msg}; correct that line"
+    # The last frame of the user's file; what it calls in libraries says less.
+    frames = [
+        frame for frame in traceback.extract_tb(raised.__traceback__) if _is_own(frame.filename, source)
+    ]
+    if not frames:
+        remedy = "name an existing file" if source.endswith(".py") else "install it, or correct the name"
+        return f"importing {source} raised {reason}; {remedy}"
+    remedy = "install it, or correct that line" if isinstance(raised, ImportError) else "correct that line"
+    command = f"python {source}" if source.endswith(".py") else f'python -c "import {source}"'
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {reason}; {remedy}; `{command}` shows the traceback"
+
+
+def _is_own(filename: str, source: str) -> bool:
+    """Whether a frame belongs to the file, or to a file beside it, or to the module `source`."""
+    if source.endswith(".py"):
+        return Path(filename).parent == Path(source).resolve().parent
+    return Path(filename).with_suffix("").as_posix().endswith(source.replace(".", "/"))
 
 
 def _load_file(path: Path) -> ModuleType:

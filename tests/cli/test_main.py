@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from dora import __version__
 from dora.cli.main import main
 
+COUNTDOWN = f"{Path(__file__).parents[1] / 'envs' / 'countdown.py'}:Countdown"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task" / "sevens.toml"
 
 
@@ -115,6 +117,18 @@ def test_a_missing_gpu_is_one_line_before_anything_starts(
     assert (code, out, run.exists()) == (2, "", False)
     assert re.fullmatch(
         rf"dora: {key} = 'cuda': this needs a GPU, and torch .*; set {key} = cpu, or .*\n", err
+    )
+
+
+def test_environments_are_not_served_at_an_occupied_address(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, token = str(server.getsockname()[1]), str(tmp_path / "token")
+        code, _, err = call(capsys, "env-server", COUNTDOWN, "--port", port, "--token-file", token)
+    assert code == 2
+    assert err.startswith(
+        f"dora: --host 127.0.0.1 --port {port}: cannot listen there: Address already in use"
     )
 
 

@@ -53,6 +53,24 @@ def test_a_path_that_does_not_exist_is_refused(file: Path, name: str) -> None:
     assert "does not exist" in message
 
 
+def test_a_folder_in_place_of_a_file_is_named(file: Path) -> None:
+    assert error_of(file.parent) == f"config file {file.parent} is a folder; name a .toml file in it"
+
+
+def test_a_byte_order_mark_is_ignored(file: Path) -> None:
+    plain = read_config(file)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert read_config(file) == plain
+
+
+def test_a_file_that_is_not_utf8_is_refused_with_its_line(file: Path) -> None:
+    file.write_bytes(b"# first\n# caf\xe9\n" + file.read_bytes())
+    error = error_of(file)
+    assert error.startswith(
+        f"config file {file}, line 2: is not UTF-8 (byte 0xe9 in column 6); convert the file"
+    )
+
+
 def test_a_single_tracker_and_all_linear_modules_need_no_list(file: Path) -> None:
     changes = ['metrics.report_to="wandb"', "trainer.lora_rank=4", "trainer.lora_targets=all-linear"]
     config, plain = read_config(file, changes), read_config(file)

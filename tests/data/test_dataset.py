@@ -61,6 +61,20 @@ def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
         Dataset.from_path(path)
 
 
+def test_the_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "\xe9"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.jsonl, line 3: is not UTF-8 \(byte 0xe9 .* iconv -f latin1"):
+        Dataset.from_path(path)
+
+
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    dataset = Dataset.from_path(path)
+    assert [dataset.prompt(index) for index in range(2)] == ["a", "b"]
+
+
 def test_a_prompt_may_be_a_conversation() -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "why?"}]
     assert Dataset([{"prompt": messages}]).prompt(0) == messages
@@ -94,7 +108,7 @@ def test_a_prompt_longer_than_the_limit_is_named() -> None:
 
 
 def test_an_empty_prompt_is_named() -> None:
-    with pytest.raises(DataError, match="row 0: the prompt has 0 tokens"):
+    with pytest.raises(DataError, match="row 0: the prompt has 0 tokens; it needs at least one, so"):
         Dataset([{"prompt": ""}]).check_prompt_lengths(len, max_prompt_length=3)
 
 

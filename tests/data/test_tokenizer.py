@@ -55,5 +55,13 @@ def test_the_end_token_is_found_in_tokenizer_config_too(tmp_path: Path) -> None:
 
 def test_a_character_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     save_character_tokenizer(tmp_path, "ab")
-    with pytest.raises(DataError, match="use characters of the vocabulary"):
-        Tokenizer(tmp_path).encode("abc")
+    with pytest.raises(DataError, match="use characters of the vocabulary") as refusal:
+        Tokenizer(tmp_path).encode("abça")
+    assert "'ç' (U+00E7) is not in the tokenizer's vocabulary" in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "ab\udfffa"])
+def test_a_lone_surrogate_is_named(text: str, tmp_path: Path) -> None:
+    save_character_tokenizer(tmp_path, "ab")
+    with pytest.raises(DataError, match=r"the text has the lone surrogate U\+D(800|FFF), .*; remove it"):
+        Tokenizer(tmp_path).encode(text)

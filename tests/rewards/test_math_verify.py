@@ -90,6 +90,9 @@ def test_the_right_answer_may_have_any_of_these_forms(verify: RewardFunction, fi
         "#### between 5 and 1234",
         "#### not 1234",
         r"\boxed{5|1234}",
+        r"\boxed{5$ $1234}",
+        r"\boxed{5$ or $1234}",
+        "\\boxed{5\n1234}",
         r"\boxed{1234}\boxed{5}",
     ],
 )
@@ -117,6 +120,7 @@ def test_a_percent_sign_is_ignored(verify: RewardFunction, final: str, sign: str
         ("no solution", r"\text{no solution}"),
         ("(1, 2)", "(1,2)"),
         ("1, 2", "2, 1"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "\n\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}\n"),
     ],
 )
 def test_the_column_has_a_marked_answer_or_the_answer_alone(

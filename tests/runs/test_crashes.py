@@ -114,7 +114,7 @@ def test_a_run_that_may_not_restart_its_trainer_fails_with_a_message(start_run: 
     run.wait_for_steps(1)
     workers = run.workers()
     workers[TRAINER].kill()
-    check_failed(run, workers, "trainer was killed by SIGKILL; the run cannot continue without its trainer")
+    check_failed(run, workers, "trainer was killed by SIGKILL. The run cannot continue without its trainer")
 
 
 def test_workers_exit_after_their_driver(start_run: StartRun) -> None:

@@ -10,6 +10,8 @@ from tests.runtime.running import settings
 from tests.runtime.tiny import CHARACTERS, write_task
 
 from dora.cli.main import main
+from dora.config.load import read_config
+from dora.runtime.run_setup import RunSetup
 
 
 def call(*arguments: str | Path) -> int:
@@ -78,8 +80,13 @@ def test_bad_input_is_refused(
         ("\n", "prompts.jsonl, line 1: is empty"),
         ("[]\n", "line 1: is a list"),
         ('{"prompt": 7}\n', "prompt is a int"),
-        ('{"prompt": ""}\n', "line 1: the prompt has 0 tokens"),
+        ('{"prompt": ""}\n', "line 1: the prompt has 0 tokens; it needs at least one"),
         ('{"prompt": "?"}\n', "cannot tokenize the text"),
+        (
+            '{"prompt": "1"}\n{"prompt": "1\\u00e9"}\n',
+            "line 2: cannot tokenize the text: the character 'é' (U",
+        ),
+        ('{"prompt": "1"}\n{"prompt": "\\ud800"}\n', "line 2: the text has the lone surrogate U+D800"),
     ],
 )
 def test_a_dataset_without_usable_prompts_is_refused(
@@ -190,3 +197,17 @@ def test_a_dry_run_calls_the_reward(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert call("train", config, "--out", tmp_path / "run", "--dry-run") == 2
     assert "returned 'much' (str); it must return a finite float" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("batch_size", "is_noticed"), [(7, False), (8, True)])
+def test_a_batch_larger_than_the_dataset_is_noticed(batch_size: int, is_noticed: bool, task: Path) -> None:
+    setup = RunSetup.make(read_config(task, [f"trainer.batch_size={batch_size}"]), task.parent / "run")
+    notice = (
+        "trainer.batch_size = 8 groups, and the dataset has 7 prompts: a batch has a prompt more than once"
+    )
+    assert setup.notices == ([notice] if is_noticed else [])
+
+
+def test_a_dry_run_shows_the_notices(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("train", task, "--dry-run", "--set", "trainer.batch_size=8") == 0
+    assert re.search(r"^notice +trainer.batch_size = 8 groups, and", capsys.readouterr().out, re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -21,6 +22,37 @@ def test_an_occupied_or_unknown_address_is_refused(tmp_path: Path) -> None:
             WebGateway(ServiceSection(port=port), tmp_path)
     with pytest.raises(ConfigError, match=r"service\.host"):
         WebGateway(ServiceSection(host="256.0.0.1"), tmp_path)
+
+
+def bind_as_nobody(tmp_path: Path, port: int) -> str:
+    """The error of a service on this port, in a process without the rights of root."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setuid(65534)
+            WebGateway(ServiceSection(port=port), tmp_path)
+        except ConfigError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as file:
+        message = file.read()
+    os.waitpid(pid, 0)
+    return message
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give up its rights")
+def test_a_port_that_needs_root_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    first_free = int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text())
+    if first_free <= 80:
+        pytest.skip("no port needs root here")
+    tmp_path.chmod(0o777)
+    assert bind_as_nobody(tmp_path, 80) == (
+        "service.host = '127.0.0.1', service.port = 80: cannot listen there: ports below 1024 need the "
+        "rights of root; choose a port from 1024 on, or remove service.port to use a free port"
+    )
 
 
 @pytest.mark.parametrize(

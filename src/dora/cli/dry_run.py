@@ -42,6 +42,7 @@ def dry_run(config: Config, out: Path) -> str:
     if config.env.has_environments:
         rows["environment"] = try_environment(setup)
     rows["reward"] = reward
+    rows |= {"notice": "; ".join(setup.notices)} if setup.notices else {}
     return "\n".join(f"{name:<22}{value}" for name, value in rows.items())
 
 

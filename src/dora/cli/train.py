@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import time
@@ -185,8 +186,14 @@ def env_server(
         typer.echo(f'serving {environment}; configure runs with env.hosts = ["{host}:{port}"]')
         typer.echo(f'and a copy of the auth token: env.token_file = "{token_file.resolve()}"')
 
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve_forever(make, token, host, port, announce))
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(serve_forever(make, token, host, port, announce))
+    except OSError as error:
+        raise InputError(
+            f"--host {host} --port {port}: cannot listen there: {os.strerror(error.errno or 0)}; change one "
+            "of them; ports below 1024 need the rights of root"
+        ) from error
 
 
 engines = typer.Typer(help="List, add and drain the engines of a run in progress.", no_args_is_help=True)

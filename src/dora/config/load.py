@@ -6,6 +6,7 @@ misspelt key is the nearest valid one; for a renamed key, or a key of another tr
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import os
 import tomllib
@@ -26,7 +27,7 @@ from dora.config.schema import (
     iter_sections,
 )
 from dora.config.validate import check
-from dora.errors import ConfigError, download_hint
+from dora.errors import ConfigError, download_hint, not_utf8
 
 SERVICE = "service"  # in place of a path or a class: the input comes through the service
 BUILT_IN = {
@@ -94,14 +95,24 @@ def dropped_settings(path: Path, overrides: Sequence[str], config: Config) -> li
 
 
 def _read_tables(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise ConfigError(f"config file {path} is a folder; name a .toml file in it")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError) as error:
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(keepends=True)
+        return tomllib.loads("".join(_decode(path, number, line) for number, line in enumerate(lines, 1)))
+    except FileNotFoundError as error:
         raise ConfigError(
             f"config file {path} does not exist; `dora config --defaults` prints a template"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}; correct that line") from error
+
+
+def _decode(path: Path, number: int, line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {path}, line {number}: {not_utf8(error)}") from error
 
 
 def _parse_override(override: str) -> Override:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dora.errors import DataError
+from dora.errors import DataError, not_utf8
 
 Messages = Sequence[Mapping[str, str]]  # each with a "role" and a "content", both text
 Prompt = str | Messages
@@ -87,7 +87,12 @@ class Dataset:
                 num = num_tokens(self.prompt(index))
             except DataError as error:
                 raise DataError(f"{self._location(index)}: {error}") from error
-            if not 1 <= num <= max_prompt_length:
+            if num == 0:
+                raise DataError(
+                    f"{self._location(index)}: the prompt has 0 tokens; it needs at least one, so write a "
+                    "prompt or remove the row"
+                )
+            if num > max_prompt_length:
                 raise DataError(
                     f"{self._location(index)}: the prompt has {num} tokens; must be 1 "
                     f"to data.max_prompt_length = {max_prompt_length}; shorten it or raise the limit"
@@ -240,17 +245,18 @@ def _read_jsonl(path: Path) -> list[Any]:
 def _json_lines(path: Path) -> Iterator[Any]:
     number = 0
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.strip():
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not text.strip():
                     raise DataError(f"{path}, line {number}: is empty; every line must hold one JSON object")
-                yield json.loads(line)
+                yield json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}, line {number}: is not JSON ({error}); every line must hold one object"
         ) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}, after line {number}: is not UTF-8 ({error}); convert the file") from error
+        raise DataError(f"{path}, line {number}: {not_utf8(error)}") from error
 
 
 def _read_parquet(path: Path) -> list[Any]:

@@ -53,8 +53,22 @@ class Tokenizer:
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"cannot tokenize the text: {error}; use characters of the vocabulary") from error
+            raise DataError(self._why_not_encodable(text, error)) from error
         return ids
+
+    def _why_not_encodable(self, text: str, error: Exception) -> str:
+        for character in text:
+            code = f"U+{ord(character):04X}"
+            if "\ud800" <= character <= "\udfff":
+                return f"the text has the lone surrogate {code}, half of a character; remove it"
+            try:
+                self._tokenizer.encode(character)
+            except Exception:  # as in `encode`
+                return (
+                    f"cannot tokenize the text: the character {character!r} ({code}) is not in the "
+                    "tokenizer's vocabulary; use characters of the vocabulary"
+                )
+        return f"cannot tokenize the text: {error}; use characters of the vocabulary"
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""

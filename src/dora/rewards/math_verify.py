@@ -27,15 +27,16 @@ except ImportError as error:
 TIMEOUT_S = 2  # of each call of the library
 BUDGET_S = 4  # no further side of an equation is read after this time
 MAX_LENGTH = 2000  # of a marked answer; a longer one is wrong (characters)
-_DELIMITERS = (("**", "**"), ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-_UNITS = re.compile(r"\\?%|\\\$|\b[Pp]ercent(?:age)?\b")
+_DELIMITERS = (("**", "**"), (r"\(", r"\)"), (r"\[", r"\]"))
+_PERCENT = re.compile(r"\\?%|\b[Pp]ercent(?:age)?\b")
+_UNITS = re.compile(rf"{_PERCENT.pattern}|\\?\$")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,|\{,\}|,\\!|\\,)\d{3})+(?!\d)")
 _SCIENTIFIC = re.compile(r"(\d)[eE]([+-]?\d+)(?!\w)")
 _NUMBER_WITH_WORDS = re.compile(r"(\S+)[A-Za-z \-]+")
 _EQUALS = re.compile(r"(?<![\\<>!:])==?|\\equiv(?![A-Za-z])")
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?(?:\([A-Za-z]\))?")  # x, \theta, x_{1}, f(x)
 _PROSE = re.compile(
-    r"\n|####|\\boxed|(?=.*\d).*[A-Za-z]{2}\s+[A-Za-z]{2}|(?:[A-Za-z]+\s+){5}[A-Za-z]", re.DOTALL
+    r"####|\\boxed|(?=.*\d).*[A-Za-z]{2}\s+[A-Za-z]{2}|(?:[A-Za-z]+\s+){5}[A-Za-z]", re.DOTALL
 )
 
 
@@ -65,7 +66,7 @@ def _expected_answer(text: str) -> str:
     """The final answer of the column. Raises ValueError for a solution in which it is not marked."""
     marked = final_answer(text)
     found = _normalized(marked or text)
-    if not marked and _PROSE.search(found):
+    if not marked and ("\n" in text.strip() or _PROSE.search(found)):
         raise ValueError(
             f"the column answer = {text!r:.80} is a text without a marked answer; write the answer alone, "
             r"or after #### or in \boxed{} at its end"
@@ -75,12 +76,11 @@ def _expected_answer(text: str) -> str:
 
 def _normalized(text: str) -> str:
     """A number without its unit; any other answer without signs of units and thousands."""
-    text = _UNITS.sub("", text).strip().removesuffix(".")
+    text = " ".join(_UNITS.sub("", text).split()).removesuffix(".")
     for opening, closing in _DELIMITERS:
         if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening + closing):
             text = text[len(opening) : -len(closing)]
-    text = text.strip().removeprefix("$")
-    text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text.strip())
     words = _NUMBER_WITH_WORDS.fullmatch(text)
     if words is not None and parse_number(words[1]) is not None:
         text = words[1]
@@ -106,7 +106,7 @@ def _parse(text: str) -> list[Any]:
 
 def _find_last(text: str) -> list[Any]:
     """The last expression in a text. The library reads LaTeX only between dollar signs."""
-    text = _UNITS.sub("", text)
+    text = _PERCENT.sub("", text.replace(r"\$", ""))
     in_dollars = f"${text}$" if "\\" in text and "$" not in text else text
     found: list[Any] = math_verify.parse(in_dollars, parsing_timeout=TIMEOUT_S)
     return found

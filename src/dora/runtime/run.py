@@ -285,6 +285,8 @@ class _Session:
             f"ready: {plural(len(executor.engines), 'engine')} ({kernels}), 1 trainer, "
             f"{plural(executor.rewards.num_workers, 'reward worker')}"
         )
+        for notice in self._setup.notices:
+            self._console.notice(notice)
         if (reason := self._setup.config.why_not_streaming) is not None:
             self._console.notice(f"gradients wait for the whole batch: {reason}")
 

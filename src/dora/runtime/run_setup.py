@@ -34,7 +34,7 @@ from dora.runtime.process import launcher
 from dora.runtime.process.messages import CriticSpec, EngineSpec, TrainerSpec
 from dora.runtime.process.resources import DeviceAssignment, is_gpu
 from dora.stream.storage import SEGMENT_BYTES
-from dora.text import size
+from dora.text import plural, size
 from dora.trainer.advantage import AdvantageSettings
 from dora.trainer.critic import CriticSettings
 from dora.trainer.lora import LoraSettings
@@ -193,6 +193,17 @@ class RunSetup:
                 f"memory and {size(disk)} of free disk for temporary files; lower what takes most: "
                 f"{max(parts, key=lambda part: parts[part])}"
             )
+
+    @property
+    def notices(self) -> list[str]:
+        """Settings that are valid and seldom meant."""
+        batch_size, num_prompts = self.config.trainer.batch_size, self.num_prompts
+        if num_prompts is None or batch_size <= num_prompts:
+            return []
+        return [
+            f"trainer.batch_size = {batch_size} groups, and the dataset has {plural(num_prompts, 'prompt')}: "
+            "a batch has a prompt more than once"
+        ]
 
     def check_lengths(self, dataset: Dataset) -> None:
         """Raises DataError for a prompt that is empty or too long."""

@@ -133,6 +133,11 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=BACKLOG)
+    except PermissionError as error:
+        raise ConfigError(
+            f"service.host = {host!r}, service.port = {port}: cannot listen there: ports below 1024 need the "
+            "rights of root; choose a port from 1024 on, or remove service.port to use a free port"
+        ) from error
     except OSError as error:
         raise ConfigError(
             f"service.host = {host!r}, service.port = {port}: cannot listen there: {error}; change one of "

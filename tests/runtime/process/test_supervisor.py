@@ -136,7 +136,7 @@ def test_replacements_that_exit_before_they_are_ready_are_restarts_with_backoff(
     assert last.restart_in_s is None
     assert str(last.error) == (
         "helper 3 was killed by SIGKILL; it has no restarts left (it was restarted runtime.max_restarts = 3 "
-        "times in a row); the run cannot continue without its helpers. Resume the run: dora train --resume "
+        "times in a row). The run cannot continue without its helpers. Resume the run: dora train --resume "
         "runs/a"
     )
     driver.run(100.0)
@@ -227,7 +227,7 @@ def test_an_owner_that_cannot_go_on_raises_the_error(driver: Driver, monkeypatch
         raise loss.error
 
     monkeypatch.setattr(driver.owner, "on_lost", fail)
-    with pytest.raises(RunError, match=r"wrong; the run cannot continue without its helpers. Resume the run"):
+    with pytest.raises(RunError, match=r"wrong. The run cannot continue without its helpers. Resume the run"):
         driver.supervisor.report_lost(driver.slot, "its weights are wrong")
 
 

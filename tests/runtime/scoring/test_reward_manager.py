@@ -67,7 +67,7 @@ def test_an_idle_worker_that_keeps_crashing_is_replaced_up_to_the_limit(bench: R
     assert {*bench.notices} == {"the reward worker is replaced: reward worker was killed by SIGKILL"}
     expected = (
         r"killed by SIGKILL; it has no restarts left \(it was restarted runtime.max_restarts = 3 times in a "
-        r"row\); the run cannot continue without its reward workers. Resume the run: dora train --resume"
+        r"row\). The run cannot continue without its reward workers. Resume the run: dora train --resume"
     )
     with pytest.raises(RunError, match=expected):
         kill()

@@ -80,7 +80,7 @@ class Backoff:
 class Role:
     """What the workers of one kind have in common."""
 
-    title: str  # completes "the run cannot continue without its"
+    title: str  # completes "The run cannot continue without its"
     heartbeat_key: str = "runtime.heartbeat_timeout_s"
     heartbeat_timeout_s: float = float("inf")  # inf: they send no heartbeats
     restarts_at_once: bool = False  # without delay, if the lost worker was ready
@@ -332,6 +332,6 @@ class Supervisor:
             times = f"runtime.max_restarts = {max_restarts} times in a row"
             limit = f"; it has no restarts left (it was restarted {times})"
         return error(
-            f"{reason}{limit}; the run cannot continue without its {slot.role.title}. Resume the run: "
+            f"{reason}{limit}. The run cannot continue without its {slot.role.title}. Resume the run: "
             f"dora train --resume {self._out}\n{worker.traceback}".rstrip()
         )
