@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from tests.rewards import hostile_answers
+from tests.rewards.hostile_answers import HOSTILE
 
 from dora.errors import RewardError
 from dora.rewards.base import RewardFunction, load_reward, score_one
 
 NAME = "dora.rewards.math_verify:reward"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -149,3 +155,21 @@ def test_what_takes_too_long_is_wrong(verify: RewardFunction) -> None:
     began_s = time.monotonic()
     assert score_one(verify, "", "#### 10^1000000000", {"answer": "#### 72"}).reward == 0.0
     assert time.monotonic() - began_s < 60
+
+
+def test_hostile_answers_end_and_are_wrong() -> None:
+    """In a process of its own, as in a run: if an answer does not end, another process continues."""
+    pytest.importorskip("math_verify")
+    names, rewards, num_killed = list(HOSTILE), dict[str, str](), 0
+    while names:
+        command = [sys.executable, "-m", hostile_answers.__name__, *names]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        scored = [line.partition("\t") for line in ended.stdout.splitlines()]
+        rewards |= {name: reward for name, _, reward in scored}
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == -signal.SIGXCPU, f"{scored[-1]}: {ended.stderr[-2000:]}"
+        rewards[scored[-1][0]], num_killed = "0.0\t0.0", num_killed + 1
+        names = names[names.index(scored[-1][0]) + 1 :]
+    assert rewards == dict.fromkeys(HOSTILE, "0.0\t0.0")
+    assert num_killed < len(HOSTILE) / 10
