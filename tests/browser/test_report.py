@@ -170,3 +170,59 @@ def test_runs_of_the_same_name_have_different_labels(page: Page, run: Path, tmp_
     names = page.locator("#glance .runs strong").all_inner_texts()
     assert len({*names}) == 2
     assert all(name.endswith("/run") for name in names)
+
+
+def open_run(page: Page, folder: Path, evaluations: list[dict[str, float]], **summary: float) -> Page:
+    """Open the report of a run that has these evaluations, and these values in its summary."""
+    data = run_data(write_story(folder / "run")) | {"evaluations": evaluations, "summary": summary}
+    columns = {"step": [0, 1], "t_s": [1.0, 4.0], "timing_s/step": [1.0, 3.0], "reward/mean": [0.5, 1.5]}
+    columns["rollout/utilization"] = [0.2, 0.4]
+    data["metrics"] |= {"num": 2, "columns": columns}
+    (folder / "report.html").write_text(report.render_page([data]), encoding="utf-8")
+    page.goto((folder / "report.html").as_uri())
+    page.wait_for_selector("body[data-ready=true]")
+    return page
+
+
+def figures_at_a_glance(page: Page) -> dict[str, str]:
+    names, values = (page.locator(f"#glance dl {tag}").all_inner_texts() for tag in ("dt", "dd"))
+    return dict(zip(names, values, strict=True))
+
+
+def evaluation_of(version: int, reward: float, passed: float) -> dict[str, float]:
+    return {"version": version, "reward_mean": reward, "pass@1": passed, "t_s": 1.0 + version}
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "name", "value", "chart"),
+    [
+        ([(0.25, 0.25), (0.75, 0.75)], "Held-out accuracy, sampled", "25 % → 75 %", "Accuracy on held-out"),
+        ([(1.5, 0.1), (2.25, 0.2)], "Held-out reward, sampled", "1.5 → 2.25", "Reward on held-out"),
+        ([], None, None, "Reward in training"),
+    ],
+)
+def test_only_rewards_of_0_and_1_are_an_accuracy(
+    page: Page,
+    tmp_path: Path,
+    evaluations: list[tuple[float, float]],
+    name: str | None,
+    value: str | None,
+    chart: str,
+) -> None:
+    found = [evaluation_of(k, *values) for k, values in enumerate(evaluations)]
+    opened = open_run(page, tmp_path, found)
+    shown = figures_at_a_glance(opened)
+    assert [(n, v.replace("\u00a0", " ")) for n, v in shown.items() if n.startswith("Held-out")] == (
+        [(name, value)] if name else []
+    )
+    first = opened.locator("#learning figure").first
+    assert first.inner_text().startswith(chart)
+    assert "eval.path" not in first.inner_text()
+
+
+@pytest.mark.parametrize(("summary", "value"), [({"rollout_utilization": 0.281}, "28 %"), ({}, "35 %")])
+def test_the_utilisation_is_that_of_the_summary_or_of_the_steps_so_far(
+    page: Page, tmp_path: Path, summary: dict[str, float], value: str
+) -> None:
+    shown = figures_at_a_glance(open_run(page, tmp_path, [], **summary))
+    assert shown["Rollout utilisation"].startswith(value)

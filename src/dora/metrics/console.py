@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -84,20 +85,24 @@ def progress_line(metrics: RunMetrics, state: State, num_steps: int) -> str:
     """The progress of a run in one line."""
     num_done = len(metrics.steps)
     left_s = (metrics.now_s - metrics.started_s) / num_done * (num_steps - num_done)
+    figures = [f"{name} {value:.3f}" for name, value in _rewards(metrics).items()]
     return (
-        f"step {num_done}/{num_steps}, {left_s:.0f} s left, reward {_reward(metrics):.3f}, "
-        f"accuracy {_accuracy(metrics):.3f}, {metrics.tokens_per_s:.0f} tokens/s, {_versions(state)}, "
+        f"step {num_done}/{num_steps}, {left_s:.0f} s left, {', '.join(figures)}, "
+        f"{metrics.tokens_per_s:.0f} tokens/s, {_versions(state)}, "
         f"staleness {_staleness(metrics)}, stall {state.stall_s:.1f} s"
     )
 
 
 def _figures(metrics: RunMetrics, state: State) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2))
-    table.add_row("reward", f"{_reward(metrics):.3f}", "tokens/s", f"{metrics.tokens_per_s:.0f}")
-    table.add_row("accuracy", f"{_accuracy(metrics):.3f}", "staleness", _staleness(metrics))
     waits = f", waiting for group {state.stall_group}" if state.stall_group else ""
-    table.add_row("unfinished", _versions(state), "stall", f"{state.stall_s:.1f} s{waits}")
-    table.add_row("migrated", plural(metrics.migrations.succeeded.total(), "request"))
+    left = [(name, f"{value:.3f}") for name, value in _rewards(metrics).items()]
+    left += [("unfinished", _versions(state))]
+    left += [("migrated", plural(metrics.migrations.succeeded.total(), "request"))]
+    right = [("tokens/s", f"{metrics.tokens_per_s:.0f}"), ("staleness", _staleness(metrics))]
+    right += [("stall", f"{state.stall_s:.1f} s{waits}")]
+    for cells in zip_longest(left, right, fillvalue=()):
+        table.add_row(*chain.from_iterable(cells))
     return table
 
 
@@ -125,17 +130,13 @@ def _staleness(metrics: RunMetrics) -> str:
     return f"{shown}, bound {metrics.steps[-1].staleness_bound}" if is_adaptive else shown
 
 
-def _reward(metrics: RunMetrics) -> float:
-    """Mean reward per step, smoothed."""
+def _rewards(metrics: RunMetrics) -> dict[str, float]:
+    """Mean reward per step, smoothed; if all rewards are 0 or 1, also the accuracy of the last step."""
     smooth = metrics.steps[0].rewards.mean
     for step in metrics.steps[1:]:
         smooth += SMOOTHING * (step.rewards.mean - smooth)
-    return smooth
-
-
-def _accuracy(metrics: RunMetrics) -> float:
-    """Fraction of the last step's samples with a reward of at least 1."""
-    return metrics.steps[-1].rewards.frac_solved
+    is_accuracy = all(step.rewards.is_binary for step in metrics.steps)
+    return {"reward": smooth} | ({"accuracy": metrics.steps[-1].rewards.mean} if is_accuracy else {})
 
 
 # --- the end of a run
@@ -160,10 +161,7 @@ def summary_table(run: Path) -> Table:
         ("staleness", f"{s['staleness_mean']:.2f} mean, {s['staleness_max']} max"),
         ("rollout utilisation", f"{s['rollout_utilization']:.1%} of the engines' row time"),
         ("engines", _failures(s)),
-        (
-            "trainer idle",
-            f"{s['trainer_idle_ratio']:.1%} of the time, {s['stall_s']:.1f} s for a group at its deadline",
-        ),
+        ("trainer idle", _trainer_idle(s)),
         ("log-prob mismatch", _mismatch(s["logprob_mismatch_max"])),
         ("orchestrator", f"{s['orchestrator_time_ratio']:.2%} of the wall time"),
         ("guarantees", ", ".join(f"{c.upper()} {_verdict(s, c)}" for c in ("c1", "c2", "c3"))),
@@ -201,14 +199,23 @@ def _groups(s: dict[str, Any]) -> str:
 
 
 def _migrations(s: dict[str, Any]) -> str:
+    failed = f"{plural(s['failed_migrations'], 'attempt')} failed: these requests stayed on their engine"
     if not s["migrations"]:
-        return f"0, {s['failed_migrations']} failed"
+        return f"none; {failed}" if s["failed_migrations"] else "none"
     reasons = ", ".join(f"{count} {reason}" for reason, count in s["migration_reasons"].items())
     p50, longest = s["migration_downtime_s_p50"], s["migration_downtime_s_max"]
     downtime = "" if p50 is None else f", downtime {1e3 * p50:.1f} ms (max {1e3 * longest:.1f})"
     megabytes = s["migrated_kv_bytes"] / 1e6
-    failed = f"{s['failed_migrations']} failed"
-    return f"{s['migrations']:,} ({reasons}), {failed}, {megabytes:.1f} MB of KV{downtime}"
+    done = f"{s['migrations']:,} ({reasons}), {megabytes:.1f} MB of KV{downtime}"
+    return f"{done}; {failed}" if s["failed_migrations"] else done
+
+
+def _trainer_idle(s: dict[str, Any]) -> str:
+    idle_s = s["trainer_idle_ratio"] * s["wall_s"]
+    return (
+        f"{s['trainer_idle_ratio']:.1%} of the time: it waited {idle_s:.1f} s for its batches, "
+        f"{s['stall_s']:.1f} s of them for a group at its deadline"
+    )
 
 
 def _failures(s: dict[str, Any]) -> str:

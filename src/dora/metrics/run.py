@@ -72,7 +72,7 @@ class RewardStats(NamedTuple):
     mean: float
     std: float
     frac_zero_std: float  # of the groups: all rewards are equal
-    frac_solved: float  # of the samples: the reward is at least 1
+    is_binary: bool  # each reward is 0 or 1, so their mean is an accuracy
     min: float
     max: float
 
@@ -84,7 +84,7 @@ class RewardStats(NamedTuple):
             mean=statistics.fmean(rewards),
             std=statistics.pstdev(rewards),
             frac_zero_std=sum(len({*own}) == 1 for own in groups) / len(groups),
-            frac_solved=sum(reward >= 1 for reward in rewards) / len(rewards),
+            is_binary=all(reward in (0, 1) for reward in rewards),
             min=min(rewards),
             max=max(rewards),
         )

@@ -170,6 +170,9 @@ class _Session:
         config = setup.config
         self._setup, self._signals, self._previous, self._gateway = setup, signals, previous, gateway
         self._console = RunConsole(console, config.run.steps)
+        workers = [plural(config.num_engines, "engine"), "1 trainer"]
+        workers += [plural(config.num_reward_workers, "reward worker")]
+        self._console.notice(f"starting {', '.join(workers)}")
         self._orchestrator = previous.orchestrator if previous else TimedOrchestrator(setup.limits)
         self._before: EvaluationResult | None = None
         self._after: EvaluationResult | None = None

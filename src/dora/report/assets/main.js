@@ -6,7 +6,7 @@ const view = { axis: "step", timelines: {}, samples: {} };
 let runs = [];
 
 const SECTIONS = [
-  ["learning", "Learning", "Rewards and accuracy of the policy.", learning],
+  ["learning", "Learning", "Rewards in training and on held-out prompts.", learning],
   ["engines", "Engines", "A lane is a row of an engine. A block is a request in the colour of the version that decodes it. An empty lane is a free row.", engineSection],
   ["idle-time", "Idle time", "What the trainer and the rows of the engines waited for.", idleTime],
   ["staleness", "Staleness", "Age of the samples when they were trained.", stalenessSection],
@@ -38,21 +38,27 @@ function glance() {
       h("dd", {}, runs.length > 1 ? swatch(run.colour, run.dash) : null, text || "–", small ? h("small", {}, small) : null)));
   };
   const last = (run, name) => { const values = known(COLUMNS(run)[name] || []); return values[values.length - 1]; };
+  const meanByTime = (run, name) => {
+    const values = COLUMNS(run)[name] || [], spent = COLUMNS(run)["timing_s/step"] || [];
+    const measured = values.map((value, i) => [value, spent[i]]).filter((pair) => pair.every(isNumber));
+    return sum(measured.map(([value, time]) => value * time)) / (sum(measured.map(([, time]) => time)) || NaN);
+  };
   const evaluated = (run, name) => run.evaluations.filter((one) => isNumber(one[name]));
-  const accuracy = (name) => (run) => { const found = evaluated(run, name); return found.length ? `${percent(found[0][name])} → ${percent(found[found.length - 1][name])}`.replaceAll(" ", "\u00a0") : null; };
-  const rowSeconds = (run, isCounted) => sum(run.rows.flatMap((one) => Object.entries(one.row_s).filter(([cause]) => isCounted(cause)).map(([, value]) => value)));
-  const utilisation = (run) => rowSeconds(run, (cause) => cause === "decoding") / (rowSeconds(run, () => true) || NaN);
+  const score = isAccuracy(runs) ? percent : (value) => number(value, 3);
+  const heldOut = ([name, word]) => entry(`Held-out ${scoreName(runs)}, ${word}`, (run) => { const found = evaluated(run, name); return found.length ? `${score(found[0][name])} → ${score(found[found.length - 1][name])}`.replaceAll(" ", "\u00a0") : null; });
+  // The summary's; before there is one, the mean over the steps so far.
+  const utilisation = (run) => run.summary.rollout_utilization ?? meanByTime(run, "rollout/utilization");
   const idleRatio = (run) => { const { train, publish, generation, scoring, other } = run.trainer.sums; return (generation + scoring + other) / (train + publish + generation + scoring + other || NaN); };
   const meanStaleness = (run) => { const found = Object.entries(run.groups.staleness); const total = sum(found.map(([, num]) => num)); return total ? sum(found.map(([age, num]) => age * num)) / total : NaN; };
   const numLost = (run) => run.engines.tracks.filter((track) => track.end === "lost").length;
   return h("dl", { class: runs.length > 1 ? "figures many" : "figures" },
-    entry("Held-out accuracy, sampled", accuracy("pass@1")), entry("Held-out accuracy, greedy", accuracy("greedy_pass")),
+    HELD_OUT_SCORES(runs).map(heldOut),
     entry("Reward, last step", (run) => (isNumber(last(run, "reward/mean")) ? number(last(run, "reward/mean"), 3) : null)),
     entry("Steps trained", (run) => `${number(Math.floor(run.groups.outcomes.trained / run.limits.batch_size))} of ${number(run.limits.num_steps)}`, (run) => `in ${seconds(run.to_s - run.from_s)}`),
     entry("Trained tokens per second", (run) => { const rate = run.summary.tokens_per_s ?? last(run, "perf/throughput"); return isNumber(rate) ? number(rate, 0) : null; }),
     entry("Staleness, mean", (run) => (isNumber(meanStaleness(run)) ? number(meanStaleness(run), 2) : null), (run) => `bound ${run.limits.max_staleness}`),
-    entry("Rollout utilisation", (run) => percent(utilisation(run)), (run) => `rows decoding, ${plural(run.engines.num_tracks, "engine")}`),
-    entry("Trainer idle", (run) => percent(idleRatio(run)), (run) => plural(run.trainer.num_waits, "wait")),
+    entry("Rollout utilisation", (run) => (isNumber(utilisation(run)) ? percent(utilisation(run)) : null), (run) => `rows decoding, ${plural(run.engines.num_tracks, "engine")}`),
+    entry("Trainer idle", (run) => percent(run.summary.trainer_idle_ratio ?? idleRatio(run)), (run) => plural(run.trainer.num_waits, "wait")),
     entry("Live versions, mean", (run) => (isNumber(run.summary.live_versions_mean) ? number(run.summary.live_versions_mean, 2) : null), (run) => (isNumber(run.summary.live_versions_max) ? `maximum ${run.summary.live_versions_max}` : null)),
     entry("Requests migrated", (run) => number(run.engines.num_migrations), (run) => (isNumber(run.summary.reprefill_tokens) ? `${plural(run.summary.reprefill_tokens, "token")} re-prefilled` : null)),
     entry("Groups not trained", (run) => number(run.groups.outcomes.filtered + run.groups.outcomes.failed), (run) => `${number(run.groups.outcomes.filtered)} filtered, ${number(run.groups.outcomes.failed)} failed`),

@@ -51,11 +51,17 @@ function rowsByStep(series) {
   return [...byStep].sort((a, b) => a[0] - b[0]).map(([step, values]) => [stepNumber(step), ...values]);
 }
 
+// Where all rewards are 0 or 1, the mean reward is the fraction of right responses.
+const isClose = (one, other) => one === undefined || Math.abs(one - other) < 1e-9;
+const isAccuracy = (runs) => runs.every((run) => run.evaluations.every((one) => isClose(one["pass@1"], one.reward_mean) && isClose(one.greedy_pass, one.greedy_reward_mean)));
+const scoreName = (runs) => (isAccuracy(runs) ? "accuracy" : "reward");
+const HELD_OUT_SCORES = (runs) => (isAccuracy(runs) ? [["pass@1", "sampled"], ["greedy_pass", "greedy"]] : [["reward_mean", "sampled"], ["greedy_reward_mean", "greedy"]]);
+
 function evaluationFigure(runs, view) {
-  const series = [];
-  runs.forEach((run) => [["pass@1", "sampled"], ["greedy_pass", "greedy"], ["reward_mean", "sampled reward"]].forEach(([name, word], k) => {
+  const series = [], name = scoreName(runs), score = isAccuracy(runs) ? percent : (value) => number(value, 3);
+  runs.forEach((run) => HELD_OUT_SCORES(runs).forEach(([name, word], k) => {
     const found = run.evaluations.filter((one) => isNumber(one[name]));
-    if (!found.length || (k === 2 && series.some((one) => one.run === run))) return;
+    if (!found.length) return;
     const x = found.map((one) => (view.axis === "time" ? one.t_s : view.axis === "samples" ? one.version * run.limits.batch_size * run.limits.group_size : one.version));
     series.push({
       run, x, y: found.map((one) => one[name]), low: found.map((one) => one[`${name}_low`] ?? null), high: found.map((one) => one[`${name}_high`] ?? null),
@@ -63,10 +69,10 @@ function evaluationFigure(runs, view) {
     });
   }));
   return figure({
-    title: "Accuracy on held-out prompts", note: "Fraction of responses with a reward of at least 1; bands are 95 % confidence intervals.",
-    body: series.length ? h("div", {}, lineChart({ series, x: { label: view.axis && view.axis !== "step" ? axisName(view) : "version" }, y: { low: 0, high: 1, label: "" }, label: `Held-out accuracy: ${series.map((one) => `${one.name} goes from ${percent(one.y[0])} to ${percent(one.y[one.y.length - 1])}`).join("; ")}` }), legend(series))
+    title: `${name[0].toUpperCase()}${name.slice(1)} on held-out prompts`, note: isAccuracy(runs) ? "Fraction of right responses; bands are 95 % confidence intervals." : "Mean reward of the responses.",
+    body: series.length ? h("div", {}, lineChart({ series, x: { label: view.axis && view.axis !== "step" ? axisName(view) : "version" }, y: isAccuracy(runs) ? { low: 0, high: 1, label: "" } : { label: "" }, label: `Held-out ${name}: ${series.map((one) => `${one.name} goes from ${score(one.y[0])} to ${score(one.y[one.y.length - 1])}`).join("; ")}` }), legend(series))
       : emptyNote("This run has no evaluations."),
-    head: series.length && ["run", "responses", "at", "accuracy", "low", "high"], textColumns: [0, 1],
+    head: series.length && ["run", "responses", "at", name, "low", "high"], textColumns: [0, 1],
     rows: () => series.flatMap((one) => one.x.map((x, i) => [one.run.label, one.word, x, one.y[i], one.low[i], one.high[i]])),
   });
 }
