@@ -10,6 +10,7 @@ migrate requests. It passes the contract in `dora.testing.engine_contract`.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,6 +52,10 @@ class Transformers:
         config = load_config(Path(model))
         self._layout, self._vocab_size = WeightLayout(config), config.vocab_size
         self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).eval()
+        has_cache = "cache" in inspect.signature(self._model.forward).parameters
+        self._cache_argument = (
+            "cache" if has_cache else "past_key_values"
+        )  # its name before transformers 5.24
         self._flat = torch.zeros(self._layout.numel)
         views = self._layout.views(self._flat)
         for name, parameter in self._model.named_parameters():
@@ -141,7 +146,8 @@ class Transformers:
         """Generate one token. Returns the answer if the token was its last."""
         sampling = row.request.sampling
         inputs = row.token_ids[-1:] or [*row.request.prompt_ids]
-        logits = self._model(torch.tensor([inputs]), past_key_values=row.cache, use_cache=True).logits[0, -1]
+        cache = {self._cache_argument: row.cache}
+        logits = self._model(torch.tensor([inputs]), use_cache=True, **cache).logits[0, -1]
         logprobs = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
         if sampling.temperature:
             token = int(torch.multinomial(logprobs.exp(), 1, generator=row.generator))

@@ -28,7 +28,7 @@ from dora.runtime.control.requests import RequestQueue
 from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.agent_sessions import AgentSessions
-from dora.runtime.rollout.episodes import EpisodeReply
+from dora.runtime.rollout.episodes import EpisodeReply, PolicyTurn
 from dora.runtime.rollout.prompts import PromptSource
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.scoring.external import ExternalRewards
@@ -149,6 +149,12 @@ class FakeRun:
             if any(isinstance(event, DrainRequested) for event in self.context.events):
                 self._drain()
                 self.requests.process()
+
+    def finish_turn(self, turn: PolicyTurn) -> None:
+        """What a driver does when a turn of an episode has finished; from any thread."""
+        with self._lock:  # not while another thread is in `process`, which starts the turn
+            self.agents.on_turn(turn)
+        self.process()
 
     def _drain(self) -> None:
         events = self.context.events

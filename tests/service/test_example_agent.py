@@ -54,8 +54,7 @@ def run_episode(run: FakeRun, *turns: str) -> tuple[list[EpisodeReply], str]:
     for number, turn in enumerate(turns):
         replies.append(run.messages.get(timeout=20)[1])
         token_ids = run.setup.tokenizer.encode(turn)
-        run.agents.on_turn(PolicyTurn(EPISODE, number, token_ids, "stop", 300 - 150 * number))
-        run.process()
+        run.finish_turn(PolicyTurn(EPISODE, number, token_ids, "stop", 300 - 150 * number))
     agent.join()
     service.close()
     run.agents.release(EPISODE)
