@@ -24,7 +24,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dora.loading": ("dora.errors",),
     "dora.auth_token": ("dora.errors",),
     "dora.curve": ("dora.auth_token",),
-    "dora.config": ("dora.core.types", "dora.errors", "dora.trainer.recipe"),
+    "dora.config": ("dora.core.types", "dora.errors", "dora.trainer.advantage", "dora.trainer.recipe"),
     "dora.core": ("dora.text",),
     "dora.model": ("dora.errors",),
     **{f"dora.{leaf}": ("dora.core.types", "dora.errors") for leaf in LEAVES},
@@ -42,8 +42,18 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dora.engine.backends": ("dora.core.types", "dora.errors", "dora.model", "dora.engine", "dora.weights"),
     "dora.trainer": ("dora.core.types", "dora.errors", "dora.model"),
     "dora.journal": ("dora.core", "dora.errors", "dora.text"),
-    "dora.audit": ("dora.core", "dora.errors", "dora.text", "dora.atomic_file", "dora.journal"),
+    "dora.audit": (
+        "dora.core",
+        "dora.errors",
+        "dora.text",
+        "dora.atomic_file",
+        "dora.config",
+        "dora.journal",
+        "dora.stream.sample_db",
+        "dora.trainer.checkpoint_folders",
+    ),
     "dora.audit.logprob_recheck": ("dora",),  # it computes: engine, trainer and model
+    "dora.audit.reward_recheck": ("dora",),
     "dora.metrics": ("dora.core", "dora.errors", "dora.text", "dora.atomic_file", "dora.journal"),
     "dora.report": (
         "dora.core",

@@ -16,15 +16,18 @@ from dora.audit import logprob_recheck
 from dora.config import load
 from dora.config.schema import Config
 from dora.config.toml import to_toml
-from dora.core.types import GroupId, RequestId
+from dora.core.events import DigestReported, Published
+from dora.core.types import GroupId, Limits, RequestId
 from dora.engine.engine import Engine
 from dora.engine.kernels.workspace import DTYPES
 from dora.engine.request import Request, SamplingParams
+from dora.journal.writer import JournalWriter
 from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
-from dora.model.weights import initial_weights
+from dora.model.weights import initial_weights, weight_digest
 from dora.stream.sample_db import SampleStore, Trajectory
 from dora.trainer.checkpoint import save_checkpoint
+from dora.trainer.checkpoint_folders import write_manifest
 from dora.weights.store import WeightStore
 
 NUM_GROUPS, GROUP_SIZE = 3, 2  # of each version
@@ -50,6 +53,11 @@ def make_run(tmp_path: Path) -> MakeRun:
         for trajectory in generate(config, model, flats):
             samples.put(trajectory)
         samples.close()
+        journal = JournalWriter(run / "journal.jsonl", Limits(1, 1, 1, 0), "", None)
+        for version, flat in enumerate(flats):
+            digest = weight_digest(flat.to(DTYPES[config.engine.dtype]))
+            journal.record(0.0, Published(version, digest), ())
+        journal.close()
         return run
 
     return make
@@ -244,11 +252,31 @@ def test_edited_tokens_are_found(
     assert words in finding
 
 
-def test_a_version_with_another_digest_is_not_checked(
+def replace_version_2(run: Path) -> None:
+    """Other weights in its checkpoint, with a manifest that fits."""
+    save_pretrained(run / "checkpoints" / "step-2", MODEL, initial_weights(MODEL, seed=9))
+    write_manifest(run / "checkpoints" / "step-2")
+
+
+def test_stored_weights_with_another_digest_are_found(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run()
-    save_pretrained(run / "checkpoints" / "step-2", MODEL, initial_weights(MODEL, seed=9))
+    replace_version_2(run)
+    assert logprob_recheck.main(run, 100) == 1
+    out = capsys.readouterr().out
+    assert "log-probs VIOLATED  12 samples" in out
+    assert "6 samples of version 2: their weights have the digest" in out
+
+
+def test_a_version_that_was_trained_again_is_not_checked(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    replace_version_2(run)
+    journal = JournalWriter(run / "journal.jsonl", Limits(1, 1, 1, 0), "", None, seq=4)
+    journal.record(0.0, DigestReported(2, "another"), ())
+    journal.close()
     assert logprob_recheck.main(run, 100) == 0
     out = capsys.readouterr().out
     assert "not checked: 6 samples of version 2: their weights have the digest" in out

@@ -29,7 +29,7 @@ def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, config = tmp_path_factory.mktemp("resumed") / "run", world_config()
     folder.mkdir()
     store = SampleStore(folder / "samples.sqlite")
-    journal = JournalWriter(folder / "journal.jsonl", config.limits, "digest of no file", config.num_prompts)
+    journal = JournalWriter(folder / "journal.jsonl", config.limits, "", config.num_prompts)
     core, world = Orchestrator(config.limits), RecordedWorld(config, 0, store, None)
     state, batches = core.snapshot(), list[tuple[BatchMember, ...]]()
     actions = core.start(world.now)

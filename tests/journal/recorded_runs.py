@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dora.core.actions import Action, Commit, Fail, Filter
 from dora.core.events import Event, GroupScored, RequestFinished, Trained
 from dora.core.orchestrator import Orchestrator
 from dora.core.types import GroupId, Limits
-from dora.journal.writer import JournalWriter
+from dora.journal.writer import JournalWriter, chain_line
 from dora.runtime.main_loop import run_main_loop
 from dora.sim.random_config import WorldConfig
 from dora.sim.world import World
@@ -57,9 +58,8 @@ class RecordedWorld(World):
             case RequestFinished(_, request, _, num_tokens, chunks):
                 tokens, logprobs = list(range(num_tokens)), [-0.5] * num_tokens
                 version, digest, segments = AnswerSource.from_chunks(chunks)
-                self.store.put(
-                    Trajectory(request, version, digest, [1, 2], tokens, logprobs, segments=segments)
-                )
+                trajectory = Trajectory(request, version, digest, [1, 2], tokens, logprobs, segments=segments)
+                return replace(event, payload=self.store.put(trajectory))
             case GroupScored(group, rewards):
                 self.store.score(group, rewards, [0.0] * len(rewards))
             case Trained(step):
@@ -94,7 +94,7 @@ def record_run(folder: Path, config: WorldConfig, seed: int, max_events: int | N
     """Simulate a run to its end, or to `max_events` events; returns `folder`."""
     folder.mkdir()
     store = SampleStore(folder / "samples.sqlite")
-    journal = JournalWriter(folder / "journal.jsonl", config.limits, "digest of no file", config.num_prompts)
+    journal = JournalWriter(folder / "journal.jsonl", config.limits, "", config.num_prompts)
     world = RecordedWorld(config, seed, store, max_events)
     with suppress(RunStopped):
         run_main_loop(Orchestrator(config.limits), world, journal.record)
@@ -104,15 +104,22 @@ def record_run(folder: Path, config: WorldConfig, seed: int, max_events: int | N
 
 
 def edited(run: Path, folder: Path, edit: Callable[[list[Record]], object]) -> Path:
-    """A copy of a run with edited journal lines, renumbered."""
+    """A copy of a run with edited journal lines, renumbered, and with a new hash chain."""
     shutil.copytree(run, folder)
     path = folder / "journal.jsonl"
-    header, *lines = path.read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    header, *records = [json.loads(line) for line in path.read_text().splitlines()]
     edit(records)
-    texts = [header, *(json.dumps(record | {"seq": seq}) for seq, record in enumerate(records))]
-    path.write_text("\n".join(texts) + "\n")
+    write_chained(path, [header, *(record | {"seq": seq} for seq, record in enumerate(records))])
     return folder
+
+
+def write_chained(path: Path, lines: Sequence[Record]) -> None:
+    """Write a journal whose lines have a correct hash chain, whatever they say."""
+    texts, chain = [], ""
+    for line in lines:
+        text, chain = chain_line(json.dumps({k: v for k, v in line.items() if k != "chain"}), chain)
+        texts.append(text + "\n")
+    path.write_text("".join(texts))
 
 
 def edited_samples(run: Path, folder: Path, sql: str) -> Path:

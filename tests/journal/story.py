@@ -97,7 +97,7 @@ EVENTS: list[tuple[Event | None, list[Action]]] = [
 def write_story(folder: Path, num_events: int | None = None) -> Path:
     """Write journal and samples of the story, or of its first `num_events`; returns the folder."""
     folder.mkdir()
-    journal = JournalWriter(folder / "journal.jsonl", LIMITS, "digest of no file", 7)
+    journal = JournalWriter(folder / "journal.jsonl", LIMITS, "", 7)
     for number, (event, actions) in enumerate(EVENTS[:num_events]):
         journal.record(number / 10, event, actions)
     journal.close()

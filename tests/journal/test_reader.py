@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.journal.recorded_runs import world_config
+from tests.journal.recorded_runs import world_config, write_chained
 
 from dora.audit import audit
 from dora.core.events import EngineJoined
@@ -39,8 +39,8 @@ def test_a_journal_of_an_older_version_is_read_audited_and_replayed(
     assert header["limits"].pop("adaptive_staleness") is None
     for line in [line for line in lines if line["kind"] == "trained"]:
         del line["ess"], line["kl"]
-    text = "".join(json.dumps(line) + "\n" for line in (header, *lines))
-    run = rewritten(finished_run, tmp_path / "run", text.encode())
+    run = rewritten(finished_run, tmp_path / "run", b"")
+    write_chained(run / "journal.jsonl", [header, *lines])
     assert read_journal(run).limits == read_journal(finished_run).limits
     assert len(read_journal(run).lines) == len(lines)
     assert audit.main(run) == 0
@@ -73,7 +73,7 @@ def test_a_torn_last_line_is_omitted_and_reported(
         (b'"groups": [[', b'"groups": [[0, 0, ', "neither an event nor an action"),
         (b'"groups": [[', b'"groups": 3, "other": [[', "neither an event nor an action"),
         (
-            b'"schema": 3',
+            b'"schema": 4',
             b'"schema": 99',
             "with journal schema 99",
         ),

@@ -225,7 +225,7 @@ def test_a_redone_step_replaces_its_earlier_line() -> None:
 
 
 def test_a_run_that_has_just_started_has_a_page(tmp_path: Path) -> None:
-    journal = JournalWriter(tmp_path / JOURNAL_FILE, Limits(1, 1, 1, 0), "digest of no file", 7)
+    journal = JournalWriter(tmp_path / JOURNAL_FILE, Limits(1, 1, 1, 0), "", 7)
     journal.close()
     (found,) = json.loads(render_payload([run_data(tmp_path)]))
     assert found["engines"]["tracks"] == []

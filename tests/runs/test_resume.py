@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.journal.recorded_runs import write_chained
 from tests.runs.resumable import SLOW, STEPS, ResumableRun, check_finished, check_redone
 from tests.runtime.running import dora, journal, metrics, summary
 from tests.runtime.tiny import MODEL, PROMPTS
@@ -22,7 +24,7 @@ from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
 from dora.runtime.recovery.resume import read_recorded_journal
 from dora.runtime.run import resume
-from dora.trainer.checkpoint import write_manifest
+from dora.trainer.checkpoint_folders import write_manifest
 
 
 def test_a_run_that_was_killed_three_times_finishes(resumable: ResumableRun) -> None:
@@ -143,6 +145,9 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_left_unchanged(
     with tampered(resumable.out / "journal.jsonl", '"kind": "admit"', '"kind": "commit"'):
         assert "neither an event nor an action" in refusal(resumable.out)
     with tampered(resumable.out / "journal.jsonl", '"deadline": 2', '"deadline": 3'):
+        assert "it was changed, or lines before it were removed or inserted" in refusal(resumable.out)
+        *complete, _ = files[0].read_text().splitlines()
+        write_chained(files[0], [json.loads(line) for line in complete])
         assert "this version of DORA gives other actions than the journal" in refusal(resumable.out)
     (resumable.out / "tensorboard").write_text("not a folder")
     assert "tensorboard cannot start" in refusal(resumable.out, 'metrics.report_to=["tensorboard"]')

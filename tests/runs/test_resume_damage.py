@@ -20,7 +20,7 @@ from dora.runtime.recovery.resume import read_recorded_journal, resumed_config
 from dora.runtime.run import resume
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import SampleStore
-from dora.trainer.checkpoint import write_manifest
+from dora.trainer.checkpoint_folders import write_manifest
 
 
 @pytest.fixture

@@ -122,10 +122,10 @@ def undocumented(out: Path) -> set[str]:
 
 
 def journal(out: Path) -> list[dict[str, Any]]:
-    """The complete lines of journal.jsonl so far, without the header."""
+    """The events and actions in the complete lines of journal.jsonl so far."""
     path = out / "journal.jsonl"
     lines = path.read_text().split("\n")[1:-1] if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    return [line for line in map(json.loads, lines) if "seq" in line]
 
 
 def summary(out: Path) -> dict[str, Any]:

@@ -6,14 +6,13 @@ import torch
 from dora.errors import ModelError
 from dora.model.config import ModelConfig
 from dora.model.weights import initial_weights
-from dora.trainer.checkpoint import (
+from dora.trainer.checkpoint import load_checkpoint, save_checkpoint
+from dora.trainer.checkpoint_folders import (
     complete_checkpoints,
     find_damage,
-    load_checkpoint,
     prune_checkpoints,
     recover_replaced,
     remove_after,
-    save_checkpoint,
 )
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 

@@ -1,4 +1,5 @@
-"""`dora audit`: derive C1, C2 and C3 again from `journal.jsonl` and `samples.sqlite`.
+"""`dora audit`: derive C1, C2 and C3 again from `journal.jsonl` and `samples.sqlite`, and compare the run's
+files with their digests.
 
 The audit imports only the record types of the core, none of its rules or state: an error in the orchestrator
 cannot hide itself.
@@ -7,15 +8,23 @@ cannot hide itself.
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from dora.atomic_file import write_text_atomically
+from dora.audit.files import CHECKPOINTS, SUMMARY_FILE, FileAudit
 from dora.audit.groups import GroupAudit
+from dora.audit.samples import SampleAudit
 from dora.audit.versions import VersionAudit
-from dora.journal.reader import read_journal, read_samples
+from dora.config.load import parse_config
+from dora.config.schema import Config
+from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, read_journal, read_samples
+from dora.journal.writer import seal
 from dora.text import plural
+from dora.trainer.checkpoint_folders import checkpoint_folders
 
+FILES = "files"
 MAX_PRINTED = 5  # findings per guarantee
 
 
@@ -32,17 +41,21 @@ class AuditCounts:
     pending: int
     staleness: tuple[int, int] | None  # minimum and maximum over the groups in batches; None without any
     max_staleness: int  # the bound
+    lines: int  # of the journal
+    files: int  # that have the digest in the journal
+    samples: int
     prefilled_tokens: int = 0  # recomputed because their request migrated without KV
     segmented: int | None = None  # trajectories of several versions; None: the policy promises C1
 
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """The verdict; each finding is a sentence that starts with the guarantee it breaks."""
+    """The verdict; each finding is a sentence that starts with the guarantee it breaks, or with FILES."""
 
     findings: tuple[str, ...]
     counts: AuditCounts
     is_torn: bool  # the journal's last line was cut off and not audited
+    notes: tuple[str, ...] = ()  # sentences about what could not be checked, or what deserves a look
 
     @property
     def c1(self) -> bool:
@@ -58,7 +71,7 @@ class AuditResult:
         return not self.findings_against("C3")
 
     def findings_against(self, guarantee: str) -> list[str]:
-        """The findings against "C1", "C2" or "C3"."""
+        """The findings against "C1", "C2", "C3" or FILES."""
         return [finding for finding in self.findings if finding.startswith(guarantee)]
 
 
@@ -76,19 +89,25 @@ def main(run: Path) -> int:
             print(f"   {finding}")
         if len(findings) > MAX_PRINTED:
             print(f"   and {len(findings) - MAX_PRINTED:,} more")
+    for note in result.notes:
+        print(f"note: {note}")
     return 1 if result.findings else 0
 
 
 def check(run: Path) -> AuditResult:
     """Audit the run in a folder. Raises InputError if its files cannot be read."""
     journal, samples = read_journal(run), read_samples(run)
+    files = FileAudit(run, journal)
+    config = _read_config(run)
     breaks_c1 = journal.limits.breaks_c1
     versions = VersionAudit(samples, breaks_c1=breaks_c1)
     groups = GroupAudit(journal.limits, journal.num_prompts, samples)
+    stored = SampleAudit(config, _vocab_size(run, config))
     for line in journal.lines:
-        versions.observe(line.record)
-        groups.observe(line.record)
+        for audit in (versions, groups, stored):
+            audit.observe(line.record)
     groups.close()
+    stored.close(run, is_sealed=journal.is_sealed)
     staleness = groups.staleness
     counts = AuditCounts(
         trajectories=versions.num_trajectories,
@@ -100,6 +119,9 @@ def check(run: Path) -> AuditResult:
         pending=groups.outcomes["pending"],
         staleness=(min(staleness), max(staleness)) if staleness else None,
         max_staleness=journal.limits.max_staleness,
+        lines=len(journal.lines),
+        files=files.num_files,
+        samples=stored.num_samples,
         prefilled_tokens=versions.num_prefilled,
         segmented=versions.num_segmented if breaks_c1 else None,
     )
@@ -107,8 +129,30 @@ def check(run: Path) -> AuditResult:
         *(f"C1: {sentence}" for sentence in versions.findings),
         *(f"C2: {sentence}" for sentence in groups.findings),
         *(f"C3: {sentence}" for sentence in groups.staleness_findings),
+        *(f"{FILES}: {sentence}" for sentence in (*files.findings, *stored.findings)),
     )
-    return AuditResult(findings, counts, journal.is_torn)
+    notes = (*files.notes, *stored.notes, *versions.notes)
+    return AuditResult(findings, counts, journal.is_torn, notes)
+
+
+def _read_config(run: Path) -> Config | None:
+    """The run's configuration; None if it cannot be read, which its digest reports."""
+    try:
+        return parse_config(tomllib.loads((run / CONFIG_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def _vocab_size(run: Path, config: Config | None) -> int | None:
+    """Size of the vocabulary, by the newest checkpoint or the initial model; None if neither is there."""
+    folders = [*checkpoint_folders(run / CHECKPOINTS).values()]
+    folders += [] if config is None else [Path(config.model.path)]
+    for folder in folders:
+        try:
+            return int(json.loads((folder / "config.json").read_text())["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
 
 
 def describe(counts: AuditCounts) -> dict[str, str]:
@@ -127,13 +171,16 @@ def describe(counts: AuditCounts) -> dict[str, str]:
         "C1": f"{responses}, {versions}, {sampled}",
         "C2": f"{plural(counts.admitted, 'group')} admitted = {outcomes}",
         "C3": f"staleness {staleness}, bound {counts.max_staleness}",
+        FILES: f"{plural(counts.lines, 'line')}, {plural(counts.samples, 'sample')} and "
+        f"{plural(counts.files, 'file')} agree with the journal's digests",
     }
 
 
 def write_verdicts(run: Path, result: AuditResult) -> None:
-    """Write c1, c2 and c3 into the run's summary, if there is one."""
-    path = run / "summary.json"
+    """Write c1, c2 and c3 into the summary of a run that has ended, and seal it again."""
+    path = run / SUMMARY_FILE
     if not path.is_file():
         return
     summary = json.loads(path.read_text()) | {"c1": result.c1, "c2": result.c2, "c3": result.c3}
     write_text_atomically(path, json.dumps(summary, indent=2) + "\n")
+    seal(run / JOURNAL_FILE)

@@ -8,6 +8,7 @@ does in fp32.
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +21,19 @@ from torch import Tensor
 from dora.audit.audit import MAX_PRINTED
 from dora.config.load import parse_config
 from dora.config.schema import Config
+from dora.core.events import DigestReported, Published
 from dora.engine.batch_invariant import LogprobScorer
 from dora.engine.kernels.workspace import DTYPES
 from dora.engine.request import EngineError
 from dora.errors import InputError, ModelError
-from dora.journal.reader import SampleRow, StoredResponse, read_responses, read_samples
+from dora.journal.reader import SampleRow, StoredResponse, read_journal, read_responses, read_samples
 from dora.model.config import ModelConfig
 from dora.model.pretrained import load_config, load_pretrained
 from dora.model.weights import WeightLayout, weight_digest
 from dora.runtime.run_setup import GREEDY
 from dora.text import plural
-from dora.trainer.checkpoint import VERSIONS_FOLDER, complete_checkpoints
+from dora.trainer.checkpoint import VERSIONS_FOLDER
+from dora.trainer.checkpoint_folders import complete_checkpoints
 from dora.trainer.packing import pack
 from dora.trainer.policy import Policy
 from dora.trainer.routing_replay import replay_routes
@@ -89,7 +92,7 @@ def main(run: Path, num: int) -> int:
 
 def check(run: Path, num: int) -> RecheckResult:
     """Recompute up to `num` samples, spread over the stored versions. Raises InputError."""
-    config = _read_config(run)
+    config = read_run_config(run)
     sources = find_weight_sources(run, config)
     recorded: dict[VersionDigest, list[SampleRow]] = {}
     num_segmented = 0
@@ -106,13 +109,14 @@ def check(run: Path, num: int) -> RecheckResult:
     if why := recomputer.why_impossible:
         return RecheckResult("this run cannot be checked", (), (why,))
     available = {key: rows for key, rows in recorded.items() if key[0] in sources}
-    versions, unchecked = _recheck_versions(run, num, recomputer, available, sources)
+    redone = find_redone_versions(run)
+    versions, unchecked = _recheck_versions(run, num, recomputer, available, sources, redone)
     segmented = [f"{plural(num_segmented, 'sample')} of several versions"] if num_segmented else []
     unchecked = [*segmented, *_describe_missing(missing), *unchecked]
     return RecheckResult(str(recomputer), tuple(versions), tuple(unchecked))
 
 
-def _read_config(run: Path) -> Config:
+def read_run_config(run: Path) -> Config:
     """Parse the run's configuration; paths in it need not exist any more. Raises InputError."""
     path = run / "config.toml"
     try:
@@ -127,23 +131,31 @@ def _recheck_versions(
     recomputer: LogprobRecomputer,
     recorded: Mapping[VersionDigest, Sequence[SampleRow]],
     sources: Mapping[int, Sequence[WeightSource]],
+    redone: set[int],
 ) -> tuple[list[VersionRecheck], list[str]]:
-    """Recheck one version at a time; also sentences about samples whose weights are not stored."""
+    """Recheck one version at a time; also sentences about samples whose weights are not stored.
+
+    Only the `redone` versions may be stored with other weights than sampled.
+    """
     checked: list[VersionRecheck] = []
     unchecked: list[str] = []
     # Versions with few samples come first: the others fill up to `num`.
     order = sorted(recorded, key=lambda key: (len(recorded[key]), key))
     for at, (version, digest) in enumerate(order):
         rows = recorded[version, digest]
-        picked = _spread(rows, -(-num // (len(order) - at)))
+        picked = spread(rows, -(-num // (len(order) - at)))
         if not picked:
             continue
         found = read_version(sources[version], digest, recomputer.config.engine.dtype)
         if found is None:
-            unchecked.append(
+            sentence = (
                 f"{plural(len(rows), 'sample')} of version {version}: their weights have the digest "
-                f"{digest}, the stored ones have another; a resume redid the step, or files were changed"
+                f"{digest}, the stored ones have another"
             )
+            if version in redone:
+                unchecked.append(f"{sentence}, as the step was trained again")
+            else:
+                checked.append(VersionRecheck(sources[version][0], 0, len(rows), torch.zeros(0), (sentence,)))
             continue
         source, flat = found
         diffs, findings = _compare(recomputer, flat, picked, read_responses(run, picked))
@@ -152,7 +164,16 @@ def _recheck_versions(
     return sorted(checked, key=lambda version: version.source.version), unchecked
 
 
-def _spread(rows: Sequence[SampleRow], num: int) -> list[SampleRow]:
+def find_redone_versions(run: Path) -> set[int]:
+    """Versions that a resume, or a trainer's replacement, trained again."""
+    num_published: Counter[int] = Counter()
+    for line in read_journal(run).lines:
+        if isinstance(line.record, Published | DigestReported):
+            num_published[line.record.version] += 1
+    return {version for version, num in num_published.items() if num > 1}
+
+
+def spread(rows: Sequence[SampleRow], num: int) -> list[SampleRow]:
     """Up to `num` rows at equal distances."""
     num = min(num, len(rows))
     return [rows[i * len(rows) // num] for i in range(num)]

@@ -32,6 +32,7 @@ class VersionAudit:
 
     def __init__(self, samples: dict[tuple[str, int], SampleRow], *, breaks_c1: bool = False) -> None:
         self.findings: list[str] = []
+        self.notes: list[str] = []  # about versions that were trained again and have other weights
         self.num_trajectories = 0
         self.num_segmented = 0  # trajectories that several versions sampled
         self.num_prefilled = 0  # tokens recomputed because their request migrated without KV
@@ -152,6 +153,11 @@ class VersionAudit:
             before == digest or version != self._checkpoint,
             f"version {version} was published as {before}, and its checkpoint has {digest}",
         )
+        if before != digest:
+            self.notes.append(
+                f"version {version} was trained again and has the digest {digest}, before {before}; on the "
+                "CPU of one machine this means that the optimizer state, the samples or the code have changed"
+            )
         self._latest_digest[version] = digest
 
     def _on_resumed(self, event: Resumed) -> None:

@@ -178,7 +178,7 @@ def trainer_bytes(setup: RunSetup) -> Counter[str]:
     config, devices = setup.config, setup.devices
     num_ranks = devices.num_ranks
     copy = 2 if config.trainer.dtype == "bfloat16" and num_ranks == 1 else 0
-    has_reference = bool(config.algorithm.kl_loss_coef) or setup.advantage_settings.is_paired
+    has_reference = bool(config.algorithm.kl_loss_coef) or setup.config.advantage_settings.is_paired
     reference = (copy or _WEIGHT) if has_reference and "reference" not in setup.aux_columns else 0
     num_bytes = (copy + reference) * setup.num_parameters
     if (lora := setup.lora) is None:

@@ -15,18 +15,24 @@ def audit(
     deep: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Also recompute the log-probs of N samples from stored weights."
+            min=1,
+            metavar="N",
+            help="Also recompute the log-probs of N samples from stored weights, and score N responses again.",
         ),
     ] = None,
 ) -> None:
-    """Check the guarantees C1-C3 from a run's files alone; exit code 1 on a violation."""
+    """Check the guarantees C1-C3 and the digests of a run's files, and replay it; exit code 1 on a violation.
+
+    See docs/audit.md.
+    """
     from dora.audit import audit
+    from dora.journal import replay
 
-    code = audit.main(run)
+    code = max(audit.main(run), replay.main(run))
     if deep is not None:
-        from dora.audit import logprob_recheck
+        from dora.audit import logprob_recheck, reward_recheck
 
-        code = max(code, logprob_recheck.main(run, deep))
+        code = max(code, logprob_recheck.main(run, deep), reward_recheck.main(run, deep))
     raise typer.Exit(code)
 
 

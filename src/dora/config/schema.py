@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from dora.core.types import Ablation
 from dora.trainer import recipe
+from dora.trainer.advantage import AdvantageSettings
 from dora.trainer.recipe import (
     AdvEstimator,
     Dtype,
@@ -932,6 +933,18 @@ class Config(Section):
         if self.orchestrator.placement == "colocated" or self.trainer.elastic:
             return "a colocated or elastic trainer: it runs only when the batch is complete"
         return None
+
+    @property
+    def advantage_settings(self) -> AdvantageSettings:
+        """How rewards become advantages."""
+        algorithm = self.algorithm
+        return AdvantageSettings(
+            algorithm.adv_estimator,
+            self.sampling.max_response_length,
+            algorithm.overlong_buffer_tokens,
+            algorithm.overlong_penalty,
+            is_paired=algorithm.policy_loss == "online_dpo",
+        )
 
     @property
     def external_source(self) -> str | None:

@@ -78,7 +78,10 @@ class ProgressReported:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A request has its last token; its tokens are durable in the sample stream."""
+    """A request has its last token; its tokens are durable in the sample stream.
+
+    `payload` is the digest of its row in the sample store; "" if it is not stored.
+    """
 
     engine: int
     request: RequestId
@@ -86,6 +89,7 @@ class RequestFinished:
     num_tokens: int
     chunks: tuple[Chunk, ...]
     finish_reason: str
+    payload: str = ""
 
 
 @dataclass(frozen=True, slots=True)

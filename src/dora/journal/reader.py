@@ -16,7 +16,7 @@ from dora.core.actions import Action
 from dora.core.events import Event
 from dora.core.types import Limits, ProtocolError
 from dora.errors import InputError
-from dora.journal.writer import SCHEMA
+from dora.journal.writer import FILES, SCHEMA, SEAL, chain_of, split_chain
 
 JOURNAL_FILE, SAMPLES_FILE, CONFIG_FILE = "journal.jsonl", "samples.sqlite", "config.toml"
 TOKEN_BYTES = 4  # token ids are int32, log-probs float32
@@ -31,6 +31,7 @@ class JournalHeader(NamedTuple):
     limits: Limits
     num_prompts: int | None  # dataset rows; None for a growing dataset
     critic_digest: str | None = None  # of the weights in critic.path, if it is set
+    config_digest: str = ""  # of config.toml
 
 
 class JournalLine(NamedTuple):
@@ -45,6 +46,13 @@ class JournalLine(NamedTuple):
         return isinstance(self.record, Event)
 
 
+class FileDigests(NamedTuple):
+    """A line with the SHA-256 of files, by path relative to the run folder."""
+
+    sha256: dict[str, str]
+    is_seal: bool  # written when the run ended
+
+
 @dataclass(frozen=True, slots=True)
 class Journal:
     """A journal as it was read: the header's values and all events and actions in order."""
@@ -54,6 +62,10 @@ class Journal:
     lines: tuple[JournalLine, ...]
     is_torn: bool  # the last line was cut off and is not among the lines
     critic_digest: str | None = None
+    config_digest: str = ""
+    files: tuple[FileDigests, ...] = ()
+    is_sealed: bool = False  # the last line is a seal
+    chain_breaks: tuple[int, ...] = ()  # numbers of the lines whose chain does not continue the one before
 
 
 def read_journal(run: Path) -> Journal:
@@ -70,11 +82,38 @@ def read_journal(run: Path) -> Journal:
         raise InputError(f"{path} cannot be read ({error.strerror})") from error
     header = read_header(path, head)
     torn = tail.pop() if tail else b""  # text after the last line end: empty unless a line was cut off
-    lines = tuple(read_line(path, number, text) for number, text in enumerate(tail, start=2))
-    for expected, line in enumerate(lines):
-        if line.seq != expected:
-            raise InputError(f"{path}, line {expected + 2}: seq is {line.seq}, expected {expected}")
-    return Journal(header.limits, header.num_prompts, lines, torn != b"", header.critic_digest)
+    lines: list[JournalLine] = []
+    files: list[FileDigests] = []
+    last: JournalLine | FileDigests | None = None
+    for number, text in enumerate(tail, start=2):
+        last = read_line(path, number, text)
+        if isinstance(last, FileDigests):
+            files.append(last)
+            continue
+        if last.seq != len(lines):
+            raise InputError(f"{path}, line {number}: seq is {last.seq}, expected {len(lines)}")
+        lines.append(last)
+    return Journal(
+        header.limits,
+        header.num_prompts,
+        tuple(lines),
+        torn != b"",
+        header.critic_digest,
+        header.config_digest,
+        tuple(files),
+        isinstance(last, FileDigests) and last.is_seal and not torn,
+        tuple(_chain_breaks([head, *tail])),
+    )
+
+
+def _chain_breaks(lines: Iterable[bytes]) -> Iterator[int]:
+    """Numbers of the lines that were changed, or before which lines were removed or inserted."""
+    before = ""
+    for number, text in enumerate(lines, start=1):
+        line, chain = split_chain(text)
+        if chain != chain_of(line, before):
+            yield number
+        before = chain
 
 
 def read_header(path: Path, text: bytes) -> JournalHeader:
@@ -92,19 +131,23 @@ def read_header(path: Path, text: bytes) -> JournalHeader:
         num_prompts = codec.decode(int | None, raw["num_prompts"])
         if num_prompts is not None and num_prompts < 1:
             raise ValueError(f"num_prompts = {num_prompts} must be at least 1")
-        return JournalHeader(limits, num_prompts, codec.decode(str | None, raw.get("critic_digest")))
+        critic_digest = codec.decode(str | None, raw.get("critic_digest"))
+        return JournalHeader(limits, num_prompts, critic_digest, codec.decode(str, raw["config_digest"]))
     except (KeyError, TypeError, ValueError, ProtocolError) as error:
         raise InputError(f"{path}, line 1: not the header of a journal: {error}; restore the file") from error
 
 
-def read_line(path: Path, number: int, text: bytes) -> JournalLine:
+def read_line(path: Path, number: int, text: bytes) -> JournalLine | FileDigests:
     """Parse line `number` of the file, 2 or more. Raises InputError."""
     raw = _json_object(path, number, text)
-    is_event = raw.get("kind") in [*codec.EVENTS]  # a list, because `kind` may be unhashable
+    kind = raw.get("kind")
+    is_event = kind in [*codec.EVENTS]  # a list, because `kind` may be unhashable
     try:
+        if kind in (FILES, SEAL):
+            return FileDigests({name: codec.decode(str, v) for name, v in raw["files"].items()}, kind == SEAL)
         record = codec.event_from_json(raw) if is_event else codec.action_from_json(raw)
         return JournalLine(codec.decode(int, raw["seq"]), codec.decode(float, raw["t_s"]), record)
-    except (KeyError, TypeError, ValueError, ProtocolError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ProtocolError) as error:
         raise InputError(f"{path}, line {number}: neither an event nor an action: {error}") from error
 
 
@@ -153,8 +196,8 @@ def read_samples(run: Path) -> dict[tuple[str, int], SampleRow]:
         known = sample_columns(store)
         rows = store.execute(
             "select group_id, sibling, version, weight_digest, length(token_ids), length(logprobs), "
-            f"length({_column_or_null('loss_mask', known)}), reward, state, trained_step, "
-            f"{_column_or_null('segments', known)} from samples"
+            f"length({column_or_null('loss_mask', known)}), reward, state, trained_step, "
+            f"{column_or_null('segments', known)} from samples"
         ).fetchall()
     return {(row[0], row[1]): _sample_row(*row) for row in rows}
 
@@ -162,7 +205,7 @@ def read_samples(run: Path) -> dict[tuple[str, int], SampleRow]:
 def read_responses(run: Path, rows: Iterable[SampleRow]) -> list[StoredResponse | None]:
     """Read the tokens of rows of the same store; None for a truncated one. Raises InputError."""
     with open_sample_store(run) as store:
-        loss_mask = _column_or_null("loss_mask", sample_columns(store))
+        loss_mask = column_or_null("loss_mask", sample_columns(store))
         query = (
             f"select prompt_ids, token_ids, logprobs, coalesce(routes, x''), {loss_mask} "
             "from samples where group_id = ? and sibling = ?"
@@ -190,7 +233,7 @@ def sample_columns(store: sqlite3.Connection) -> set[str]:
     return {name for _, name, *_ in store.execute("pragma table_info(samples)")}
 
 
-def _column_or_null(name: str, known: set[str]) -> str:
+def column_or_null(name: str, known: set[str]) -> str:
     return name if name in known else "null"
 
 

@@ -2,15 +2,21 @@
 
 The first line is the header; each further line is `{"seq", "t_s", "kind", ...}`. Together with
 `samples.sqlite` the journal holds everything that the audit and the replay need.
+
+Each line ends with `"chain"`, a digest of the line and of the chain before it, so that a changed, removed or
+inserted line is found. Lines of the kind `files` have the SHA-256 of other files of the run; the last one,
+with the kind `seal`, is written when the run ends.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from dora import __version__
 from dora.core.actions import Action
@@ -18,7 +24,17 @@ from dora.core.codec import to_json
 from dora.core.events import Event
 from dora.core.types import Limits
 
-SCHEMA = 3  # 3: events and actions have the field's names
+SCHEMA = 4  # 4: lines have a hash chain
+FILES, SEAL = "files", "seal"  # kinds of lines with digests of files; they have no `seq`
+SEALED = (  # files beside the journal that do not change after the end of a run
+    "summary.json",
+    "metrics.jsonl",
+    "eval_before.json",
+    "prompts.jsonl",
+    "checkpoints/step-*/checkpoint.json",
+)
+CHAIN_BYTES = 16
+_LINK = len(', "chain": ""}') + 2 * CHAIN_BYTES  # characters of a line's end
 
 
 class JournalWriter:
@@ -44,7 +60,9 @@ class JournalWriter:
         self._fsync = fsync
         self.seq = seq or 0  # of the next line
         if seq is not None:
+            self._chain = last_chain(path)
             return
+        self._chain = ""
         header = {
             "schema": SCHEMA,
             "config_digest": config_digest,
@@ -53,25 +71,68 @@ class JournalWriter:
             "num_prompts": num_prompts,
             "critic_digest": critic_digest,
         }
-        self._file.write(json.dumps(header) + "\n")
-        self._flush()
+        self._write([header])
 
     def record(self, now: float, event: Event | None, actions: Sequence[Action]) -> None:
         """Append an event (None for the start) and the actions that it caused; `now` in seconds."""
         records = actions if event is None else (event, *actions)
         if not records:
             return
-        lines = []
-        for record in records:
-            lines.append(json.dumps({"seq": self.seq, "t_s": now, **to_json(record)}))
-            self.seq += 1
-        self._file.write("\n".join(lines) + "\n")
-        self._flush()
+        self._write({"seq": seq, "t_s": now, **to_json(r)} for seq, r in enumerate(records, self.seq))
+        self.seq += len(records)
+
+    def record_files(self, files: Mapping[str, str]) -> None:
+        """Append the SHA-256 of files, by path relative to the run folder."""
+        self._write([{"kind": FILES, "files": dict(files)}])
 
     def close(self) -> None:
         self._file.close()
 
-    def _flush(self) -> None:
+    def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        for line in lines:
+            text, self._chain = chain_line(json.dumps(line), self._chain)
+            self._file.write(text + "\n")
         self._file.flush()
         if self._fsync:
             os.fsync(self._file.fileno())
+
+
+def seal(journal: Path) -> None:
+    """Append the last line of a run that has ended: the SHA-256 of its files. Raises OSError."""
+    folder = journal.parent
+    files = sorted(path for pattern in SEALED for path in folder.glob(pattern))
+    digests = {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
+    text, _ = chain_line(json.dumps({"kind": SEAL, "files": digests}), last_chain(journal))
+    with journal.open("a", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def chain_line(line: str, before: str) -> tuple[str, str]:
+    """Add the chain to a line, given that of the line before ("" for the header); also return it alone."""
+    chain = chain_of(line.encode(), before)
+    return f'{line[:-1]}, "chain": "{chain}"}}', chain
+
+
+def chain_of(line: bytes, before: str) -> str:
+    """The chain of a line, which is given without it, after the chain `before`."""
+    return hashlib.blake2b(before.encode() + line, digest_size=CHAIN_BYTES).hexdigest()
+
+
+def split_chain(line: bytes) -> tuple[bytes, str]:
+    """The inverse of `chain_line`: a line without its chain, and the chain."""
+    return line[:-_LINK] + b"}", line[-2 * CHAIN_BYTES - 2 : -2].decode("ascii", "replace")
+
+
+def last_chain(path: Path) -> str:
+    """The chain of a journal's last line."""
+    with path.open("rb") as file:
+        *_, line = file
+    return split_chain(line.rstrip(b"\n"))[1]
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

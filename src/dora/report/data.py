@@ -95,7 +95,9 @@ class RunReader:
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror})") from error
         for text in complete:
-            self._observe(read_line(path, len(self._lines) + 2, text))
+            line = read_line(path, len(self._lines) + 2, text)
+            if isinstance(line, JournalLine):
+                self._observe(line)
             self._offset += len(text) + 1
         self._is_torn = torn != b""
         self._stamps = stamps
@@ -138,7 +140,8 @@ class RunReader:
 
     def _start(self, path: Path, head: bytes) -> None:
         """Read the header of a journal."""
-        self._limits, self._num_prompts, _ = read_header(path, head)
+        header = read_header(path, head)
+        self._limits, self._num_prompts = header.limits, header.num_prompts
         self._dora_version = str(json.loads(head).get("dora_version", ""))
         self._head, self._offset = head, len(head)
         self._timeline = Timeline(breaks_c1=self._limits.breaks_c1)

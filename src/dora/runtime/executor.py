@@ -334,6 +334,11 @@ class ProcessExecutor:
         """Whether a checkpoint is being written."""
         return self._checkpoints.num_pending > 0
 
+    def take_saved(self) -> list[Path]:
+        """The checkpoints that were written since the last call."""
+        saved, self._checkpoints.saved = self._checkpoints.saved, []
+        return saved
+
     def saved_checkpoint(self) -> Path:
         """The folder of the last checkpoint; the trainer may exit now. Raises RunError if writing failed."""
         newest = self._checkpoints.newest()

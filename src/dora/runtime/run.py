@@ -24,9 +24,10 @@ from dora.config.schema import Config
 from dora.config.toml import config_digest
 from dora.core import codec, invariants
 from dora.core.actions import Action, Publish, SkipEvaluation
-from dora.core.events import DigestReported, Event, Published, Trained, TrainerReplaced
+from dora.core.events import DigestReported, Event, Published, RequestFinished, Trained, TrainerReplaced
 from dora.errors import InputError, RunError
-from dora.journal.writer import JournalWriter
+from dora.journal.reader import JOURNAL_FILE
+from dora.journal.writer import JournalWriter, file_digest, seal
 from dora.metrics.console import RunConsole
 from dora.metrics.evaluation import (
     EvaluationResult,
@@ -61,6 +62,7 @@ from dora.runtime.run_dir import SAMPLES, remove_stale_control_dir
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import SampleStore
 from dora.text import plural, size, step_number
+from dora.trainer.checkpoint_folders import MANIFEST
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SWITCH_INTERVAL_S = (
@@ -196,7 +198,7 @@ class _Session:
             previous.repair_samples()
             prepare_run_dir(setup.out, previous.resumed.from_step)
         self._journal = JournalWriter(
-            setup.out / "journal.jsonl",
+            setup.out / JOURNAL_FILE,
             setup.limits,
             config_digest(config),
             setup.num_prompts,
@@ -299,6 +301,7 @@ class _Session:
         if self._due_checkpoint is not None:
             self._save(self._due_checkpoint)
             self._due_checkpoint = None
+        self._record_checkpoints()
         self._signals.check()
         self._requests.process()
         self._status.update()
@@ -321,6 +324,8 @@ class _Session:
 
     def _note(self, now: float, event: Event | None, actions: Sequence[Action]) -> None:
         self._journal.record(now, event, actions)
+        if isinstance(event, RequestFinished):
+            self._executor.sample_book.unrecorded.discard(event.request)
         self._status.on_event(event)
         state = self._orchestrator.snapshot()
         if (step := self._metrics.update(now, event, actions, state)) is not None:
@@ -409,8 +414,19 @@ class _Session:
             core, [version for version in sorted(state.stored_versions) if version < num_trained]
         )
 
+    def _record_checkpoints(self) -> None:
+        """Record the manifests of the new checkpoints in the journal."""
+        if saved := self._executor.take_saved():
+            self._record_files(*(folder / MANIFEST for folder in saved))
+
+    def _record_files(self, *files: Path) -> None:
+        out = self._setup.out
+        digests = {file.relative_to(out).as_posix(): file_digest(file) for file in files if file.is_file()}
+        self._journal.record_files(digests)  # a newer checkpoint may have replaced one
+
     def _wait_until_saved(self) -> None:
         self._wait_for_trainer(lambda: not self._executor.is_saving, "save a checkpoint")
+        self._record_checkpoints()
         saved = self._executor.saved_checkpoint()
         self._is_saved = True
         self._console.notice(f"saved {saved}")
@@ -466,7 +482,9 @@ class _Session:
         if self._before is not None:
             first = summarize_evaluation("before", self._before)
             first["evaluations"] = [self._before.to_json()]
-            (self._setup.out / run_dir.EVAL_BEFORE).write_text(json.dumps(first))
+            path = self._setup.out / run_dir.EVAL_BEFORE
+            path.write_text(json.dumps(first))
+            self._record_files(path)
 
     def _show(self, evaluation: EvaluationResult | None, when: str) -> None:
         if evaluation is None:
@@ -499,6 +517,7 @@ class _Session:
                 self._executor.close,
                 *([] if self._gateway is None else [self._gateway.close]),
                 self._requests.close,
+                self._delete_unrecorded,
             ):
                 closing.callback(close)
         state = self._orchestrator.snapshot()
@@ -512,8 +531,14 @@ class _Session:
         summary["cpu_s"] = round(self._cpu_s, 1)
         summary["stopped"] = stopped
         run_dir.write_summary(self._setup.out, summary)
+        seal(self._setup.out / JOURNAL_FILE)
         self._status.end(stopped)
         return summary
+
+    def _delete_unrecorded(self) -> None:
+        """Delete stored responses whose event will not be handled any more."""
+        for request in self._executor.sample_book.unrecorded:
+            self._executor.samples.delete(request)
 
 
 class Stopped(Exception):

@@ -35,7 +35,6 @@ from dora.runtime.process.messages import CriticSpec, EngineSpec, TrainerSpec
 from dora.runtime.process.resources import DeviceAssignment, is_gpu
 from dora.stream.storage import SEGMENT_BYTES
 from dora.text import plural, size
-from dora.trainer.advantage import AdvantageSettings
 from dora.trainer.critic import CriticSettings
 from dora.trainer.lora import LoraSettings
 from dora.trainer.recipe import Correction
@@ -253,18 +252,6 @@ class RunSetup:
     def is_recorded(self, group: GroupId) -> bool:
         """Whether the journal records it: all groups but those of evaluations before and after training."""
         return not group.is_held_out or 0 < -1 - group.epoch < self.config.run.steps
-
-    @property
-    def advantage_settings(self) -> AdvantageSettings:
-        """How rewards become advantages."""
-        algorithm = self.config.algorithm
-        return AdvantageSettings(
-            algorithm.adv_estimator,
-            self.config.sampling.max_response_length,
-            algorithm.overlong_buffer_tokens,
-            algorithm.overlong_penalty,
-            is_paired=algorithm.policy_loss == "online_dpo",
-        )
 
     @property
     def aux_columns(self) -> tuple[str, ...]:
@@ -492,7 +479,7 @@ class RunSetup:
             weights=weights,
             stream=stream,
             settings=settings,
-            advantage_settings=self.advantage_settings,
+            advantage_settings=self.config.advantage_settings,
             streams_gradients=config.streams_gradients,
             max_staleness=config.orchestrator.max_staleness,
             exact_engine=self.engine_spec(weights, engine=0) if config.engine.exact_logprobs else None,

@@ -6,6 +6,7 @@ no finished response. A subscriber, the run's stream, receives every sample as s
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,29 @@ create table if not exists samples (
     state text not null, trained_step integer,
     primary key (group_id, sibling)) without rowid
 """
+
+
+# Columns that do not change once a response has finished; its `RequestFinished` event has their digest.
+PAYLOAD = (
+    "version",
+    "weight_digest",
+    "prompt_ids",
+    "token_ids",
+    "logprobs",
+    "routes",
+    "loss_mask",
+    "segments",
+)
+
+
+def payload_digest(values: Iterable[int | str | bytes | None]) -> str:
+    """Digest (32 hex digits) of the columns PAYLOAD of a row."""
+    digest = hashlib.blake2b(digest_size=16)
+    for value in values:
+        data = value if isinstance(value, bytes) else repr(value).encode()
+        digest.update(b"%d:" % len(data))
+        digest.update(data)
+    return digest.hexdigest()
 
 
 class Trajectory(NamedTuple):
@@ -167,29 +191,30 @@ class SampleStore:
             subscriber.score(group, rewards, advantages)
         subscriber.flush()
 
-    def put(self, trajectory: Trajectory) -> None:
-        """Add a finished trajectory. Raises sqlite3.IntegrityError if its row exists."""
+    def put(self, trajectory: Trajectory) -> str:
+        """Add a finished trajectory; returns the digest of its columns PAYLOAD.
+
+        Raises sqlite3.IntegrityError if its row exists.
+        """
         t = trajectory
+        payload = (
+            t.version,
+            t.weight_digest,
+            np.asarray(t.prompt_ids, dtype="<i4").tobytes(),
+            np.asarray(t.token_ids, dtype="<i4").tobytes(),
+            np.asarray(t.logprobs, dtype="<f4").tobytes(),
+            None if t.routes is None else t.routes.astype("<i2").tobytes(),
+            None if t.loss_mask is None else bytes(t.loss_mask),
+            None if t.segments is None else json.dumps(t.segments),
+        )
         self._write(
-            "insert into samples (group_id, sibling, version, weight_digest, prompt_ids, token_ids, "
-            "logprobs, routes, loss_mask, segments, reward, state) "
+            f"insert into samples (group_id, sibling, {', '.join(PAYLOAD)}, reward, state) "
             "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
-            (
-                str(t.request.group),
-                t.request.sibling,
-                t.version,
-                t.weight_digest,
-                np.asarray(t.prompt_ids, dtype="<i4").tobytes(),
-                np.asarray(t.token_ids, dtype="<i4").tobytes(),
-                np.asarray(t.logprobs, dtype="<f4").tobytes(),
-                None if t.routes is None else t.routes.astype("<i2").tobytes(),
-                None if t.loss_mask is None else bytes(t.loss_mask),
-                None if t.segments is None else json.dumps(t.segments),
-                t.reward,
-            ),
+            (str(t.request.group), t.request.sibling, *payload, t.reward),
         )
         if self._subscriber is not None:
             self._subscriber.put(t)
+        return payload_digest(payload)
 
     def score(
         self,

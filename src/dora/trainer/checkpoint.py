@@ -1,18 +1,13 @@
 """Checkpoints: a Hugging Face folder plus everything that a resumed run needs.
 
-A checkpoint is a folder named `step-N` whose manifest has the digest of every file. It is written under
-another name, the manifest last, and renamed once it is complete.
+A checkpoint is written under another name, its manifest last, and renamed once it is complete.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +17,8 @@ from torch import Tensor
 from dora.errors import ModelError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import load_pretrained, save_pretrained
+from dora.trainer.checkpoint_folders import find_damage, write_manifest
 
-MANIFEST = "checkpoint.json"
 SNAPSHOT_FILE = "core.json"  # the orchestrator's state, and the number of journal lines that led to it
 VERSIONS_FOLDER = "versions"  # older versions, in the format of the weight store
 _TOKENIZER_FILES = (
@@ -33,7 +28,6 @@ _TOKENIZER_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-_NAME = re.compile(r"step-(\d+)")
 
 
 def save_checkpoint(
@@ -90,81 +84,6 @@ def load_checkpoint(folder: Path) -> tuple[ModelConfig, Tensor, dict[str, Any], 
     config, flat = load_pretrained(folder)
     saved = torch.load(path, map_location="cpu", weights_only=True)
     return config, flat, saved["trainer"], saved["step"]
-
-
-def write_manifest(folder: Path) -> None:
-    """Write the digests of all other files of a checkpoint."""
-    manifest = {"sha256": _file_digests(folder)}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def find_damage(folder: Path) -> str:
-    """Which file of a checkpoint differs from the manifest, and how; "" if none does. Reads every file."""
-    try:
-        expected: dict[str, str] = json.loads((folder / MANIFEST).read_text())["sha256"]
-        found = _file_digests(folder)
-        for name in sorted({*expected, *found}):
-            if name not in found:
-                return f"{name} is missing"
-            if name not in expected:
-                return f"{name} is not in {MANIFEST}"
-            if found[name] != expected[name]:
-                return f"{name} differs from its digest in {MANIFEST}"
-    except (KeyError, TypeError, ValueError):
-        return f"{MANIFEST} is not a manifest with digests"
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-def checkpoint_folders(folder: Path) -> dict[int, Path]:
-    """Step -> checkpoint, newest first, also damaged ones."""
-    matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
-    return dict(sorted(((int(match[1]), path) for match, path in matches if match), reverse=True))
-
-
-def complete_checkpoints(folder: Path) -> dict[int, Path]:
-    """Step -> checkpoint, newest first; folders with missing or damaged files are left out."""
-    return {step: path for step, path in checkpoint_folders(folder).items() if not find_damage(path)}
-
-
-def recover_replaced(folder: Path) -> None:
-    """Rename checkpoints back whose replacement a crash interrupted."""
-    for old in folder.glob("step-*.old"):
-        if not (original := old.with_suffix("")).exists():
-            os.rename(old, original)
-
-
-def prune_checkpoints(folder: Path, num: int) -> None:
-    """Remove all but the newest `num` checkpoints, and unfinished ones."""
-    steps = checkpoint_folders(folder)
-    for step in sorted(steps)[: max(0, len(steps) - num)]:
-        old = steps[step].with_name(steps[step].name + ".old")
-        os.rename(steps[step], old)  # so that a crash leaves no partly removed checkpoint
-    for leftover in (*folder.glob("step-*.old"), *folder.glob("step-*.draft")):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def remove_after(folder: Path, step: int) -> None:
-    """Remove checkpoints of steps after `step`, also incomplete ones."""
-    for found, path in checkpoint_folders(folder).items():
-        if found > step:
-            shutil.rmtree(path)
-
-
-def _file_digests(folder: Path) -> dict[str, str]:
-    """Relative path -> SHA-256, of all files but the manifest, computed in parallel."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
-    with ThreadPoolExecutor() as threads:
-        return {
-            path.relative_to(folder).as_posix(): digest
-            for path, digest in zip(files, threads.map(_file_digest, files), strict=True)
-        }
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -27,13 +27,8 @@ from dora.model.pretrained import load_pretrained
 from dora.model.weights import weight_digest
 from dora.runtime.run_dir import INCOMING_PARTS, is_running
 from dora.text import plural
-from dora.trainer.checkpoint import (
-    SNAPSHOT_FILE,
-    checkpoint_folders,
-    find_damage,
-    recover_replaced,
-    remove_after,
-)
+from dora.trainer.checkpoint import SNAPSHOT_FILE
+from dora.trainer.checkpoint_folders import checkpoint_folders, find_damage, recover_replaced, remove_after
 
 SUMMARY = "summary.json"
 CHANGEABLE_KEYS = (  # neither the guarantees nor the computed weights depend on these
@@ -90,20 +85,22 @@ def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
 
 
 def has_recorded_events(run: Path) -> bool:
-    """Whether the journal of a run has a complete line besides its header."""
+    """Whether the journal of a run has a complete line of an event or action."""
     path = run / JOURNAL_FILE
     with path.open("rb") if path.is_file() else io.BytesIO() as file:
-        file.readline()  # the header
-        return file.readline().endswith(b"\n")
+        return any(line.startswith(b'{"seq": 0,') and line.endswith(b"\n") for line in file)
 
 
 def read_recorded_journal(run: Path, num_prompts: int | None) -> Journal:
     """The journal of a run to resume. Raises InputError if it cannot be resumed, or has finished."""
     journal = read_journal(run)
-    with (run / JOURNAL_FILE).open("rb") as file:
-        header = file.readline()
+    if journal.chain_breaks:
+        raise InputError(
+            f"{run / JOURNAL_FILE}, line {journal.chain_breaks[0]}: it was changed, or lines before it were "
+            "removed or inserted; restore the file that the run wrote"
+        )
     config = (run / CONFIG_FILE).read_bytes()
-    if json.loads(header).get("config_digest") != hashlib.blake2b(config, digest_size=16).hexdigest():
+    if journal.config_digest != hashlib.blake2b(config, digest_size=16).hexdigest():
         raise InputError(
             f"{run / CONFIG_FILE} has changed since the run started; restore its old content, and change "
             "settings with --set"

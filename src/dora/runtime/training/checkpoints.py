@@ -34,7 +34,8 @@ def write_checkpoint(
     `extras` returns the trainer's state and further files. `model` is the folder of the initial policy.
     """
     from dora.model.pretrained import load_config
-    from dora.trainer.checkpoint import SNAPSHOT_FILE, VERSIONS_FOLDER, prune_checkpoints, save_checkpoint
+    from dora.trainer.checkpoint import SNAPSHOT_FILE, VERSIONS_FOLDER, save_checkpoint
+    from dora.trainer.checkpoint_folders import prune_checkpoints
 
     path = request.folder / f"step-{step}"
     try:
@@ -62,6 +63,7 @@ class CheckpointManager:
         self._num_requested = 0
         self._kept_versions: list[Path] = []  # folders of the versions that pending checkpoints need
         self.num_pending = 0
+        self.saved: list[Path] = []  # not recorded in the journal yet
 
     def request(self, core: str, versions: Sequence[int]) -> m.SaveCheckpoint:
         """The request for one more checkpoint.
@@ -88,6 +90,7 @@ class CheckpointManager:
         self._failure = ""
         if isinstance(message, m.CheckpointSaved):
             self._newest = message.folder
+            self.saved.append(message.folder)
             return
         self._failure = f"the checkpoint of step {message.step} could not be written: {message.reason}"
         self._notice(f"{self._failure}; earlier checkpoints stay valid")

@@ -16,7 +16,7 @@ from dora.core.actions import Train
 from dora.core.events import DigestReported, Event, Published, StepFailed, TrainerLost, TrainerReplaced
 from dora.core.types import GroupId
 from dora.errors import RunError
-from dora.journal.reader import JOURNAL_FILE, read_line
+from dora.journal.reader import JOURNAL_FILE, JournalLine, read_line
 from dora.runtime.process import messages as m
 from dora.runtime.process.supervisor import Loss, Role, Slot, Supervisor
 from dora.runtime.process.worker_process import Worker, WorkerState
@@ -27,7 +27,7 @@ from dora.runtime.training.checkpoints import CheckpointManager
 from dora.runtime.training.external import ExternalTrainer
 from dora.runtime.training.worker import RENDEZVOUS_FILE, run_follower, run_trainer
 from dora.text import plural, step_number
-from dora.trainer.checkpoint import checkpoint_folders, find_damage, recover_replaced
+from dora.trainer.checkpoint_folders import checkpoint_folders, find_damage, recover_replaced
 
 MAX_STEP_FAILURES = 3  # of one training step before the run ends
 
@@ -244,7 +244,8 @@ def _recorded_batches(run: Path, steps: range) -> tuple[tuple[GroupId, ...], ...
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if b'"kind": "train"' in line:  # few lines: all others are skipped unparsed
-                action = read_line(path, number, line).record
-                assert isinstance(action, Train)
-                batches[action.step] = action.groups
+                train = read_line(path, number, line)
+                assert isinstance(train, JournalLine)
+                assert isinstance(train.record, Train)
+                batches[train.record.step] = train.record.groups
     return tuple(batches[step] for step in steps)

@@ -1,0 +1,210 @@
+"""The sample store against the journal: each row is the one that its event names, with possible values.
+
+A row's tokens and log-probs have the digest that the journal recorded when the response finished. Advantages
+are computed again from the rewards.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora.config.schema import Config
+from dora.core.actions import Action
+from dora.core.events import Event, GroupScored, RequestFinished
+from dora.journal.reader import column_or_null, open_sample_store, sample_columns
+from dora.stream.sample_db import PAYLOAD, payload_digest
+from dora.text import plural
+
+FINISH_REASONS = ("stop", "length", "turn_length")
+Element = TypeVar("Element", bound=np.generic)
+MAX_LOGPROB = 1e-3  # a log-softmax in bf16 may round to slightly more than 0
+
+
+class StoredSample(NamedTuple):
+    """All columns of one sample; a truncated one has the elements that are whole."""
+
+    group: str
+    sibling: int
+    prompt_ids: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    loss_mask: NDArray[np.uint8]  # empty: the policy sampled every token
+    reward: float | None
+    advantage: float | None
+    task_rewards: str | None  # JSON
+    payload_digest: str
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy generated."""
+        return int(self.loss_mask.sum()) if len(self.loss_mask) else len(self.token_ids)
+
+
+def read_stored_samples(run: Path) -> Iterator[StoredSample]:
+    """All rows of the sample store, group by group. Raises InputError."""
+    with open_sample_store(run) as store:
+        known = sample_columns(store)
+        payload = ", ".join(column_or_null(name, known) for name in PAYLOAD)
+        by_task = column_or_null("task_rewards", known)
+        rows = store.execute(
+            f"select group_id, sibling, reward, advantage, {by_task}, {payload} from samples "
+            "order by group_id, sibling"
+        )
+        for group, sibling, reward, advantage, task_rewards, *values in rows:
+            columns = dict(zip(PAYLOAD, values, strict=True))
+            yield StoredSample(
+                group,
+                sibling,
+                _array(columns["prompt_ids"], np.int32),
+                _array(columns["token_ids"], np.int32),
+                _array(columns["logprobs"], np.float32),
+                _array(columns["loss_mask"] or b"", np.uint8),
+                reward,
+                advantage,
+                task_rewards,
+                payload_digest(values),
+            )
+
+
+def _array(blob: bytes, dtype: type[Element]) -> NDArray[Element]:
+    size = np.dtype(dtype).itemsize
+    return np.frombuffer(blob[: len(blob) // size * size], dtype)
+
+
+class SampleAudit:
+    """Reads a journal once, then `close` reads the store; `findings` are sentences."""
+
+    def __init__(self, config: Config | None, vocab_size: int | None) -> None:
+        """Without `config` or `vocab_size` the checks that need them are skipped, and `skipped` says so."""
+        self.findings: list[str] = []
+        self.skipped: Counter[str] = Counter()  # reason -> samples
+        self.num_samples = 0
+        self._config, self._vocab_size = config, vocab_size
+        self._finished: dict[tuple[str, int], RequestFinished] = {}
+        self._rewards: dict[str, tuple[float, ...]] = {}  # by group
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about samples that could not be checked."""
+        return [f"{plural(num, 'sample')} {reason}" for reason, num in self.skipped.items()]
+
+    def observe(self, record: Event | Action) -> None:
+        match record:
+            case RequestFinished(_, request):
+                self._finished[str(request.group), request.sibling] = record
+            case GroupScored(group, rewards):
+                self._rewards[str(group)] = rewards
+            case _:
+                pass
+
+    def close(self, run: Path, *, is_sealed: bool) -> None:
+        """Read the store. Only a run in progress may have rows whose event is not recorded yet."""
+        for group, rows in groupby(read_stored_samples(run), key=lambda row: row.group):
+            siblings = [*rows]
+            for row in siblings:
+                self._check_row(row, is_sealed=is_sealed)
+            self._check_group(group, siblings)
+
+    def _check(self, condition: bool, sentence: str) -> None:
+        if not condition:
+            self.findings.append(sentence)
+
+    def _check_row(self, row: StoredSample, *, is_sealed: bool) -> None:
+        name = f"sample {row.group}/{row.sibling}"
+        self.num_samples += 1
+        event = self._finished.get((row.group, row.sibling))
+        if event is None:
+            if is_sealed:
+                self.findings.append(f"{name} is stored, and the journal has no such response")
+            else:
+                self.skipped["have no event yet"] += 1
+            return
+        if event.payload:
+            self._check(
+                row.payload_digest == event.payload,
+                f"{name} has changed since it finished: its digest is {row.payload_digest}, "
+                f"the journal has {event.payload}",
+            )
+        else:
+            self.skipped["have no digest in the journal"] += 1
+        self._check(
+            event.finish_reason in FINISH_REASONS,
+            f"{name} finished with the reason {event.finish_reason!r}, expected one of {FINISH_REASONS}",
+        )
+        self._check_tokens(name, row)
+
+    def _check_tokens(self, name: str, row: StoredSample) -> None:
+        num_prompt, num_tokens = len(row.prompt_ids), len(row.token_ids)
+        limit = math.inf
+        if self._config is not None:
+            has_turns = self._config.has_episodes
+            longest = self._config.max_sequence_length
+            limit = longest - num_prompt if has_turns else self._config.sampling.max_response_length
+        self._check(
+            num_prompt > 0 and 0 < num_tokens <= limit,
+            f"{name} has {num_prompt} + {num_tokens} tokens; the limit of a response is {limit}",
+        )
+        logprobs = row.logprobs
+        if len(row.loss_mask) == len(logprobs):
+            logprobs = logprobs[row.loss_mask != 0]
+        self._check(
+            bool(np.all(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB))),
+            f"{name} has a log-prob that is above 0 or not a finite number",
+        )
+        ids = np.concatenate([row.prompt_ids, row.token_ids])
+        if self._vocab_size is None or not len(ids):
+            return
+        self._check(
+            0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size,
+            f"{name} has a token outside the vocabulary of {self._vocab_size}",
+        )
+
+    def _check_group(self, group: str, rows: Sequence[StoredSample]) -> None:
+        config = self._config
+        if config is None or not config.has_episodes:
+            is_same = len({row.prompt_ids.tobytes() for row in rows}) == 1
+            self._check(is_same, f"the samples of group {group} have different prompts")
+        rewards = self._rewards.get(group)
+        if rewards is None or [row.sibling for row in rows] != [*range(len(rewards))]:
+            return  # not scored; a missing sample is a finding against C2
+        for row, reward in zip(rows, rewards, strict=True):
+            self._check_reward(row, reward)
+        if config is None:
+            self.skipped["have advantages that need config.toml"] += len(rows)
+            return
+        expected: Sequence[float | None] = [None] * len(rows)
+        if not group.startswith("-"):  # a held-out prompt has no advantages
+            expected = config.advantage_settings.group_advantages(rewards, [row.num_sampled for row in rows])
+        for row, advantage in zip(rows, expected, strict=True):
+            self._check(
+                _is_close(row.advantage, advantage),
+                f"sample {group}/{row.sibling} has the advantage {row.advantage}, expected {advantage}",
+            )
+
+    def _check_reward(self, row: StoredSample, reward: float) -> None:
+        name = f"sample {row.group}/{row.sibling}"
+        self._check(_is_close(row.reward, reward), f"{name} has the reward {row.reward}, scored {reward}")
+        weights = {} if self._config is None else {t.name: t.weight for t in self._config.reward_task}
+        parts = json.loads(row.task_rewards or "{}")
+        if not parts or self._config is None:
+            return
+        self._check(
+            {*parts} == {*weights}
+            and _is_close(sum(weights[task] * value for task, value in parts.items()), reward),
+            f"{name} has the rewards {parts} by task, which do not give its reward {reward}",
+        )
+
+
+def _is_close(stored: float | None, expected: float | None) -> bool:
+    if stored is None or expected is None:
+        return stored is expected
+    return math.isclose(stored, expected, rel_tol=1e-6, abs_tol=1e-9)
