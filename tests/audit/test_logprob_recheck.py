@@ -252,10 +252,12 @@ def test_edited_tokens_are_found(
     assert words in finding
 
 
-def replace_version_2(run: Path) -> None:
-    """Other weights in its checkpoint, with a manifest that fits."""
-    save_pretrained(run / "checkpoints" / "step-2", MODEL, initial_weights(MODEL, seed=9))
+def replace_version_2(run: Path) -> str:
+    """Put other weights into its checkpoint, with a manifest that fits; their digest."""
+    flat = initial_weights(MODEL, seed=9)
+    save_pretrained(run / "checkpoints" / "step-2", MODEL, flat)
     write_manifest(run / "checkpoints" / "step-2")
+    return weight_digest(flat)
 
 
 def test_stored_weights_with_another_digest_are_found(
@@ -273,9 +275,9 @@ def test_a_version_that_was_trained_again_is_not_checked(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run()
-    replace_version_2(run)
+    digest = replace_version_2(run)
     journal = JournalWriter(run / "journal.jsonl", Limits(1, 1, 1, 0), "", None, seq=4)
-    journal.record(0.0, DigestReported(2, "another"), ())
+    journal.record(0.0, DigestReported(2, digest), ())
     journal.close()
     assert logprob_recheck.main(run, 100) == 0
     out = capsys.readouterr().out

@@ -8,7 +8,6 @@ does in fp32.
 from __future__ import annotations
 
 import tomllib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +65,12 @@ class RecheckResult:
     rule: str  # the tolerance in words
     versions: tuple[VersionRecheck, ...]
     unchecked: tuple[str, ...]
+    other_weights: tuple[str, ...] = ()  # sentences about checkpoints without the published weights
 
     @property
     def findings(self) -> list[str]:
-        """Sentences, each about one sample that disagrees."""
-        return [finding for version in self.versions for finding in version.findings]
+        """Sentences, each about one checkpoint or sample that disagrees."""
+        return [*self.other_weights, *(finding for version in self.versions for finding in version.findings)]
 
 
 def main(run: Path, num: int) -> int:
@@ -109,11 +109,13 @@ def check(run: Path, num: int) -> RecheckResult:
     if why := recomputer.why_impossible:
         return RecheckResult("this run cannot be checked", (), (why,))
     available = {key: rows for key, rows in recorded.items() if key[0] in sources}
-    redone = find_redone_versions(run)
+    published = read_published(run)
+    redone = {version for version, digests in published.items() if len(digests) > 1}
     versions, unchecked = _recheck_versions(run, num, recomputer, available, sources, redone)
     segmented = [f"{plural(num_segmented, 'sample')} of several versions"] if num_segmented else []
     unchecked = [*segmented, *_describe_missing(missing), *unchecked]
-    return RecheckResult(str(recomputer), tuple(versions), tuple(unchecked))
+    other_weights = tuple(_check_checkpoints(published, sources, config.engine.dtype))
+    return RecheckResult(str(recomputer), tuple(versions), tuple(unchecked), other_weights)
 
 
 def read_run_config(run: Path) -> Config:
@@ -164,13 +166,25 @@ def _recheck_versions(
     return sorted(checked, key=lambda version: version.source.version), unchecked
 
 
-def find_redone_versions(run: Path) -> set[int]:
-    """Versions that a resume, or a trainer's replacement, trained again."""
-    num_published: Counter[int] = Counter()
+def read_published(run: Path) -> dict[int, set[str]]:
+    """Version -> digests; more than one if a resume, or a new trainer, trained the version again."""
+    published: dict[int, set[str]] = {}
     for line in read_journal(run).lines:
         if isinstance(line.record, Published | DigestReported):
-            num_published[line.record.version] += 1
-    return {version for version, num in num_published.items() if num > 1}
+            published.setdefault(line.record.version, set()).add(line.record.digest)
+    return published
+
+
+def _check_checkpoints(
+    published: Mapping[int, set[str]], sources: Mapping[int, Sequence[WeightSource]], dtype: str
+) -> Iterator[str]:
+    """A sentence about each checkpoint whose weights are not those that were published."""
+    for version, digests in published.items():
+        for source in sources.get(version, ()):
+            flat = source.read(dtype)
+            found = "no readable weights" if flat is None else weight_digest(flat)
+            if found not in digests:
+                yield f"{source.path} has {found}, version {version} was published as {', '.join(digests)}"
 
 
 def spread(rows: Sequence[SampleRow], num: int) -> list[SampleRow]:

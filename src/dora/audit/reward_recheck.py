@@ -72,10 +72,10 @@ def check(run: Path, num: int) -> RewardRecheck:
         elif not _is_equal(reward, row.reward):
             name = f"sample {row.group}/{row.sibling}"
             findings.append(f"{name} has the reward {row.reward}, and scored again {reward}")
-    unchecked = (
-        [f"{plural(num_impure, 'response')} whose reward differs with each call"] if num_impure else []
-    )
-    return RewardRecheck(len(rows) - num_impure, tuple(findings), tuple(unchecked))
+    unchecked: tuple[str, ...] = ()
+    if num_impure:
+        unchecked = (f"{plural(num_impure, 'response')} without a reward, or with another one in each call",)
+    return RewardRecheck(len(rows) - num_impure, tuple(findings), unchecked)
 
 
 def _inputs(run: Path, rows: list[SampleRow], dataset: Dataset, tokenizer: Tokenizer) -> list[RewardInput]:
@@ -85,8 +85,13 @@ def _inputs(run: Path, rows: list[SampleRow], dataset: Dataset, tokenizer: Token
         if response is None:
             raise InputError(f"sample {row.group}/{row.sibling} is truncated")
         position = GroupId(*map(int, row.group.split("/"))).row
+        if position >= len(dataset):
+            raise InputError(f"sample {row.group}/{row.sibling}: the dataset has {len(dataset)} rows")
         ids = [*response.token_ids]
-        text = tokenizer.decode(ids)
+        try:
+            text = tokenizer.decode(ids)
+        except (OverflowError, ValueError) as error:
+            raise InputError(f"sample {row.group}/{row.sibling} has tokens that are no ids") from error
         prompt_row = encode_prompt_row(dataset.prompt(position), dataset.fields(position))
         prompt, fields = json.loads(prompt_row)
         inputs.append(RewardInput(prompt, text, ids, fields))

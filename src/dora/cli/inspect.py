@@ -17,7 +17,7 @@ def audit(
         typer.Option(
             min=1,
             metavar="N",
-            help="Also recompute the log-probs of N samples from stored weights, and score N responses again.",
+            help="Also recompute the log-probs and rewards of N samples, from stored weights.",
         ),
     ] = None,
 ) -> None:
