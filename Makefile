@@ -49,7 +49,7 @@ docs: $(VENV)/.installed-docs
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "DORA needs Python 3.11 or newer, and PYTHON=$(PYTHON) is not; try: make PYTHON=python3.11" >&2; exit 1; }
+	  echo "DORA-RL needs Python 3.11 or newer, and PYTHON=$(PYTHON) is not; try: make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(PIP_INSTALL) --index-url $(TORCH_INDEX) torch)
 	@touch $@

@@ -101,7 +101,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dora.__main__": ("dora.cli",),
 }
 # A package of the runtime may import `process` and these modules, which describe a run and start nothing.
-SHARED_IN_RUNTIME = ("process", "run_setup", "run_dir", "sample_book", "stream_storage")
+SHARED_IN_RUNTIME = ("process", "run_setup", "run_dir", "sample_book")
 COMPOSERS = ("dora.runtime.run", "dora.runtime.executor")
 # Packages from outside that only some modules may import.
 KEPT_IN: dict[str, tuple[str, ...]] = {

@@ -1,4 +1,4 @@
-"""Whoever lacks the key of a CURVE server receives nothing, and the server goes on."""
+"""A peer without the key of a CURVE server sends and receives nothing, and the server continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.strangers import STRANGERS, connect, recording, replay
 
 from dora import curve
 from dora.curve import CurveAddress, CurveConnection, CurveServer
-from dora.runtime.process.rpc import Channel, RequestClient, RequestServer
+from dora.runtime.process.rpc import CurveChannel, RequestClient, RequestServer
 
 LOOPBACK = "127.0.0.1"
 
@@ -69,10 +69,10 @@ def test_a_stranger_neither_takes_nor_closes_the_channel_of_a_worker(
     attempt: Callable[[CurveAddress], None],
 ) -> None:
     server = CurveServer()
-    here, address = Channel.listen(server, LOOPBACK)
+    here, address = CurveChannel.listen(server, LOOPBACK)
     for each in address:
         attempt(each)
-    with closing(Channel.connect(address)) as there, closing(here):
+    with closing(CurveChannel.connect(address)) as there, closing(here):
         there.send("hello")
         assert here.recv() == "hello"
         for each in address:

@@ -37,7 +37,7 @@ Frames = Sequence[Any]  # buffers
 
 @dataclass(frozen=True)
 class CurveAddress:
-    """A server's socket, and the keys of its clients. Whoever has an address is admitted: keep it private."""
+    """A server's socket, and the keys of its clients. Keep it private: it admits every client that has it."""
 
     endpoint: str
     server_key: str
@@ -107,7 +107,7 @@ class CurveConnection:
         self.socket.curve_serverkey = address.server_key.encode()
         self.socket.curve_publickey = address.client_key.encode()
         self.socket.curve_secretkey = address.client_secret.encode()
-        # A lost connection stays lost; -1, which says so, would also drop messages that have arrived.
+        # A lost connection is not restored. The value for "never", -1, would also drop received messages.
         self.socket.setsockopt(zmq.RECONNECT_IVL, int(1e3 * MAX_POLL_S))
         self.monitor: Socket = self.socket.get_monitor_socket(_HANDSHAKE_ENDED | _DISCONNECTED)
         self.socket.connect(address.endpoint)
@@ -139,7 +139,7 @@ class CurveConnection:
         return frames
 
     def close(self, linger_s: float = 0.0) -> None:
-        """What was sent may still be delivered for `linger_s`."""
+        """Close the connection; messages in the send queue may still be delivered for `linger_s`."""
         if not self.socket.closed:
             self.close_monitor()
             self.socket.close(linger=int(1e3 * linger_s))
@@ -200,7 +200,7 @@ _HANDSHAKE_ENDED = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_CLOSED  # nobody listens
+    | zmq.EVENT_CLOSED  # no server listens at the address
 )
 
 

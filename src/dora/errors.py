@@ -18,7 +18,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.
 
 
 class DoraError(Exception):
-    """Base of all errors DORA raises on purpose."""
+    """Base of all errors DORA-RL raises on purpose."""
 
 
 class InputError(DoraError):
@@ -79,7 +79,7 @@ def download_hint(name: str, folder: Path, kind: str = "model") -> str:
         return ""
     repo_type = "" if kind == "model" else f"--repo-type {kind} "
     return (
-        f"; DORA downloads nothing: if {name} is a {kind} of the Hugging Face hub, run "
+        f"; DORA-RL downloads nothing: if {name} is a {kind} of the Hugging Face hub, run "
         f"`hf download {name} {repo_type}--local-dir {folder}`"
     )
 

@@ -96,7 +96,10 @@ def test_a_notice_names_a_bound_that_another_policy_makes_void(
             ],
             "for fill, with engine.device = 'cuda'",
         ),
-        "shares": (['orchestrator.ablations=["shares", "remainders"]'], "for remainders, with shares"),
+        "shares": (
+            ['orchestrator.ablations=["shares", "remainders"]'],
+            "for remainders, with shares: remainders is a part of shares",
+        ),
         "twice": (['orchestrator.ablations=["fill", "fill"]'], "names fill twice"),
         "balance": (
             ['orchestrator.ablations=["moves"]', "orchestrator.balance_running=true"],

@@ -81,7 +81,7 @@ def test_one_response_is_printed_also_by_why(run: Path, capsys: Captured) -> Non
     [
         ("0/7", "the run has no finished response 0/7; `dora why`"),
         ("0/1/2", "the run has no finished response 0/1/2"),
-        ("seven", "'seven' is no request: give epoch/row/sibling"),
+        ("seven", "'seven' must be epoch/row/sibling, such as 0/3/7, or epoch/row"),
     ],
 )
 def test_an_unknown_request_is_refused(run: Path, name: str, message: str) -> None:

@@ -38,7 +38,7 @@ REASONS = {
     "environment raised KeyError",
     "no license left",
     "environment took longer than env.timeout_s = 1",
-    "environment or another one of its process hangs, env.timeout_s = 1",
+    "environments 0: an environment in this process hangs, env.timeout_s = 1",
     "environment's process ended: environments 0 exited with code 7",
 }
 

@@ -148,7 +148,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_left_unchanged(
         assert "it was changed, or lines before it were removed or inserted" in refusal(resumable.out)
         *complete, _ = files[0].read_text().splitlines()
         write_chained(files[0], [json.loads(line) for line in complete])
-        assert "this version of DORA gives other actions than the journal" in refusal(resumable.out)
+        assert "this version of DORA-RL gives other actions than the journal" in refusal(resumable.out)
     (resumable.out / "tensorboard").write_text("not a folder")
     assert "tensorboard cannot start" in refusal(resumable.out, 'metrics.report_to=["tensorboard"]')
     assert ([file.read_bytes() for file in files], resumable.samples()) == before

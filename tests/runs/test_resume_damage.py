@@ -124,7 +124,9 @@ def test_a_redone_version_with_other_weights_is_reported(killed: ResumableRun) -
     torch.save(saved, newest / "optimizer.pt")
     write_manifest(newest)
     ended = killed.resume().end()
-    assert re.search(r"warning: version 5, trained again, has digest \w+, and had \w+ before", ended.out)
+    assert re.search(
+        r"warning: version 5 was recomputed and has another digest \(\w+, before: \w+\)", ended.out
+    )
     check_finished(killed.out, ended)
     assert summary(killed.out)["differing_redone_versions"] >= 1
 

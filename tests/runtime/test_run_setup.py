@@ -203,7 +203,8 @@ def test_a_dry_run_calls_the_reward(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_batch_larger_than_the_dataset_is_noticed(batch_size: int, is_noticed: bool, task: Path) -> None:
     setup = RunSetup.make(read_config(task, [f"trainer.batch_size={batch_size}"]), task.parent / "run")
     notice = (
-        "trainer.batch_size = 8 groups, and the dataset has 7 prompts: a batch has a prompt more than once"
+        "trainer.batch_size = 8 groups, and the dataset has 7 prompts: a batch has some prompts more "
+        "than once; lower trainer.batch_size, or add prompts"
     )
     assert setup.notices == ([notice] if is_noticed else [])
 

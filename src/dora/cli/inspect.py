@@ -71,7 +71,7 @@ def samples(
     ] = None,
     jsonl: Annotated[bool, typer.Option("--jsonl", help="Print one JSON object for each response.")] = False,
 ) -> None:
-    """Print prompts and responses as text, with rewards, advantages and versions: of the last groups."""
+    """Print prompts and responses of the last groups, or of one group or request, as text."""
     from dora.report.samples import print_samples
 
     if request is not None and last is not None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class KeyAlias(NamedTuple):
-    """A key of another trainer, and DORA's key for the same setting."""
+    """A key of another trainer, and DORA-RL's key for the same setting."""
 
     theirs: str
     ours: str  # section.key

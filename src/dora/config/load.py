@@ -1,7 +1,7 @@
 """Read the TOML file of a run, with overrides, into a `Config`.
 
 Every mistake is a ConfigError that names the key, the value, the rule and the remedy. The remedy for a
-misspelt key is the nearest valid one; for a renamed key, or a key of another trainer, it is DORA's name.
+misspelt key is the nearest valid one; for a renamed key, or a key of another trainer, it is DORA-RL's name.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def _suggest(where: Sequence[str], typed: Sequence[str]) -> str:
 
 
 def _suggest_alias(typed: Sequence[str]) -> str:
-    """DORA's keys for keys of other trainers; empty if there are none."""
+    """DORA-RL's keys for keys of other trainers; empty if there are none."""
     aliases = [(name, alias) for name in typed if (alias := find_trainer_alias(name)) is not None]
     return "; ".join(
         f"{name} is {alias.ours} here" + (f" ({alias.note})" if alias.note else "") for name, alias in aliases

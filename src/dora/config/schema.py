@@ -434,7 +434,7 @@ class TrainerSection(Section):
     backend: str | None = Field(
         default=None,
         description='Class of another training engine, "file.py:Class" or "package.module:Class". Unset: '
-        "DORA's own.",
+        "DORA-RL's own.",
     )
 
 
@@ -468,7 +468,7 @@ class EngineSection(Section):
     backend: str | None = Field(
         default=None,
         description='Another inference engine: "vllm", "vllm-lora", "sglang", or a class, "file.py:Class" or '
-        '"package.module:Class". Unset: DORA\'s own.',
+        '"package.module:Class". Unset: DORA-RL\'s own.',
     )
     options: dict[str, JsonValue] | None = Field(
         default=None, description="Keyword arguments of the backend's class (table)."

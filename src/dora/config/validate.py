@@ -316,7 +316,7 @@ def _check_ranks(config: Config) -> None:
 
 
 def _check_trainer_backend(config: Config) -> None:
-    """Another training engine is not combined with features of DORA's own."""
+    """Another training engine is not combined with features of DORA-RL's own."""
     conflicts = {
         "trainer.num_ranks > 1": config.trainer.num_ranks > 1,
         "trainer.lora_rank": config.trainer.lora_rank > 0,
@@ -327,7 +327,7 @@ def _check_trainer_backend(config: Config) -> None:
     if config.trainer.backend is not None:
         for conflict in _true_keys(conflicts):
             raise ConfigError(
-                f"trainer.backend = {config.trainer.backend!r} with {conflict}: only DORA's own trainer "
+                f"trainer.backend = {config.trainer.backend!r} with {conflict}: only DORA-RL's own trainer "
                 "supports this; remove one of the two"
             )
 
@@ -366,8 +366,8 @@ def _check_external_trainer(config: Config) -> None:
         "trainer.aux_workers: they assist the run's own trainer": bool(trainer.aux_workers),
         "trainer.elastic = true: it has its own device": trainer.elastic,
         "orchestrator.placement = colocated: it has its own device": orchestrator.placement == "colocated",
-        "engine.exact_logprobs = true: they need DORA's trainer": config.engine.exact_logprobs,
-        "algorithm.adv_estimator = gae: the critic needs DORA's trainer": _uses_critic(config),
+        "engine.exact_logprobs = true: they need DORA-RL's trainer": config.engine.exact_logprobs,
+        "algorithm.adv_estimator = gae: the critic needs DORA-RL's trainer": _uses_critic(config),
         "orchestrator.staleness_mode = adaptive: it reports no ESS and KL": (
             orchestrator.staleness_mode == "adaptive"
         ),
@@ -578,7 +578,7 @@ def _unused_in_engine(config: Config) -> Reasons:
     if config.engine.backend is None:
         return {"options": "without engine.backend: they are arguments of its class"}
     own = ("kernels", "num_kv_blocks", "min_step_time")
-    return dict.fromkeys(own, "with engine.backend: it is a setting of DORA's own engine")
+    return dict.fromkeys(own, "with engine.backend: it is a setting of DORA-RL's own engine")
 
 
 def _unused_in_orchestrator(config: Config) -> Reasons:
@@ -603,13 +603,13 @@ def _unused_in_orchestrator(config: Config) -> Reasons:
 
 
 def _unused_ablation(config: Config) -> str | None:
-    """Why `orchestrator.ablations`, or the first rule that it names in vain, has no effect."""
+    """Why `orchestrator.ablations`, or the first of its rules without effect, has no effect."""
     rules = config.orchestrator
     if rules.update_policy != "dora":
         return f"with update_policy = {rules.update_policy}: these are rules of dora"
     reasons: dict[str, str] = {}
     if "shares" in rules.ablations:
-        reasons |= dict.fromkeys(("remainders", "room"), "shares, of which it is a part")
+        reasons |= {name: f"shares: {name} is a part of shares" for name in ("remainders", "room")}
     if config.has_static_placement:
         names = ("moves", "shares", "fill", "remainders", "room")
         reasons = dict.fromkeys(names, f"{_static_setting(config)}: engines keep their versions and requests")

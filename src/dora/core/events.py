@@ -188,9 +188,9 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLost:
-    """The trainer has crashed, or its replacement before it was ready; a running step is lost.
+    """The trainer is lost, and a running step with it; published versions remain.
 
-    Published versions remain.
+    The event repeats if a replacement is lost before it was ready.
     """
 
     reason: str

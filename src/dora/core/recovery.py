@@ -14,7 +14,7 @@ from dora.core.types import require
 
 
 def on_trainer_lost(state: State, event: TrainerLost) -> list[Action]:
-    """The trainer is lost, or a replacement of it before it was ready, which changes nothing more."""
+    """The trainer is lost. If a replacement is lost before it was ready, the state stays the same."""
     state.is_trainer_lost = True
     state.training_step = state.publishing_version = None
     state.redo_batches.clear()

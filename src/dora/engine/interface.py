@@ -26,7 +26,7 @@ class Capabilities:
     """What an inference engine supports beyond `InferenceEngine`'s required behaviour.
 
     A run whose configuration needs a missing capability is rejected before it starts. Exact log-probs are
-    rejected with every backend but DORA's own engine.
+    rejected with every backend but DORA-RL's own engine.
     """
 
     max_versions: int | None = 1  # loaded at once; None: `version_slots`
@@ -37,7 +37,7 @@ class Capabilities:
     pauses: bool = False  # `pause` and `resume`
     decode_only: bool = False  # `decode_only`
     migrates_without_kv: bool = False  # running requests migrate as tokens; see `SupportsMigration`
-    kv_transfer: bool = False  # and with their KV; informative but in DORA's own engine
+    kv_transfer: bool = False  # also with their KV. A run uses it only for DORA-RL's own engine
     episodes: bool = False  # multi-turn requests; see `SupportsEpisodes`
     inflight_update: bool = False  # running requests continue with newer versions; takes this keyword
     routes: bool = False  # completions contain the experts of each token

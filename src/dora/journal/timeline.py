@@ -1,4 +1,4 @@
-"""Who was where, when: the one fold of a run's events and actions into spans of time.
+"""The spans of a run's requests, groups, migrations, loads and training steps, from its events and actions.
 
 `Timeline.observe` takes the next record and returns the spans that it ends; the open ones are the state of
 the run at that moment. The fold accepts records in any order: whether a run was correct is the question of

@@ -113,7 +113,7 @@ class ResponseLengths:
         self.filtered = Counter[int]()
 
     def add(self, span: Span) -> None:
-        """Account for a span that has ended."""
+        """Count the lengths of a finished request, or of a filtered group."""
         match span:
             case RequestSpan(finished=finished) if finished is not None and not span.request.is_held_out:
                 self.generated[span.num_tokens] += 1
@@ -191,7 +191,7 @@ class MigrationMetrics:
     reprefill_tokens: int = 0  # of requests restarted although no engine was lost, or migrated without KV
 
     def add(self, span: Span) -> None:
-        """Account for a span that has ended."""
+        """Count a migration that has ended, or the tokens that a restarted request computes again."""
         match span:
             case MigrationSpan(failure=str(reason)):
                 self.failed[reason] += 1
@@ -237,7 +237,7 @@ class WeightLoadMetrics:
     _skipped: dict[int, int] = field(default_factory=dict)  # engine -> version
 
     def add(self, span: Span) -> None:
-        """Account for a span that has ended."""
+        """Count a load that has ended."""
         if isinstance(span, LoadSpan) and span.loaded is not None:
             self.num_loads += 1
             self.load_s += span.until(span.start_s) - span.start_s

@@ -156,7 +156,7 @@ def _details(content: Mapping[str, Any]) -> list[Table | str]:
     waits = [WaitEdge(**wait) for wait in content.get("waits", ())]
     if waits:
         parts.append(_wait_table(waits, content["t_s"]))
-        causes = ", ".join(content["root_causes"]) or "itself: this is a defect of DORA, please report it"
+        causes = ", ".join(content["root_causes"]) or "itself: this is a defect of DORA-RL, please report it"
         parts.append(f"{waits[0].waiter} ultimately waits for {causes}")
     return parts
 

@@ -1,5 +1,4 @@
-"""The planner's search for the policy, staleness bound, split of devices, parallel sizes and rows of a
-workload.
+"""Search for the fastest layout of a workload: policy, staleness bound, devices, parallel sizes and rows.
 
 A formula ranks all possible layouts; it uses rates and the longest response, and ignores queues. The best
 layout of each policy and bound is simulated. Then hill climbing starts at the fastest layout: it simulates
@@ -74,7 +73,7 @@ class SimulatedPlan:
 
 
 def search(problem: SearchProblem, max_simulated: int) -> Iterator[SimulatedPlan]:
-    """Yield plans as they are simulated: at most `max_simulated`, and those of `dora` in a rival's layout."""
+    """Yield up to `max_simulated` plans as they are simulated, then `dora` in the layout of the fastest."""
     found, formula = candidates(problem), StepTimeFormula(problem.workload)
     ranked = sorted(found, key=lambda choices: formula.step_s(found[choices]))
     best_of_each = {choices[:2]: choices for choices in reversed(ranked)}
@@ -98,9 +97,9 @@ def search(problem: SearchProblem, max_simulated: int) -> Iterator[SimulatedPlan
 
 
 def _with_dora(problem: SearchProblem, best: SimulatedPlan) -> Iterator[Deployment]:
-    """Policy `dora` in the layout with which another policy is the fastest, at its bound and at the largest.
+    """If `best` has another policy: `dora` in its layout, at its bound and at the largest bound.
 
-    None if the problem has no `dora`, or if the other policy trains and decodes on the same devices.
+    Nothing if the problem has no `dora`, or if the policy of `best` is colocated.
     """
     layout = best.deployment.layout
     policy = get_policy(layout.policy)

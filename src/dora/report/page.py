@@ -40,7 +40,7 @@ def render_page(runs: Sequence[JsonObject], live: bool = False) -> str:
         "@KIND@": "dash" if live else "report",
         "@FOOT@": "It connects to that server only." if live else "This page needs no network.",
         "@LIVE@": "true" if live else "false",
-        "@TITLE@": html.escape(f"{names} - DORA"),
+        "@TITLE@": html.escape(f"{names} - DORA-RL"),
         "@STYLE@": _read_asset("report.css"),
         "@SCRIPT@": "\n".join(_read_asset(f"{name}.js") for name in SCRIPTS),
         "@DATA@": render_payload(runs),

@@ -230,7 +230,7 @@ def _parse_name(name: str, groups: Sequence[StoredGroup]) -> tuple[int, ...]:
     """Epoch, row and perhaps sibling. Raises InputError if the run has no such group."""
     parts = name.split("/")
     if len(parts) not in (2, 3) or not all(part.removeprefix("-").isdecimal() for part in parts):
-        raise InputError(f"{name!r} is no request: give epoch/row/sibling, or epoch/row for a whole group")
+        raise InputError(f"{name!r} must be epoch/row/sibling, such as 0/3/7, or epoch/row for a whole group")
     numbers = tuple(map(int, parts))
     known = next((group for group in groups if group.id == numbers[:2]), None)
     if known is None or (len(numbers) == 3 and not 0 <= numbers[2] < len(known.rewards)):

@@ -339,9 +339,9 @@ class _Session:
         """On the CPU of one machine, redone steps give the same weights."""
         if event.digest != (before := self._metrics.digests[event.version]):
             self._console.notice(
-                f"warning: version {event.version}, trained again, has digest {event.digest}, and had "
-                f"{before} before; unless this is a GPU or another machine, the optimizer state, the samples "
-                "or the code have changed"
+                f"warning: version {event.version} was recomputed and has another digest ({event.digest}, "
+                f"before: {before}). On the CPU of one machine this means that the optimizer state, the "
+                "samples or the code have changed"
             )
 
     def _note_evaluation(self, event: Event | None, actions: Sequence[Action]) -> None:

@@ -195,13 +195,13 @@ class RunSetup:
 
     @property
     def notices(self) -> list[str]:
-        """Settings that are valid and seldom meant."""
+        """Warnings about valid settings that are usually mistakes."""
         batch_size, num_prompts = self.config.trainer.batch_size, self.num_prompts
         if num_prompts is None or batch_size <= num_prompts:
             return []
         return [
             f"trainer.batch_size = {batch_size} groups, and the dataset has {plural(num_prompts, 'prompt')}: "
-            "a batch has a prompt more than once"
+            "a batch has some prompts more than once; lower trainer.batch_size, or add prompts"
         ]
 
     def check_lengths(self, dataset: Dataset) -> None:

@@ -1,4 +1,4 @@
-"""A synchronous and an asynchronous client of a run's service; they need httpx and no other part of DORA.
+"""A synchronous and an asynchronous client of a run's service; they need httpx and no other part of DORA-RL.
 
 Lost requests, and requests refused with 429 or 503, are retried with exponential backoff.
 """

@@ -396,7 +396,7 @@ def _describe_phase(span: TrainerSpan) -> tuple[str, str, str, dict[str, Any]] |
 
 
 def _marks(record: Event | Action) -> Iterator[Mark]:
-    """What is marked where it happens."""
+    """The marks of a record, each in the lane of its engine or process."""
     match record:
         case EngineJoined(engine, rows, slots, _, replaces):
             name = "joined" if replaces is None else f"joined, replaces engine {replaces}"

@@ -82,7 +82,7 @@ class Correction:
     `behavior` the ratio of the loss itself already is current / behaviour, so icepop and mis take that ratio
     as r and only mask.
 
-    `staleness_decay` multiplies the loss of a response by staleness_decay ** staleness (DORA's own; 1: off).
+    `staleness_decay` multiplies the loss of a response by staleness_decay ** staleness (ours; 1: off).
     """
 
     proximal: ProximalPolicy = "behavior"

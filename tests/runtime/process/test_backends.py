@@ -124,7 +124,7 @@ def test_a_setting_of_doras_own_engine_has_no_effect_on_others(task: Path, key: 
 
 @pytest.mark.parametrize("key", ["trainer.num_ranks=2", "trainer.lora_rank=2"])
 def test_features_of_doras_own_trainer_are_rejected_with_others(task: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match="only DORA's own trainer supports"):
+    with pytest.raises(ConfigError, match="only DORA-RL's own trainer supports"):
         load.read_config(task, [f"trainer.backend={TRAINER}", key])
 
 
@@ -152,7 +152,7 @@ class Own(Engine):
     {
         "surplus": ("", ["engine.options={size=3}"], "'size'; remove it"),
         "missing": (", size", [], r"engine\.options = {}: .* missing .*'size'; add it"),
-        "reserved": ("", ["engine.options={dtype='bfloat16'}"], "DORA-RL gives dtype itself; remove it"),
+        "reserved": ("", ["engine.options={dtype='bfloat16'}"], "DORA-RL sets dtype itself; remove it"),
         "update": (
             "",
             ["orchestrator.update_policy=inflight"],

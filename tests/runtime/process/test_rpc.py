@@ -20,8 +20,8 @@ import pytest
 from dora.curve import CurveConnection, CurveServer
 from dora.runtime.process.rpc import (
     OUT_OF_BAND_BYTES,
-    Channel,
     ChannelAddress,
+    CurveChannel,
     RequestClient,
     RequestServer,
 )
@@ -30,20 +30,20 @@ LOOPBACK = "127.0.0.1"
 
 
 @pytest.fixture
-def listening() -> Iterator[tuple[Channel, ChannelAddress]]:
+def listening() -> Iterator[tuple[CurveChannel, ChannelAddress]]:
     """The driver's end, before its worker has connected."""
     server = CurveServer()
-    channel, address = Channel.listen(server, LOOPBACK)
+    channel, address = CurveChannel.listen(server, LOOPBACK)
     yield channel, address
     channel.close()
     server.close()
 
 
 @pytest.fixture
-def channels(listening: tuple[Channel, ChannelAddress]) -> Iterator[tuple[Channel, Channel]]:
+def channels(listening: tuple[CurveChannel, ChannelAddress]) -> Iterator[tuple[CurveChannel, CurveChannel]]:
     """The driver's end and the worker's."""
     here, address = listening
-    with closing(Channel.connect(address)) as there:
+    with closing(CurveChannel.connect(address)) as there:
         there.send("hello")
         assert here.recv() == "hello"
         yield here, there
@@ -62,7 +62,7 @@ def echo() -> Iterator[RequestServer]:
         yield server
 
 
-def test_messages_arrive_in_order_in_both_directions(channels: tuple[Channel, Channel]) -> None:
+def test_messages_arrive_in_order_in_both_directions(channels: tuple[CurveChannel, CurveChannel]) -> None:
     here, there = channels
     for number in range(3):
         here.send(["request", number])
@@ -71,13 +71,13 @@ def test_messages_arrive_in_order_in_both_directions(channels: tuple[Channel, Ch
     assert [here.recv() for _ in range(3)] == [["reply", 0], ["reply", 1], ["reply", 2]]
 
 
-def test_a_message_may_be_longer_than_the_socket_buffers(channels: tuple[Channel, Channel]) -> None:
+def test_a_message_may_be_longer_than_the_socket_buffers(channels: tuple[CurveChannel, CurveChannel]) -> None:
     here, there = channels
     here.send(b"x" * 20_000_000)
     assert there.recv() == b"x" * 20_000_000
 
 
-def test_any_thread_may_send_while_another_receives(channels: tuple[Channel, Channel]) -> None:
+def test_any_thread_may_send_while_another_receives(channels: tuple[CurveChannel, CurveChannel]) -> None:
     here, there = channels
 
     def send(sender: int) -> None:
@@ -94,7 +94,9 @@ def test_any_thread_may_send_while_another_receives(channels: tuple[Channel, Cha
         assert [number for thread, number in found if thread == sender] == [*range(200)]
 
 
-def test_a_sender_waits_for_a_receiver_that_does_not_read(channels: tuple[Channel, Channel]) -> None:
+def test_a_sender_waits_for_a_receiver_that_does_not_read(
+    channels: tuple[CurveChannel, CurveChannel],
+) -> None:
     here, there = channels
     content, num_sent = bytes(100_000), 0
 
@@ -115,7 +117,7 @@ def test_a_sender_waits_for_a_receiver_that_does_not_read(channels: tuple[Channe
 
 @pytest.mark.parametrize("closes", ["driver", "worker"])
 def test_recv_returns_what_was_sent_and_raises_once_the_other_end_is_closed(
-    channels: tuple[Channel, Channel], closes: str
+    channels: tuple[CurveChannel, CurveChannel], closes: str
 ) -> None:
     closing_end, other = channels if closes == "driver" else channels[::-1]
     for number in range(100):
@@ -129,7 +131,9 @@ def test_recv_returns_what_was_sent_and_raises_once_the_other_end_is_closed(
         other.send("late")
 
 
-def test_close_ends_a_recv_and_a_send_in_other_threads(listening: tuple[Channel, ChannelAddress]) -> None:
+def test_close_ends_a_recv_and_a_send_in_other_threads(
+    listening: tuple[CurveChannel, ChannelAddress],
+) -> None:
     """The worker has never connected."""
     channel, _ = listening
     errors: list[type[BaseException]] = []
@@ -153,8 +157,8 @@ def test_close_ends_a_recv_and_a_send_in_other_threads(listening: tuple[Channel,
 
 _WORKER = """
 import os, pickle, signal, sys
-from dora.runtime.process.rpc import Channel
-channel = Channel.connect(pickle.load(sys.stdin.buffer))
+from dora.runtime.process.rpc import CurveChannel
+channel = CurveChannel.connect(pickle.load(sys.stdin.buffer))
 channel.send("hello")
 channel.recv()
 channel.send("last")
@@ -164,7 +168,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_crash_of_a_worker_is_detected_although_strangers_come_and_go(
-    listening: tuple[Channel, ChannelAddress],
+    listening: tuple[CurveChannel, ChannelAddress],
 ) -> None:
     here, address = listening
     port = int(address.to_send.endpoint.rpartition(":")[2])
@@ -185,7 +189,7 @@ def test_the_crash_of_a_worker_is_detected_although_strangers_come_and_go(
 
 
 def test_the_last_message_of_a_process_that_exits_arrives(
-    listening: tuple[Channel, ChannelAddress],
+    listening: tuple[CurveChannel, ChannelAddress],
 ) -> None:
     here, address = listening
     program = _WORKER.partition("channel.recv()")[0] + "channel.close()"

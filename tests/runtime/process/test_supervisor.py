@@ -1,4 +1,4 @@
-"""When the supervisor takes a worker for lost, when it restarts it, and what it tells the owner."""
+"""When the supervisor declares a worker lost, when it restarts it, and what it reports to the owner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROLE = Role("helpers", heartbeat_timeout_s=5.0)
 
 
 class Helpers:
-    """An owner that keeps what it is told; its workers are called "helper 0", "helper 1", ..."""
+    """An owner that records messages and losses; its workers are called "helper 0", "helper 1", ..."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.supervisor, self.num_started = supervisor, 0

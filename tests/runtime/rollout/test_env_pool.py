@@ -124,7 +124,7 @@ def test_an_exception_fails_one_episode_and_an_exit_all_episodes_of_the_process(
 def test_a_worker_that_hangs_is_replaced_and_its_episodes_fail(driver: Driver) -> None:
     hanging, other = driver.start(0), driver.start(1)
     driver.turn(hanging, 0, "h")
-    reason = "environment or another one of its process hangs, env.timeout_s = 0.5"
+    reason = "environments 0: an environment in this process hangs, env.timeout_s = 0.5"
     assert [driver.next_reply(), driver.next_reply()] == [
         EpisodeFailed(hanging, reason),
         EpisodeFailed(other, reason),

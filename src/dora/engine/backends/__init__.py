@@ -1,1 +1,1 @@
-"""Inference engines that are not DORA's own: vLLM and SGLang servers."""
+"""Inference engines that are not DORA-RL's own: vLLM and SGLang servers."""

@@ -108,7 +108,7 @@ def _check_engine(config: Config, kind: EngineKind, backend: str) -> None:
 def _check_arguments(config: Config, kind: EngineKind, factory: InferenceFactory, setting: str) -> None:
     """Raises ConfigError if the class does not take the arguments of `make_engine`."""
     if repeated := kind.options.keys() & {*ENGINE_ARGUMENTS, INFLIGHT_UPDATE}:
-        raise ConfigError(f"{setting}: DORA-RL gives {min(repeated)} itself; remove it")
+        raise ConfigError(f"{setting}: DORA-RL sets {min(repeated)} itself; remove it")
     call = signature(factory)
     own = dict.fromkeys((*ENGINE_ARGUMENTS, INFLIGHT_UPDATE) if config.breaks_c1 else ENGINE_ARGUMENTS)
     given = {**own, **kind.options}
@@ -176,7 +176,7 @@ def _missing_capabilities(config: Config, kind: EngineKind, has: Capabilities) -
         yield "requests keep their version: set orchestrator.update_policy = dora"
     if config.trainer.routing_replay and not has.routes:
         yield "no routes of experts: set trainer.routing_replay = false"
-    if engine.exact_logprobs:  # with the bits of `LogprobScorer`, which no other engine has
+    if engine.exact_logprobs:  # bitwise equal to those of `LogprobScorer`, which needs our kernels
         yield "no exact log-probs: set engine.exact_logprobs = false"
     if engine.dtype not in has.dtypes:
         yield f"no engine.dtype = {engine.dtype}: use {' or '.join(has.dtypes)}"

@@ -54,7 +54,7 @@ class EngineSpec:
     returns_routes: bool = False  # the experts of each token
     device: str = "cpu"
     dtype: str = "float32"
-    backend: str | None = None  # None: DORA's own engine
+    backend: str | None = None  # None: DORA-RL's own engine
     backend_options: Mapping[str, object] | None = None
     prefetches_weights: bool = False
     num_kv_blocks: int | None = None  # None: as many as `max_rows` full rows need
@@ -97,7 +97,7 @@ class TrainerSpec:
     critic: CriticSpec | None = None
     columns: tuple[str, ...] = ()  # those that auxiliary workers fill
     column_timeout_s: float | None = None  # for one group's columns
-    backend: str | None = None  # None: DORA's own trainer
+    backend: str | None = None  # None: DORA-RL's own trainer
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ from dora.runtime.process.resources import (
     total_resources,
     with_reserved_gpu,
 )
-from dora.runtime.process.rpc import Channel, ChannelAddress, RequestServer
+from dora.runtime.process.rpc import ChannelAddress, CurveChannel, RequestServer
 from dora.runtime.process.stream_workers import ConsumerSpec
 from dora.runtime.process.worker_process import WORKER_ENV, ForkedProcess, ProcessHandle, Target, run_target
 from dora.weights.store import RemoteVersionSource, WeightStore, make_store_folder
@@ -86,7 +86,7 @@ class DriverNode:
     spans_nodes: bool  # whether the run may have several nodes
     pool_bytes: int  # of an engine's KV pool
     broker: CurveAddress | None = None  # of migrations between nodes, see `remote_kv`
-    version: str = __version__  # of DORA
+    version: str = __version__  # of DORA-RL
 
 
 class RayLauncher:
@@ -106,7 +106,7 @@ class RayLauncher:
         self.head = RayHead(ray.get_runtime_context().gcs_address)
         self._spans_nodes = self._config.address is not None
         self.host = ray.util.get_node_ip_address() if self._spans_nodes else None
-        self._server, self._channels = CurveServer(), list[Channel]()
+        self._server, self._channels = CurveServer(), list[CurveChannel]()
         self._broker: RequestServer | None = None
         self.driver = DriverNode(ray.get_runtime_context().get_node_id(), self._spans_nodes, pool_bytes)
         self._resources = {process.role: process for process in processes}
@@ -146,9 +146,9 @@ class RayLauncher:
         with _run_errors():
             return RayProcess(self, self._acquire(role), target, spec, driver)
 
-    def listen(self) -> tuple[Channel, ChannelAddress]:
-        """See `Channel.listen`."""
-        channel, address = Channel.listen(self._server, self.host or "127.0.0.1")
+    def listen(self) -> tuple[CurveChannel, ChannelAddress]:
+        """See `CurveChannel.listen`."""
+        channel, address = CurveChannel.listen(self._server, self.host or "127.0.0.1")
         self._channels = [*(each for each in self._channels if not each.is_closed), channel]
         return channel, address
 
@@ -368,7 +368,7 @@ class RayProcess:
     def _on_exit(self, _: Future[Any]) -> None:
         self._has_exited.set()
         self._release()
-        # Its last messages may be on the way. A worker that has outlived its raylet exits then.
+        # Wait for its last messages. Closing the channel also ends a worker whose raylet has crashed.
         timer = threading.Timer(EXIT_TIMEOUT_S, self._channel.close)
         timer.daemon = True
         timer.start()
@@ -404,11 +404,11 @@ class WorkerActor:
         node = ray.get_runtime_context().get_node_id()
         if driver.version != __version__:
             raise RunError(
-                f"node {node} has DORA {__version__}, but the driver has {driver.version}: install the same "
-                "version on all nodes"
+                f"node {node} has DORA-RL {__version__}, but the driver has {driver.version}: install the "
+                "same version on all nodes"
             )
         spec = self._localize(spec, driver, node == driver.node)
-        channel = Channel.connect(address)
+        channel = CurveChannel.connect(address)
         channel.send((os.getpid(), node))
         try:
             run_target(channel, target, spec)

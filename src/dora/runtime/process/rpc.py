@@ -1,7 +1,7 @@
 """Messages between the processes of a run on different machines: pickles over the sockets of `curve`.
 
-Only processes of the run have the keys, so only their pickles are loaded. A `Channel` connects a worker with
-the driver; a `RequestServer` answers the requests of many clients.
+Only processes of the run have the keys, so only their pickles are loaded. A `CurveChannel` connects a worker
+with the driver; a `RequestServer` answers the requests of many clients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import zmq
 from dora.curve import LINGER_S, CurveAddress, CurveConnection, CurveServer, Socket, receive
 
 OUT_OF_BAND_BYTES = 2**16  # buffers of at least this size are frames of their own, which are not copied
-SEND_POLL_S = 0.2  # while a message has no room, or nobody is connected yet
+SEND_POLL_S = 0.2  # between two tries to send, while the queue is full or the peer is not connected yet
 
 
 class ChannelAddress(NamedTuple):
@@ -29,14 +29,14 @@ class ChannelAddress(NamedTuple):
     to_receive: CurveAddress
 
 
-class Channel:
+class CurveChannel:
     """One end of a connection: a socket for each direction. Any thread may send, one at a time receives."""
 
     def __init__(self, sender: Socket, receiver: Socket, monitor: Socket, *, has_one_peer: bool) -> None:
-        """`has_one_peer`: all events of `monitor` are of the other end, none of callers without the key."""
+        """`has_one_peer`: all events of `monitor` are of the other end, none of peers without the key."""
         self._sender, self._receiver, self._monitor = sender, receiver, monitor
         self._has_one_peer, self._peer_descriptor = has_one_peer, -1
-        self._descriptors: set[int] = set()  # of open connections, also of callers without the key
+        self._descriptors: set[int] = set()  # of open connections, also of peers without the key
         sender.setsockopt(zmq.SNDTIMEO, int(1e3 * SEND_POLL_S))
         self._send_lock, self._receive_lock = threading.Lock(), threading.Lock()
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -102,7 +102,7 @@ class Channel:
                 self._wake_receiver.close()
 
     def _is_peer_lost(self, event: int, descriptor: int) -> bool:
-        """Whether the other end has disconnected; callers without the key come and go, and free theirs."""
+        """Whether the other end has disconnected. Peers without the key open and close connections, too."""
         if self._has_one_peer:
             return True
         if event == zmq.EVENT_ACCEPTED:

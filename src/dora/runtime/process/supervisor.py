@@ -99,7 +99,7 @@ class Slot:
         self.name = ""  # of its first worker, also of a lost one
         self.started_s = 0.0
         self.restart_at_s: float | None = None  # when a lost worker is restarted
-        self.made_progress = False  # the worker's own work: its loss is the first one in a row
+        self.made_progress = False  # the number of restarts in a row begins again
         # Busy with a task. The owner checks how long it takes, and native code may stop heartbeats meanwhile.
         # Usually the task is the cause of a loss, which is then not counted: the owner limits the attempts.
         self.has_task = False
@@ -108,7 +108,7 @@ class Slot:
 
     @property
     def worker(self) -> Worker:
-        """The only, or the first one."""
+        """The only worker, or the first of several ranks."""
         return self.workers[0]
 
     @property
@@ -129,8 +129,8 @@ class Loss:
     worker: Worker  # the one that was lost first
     reason: str  # begins with its name
     restart_in_s: float | None  # None: it is not restarted
-    is_drained: bool  # it had been told to exit
-    is_timeout: bool  # it still existed
+    is_drained: bool  # the worker has exited because `drain` asked it to
+    is_timeout: bool  # the worker exceeded a time limit, while its process existed
     error: DoraError  # for an owner that cannot continue without the worker
 
 
@@ -218,7 +218,10 @@ class Supervisor:
         return [name for slot in self._slots for name in slot.not_started]
 
     def check_starts(self) -> None:
-        """From now on a worker that is not ready in time is lost. Until then the run itself is starting."""
+        """From now on a worker that is not ready within runtime.start_timeout_s is lost.
+
+        Before, while the run itself starts, its caller checks this limit.
+        """
         self._checks_starts = True
 
     def silence_s(self, worker: Worker) -> float:
@@ -240,7 +243,7 @@ class Supervisor:
             if owner in (None, slot.owner)
         ]
 
-    # messages, deadlines, losses
+    # messages, timeouts, losses
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Pass all messages to their owners, waiting up to `timeout_s` for the first, and check the slots.
@@ -250,7 +253,7 @@ class Supervisor:
         for worker, message in receive(self.messages, timeout_s):
             if worker is None:
                 self._on_own_message(message)
-            elif worker in self._slot_of:  # else it was lost before
+            elif worker in self._slot_of:  # else the worker is lost: ignore what it sent before
                 self._on_message(worker, self._slot_of[worker], message)
         self.check()
 

@@ -199,7 +199,7 @@ class ForkedProcess:
 
     @property
     def _is_orphan(self) -> bool:
-        """Whether it runs although the fork server, which reports exit codes, has been killed."""
+        """Whether the process still runs after the fork server, which reports its exit code, was killed."""
         if self._process.exitcode != UNKNOWN_EXIT_CODE or self._found is None:
             return False
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -211,7 +211,7 @@ class ForkedProcess:
         self._process.join(timeout=1.0)
         code = self._process.exitcode
         if code == UNKNOWN_EXIT_CODE:
-            return f"exited with code {code}, or with any code after a kill of the run's fork server"
+            return f"exited with code {code}, or with an unknown code if the run's fork server was killed"
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"

@@ -111,7 +111,7 @@ class PreviousRun:
 def read_previous_run(setup: RunSetup, journal: Journal, samples: SampleStore) -> PreviousRun:
     """Rebuild the state of a stopped run. Nothing on the disk is changed.
 
-    Raises InputError if the files contradict each other, the configuration or this version of DORA.
+    Raises InputError if the files contradict each other, the configuration or this version of DORA-RL.
     """
     lines = journal.lines
     _check_prompts(setup, samples)
@@ -242,7 +242,7 @@ class _JournalReplay:
 
     def _raise_difference(self, seq: int) -> None:
         raise InputError(
-            f"{self._journal}: from line {seq + 2} on, this version of DORA gives other actions than the "
+            f"{self._journal}: from line {seq + 2} on, this version of DORA-RL gives other actions than the "
             "journal, so it cannot resume the run; use the version that wrote the journal"
         )
 
@@ -269,10 +269,12 @@ def _read_mismatches(out: Path) -> dict[int, dict[str, float]]:
 def _describe_lost_lines(setup: RunSetup, repairs: SampleRepairs) -> str:
     """The warning about a journal that ends too early. Raises InputError if the loss cannot be repaired."""
     lost = f"{setup.out / JOURNAL_FILE} has lost its last lines, as in a power failure without journal.fsync"
-    if setup.config.has_episodes and repairs.unscored:  # the rewards that their environments gave are lost
-        raise InputError(f"{lost}; with episodes the run cannot be resumed: restore the file")
+    if setup.config.has_episodes and repairs.unscored:
+        raise InputError(
+            f"{lost}, with rewards of episodes, which no other file has: restore the file to resume the run"
+        )
     groups = plural(repairs.num_ahead, "group")
-    return f"{lost}; the run continues from the last line, and repeats what it lost of {groups}"
+    return f"{lost}; the run continues from the last line, and redoes the lost work of {groups}"
 
 
 def _voided_lines(lines: Sequence[JournalLine], from_step: int) -> set[int]:

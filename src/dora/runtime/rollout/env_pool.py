@@ -189,7 +189,7 @@ class EnvPool:
         """Reset an environment to the episode's row. The initial state does not depend on the version."""
         slot = min(self._episodes, key=lambda slot: (not slot.workers, len(self._episodes[slot])))
         self._await(slot, episode)
-        if slot.workers:  # else it starts with the next worker
+        if slot.workers:  # else `restart` starts the episode with the next worker
             self._send_start(slot, episode)
 
     def on_turn(self, turn: PolicyTurn) -> None:
@@ -227,7 +227,7 @@ class EnvPool:
         for slot, episodes in self._episodes.items():
             waits_s = [now_s - since_s for since_s in episodes.values() if since_s is not None]
             if slot.is_ready and max(waits_s, default=0.0) > 2 * timeout_s + MAX_GAP_S:
-                reason = f"environment or another one of its process hangs, env.timeout_s = {timeout_s:g}"
+                reason = f"{slot.name}: an environment in this process hangs, env.timeout_s = {timeout_s:g}"
                 self._supervisor.report_lost(slot, reason, is_timeout=True)
 
     def on_lost(self, slot: Slot, loss: Loss) -> None:

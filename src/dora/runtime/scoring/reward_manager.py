@@ -234,7 +234,7 @@ class RewardWorkers:
         return call.groups
 
     def _replace(self, slot: Slot, reason: str) -> None:
-        """Replace a worker that is not to blame."""
+        """Replace a worker because of `reason`, which does not count against runtime.max_restarts."""
         name = slot.name
         self._supervisor.end(slot)
         self._release(slot)
@@ -441,7 +441,7 @@ class RewardManager:
     def _on_rewards(self, message: m.GroupRewards) -> None:
         group = message.group
         if group not in self._pending:
-            return  # it has failed meanwhile
+            return  # another task has failed the group meanwhile
         weighted = [
             [self._weights[task] * reward for reward in rewards] for task, rewards in message.rewards.items()
         ]
@@ -457,7 +457,7 @@ class RewardManager:
 
     def _on_failed(self, failure: m.TaskFailed) -> None:
         for group in failure.groups:
-            if group in self._pending:  # else another task has failed it already
+            if group in self._pending:  # else another task has failed the group already
                 self.first_failure = self.first_failure or f"{failure.reason}\n{failure.detail}"
                 self._finish(group)
                 self._report(ScoringFailed(group, failure.reason))

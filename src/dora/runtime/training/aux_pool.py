@@ -84,7 +84,7 @@ class AuxPool:
                 self._send_to_all(message)
 
     def merge(self, message: object) -> object | None:
-        """The message that the driver handles after a message of a process of the trainer; None: none."""
+        """What the driver handles after a message of a trainer or aux process; None: nothing yet."""
         match message:
             case ColumnFilled(column, group):
                 self._filled[column].add(group)

@@ -64,7 +64,7 @@ class TrainerRanks:
         timeout_s = setup.config.runtime.trainer_timeout_s
         self._role = Role("trainer", "runtime.trainer_timeout_s", timeout_s)
         self._slot = supervisor.add(self, self._role)
-        self.can_restart = False  # while the orchestrator runs, which handles the events of a loss
+        self.can_restart = False  # set while the main loop runs: only then are the events of a loss handled
         self._is_restarting = False  # the orchestrator waits for `TrainerReplaced`
         self.is_in_step = False
         self._is_stored = True  # whether the last requested version goes to the weight store

@@ -1,4 +1,4 @@
-"""Extensions of a vLLM server for DORA: load weights from a file, and require an auth token.
+"""Extensions of a vLLM server for DORA-RL: load weights from a file, and require an auth token.
 
     --worker-extension-cls dora_vllm.WorkerExtension --middleware dora_vllm.TokenMiddleware
 
