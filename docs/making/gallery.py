@@ -58,7 +58,7 @@ def machine() -> str:
     if not found["rows"]:
         return NOT_MEASURED
     about = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
-    return f"Measured on {about}; state of the code {found['git']}."
+    return f"Measured on {about}; commit {found['git']}."
 
 
 def results() -> dict[str, Row]:

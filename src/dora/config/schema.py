@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic.fields import FieldInfo
 
-from dora.core.types import Ablation
+from dora.core.types import ABLATIONS, Ablation
 from dora.trainer import recipe
 from dora.trainer.advantage import AdvantageSettings
 from dora.trainer.recipe import (
@@ -446,7 +446,7 @@ class EngineSection(Section):
     version_slots: Count | None = Field(
         default=None,
         description="Policy versions that one engine holds at once (count). Unset: max_staleness + 1, plus 1 "
-        "with eval.every.",
+        "with eval.every; with partial and inflight at most 2, or 3 with eval.every.",
     )
     num_kv_blocks: Count | None = Field(
         default=None,
@@ -508,7 +508,7 @@ class FleetSection(Section):
     version_slots: Count | None = Field(
         default=None,
         description="Policy versions that one of these engines holds at once (count). Unset: 1; with partial "
-        "and inflight as many as these need.",
+        "and inflight at most 2, or 3 with eval.every.",
     )
 
 
@@ -591,10 +591,8 @@ class OrchestratorSection(Section):
     )
     ablations: list[Ablation] = Field(
         default=[],
-        description="dora: rules that are off, to measure what each contributes. moves: live migration; "
-        "shares: assignment of engines to versions; fill: new requests of older versions; update, pressure, "
-        "period: rebalancing after a new version, when KV memory is short, and at the interval; remainders: "
-        "rounding by largest remainders; room: free KV as a condition of a new version.",
+        description="dora: rules to turn off, to measure what each contributes (list of names). "
+        "docs/policies.md describes them: " + ", ".join(ABLATIONS) + ".",
     )
 
     @model_validator(mode="before")
