@@ -247,7 +247,7 @@ class AlgorithmSection(Section):
         default=0,
         ge=0,
         description="DAPO's soft overlong punishment: responses whose length is in the last "
-        "part of max_response_length lose reward; size of this part (tokens). 0: no response does.",
+        "part of max_response_length lose reward; size of this part (tokens). 0: off.",
     )
     overlong_penalty: float = Field(
         default=1.0, gt=0, description="Reward that a response of max_response_length loses (reward)."
@@ -712,7 +712,7 @@ class RuntimeSection(Section):
     max_restarts: int = Field(
         default=3,
         ge=0,
-        description="Consecutive restarts of the trainer, or of one other process (count).",
+        description="Maximum consecutive restarts of the trainer, or of one other process (count).",
     )
 
 

@@ -345,8 +345,8 @@ class Scheduler:
     def _victim(self) -> Sequence:
         """The sequence to preempt: the youngest of the version with most rows, which loses least by it.
 
-        Of equally many the newest version, whose deadline is farthest. Sequences that await an observation
-        go first, then those that `decode_only` pauses. The oldest one goes last, so that it finishes.
+        Among versions with equally many rows: the newest, whose deadline is farthest. Sequences that await
+        an observation go first, then those that `decode_only` pauses. The oldest goes last, so it finishes.
         """
         candidates = [s for request_id, s in self.running.items() if request_id not in self.migrating_out]
         num_rows = Counter(sequence.request.version for sequence in candidates)

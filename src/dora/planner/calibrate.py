@@ -321,7 +321,7 @@ def _fit_non_negative(units: Floats, durations_s: Floats) -> Floats:
 
 
 def _request_data(run: RecordedRun) -> FitData:
-    """Uninterrupted responses: one, tokens, tokens of all rows meanwhile, and steps x further versions."""
+    """Uninterrupted responses. Units: 1, tokens, tokens of all rows meanwhile, steps x further versions."""
     training_s = integrate(
         change for step in run.trainings for change in ((step.work_started_s, 1.0), (step.ended_s, -1.0))
     )
@@ -359,7 +359,7 @@ def _version_changes(spans: Iterable[DecodeSpan]) -> Changes:
 
 
 def _training_data(run: RecordedRun) -> FitData:
-    """Training steps: one, and thousands of tokens; they overlap with the fraction of engines that decode."""
+    """The training steps. Units: 1, thousands of tokens. Overlaps: the fraction of engines that decode."""
     spans_of: dict[int, list[DecodeSpan]] = defaultdict(list)
     for span in run.requests:
         spans_of[span.engine].append(span)

@@ -194,7 +194,9 @@ def describe_gain(plans: Sequence[SimulatedPlan]) -> str | None:
         return None
     name, gain = rival.deployment.layout.policy, ours.tokens_per_s / rival.tokens_per_s - 1
     if gain >= NOTABLE_GAIN:
-        return f"Several live versions (dora) train {gain:.0%} more tokens/s than {name}, the best rival."
+        return (
+            f"Several live versions (dora) train {gain:.0%} more tokens/s than {name}, the best other policy."
+        )
     workload, idle = rival.deployment.workload, rival.metrics["exposed_fraction"]
     median, p99 = np.quantile(workload.lengths.sample, (0.5, 0.99))
     if idle < MAX_IDLE:
@@ -294,7 +296,7 @@ def _cost_rows(costs: FittedCosts) -> list[TableRow]:
         "decode step: per row (ms)": 1e3 * costs.decode.per_unit_s,
         "decode step: per version beyond the first (ms)": 1e3 * costs.per_version_s,
         "decode step: slowdown while the trainer works": costs.contention.decode,
-        "answer: beside its decode steps (ms)": 1e3 * costs.finish_report_s,
+        "response: beyond its decode steps (ms)": 1e3 * costs.finish_report_s,
         "training step: fixed (s)": costs.train.fixed_s,
         "training step: per 1,000 tokens (s)": costs.train.per_unit_s,
         "training step: slowdown while all engines decode": costs.contention.train,

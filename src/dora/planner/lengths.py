@@ -112,7 +112,7 @@ class LengthDistribution:
         return truncated
 
     def draw_prompts(self, chunk: int, group_size: int) -> Sequence[int]:
-        """Lengths of the prompts of the same groups: of the row of the trace that has the first response."""
+        """Lengths of the prompts of the same groups; in a trace, that of the row with the first response."""
         if not self.prompts:
             return [self.prompt] * CHUNK_SIZE
         by_response = np.array(self.prompts)[np.argsort(self.trace, kind="stable")]

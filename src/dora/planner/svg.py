@@ -122,8 +122,8 @@ def timeline_svg(timeline: TimelineDrawing, title: str) -> str:
 def _legend(num_drawn: int, num_engines: int) -> str:
     some = "" if num_drawn == num_engines else f" ({num_drawn} of {num_engines} engines)"
     return (
-        f"height: running rows{some}; colour: their version, that of the training step that starts from it; "
-        f"repeats after {len(COLOURS)}; arrows: migrations of requests with their KV"
+        f"height: running rows{some}; colour: their version, and the training step that starts from it; "
+        f"{len(COLOURS)} colours, which repeat; arrows: migrations of requests with their KV"
     )
 
 

@@ -197,7 +197,7 @@ def trainer_waits(spans: Iterable[Span]) -> list[TrainerWait]:
 
 
 def _explain_wait(since_s: float, step: TrainerSpan) -> TrainerWait:
-    """The group of the batch that was scored last ended the wait, if it was scored meanwhile."""
+    """The last scored group of the batch ended the wait, if it was scored during the wait."""
     now = step.start_s
     last = max(reversed(step.batch), key=lambda group: group.scored_s or 0.0, default=None)
     if last is None or last.scored_s is None or not since_s < last.scored_s:

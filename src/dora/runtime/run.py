@@ -336,7 +336,7 @@ class _Session:
         self._console.update(self._metrics, state)
 
     def _warn_of_other_weights(self, event: Published | DigestReported) -> None:
-        """On the CPU of one machine, redone steps give the same weights."""
+        """Warn if redone steps give other weights, which on the CPU of one machine they should not."""
         if event.digest != (before := self._metrics.digests[event.version]):
             self._console.notice(
                 f"warning: version {event.version} was recomputed and has another digest ({event.digest}, "
@@ -365,12 +365,12 @@ class _Session:
             view.notice(overdue)
 
     def _is_checkpoint_due(self, step: int) -> bool:
-        """The last step is saved after training."""
+        """Whether to save after this many steps. The last step is saved after training."""
         save_freq, steps = self._setup.config.trainer.save_freq, self._setup.config.run.steps
         return save_freq > 0 and step % save_freq == 0 and step < steps
 
     def _write_finished_steps(self) -> None:
-        """After the next step's actions have been executed, because the trainer waits for those."""
+        """Called after the next step's actions have been executed, because the trainer waits for those."""
         steps, self._finished_steps = self._finished_steps, []
         for step in steps:
             broken = invariants.check(self._orchestrator.snapshot())
@@ -498,7 +498,7 @@ class _Session:
             notice(f"  {prompt} {answer}   reward {reward:g}")
 
     def _warn_of_length_drift(self) -> None:
-        """Trained responses should be as long as generated ones."""
+        """Warn if trained responses are longer or shorter than generated ones."""
         drift = self._metrics.lengths.drift()
         if drift is not None and abs(drift) > DRIFT_LIMIT:
             self._console.notice(

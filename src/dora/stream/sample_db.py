@@ -58,9 +58,9 @@ class Trajectory(NamedTuple):
     """A finished request: its tokens, their log-probs and, if known, the experts they were routed to.
 
     `loss_mask` is 1 for each token that the policy generated, 0 for each token of an observation (its
-    log-prob is 0); None: all were generated. `reward` is that of an episode, before its group is scored. An
-    response continued on newer versions has `segments` (version, number of tokens): `version` is that of the
-    first segment, and `weight_digest` has the digests of all, joined by DIGEST_SEPARATOR.
+    log-prob is 0); None: all were generated. `reward` is that of an episode, before its group is scored. A
+    response that continues with newer versions has `segments` (version, number of tokens): `version` is that
+    of the first segment, and `weight_digest` has the digests of all, joined by DIGEST_SEPARATOR.
     """
 
     request: RequestId

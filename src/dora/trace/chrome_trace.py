@@ -292,7 +292,7 @@ def _engine_name(engine: int) -> str:
 
 
 def _slices(span: Span, end_s: float) -> Iterator[Slice]:
-    """What a span looks like; an open one ends at `end_s`, the end of the journal."""
+    """The slices of a span; an open span ends at `end_s`, the end of the journal."""
     if isinstance(span, RequestSpan):
         yield from _request_slices(span, end_s)
     elif (drawn := _describe_span(span)) is not None:

@@ -17,6 +17,6 @@ with contextlib.suppress(ImportError, RuntimeError):  # if numba does not work h
     import dora.engine.kernels.numba_kernels  # noqa: F401  # compiled once, not in each engine
 
 gc.freeze()  # the collector does not touch these objects, so workers keep sharing their pages
-# The fork server outlives the driver until it has exited, and a program that reads the driver's output waits
-# for both. Python's own shutdown takes longer than a second with these imports.
+# A program that reads the driver's output also waits for the exit of the fork server, which follows that of
+# the driver. With these imports, Python's own shutdown would take longer than a second.
 atexit.register(os._exit, 0)

@@ -23,7 +23,7 @@ SEND_POLL_S = 0.2  # between two tries to send, while the queue is full or the p
 
 
 class ChannelAddress(NamedTuple):
-    """Where the driver expects one worker; the names are the worker's."""
+    """The two sockets of the driver for one worker, which sends to `to_send`."""
 
     to_send: CurveAddress
     to_receive: CurveAddress
@@ -116,7 +116,7 @@ class RequestServer:
     """Answers requests of any number of clients, one after the other, in a thread."""
 
     def __init__(self, host: str, handle: Callable[[Any], Any]) -> None:
-        """Listen at a free port. Replies of `handle` may not be changed any more. Raises OSError."""
+        """Listen at a free port. `handle` must not change a reply later. Raises OSError."""
         self._server = CurveServer()
         bound, self.address = self._server.bind(zmq.ROUTER, f"tcp://{host}:*")
         threading.Thread(target=_serve, args=(bound, handle), name="rpc", daemon=True).start()
@@ -148,7 +148,7 @@ class RequestClient:
 
     @property
     def is_usable(self) -> bool:
-        """False after a call without a reply, which could be taken for that of the next one."""
+        """False after a call without a reply: a late reply would be taken for that of the next call."""
         return not self._connection.socket.closed
 
     def call(self, request: Any) -> Any:

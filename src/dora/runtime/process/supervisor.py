@@ -1,8 +1,8 @@
 """Supervise the workers of a run: start, ready, heartbeat, loss, restart with backoff, drain, kill.
 
 A slot is a place in the run, such as that of the second reward worker. Workers fill it one after another. The
-owner of a slot (engines, trainer, rewards, environments, storage) decides what its workers do and what
-becomes of their work; when a worker is lost, and when its successor may start, is decided here only.
+owner of a slot (such as the engine pool) decides what its workers do and what happens to their work. This
+module alone decides when a worker is lost, and when its successor may start.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Slot:
         self.owner, self.role, self.number = owner, role, number
         self.workers: list[Worker] = []
         self.ready: set[Worker] = set()
-        self.name = ""  # of its first worker, also of a lost one
+        self.name = ""  # of its first worker; kept after a loss
         self.started_s = 0.0
         self.restart_at_s: float | None = None  # when a lost worker is restarted
         self.made_progress = False  # the number of restarts in a row begins again
@@ -163,7 +163,7 @@ class Supervisor:
         self.messages, self._on_own_message = messages, on_own_message
         self._slots: list[Slot] = []
         self._slot_of: dict[Worker, Slot] = {}
-        self._started: set[Owner] = set()  # owners one of whose workers has been ready
+        self._started: set[Owner] = set()  # owners that have had a ready worker
         self._checks_starts = False
 
     # slots and workers

@@ -53,11 +53,11 @@ class SampleRepairs:
     unrecorded: set[RequestId]  # samples without an event, to be deleted
     scores: dict[GroupId, GroupScored]  # missing in the store
     final_states: dict[GroupId, tuple[str, int | None]]  # group -> (state, trained step), to be set
-    unscored: set[GroupId]  # whose scores the journal has lost, with what followed
+    unscored: set[GroupId]  # the journal has lost their scores and all later events
 
     @property
     def num_ahead(self) -> int:
-        """Groups that the store has seen further than a journal that lost lines."""
+        """Number of groups about which the store knows more than a journal that has lost lines."""
         states = self.final_states.items()
         return len(self.unscored) + sum(s == "scored" and g not in self.scores for g, (s, _) in states)
 

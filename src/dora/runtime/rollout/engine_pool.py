@@ -76,7 +76,7 @@ class EnginePool:
         self._engines: dict[Slot, int] = {}  # the last engine of each slot
         self._ever_joined: set[int] = set()
         self._replaced: dict[int, int] = {}  # engine -> the last engine of its slot that had joined
-        self._unreported_pauses: Counter[int] = Counter()  # engine -> replies that are no EnginePaused
+        self._unreported_pauses: Counter[int] = Counter()  # engine -> replies that give no EnginePaused
         self._load_failures: Counter[int] = Counter()  # in a row
         self._pending_ends: dict[int, EngineLost | EngineRemoved] = {}  # until their migrations have ended
         self._is_open = False  # engines join as soon as they are ready

@@ -227,7 +227,7 @@ class RewardWorkers:
         return state._replace(timeout_s=self._spec.timeout_s, activity=activity)
 
     def _release(self, slot: Slot) -> tuple[GroupId, ...]:
-        """The groups of a worker that has exited, whose leases end."""
+        """End the leases of a worker that has exited; returns its groups."""
         call, self._calls[slot] = self._calls[slot], _Call()
         if call.client_id:
             self._evict(call.client_id)
@@ -463,7 +463,7 @@ class RewardManager:
                 self._report(ScoringFailed(group, failure.reason))
 
     def _clear(self, groups: Iterable[GroupId]) -> None:
-        """Remove failed groups from the stream; those scored meanwhile are the trainer's."""
+        """Remove failed groups from the stream. The trainer reads those that were scored meanwhile."""
         self._stream.clear([group for group in groups if group in self._pending])
 
     def _finish(self, group: GroupId) -> None:

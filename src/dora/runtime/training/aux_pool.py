@@ -125,7 +125,7 @@ class AuxPool:
         self._trainer.owner.on_message(slot, worker, message)
 
     def on_lost(self, slot: Slot, loss: Loss) -> None:
-        """Without restarts left the trainer is lost: it would wait for the column."""
+        """If no restarts are left, the trainer is lost, too, because it waits for the column."""
         if loss.restart_in_s is None:
             self._supervisor.report_lost(self._trainer, loss.reason, loss.worker)
         else:

@@ -207,7 +207,7 @@ class TrainerRanks:
         self._start(checkpoint)
 
     def _on_ready(self) -> None:
-        """Report a restarted trainer once all its processes are ready, but no restarted aux worker."""
+        """Report a restarted trainer once all its processes are ready. An aux worker is not reported."""
         if not (self._is_restarting and self.is_ready):
             return
         self._is_restarting = False
