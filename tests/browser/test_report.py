@@ -198,6 +198,7 @@ def evaluation_of(version: int, reward: float, passed: float) -> dict[str, float
     [
         ([(0.25, 0.25), (0.75, 0.75)], "Held-out accuracy, sampled", "25 % → 75 %", "Accuracy on held-out"),
         ([(1.5, 0.1), (2.25, 0.2)], "Held-out reward, sampled", "1.5 → 2.25", "Reward on held-out"),
+        ([(0.32, 0.32)], "Held-out accuracy, sampled", "32 % at version 0", "Accuracy on held-out"),
         ([], None, None, "Reward in training"),
     ],
 )
@@ -218,6 +219,17 @@ def test_only_rewards_of_0_and_1_are_an_accuracy(
     first = opened.locator("#learning figure").first
     assert first.inner_text().startswith(chart)
     assert "eval.path" not in first.inner_text()
+
+
+@pytest.mark.parametrize(
+    ("num", "described"), [(1, "sampled is 25 % at version 0"), (2, "sampled goes from 25 % to 75 %")]
+)
+def test_a_chart_of_one_evaluation_is_not_described_as_a_change(
+    page: Page, tmp_path: Path, num: int, described: str
+) -> None:
+    opened = open_run(page, tmp_path, [evaluation_of(k, *[0.25 + 0.5 * k] * 2) for k in range(num)])
+    chart = opened.locator("#learning figure").first.locator("svg[role=img]")
+    assert chart.get_attribute("aria-label") == f"Held-out accuracy: {described}"
 
 
 @pytest.mark.parametrize(("summary", "value"), [({"rollout_utilization": 0.281}, "28 %"), ({}, "35 %")])

@@ -45,7 +45,7 @@ function glance() {
   };
   const evaluated = (run, name) => run.evaluations.filter((one) => isNumber(one[name]));
   const score = isAccuracy(runs) ? percent : (value) => number(value, 3);
-  const heldOut = ([name, word]) => entry(`Held-out ${scoreName(runs)}, ${word}`, (run) => { const found = evaluated(run, name); return found.length ? `${score(found[0][name])} → ${score(found[found.length - 1][name])}`.replaceAll(" ", "\u00a0") : null; });
+  const heldOut = ([name, word]) => entry(`Held-out ${scoreName(runs)}, ${word}`, (run) => { const found = scoresOf(evaluated(run, name), name, score); return [found[0], ...found.slice(1).slice(-1)].filter(Boolean).join(" → ").replaceAll(" ", "\u00a0"); });
   // The summary's; before there is one, the mean over the steps so far.
   const utilisation = (run) => run.summary.rollout_utilization ?? meanByTime(run, "rollout/utilization");
   const idleRatio = (run) => { const { train, publish, generation, scoring, other } = run.trainer.sums; return (generation + scoring + other) / (train + publish + generation + scoring + other || NaN); };

@@ -26,7 +26,7 @@ function metricFigure(runs, view, { title, note, names, y = {}, smooth = false, 
   }));
   const drawn = series.filter((one) => !one.isFaint);
   const isShown = drawn.length > 0;
-  const description = drawn.map((one) => { const values = known(one.raw); return `${one.name} goes from ${number(values[0])} to ${number(values[values.length - 1])}`; }).join("; ");
+  const description = drawn.map((one) => `${one.name} ${fromTo(known(one.raw).map((value) => number(value)))}`).join("; ");
   return figure({
     title, note, wide,
     body: isShown ? h("div", {}, lineChart({ series, x: { label: axisName(view) }, y, refs, label: `${title}: ${description}` }), legend(curveLegend(drawn, smooth)))
@@ -35,6 +35,8 @@ function metricFigure(runs, view, { title, note, names, y = {}, smooth = false, 
     rows: () => rowsByStep(drawn),
   });
 }
+// The first and the last of texts, or the only one.
+const fromTo = (texts) => (texts.length > 1 ? `goes from ${texts[0]} to ${texts[texts.length - 1]}` : `is ${texts[0]}`);
 // Names of the curves if there are several, and which of them are means if they are smoothed.
 function curveLegend(drawn, smooth) {
   const names = drawn.length > 1 ? drawn : [];
@@ -57,6 +59,9 @@ const isAccuracy = (runs) => runs.every((run) => run.evaluations.every((one) => 
 const scoreName = (runs) => (isAccuracy(runs) ? "accuracy" : "reward");
 const HELD_OUT_SCORES = (runs) => (isAccuracy(runs) ? [["pass@1", "sampled"], ["greedy_pass", "greedy"]] : [["reward_mean", "sampled"], ["greedy_reward_mean", "greedy"]]);
 
+// The same for evaluations; a single one with its version.
+const scoresOf = (evaluations, name, score) => evaluations.map((one) => `${score(one[name])}${evaluations.length > 1 ? "" : ` at version ${one.version}`}`);
+
 function evaluationFigure(runs, view) {
   const series = [], name = scoreName(runs), score = isAccuracy(runs) ? percent : (value) => number(value, 3);
   runs.forEach((run) => HELD_OUT_SCORES(runs).forEach(([name, word], k) => {
@@ -66,11 +71,12 @@ function evaluationFigure(runs, view) {
     series.push({
       run, x, y: found.map((one) => one[name]), low: found.map((one) => one[`${name}_low`] ?? null), high: found.map((one) => one[`${name}_high`] ?? null),
       name: `${runs.length > 1 ? `${run.label}, ` : ""}${word}`, colour: runs.length > 1 ? run.colour : HUES[k], dash: runs.length > 1 ? runDash(run.index, k) : runDash(k), hasDots: true, word,
+      description: fromTo(scoresOf(found, name, score)),
     });
   }));
   return figure({
     title: `${name[0].toUpperCase()}${name.slice(1)} on held-out prompts`, note: isAccuracy(runs) ? "Fraction of right responses; bands are 95 % confidence intervals." : "Mean reward of the responses.",
-    body: series.length ? h("div", {}, lineChart({ series, x: { label: view.axis && view.axis !== "step" ? axisName(view) : "version" }, y: isAccuracy(runs) ? { low: 0, high: 1, label: "" } : { label: "" }, label: `Held-out ${name}: ${series.map((one) => `${one.name} goes from ${score(one.y[0])} to ${score(one.y[one.y.length - 1])}`).join("; ")}` }), legend(series))
+    body: series.length ? h("div", {}, lineChart({ series, x: { label: view.axis && view.axis !== "step" ? axisName(view) : "version" }, y: isAccuracy(runs) ? { low: 0, high: 1, label: "" } : { label: "" }, label: `Held-out ${name}: ${series.map((one) => `${one.name} ${one.description}`).join("; ")}` }), legend(series))
       : emptyNote("This run has no evaluations."),
     head: series.length && ["run", "responses", "at", name, "low", "high"], textColumns: [0, 1],
     rows: () => series.flatMap((one) => one.x.map((x, i) => [one.run.label, one.word, x, one.y[i], one.low[i], one.high[i]])),
