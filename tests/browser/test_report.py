@@ -162,6 +162,17 @@ def test_the_history_of_a_request_is_shown(page: Page, tmp_path: Path) -> None:
     assert "migrated from engine 1 to engine 0" in page.locator("#samples .response ol").first.inner_text()
 
 
+def test_a_chat_prompt_is_shown_by_turns_with_their_roles(page: Page, tmp_path: Path) -> None:
+    data, file = run_data(write_story(tmp_path / "run")), tmp_path / "report.html"
+    data["samples"]["groups"][0]["prompt"] = [("system", "Be brief."), ("user", "What is 6 x 7?")]
+    file.write_text(report.render_page([data]), encoding="utf-8")
+    page.goto(file.as_uri())
+    page.locator("#search-0").fill("what is 6 x 7")
+    page.locator("#samples details.group summary").first.click()
+    turns = page.locator("#samples .turn").all_inner_texts()
+    assert [turn.split("\n") for turn in turns] == [["system", "Be brief."], ["user", "What is 6 x 7?"]]
+
+
 def test_runs_of_the_same_name_have_different_labels(page: Page, run: Path, tmp_path: Path) -> None:
     other = write_story(tmp_path / "run")
     file = tmp_path / "report.html"

@@ -10,7 +10,11 @@ from tests.journal.recorded_runs import record_run, world_config
 
 from dora.cli.main import app
 from dora.core.types import GroupId, RequestId
+from dora.data.chat import ChatTemplate, PromptEncoder
+from dora.data.tokenizer import Tokenizer, save_bpe_tokenizer
 from dora.errors import InputError
+from dora.report.data import run_data
+from dora.report.samples import split_turns
 from dora.stream.sample_db import SampleStore, Trajectory
 
 Captured = pytest.CaptureFixture[str]
@@ -55,6 +59,7 @@ def test_jsonl_has_a_line_for_each_response(run: Path, capsys: Captured) -> None
         "tokens": 3,
         "segments": [[0, 1], [1, 2]],
         "prompt": "1 2",
+        "prompt_turns": [{"role": None, "text": "1 2"}],
         "response": "156",
         "turns": [{"role": role, "text": text} for role, text in zip(roles, "156", strict=True)],
     }
@@ -74,6 +79,77 @@ def test_one_response_is_printed_also_by_why(run: Path, capsys: Captured) -> Non
     assert "response 0/1/0" not in text
     assert printed(capsys, "why", run, "0/1/1").endswith(f"\n\n{text}")
     assert "response" not in printed(capsys, "why", run, "0/1")
+
+
+def save_chat_tokenizer(folder: Path) -> None:
+    """A tokenizer with a chat template, in a folder that transformers accepts as a model's."""
+    save_bpe_tokenizer(folder, ["What is 6 x 7? Be brief."], 300)
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+
+
+def test_a_rendered_conversation_is_split_into_its_turns(tmp_path: Path) -> None:
+    own = [
+        {"role": "user", "content": "How many are 6 x 7?\n\nMind the unit."},
+        {"role": "assistant", "content": "42"},
+        {"role": "user", "content": "Why?"},
+    ]
+    save_chat_tokenizer(tmp_path)
+    rendered = ChatTemplate(tmp_path, "Be brief.").render(own)
+    assert split_turns(rendered) == [
+        ("system", "Be brief."),
+        ("user", "How many are 6 x 7?\n\nMind the unit."),
+        ("assistant", "42"),
+        ("user", "Why?"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n2 + 2?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<bos><start_of_turn>user\n2 + 2?<end_of_turn>\n<start_of_turn>model\n",
+        "<|user|>\n2 + 2?<|end|>\n<|assistant|>\n",
+        "<s>[INST] 2 + 2? [/INST]",
+        "<\uff5cbegin\u2581of\u2581sentence\uff5c><\uff5cUser\uff5c>2 + 2?<\uff5cAssistant\uff5c>",
+    ],
+)
+def test_the_markers_of_other_templates_are_known(text: str) -> None:
+    assert split_turns(text) == [("user", "2 + 2?")]
+
+
+@pytest.mark.parametrize("text", ["", "2 + 2?", "Explain <|im_start|>user\nas a marker", "17 4 9"])
+def test_text_that_is_no_conversation_stays_whole(text: str) -> None:
+    assert split_turns(text) == [(None, text)]
+
+
+def test_an_answer_that_is_begun_for_the_model_is_a_turn() -> None:
+    text = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert split_turns(text) == [("user", "2 + 2?"), ("assistant", "<think>\n\n</think>")]
+
+
+def test_the_turns_of_a_chat_prompt_are_printed_and_shown_with_their_roles(
+    run: Path, capsys: Captured
+) -> None:
+    model = run / "checkpoints" / "step-1"
+    save_chat_tokenizer(model)
+    tokenizer = Tokenizer(model)
+    prompt = PromptEncoder(tokenizer, ChatTemplate(model, "Be brief.")).encode("What is 6 x 7?\nIn base 10.")
+    (run / "samples.sqlite").unlink()
+    store = SampleStore(run / "samples.sqlite")
+    answer = tokenizer.encode("42")
+    store.put(Trajectory(RequestId(0, 0, 0), 0, "d", prompt, answer, [-0.5] * len(answer)))
+    store.close()
+    turns = [["system", "Be brief."], ["user", "What is 6 x 7?\nIn base 10."]]
+    shown = (
+        "    [system]\n    Be brief.\n\n    [user]\n    What is 6 x 7?\n    In base 10.\n\n  response 0/0/0"
+    )
+    assert shown in printed(capsys, "samples", run)
+    assert shown in printed(capsys, "why", run, "0/0/0")
+    line = json.loads(printed(capsys, "samples", run, "--jsonl"))
+    assert line["prompt_turns"] == [{"role": role, "text": text} for role, text in turns]
+    assert "<|im_start|>system\nBe brief.<|im_end|>" in line["prompt"]
+    assert [[*turn] for turn in run_data(run)["samples"]["groups"][0]["prompt"]] == turns
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,7 @@ class RunReader:
         shown = samples.read_texts(self._run, picked, self._decode)
         histories = request_histories(self._lines, self._limits.batch_size, samples.requests_of(shown))
         for group in shown:
+            group["prompt"] = samples.split_turns(group["prompt"])
             for response in group["responses"]:
                 request = _request_id(f"{group['group']}/{response['sibling']}")
                 group["version"] = groups.versions.get(request.group, group["version"])

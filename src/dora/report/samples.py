@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
+import re
 import sqlite3
 import tomllib
 from array import array
@@ -27,6 +28,21 @@ from dora.journal.reader import CONFIG_FILE, open_sample_store, sample_columns
 
 MAX_CHARACTERS = 4_000  # of one text; a longer one is cut
 NUM_NOTABLE = 4  # groups for each tag
+
+# Markers of chat templates: where a turn starts, with its role, and where it ends
+TURN_START = re.compile(
+    r"<\|im_start\|>(\w+)\n"  # ChatML: Qwen
+    r"|<\|start_header_id\|>(\w+)<\|end_header_id\|>\n\n"  # Llama 3
+    r"|<start_of_turn>(\w+)\n"  # Gemma
+    r"|<[|\uff5c](system|user|assistant|tool)[|\uff5c]>\n?"  # Phi, Zephyr, DeepSeek
+    r"|\[(/?INST)\] ?",  # Mistral, Llama 2
+    re.IGNORECASE,
+)
+TURN_END = re.compile(
+    r"(<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|<\|end\|>|<\uff5cend\u2581of\u2581sentence\uff5c>|</s>)$"
+)
+SEQUENCE_START = re.compile(r"\s*(<[^<>\s]+>\s*)?")  # a special token at most, such as <|begin_of_text|>
+ROLES = {"inst": "user", "/inst": "assistant", "model": "assistant"}  # that are not named
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -172,6 +188,24 @@ def _text(blob: bytes, decode: Decode | None, max_characters: int | None) -> str
     return f"{text[:max_characters]} ... and {rest:,} characters more" if rest > 0 else text
 
 
+def split_turns(text: str) -> list[tuple[str | None, str]]:
+    """The turns of a rendered conversation: role and content, without the markers of its chat template.
+
+    `text` is decoded with its special tokens. Text without known markers is one turn whose role is None. The
+    empty turn at the end, where the answer begins, is left out.
+    """
+    head, *parts = TURN_START.split(text)
+    if not parts or not SEQUENCE_START.fullmatch(head):
+        return [(None, text)]
+    width = TURN_START.groups + 1  # the roles of all templates, of which one is set, and the content
+    turns: list[tuple[str | None, str]] = []
+    for at in range(0, len(parts), width):
+        *roles, content = parts[at : at + width]
+        role = next(role for role in roles if role is not None).lower()
+        turns.append((ROLES.get(role, role), TURN_END.sub("", content.rstrip())))
+    return turns if turns[-1][1] else turns[:-1]
+
+
 def read_config(run: Path) -> dict[str, Any]:
     """The configuration of a run; empty without a readable file."""
     with contextlib.suppress(OSError, ValueError):
@@ -240,22 +274,29 @@ def _parse_name(name: str, groups: Sequence[StoredGroup]) -> tuple[int, ...]:
 
 def _jsonl(group: Mapping[str, Any]) -> Iterator[str]:
     shared = {key: group[key] for key in ("group", "step", "state", "prompt")}
+    prompt_turns = [{"role": role, "text": text} for role, text in split_turns(group["prompt"])]
     for response in group["responses"]:
         text = "".join(part for part, _ in response["parts"])
         turns = [{"role": _role(is_model), "text": part} for part, is_model in response["parts"]]
         own = {key: value for key, value in response.items() if key != "parts"}
-        yield json.dumps({**shared, **own, "response": text, "turns": turns}, ensure_ascii=False)
+        own |= {"prompt_turns": prompt_turns, "response": text, "turns": turns}
+        yield json.dumps({**shared, **own}, ensure_ascii=False)
 
 
 def _paragraphs(group: Mapping[str, Any]) -> Iterator[str]:
     trained = "" if group["step"] is None else f" in step {group['step']}"
     yield f"group {group['group']}: version {group['version']}, {group['state']}{trained}\n"
-    yield f"{indent(group['prompt'], '    ', bool)}\n"
+    for role, text in split_turns(group["prompt"]):
+        yield _turn(role, text)
     for response in group["responses"]:
         yield f"  response {group['group']}/{response['sibling']}: {_describe(response)}\n"
         for part, is_model in response["parts"]:
-            label = "" if len(response["parts"]) == 1 else f"[{_role(is_model)}]\n"
-            yield f"{indent(label + part, '    ', bool)}\n"
+            yield _turn(None if len(response["parts"]) == 1 else _role(is_model), part)
+
+
+def _turn(role: str | None, text: str) -> str:
+    label = "" if role is None else f"[{role}]\n"
+    return f"{indent(label + text, '    ', bool)}\n"
 
 
 def _describe(response: Mapping[str, Any]) -> str:

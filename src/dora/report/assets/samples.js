@@ -76,7 +76,7 @@ function sampleBrowser(run, view) {
 }
 
 function searchText(group) {
-  group.text ||= [group.group, group.prompt, ...group.responses.flatMap((response) => response.parts.map(([text]) => text))].join("\n").toLowerCase();
+  group.text ||= [group.group, ...group.prompt.map(([, text]) => text), ...group.responses.flatMap((response) => response.parts.map(([text]) => text))].join("\n").toLowerCase();
   return group.text;
 }
 
@@ -102,11 +102,14 @@ function groupElement(run, group) {
     inside);
   box.addEventListener("toggle", () => {
     if (box.open && !inside.childElementCount) {
-      inside.append(h("h4", {}, "Prompt"), h("pre", {}, group.prompt), h("h4", {}, "Responses"), ...group.responses.map((response) => responseElement(group, response)));
+      inside.append(h("h4", {}, "Prompt"), ...group.prompt.map(turnElement), h("h4", {}, "Responses"), ...group.responses.map((response) => responseElement(group, response)));
     }
   });
   return box;
 }
+
+// A turn of a conversation with its role; text that is no conversation has none.
+const turnElement = ([role, text]) => h("div", { class: "turn" }, role ? h("h5", {}, role) : null, h("pre", {}, text));
 
 function responseElement(group, response) {
   const versions = response.segments
