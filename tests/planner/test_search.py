@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +80,83 @@ def test_the_gain_of_several_versions_or_the_reason_for_none_is_said_in_words() 
     assert found is not None
     assert found.startswith("Several live versions (dora) train ")
     assert verdict(replace(PROBLEM, policies=("dora",))) is None
+
+
+def write_light_trace(folder: Path) -> Path:
+    """Prompts and completions of a code-completion service: few of its answers are longer than usual."""
+    source = random.Random(1)
+    rows = [(source.randint(800, 3000), round(source.lognormvariate(3.4, 0.35))) for _ in range(400)]
+    path = folder / "completions.csv"
+    lines = (f"{prompt},{answer}\n" for prompt, answer in rows)
+    path.write_text("ContextTokens,GeneratedTokens\n" + "".join(lines))
+    return path
+
+
+NO_GAIN = re.compile(
+    r"No gain from several live versions here: drain is enough \(dora: [+-]0\.\d% tokens/s\); "
+    r"the 99th percentile of responses is only 2\.\d times their median"
+)
+
+
+def test_on_an_unseen_trace_with_a_light_tail_plan_and_forecast_say_that_one_version_is_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = (
+        f"--model qwen2.5-7b --devices 16 --batch-size 16 --group-size 8 --limit 200 "
+        f"--policies drain,dora -S 4 --trace {write_light_trace(tmp_path)}"
+    )
+    app(f"plan {workload} --max-simulated 8".split(), standalone_mode=False)
+    assert NO_GAIN.search(capsys.readouterr().out)
+    path = tmp_path / "run.json"
+    app(f"simulate run {workload} --tp 1 --steps 14 --json {path}".split(), standalone_mode=False)
+    assert NO_GAIN.search(capsys.readouterr().out)
+    drain, dora = json.loads(path.read_text())["rows"]
+    assert dora["tokens_per_s"] == pytest.approx(drain["tokens_per_s"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("policies", "verdict"),
+    [
+        ("drain,dora,partial", r"Several live versions \(dora\) train \d+% more tokens/s than drain, the best"),
+        ("dora", None),
+        ("partial,dora,sync", None),  # `sync` has the devices of both, and `partial` breaks C1
+    ],
+)
+def test_a_forecast_compares_several_versions_with_one_on_the_same_devices(
+    capsys: pytest.CaptureFixture[str], policies: str, verdict: str | None
+) -> None:
+    command = (
+        "simulate run --model qwen2.5-7b --devices 8 --tp 1 --batch-size 4 --group-size 4 "
+        f"--mean 1500 --tail 1.6 -S 2 --policies {policies}"
+    )
+    app(command.split(), standalone_mode=False)
+    printed = capsys.readouterr().out
+    assert bool(re.search(verdict or "live versions", printed)) == (verdict is not None)
+
+
+def test_the_spread_over_the_steps_is_beside_each_mean(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.json"
+    options = f"--model qwen2.5-7b --devices 8 --batch-size 4 --group-size 4 --policies dora --json {path}"
+    means = {
+        "simulate run --tp 1 -S 2": (
+            "step s",
+            "tokens/s",
+            "with prompts",
+            "exposed",
+            "engine util",
+            "row util",
+        ),
+        "plan --max-simulated 2": ("tokens/s", "with prompts", "step s", "trainer idle", "engines idle"),
+    }
+    for command, titles in means.items():
+        app([*command.split(), *options.split()], standalone_mode=False)
+        head, row, *_ = capsys.readouterr().out.splitlines()
+        cells = dict(zip(re.split(r" {2,}", head), re.split(r" {2,}", row), strict=True))
+        assert [title for title in titles if not re.fullmatch(r"[\d.,]+ ±[\d.,]+", cells[title])] == []
+    first = json.loads(path.read_text())["rows"][0]
+    assert 0 < first["step s std"] < first["step s"]
 
 
 @pytest.mark.parametrize("policy", ["sync", "one_step", "dora"])

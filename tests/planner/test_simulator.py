@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dora.cli.main import app
@@ -17,6 +18,7 @@ from dora.planner.cluster import Deployment, Layout, Workload
 from dora.planner.hardware import DEVICES, MODELS, Efficiency
 from dora.planner.lengths import LengthDistribution
 from dora.planner.policies import DORA_ABLATIONS, POLICIES
+from dora.planner.simulator import Totals
 
 H800 = DEVICES["H800"]
 LENGTHS = LengthDistribution(16_000, 1000.0, tail=1.2, prompt=100)
@@ -57,6 +59,28 @@ def test_a_forecast_is_deterministic_and_asynchrony_is_faster() -> None:
     metrics = [deploy("dora", 4, num_steps=16).metrics() for _ in range(2)]
     assert metrics[0] == metrics[1]
     assert metrics[0]["tokens_per_s"] > 1.2 * deploy("sync_split").metrics()["tokens_per_s"]
+
+
+def test_means_of_single_steps_are_those_of_the_run_and_their_spread_is_beside_them() -> None:
+    deployment = deploy("dora", 2)
+    num_engines, num_rows = len(deployment.engines), deployment.num_rows
+    result = deployment.simulate()
+    ends = [(0.0, Totals()), *((step.ended_s, step.totals) for step in result.steps[:-1])]
+    single = [step.metrics(*end, num_engines, num_rows) for step, end in zip(result.steps, ends, strict=True)]
+    found, steady = result.metrics(num_engines, num_rows, 2), single[4:7]
+    durations = [one["step_s"] for one in single]
+    for name in ("engine_utilization", "row_utilization"):
+        values = [one[name] for one in single]
+        assert np.average(values, weights=durations) == pytest.approx(found[name])
+        assert found[f"{name}_std"] == pytest.approx(np.std(values))
+    for name in ("migrations", "dropped_tokens", "recomputed_tokens"):
+        assert np.mean([one[name] for one in single]) == pytest.approx(found[name])
+    for name in ("step_s", "staleness_mean"):
+        assert np.mean([one[name] for one in steady]) == pytest.approx(found[name])
+    for name in ("step_s", "tokens_per_s", "exposed_fraction"):
+        assert found[f"{name}_std"] == pytest.approx(np.std([one[name] for one in steady]))
+        assert found[f"{name}_std"] > 0
+    assert found["migrations_std"] > 0
 
 
 def test_decoding_costs_events_by_answers_and_not_by_tokens() -> None:
@@ -245,6 +269,7 @@ def test_the_command_prints_a_row_for_every_policy_and_bound(
     )
     app(command.split(), standalone_mode=False)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [
+    assert "live versions" in lines[-1]
+    assert [line.split()[:2] for line in lines[1:-2]] == [
         ["sync", "0"], ["one_step", "1"], ["partial", "0"], ["partial", "2"], ["dora", "0"], ["dora", "2"],
     ]  # fmt: skip

@@ -25,18 +25,18 @@ from dora.planner.search import SearchProblem, SimulatedPlan, search, with_heavi
 from dora.planner.svg import TimelineDrawing, throughput_svg, timeline_svg
 
 TableRow = dict[str, str | int | float]
-TABLE_WIDTH = 180  # also if the output is not a terminal
+TABLE_WIDTH = 200  # also if the output is not a terminal
 MAX_BAR = 40  # characters
 NOTABLE_GAIN = 0.02  # in tokens/s, of `dora` over the best other policy
 MAX_IDLE = 0.05  # of a step, for a trainer that is the bottleneck
 LIGHT_TAIL = 3.0  # 99th percentile of responses by their median
+STD = " std"  # after the name of a column: its standard deviation over the steps
 COLUMNS = {  # of `dora simulate run`: key -> title
     "policy": "policy",
     "S": "S",
     "trainer": "trainer",
     "rollout": "rollout",
     "step_s": "step s",
-    "step_s_std": "std",
     "tokens_per_s": "tokens/s",
     "total_tokens_per_s": "with prompts",
     "exposed_fraction": "exposed",
@@ -48,6 +48,14 @@ COLUMNS = {  # of `dora simulate run`: key -> title
     "migrations": "migrations",
     "recomputed_tokens": "recomputed",
     "dropped_tokens": "dropped",
+}
+PLAN_SPREADS = {  # of `dora plan`: title -> key of a mean over steps
+    "tokens/s": "tokens_per_s",
+    "with prompts": "total_tokens_per_s",
+    "step s": "step_s",
+    "trainer idle": "exposed_fraction",
+    "engines idle": "engine_utilization",
+    "staleness": "staleness_mean",
 }
 NOT_CALIBRATED = (
     "Costs are from data sheets and not calibrated: docs/paper-tables.md lists known errors, "
@@ -129,24 +137,36 @@ def simulate_layouts(
     for deployment in deployments:
         deployment.check()
     console = Console(stderr=True)
-    rows: list[TableRow] = []
+    plans = []
     for deployment in deployments:
         with console.status(f"{deployment.layout.policy}, S = {deployment.layout.max_staleness}"):
-            rows.append(_deployment_row(deployment))
-    print_table([{title: row[key] for key, title in COLUMNS.items()} for row in rows])
+            plans.append(SimulatedPlan(deployment, deployment.metrics()))
+    rows = [_simulated_row(plan) for plan in plans]
+    print_table([_titled(row) for row in rows])
+    # A policy that trains and decodes on the same devices has another layout, which no search has chosen.
+    plans = [plan for plan in plans if plan.deployment.layout.rollout]
+    verdict = describe_gain(sorted(plans, key=lambda plan: -plan.tokens_per_s))
+    if verdict is not None:
+        print(f"\n{verdict}")
     plots.draw(deployments[-1], rows)
     _write_json(path, {"rows": rows})
 
 
-def _deployment_row(deployment: Deployment) -> TableRow:
-    layout = deployment.layout
+def _titled(row: TableRow) -> TableRow:
+    """The columns of the printed table, with the spread of those that have one."""
+    spreads = {f"{title}{STD}": row[f"{key}_std"] for key, title in COLUMNS.items() if f"{key}_std" in row}
+    return {title: row[key] for key, title in COLUMNS.items()} | spreads
+
+
+def _simulated_row(plan: SimulatedPlan) -> TableRow:
+    layout = plan.deployment.layout
     return {
         "policy": " - ".join((layout.policy, *layout.ablations)),
         "S": layout.max_staleness,
         "trainer": layout.trainer[1],
         "rollout": layout.num_rollout,
-        "rows": deployment.num_rows,
-        **deployment.metrics(),
+        "rows": plan.deployment.num_rows,
+        **plan.metrics,
     }
 
 
@@ -184,32 +204,36 @@ def plan(
 
 
 def describe_gain(plans: Sequence[SimulatedPlan]) -> str | None:
-    """Whether several live versions are worth it, and why not; None if only `dora`, or no `dora`, was tried.
+    """Whether several live versions are worth it, and why not; None without `dora` or without a rival.
 
-    `plans` are sorted by their throughput.
+    Rivals are the policies with one live version. `plans` are sorted by their throughput.
     """
-    ours = next((plan for plan in plans if plan.deployment.layout.policy == "dora"), None)
-    rival = next((plan for plan in plans if plan.deployment.layout.policy != "dora"), None)
+    policies = [get_policy(plan.deployment.layout.policy) for plan in plans]
+    ours = next((plan for plan, own in zip(plans, policies, strict=True) if own.name == "dora"), None)
+    rival = next((plan for plan, own in zip(plans, policies, strict=True) if own.is_single_version), None)
     if ours is None or rival is None:
         return None
     name, gain = rival.deployment.layout.policy, ours.tokens_per_s / rival.tokens_per_s - 1
     if gain >= NOTABLE_GAIN:
         return (
-            f"Several live versions (dora) train {gain:.0%} more tokens/s than {name}, the best other policy."
+            f"Several live versions (dora) train {gain:.0%} more tokens/s than {name}, the best policy with "
+            "one live version."
         )
     workload, idle = rival.deployment.workload, rival.metrics["exposed_fraction"]
     median, p99 = np.quantile(workload.lengths.sample, (0.5, 0.99))
+    reasons = []
+    if p99 <= LIGHT_TAIL * median:
+        reasons.append(f"the 99th percentile of responses is only {p99 / median:.1f} times their median")
     if idle < MAX_IDLE:
-        reason = f"the trainer is the bottleneck: it waits only {idle:.0%} of a step"
-    else:
-        reason = f"the 99th percentile of responses is only {p99 / median:.1f} times their median"
-        if p99 > LIGHT_TAIL * median:
-            reason = (
-                f"the engines are the bottleneck: they are idle only "
-                f"{1 - rival.metrics['engine_utilization']:.0%} of the time"
-            )
+        reasons.append(f"the trainer is the bottleneck: it waits only {idle:.0%} of a step")
+    if not reasons:
+        reasons.append(
+            "the engines are the bottleneck: they are idle only "
+            f"{1 - rival.metrics['engine_utilization']:.0%} of the time"
+        )
     return (
-        f"No gain from several live versions here: {name} is enough (dora: {gain:+.1%} tokens/s); {reason}."
+        f"No gain from several live versions here: {name} is enough (dora: {gain:+.1%} tokens/s); "
+        f"{', and '.join(reasons)}."
     )
 
 
@@ -245,7 +269,6 @@ def _plan_row(plan: SimulatedPlan) -> TableRow:
         "tokens/s": metrics["tokens_per_s"],
         "with prompts": metrics["total_tokens_per_s"],
         "step s": metrics["step_s"],
-        "std": metrics["step_s_std"],
         "trainer idle": metrics["exposed_fraction"],
         "engines idle": 1 - metrics["engine_utilization"],
         "staleness": metrics["staleness_mean"],
@@ -254,6 +277,7 @@ def _plan_row(plan: SimulatedPlan) -> TableRow:
         "KV GB": kv_gb,
         "trainer GB": trainer_gb,
         "max GB": max(weights_gb + kv_gb, trainer_gb),  # colocated devices hold one of the two at a time
+        **{f"{title}{STD}": metrics[f"{key}_std"] for title, key in PLAN_SPREADS.items()},
     }
 
 
@@ -336,13 +360,21 @@ def describe_error(forecasts: Sequence[RunForecast]) -> str:
 
 
 def print_table(rows: Sequence[TableRow]) -> None:
-    """Print rows with equal keys as a table."""
+    """Print rows with equal keys as a table; a column's standard deviation follows its value after ±."""
     table = Table(box=None, pad_edge=False)
-    for column, value in rows[0].items():
-        table.add_column(column, justify="left" if isinstance(value, str) else "right", no_wrap=True)
+    columns = [column for column in rows[0] if not column.endswith(STD)]
+    for column in columns:
+        is_text = isinstance(rows[0][column], str)
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(_format_value, row.values()))
+        table.add_row(*(_format_cell(row[column], row.get(f"{column}{STD}")) for column in columns))
     Console(width=TABLE_WIDTH).print(table)
+
+
+def _format_cell(value: str | int | float, spread: str | int | float | None) -> str:
+    """A value, and its spread with two significant digits if it has one."""
+    text = _format_value(value)
+    return f"{text} ±{_format_value(float(f'{spread:.2g}'))}" if spread else text
 
 
 def _format_value(value: str | int | float) -> str:

@@ -104,13 +104,18 @@ class FluidEngine:
 
     # Time
 
+    def decoding_s(self, now: float) -> float:
+        """Seconds of decoding since the last `advance`."""
+        if not self.num_active or self.is_paused:
+            return 0.0
+        return max(0.0, now - max(self.now, self.busy_until_s))
+
     def advance(self, now: float) -> None:
         """Decode until `now`."""
-        start = max(self.now, self.busy_until_s)
+        elapsed_s = self.decoding_s(now)
         self.now = now
-        if now <= start or not self.num_active or self.is_paused:
+        if not elapsed_s:
             return
-        elapsed_s = now - start
         num_steps = self.step_time().steps(elapsed_s)
         self.num_steps += num_steps
         self.row_s += elapsed_s * self.num_active

@@ -12,8 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dora.core import actions, events
 from dora.core.actions import Action
@@ -27,6 +26,10 @@ from dora.sim.event_queue import EventQueue
 Metrics = dict[str, float]
 Listener = Callable[[float, Event | Action], None]  # gets every event and action with its time
 CACHED_CHUNKS = 200  # of lengths
+# Of the metrics with a spread over steps, those that are means over all steps
+WHOLE_RUN = frozenset(
+    ("engine_utilization", "row_utilization", "migrations", "recomputed_tokens", "dropped_tokens")
+)
 
 
 class RolloutScheduler(Protocol):
@@ -74,6 +77,16 @@ class SimulatorOptions:
     longest_first: bool = False  # the dataset orders prompts by the length of their responses
 
 
+class Totals(NamedTuple):
+    """Of all engines, since the start of the run."""
+
+    row_s: float = 0.0  # decoded rows x seconds
+    decode_s: float = 0.0  # decoding engines x seconds
+    num_migrations: int = 0
+    num_recomputed: int = 0  # tokens whose KV was computed again
+    num_dropped: int = 0  # tokens of responses that were started and not trained
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
     """One training step."""
@@ -85,6 +98,30 @@ class SimulatedStep:
     num_response_tokens: int
     num_answers: int
     staleness: Counter[int]  # -> groups
+    totals: Totals  # at its end
+
+    def metrics(self, started_s: float, before: Totals, num_engines: int, num_rows: int) -> Metrics:
+        """Of this step alone, by the names of `SimulationResult.metrics`.
+
+        The step before ended at `started_s`, with the totals `before`.
+        """
+        step_s, totals = self.ended_s - started_s, self.totals
+        return {
+            "step_s": step_s,
+            "tokens_per_s": self.num_response_tokens / step_s,
+            "total_tokens_per_s": self.num_tokens / step_s,
+            "exposed_fraction": 1 - self.train_s / step_s,
+            "staleness_mean": _mean(self.staleness),
+            "engine_utilization": (totals.decode_s - before.decode_s) / (step_s * num_engines),
+            "row_utilization": (totals.row_s - before.row_s) / (step_s * num_rows),
+            "migrations": totals.num_migrations - before.num_migrations,
+            "recomputed_tokens": totals.num_recomputed - before.num_recomputed,
+            "dropped_tokens": totals.num_dropped - before.num_dropped,
+        }
+
+
+def _mean(counts: Counter[int]) -> float:
+    return sum(value * num for value, num in counts.items()) / counts.total()
 
 
 @dataclass
@@ -110,17 +147,19 @@ class SimulationResult:
     max_kv_usage: float = 0.0
 
     def metrics(self, num_engines: int, num_rows: int, max_staleness: int) -> Metrics:
-        """Means over the steps in which the pipeline is full. Raises InputError if there are none."""
+        """Means over the steps in which the pipeline is full; of WHOLE_RUN over all steps.
+
+        NAME_std is the standard deviation over the same steps. Raises InputError if the pipeline is never
+        full.
+        """
         first, last = steady_steps(len(self.steps), max_staleness)
         steps, num_steps = self.steps[first:last], len(self.steps)
         elapsed_s = steps[-1].ended_s - self.steps[first - 1].ended_s
         step_s, train_s = elapsed_s / len(steps), sum(step.train_s for step in steps) / len(steps)
-        durations_s = [b.ended_s - a.ended_s for a, b in pairwise(self.steps[first - 1 : last])]
         staleness = sum((step.staleness for step in steps), Counter[int]())
         end_s = self.steps[-1].ended_s
         return {
             "step_s": step_s,
-            "step_s_std": statistics.pstdev(durations_s),
             "tokens_per_s": sum(step.num_response_tokens for step in steps) / elapsed_s,
             "total_tokens_per_s": sum(step.num_tokens for step in steps) / elapsed_s,
             "total_tokens_per_step": sum(step.num_tokens for step in steps) / len(steps),
@@ -130,7 +169,7 @@ class SimulationResult:
             "engine_utilization": self.decode_s / (end_s * num_engines),
             "row_utilization": self.row_s / (end_s * num_rows),
             "stall_fraction": self.stall_s / max(self.decode_s, 1e-9),
-            "staleness_mean": sum(age * num for age, num in staleness.items()) / staleness.total(),
+            "staleness_mean": _mean(staleness),
             "staleness_max": float(max(staleness)),
             "versions": float(self.max_versions),
             "migrations": self.num_migrations / num_steps,
@@ -142,6 +181,20 @@ class SimulationResult:
             "loads": self.num_loads / num_steps,
             "load_fraction": self.load_s / (end_s * num_engines),
             "answer_s": self.answer_s / max(1, self.num_finished),
+            **self._spreads(first, last, num_engines, num_rows),
+        }
+
+    def _spreads(self, first: int, last: int, num_engines: int, num_rows: int) -> Metrics:
+        """Standard deviations over the steps `first` to before `last`, or over all steps."""
+        ends = [(0.0, Totals()), *((step.ended_s, step.totals) for step in self.steps)]
+        single = [
+            step.metrics(*end, num_engines, num_rows) for step, end in zip(self.steps, ends, strict=False)
+        ]
+        return {
+            f"{name}_std": statistics.pstdev(
+                one[name] for one in (single if name in WHOLE_RUN else single[first:last])
+            )
+            for name in single[0]
         }
 
 
@@ -612,10 +665,20 @@ class Simulator(EventQueue[Iterable[Event]]):
             sum(group.num_response_tokens for group in groups),
             len(groups) * self.group_size,
             staleness,
+            self._totals(),
         )
         self.result.steps.append(record)
         self._queue.end_step(self.now, action.step)
         yield events.Trained(action.step)
+
+    def _totals(self) -> Totals:
+        row_s = decode_s = 0.0
+        for engine in self.engines.values():
+            unread_s = engine.decoding_s(self.now)
+            decode_s += engine.decode_s + unread_s
+            row_s += engine.row_s + unread_s * engine.num_active
+        result = self.result
+        return Totals(row_s, decode_s, result.num_migrations, result.num_recomputed, result.num_dropped)
 
     def _publish(self, action: actions.Publish) -> None:
         alive = {*(group.version for group in self._groups.values()), action.version}
