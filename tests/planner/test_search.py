@@ -117,7 +117,10 @@ def test_on_an_unseen_trace_with_a_light_tail_plan_and_forecast_say_that_one_ver
 @pytest.mark.parametrize(
     ("policies", "verdict"),
     [
-        ("drain,dora,partial", r"Several live versions \(dora\) train \d+% more tokens/s than drain, the best"),
+        (
+            "drain,dora,partial",
+            r"Several live versions \(dora\) train \d+% more tokens/s than drain, the best",
+        ),
         ("dora", None),
         ("partial,dora,sync", None),  # `sync` has the devices of both, and `partial` breaks C1
     ],
