@@ -19,8 +19,6 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from report import Row, parse_options, publish
-
 from dora.core.actions import Action
 from dora.core.events import Event, RequestFinished
 from dora.journal import writer
@@ -28,6 +26,7 @@ from dora.journal.reader import Journal, read_journal
 from dora.journal.replay import group_by_event
 from dora.journal.writer import JournalWriter
 from dora.stream.sample_db import payload_digest
+from report import Row, parse_options, publish
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 
