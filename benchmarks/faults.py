@@ -42,7 +42,7 @@ from dora.config import load
 from dora.journal import replay
 from dora.journal.reader import read_journal
 from dora.runtime import run
-from dora.runtime.control.requests import RequestQueue
+from dora.runtime.control.requests import RequestQueue, RunEnd
 from dora.runtime.executor import LiveRun
 from report import Options, Row, make_parser, options_of, publish
 
@@ -117,8 +117,11 @@ class Injector:
         self._requests = requests
         self._thread.start()
 
-    def close(self) -> None:
-        """The run is over."""
+    def end(self, end: RunEnd) -> None:
+        """No request is in progress."""
+
+    def close(self, is_urgent: Callable[[], bool]) -> None:
+        """There is nothing to close."""
 
     def _work(self) -> None:
         try:

@@ -29,7 +29,7 @@ MAX_TURN_TOKENS = 200  # the repeated question included
 
 
 class RunIsOver(Exception):
-    """The service does not respond any more."""
+    """The service says that its run has ended, or does not respond any more."""
 
 
 class Service:
@@ -45,6 +45,8 @@ class Service:
         while time.monotonic() < deadline_s and self._file.exists():
             try:
                 status, content = self._send(method, path, body, session)
+                if status == 410 and content["error"]["type"].startswith("run_"):
+                    break
                 if status not in (429, 503):
                     return status, content
             except (OSError, http.client.HTTPException, ValueError):

@@ -64,10 +64,15 @@ class StreamError(DoraError):
 class ServiceError(DoraError):
     """A request to a run's service is refused; the run is unchanged."""
 
-    def __init__(self, status: int, message: str) -> None:
-        """`status` is the HTTP status code of the response; the message names the remedy."""
+    def __init__(self, status: int, message: str, kind: str = "") -> None:
+        """`status` is the HTTP status code of the response; the message names the remedy.
+
+        `kind` is the `type` of the error in the response; "run_finished", "run_stopped" or "run_failed" after
+        the end of the run.
+        """
         super().__init__(message)
         self.status = status
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
 
 def download_hint(name: str, folder: Path, kind: str = "model") -> str:

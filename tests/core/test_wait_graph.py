@@ -7,6 +7,7 @@ from tests.core.midrun import add_engine, add_running, add_waiting, state_at
 
 from dora.core.events import GroupScored, Loaded, TimerFired, Trained
 from dora.core.state import State
+from dora.core.types import RequestId
 from dora.core.wait_graph import WaitEdge, find_root_causes, find_waits
 
 
@@ -106,3 +107,12 @@ def test_a_cycle_has_no_root_cause() -> None:
     assert find_root_causes([WaitEdge("a", "b", ""), WaitEdge("b", "a", "")]) == []
     assert find_root_causes([WaitEdge("a", "b", ""), WaitEdge("b", "a", ""), WaitEdge("b", "c", "")]) == ["c"]
     assert find_root_causes([]) == []
+
+
+def test_an_episode_without_an_agent_waits_for_agents() -> None:
+    state = state_at(limits(num_steps=20, batch_size=1, max_staleness=2), newest=2)
+    add_engine(state, 0, rows=4, loaded={2})
+    add_running(state, 0, 2, 1)
+    waits = find_waits(state, {RequestId(0, 1, 0): "an agent that opens a session"})
+    assert WaitEdge("request 0/1/0", "agents", "an agent that opens a session") in waits
+    assert find_root_causes(waits) == ["agents"]

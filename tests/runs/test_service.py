@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import signal
 import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, dora, journal, summary
+from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
 
 from dora.errors import ServiceError
 from dora.service.client import Address, AsyncClient, Client
@@ -132,3 +136,85 @@ def test_a_run_that_needs_its_service_is_refused_without_it(task: Path, tmp_path
     assert ended.code == 2
     assert "service.agents = true: the run needs its service; start it with dora serve" in ended.err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_agents_says_what_they_have_to_do_and_its_end_is_told_to_late_ones(
+    start_run: StartRun,
+) -> None:
+    run = start_run(command="serve", service__agents="true", service__linger_s=600.0)
+    known, status = address(run), run.out / "status.json"
+    run.wait_until(
+        lambda: json.loads(status.read_text()).get("root_causes") == ["agents"], "the wait for agents"
+    )
+    needed = f"PUT {known.url}/v1/sessions/NAME"
+    shown = dora("status", run.out)
+    assert needed in shown.out
+    assert "trainer ultimately waits for agents" in shown.out
+    workers = run.workers()
+    os.kill(run.pid, signal.SIGINT)
+    run.wait_until((run.out / "summary.json").exists, "its summary")
+    headers = {"Authorization": f"Bearer {known.token}"}
+    late = httpx.put(f"{known.url}/v1/sessions/a", headers=headers)
+    sentence = "the run was stopped by SIGINT after 0 of 4 steps; dora serve --resume resumes it"
+    error = {"message": sentence, "type": "run_stopped", "code": 410}
+    assert (late.status_code, late.json()) == (410, {"error": error})
+    assert wait_until_gone(workers, 20.0) == []
+    os.kill(run.pid, signal.SIGINT)
+    ended = run.end()
+    assert ended.code == 130, ended
+    assert "Traceback" not in ended.err
+    assert f"agents: open a session with {needed}" in ended.out
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{known.url}/health")
+
+
+def test_an_idle_run_fails_with_what_agents_have_to_do(start_run: StartRun) -> None:
+    run = start_run(
+        command="serve", service__agents="true", service__idle_timeout_s=0.5, service__linger_s=600.0
+    )
+    known = address(run)
+    run.wait_until((run.out / "summary.json").exists, "its summary")
+    late = httpx.get(f"{known.url}/v1/status", headers={"Authorization": f"Bearer {known.token}"})
+    error = late.json()["error"]
+    assert (late.status_code, error["type"]) == (410, "run_failed")
+    assert "the run has failed after 0 of 4 steps: no event has arrived" in error["message"]
+    os.kill(run.pid, signal.SIGTERM)
+    ended = run.end()
+    assert ended.code == 1, ended
+    assert f"open a session with PUT {known.url}/v1/sessions/NAME" in ended.err
+
+
+def test_clients_with_only_a_base_url_and_a_key_run_all_episodes(start_run: StartRun) -> None:
+    run = start_run(command="serve", run__steps=2, service__agents="true", service__linger_s=600.0)
+    known = address(run)
+    kinds_of_end: list[str] = []
+
+    def run_episodes(client: int) -> None:
+        with httpx.Client(headers={"Authorization": f"Bearer {known.token}"}, timeout=60.0) as http:
+            for episode in range(10_000):
+                base_url = f"{known.url}/s/{client}-{episode}"
+                chat = http.post(f"{base_url}/v1/chat/completions", json={"messages": [QUESTION]})
+                if chat.is_success:
+                    text = chat.json()["choices"][0]["message"]["content"]
+                    chat = http.post(f"{base_url}/reward", json={"reward": float(len({*text}))})
+                if (kind := chat.json().get("error", {}).get("type", "")).startswith("run_"):
+                    return kinds_of_end.append(kind)
+
+    clients = [threading.Thread(target=run_episodes, args=(number,)) for number in range(3)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join(240.0)
+    assert kinds_of_end == ["run_finished"] * 3
+    run.wait_until((run.out / "summary.json").exists, "its summary")
+    os.kill(run.pid, signal.SIGINT)
+    ended = run.end()
+    assert ended.code == 0, ended
+    found = summary(run.out)
+    assert (found["c1"], found["c2"], found["c3"], found["steps"], found["stopped"]) == (
+        True,
+        True,
+        True,
+        2,
+        "",
+    )

@@ -14,7 +14,7 @@ from tests.runtime.tiny import write_task
 
 from dora.config import load
 from dora.config.schema import Config
-from dora.core.actions import Load, Publish, Score, Train
+from dora.core.actions import Load, Publish, ReportStall, Score, Train
 from dora.core.events import (
     EngineLost,
     Event,
@@ -30,6 +30,7 @@ from dora.core.types import GroupId, RequestId
 from dora.errors import RunError
 from dora.runtime.control.evaluation import evaluate
 from dora.runtime.executor import ProcessExecutor
+from dora.runtime.rollout.episodes import EpisodeId
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import Trajectory
 
@@ -172,3 +173,18 @@ def test_the_evaluation_leaves_no_event_of_a_slow_engine(tmp_path: Path) -> None
         assert left is None or (isinstance(left, ProgressReported) and not left.lengths)
     finally:
         executor.close()
+
+
+def test_a_stalled_step_names_what_an_agent_has_to_do(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executor = start(load.read_config(task, ["service.agents=true"]), tmp_path)
+    try:
+        assert executor.agent_sessions is not None
+        executor.agent_sessions.start(EpisodeId(RequestId(0, 3, 1), 0), version=0)
+        requests = (RequestId(0, 3, 0), RequestId(0, 3, 1))
+        executor.execute(ReportStall(2, GroupId(0, 3), requests, 7.0))
+    finally:
+        executor.close()
+    line = "step 3 waits for group 0/3 (0/3/0, 0/3/1 needs an agent that opens a session) since 7.0 s"
+    assert line in capsys.readouterr().out

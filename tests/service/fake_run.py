@@ -24,7 +24,7 @@ from dora.core.types import GroupId
 from dora.errors import ServiceError
 from dora.metrics.rollout import EngineUsage, MigrationMetrics
 from dora.metrics.run import RunMetrics
-from dora.runtime.control.requests import RequestQueue
+from dora.runtime.control.requests import RequestQueue, RunEnd
 from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.agent_sessions import AgentSessions
@@ -42,6 +42,7 @@ AUTH_HEADER = {"Authorization": f"Bearer {TOKEN}"}
 MAX_BODY_BYTES = 10_000
 NUM_ENGINES, NUM_ROWS = 2, 4
 TIMEOUT_S = 20.0
+RUN_END = RunEnd("finished", "the run has finished: 4 steps trained")
 
 
 class NoSamples:
@@ -203,8 +204,9 @@ def serve(run: FakeRun, settings: ServiceSection | None = None) -> Iterator[WebG
     try:
         yield gateway
     finally:
-        run.requests.close()
-        gateway.close()
+        run.requests.close(RUN_END)
+        gateway.end(RUN_END)
+        gateway.close(lambda: True)
 
 
 def disconnect_after(

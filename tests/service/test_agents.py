@@ -20,6 +20,7 @@ from dora.runtime.rollout.episodes import (
     EpisodeStarted,
     PolicyTurn,
 )
+from dora.service import agents
 
 EPISODE = EpisodeId(RequestId(0, 3, 1), 0)
 USER = {"role": "user", "content": "13:"}
@@ -345,8 +346,98 @@ def test_a_run_without_agents_has_no_sessions(tmp_path: Path) -> None:
 
 def test_episodes_without_agents_are_logged(run: FakeRun) -> None:
     notices: list[str] = []
-    run.agents._notice = notices.append
+    run.agents._notice, run.agents.instructions = notices.append, "open one with PUT URL"
     run.agents.start(EPISODE, version=0)
     for _ in range(3):
         pass_time(run, 20)
-    assert notices == ["no agent has opened a session: 1 episode waiting"]
+    assert notices == ["no agent has a session: 1 episode waiting; open one with PUT URL"]
+    open_session(run)
+    pass_time(run, 40)
+    assert (len(notices), run.agents.missing) == (1, "")
+
+
+def test_the_wait_graph_names_what_an_agent_has_to_do(run: FakeRun) -> None:
+    run.agents.start(EPISODE, version=0)
+    assert run.agents.waits() == {EPISODE.request: "an agent that opens a session"}
+    open_session(run)
+    assert run.agents.waits() == {EPISODE.request: "its first messages, in session a"}
+    run.agents.complete("a", (message(USER),), None)
+    assert run.agents.waits() == {}  # the model generates
+    generate(run, "7")
+    assert run.agents.waits() == {EPISODE.request: "its next messages or its reward, in session a"}
+    run.agents.finish("a", 1.0)
+    assert run.agents.waits() == {}
+
+
+BY_URL = "/s/a/v1/chat/completions"
+
+
+def complete_by_url(run: FakeRun, messages: Sequence[Any], text: str, **turn: Any) -> Any:
+    """Request a turn as a client that has only a base URL and an API key; the model generates `text`."""
+
+    async def requests(http: Any) -> Any:
+        response = asyncio.ensure_future(http.post(BY_URL, json={"messages": messages}))
+        while run.messages.empty() and not response.done():
+            await asyncio.wait([response], timeout=0.001)
+        generate(run, text, **turn)
+        return await response
+
+    return run.call_many(requests)
+
+
+def test_a_client_with_only_a_base_url_and_a_key_runs_an_episode(run: FakeRun) -> None:
+    run.agents.start(EPISODE, version=4)
+    assert run.call("GET", "/s/a/v1/models").json()["data"][0]["id"] == "policy"
+    assert run.agents.num_waiting == 1
+    first = complete_by_url(run, [USER], "77").json()
+    assert (first["version"], run.replies()) == (4, [EpisodeStarted(EPISODE, ids(run, "13:"), None)])
+    answer = first["choices"][0]["message"]
+    assert complete_by_url(run, [USER, answer, NEXT], "8", number=1).status_code == 200
+    assert run.replies() == [EpisodeObservation(EPISODE, 0, ids(run, ","))]
+    assert run.call("GET", "/v1/sessions/a").json()["num_turns"] == 2
+    for _ in range(2):
+        ended = run.call("POST", "/s/a/reward", json={"reward": 0.5})
+        assert ended.json() == {"session": "a", "end_reason": "finished with reward 0.5"}
+    assert run.replies() == [EpisodeEnded(EPISODE, 1, 0.5)]
+    run.agents.start(EPISODE._replace(attempt=1), version=5)
+    error = run.call("POST", BY_URL, json={"messages": [USER]})
+    assert "this session has ended: finished with reward 0.5" in error_message(error, 410)
+
+
+def test_the_first_completion_in_a_url_waits_for_an_episode(run: FakeRun) -> None:
+    async def requests(http: Any) -> Any:
+        response = asyncio.ensure_future(http.post(BY_URL, json={"messages": [USER]}))
+        await http.get("/health")
+        run.agents.start(EPISODE, version=4)
+        run.process()
+        while run.messages.empty():
+            await asyncio.wait([response], timeout=0.001)
+        generate(run, "7")
+        return await response
+
+    assert run.call_many(requests).json()["choices"][0]["message"]["content"] == "7"
+
+
+def test_a_completion_in_a_url_is_refused_for_the_time_being_if_no_episode_waits(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "OPEN_TIMEOUT_S", 0.0)
+    response = run.call("POST", BY_URL, json={"messages": [USER]})
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+    assert response.json()["error"]["type"] == "server_error"
+    assert "no episode was waiting" in response.json()["error"]["message"]
+
+
+def test_an_invalid_first_completion_in_a_url_takes_no_episode(run: FakeRun) -> None:
+    run.agents.start(EPISODE, version=4)
+    for changes, status in (({"temperature": 0.5}, 409), ({"stream": True}, 422), ({"model": "gpt"}, 422)):
+        error_message(run.call("POST", BY_URL, json={"messages": [USER], **changes}), status)
+    error_message(run.call("POST", "/s/a%20b/v1/chat/completions", json={"messages": [USER]}), 422)
+    assert (run.agents.num_waiting, run.agents.num_sessions) == (1, 0)
+
+
+def test_a_disconnected_client_of_a_url_gets_no_episode(run: FakeRun) -> None:
+    assert disconnect_after(run.app, "POST", BY_URL, {"messages": [USER]}) == 503
+    run.agents.start(EPISODE, version=0)
+    run.process()
+    assert run.agents.num_waiting == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
-from tests.service.fake_run import AUTH_HEADER, MAX_BODY_BYTES, TOKEN, FakeRun, error_message
+from tests.service.fake_run import AUTH_HEADER, MAX_BODY_BYTES, RUN_END, TOKEN, FakeRun, error_message
 
 from dora.service.auth import MAX_REQUESTS, AuthMiddleware
 
@@ -57,7 +57,8 @@ def test_a_wrong_token_is_refused_before_the_body_is_read(run: FakeRun, header: 
 
 def test_only_health_needs_no_token(run: FakeRun) -> None:
     assert run.call("GET", "/health", headers={"Authorization": ""}).json() == {"status": "ok"}
-    for path in ("/metrics", "/openapi.json", "/v1/status", "/nothing"):
+    paths = ("/metrics", "/openapi.json", "/v1/status", "/s/a/v1/models", "/docs/", "/docs/oauth2-redirect")
+    for path in (*paths, "/nothing"):
         error_message(run.call("GET", path, headers={"Authorization": ""}), 401)
 
 
@@ -146,6 +147,24 @@ def test_unknown_methods_are_counted_together() -> None:
         scope: Scope = {"type": "http", "method": method, "path": "/x", "headers": []}
         asyncio.run(middleware(scope, None, send))  # type: ignore[arg-type]
     assert methods == ["GET", "other", "other"]
+
+
+def test_every_request_is_refused_after_the_end_of_the_run(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, service__agents="true")
+    run.app.run_end = RUN_END
+    gone = {"error": {"message": RUN_END.sentence, "type": "run_finished", "code": 410}}
+    for method, path in (
+        *(("GET", path) for path in ("/health", "/docs", "/metrics", "/v1/status", "/nothing")),
+        *(("POST", path) for path in ("/v1/chat/completions", "/s/a/v1/chat/completions", "/s/a/reward")),
+        ("PUT", "/v1/sessions/a"),
+        ("PUT", "/v1/weights/3"),
+    ):
+        response = run.call(method, path)
+        assert (response.status_code, response.json()) == (410, gone), path
+    for path in ("/health",):  # how it has ended is for clients with the token
+        response = run.call("GET", path, headers={"Authorization": ""})
+        assert error_message(response, 410) == "the run has ended"
+    assert error_message(run.call("GET", "/v1/status", headers={"Authorization": ""}), 401)
 
 
 def test_unknown_paths_and_methods_have_error_responses_too(run: FakeRun) -> None:

@@ -118,6 +118,38 @@ def test_progress_ends_with_the_summary_of_a_finished_run(tmp_path: Path) -> Non
                 next(run.progress())
 
 
+def ended_response(kind: str) -> bytes:
+    """The response of a service whose run has ended."""
+    body = json.dumps({"error": {"message": "how it ended", "type": f"run_{kind}", "code": 410}}).encode()
+    return b"HTTP/1.1 410 Gone\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+
+
+@pytest.mark.parametrize("kind", ["finished", "stopped", "failed"])
+def test_progress_ends_with_what_the_service_says_of_the_end(kind: str) -> None:
+    first = json_lines({"num_steps_trained": 1, "num_steps": 2}).replace(
+        b"OK\r\n", b"OK\r\nconnection: close\r\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread = threading.Thread(target=respond, args=(server, [first, ended_response(kind)]))
+        thread.start()
+        with Client(Address(url, TOKEN)) as run:
+            progress = run.progress(interval_s=0.0)
+            assert next(progress)["num_steps_trained"] == 1
+            if kind == "finished":
+                assert [status["num_steps_trained"] for status in progress] == [2]
+            else:
+                with pytest.raises(ServiceError, match="how it ended") as error:
+                    next(progress)
+                assert (error.value.status, error.value.kind) == (410, f"run_{kind}")
+        thread.join()
+
+
+def test_a_request_after_the_end_of_the_run_is_not_retried() -> None:
+    result, requests = call_with([ended_response("finished")], "status")
+    assert (result, len(requests)) == (410, 1)
+
+
 def respond(server: socket.socket, responses: list[bytes]) -> list[str]:
     """Accept a connection for each response; an empty one closes it. Returns the request lines."""
     requests = []

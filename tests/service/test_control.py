@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.service.fake_run import FakeRun, disconnect_after, error_message
+from tests.service.fake_run import RUN_END, FakeRun, disconnect_after, error_message
 
 from dora.core.events import Published
 from dora.errors import ConfigError
@@ -137,11 +137,12 @@ def test_requests_fail_once_the_run_is_over(run: FakeRun) -> None:
     async def requests(http: Any) -> Any:
         waiting = asyncio.ensure_future(http.get("/v1/versions", params={"wait_s": 60}))
         await http.get("/v1/status")
-        run.requests.close()
+        run.requests.close(RUN_END)
         return await waiting
 
-    assert run.call_many(requests).status_code == 503
-    assert run.call("GET", "/v1/status").json()["error"]["message"] == "the run is over"
+    for response in (run.call_many(requests), run.call("GET", "/v1/status")):
+        error = {"message": RUN_END.sentence, "type": "run_finished", "code": 410}
+        assert (response.status_code, response.json()) == (410, {"error": error})
 
 
 def test_an_exception_of_a_request_does_not_reach_the_driver(run: FakeRun) -> None:

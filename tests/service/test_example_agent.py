@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.service.fake_run import FakeRun, serve
+from tests.service.fake_run import RUN_END, FakeRun, serve
 
 from dora.core.types import RequestId
 from dora.data.gcd import chain
@@ -111,6 +111,16 @@ def test_the_agent_ends_with_the_run(run: FakeRun) -> None:
     (run.setup.out / "service.json").unlink()
     with pytest.raises(script.RunIsOver):
         service.request("GET", "/v1/status")
+
+
+def test_the_agent_ends_as_soon_as_the_service_says_that_the_run_has(run: FakeRun) -> None:
+    script = load_script()
+    service = script.Service(run.setup.out)
+    run.app.run_end = RUN_END
+    run.requests.close(RUN_END)
+    with pytest.raises(script.RunIsOver):
+        service.request("GET", "/v1/status")
+    service.close()
 
 
 def test_the_agent_imports_nothing_of_dora() -> None:

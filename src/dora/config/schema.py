@@ -777,6 +777,12 @@ class ServiceSection(Section):
         gt=0,
         description="A run that waits for external input for this long stops (s).",
     )
+    linger_s: float = Field(
+        default=5.0,
+        ge=0,
+        description="After the end of the run the service answers requests with 410 for this long, so that "
+        "clients learn how the run ended (s). 0: the service ends with the run.",
+    )
 
 
 class EngineKind(NamedTuple):

@@ -6,7 +6,7 @@ Where many nodes would qualify, a few are listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -16,7 +16,8 @@ from dora.core.types import GroupId, RequestId
 from dora.text import plural, step_number
 
 MAX_LISTED = 8  # nodes of one kind, behind one node
-TRAINER, REWARDS, DATASET = "trainer", "rewards", "dataset"
+TRAINER, REWARDS, DATASET, AGENTS = "trainer", "rewards", "dataset", "agents"
+NO_AGENT: Mapping[RequestId, str] = {}
 ENGINES = "engines"  # any of them
 ADMISSION = "admission"
 
@@ -33,8 +34,11 @@ class WaitEdge(NamedTuple):
     since_s: float | None = None
 
 
-def find_waits(state: State) -> list[WaitEdge]:
-    """All waits of a run, those of the next step first; empty once the run is over."""
+def find_waits(state: State, agent_waits: Mapping[RequestId, str] = NO_AGENT) -> list[WaitEdge]:
+    """All waits of a run, those of the next step first; empty once the run is over.
+
+    `agent_waits`: requests whose episodes wait for an agent -> for what.
+    """
     groups = _next_groups(state)
     requests = [request for group in groups for request in _unfinished(state, group)]
     requests += _held_out_requests(state)
@@ -42,7 +46,7 @@ def find_waits(state: State) -> list[WaitEdge]:
         *_of_step(state, groups),
         *(wait for group in groups for wait in _of_group(state, group)),
         *_of_evaluation(state),
-        *(wait for request in requests for wait in _of_request(state, state.requests[request])),
+        *(wait for request in requests for wait in _of_request(state, state.requests[request], agent_waits)),
         *(wait for engine in state.engines.values() for wait in _of_engine(state, engine)),
         *_of_admission(state),
     ]
@@ -121,9 +125,13 @@ def _of_group(state: State, group: GroupId) -> Iterator[WaitEdge]:
         yield WaitEdge(_group_name(group), REWARDS, "its rewards")
 
 
-def _of_request(state: State, request: RequestRecord) -> Iterator[WaitEdge]:
+def _of_request(
+    state: State, request: RequestRecord, agent_waits: Mapping[RequestId, str]
+) -> Iterator[WaitEdge]:
     name, version = _request_name(request.id), request.version
-    if (migration := state.migrations.get(request.id)) is not None:
+    if request.id in agent_waits:
+        yield WaitEdge(name, AGENTS, agent_waits[request.id])
+    elif (migration := state.migrations.get(request.id)) is not None:
         yield WaitEdge(name, _engine_name(migration.destination), f"migration from engine {migration.source}")
     elif request.engine is not None:
         reason = f"tokens of version {version}, {request.num_tokens} so far"

@@ -153,6 +153,8 @@ def _details(content: Mapping[str, Any]) -> list[Table | str]:
         f"{restart['worker']} is restarted in {_duration(restart['in_s'])}"
         for restart in content.get("restarts", ())
     ]
+    if content.get("missing_agents"):
+        parts.append(content["missing_agents"])
     waits = [WaitEdge(**wait) for wait in content.get("waits", ())]
     if waits:
         parts.append(_wait_table(waits, content["t_s"]))

@@ -41,7 +41,7 @@ from dora.core.actions import (
 )
 from dora.core.events import DrainRequested, Event, GroupScored, Migrated, ScoringFailed
 from dora.core.state import State
-from dora.core.types import GroupId
+from dora.core.types import GroupId, RequestId
 from dora.core.wait_graph import ENGINES, REWARDS, TRAINER
 from dora.errors import RunError, ServiceError
 from dora.metrics.run import RunMetrics
@@ -137,7 +137,7 @@ class ProcessExecutor:
         self.storage = storage if isinstance(storage := self._stream.storage, StorageProcess) else None
         self.samples.subscribe(self._stream)
         idle_timeout_s = setup.config.service.idle_timeout_s
-        self._idle_timeout = IdleTimeout(idle_timeout_s, self.clock, self.awaited_inputs)
+        self._idle_timeout = IdleTimeout(idle_timeout_s, self.clock, self.awaited_inputs, self.missing_agents)
         self.is_paused = False  # no event is delivered, so no action follows
         self.rewards = RewardManager(tasks, self._stream, self._supervisor, self._report_score, notice)
         self.episode_runner = _make_episode_runner(setup, self._supervisor, notice)
@@ -273,8 +273,10 @@ class ProcessExecutor:
 
     @execute.register
     def _(self, action: ReportStall) -> None:
-        step, causes = step_number(action.step), ", ".join(map(str, action.requests)) or "its rewards"
-        self.notice(f"step {step} waits for group {action.group} ({causes}) since {action.since_s:.1f} s")
+        step, needed = step_number(action.step), self.agent_waits()
+        causes = [f"{each} needs {needed[each]}" if each in needed else f"{each}" for each in action.requests]
+        what = f"{action.group} ({', '.join(causes) or 'its rewards'})"
+        self.notice(f"step {step} waits for group {what} since {action.since_s:.1f} s")
 
     # start, stop and checkpoints
 
@@ -442,6 +444,19 @@ class ProcessExecutor:
         return inputs
 
     @property
+    def agent_sessions(self) -> AgentSessions | None:
+        """The sessions of a run with agents."""
+        return self.episode_runner if isinstance(self.episode_runner, AgentSessions) else None
+
+    def agent_waits(self) -> dict[RequestId, str]:
+        """Requests whose episodes wait for an agent -> what the agent has to do."""
+        return {} if self.agent_sessions is None else self.agent_sessions.waits()
+
+    def missing_agents(self) -> str:
+        """That episodes wait and no agent has a session, and what an agent has to do; else ""."""
+        return "" if self.agent_sessions is None else self.agent_sessions.missing
+
+    @property
     def runs_episodes(self) -> bool:
         """Whether requests are episodes of several turns."""
         return self.episode_runner is not None
@@ -521,8 +536,7 @@ class LiveRun:
 
     @property
     def agent_sessions(self) -> AgentSessions | None:
-        runner = self.executor.episode_runner
-        return runner if isinstance(runner, AgentSessions) else None
+        return self.executor.agent_sessions
 
     @property
     def external_trainer(self) -> ExternalTrainer | None:

@@ -14,6 +14,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -238,7 +239,11 @@ class _Session:
             raise
         finally:
             self._signals.ignore()
-            summary = self._finish(stopped)
+            try:
+                summary = self._finish(stopped)
+            finally:
+                if self._gateway is not None:
+                    self._gateway.close(self._signals.is_urgent)
         return summary
 
     def _train(self) -> None:
@@ -279,7 +284,9 @@ class _Session:
         executor = self._executor
         self._status.update()
         if self._gateway is not None:
-            self._gateway.open(self._requests, self._console.notice)
+            address = self._gateway.open(self._requests, self._console.notice)
+            if address is not None and (sessions := executor.agent_sessions) is not None:
+                sessions.instructions = address.for_agents
         while executor.not_started():
             self._between_events()
             executor.poll()
@@ -508,17 +515,14 @@ class _Session:
 
     def _finish(self, stopped: str) -> dict[str, Any]:
         """End the workers and write the summary, also after an error."""
+        end = self._status.how_ended(stopped)
+        closes: list[Callable[[], None]] = [self._delete_unrecorded, partial(self._requests.close, end)]
+        if self._gateway is not None:
+            closes.append(partial(self._gateway.end, end))
+        closes += [self._executor.close, self._journal.close]
+        closes += [self._metrics_writer.close_trackers, self._metrics_writer.close_file]
         with contextlib.ExitStack() as closing:  # each of them may raise if the disk is full
-            writer = self._metrics_writer
-            for close in (
-                writer.close_file,
-                writer.close_trackers,
-                self._journal.close,
-                self._executor.close,
-                *([] if self._gateway is None else [self._gateway.close]),
-                self._requests.close,
-                self._delete_unrecorded,
-            ):
+            for close in reversed(closes):
                 closing.callback(close)
         state = self._orchestrator.snapshot()
         summary = summarize(self._metrics, state, self._before, self._evaluations.finished, self._after)
@@ -532,7 +536,7 @@ class _Session:
         summary["stopped"] = stopped
         run_dir.write_summary(self._setup.out, summary)
         seal(self._setup.out / JOURNAL_FILE)
-        self._status.end(stopped)
+        self._status.end(end.state, stopped)
         return summary
 
     def _delete_unrecorded(self) -> None:
@@ -550,6 +554,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._received = ""
+        self._num_received = self._num_raised = 0
         self._is_ignored = False
 
     def __enter__(self) -> StopSignals:
@@ -565,14 +570,20 @@ class StopSignals:
     def check(self) -> None:
         """Raises Stopped if a signal has arrived."""
         if self._received and not self._is_ignored:
+            self._num_raised = self._num_received
             raise Stopped(self._received)
 
     def ignore(self) -> None:
-        """Ignore signals from here on: the run is ending."""
+        """Raise nothing from here on: the run is ending."""
         self._is_ignored = True
+
+    def is_urgent(self) -> bool:
+        """Whether a signal has arrived that `check` has not raised: the user wants the end now."""
+        return self._num_received > self._num_raised
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._received = signal.Signals(number).name
+        self._num_received += 1
 
 
 @contextlib.contextmanager

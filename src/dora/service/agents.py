@@ -1,5 +1,6 @@
 """Sessions of agents: each is one episode, whose turns are OpenAI chat completions.
 
+A session is named by a header, or by the URL for programs that can only be given a base URL and an API key.
 `dora.runtime.rollout.agent_sessions` has the rules of sessions; this module has their routes and JSON.
 """
 
@@ -14,11 +15,13 @@ from pydantic import BaseModel, Field
 
 from dora.errors import ServiceError
 from dora.runtime.rollout.agent_sessions import AgentSession, AgentSessions, AssistantTurn, ChatMessage
-from dora.service.context import Run, RunContext, while_connected
+from dora.service.context import Run, RunContext, RunHandle, while_connected
 from dora.service.models import RequestBody, RewardValue, Wait
 
 router = APIRouter(prefix="/v1", tags=["agents"])
+session_router = APIRouter(prefix="/s/{session}", tags=["agents"])
 TURN_TIMEOUT_S = 300.0  # for the model's turn, before the client has to repeat the request
+OPEN_TIMEOUT_S = 30.0  # for an episode, if the first completion in a URL opens its session
 
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 SessionName = Annotated[str, Path(pattern=NAME_PATTERN, description="chosen by the agent, used once")]
@@ -149,6 +152,7 @@ class ModelList(BaseModel):
     data: list[ServedModel] = [ServedModel()]
 
 
+@session_router.get("/v1/models")
 @router.get("/models")
 async def get_models() -> ModelList:
     """The only model is the policy, in the version of the session."""
@@ -181,6 +185,7 @@ async def abandon_session(session: SessionName, run: Run) -> SessionEnd:
     return await run(lambda context: _session_end(_agent_sessions(context).abandon(session)))
 
 
+@session_router.post("/reward")
 @router.post("/sessions/{session}/reward")
 async def post_reward(session: SessionName, body: EpisodeReward, run: Run) -> SessionEnd:
     """End the episode with its reward."""
@@ -192,14 +197,36 @@ async def create_completion(
     body: ChatCompletionRequest, run: Run, request: Request, dora_session: SessionHeader
 ) -> ChatCompletion:
     """The model's next turn in a conversation, by the version of the session."""
+    return await _complete(dora_session, body, run, request)
+
+
+@session_router.post("/v1/chat/completions")
+async def create_completion_of_session(
+    session: SessionName, body: ChatCompletionRequest, run: Run, request: Request
+) -> ChatCompletion:
+    """The same without a header; the first request opens the session. 503 if no episode is waiting."""
+
+    def open_waiting(context: RunContext) -> AgentSession | None:
+        sessions = _agent_sessions(context)
+        _check_sampling(context, body)  # an invalid request takes no episode
+        return sessions.open(session)
+
+    if await while_connected(request, run.wait(open_waiting, OPEN_TIMEOUT_S)) is None:
+        raise ServiceError(503, f"no episode was waiting for an agent within {OPEN_TIMEOUT_S:g} s; try again")
+    return await _complete(session, body, run, request)
+
+
+async def _complete(
+    session: str, body: ChatCompletionRequest, run: RunHandle, request: Request
+) -> ChatCompletion:
     messages = tuple(message.to_message() for message in body.messages)
     max_tokens = body.max_tokens or body.max_completion_tokens
 
     def complete(context: RunContext) -> ChatCompletion | None:
         sessions = _agent_sessions(context)
         _check_sampling(context, body)
-        turn = sessions.complete(dora_session, messages, max_tokens)
-        return None if turn is None else _completion(sessions.get(dora_session), turn)
+        turn = sessions.complete(session, messages, max_tokens)
+        return None if turn is None else _completion(sessions.get(session), turn)
 
     completion = await while_connected(request, run.wait(complete, TURN_TIMEOUT_S))
     if completion is None:

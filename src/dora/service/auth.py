@@ -1,4 +1,5 @@
-"""Middleware in front of all routes: it checks the auth token and limits the size and number of requests.
+"""Middleware in front of all routes: it checks the auth token, limits the size and number of requests, and
+refuses all of them after the end of the run.
 
 The token is compared in constant time, before any of the body is read. A body is counted while it arrives,
 so an oversized one is never held in memory.
@@ -14,7 +15,9 @@ from collections.abc import Callable, Mapping
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dora.service.models import RETRY_AFTER, error_response
+from dora.errors import ServiceError
+from dora.runtime.control.requests import RunEnd
+from dora.service.models import error_response
 
 PUBLIC_PATHS = ("/health",)
 BODY_TIMEOUT_S = 30.0  # for the next part of a body
@@ -41,6 +44,8 @@ class AuthMiddleware:
         self._max_body_bytes, self._size_limits = max_body_bytes, size_limits
         self._on_response = on_response
         self._num_requests = 0
+        self.num_accepted = 0  # requests in progress that were not refused
+        self.run_end: RunEnd | None = None  # all requests are refused once it is set
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,32 +60,39 @@ class AuthMiddleware:
         self._num_requests += 1
         try:
             if (error := self._reject(scope)) is not None:
-                await error_response(error)(scope, receive, send_and_note_status)
+                headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+                await error_response(error, headers)(scope, receive, send_and_note_status)
             else:
-                await self._app(scope, self._limited(scope, receive), send_and_note_status)
+                await self._accept(scope, receive, send_and_note_status)
         finally:
             self._num_requests -= 1
             route = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in METHODS else "other"
             self._on_response(method, route, status, time.perf_counter() - started_s)
 
-    def _reject(self, scope: Scope) -> HTTPException | None:
+    async def _accept(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_accepted += 1
+        try:
+            await self._app(scope, self._limited(scope, receive), send)
+        finally:
+            self.num_accepted -= 1
+
+    def _reject(self, scope: Scope) -> ServiceError | None:
         """Why a request is refused from its headers alone; None: it is accepted."""
         headers = {name: value for name, value in scope["headers"]}
-        authorization = headers.get(b"authorization", b"")
-        if scope["path"] not in PUBLIC_PATHS and not secrets.compare_digest(authorization, self._expected):
-            return HTTPException(
+        has_token = secrets.compare_digest(headers.get(b"authorization", b""), self._expected)
+        if scope["path"] not in PUBLIC_PATHS and not has_token:
+            return ServiceError(
                 401,
                 "the header `Authorization: Bearer TOKEN` is missing or wrong; the token is in service.json "
                 "in the run's folder, or in the file service.token_file",
-                {"WWW-Authenticate": "Bearer"},
             )
+        if self.run_end is not None:
+            return self.run_end.to_error() if has_token else ServiceError(410, "the run has ended")
         if self._num_requests > MAX_REQUESTS:
-            return HTTPException(
-                429, f"{MAX_REQUESTS} requests are in progress, the maximum; try again", RETRY_AFTER
-            )
+            return ServiceError(429, f"{MAX_REQUESTS} requests are in progress, the maximum; try again")
         if b"content-length" in headers and b"transfer-encoding" in headers:  # proxies differ in which counts
-            return HTTPException(
+            return ServiceError(
                 400, "the request has both Content-Length and Transfer-Encoding; send one of them"
             )
         length, limit = headers.get(b"content-length", b"0"), self._body_limit(scope)
@@ -94,7 +106,10 @@ class AuthMiddleware:
         return next(limits, self._max_body_bytes)
 
     def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """`receive` that raises HTTPException when the body gets too large or stops arriving."""
+        """`receive` that raises HTTPException when the body gets too large or stops arriving.
+
+        FastAPI answers any other exception of `receive` with 400.
+        """
         limit, num_bytes, has_more = self._body_limit(scope), 0, True
 
         async def receive_limited() -> Message:
@@ -110,13 +125,14 @@ class AuthMiddleware:
             num_bytes += len(message.get("body", b""))
             has_more = message.get("more_body", False)
             if num_bytes > limit:
-                raise _too_large(limit)
+                too_large = _too_large(limit)
+                raise HTTPException(too_large.status, str(too_large))
             return message
 
         return receive_limited
 
 
-def _too_large(limit: int) -> HTTPException:
-    return HTTPException(
+def _too_large(limit: int) -> ServiceError:
+    return ServiceError(
         413, f"the body has more than {limit} bytes; send less, or raise service.max_body_bytes"
     )

@@ -204,10 +204,11 @@ class _RetryLoop:
         if response.is_success:
             return response
         try:
-            message = response.json()["error"]["message"]
+            error = response.json()["error"]
+            message, kind = error["message"], error["type"]
         except (ValueError, KeyError, TypeError):
-            message = f"{self._call.method} {self._call.path}: {response.reason_phrase}"
-        raise ServiceError(response.status_code, message)
+            message, kind = f"{self._call.method} {self._call.path}: {response.reason_phrase}", ""
+        raise ServiceError(response.status_code, message, kind)
 
     def check_loss(self, error: httpx.TransportError) -> None:
         """Raises ServiceError if a request without a response must not be retried, or timed out."""
@@ -254,9 +255,10 @@ class _Progress:
 
     def on_error(self, error: ServiceError) -> Json | None:
         """The last status of a finished run; None: retry. Raises ServiceError if the run is lost."""
-        if error.status not in RETRY_STATUSES:
+        is_finished = error.kind == "run_finished"
+        if error.status not in RETRY_STATUSES and not (is_finished and self._status):
             raise error
-        if self._status and self._num_steps_in_summary() >= self._status["num_steps"]:
+        if is_finished or (self._status and self._num_steps_in_summary() >= self._status["num_steps"]):
             return self.update({**self._status, "num_steps_trained": self._status["num_steps"]})
         if time.monotonic() - self._updated_s > self._address.retry_timeout_s:
             what = f"the run has not responded for {self._address.retry_timeout_s:g} s"
@@ -291,10 +293,10 @@ class Client(BaseClient[Json]):
     def progress(self, interval_s: float = 1.0) -> Iterator[Json]:
         """The run's status every `interval_s`, until its last step is trained.
 
-        The service ends with the run. With an `Address.of_run`, the last status may then come from the run's
-        summary, where only num_steps_trained is new. Raises ServiceError if the run is lost or stopped
-        earlier. Without the run's folder it also raises, after `retry_timeout_s`, if the run ended between
-        two requests.
+        Of the last status, only num_steps_trained may be new: the service ends with the run, and says for
+        `service.linger_s` how. Later requests get no response: with an `Address.of_run` the last status then
+        comes from the run's summary, else ServiceError is raised after `retry_timeout_s`. Raises ServiceError
+        also if the run is lost or ends before its last step.
         """
         progress = _Progress(self._address)
         while not progress.is_over:

@@ -149,7 +149,7 @@ def stored_versions(context: RunContext) -> VersionList:
 
 
 async def health() -> HealthResponse:
-    """Whether the service responds; the only request without an auth token."""
+    """Whether the service responds; needs no auth token."""
     return HealthResponse()
 
 

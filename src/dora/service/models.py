@@ -7,7 +7,7 @@ repeats the request's content, which may be long or binary.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -26,14 +26,15 @@ ERROR_STATUSES = {
     405: "the path does not support this method",
     408: "the body was not received in time",
     409: "not possible in the run's current state",
-    410: "the resource has ended",
+    410: "the resource, or the run, has ended",
     413: "the body is too large",
     415: "unsupported media type",
     422: "the parameters or the body are not valid",
     429: "nothing available yet, or too many requests; try again",
-    503: "the run is over, or does not respond",
+    503: "nothing available yet, or the run does not respond; try again",
 }
-RETRY_AFTER = {"Retry-After": "1"}  # seconds; header of a response with status 429
+RETRY_STATUSES = (429, 503)
+RETRY_AFTER = {"Retry-After": "1"}  # seconds; header of a response with one of these statuses
 
 MAX_REWARD = 1e6  # absolute value, as in dora.trainer.advantage
 RewardValue = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
@@ -50,7 +51,7 @@ class ErrorDetail(BaseModel):
     """What is wrong, and the remedy. `code` is the HTTP status."""
 
     message: str
-    type: str
+    type: str  # "run_finished", "run_stopped" or "run_failed": the run has ended
     code: int
 
 
@@ -73,11 +74,11 @@ class AsciiJSONResponse(JSONResponse):
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
-def error_response(error: HTTPException) -> AsciiJSONResponse:
-    """The response for an error, with its status and headers."""
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    body = {"error": {"message": str(error.detail), "type": kind, "code": error.status_code}}
-    return AsciiJSONResponse(body, error.status_code, dict(error.headers or {}))
+def error_response(error: ServiceError, headers: Mapping[str, str] | None = None) -> AsciiJSONResponse:
+    """The response for an error."""
+    body = {"error": {"message": str(error), "type": error.kind, "code": error.status}}
+    retry = RETRY_AFTER if error.status in RETRY_STATUSES else {}
+    return AsciiJSONResponse(body, error.status, retry | dict(headers or {}))
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -91,20 +92,19 @@ async def _handle_error(request: Request, error: Exception) -> AsciiJSONResponse
         case HTTPException(status_code=405):
             allowed = _allowed_methods(request)
             message = f"the method is not supported here; use {allowed}"
-            return error_response(HTTPException(405, message, {"Allow": allowed}))
+            return error_response(ServiceError(405, message), {"Allow": allowed})
         case HTTPException():
+            return error_response(ServiceError(error.status_code, str(error.detail)), error.headers)
+        case ServiceError():
             return error_response(error)
-        case ServiceError(status=status):
-            headers = RETRY_AFTER if status == 429 else None
-            return error_response(HTTPException(status, str(error), headers))
         case InputError() | StreamError():
-            return error_response(HTTPException(400, str(error)))
+            return error_response(ServiceError(400, str(error)))
         case RunError():
-            return error_response(HTTPException(503, str(error)))
+            return error_response(ServiceError(503, str(error)))
         case RequestValidationError():
-            return error_response(HTTPException(422, "; ".join(map(_describe_invalid, error.errors()))))
+            return error_response(ServiceError(422, "; ".join(map(_describe_invalid, error.errors()))))
         case _:  # Starlette raises it again after this response, and uvicorn logs the traceback
-            return error_response(HTTPException(500, "internal error; the run's console has the traceback"))
+            return error_response(ServiceError(500, "internal error; the run's console has the traceback"))
 
 
 def _allowed_methods(request: Request) -> str:

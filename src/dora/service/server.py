@@ -1,7 +1,7 @@
 """The web server of a run, in a thread of the driver.
 
 It binds its address before the run starts, so that an address in use is found early. It serves requests from
-the start of the workers until the end of the run.
+the start of the workers until the end of the run, and then answers for a while how the run has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastapi.security import HTTPBearer
 from dora.auth_token import new_auth_token, read_auth_token, write_private_file
 from dora.config.schema import ServiceSection
 from dora.errors import ConfigError, RunError
-from dora.runtime.control.requests import RequestQueue
+from dora.runtime.control.requests import RequestQueue, RunEnd, ServiceAddress
 from dora.service import agents, control, prometheus, rewards, training, weights
 from dora.service.auth import AuthMiddleware
 from dora.service.connections import BACKLOG, LimitedConnection
@@ -32,11 +32,13 @@ from dora.service.models import ERROR_RESPONSES, AsciiJSONResponse, add_error_ha
 ADDRESS_FILE = "service.json"  # in the run's folder: URL and auth token
 START_TIMEOUT_S, STOP_TIMEOUT_S = 10, 5
 KEEP_ALIVE_S = 75  # an idle connection stays open this long after a response
+POLL_S = 0.02
 
 ROUTERS = (
     control.router,
     prometheus.router,
     agents.router,
+    agents.session_router,
     training.router,
     weights.router,
     rewards.router,
@@ -53,19 +55,29 @@ class WebGateway:
         file = settings.token_file
         self._auth_token = new_auth_token() if file is None else read_auth_token(file, "service.token_file")
         self._socket = _bind(settings.host, settings.port)
+        self._app: AuthMiddleware | None = None
         self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=self._serve, name="service", daemon=True)
+        self._notice: Callable[[str], None] = lambda line: None
+        self._ended_s = 0.0
 
     @property
     def url(self) -> str:
         host, port = self._socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def open(self, requests: RequestQueue[RunContext], notice: Callable[[str], None]) -> None:
+    @property
+    def num_requests(self) -> int:
+        """Requests in progress, without those that were refused."""
+        return 0 if self._app is None else self._app.num_accepted
+
+    def open(self, requests: RequestQueue[RunContext], notice: Callable[[str], None]) -> ServiceAddress:
         """Start the server and write service.json. Raises RunError if the server does not start."""
+        self._app = make_app(requests, self._auth_token, self._settings.max_body_bytes)
+        self._notice = notice
         self._server = uvicorn.Server(
             uvicorn.Config(
-                make_app(requests, self._auth_token, self._settings.max_body_bytes),
+                self._app,
                 lifespan="off",
                 http=LimitedConnection,
                 ws="none",
@@ -82,28 +94,53 @@ class WebGateway:
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline_s:
                 raise RunError(f"the service at {self.url} did not start within {START_TIMEOUT_S} s")
-            time.sleep(0.01)
-        self._announce(notice)
+            time.sleep(POLL_S)
+        return self._announce()
 
-    def close(self) -> None:
-        """Remove service.json, finish the requests in progress and close the socket."""
-        if self._server is not None:
+    def end(self, end: RunEnd) -> None:
+        """Remove service.json, refuse all requests with `end`, and finish those in progress."""
+        if self._app is not None:
             self._file.unlink(missing_ok=True)
+            self._app.run_end, self._ended_s = end, time.monotonic()
+            while self.num_requests and time.monotonic() < self._ended_s + STOP_TIMEOUT_S:
+                time.sleep(POLL_S)
+
+    def close(self, is_urgent: Callable[[], bool]) -> None:
+        """Close the socket `service.linger_s` after the end of the run, or once `is_urgent`."""
+        if self._server is not None:
+            if self._server.started:
+                self._linger(is_urgent)
             self._server.should_exit = True
             self._thread.join(timeout=2 * STOP_TIMEOUT_S)
         self._socket.close()
+
+    def _linger(self, is_urgent: Callable[[], bool]) -> None:
+        left_s = self._ended_s + self._settings.linger_s - time.monotonic()
+        if left_s <= 0 or is_urgent():
+            return
+        self._notice(
+            f"the service answers all requests with status 410 for {left_s:.0f} s (service.linger_s = "
+            f"{self._settings.linger_s:g}), so that its clients end; Ctrl-C closes it now"
+        )
+        deadline_s = time.monotonic() + left_s
+        while time.monotonic() < deadline_s and not is_urgent():
+            time.sleep(POLL_S)
 
     def _serve(self) -> None:
         assert self._server is not None
         self._server.run(sockets=[self._socket])
 
-    def _announce(self, notice: Callable[[str], None]) -> None:
-        """Write service.json, readable by its owner only, and log the URL."""
+    def _announce(self) -> ServiceAddress:
+        """Write service.json, readable by its owner only, and log what clients need."""
+        address = ServiceAddress(self.url, self._file.absolute())
         write_private_file(self._file, json.dumps({"url": self.url, "token": self._auth_token}))
-        notice(f"service listens on {self.url}; auth token in {self._file}")
+        self._notice(f"service listens on {self.url}; auth token in {self._file}")
         host = self._socket.getsockname()[0].partition("%")[0]
         if not ipaddress.ip_address(host).is_loopback:
-            notice("service is reachable from other machines, without encryption; use a TLS proxy")
+            self._notice("service is reachable from other machines, without encryption; use a TLS proxy")
+        if self._settings.agents:
+            self._notice(f"agents: {address.for_agents}")
+        return address
 
 
 def make_app(requests: RequestQueue[RunContext], auth_token: str, max_body_bytes: int) -> AuthMiddleware:

@@ -15,6 +15,12 @@ def test_a_run_that_waits_too_long_names_the_missing_inputs() -> None:
         idle.check(is_active=False)
 
 
+def test_a_run_without_agents_says_what_they_have_to_do() -> None:
+    idle = IdleTimeout(0.0, DriverClock(), lambda: ["agents"], lambda: "open a session with PUT URL")
+    with pytest.raises(RunError, match=r"agents through its service \(open a session with PUT URL\); resume"):
+        idle.check(is_active=False)
+
+
 def test_a_run_that_waits_for_its_own_processes_has_no_idle_timeout() -> None:
     IdleTimeout(0.0, DriverClock(), list).check(is_active=False)
 

@@ -13,9 +13,11 @@ from tests.core.midrun import add_engine, add_running, state_at
 from tests.runtime.fake_process import FakeLauncher
 
 from dora.core.events import ProgressReported, Published, TimerFired
+from dora.core.types import RequestId
 from dora.core.wait_graph import REWARDS
 from dora.errors import RunError, WorkerTimeoutError
 from dora.metrics.status import STATUS_FILE, read_status
+from dora.metrics.status import main as print_status
 from dora.runtime.control import status
 from dora.runtime.control.status import SLOT_WAIT_S, TRAINING, StatusWriter
 from dora.runtime.process.supervisor import DriverClock
@@ -29,6 +31,7 @@ class FakeExecutor:
         self.now = 7.0
         self.clock = DriverClock()
         self.workers: dict[str, list[WorkerState]] = {}
+        self.missing = ""
 
     def worker_states(self) -> list[WorkerState]:
         return []
@@ -38,6 +41,12 @@ class FakeExecutor:
 
     def restart_times(self) -> dict[str, float]:
         return {}
+
+    def agent_waits(self) -> dict[RequestId, str]:
+        return {RequestId(0, 1, 0): "an agent that opens a session"} if self.missing else {}
+
+    def missing_agents(self) -> str:
+        return self.missing
 
 
 class ObservedRun:
@@ -113,7 +122,7 @@ def test_a_failed_run_has_a_reason_and_after_a_timeout_the_wait_graph(
 ) -> None:
     run.status.enter(TRAINING)
     run.status.fail(error("the trainer sent no heartbeat\nfor a minute"))
-    run.status.end("an error")
+    run.status.end("failed", "an error")
     found = read_status(run.out)
     assert found.state == "failed"
     assert found.sentence.startswith("failed: the trainer sent no heartbeat; training, 0 of 20 steps")
@@ -138,6 +147,35 @@ def test_a_worker_without_a_free_slot_is_logged_once_and_part_of_the_wait_graph(
     assert run.executor.workers[REWARDS][0].to_json(0.0)["activity"] == "waiting for the cluster"
     assert worker.start_delay_reason == ": the cluster has no free slot for it"
     worker.kill()
+
+
+def test_a_run_without_agents_waits_for_them_and_not_for_an_engine(
+    run: ObservedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.executor.missing = "no agent has a session: 1 episode waiting; open a session with PUT URL"
+    run.status.enter(TRAINING)
+    run.status.update()
+    assert run.written["root_causes"] == ["agents"]
+    time.sleep(0.6)
+    run.status.update()
+    (notice,) = run.notices
+    assert "trainer ultimately waits for agents" in notice.splitlines()[0]
+    assert "engine 0" not in notice
+    print_status(run.out, as_json=False)
+    assert "1 episode waiting; open a session with PUT URL" in capsys.readouterr().out
+    run.status.end("stopped", "SIGINT")
+    assert run.written["missing_agents"] == ""
+
+
+def test_clients_are_told_how_the_run_has_ended(run: ObservedRun) -> None:
+    after = "after 0 of 20 steps"
+    assert run.status.how_ended("") == ("finished", "the run has finished: 0 steps trained")
+    sentence = f"the run was stopped by SIGINT {after}; dora serve --resume resumes it"
+    assert run.status.how_ended("SIGINT") == ("stopped", sentence)
+    assert "the console of the run has the error" in run.status.how_ended("an error").sentence
+    run.status.fail(RunError("no reward\nfor a minute"))
+    sentence = f"the run has failed {after}: no reward; dora serve --resume resumes it"
+    assert run.status.how_ended("an error") == ("failed", sentence)
 
 
 def test_a_full_disk_does_not_stop_the_run(run: ObservedRun) -> None:

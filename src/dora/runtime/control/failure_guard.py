@@ -51,10 +51,18 @@ class IdleTimeout:
     """Stops a run that waits too long for input through its service."""
 
     def __init__(
-        self, timeout_s: float, clock: DriverClock, awaited_inputs: Callable[[], Sequence[str]]
+        self,
+        timeout_s: float,
+        clock: DriverClock,
+        awaited_inputs: Callable[[], Sequence[str]],
+        missing_agents: Callable[[], str] = str,
     ) -> None:
-        """`awaited_inputs` names the external inputs that the run waits for; empty: none."""
+        """`awaited_inputs` names the external inputs that the run waits for; empty: none.
+
+        `missing_agents` says what agents have to do if there are none, else "".
+        """
         self._timeout_s, self._clock, self._awaited_inputs = timeout_s, clock, awaited_inputs
+        self._missing_agents = missing_agents
         self._idle_since_s = clock.now_s
 
     def check(self, is_active: bool) -> None:
@@ -67,7 +75,9 @@ class IdleTimeout:
             self._idle_since_s = now_s
             return
         if now_s - self._idle_since_s > self._timeout_s and (inputs := self._awaited_inputs()):
+            missing = self._missing_agents()
+            detail = f" ({missing})" if missing else ""
             raise RunError(
                 f"no event has arrived for service.idle_timeout_s = {self._timeout_s:g} s: the run waits for "
-                f"{', '.join(inputs)} through its service; resume it once they are available"
+                f"{', '.join(inputs)} through its service{detail}; resume it once they are available"
             )

@@ -11,14 +11,26 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from dora.config.schema import Config
 from dora.errors import ConfigError, ServiceError
 
 Context = TypeVar("Context")
 T = TypeVar("T")
+
+
+class RunEnd(NamedTuple):
+    """How a run has ended, for the clients of its service."""
+
+    state: Literal["finished", "stopped", "failed"]
+    sentence: str
+
+    def to_error(self) -> ServiceError:
+        """The response to all requests from then on."""
+        return ServiceError(410, self.sentence, f"run_{self.state}")
 
 
 @dataclass
@@ -50,7 +62,7 @@ class RequestQueue(Generic[Context]):
         self.context, self._wake_driver = context, wake_driver
         self._new: SimpleQueue[_Request[Context]] = SimpleQueue()
         self._waiting: list[_Request[Context]] = []
-        self._is_closed = False
+        self._end: RunEnd | None = None
 
     def submit(self, function: Callable[[Context], T | None], wait_s: float = 0.0) -> Future[T | None]:
         """From any thread: have the driver call `function` between two events.
@@ -60,8 +72,8 @@ class RequestQueue(Generic[Context]):
         """
         request = _Request(function, Future(), time.monotonic() + wait_s)
         self._new.put(request)
-        if self._is_closed:
-            self._reject_all()
+        if self._end is not None:
+            self._reject_all(self._end)
         self._wake_driver()
         return request.answer
 
@@ -73,28 +85,50 @@ class RequestQueue(Generic[Context]):
         if self._waiting:
             self._waiting = [each for each in self._waiting if not each.try_to_answer(self.context)]
 
-    def close(self) -> None:
-        """From the driver only: the run is over; every open request raises ServiceError."""
-        self._is_closed = True
+    def close(self, end: RunEnd) -> None:
+        """From the driver only: the run has ended; every open request raises ServiceError."""
+        self._end = end
         for request in self._waiting:
             self._new.put(request)
-        self._reject_all()
+        self._reject_all(end)
 
-    def _reject_all(self) -> None:
+    def _reject_all(self, end: RunEnd) -> None:
         with contextlib.suppress(Empty):
             while True:
                 with contextlib.suppress(InvalidStateError):
-                    self._new.get_nowait().answer.set_exception(ServiceError(503, "the run is over"))
+                    self._new.get_nowait().answer.set_exception(end.to_error())
+
+
+class ServiceAddress(NamedTuple):
+    """Where the clients of a run connect."""
+
+    url: str
+    token_file: Path  # absolute; has the auth token of all requests
+
+    @property
+    def for_agents(self) -> str:
+        """What an agent has to do to get an episode."""
+        return (
+            f"open a session with PUT {self.url}/v1/sessions/NAME, or give a client of OpenAI's API the base "
+            f"URL {self.url}/s/NAME/v1; use a new NAME for each episode; the auth token (the API key) is in "
+            f"{self.token_file}"
+        )
 
 
 class Gateway(Protocol):
     """Accepts requests for a run, as the web service does."""
 
-    def open(self, requests: RequestQueue[Any], notice: Callable[[str], None]) -> None:
-        """Begin to accept requests; `notice` prints a line for the user."""
+    def open(self, requests: RequestQueue[Any], notice: Callable[[str], None]) -> ServiceAddress | None:
+        """Begin to accept requests; `notice` prints a line for the user. None: no client can connect."""
 
-    def close(self) -> None:
-        """Stop accepting requests, also if `open` was never called; return once no request is handled."""
+    def end(self, end: RunEnd) -> None:
+        """The run has ended: refuse requests from here on, and return once none is in progress."""
+
+    def close(self, is_urgent: Callable[[], bool]) -> None:
+        """Stop, also if `open` was never called.
+
+        A gateway may first tell its clients for a while how the run has ended, until `is_urgent()`.
+        """
 
 
 def check_gateway(config: Config, gateway: Gateway | None) -> None:

@@ -19,11 +19,14 @@ import psutil
 from dora.atomic_file import write_text_atomically
 from dora.core.events import Event, ProgressReported, TimerFired
 from dora.core.state import State
+from dora.core.types import RequestId
 from dora.core.wait_graph import WaitEdge, find_root_causes, find_waits
 from dora.errors import RunError, WorkerTimeoutError
 from dora.metrics.status import SCHEMA, STATUS_FILE, describe_waits
+from dora.runtime.control.requests import RunEnd
 from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.process.worker_process import WorkerState
+from dora.text import plural
 
 TRAINING = "training"  # the phase in which the orchestrator runs
 WRITE_S = 1.0
@@ -49,6 +52,12 @@ class ObservedExecutor(Protocol):
 
     def restart_times(self) -> Mapping[str, float]:
         """Seconds until each lost worker is restarted."""
+
+    def agent_waits(self) -> Mapping[RequestId, str]:
+        """Requests whose episodes wait for an agent -> what the agent has to do."""
+
+    def missing_agents(self) -> str:
+        """That episodes wait and no agent has a session, and what an agent has to do; else ""."""
 
 
 class StatusWriter:
@@ -119,11 +128,22 @@ class StatusWriter:
         if isinstance(error, WorkerTimeoutError):
             self.report(self._failure)
 
-    def end(self, stopped: str) -> None:
-        """Write the final state; `stopped` is the signal or "an error", "" if the run finished."""
-        reason = self._failure or stopped
-        state = "failed" if self._failure or stopped == "an error" else "stopped" if stopped else "finished"
-        self._write(state, reason, self._waits())
+    def how_ended(self, stopped: str) -> RunEnd:
+        """How the run has ended; `stopped` is the signal or "an error", "" if the run finished."""
+        core = self._state()
+        num_steps = core.num_trained // core.limits.batch_size
+        after = f"after {num_steps} of {plural(core.limits.num_steps, 'step')}"
+        remedy = "dora serve --resume resumes it"
+        if self._failure or stopped == "an error":
+            reason = self._failure or "the console of the run has the error"
+            return RunEnd("failed", f"the run has failed {after}: {reason}; {remedy}")
+        if stopped:
+            return RunEnd("stopped", f"the run was stopped by {stopped} {after}; {remedy}")
+        return RunEnd("finished", f"the run has finished: {plural(num_steps, 'step')} trained")
+
+    def end(self, state: str, stopped: str) -> None:
+        """Write the final state; `stopped` as in `how_ended`."""
+        self._write(state, self._failure or stopped, self._waits())
 
     @property
     def _idle_s(self) -> float:
@@ -140,7 +160,9 @@ class StatusWriter:
         if self.phase != TRAINING:
             return []
         now_s, before = self._executor.now, self._first_seen_s
-        waits = [*find_waits(self._state()), *find_slot_waits(self._executor.workers_by_role())]
+        executor = self._executor
+        waits = find_waits(self._state(), executor.agent_waits())
+        waits += find_slot_waits(executor.workers_by_role())
         self._first_seen_s = {(w.waiter, w.target): before.get((w.waiter, w.target), now_s) for w in waits}
         return [
             w._replace(since_s=self._first_seen_s[w.waiter, w.target] if w.since_s is None else w.since_s)
@@ -176,6 +198,7 @@ class StatusWriter:
             "restarts": [{"worker": worker, "in_s": round(in_s, 3)} for worker, in_s in restarts.items()],
             "waits": [wait._asdict() for wait in waits],
             "root_causes": find_root_causes(waits),
+            "missing_agents": self._executor.missing_agents() if is_running else "",
         }
         with contextlib.suppress(OSError):
             write_text_atomically(self._path, json.dumps(content) + "\n")

@@ -62,6 +62,7 @@ CHANGEABLE_KEYS = (  # neither the guarantees nor the computed weights depend on
     "service.max_body_bytes",
     "service.session_timeout_s",
     "service.idle_timeout_s",
+    "service.linger_s",
 )
 
 

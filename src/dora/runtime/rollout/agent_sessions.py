@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dora.core.types import RequestId
 from dora.errors import ServiceError
 from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.process.worker_process import WorkerMessages
@@ -81,6 +82,7 @@ class AgentSessions:
     ) -> None:
         self._setup, self._driver_messages, self._notice = setup, driver_messages, notice
         self._clock = clock
+        self.instructions = ""  # how an agent opens a session; known once the service listens
         self._idle_since_s = 0.0  # last opened session or log line, or start of the wait
         self._waiting: dict[EpisodeId, int] = {}  # episodes without an agent -> version
         self._sessions: dict[str, AgentSession] = {}
@@ -94,6 +96,23 @@ class AgentSessions:
     def num_waiting(self) -> int:
         """Episodes without an agent."""
         return len(self._waiting)
+
+    @property
+    def missing(self) -> str:
+        """That episodes wait and there is no session, and what an agent has to do; else ""."""
+        if not self._waiting or self._sessions:
+            return ""
+        what = f"no agent has a session: {plural(len(self._waiting), 'episode')} waiting"
+        return f"{what}; {self.instructions}" if self.instructions else what
+
+    def waits(self) -> dict[RequestId, str]:
+        """What each request needs from an agent; those for which the model generates need nothing."""
+        waits = {episode.request: "an agent that opens a session" for episode in self._waiting}
+        for session in self._sessions.values():
+            if session.deadline_s is not None:
+                what = "its next messages or its reward" if session.messages else "its first messages"
+                waits[session.episode.request] = f"{what}, in session {session.name}"
+        return waits
 
     # calls of agents
 
@@ -116,7 +135,11 @@ class AgentSessions:
         """Return an open session and renew its lease. Raises ServiceError if it is unknown or has ended."""
         session = self._sessions.get(name) or self._ended.get(name)
         if session is None:
-            raise ServiceError(404, "there is no session of this name; open one with PUT /v1/sessions/NAME")
+            raise ServiceError(
+                404,
+                "there is no session of this name; open one with PUT /v1/sessions/NAME, or with the first "
+                "completion of /s/NAME/v1",
+            )
         if session.end_reason:
             raise ServiceError(410, f"this session has ended: {session.end_reason}; open another one")
         if session.deadline_s is not None:
@@ -204,8 +227,8 @@ class AgentSessions:
         for session in [*self._sessions.values()]:
             if session.deadline_s is not None and self._clock.now_s > session.deadline_s:
                 self._fail(session, "session expired")
-        if self._waiting and not self._sessions and self._clock.now_s > self._idle_since_s + NOTICE_S:
-            self._notice(f"no agent has opened a session: {plural(len(self._waiting), 'episode')} waiting")
+        if self._clock.now_s > self._idle_since_s + NOTICE_S and (missing := self.missing):
+            self._notice(missing)
             self._idle_since_s = self._clock.now_s
 
     def close(self) -> None:
