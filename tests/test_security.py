@@ -53,7 +53,7 @@ LISTENS = {
     "dora.service.server": (
         "a bearer token; loopback, unless service.host says otherwise",
         "tests/service/test_auth.py::test_a_wrong_token_is_refused_before_the_body_is_read",
-        "tests/service/test_auth.py::test_only_health_needs_no_token",
+        "tests/service/test_auth.py::test_only_health_and_the_page_of_the_api_need_no_token",
     ),
     "dora.dashboard.server": (
         "a token in its address; loopback",

@@ -55,8 +55,9 @@ def test_a_wrong_token_is_refused_before_the_body_is_read(run: FakeRun, header: 
     assert "service.json" in message
 
 
-def test_only_health_needs_no_token(run: FakeRun) -> None:
+def test_only_health_and_the_page_of_the_api_need_no_token(run: FakeRun) -> None:
     assert run.call("GET", "/health", headers={"Authorization": ""}).json() == {"status": "ok"}
+    assert run.call("GET", "/docs", headers={"Authorization": ""}).status_code == 200
     paths = ("/metrics", "/openapi.json", "/v1/status", "/s/a/v1/models", "/docs/", "/docs/oauth2-redirect")
     for path in (*paths, "/nothing"):
         error_message(run.call("GET", path, headers={"Authorization": ""}), 401)
@@ -161,7 +162,7 @@ def test_every_request_is_refused_after_the_end_of_the_run(tmp_path: Path) -> No
     ):
         response = run.call(method, path)
         assert (response.status_code, response.json()) == (410, gone), path
-    for path in ("/health",):  # how it has ended is for clients with the token
+    for path in ("/health", "/docs"):  # how it has ended is for clients with the token
         response = run.call("GET", path, headers={"Authorization": ""})
         assert error_message(response, 410) == "the run has ended"
     assert error_message(run.call("GET", "/v1/status", headers={"Authorization": ""}), 401)

@@ -19,7 +19,7 @@ from dora.errors import ServiceError
 from dora.runtime.control.requests import RunEnd
 from dora.service.models import error_response
 
-PUBLIC_PATHS = ("/health",)
+PUBLIC_PATHS = ("/health", "/docs")  # without data of the run; browsers cannot send the token
 BODY_TIMEOUT_S = 30.0  # for the next part of a body
 MAX_REQUESTS = 1024  # at a time
 MAX_LENGTH_DIGITS = 18  # of a Content-Length header that is converted to a number

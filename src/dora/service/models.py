@@ -111,7 +111,7 @@ def _allowed_methods(request: Request) -> str:
     """Methods of all routes with this path; each method has a route of its own."""
     routes = [route for route in request.app.state.routes if route.matches(request.scope)[0] != Match.NONE]
     methods = {method for route in routes for method in route.methods}
-    return ", ".join(sorted(methods)) or "GET"  # /health and /openapi.json are not among these routes
+    return ", ".join(sorted(methods)) or "GET"  # /health, /docs and /openapi.json are not among these routes
 
 
 def _describe_invalid(finding: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from dora.auth_token import new_auth_token, read_auth_token, write_private_file
 from dora.config.schema import ServiceSection
 from dora.errors import ConfigError, RunError
 from dora.runtime.control.requests import RequestQueue, RunEnd, ServiceAddress
-from dora.service import agents, control, prometheus, rewards, training, weights
+from dora.service import agents, api_page, control, prometheus, rewards, training, weights
 from dora.service.auth import AuthMiddleware
 from dora.service.connections import BACKLOG, LimitedConnection
 from dora.service.context import RunContext, RunHandle
@@ -134,7 +134,7 @@ class WebGateway:
         """Write service.json, readable by its owner only, and log what clients need."""
         address = ServiceAddress(self.url, self._file.absolute())
         write_private_file(self._file, json.dumps({"url": self.url, "token": self._auth_token}))
-        self._notice(f"service listens on {self.url}; auth token in {self._file}")
+        self._notice(f"service listens on {self.url}, requests: {self.url}/docs, auth token: {self._file}")
         host = self._socket.getsockname()[0].partition("%")[0]
         if not ipaddress.ip_address(host).is_loopback:
             self._notice("service is reachable from other machines, without encryption; use a TLS proxy")
@@ -163,6 +163,7 @@ def make_app(requests: RequestQueue[RunContext], auth_token: str, max_body_bytes
         app.include_router(router, dependencies=[Security(HTTPBearer(auto_error=False))])
     app.state.routes = [route for router in ROUTERS for route in router.routes]
     app.get("/health", tags=["run"])(control.health)
+    app.get("/docs", include_in_schema=False)(api_page.get_page)
     return AuthMiddleware(app, auth_token, max_body_bytes, SIZE_LIMITS, metrics.on_response)
 
 
