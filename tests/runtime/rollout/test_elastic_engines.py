@@ -120,6 +120,19 @@ def test_engines_start_one_by_one_up_to_the_maximum(tmp_path: Path) -> None:
     assert case.notices == [f"starting engine {engine}: the cluster has a free slot" for engine in (2, 3)]
 
 
+def test_an_engine_whose_node_left_before_it_started_is_started_again(tmp_path: Path) -> None:
+    case = Case(tmp_path, "ray.max_engines=3")
+    case.nodes.num_free_slots = 1
+    case.elastic.scale()
+    case.nodes.num_free_slots = 0
+    case.engines.end(2, f"{engine_pool.NO_PLACE} on the cluster")
+    case.elastic.scale()
+    assert case.engines.nodes.keys() == {0, 1}
+    case.nodes.num_free_slots = 1
+    case.elastic.scale()
+    assert case.engines.nodes.keys() == {0, 1, 3}
+
+
 def test_max_engines_below_num_engines_is_rejected(tmp_path: Path) -> None:
     config = load.read_config(write_task(tmp_path), ["runtime.kind=ray", "ray.max_engines=1"])
     with pytest.raises(ConfigError, match=r"ray\.max_engines = 1 is less than the 2 engines"):

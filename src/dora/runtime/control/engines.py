@@ -34,7 +34,7 @@ class EngineControl(Protocol):
     def joined_engines(self) -> Set[int]: ...
 
     def engine_end(self, engine: int) -> str | None:
-        """How an engine ended: "removed", or "lost (reason)"; None if it has not."""
+        """How an engine ended: "removed", "lost (reason)" or "no place (...)"; None if it has not."""
 
 
 class EngineContext(Protocol):
@@ -55,7 +55,7 @@ class EngineContext(Protocol):
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """One engine; `end` is how it ended: "removed", or "lost (reason)"."""
+    """One engine; `end` is how it ended, see `EngineControl.engine_end`."""
 
     engine: int
     state: Literal["starting", "running", "paused", "draining", "ended"]

@@ -104,6 +104,7 @@ class Slot:
         # Usually the task is the cause of a loss, which is then not counted: the owner limits the attempts.
         self.has_task = False
         self.is_draining = False  # an exit is no loss
+        self.has_been_ready = False  # any of its workers
         self.backoff = Backoff(max_restarts, at_once=role.restarts_at_once)
 
     @property
@@ -132,6 +133,7 @@ class Loss:
     is_drained: bool  # the worker has exited because `drain` asked it to
     is_timeout: bool  # the worker exceeded a time limit, while its process existed
     error: DoraError  # for an owner that cannot continue without the worker
+    has_place: bool = True  # False: it never started, because no place for it was found in time
 
 
 class Owner(Protocol):
@@ -281,6 +283,7 @@ class Supervisor:
             return
         if isinstance(message, WorkerReady):
             slot.ready.add(worker)
+            slot.has_been_ready = True
             self._started.add(slot.owner)
         slot.owner.on_message(slot, worker, message)
 
@@ -300,7 +303,8 @@ class Supervisor:
             if now_s > slot.started_s + start_timeout_s:
                 limit = f"runtime.start_timeout_s = {start_timeout_s:g} s"
                 late = next(worker for worker in slot.workers if worker not in slot.ready)
-                reason = f"{', '.join(slot.not_started)} not ready within {limit}{late.start_delay_reason}"
+                problem = f"got no place on {late.waiting_for}" if late.waiting_for else "not ready"
+                reason = f"{', '.join(slot.not_started)} {problem} within {limit}"
                 self._lose(slot, reason, late, WorkerTimeoutError)
 
     def _lose(self, slot: Slot, reason: str, worker: Worker | None, error: type[RunError]) -> None:
@@ -308,14 +312,16 @@ class Supervisor:
             return
         worker = worker or slot.worker
         was_started, was_ready = slot.owner in self._started, slot.is_ready
+        is_timeout = error is WorkerTimeoutError
+        has_place = not (is_timeout and worker not in slot.ready and worker.waiting_for)
         self.end(slot)
         delay_s: float | None = None
-        if was_started and not slot.is_draining:
+        if was_started and not slot.is_draining and (has_place or slot.has_been_ready):
             delay_s = self._next_delay_s(slot, was_ready)
         slot.restart_at_s = None if delay_s is None else self.clock.now_s + delay_s
-        is_timeout = error is WorkerTimeoutError
         fatal = self._error(slot, reason, worker, error, was_started)
-        slot.owner.on_lost(slot, Loss(worker, reason, delay_s, slot.is_draining, is_timeout, fatal))
+        loss = Loss(worker, reason, delay_s, slot.is_draining, is_timeout, fatal, has_place)
+        slot.owner.on_lost(slot, loss)
 
     def _next_delay_s(self, slot: Slot, was_ready: bool) -> float | None:
         if slot.has_task and was_ready:

@@ -278,11 +278,6 @@ class Worker:
         return self._process.waiting_for
 
     @property
-    def start_delay_reason(self) -> str:
-        """The end of a message about a worker that has not started in time."""
-        return f": {self.waiting_for} has no free slot for it" if self.waiting_for else ""
-
-    @property
     def is_alive(self) -> bool:
         """False once its process is known to have exited."""
         return self._process.is_alive

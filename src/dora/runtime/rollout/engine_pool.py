@@ -39,6 +39,7 @@ from dora.runtime.sample_book import SampleBook
 MAX_LOAD_FAILURES = 3  # in a row, of an engine, which is lost after that
 DRAIN_RETRY_S = 10.0  # before the next drain request for an engine on a draining node, after a rejection
 REMOVED = "removed"  # how a drained engine ends
+NO_PLACE = "no place"  # begins the end of an engine that never started, see `Loss.has_place`
 
 
 class EnginePool:
@@ -63,7 +64,7 @@ class EnginePool:
         self.workers: dict[int, Worker] = {}
         self.ready: set[int] = set()  # have started
         self.joined: set[int] = set()  # are part of the orchestrator's state
-        self.end_states: dict[int, str] = {}  # former engine -> REMOVED or "lost (reason)"
+        self.end_states: dict[int, str] = {}  # former engine -> REMOVED, "lost (reason)" or "no place (...)"
         self.kernels: dict[str, None] = {}  # distinct descriptions of what the engines compute with, in order
         self.digests: dict[int, str] = {}  # published version -> digest
         self.last_loss = ""  # reason and traceback
@@ -132,6 +133,11 @@ class EnginePool:
     # state
 
     @property
+    def num_restarting(self) -> int:
+        """How many lost engines will be restarted."""
+        return sum(slot.restart_at_s is not None for slot in self._engines)
+
+    @property
     def active(self) -> set[int]:
         """The engines that have started and are not being removed."""
         return {engine for engine in self.ready if not self._slots[engine].is_draining}
@@ -145,8 +151,7 @@ class EnginePool:
 
         Raises InputError if no engine could start because its input is wrong.
         """
-        is_restarting = self._is_open and any(slot.restart_at_s is not None for slot in self._engines)
-        if not self.workers and not is_restarting:
+        if not self.workers and not (self._is_open and self.num_restarting):
             if isinstance(self._last_error, InputError):
                 raise self._last_error
             raise RunError(f"the last engine is lost: {self.last_loss}")
@@ -239,6 +244,8 @@ class EnginePool:
             self.end_states[engine] = REMOVED
             self._notice(f"engine {engine} drained and removed")
             self._pending_ends[engine] = EngineRemoved(engine)
+        elif not loss.has_place:
+            self._on_no_place(slot, engine, loss)
         else:
             reason = loss.reason.removeprefix(f"{loss.worker.name} sent ")
             self.end_states[engine] = f"lost ({reason})"
@@ -254,8 +261,18 @@ class EnginePool:
         self.migrations.on_engine_lost(engine)
         self._report_ends()
 
+    def _on_no_place(self, slot: Slot, engine: int, loss: Loss) -> None:
+        """An engine never started, and so is not lost. Only a replacement is started again."""
+        self.end_states[engine] = loss.reason.removeprefix(f"{loss.worker.name} got ")
+        self._last_error, self.last_loss = loss.error, loss.reason
+        self._notice(f"{loss.reason}{self._describe_restart(slot, loss)}")
+        if not slot.has_been_ready:
+            self._supervisor.remove(slot)
+
     def _describe_restart(self, slot: Slot, loss: Loss) -> str:
         """The end of the log line. If no engine could ever start, none is restarted."""
+        if not loss.has_place and not slot.has_been_ready:
+            return "; add it again once a node has a place"
         if loss.restart_in_s is not None:
             return f"; restarting in {loss.restart_in_s:g} s"
         if not self.kernels:
@@ -316,6 +333,9 @@ class ElasticEngines:
                     self._notice(f"node {node[:8]} is draining: removing engine {engine}")
                 self._next_request_s[engine] = now_s + DRAIN_RETRY_S
                 self._events.append(DrainRequested(engine))
+        if self._starting is not None and (end := self._pool.end_states.get(self._starting)):
+            self._num_to_add += end.startswith(NO_PLACE)  # its node left before it started
+            self._starting = None
         is_starting = self._starting in self._pool.workers and self._starting not in self._pool.joined
         if self._num_to_add and self._launcher.num_free_slots and not is_starting:
             self._num_to_add -= 1
