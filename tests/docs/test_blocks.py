@@ -122,7 +122,7 @@ def test_every_command_line_is_valid(block: Block, line: str, here: Path) -> Non
     elif program == "make":
         assert f"\n{given[0]}:" in (ROOT / "Makefile").read_text()
     else:
-        assert program in ("pytest", "export")
+        assert program in ("pytest", "export", "ray")
 
 
 DRY = [line for block, line in commands() if line.startswith("dora train") and "--resume" not in line]

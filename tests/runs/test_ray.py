@@ -6,9 +6,12 @@ import importlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,6 +27,7 @@ pytestmark = pytest.mark.timeout(400)
 
 RAY = {"runtime__kind": "ray"}
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+RAY_COMMAND = Path(sys.executable).with_name("ray")
 ENGINES = tuple(f"engine {number}" for number in range(3))
 
 
@@ -38,6 +42,38 @@ def listening_addresses(processes: Iterable[psutil.Process]) -> set[str]:
     """The addresses on which the processes accept connections."""
     connections = [each for process in processes for each in process.net_connections("inet")]
     return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+def ray_status(address: str, **settings: str) -> tuple[int, str]:
+    """Exit code and output of `ray status`, with Ray's settings as docs/ray.md has them."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **settings}
+    command = [str(RAY_COMMAND), "status", "--address", address]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60.0, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def check_ray_status(run: Run, processes: Iterable[psutil.Process]) -> None:
+    """`ray status` works for the Ray of a run, with the auth token only."""
+    gcs = next(process for process in processes if "gcs_server" in process.name())
+    (port,) = {each.laddr.port for each in gcs.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+    address = f"127.0.0.1:{port}"
+    run.wait_until(
+        lambda: "Total Usage" in ray_status(address, RAY_AUTH_MODE="token")[1], "a report of Ray's monitor"
+    )
+    wrong = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    for settings in ({"RAY_AUTH_MODE": "disabled"}, wrong):
+        code, text = ray_status(address, **settings)
+        assert code == 1
+        assert "Authentication token is missing or incorrect" in text
+        assert "Total Usage" not in text
+
+
+def check_cannot_add(run: Run, text: str) -> None:
+    """An engine for which the cluster has no place is refused at once."""
+    began_s, added = time.monotonic(), dora("engines", "add", run.out)
+    assert (added.code, added.out.partition(";")[0]) == (1, f"no place for 1 more engine: {text}")
+    assert time.monotonic() - began_s < 30.0, "less than runtime.start_timeout_s"
 
 
 def drain(cluster: Any, node: Any) -> None:
@@ -78,15 +114,19 @@ def test_a_run_starts_ray_on_loopback_and_replaces_a_hanging_engine_and_two_stor
     At last the whole process group gets a signal, as `timeout` and some schedulers send it: Ray exits as
     well, so the run cannot use it to clean up.
     """
-    run = start_run(**RAY, run__steps=10_000, engine__min_step_time="20ms", runtime__heartbeat_timeout_s=2)
+    num_cores = os.cpu_count() or 1
+    slow = {"run__steps": 10_000, "engine__min_step_time": "20ms"}
+    run = start_run(**RAY, **slow, runtime__heartbeat_timeout_s=2, ray__engine_cpus=num_cores)
     run.wait_for_steps(1)
     started = psutil.Process(run.pid).children(recursive=True)
     raylet = next(process for process in started if "raylet" in process.name())
     assert raylet.environ()["RAY_AUTH_MODE"] == "token"
     run.wait_until(lambda: "pid" in process_status(run, "engine 0"), "engine 0")
     assert {address for address in listening_addresses(started) if not address.startswith(LOOPBACK)} == set()
+    check_ray_status(run, started)
+    check_cannot_add(run, f"each engine needs {num_cores} CPU on one node, free by node: 0 CPU")
     engine = psutil.Process(process_status(run, "engine 0")["pid"])
-    assert "ray::" in " ".join(engine.cmdline())
+    assert " ".join(engine.cmdline()).startswith(f"ray::dora-{run.out.name}-engine-0")
     engine.suspend()
     run.wait_until(lambda: "engine_lost" in kinds(run, 0), "the loss")
     for harm in (psutil.Process.kill, psutil.Process.suspend):
@@ -95,6 +135,8 @@ def test_a_run_starts_ray_on_loopback_and_replaces_a_hanging_engine_and_two_stor
         assert "ray::" in " ".join(storage.cmdline())
         harm(storage)
         run.wait_until(partial(has_new_storage, run, storage.pid), "another storage")
+    storage = psutil.Process(process_status(run, "storage")["pid"])
+    assert " ".join(storage.cmdline()).startswith(f"ray::dora-{run.out.name}-storage-restart-2")
     run.wait_for_steps(len(metrics(run.out)) + 2)
     os.killpg(run.pid, signal.SIGTERM)
     ended, s = run.end(), check_records(run)
@@ -102,6 +144,8 @@ def test_a_run_starts_ray_on_loopback_and_replaces_a_hanging_engine_and_two_stor
     assert s["trained_groups"] == 2 * s["steps"]
     assert "no heartbeat for more than runtime.heartbeat_timeout_s = 2 s" in ended.out
     assert "in place of engine 0" in ended.out
+    assert "Ray runs at 127.0.0.1:" in ended.out
+    assert "auth_token" in ended.out
     assert ended.out.count("the storage of the sample stream is lost") == 2
     assert run.weight_folders() == []
     assert wait_until_gone(started, 10.0) == []
@@ -114,6 +158,7 @@ def test_engines_are_removed_and_added_with_the_nodes_of_the_cluster(start_run: 
     changes = {"ray__address": cluster.address, "ray__engine_cpus": 3, "engine__num_engines": 3}
     run = start_run(**RAY, **changes, run__steps=10_000, engine__min_step_time="50ms")
     run.wait_for_steps(1)
+    check_cannot_add(run, "each engine needs 3 CPU on one node, free by node: 0 CPU, 0 CPU, 0 CPU")
     run.wait_until(
         lambda: third.node_id[:8] in map(partial(node_of, run), ENGINES), "an engine on the third node"
     )

@@ -206,7 +206,7 @@ def list_engines(run: RunFolder, timeout: Timeout = 30.0) -> None:
 
 
 @engines.command("add")
-def add_engine(run: RunFolder, timeout: Timeout = 120.0) -> None:
+def add_engine(run: RunFolder, timeout: Timeout = 180.0) -> None:
     """Start one more engine; it joins the run when it is ready."""
     raise typer.Exit(_request(run, "add", None, timeout))
 

@@ -724,6 +724,10 @@ class RaySection(Section):
         description='Running cluster, host:port, or "auto" for the cluster of this machine. Unset: the run '
         "starts Ray on this machine and stops it at the end.",
     )
+    dashboard: bool = Field(
+        default=False,
+        description="Serve Ray's dashboard on loopback while the run starts Ray itself. Needs ray[default].",
+    )
     spread: bool = Field(
         default=True,
         description="Spread engines and reward workers over the nodes. false: use as few nodes as possible.",

@@ -89,7 +89,7 @@ class ProcessExecutor:
         After an error no worker is left: a worker ignores SIGTERM, and would keep this process from exiting.
         """
         self.setup, self.notice = setup, notice
-        self._launcher = make_launcher(setup.config, setup.pool_bytes, notice)
+        self._launcher = make_launcher(setup.config, setup.out.name, setup.pool_bytes, notice)
         self._clock_began_s = time.monotonic()  # earlier for a resumed run, once its workers are ready
         self.weights = WeightStore(make_store_folder(setup.stored_bytes), setup.config.engine.dtype)
         self._messages = WorkerMessages(self._launcher.start)
@@ -407,6 +407,8 @@ class ProcessExecutor:
                 f"no room for {plural(count, 'more engine')}: {needed / 1e6:.0f} MB needed for KV, "
                 f"{free / 1e6:.0f} MB free",
             )
+        if shortage := self._launcher.find_shortage(count + self.engine_pool.num_restarting):
+            raise ServiceError(409, f"no place for {plural(count, 'more engine')}: {shortage}")
         return [self.engine_pool.start() for _ in range(count)]
 
     def drain_engine(self, engine: int) -> None:

@@ -21,3 +21,19 @@ def test_ray_is_not_started_without_authentication(tmp_path: Path, monkeypatch: 
     launcher.check_ray_config(
         load.read_config(tmp_path / "task.toml", ["runtime.kind=ray", "ray.address=auto"])
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "missing", "error"),
+    [
+        ("ray.address=auto", "", r"ray.dashboard = true has no effect with ray.address = 'auto'.*remove"),
+        ("run.steps=3", "aiohttp_cors", r"ray.dashboard = true.*pip install 'ray\[default\]'"),
+    ],
+)
+def test_rays_dashboard_is_refused_where_it_cannot_be_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, missing: str, error: str
+) -> None:
+    monkeypatch.setattr(launcher, "find_spec", lambda name: None if name == missing else name)
+    config = load.read_config(write_task(tmp_path), ["runtime.kind=ray", "ray.dashboard=true", change])
+    with pytest.raises(ConfigError, match=error):
+        launcher.check_ray_config(config)

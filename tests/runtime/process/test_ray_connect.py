@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import socket
+import stat
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from dora.errors import RunError
 from dora.runtime.process import ray_connect
-from dora.runtime.process.ray_connect import RayHead, check_reachable, join_with_timeout
+from dora.runtime.process.ray_connect import (
+    RayHead,
+    check_reachable,
+    join_with_timeout,
+    make_private_token,
+    token_source,
+)
 
 
 @pytest.fixture
@@ -86,3 +94,35 @@ def test_the_error_of_a_failed_join_is_raised() -> None:
     with pytest.raises(ConnectionError, match="versions differ"):
         join_with_timeout(fail, "auto", 10.0)
     join_with_timeout(lambda: None, "auto", 10.0)
+
+
+def test_only_the_owner_can_read_the_auth_token_that_ray_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    file = Path(token_source())
+    assert file == tmp_path / ".ray" / "auth_token"
+    make_private_token()
+    token = file.read_text()
+    assert len(token) >= 32
+    file.chmod(0o644)  # as Ray makes it
+    make_private_token()
+    assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == (token, 0o600)
+    assert [*file.parent.iterdir()] == [file]
+
+
+def test_a_token_of_your_own_is_left_alone_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "token"
+    own.touch(0o644)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(own))
+    make_private_token()
+    assert token_source() == str(own)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    make_private_token()
+    assert token_source() == "the environment variable RAY_AUTH_TOKEN"
+    assert stat.S_IMODE(own.stat().st_mode) == 0o644
+    assert [*tmp_path.iterdir()] == [own]

@@ -24,6 +24,16 @@ def test_a_process_without_cpus_reserves_none() -> None:
     assert total_resources([storage, engine]) == engine.bundle == {"CPU": 3.0}
 
 
+def test_a_process_has_a_place_only_where_one_node_has_all_that_it_needs() -> None:
+    cpu, gpu = ProcessResources("engine", 0.1), ProcessResources("engine", 2.0, 1.0)
+    assert resources.count_places(cpu, [{"CPU": 0.3}, {}]) == 3
+    assert resources.count_places(gpu, [{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]) == 0
+    assert resources.count_places(gpu, [{"CPU": 5.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 8.0}]) == 3
+    assert resources.describe_places(gpu, [{"CPU": 1.0, "GPU": 1.0}, {"CPU": 0.5}]) == (
+        "each engine needs 2 CPU and 1 GPU on one node, free by node: 1 CPU and 1 GPU, 0.5 CPU and 0 GPU"
+    )
+
+
 GPUS = {"engine.kernels": "auto", "engine.device": "cuda", "trainer.device": "cuda"}
 STATIC = {**GPUS, "orchestrator.placement": "static"}
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from dora.config.schema import Config
 from dora.errors import ConfigError
-from dora.runtime.process.ray_connect import check_reachable, set_ray_environment
+from dora.runtime.process.ray_connect import check_reachable, make_private_token, set_ray_environment
 from dora.runtime.process.worker_process import ForkedProcess, ProcessHandle, Target, preload_workers
 
 
@@ -31,6 +31,9 @@ class Launcher(Protocol):
     def num_free_slots(self) -> int:
         """How many more engines could start now."""
 
+    def find_shortage(self, num_engines: int) -> str:
+        """What is missing for this many more engines, and the remedy; "" if they may get a place."""
+
     def start(self, name: str, target: Target, spec: Any) -> ProcessHandle:
         """Start a process that runs `target(outbox, inbox, spec)`. Raises RunError without resources."""
 
@@ -47,6 +50,9 @@ class LocalLauncher:
 
     def __init__(self) -> None:
         preload_workers()
+
+    def find_shortage(self, num_engines: int) -> str:
+        return ""  # the operating system shares the cores out
 
     def start(self, name: str, target: Target, spec: Any) -> ProcessHandle:
         return ForkedProcess(name, target, spec)
@@ -74,6 +80,16 @@ def check_ray_config(config: Config) -> None:
             'runtime.kind = "ray" reserves resources for each engine, which it cannot share with the '
             "trainer: remove trainer.elastic and orchestrator.placement = colocated"
         )
+    if config.ray.dashboard and config.ray.address is not None:
+        raise ConfigError(
+            f"ray.dashboard = true has no effect with ray.address = {config.ray.address!r}: it depends on "
+            "how that cluster was started; remove ray.dashboard"
+        )
+    if config.ray.dashboard and find_spec("aiohttp_cors") is None:
+        raise ConfigError(
+            "ray.dashboard = true: Ray's dashboard is not installed here; pip install 'ray[default]', or "
+            "remove ray.dashboard"
+        )
     if config.ray.address is None and (mode := os.environ.get("RAY_AUTH_MODE", "token")).lower() != "token":
         raise ConfigError(
             f"RAY_AUTH_MODE = {mode!r}: the run would start Ray without authentication on this machine; "
@@ -81,20 +97,21 @@ def check_ray_config(config: Config) -> None:
         )
 
 
-def make_launcher(config: Config, pool_bytes: int, notice: Callable[[str], None]) -> Launcher:
+def make_launcher(config: Config, run_name: str, pool_bytes: int, notice: Callable[[str], None]) -> Launcher:
     """The launcher that `runtime.kind` selects.
 
-    `pool_bytes`: of an engine's KV pool. `notice` logs a line for the user. Raises RunError if the Ray
-    cluster cannot be joined or lacks resources.
+    `run_name` is part of the names of actors; `pool_bytes`: of an engine's KV pool. `notice` logs a line for
+    the user. Raises RunError if the Ray cluster cannot be joined or lacks resources.
     """
     if config.runtime.kind != "ray":
         return LocalLauncher()
     address = config.ray.address
     if address is None:
         os.environ["RAY_AUTH_MODE"] = "token"  # Ray reads it when it is imported
+        make_private_token()
     elif address != "auto":
         check_reachable(address)
     set_ray_environment()
     from dora.runtime.process.ray import RayLauncher
 
-    return RayLauncher(config, pool_bytes, notice)
+    return RayLauncher(config, run_name, pool_bytes, notice)

@@ -8,12 +8,15 @@ heartbeat: to Ray, such an actor is alive.
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import secrets
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +30,7 @@ from ray._private import ray_constants
 from ray._private import state as gcs
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.exceptions import GetTimeoutError, RayError
+from ray.experimental import internal_kv
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -46,11 +50,14 @@ from dora.runtime.process.ray_connect import (
     join_with_timeout,
     preserve_signals,
     run_with_timeout,
+    token_source,
     wait_with_notice,
 )
 from dora.runtime.process.remote_kv import make_broker
 from dora.runtime.process.resources import (
     ProcessResources,
+    count_places,
+    describe_places,
     describe_shortage,
     engine_resources,
     role_of,
@@ -92,10 +99,10 @@ class DriverNode:
 class RayLauncher:
     """Starts workers as actors; a `Launcher`."""
 
-    def __init__(self, config: Config, pool_bytes: int, notice: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, run_name: str, pool_bytes: int, notice: Callable[[str], None]) -> None:
         """Join or start a cluster, and reserve resources for all processes that the run starts with.
 
-        `pool_bytes`: of an engine's KV pool. Raises RunError.
+        `run_name` is part of the names of actors; `pool_bytes`: of an engine's KV pool. Raises RunError.
         """
         self._config, self._notice = config.ray, notice
         self.start_timeout_s = config.runtime.start_timeout_s
@@ -109,6 +116,7 @@ class RayLauncher:
         self._server, self._channels = CurveServer(), list[CurveChannel]()
         self._broker: RequestServer | None = None
         self.driver = DriverNode(ray.get_runtime_context().get_node_id(), self._spans_nodes, pool_bytes)
+        self._run_name, self._num_started = run_name, Counter[str]()  # by the name of the process
         self._resources = {process.role: process for process in processes}
         self._groups: list[PlacementGroup] = []
         self._free: list[ReservedBundle] = []
@@ -122,8 +130,7 @@ class RayLauncher:
             self._reserve(processes)
             for _ in range((self._config.max_engines or 0) - num_engines):
                 self._add_group([engine_resources(config)])  # while it waits, an autoscaler adds a node
-        if self._spans_nodes:
-            threading.Thread(target=self._watch_nodes, name="ray-nodes", daemon=True).start()
+        threading.Thread(target=self._watch_nodes, name="ray-nodes", daemon=True).start()
 
     @property
     def draining_nodes(self) -> frozenset[str]:
@@ -144,7 +151,32 @@ class RayLauncher:
         if self._spans_nodes and isinstance(spec, EngineSpec):
             driver = replace(driver, broker=self._broker_address(spec.weights))
         with _run_errors():
-            return RayProcess(self, self._acquire(role), target, spec, driver)
+            return RayProcess(self, self._actor_name(name), self._acquire(role), target, spec, driver)
+
+    def _actor_name(self, name: str) -> str:
+        """The unique name of an actor: Ray may still know the lost one that it replaces."""
+        num_before = self._num_started[name]
+        self._num_started[name] += 1
+        restart = f"-restart-{num_before}" if num_before else ""
+        return f"dora-{self._run_name}-{name}{restart}".replace(" ", "-")
+
+    def find_shortage(self, num_engines: int) -> str:
+        """See `Launcher`. On a cluster with an autoscaler, engines may wait for a new node."""
+        if not self.head.is_reachable:
+            return ""  # the run ends
+        engine = self._resources["engine"]
+        with self._lock:
+            reserved = [bundle for bundle in self._free if bundle.resources.role == "engine"]
+        with _run_errors():
+            nodes = gcs.state.available_resources_per_node()
+            free = [amounts for node, amounts in nodes.items() if node not in self._draining]
+            num_places = sum(map(self._is_usable, reserved)) + count_places(engine, free)
+            if num_places >= num_engines or (self._spans_nodes and not _is_fixed(nodes.keys())):
+                return ""
+        return (
+            f"{describe_places(engine, free)}; drain another engine, add a node, or resume the run with a "
+            f"smaller ray.engine_cpus or on a larger cluster (ray.address)"
+        )
 
     def listen(self) -> tuple[CurveChannel, ChannelAddress]:
         """See `CurveChannel.listen`."""
@@ -199,8 +231,9 @@ class RayLauncher:
         address = self._config.address
         ray_constants.ENABLE_RAY_CLUSTER = address is not None  # else Ray stays on loopback, as on macOS
         local: dict[str, Any] = {
-            "include_dashboard": False,
-            "num_cpus": max(os.cpu_count() or 1, round(num_cpus + 0.5)),
+            "include_dashboard": self._config.dashboard,
+            "dashboard_host": "127.0.0.1",
+            "num_cpus": max(os.cpu_count() or 1, math.ceil(num_cpus)),
             "_system_config": {"worker_niceness": 0},  # by default workers have a lower priority
         }
         init = partial(
@@ -213,7 +246,8 @@ class RayLauncher:
         try:
             with preserve_signals():
                 if address is None:
-                    init(address="local", **local)  # without "local" it joins any cluster of this machine
+                    # Without "local" it joins any cluster of this machine.
+                    self._report_start(init(address="local", **local))
                 else:
                     resolved = canonicalize_bootstrap_address_or_die(address)
                     check_reachable(address, resolved)
@@ -221,6 +255,12 @@ class RayLauncher:
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             action = f"cannot join ray.address = {address!r}" if address else "cannot start Ray here"
             raise RunError(f"{action}: {error}") from error
+
+    def _report_start(self, started: Any) -> None:
+        """Log the addresses of Ray, and where its auth token is."""
+        dashboard = f", its dashboard at http://{started.dashboard_url}" if self._config.dashboard else ""
+        address = started.address_info["gcs_address"]
+        self._notice(f"Ray runs at {address}{dashboard}; its auth token is in {token_source()}")
 
     def _reserve(self, processes: list[ProcessResources]) -> None:
         """Reserve for all processes together; raises RunError if not all fit."""
@@ -284,6 +324,7 @@ class RayProcess:
     def __init__(
         self,
         launcher: RayLauncher,
+        name: str,
         bundle: ReservedBundle,
         target: Target,
         spec: Any,
@@ -299,11 +340,12 @@ class RayProcess:
         self._pid: int | None = None
         self._node = driver.node
         actor_class: Any = WorkerActor
-        options = {"num_cpus": bundle.resources.cpus, "num_gpus": bundle.resources.gpus}
+        options = {"name": name, "num_cpus": bundle.resources.cpus, "num_gpus": bundle.resources.gpus}
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
         options["max_concurrency"] = 1 if self._store is None else 2  # `receive_version` beside `run`
         self._actor = actor_class.options(**options).remote()
-        self._result = self._actor.run.remote(address, target, with_reserved_gpu(spec), driver)
+        run = self._actor.run.options(name=name)  # also the title of the process
+        self._result = run.remote(address, target, with_reserved_gpu(spec), driver)
         self._result.future().add_done_callback(self._on_exit)
 
     def send(self, messages: Sequence[Any], /) -> None:
@@ -435,6 +477,14 @@ class WorkerActor:
         self._versions = RemoteVersionSource(spec.dtype)
         pool = self._pool_folder / spec.pool.name
         return replace(spec, remote_weights=self._versions, pool=pool, broker=driver.broker)
+
+
+def _is_fixed(nodes: Set[str]) -> bool:
+    """Whether no autoscaler adds nodes: without one, Ray reports each node as a type of its own."""
+    status = internal_kv._internal_kv_get(ray_constants.DEBUG_AUTOSCALING_STATUS)
+    report = json.loads(status)["autoscaler_report"] if status else {}
+    types = report.get("node_type_mapping") or {}
+    return bool(types) and all(types.get(node) == f"node_{node}" for node in nodes)
 
 
 @contextlib.contextmanager

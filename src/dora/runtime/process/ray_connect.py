@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 
+from dora.auth_token import new_auth_token, write_private_file
 from dora.errors import RunError
 
 CONNECT_TIMEOUT_S = 3.0  # of a TCP connection to the head
@@ -114,6 +116,43 @@ def preserve_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def token_source() -> str:
+    """Where Ray reads its auth token: a file, or an environment variable."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "the environment variable RAY_AUTH_TOKEN"
+    return os.environ.get("RAY_AUTH_TOKEN_PATH") or str(_default_token_file())
+
+
+def _default_token_file() -> Path:
+    return Path.home() / ".ray" / "auth_token"
+
+
+def make_private_token() -> None:
+    """Make Ray's default auth token with mode 0600; Ray itself would make it readable by all users.
+
+    Raises RunError.
+    """
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    file = _default_token_file()
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        if file.exists():
+            if file.stat().st_mode & 0o077:
+                file.chmod(0o600)
+            return
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private_file(new, new_auth_token())
+        with contextlib.suppress(FileExistsError):  # another run starts at the same time
+            file.hardlink_to(new)
+        new.unlink()
+    except OSError as error:
+        raise RunError(
+            f"{file}: cannot make Ray's auth token private: {error.strerror}; make the file yours, or name "
+            "another one in RAY_AUTH_TOKEN_PATH"
+        ) from error
 
 
 def set_ray_environment() -> None:

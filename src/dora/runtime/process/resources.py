@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -15,6 +15,7 @@ from dora.runtime.process.messages import AuxWorkerSpec, EngineSpec, TrainerSpec
 from dora.runtime.process.stream_workers import ConsumerSpec
 from dora.stream.run_stream import StorageSpec
 
+ROUNDING = 1e-6  # 0.3 / 0.1 is less than 3
 _ROLES = {
     EngineSpec: "engine",
     ConsumerSpec: "reward worker",
@@ -76,6 +77,25 @@ def total_resources(processes: list[ProcessResources]) -> dict[str, float]:
         for name, amount in process.ray_resources.items():
             total[name] = total.get(name, 0.0) + amount
     return total
+
+
+def count_places(process: ProcessResources, nodes: Iterable[Mapping[str, float]]) -> int:
+    """How many such processes fit into what is free on the nodes; each process is on one node."""
+    amounts = process.bundle.items()
+    return sum(
+        min(int(free.get(name, 0.0) / amount + ROUNDING) for name, amount in amounts) for free in nodes
+    )
+
+
+def describe_places(process: ProcessResources, nodes: Iterable[Mapping[str, float]]) -> str:
+    """A message with the resources that a process needs and those that are free on each node."""
+    needed = process.ray_resources
+
+    def text(amounts: Mapping[str, float]) -> str:
+        return " and ".join(f"{amounts.get(name, 0.0):g} {name}" for name in needed)
+
+    free = ", ".join(map(text, nodes)) or "nothing"
+    return f"each {process.role} needs {text(needed)} on one node, free by node: {free}"
 
 
 def describe_shortage(processes: list[ProcessResources], cluster: Mapping[str, float]) -> str:
