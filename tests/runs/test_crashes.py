@@ -94,7 +94,7 @@ def test_an_engine_without_heartbeats_is_lost_after_its_timeout(start_run: Start
     workers[1].suspend()
     ended = run.end()
     assert ended.code == 0, ended
-    assert "engine 1 lost (no heartbeat for more than runtime.heartbeat_timeout_s = 3 s)" in ended.out
+    assert "engine 1 lost (no heartbeat for more than runtime.heartbeat_timeout_s = 3 s" in ended.out
     assert summary(run.out)["engine_failures"] == 1
     check_cleaned_up(run, workers)
 

@@ -62,8 +62,9 @@ def test_a_run_survives_a_timeout_of_its_only_engine(start_run: StartRun) -> Non
     assert wait_until_gone([hung], 2.0) == []
     out = stop(run)
     reason = "no heartbeat for more than runtime.heartbeat_timeout_s = 3 s"
-    assert f"engine 0 lost ({reason})" in out
-    assert [line["reason"] for line in events(run, "engine_lost")] == [reason]
+    assert f"engine 0 lost ({reason}" in out
+    (lost,) = events(run, "engine_lost")
+    assert lost["reason"].startswith(reason)
 
 
 def test_a_killed_trainer_is_restarted_while_engines_generate(start_run: StartRun) -> None:

@@ -692,9 +692,10 @@ class RuntimeSection(Section):
         description="A process that takes longer to start is lost; while the run starts, the run fails (s).",
     )
     heartbeat_timeout_s: float = Field(
-        default=5.0,
+        default=15.0,
         gt=0,
-        description="An engine or reward worker without a heartbeat for this long is lost (s).",
+        description="An engine or reward worker without a heartbeat for this long is lost (s). If the driver itself "
+        "runs late, the time is up to four times as long.",
     )
     trainer_timeout_s: float = Field(
         default=60.0,

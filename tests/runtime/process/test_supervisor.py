@@ -13,6 +13,7 @@ from dora.config import load
 from dora.errors import InputError, RunError, WorkerTimeoutError
 from dora.runtime.process import messages as m
 from dora.runtime.process.supervisor import (
+    DELAY_MEMORY_S,
     FIRST_DELAY_S,
     MAX_DELAY_S,
     RESET_FACTOR,
@@ -121,6 +122,44 @@ def test_time_in_which_the_driver_was_suspended_does_not_count(driver: Driver) -
     assert not driver.owner.losses
     driver.run(1.0)
     assert len(driver.owner.losses) == 1
+
+
+def test_delays_of_the_driver_extend_heartbeat_timeouts(driver: Driver) -> None:
+    """A machine too busy to run the driver is too busy to run its workers."""
+    driver.sleep(2.0)  # twice as long as a driver takes at most that is on time; counts as MAX_GAP_S
+    driver.run(8.6)
+    assert not driver.owner.losses
+    driver.run(0.8)
+    (loss,) = driver.owner.losses
+    assert loss.reason == (
+        "helper 0 sent no heartbeat for more than runtime.heartbeat_timeout_s = 5 s (extended to 10 s, "
+        "because the driver itself was 2.0 s late)"
+    )
+
+
+def test_delays_of_the_driver_extend_heartbeat_timeouts_at_most_fourfold_and_for_a_minute(
+    driver: Driver,
+) -> None:
+    driver.sleep(20.0)
+    driver.run(18.6)
+    assert not driver.owner.losses
+    driver.run(0.8)
+    assert len(driver.owner.losses) == 1
+    driver.run(DELAY_MEMORY_S)
+    driver.emit(m.WorkerReady())
+    driver.run(5.4)
+    assert len(driver.owner.losses) == 2
+
+
+def test_delays_while_the_run_starts_extend_no_heartbeat_timeout(driver: Driver) -> None:
+    driver.sleep(20.0)
+    driver.supervisor.check_starts()
+    driver.run(4.6)
+    assert len(driver.owner.losses) == 1
+
+
+def test_the_default_heartbeat_timeout_is_for_busy_machines(task: Path) -> None:
+    assert load.read_config(task).runtime.heartbeat_timeout_s == 15.0
 
 
 def test_replacements_that_exit_before_they_are_ready_are_restarts_with_backoff(driver: Driver) -> None:

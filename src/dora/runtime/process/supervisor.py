@@ -19,6 +19,9 @@ from dora.runtime.process.messages import Shutdown, WorkerExited, WorkerReady
 from dora.runtime.process.worker_process import Target, Worker, WorkerMessages, WorkerState, receive
 
 MAX_GAP_S = 1.0  # longest time that counts between two readings of the driver's clock
+MIN_SUSPENDED_S = 30.0  # after a longer gap the driver was suspended, which does not show a busy machine
+DELAY_MEMORY_S = 60.0  # how long a gap extends heartbeat timeouts
+MAX_EXTENSION = 4.0  # of a heartbeat timeout
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0  # before a restart; the delay doubles in between
 STABLE_UPTIME_S = 300.0  # after a worker has run for this long, its slot has all restarts again
 RESET_FACTOR = 4.0  # after a worker has run for this many times its delay, the delay is reset
@@ -33,13 +36,27 @@ class DriverClock:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic, self._read_s, self._ran_s = monotonic, monotonic(), 0.0
+        self.forget_delays()
 
     @property
     def now_s(self) -> float:
         """Only the driver's thread may read it."""
         before_s, self._read_s = self._read_s, self._monotonic()
-        self._ran_s += min(self._read_s - before_s, MAX_GAP_S)
+        gap_s = self._read_s - before_s
+        self._ran_s += min(gap_s, MAX_GAP_S)
+        if self.delay_s <= gap_s < MIN_SUSPENDED_S or self._ran_s > self._delayed_at_s + DELAY_MEMORY_S:
+            self.delay_s, self._delayed_at_s = gap_s, self._ran_s
         return self._ran_s
+
+    @property
+    def extension(self) -> float:
+        """Factor of heartbeat timeouts: a machine too busy to run the driver is too busy to run workers."""
+        return min(max(1.0, self.delay_s / MAX_GAP_S), MAX_EXTENSION)
+
+    def forget_delays(self) -> None:
+        """Count delays from now on."""
+        self.delay_s = 0.0  # the longest recent gap
+        self._delayed_at_s = self._ran_s
 
 
 class Backoff:
@@ -50,7 +67,7 @@ class Backoff:
 
     def __init__(self, max_restarts: int, *, at_once: bool = False) -> None:
         self.max_restarts, self._at_once = max_restarts, at_once
-        self._num_restarts, self._delay_s = 0, MAX_DELAY_S
+        self._num_restarts, self.delay_s = 0, MAX_DELAY_S
 
     @property
     def is_exhausted(self) -> bool:
@@ -65,15 +82,15 @@ class Backoff:
             self._num_restarts = 0
         if self.is_exhausted:
             return None
-        reset_after_s = RESET_FACTOR * max(FIRST_DELAY_S, self._delay_s)
+        reset_after_s = RESET_FACTOR * max(FIRST_DELAY_S, self.delay_s)
         if self._at_once and was_ready:
-            self._delay_s = 0.0
+            self.delay_s = 0.0
         elif self._num_restarts == 0 or made_progress or uptime_s >= reset_after_s:
-            self._delay_s = FIRST_DELAY_S
+            self.delay_s = FIRST_DELAY_S
         else:
-            self._delay_s = min(MAX_DELAY_S, max(FIRST_DELAY_S, 2 * self._delay_s))
+            self.delay_s = min(MAX_DELAY_S, max(FIRST_DELAY_S, 2 * self.delay_s))
         self._num_restarts += 1
-        return self._delay_s
+        return self.delay_s
 
 
 @dataclass(frozen=True)
@@ -222,9 +239,11 @@ class Supervisor:
     def check_starts(self) -> None:
         """From now on a worker that is not ready within runtime.start_timeout_s is lost.
 
-        Before, while the run itself starts, its caller checks this limit.
+        Before, while the run itself starts, its caller checks this limit, and delays of the driver, which
+        starts processes, do not show a busy machine.
         """
         self._checks_starts = True
+        self.clock.forget_delays()
 
     def silence_s(self, worker: Worker) -> float:
         """Time since the last message or heartbeat of a worker, as of the last check."""
@@ -291,11 +310,14 @@ class Supervisor:
         for worker in slot.workers:
             if worker.has_sent:
                 worker.has_sent, worker.heard_s = False, now_s
-        timeout_s = slot.role.heartbeat_timeout_s
-        silent = [worker for worker in slot.workers if now_s - worker.heard_s > timeout_s]
+        timeout_s, extension = slot.role.heartbeat_timeout_s, self.clock.extension
+        silent = [worker for worker in slot.workers if now_s - worker.heard_s > timeout_s * extension]
         silent = [worker for worker in silent if worker in slot.ready]
         if silent and not slot.has_task:
             limit = f"{slot.role.heartbeat_key} = {timeout_s:g} s"
+            if extension > 1.0:
+                cause = f"because the driver itself was {self.clock.delay_s:.1f} s late"
+                limit += f" (extended to {timeout_s * extension:.0f} s, {cause})"
             reason = f"{silent[0].name} sent no heartbeat for more than {limit}"
             self._lose(slot, reason, silent[0], WorkerTimeoutError)
         elif self._checks_starts and slot.not_started:

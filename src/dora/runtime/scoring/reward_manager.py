@@ -260,7 +260,7 @@ class RewardTask:
     weight: float = 1.0
     num_workers: int = 1
     batch_request: BatchRequest = ONE_GROUP
-    heartbeat_timeout_s: float = 5.0
+    heartbeat_timeout_s: float = 15.0
 
     @property
     def name(self) -> str:
