@@ -152,7 +152,9 @@ def test_without_a_terminal_a_run_prints_plain_lines(run: Run) -> None:
     assert "\x1b" not in out
     line = re.search(rf"^step \d/{STEPS}, \d+ s left, reward .*$", out, re.MULTILINE)
     assert line, out
-    assert out.startswith("starting 2 engines, 1 trainer, 1 reward worker\n")
+    reading, starting = out.splitlines()[:2]
+    assert reading.startswith("reading model.path = ")
+    assert starting == "starting 2 engines, 1 trainer, 1 reward worker"
     assert "accuracy" not in out  # the rewards are not 0 or 1
     for expected in ("tokens/s", "versions v", "staleness", "stall"):
         assert expected in line.group()

@@ -132,7 +132,7 @@ def _finish(out: Path, execute: Callable[[Console], dict[str, Any]]) -> int:
     from rich.console import Console
 
     from dora.audit import audit
-    from dora.metrics.console import closing_line, summary_table
+    from dora.metrics.console import closing_line, print_notice, summary_table
 
     console = Console()
     try:
@@ -147,7 +147,7 @@ def _finish(out: Path, execute: Callable[[Console], dict[str, Any]]) -> int:
     audit.write_verdicts(out, result)
     console.print(summary_table(out))
     closing = closing_line(out, is_stopped, _program())
-    console.print(closing, markup=False, highlight=False, soft_wrap=True)
+    print_notice(console, closing)
     return 130 if is_stopped else 1 if result.findings else 0
 
 

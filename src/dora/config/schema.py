@@ -694,8 +694,8 @@ class RuntimeSection(Section):
     heartbeat_timeout_s: float = Field(
         default=15.0,
         gt=0,
-        description="An engine or reward worker without a heartbeat for this long is lost (s). If the driver itself "
-        "runs late, the time is up to four times as long.",
+        description="An engine or reward worker without a heartbeat for this long is lost (s). "
+        "A driver that runs late itself waits up to four times as long.",
     )
     trainer_timeout_s: float = Field(
         default=60.0,

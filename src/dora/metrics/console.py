@@ -27,6 +27,11 @@ LINE_S = 10.0  # between plain lines
 SMOOTHING = 0.1  # weight of the last step in the reward shown
 
 
+def print_notice(console: Console, sentence: str) -> None:
+    """Print a sentence as it is."""
+    console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
 class RunConsole:
     """Shows the progress of one run; use it as a context manager while the run trains."""
 
@@ -59,7 +64,7 @@ class RunConsole:
 
     def notice(self, sentence: str) -> None:
         """Print a sentence that stays on the screen."""
-        self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        print_notice(self.console, sentence)
 
     def update(self, metrics: RunMetrics, state: State) -> None:
         """Show the progress if the refresh interval has passed."""

@@ -29,7 +29,7 @@ from dora.core.events import DigestReported, Event, Published, RequestFinished, 
 from dora.errors import InputError, RunError
 from dora.journal.reader import JOURNAL_FILE
 from dora.journal.writer import JournalWriter, file_digest, seal
-from dora.metrics.console import RunConsole
+from dora.metrics.console import RunConsole, print_notice
 from dora.metrics.evaluation import (
     EvaluationResult,
     EvaluationTracker,
@@ -89,6 +89,7 @@ def train(
     resources.check_devices(config)
     backends.check_backends(config)
     check_gateway(config, gateway)
+    print_notice(console, f"reading {_inputs(config)}")
     setup = setup_type.make(config, out)
     run_dir.claim(out, setup.config)
     try:
@@ -113,6 +114,7 @@ def resume(
     resources.check_devices(config)
     backends.check_backends(config)
     check_gateway(config, gateway)
+    print_notice(console, f"reading {_inputs(config)}, and the files of {run}")
     setup = setup_type.make(config, run)
     remove_stale_control_dir(run)
     if has_recorded_events(run):
@@ -121,6 +123,11 @@ def resume(
     check_not_begun(run)
     run_dir.reclaim(run, config)
     return _run(setup, console, gateway=gateway)
+
+
+def _inputs(config: Config) -> str:
+    """What takes long to read, if it is large."""
+    return f"model.path = {config.model.path!r} and data.path = {config.data.path!r}"
 
 
 @contextlib.contextmanager
