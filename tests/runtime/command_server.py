@@ -179,5 +179,6 @@ def _spawn(path: bytes, arguments: Sequence[Any], fds: Sequence[int]) -> int:
     try:
         exec(program, {})
     except SystemExit:
+        atexit._run_exitfuncs()
         os._exit(0)
     os._exit(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import time
 from multiprocessing.connection import Connection
 
 from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
@@ -23,3 +25,13 @@ def send_and_wait(outbox: WorkerOutbox, inbox: WorkerInbox, spec: object) -> Non
     outbox.send("a message")
     for _ in inbox.receive(None):
         pass
+
+
+def start_processes(outbox: WorkerOutbox, inbox: WorkerInbox, exits: bool) -> None:
+    """Start a program, one with its own session, and a fork; send their process ids."""
+    programs = [subprocess.Popen(["sleep", "1000"], start_new_session=own) for own in (False, True)]
+    if (fork := os.fork()) == 0:
+        time.sleep(1000.0)
+    outbox.send([*(program.pid for program in programs), fork])
+    if not exits:
+        time.sleep(1000.0)

@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import psutil
-from tests.runtime.process.crashing_worker import exit_during_send, send_and_wait
+import pytest
+from tests.runtime.process.crashing_worker import exit_during_send, send_and_wait, start_processes
 from tests.runtime.running import wait_until_gone
 
 from dora.runtime.process.messages import WorkerExited
@@ -47,3 +48,16 @@ def test_cpu_time_includes_processes_that_have_exited() -> None:
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", burn], check=True)
     assert cpu_s() - before_s > 0.45  # the system counts in ticks of 10 ms
+
+
+@pytest.mark.parametrize("how", ["killed", "by itself"])
+def test_processes_that_a_worker_has_started_end_with_it(how: str) -> None:
+    messages = WorkerMessages()
+    worker = Worker("a worker", start_processes, how == "by itself", messages)
+    _, pids = messages.get(timeout=30)
+    processes = [psutil.Process(pid) for pid in pids]
+    if how == "killed":
+        worker.kill()
+    assert messages.get(timeout=30) == (worker, WorkerExited())
+    worker.kill()
+    assert wait_until_gone(processes, timeout_s=5.0) == []

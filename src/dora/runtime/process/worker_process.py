@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 
 from dora.errors import InputError
+from dora.runtime.process.descendants import kill_descendants, kill_group, lead_group
 from dora.runtime.process.messages import Heartbeat, WorkerCrashed, WorkerExited
 
 # One thread per process: with more, workers on the same cores stall one another. Keeping freed memory
@@ -102,8 +104,9 @@ class WorkerInbox:
             while True:
                 for message in self._channel.recv():
                     self._queue.put(message)
-        except (EOFError, OSError):
-            os._exit(0)  # the driver has closed the channel or exited
+        except (EOFError, OSError):  # the driver has closed the channel or exited
+            kill_descendants(psutil.Process())
+            os._exit(0)
         except Exception:  # exit: a worker that cannot decode messages must not keep running
             traceback.print_exc()
             os._exit(1)
@@ -124,7 +127,23 @@ def run_target(channel: Channel, target: Target, spec: object) -> None:
 
 def _run_forked(connection: Connection, target: Target, spec: object) -> None:
     _ignore_sigterm()
-    run_target(connection, target, spec)
+    lead_group()
+    os.register_at_fork(after_in_child=partial(_close_in_fork, connection))
+    try:
+        run_target(connection, target, spec)
+    finally:
+        kill_descendants(psutil.Process())
+
+
+def _close_in_fork(connection: Connection) -> None:
+    """Close what a process that a worker forks would keep open: the driver waits for the end of the
+    connection, and the fork server for that of another pipe.
+    """
+    connection.close()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None  # its forks do not close it again
 
 
 def preload_workers() -> None:
@@ -217,6 +236,12 @@ class ForkedProcess:
         return f"exited with code {code}"
 
     def kill(self) -> None:
+        """As in `ProcessHandle`, with all processes that it has started."""
+        if self._found is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._found.suspend()  # it starts no more processes
+            kill_descendants(self._found)
+        kill_group(self._process.pid)
         self._process.kill()
         self._process.join(timeout=5.0)
         if self._is_orphan and self._found is not None:
