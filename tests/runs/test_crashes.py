@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 
@@ -23,7 +24,7 @@ def check_failed(run: Run, workers: list[psutil.Process], message: str) -> Comma
     ended = run.end(timeout_s=20)
     assert ended.code == 1, ended
     assert message in ended.err
-    assert "Traceback" not in ended.err
+    assert "Traceback" not in ended.err, ended.err
     s = summary(run.out)
     assert s["pending_groups"] > 0
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
@@ -165,3 +166,19 @@ def test_a_hanging_trainer_ends_the_run_after_its_timeout(start_run: StartRun) -
     ended = check_failed(run, workers, reason)
     assert f"Resume the run: dora train --resume {run.out}" in ended.err
     assert "ultimately waits for trainer" in ended.out
+
+
+def test_a_run_whose_weight_store_is_removed_says_so_and_can_be_resumed(start_run: StartRun) -> None:
+    run = start_run(run__steps=30, engine__min_step_time="60ms", trainer__save_freq=2)
+    run.wait_for_steps(3)
+    workers = run.workers()
+    (folder,) = run.weight_folders()
+    shutil.rmtree(folder)
+    ended = check_failed(run, workers, f"the weight store {folder} was removed during the run")
+    assert f"Resume the run: dora train --resume {run.out}" in ended.err
+    assert "restarting" not in ended.out, "no replacement can work"
+    assert "disk space" not in ended.err
+    resumed = dora("train", "--resume", run.out, "--set", "engine.min_step_time=1ms")
+    assert (resumed.code, resumed.err) == (0, "")
+    assert "2 trained steps kept" in resumed.out
+    assert "C1 kept, C2 kept, C3 kept" in resumed.out

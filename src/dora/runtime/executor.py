@@ -69,7 +69,7 @@ from dora.runtime.training.trainer_ranks import TrainerRanks
 from dora.stream.run_stream import RunStream, StorageSpec, StreamStorage, ThreadStorage
 from dora.stream.sample_db import SampleStore
 from dora.text import plural, step_number
-from dora.weights.store import WeightStore, make_store_folder
+from dora.weights.store import STORE_PREFIX, WeightStore, make_store_folder
 
 POLL_S = 0.2  # between two checks of the deadlines while no message arrives
 MAX_ENGINES = 64  # of a run at a time: each is a process
@@ -93,7 +93,9 @@ class ProcessExecutor:
         self._clock_began_s = time.monotonic()  # earlier for a resumed run, once its workers are ready
         self.weights = WeightStore(make_store_folder(setup.stored_bytes), setup.config.engine.dtype)
         self._messages = WorkerMessages(self._launcher.start)
-        self._supervisor = Supervisor(setup.config, setup.out, self._messages, self._on_own_message)
+        self._supervisor = Supervisor(
+            setup.config, setup.out, self._messages, self._on_own_message, self.check_weight_store
+        )
         self.clock, self._started_s = self._supervisor.clock, self._supervisor.clock.now_s
         with contextlib.ExitStack() as on_error:
             for close in (self.weights.close, self._launcher.close, self._supervisor.close):
@@ -167,6 +169,7 @@ class ProcessExecutor:
     def poll(self, timeout_s: float = POLL_S) -> None:
         """Wait for messages, turn them into events, and check the deadlines. Raises RunError."""
         self._supervisor.poll(max(0.0, timeout_s))
+        self.check_weight_store()
         self.samples.commit()  # readers of the store need not wait for an event
         self._elastic.scale()
         if self.storage is not None and self.storage.take_replaced():
@@ -329,6 +332,7 @@ class ProcessExecutor:
 
         `core` is the orchestrator's snapshot as JSON; `versions` are older versions that may still be needed.
         """
+        self.check_weight_store()
         self.training.send(self._checkpoints.request(core, versions))
 
     @property
@@ -356,6 +360,15 @@ class ProcessExecutor:
     def keep_trainer(self) -> None:
         """From now on a lost trainer ends the run instead of being replaced."""
         self.training.can_restart = False
+
+    def check_weight_store(self) -> None:
+        """Raises RunError if somebody has removed it: no worker can go on, and no replacement can start."""
+        if not self.weights.folder.exists():
+            raise RunError(
+                f"the weight store {self.weights.folder} was removed during the run; leave folders named "
+                f"{STORE_PREFIX}* alone while a run uses them. Resume the run: dora train --resume "
+                f"{self.setup.out}"
+            )
 
     def wake_up(self) -> None:
         """End the driver's wait for messages, from any thread."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import shutil
 import signal
 import sqlite3
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,6 +27,7 @@ from dora.core import codec, invariants
 from dora.core.actions import Action, Publish, SkipEvaluation
 from dora.core.events import DigestReported, Event, Published, RequestFinished, Trained, TrainerReplaced
 from dora.errors import InputError, RunError
+from dora.full_disk import describe_full_disk, find_full_disk, is_full
 from dora.journal.reader import JOURNAL_FILE
 from dora.journal.writer import JournalWriter, file_digest, seal
 from dora.metrics.console import RunConsole, print_notice
@@ -62,7 +63,7 @@ from dora.runtime.recovery.resume import (
 from dora.runtime.run_dir import SAMPLES, remove_stale_control_dir
 from dora.runtime.run_setup import RunSetup
 from dora.stream.sample_db import SampleStore
-from dora.text import plural, size, step_number
+from dora.text import plural, step_number
 from dora.trainer.checkpoint_folders import MANIFEST
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -151,18 +152,21 @@ def _run(
         with contextlib.closing(ControlDir(setup.out)) as control, StopSignals() as signals:
             return _Session(setup, console, signals, control, previous, gateway).run()
     except (OSError, sqlite3.Error) as error:
-        raise RunError(
-            f"the run cannot continue: {error}; the disk of {setup.out} has {size(_free_bytes(setup.out))} "
-            f"free, and a checkpoint takes up to {size(setup.checkpoint_bytes)}; free disk "
-            "space and continue with --resume, or use another --out; the files of the run stay readable"
-        ) from error
+        raise _run_error(error, setup, {}) from error
 
 
-def _free_bytes(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:  # the disk is gone
-        return 0
+def _run_error(error: Exception, setup: RunSetup, stored: Mapping[Path, int]) -> RunError:
+    """The error that ends a run after a failed system call. `stored`: folders beside the run's, with the
+    maximum that the run writes to them, in bytes.
+    """
+    remedy = f"resume the run: dora train --resume {setup.out}; its files stay readable"
+    if not is_full(error):
+        return RunError(f"the run cannot continue: {error}; remove the cause, and {remedy}")
+    needed = {setup.out: setup.checkpoint_bytes, **stored, Path(tempfile.gettempdir()): setup.stored_bytes}
+    folder = find_full_disk(error, [*needed])
+    return RunError(
+        f"the run cannot continue: {error}; {describe_full_disk(folder, needed[folder])}, and {remedy}"
+    )
 
 
 class _Session:
@@ -244,6 +248,12 @@ class _Session:
             self._status.fail(error)
             self._save_what_was_trained()
             raise
+        except (OSError, sqlite3.Error) as error:
+            self._executor.check_weight_store()
+            stored = {self._executor.weights.folder: self._setup.stored_bytes}
+            failure = _run_error(error, self._setup, stored)
+            self._status.fail(failure)
+            raise failure from error
         finally:
             self._signals.ignore()
             try:
@@ -465,7 +475,7 @@ class _Session:
         if not (self._has_begun and self._metrics.steps) or self._is_saved:
             return
         executor = self._executor
-        with contextlib.suppress(RunError):
+        with contextlib.suppress(RunError, OSError, sqlite3.Error):
             self._wait_for_trainer(lambda: not executor.is_in_step, "finish its step")
             for event in [event for event in executor.events if isinstance(event, Trained)]:
                 now = executor.now

@@ -294,8 +294,11 @@ class RunSetup:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Maximum size of a checkpoint: weights and two moments in fp32, of the policy and of a critic."""
-        return 12 * (self.num_parameters + self.num_critic_parameters)
+        """Maximum size of a checkpoint: weights and two moments in fp32, of the policy and of a critic, and
+        the older versions that unfinished requests need.
+        """
+        trained = 12 * (self.num_parameters + self.num_critic_parameters)
+        return trained + self.config.max_live_versions * self.version_bytes
 
     @property
     def upload_bytes(self) -> int:

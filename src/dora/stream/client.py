@@ -19,10 +19,11 @@ import numpy as np
 from dora.core.types import GroupId
 from dora.curve import CurveAddress
 from dora.errors import RunError, StorageFullError, StreamError
+from dora.full_disk import is_full
 from dora.stream import transport
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest, BlockLocation, SampleMeta
 from dora.stream.schema import BatchPart, BlockPacker, ColumnData, StreamBatch, TimedOut
-from dora.stream.storage import SegmentReader, SegmentWriter, is_disk_full
+from dora.stream.storage import SegmentReader, SegmentWriter
 from dora.stream.transport import ClientTransport, RemoteTransport, UnixTransport
 
 _RETRY_S = 0.02  # while the file system is full
@@ -211,7 +212,7 @@ class StreamClient:
             try:
                 return writer.allocate(num_bytes)
             except OSError as error:
-                if not is_disk_full(error):
+                if not is_full(error):
                     raise
                 slowest = self.status()["slowest"]  # this reply also frees reusable blocks
                 if time.monotonic() >= deadline_s:

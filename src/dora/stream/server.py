@@ -19,6 +19,7 @@ import numpy as np
 
 from dora.curve import MAX_POLL_S, CurveAddress
 from dora.errors import StreamError
+from dora.full_disk import is_full
 from dora.stream import transport
 from dora.stream.metadata import BlockLocation, StreamLease
 from dora.stream.schema import BlockPacker, unpack
@@ -26,7 +27,6 @@ from dora.stream.storage import (
     SampleStream,
     decode_samples,
     encode_lease,
-    is_disk_full,
     is_segment_name,
     segment_size,
 )
@@ -346,8 +346,7 @@ class StreamServer:
 def _error_reply(error: Exception) -> Reply:
     if isinstance(error, MALFORMED):
         return {"error": f"malformed request: {type(error).__name__}: {error}"}, ()
-    is_full = isinstance(error, OSError) and is_disk_full(error)
-    return {"error": str(error), "is_full": is_full}, ()
+    return {"error": str(error), "is_full": is_full(error)}, ()
 
 
 _METHODS: dict[str, Callable[[StreamServer, ClientConnection, dict[str, Any], Frames], Reply | None]] = {

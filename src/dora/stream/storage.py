@@ -7,7 +7,6 @@ of the host can map. In a memory file system they outlive the process, on a disk
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import mmap
 import os
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from dora.core.types import GroupId, RequestId
 from dora.errors import StreamError
+from dora.full_disk import is_full
 from dora.stream.metadata import (
     BatchRequest,
     Block,
@@ -90,7 +90,7 @@ class SampleStream:
         try:
             location = self._write(packer)
         except OSError as error:
-            if not is_disk_full(error):
+            if not is_full(error):
                 raise
             return None
         return self.put_block(samples, packer.names, location)
@@ -189,9 +189,10 @@ class SampleStream:
             self._database.close()
             return
         self._writer.close()
-        for path in self.folder.iterdir():
-            if is_segment_name(path.name):
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # the folder has been removed
+            for path in self.folder.iterdir():
+                if is_segment_name(path.name):
+                    path.unlink(missing_ok=True)
 
     def _write(self, packer: BlockPacker) -> BlockLocation:
         location, view = self._writer.allocate(packer.num_bytes)
@@ -512,8 +513,3 @@ def is_segment_name(name: str) -> bool:
 def segment_size(path: Path) -> int:
     """Bytes of a segment, which never change. Raises OSError if it does not exist."""
     return path.stat().st_size
-
-
-def is_disk_full(error: OSError) -> bool:
-    """Whether the error means a full file system or quota."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -27,7 +27,7 @@ from dora.model.weights import weight_digest
 
 DTYPES = {"float32": (torch.float32, ".f32"), "bfloat16": (torch.bfloat16, ".bf16")}
 _MEMORY_FS = Path("/dev/shm")
-_FOLDER_PREFIX = "dora-weights-"
+STORE_PREFIX = "dora-weights-"
 
 
 class VersionSource(Protocol):
@@ -49,7 +49,10 @@ class WeightStore:
         """Store `flat` ([numel], fp32, on any device), rounded. Returns the digest of the stored bytes."""
         path = self._path(version)
         draft = path.with_suffix(".draft")
-        draft.write_bytes(self.rounded(flat).view(torch.uint8).numpy().data)
+        try:
+            draft.write_bytes(self.rounded(flat).view(torch.uint8).numpy().data)
+        except OSError as error:  # a full disk is reported without a path
+            raise OSError(error.errno, error.strerror, str(draft)) from error
         os.replace(draft, path)
         return weight_digest(self.fetch(version))
 
@@ -124,14 +127,14 @@ def make_store_folder(num_bytes: int) -> Path:
     Folders of exited processes are removed, if their process ids are of the same machine and container.
     """
     disk, namespace = Path(tempfile.gettempdir()), _pid_namespace()
-    pattern = f"{_FOLDER_PREFIX}*-{namespace}-*"
+    pattern = f"{STORE_PREFIX}*-{namespace}-*"
     for old in (*_MEMORY_FS.glob(pattern), *disk.glob(pattern)):
-        owner = old.name.removeprefix(_FOLDER_PREFIX).split("-")[0]
+        owner = old.name.removeprefix(STORE_PREFIX).split("-")[0]
         if owner.isdigit() and not _is_running(int(owner)):
             shutil.rmtree(old, ignore_errors=True)
     fits = os.access(_MEMORY_FS, os.W_OK) and shutil.disk_usage(_MEMORY_FS).free > num_bytes
     parent = _MEMORY_FS if fits else disk
-    return Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-{namespace}-", dir=parent))
+    return Path(tempfile.mkdtemp(prefix=f"{STORE_PREFIX}{os.getpid()}-{namespace}-", dir=parent))
 
 
 def _pid_namespace() -> str:

@@ -345,6 +345,7 @@ class CheckpointFailed:
 
     step: int
     reason: str
+    is_disk_full: bool = False
 
 
 @dataclass(frozen=True)

@@ -175,11 +175,15 @@ class Supervisor:
         out: Path,
         messages: WorkerMessages,
         on_own_message: Callable[[Any], object] = lambda message: None,
+        check_run: Callable[[], None] = lambda: None,
     ) -> None:
-        """`out` is the run's folder, for error messages. `on_own_message` gets messages without a sender."""
+        """`out` is the run's folder, for error messages. `on_own_message` gets messages without a sender.
+
+        `check_run` is called before a loss is handled. It raises RunError if no replacement could work.
+        """
         self.clock = DriverClock()
         self._runtime, self._out = config.runtime, out
-        self.messages, self._on_own_message = messages, on_own_message
+        self.messages, self._on_own_message, self._check_run = messages, on_own_message, check_run
         self._slots: list[Slot] = []
         self._slot_of: dict[Worker, Slot] = {}
         self._started: set[Owner] = set()  # owners that have had a ready worker
@@ -332,6 +336,7 @@ class Supervisor:
     def _lose(self, slot: Slot, reason: str, worker: Worker | None, error: type[RunError]) -> None:
         if not slot.workers:
             return
+        self._check_run()
         worker = worker or slot.worker
         was_started, was_ready = slot.owner in self._started, slot.is_ready
         is_timeout = error is WorkerTimeoutError

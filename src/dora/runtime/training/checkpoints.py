@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora.errors import RunError
+from dora.full_disk import describe_full_disk, is_full
 from dora.runtime.process import messages as m
 from dora.runtime.process.messages import CheckpointFailed, CheckpointSaved, SaveCheckpoint
 from dora.runtime.run_setup import RunSetup
@@ -48,7 +49,7 @@ def write_checkpoint(
         prune_checkpoints(request.folder, request.keep_last)
     except Exception as error:  # OSError, or what safetensors and torch raise instead
         shutil.rmtree(path.with_name(path.name + ".draft"), ignore_errors=True)
-        return CheckpointFailed(step, f"{type(error).__name__}: {error}")
+        return CheckpointFailed(step, f"{type(error).__name__}: {error}", is_full(error))
     finally:
         shutil.rmtree(request.versions, ignore_errors=True)
     return CheckpointSaved(path)
@@ -93,6 +94,9 @@ class CheckpointManager:
             self.saved.append(message.folder)
             return
         self._failure = f"the checkpoint of step {message.step} could not be written: {message.reason}"
+        if message.is_disk_full:
+            setup = self._setup
+            self._failure += f"; {describe_full_disk(setup.out, setup.checkpoint_bytes)}"
         self._notice(f"{self._failure}; earlier checkpoints stay valid")
 
     def discard_pending(self) -> None:
@@ -104,5 +108,5 @@ class CheckpointManager:
     def newest(self) -> Path:
         """The folder of the last checkpoint. Raises RunError if it could not be written."""
         if self._failure:
-            raise RunError(f"{self._failure}; free disk space and resume the run")
+            raise RunError(f"{self._failure}; resume the run: dora train --resume {self._setup.out}")
         return self._newest
