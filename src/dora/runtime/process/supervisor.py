@@ -36,7 +36,8 @@ class DriverClock:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic, self._read_s, self._ran_s = monotonic, monotonic(), 0.0
-        self.forget_delays()
+        self.delay_s = 0.0  # the longest recent gap
+        self._delayed_at_s = 0.0
 
     @property
     def now_s(self) -> float:
@@ -55,8 +56,7 @@ class DriverClock:
 
     def forget_delays(self) -> None:
         """Count delays from now on."""
-        self.delay_s = 0.0  # the longest recent gap
-        self._delayed_at_s = self._ran_s
+        self.delay_s, self._delayed_at_s = 0.0, self._ran_s
 
 
 class Backoff:

@@ -140,7 +140,7 @@ def _close_in_fork(connection: Connection) -> None:
     connection, and the fork server for that of another pipe.
     """
     connection.close()
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None  # its forks do not close it again
@@ -241,7 +241,7 @@ class ForkedProcess:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._found.suspend()  # it starts no more processes
             kill_descendants(self._found)
-        kill_group(self._process.pid)
+            kill_group(self._found.pid)
         self._process.kill()
         self._process.join(timeout=5.0)
         if self._is_orphan and self._found is not None:
