@@ -243,12 +243,15 @@ class Resumed:
     steps.
 
     `kept_versions` (version, digest) are older than the checkpoint and still in the weight store. Later steps
-    are void; `redone` are their batches, in order.
+    are void; `redone` are their batches, in order. From here on the run has `num_steps` steps, if that is
+    set, and the learning rate of the steps that were never trained decays by `lr_decay`.
     """
 
     from_step: int
     kept_versions: tuple[tuple[int, str], ...]
     redone: tuple[tuple[BatchMember, ...], ...]
+    num_steps: int | None = None  # more than before; None: as before
+    lr_decay: str | None = None  # set with `num_steps`; of no effect on actions
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ bound needs no extra rule.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dora.core.actions import Action, Publish, ReportDigest, Score
 from dora.core.events import DigestReported, Resumed, TrainerLost, TrainerReplaced
 from dora.core.staleness import Divergence
@@ -59,10 +61,14 @@ def on_resumed(state: State, event: Resumed) -> list[Action]:
     """Resume from the state after the last recorded event, with the trainer at the checkpoint.
 
     Engines, migrations and unanswered actions are lost. Until all later steps are repeated, no group is
-    admitted. Unfinished requests restart on their own version once it is published again.
+    admitted. Unfinished requests restart on their own version once it is published again. A run that gets
+    more steps keeps the deadlines of its groups, which are no later than the new last step allows.
     """
     kept = dict(event.kept_versions)
     _check_resumable(state, event, kept)
+    if event.num_steps is not None:
+        state.limits = replace(state.limits, num_steps=event.num_steps)
+        state.admissible_cache.clear()
     _lose_engines(state)
     _restore_batches(state, event)
     state.divergence = Divergence()  # measured again in the repeated steps
@@ -84,6 +90,9 @@ def _check_resumable(state: State, event: Resumed, kept: dict[int, str]) -> None
     require(num_redone >= 0, event, "the checkpoint must not be ahead of the trained steps", num_trained)
     is_complete = len(event.redone) == num_redone
     require(is_complete, event, "redone must have every trained step since the checkpoint", num_trained)
+    before = state.limits.num_steps
+    is_longer = event.num_steps is None or event.num_steps > before
+    require(is_longer, event, "num_steps can only grow", before)
     needed = {*state.num_unfinished, *([state.evaluation.version] if state.evaluation else [])}
     missing = [v for v in sorted(needed) if v < event.from_step and v not in kept]
     require(not missing, event, "every pinned version before the checkpoint must be kept", missing)

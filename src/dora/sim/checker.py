@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from dora.core.actions import (
@@ -196,6 +197,9 @@ class Checker:
         self._redo_until = max({self._redo_until, *self.store})
         self.store = {version for version, _ in event.kept_versions}
         self.steps.on_run_crashed(event.from_step)
+        if event.num_steps is not None:
+            self.limits = replace(self.limits, num_steps=event.num_steps)
+            self.evaluation.num_steps = event.num_steps
 
     # Actions
 
@@ -647,7 +651,7 @@ class EvaluationChecker:
     """Evaluations: one at a time, each prompt scored once, on few rows while training runs."""
 
     def __init__(self, limits: Limits) -> None:
-        self._rule, self._num_steps = limits.evaluation, limits.num_steps
+        self._rule, self.num_steps = limits.evaluation, limits.num_steps
         self.version: int | None = None  # of the running evaluation
         self.running: set[RequestId] = set()  # generated and not ended
         self._last_due = 0  # version
@@ -672,7 +676,7 @@ class EvaluationChecker:
 
     def on_published(self, version: int) -> None:
         rule, self._newest = self._rule, max(self._newest, version)
-        if rule and self._last_due < version < self._num_steps and version % rule.every == 0:
+        if rule and self._last_due < version < self.num_steps and version % rule.every == 0:
             self._last_due = self._due = version
 
     def end(self, request: RequestId, *, is_failed: bool) -> None:

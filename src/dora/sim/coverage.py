@@ -103,6 +103,8 @@ MARKS = (
     "request: finished before it was aborted",
     "resume: requests wait for a version that is trained again",
     "resume: with complete batches that were not trained",
+    "resume: with more steps",
+    "resume: with more steps, after the last one",
     "skip: an engine skips a version",
     "step: measured before",
     "train: again after a failure",
@@ -249,6 +251,9 @@ class CoverageMarks:
             self._mark("resume: requests wait for a version that is trained again")
         if checker.next_step > checker.steps.num_trained:
             self._mark("resume: with complete batches that were not trained")
+        if event.num_steps is not None:
+            is_over = checker.steps.num_trained == checker.limits.num_steps
+            self._mark("resume: with more steps, after the last one" if is_over else "resume: with more steps")
 
     def _on_trainer_lost(self, event: TrainerLost) -> None:
         steps = self._checker.steps

@@ -23,6 +23,8 @@ from dora.sim.world import MAX_REDONE_STEPS, Deadlock, World
 
 MAX_EVENTS = 20_000  # maximum events of a world; a run with more makes no progress
 MAX_RUN_CRASHES = 4  # in a world
+EXTENSION_RATE = 0.3  # of resumptions that give the run more steps, and of finished runs that resume
+MAX_MORE_STEPS = 5
 NUM_COMPARED = 10  # events after an orchestrator crash that the crashed one handles, too
 CHECK_STATE_EVERY = 40  # events between two checks of the orchestrator's whole state
 
@@ -122,7 +124,9 @@ class _SimulatedRun:
         while True:
             self._execute(actions)
             if self.orchestrator.done:
-                return self.checker.finish()
+                self.checker.finish()
+                if not self._run_crashes.takes_end_for_crash():
+                    return
             if outcome.num_events % CHECK_STATE_EVERY == 0:
                 self._check_state()
             event = self._crash_run() or world.next_event(self.orchestrator.next_wakeup()) or TimerFired()
@@ -172,8 +176,11 @@ class _SimulatedRun:
             self._crash_orchestrator()
 
     def _crash_run(self) -> Event | None:
-        """Crash every process if a crash is due, and return the event that resumes the run."""
-        if self.world.faults.is_healed or not self._run_crashes.is_due(self.outcome.num_events):
+        """Crash every process if a crash is due, and return the event that resumes the run; a run that is
+        done gets more steps.
+        """
+        is_due = not self.world.faults.is_healed and self._run_crashes.is_due(self.outcome.num_events)
+        if not (is_due or self.orchestrator.done):
             return None
         state, self._crashed = self.orchestrator.snapshot(), None
         resumed = self._run_crashes.resume(state)
@@ -200,11 +207,16 @@ class _SimulatedRun:
 
 
 class _RunCrashes:
-    """Schedules crashes of all processes of a run, and chooses the checkpoint from which the run resumes."""
+    """Schedules crashes of all processes of a run, and chooses the checkpoint from which the run resumes.
+
+    Some runs get more steps when they resume, and some resume after their last step for that.
+    """
 
     def __init__(self, seed: int, every: int | None) -> None:
         """`every`: events between two crashes; None: no crashes."""
         self._rng = Random(f"deaths {seed}")
+        self._steps_rng = Random(f"more steps {seed}")
+        self._continues_after_end = self._steps_rng.random() < EXTENSION_RATE
         self._every = every
         self._num_crashes = self._from_step = 0
         self._batches: dict[int, tuple[BatchMember, ...]] = {}  # of trained steps, as a journal has them
@@ -220,6 +232,11 @@ class _RunCrashes:
         is_due = self._every is not None and num_events > 0 and num_events % self._every == 0
         return is_due and self._num_crashes < MAX_RUN_CRASHES
 
+    def takes_end_for_crash(self) -> bool:
+        """Whether a run that is done resumes with more steps; at most once."""
+        is_due, self._continues_after_end = self._continues_after_end, False
+        return is_due
+
     def resume(self, state: State) -> Resumed:
         """Resume from a checkpoint that is no older than that of the previous crash."""
         self._num_crashes += 1
@@ -229,4 +246,7 @@ class _RunCrashes:
         stored = sorted(state.stored_versions.items())
         kept = tuple((version, digest) for version, digest in stored if version < self._from_step)
         redone = tuple(self._batches[step] for step in range(self._from_step, num_trained))
-        return Resumed(self._from_step, kept, redone)
+        num_steps = None
+        if state.is_stopped or self._steps_rng.random() < EXTENSION_RATE:
+            num_steps = state.limits.num_steps + self._steps_rng.randint(1, MAX_MORE_STEPS)
+        return Resumed(self._from_step, kept, redone, num_steps)
