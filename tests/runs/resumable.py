@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,11 @@ class ResumableRun:
             return {(group, sibling): tuple(rest) for group, sibling, *rest in rows}
 
 
-def check_finished(out: Path, ended: CommandResult) -> None:
-    """The run has finished, and the guarantees hold over all its resumptions."""
+def check_finished(out: Path, ended: CommandResult, evaluated: Sequence[int] = ()) -> None:
+    """The run has finished, and the guarantees hold over all its resumptions.
+
+    `evaluated` are the versions in metrics.jsonl.
+    """
     assert (ended.code, ended.err) == (0, ""), ended
     audit, replay = dora("audit", out), dora("replay", out)
     assert (audit.code, replay.code) == (0, 0), audit.out + replay.out
@@ -65,7 +69,9 @@ def check_finished(out: Path, ended: CommandResult) -> None:
     assert (s["steps"], s["trained_groups"], s["pending_groups"]) == (STEPS, num, 0)
     assert s["trained_samples"] == 2 * num == sum(s["staleness_histogram"].values())
     assert (s["c1"], s["c2"], s["c3"]) == (True, True, True)
-    assert [line["step"] for line in metrics(out)] == list(range(STEPS))
+    evaluations = [line["val/version"] for line in metrics(out) if "val/version" in line]
+    assert evaluations == [*evaluated]
+    assert [line["step"] for line in metrics(out) if "val/version" not in line] == list(range(STEPS))
     assert (out / "checkpoints" / f"step-{STEPS}" / "model.safetensors").is_file()
 
 

@@ -21,6 +21,7 @@ from dora.core.events import (
     TrainerReplaced,
 )
 from dora.core.types import GroupId, Limits, RequestId
+from dora.journal.extensions import extended_limits
 from dora.journal.reader import SampleRow
 from dora.text import plural, step_number
 
@@ -89,6 +90,7 @@ class GroupAudit:
             case Resumed():
                 self._void_steps(record)
                 self._is_stopped, self._max_trained_steps = False, record.from_step
+                self._limits = extended_limits(self._limits, record)
             case TrainerReplaced(from_step, redone):
                 trained = tuple(self._batches[from_step : self._max_trained_steps])
                 self._check(

@@ -18,6 +18,7 @@ from dora.audit import audit
 from dora.core.events import Published
 from dora.core.types import GroupId, Limits, RequestId
 from dora.errors import InputError
+from dora.journal.extensions import extended_limits, find_extensions
 from dora.journal.reader import (
     JOURNAL_FILE,
     JournalLine,
@@ -108,6 +109,9 @@ class RunReader:
         now = self._lines[-1].t_s if self._lines else 0.0
         started = self._lines[0].t_s if self._lines else 0.0
         config, summary = samples.read_config(self._run), _read_object(self._run / SUMMARY_FILE)
+        for extension in find_extensions(line.record for line in self._lines):
+            config.setdefault("run", {})["steps"] = extension.num_steps
+            config.setdefault("trainer", {})["lr_decay"] = extension.lr_decay
         spans = [*self._ended, *self._timeline.open_spans()]
         groups = GroupOutcomes(spans, self._timeline.num_trained)
         return {
@@ -152,6 +156,7 @@ class RunReader:
         self._lines.append(line)
         now, record = line.t_s, line.record
         self._ended += self._timeline.observe(now, record)
+        self._limits = extended_limits(self._limits, record)
         if isinstance(record, Published):
             missing = record.version + 1 - len(self._published)
             self._published += [now] * missing  # None for a redone version

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -120,6 +121,7 @@ def resume(
     remove_stale_control_dir(run)
     if has_recorded_events(run):
         with _previous_run(setup) as previous:
+            setup = replace(setup, earlier_schedules=previous.earlier_schedules)
             return _run(setup, console, previous, gateway)
     check_not_begun(run)
     run_dir.reclaim(run, config)
@@ -134,7 +136,7 @@ def _inputs(config: Config) -> str:
 @contextlib.contextmanager
 def _previous_run(setup: RunSetup) -> Iterator[PreviousRun]:
     """The state that the recorded files give. The journal, which may be long, is not kept in memory."""
-    journal = read_recorded_journal(setup.out, setup.num_prompts)
+    journal = read_recorded_journal(setup.out, setup.num_prompts, setup.config.run.steps)
     store = SampleStore(setup.out / SAMPLES, fsync=setup.config.journal.fsync)
     with contextlib.closing(store) as samples:
         previous = read_previous_run(setup, journal, samples)
@@ -418,6 +420,9 @@ class _Session:
             f"{plural(previous.resumed.from_step, 'trained step')} kept, "
             f"{len(previous.resumed.redone)} redone"
         )
+        if (num_steps := previous.resumed.num_steps) is not None:
+            before = self._orchestrator.snapshot().limits.num_steps
+            self._console.notice(f"the run has {num_steps} steps from now on, {before} before")
 
     def _send_commitments(self) -> None:
         """Send a new trainer the groups committed to its next steps."""

@@ -37,7 +37,7 @@ from dora.stream.storage import SEGMENT_BYTES
 from dora.text import plural, size
 from dora.trainer.critic import CriticSettings
 from dora.trainer.lora import LoraSettings
-from dora.trainer.recipe import Correction
+from dora.trainer.recipe import Correction, EarlierSchedule
 from dora.trainer.trainer import TrainerSettings
 
 UPLOADED_PROMPTS = "prompts.jsonl"  # in the run folder
@@ -152,6 +152,7 @@ class RunSetup:
     prompts: PromptEncoder
     dataset: Dataset
     held_out: Dataset | None
+    earlier_schedules: tuple[EarlierSchedule, ...] = ()  # of a run that got more steps
 
     @classmethod
     def make(cls, config: Config, out: Path) -> RunSetup:
@@ -455,6 +456,7 @@ class RunSetup:
             num_steps=config.run.steps,
             warmup_steps=config.trainer.warmup_steps,
             lr_decay=config.trainer.lr_decay,
+            earlier_schedules=self.earlier_schedules,
             weight_decay=config.trainer.weight_decay,
             max_grad_norm=config.trainer.max_grad_norm,
             clip_ratio_low=config.algorithm.clip_ratio_low,
@@ -514,6 +516,7 @@ class RunSetup:
             num_steps=self.config.run.steps,
             warmup_steps=critic.warmup_steps,
             lr_decay=trainer.lr_decay,
+            earlier_schedules=self.earlier_schedules,
             weight_decay=trainer.weight_decay,
             max_grad_norm=critic.max_grad_norm,
             ppo_epochs=critic.ppo_epochs,

@@ -23,7 +23,7 @@ from dora.trainer.loss import value_loss
 from dora.trainer.optimizer import Bf16Weights, FlatAdamW, learning_rate, snapshot_local_state
 from dora.trainer.packing import balanced_micro_batches, pack_samples, split_mini_batches
 from dora.trainer.policy import Policy
-from dora.trainer.recipe import Dtype, LrDecay
+from dora.trainer.recipe import Dtype, EarlierSchedule, LrDecay
 from dora.trainer.settings import Sample
 
 _HEAD = "score.weight", "score.bias"
@@ -42,6 +42,7 @@ class CriticSettings:
     num_steps: int
     warmup_steps: int = 0
     lr_decay: LrDecay = "linear"
+    earlier_schedules: tuple[EarlierSchedule, ...] = ()  # as in TrainerSettings
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     ppo_epochs: int = 1
@@ -152,7 +153,14 @@ class Critic:
         settings, batch = self.settings, self._batch
         if batch is None:
             raise RunError("critic: this step has no batch; call compute_advantages before each update")
-        rate = learning_rate(settings.lr, step, settings.warmup_steps, settings.num_steps, settings.lr_decay)
+        rate = learning_rate(
+            settings.lr,
+            step,
+            settings.warmup_steps,
+            settings.num_steps,
+            settings.lr_decay,
+            settings.earlier_schedules,
+        )
         pairs = zip(batch.samples, batch.returns, strict=True)
         answers = [(s, returns) for s, returns in pairs if s.token_ids]
         lengths = [s.num_loss_tokens for s, _ in answers]

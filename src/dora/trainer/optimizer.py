@@ -22,6 +22,7 @@ from torch.optim.adamw import adamw
 
 from dora.errors import RunError
 from dora.model.weights import WeightLayout
+from dora.trainer.recipe import EarlierSchedule
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -225,8 +226,20 @@ def _clip_factor(norm: float, max_norm: float) -> float:
     return max_norm / norm if norm > max_norm else 1.0
 
 
-def learning_rate(peak: float, step: int, warmup_steps: int, num_steps: int, decay: str) -> float:
-    """Rate of the 0-based `step`: linear warm-up to `peak`, then constant or linear to 0 at `num_steps`."""
+def learning_rate(
+    peak: float,
+    step: int,
+    warmup_steps: int,
+    num_steps: int,
+    decay: str,
+    earlier: Sequence[EarlierSchedule] = (),
+) -> float:
+    """Rate of the 0-based `step`: linear warm-up to `peak`, then constant or linear to 0 at `num_steps`.
+
+    Steps of an `earlier` schedule of the same run have the rate of the first one that covers them.
+    """
+    covering = (schedule for schedule in earlier if step < schedule.until_step)
+    _, num_steps, decay = next(covering, (None, num_steps, decay))
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     if decay == "constant":

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dora.errors import ConfigError
 
@@ -25,6 +25,15 @@ TokenCorrection = Literal["none", "tis", "icepop"]
 SequenceCorrection = Literal["none", "mis"]
 LrDecay = Literal["linear", "constant"]
 Dtype = Literal["float32", "bfloat16"]  # of forward and backward passes, and of engines
+
+
+class EarlierSchedule(NamedTuple):
+    """The learning-rate schedule of the steps before `until_step`, in a run that then got more steps."""
+
+    until_step: int
+    num_steps: int  # that the run had
+    lr_decay: LrDecay
+
 
 # The rewards that an estimator needs before it computes the first advantage. Scope "batch" rules out gradient
 # accumulation while the batch fills: a clipped loss cannot be rescaled afterwards by a mean and a deviation.

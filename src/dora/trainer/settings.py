@@ -10,13 +10,23 @@ from numpy.typing import NDArray
 
 from dora.trainer.lora import LoraSettings
 from dora.trainer.loss import LossSettings
-from dora.trainer.recipe import LOSS_TRAITS, Correction, Dtype, KLEstimator, LossAggMode, LrDecay, PolicyLoss
+from dora.trainer.recipe import (
+    LOSS_TRAITS,
+    Correction,
+    Dtype,
+    EarlierSchedule,
+    KLEstimator,
+    LossAggMode,
+    LrDecay,
+    PolicyLoss,
+)
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
     """Settings of `Trainer`. `num_steps` is the length of the run, where a linear decay reaches 0.
 
+    A run that got more steps when it was resumed has `earlier_schedules`, in order.
     `loss_scale_factor` (tokens) is the divisor of seq-mean-token-sum-norm. With `mini_batch_tokens` a step
     takes several updates of about this many response tokens each, and divides their gradients by it.
     `temperature` is the sampling temperature of the samples. At most `logits_chunk_tokens` rows of vocabulary
@@ -28,6 +38,7 @@ class TrainerSettings:
     num_steps: int
     warmup_steps: int = 10
     lr_decay: LrDecay = "linear"
+    earlier_schedules: tuple[EarlierSchedule, ...] = ()
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0

@@ -159,7 +159,12 @@ class Trainer:
         """All updates of the step, at one learning rate."""
         settings, metrics = self.settings, self._metrics
         lr = learning_rate(
-            settings.lr, self.num_steps_done, settings.warmup_steps, settings.num_steps, settings.lr_decay
+            settings.lr,
+            self.num_steps_done,
+            settings.warmup_steps,
+            settings.num_steps,
+            settings.lr_decay,
+            settings.earlier_schedules,
         )
         mini_batches = self._mini_batches()
         divisor = max(1, batch_divisor(self._num_tokens, settings.loss_agg_mode))

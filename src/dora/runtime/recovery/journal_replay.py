@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,21 @@ from dora.core.events import (
 from dora.core.state import State
 from dora.core.types import BatchMember, GroupId, ProtocolError, RequestId
 from dora.errors import InputError
+from dora.journal.extensions import find_extensions
 from dora.journal.reader import JOURNAL_FILE, Journal, JournalLine
 from dora.journal.replay import group_by_event
 from dora.metrics.evaluation import VERSION_KEY, EvaluationTracker
 from dora.metrics.rollout import MigrationMetrics
 from dora.metrics.run import RunMetrics, TimedOrchestrator
 from dora.model.weights import weight_digest
-from dora.runtime.recovery.resume import check_initial_weights, find_checkpoint
+from dora.runtime.recovery.resume import check_initial_weights, earlier_schedules, find_checkpoint
 from dora.runtime.run_dir import SAMPLES
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
 from dora.stream.sample_db import SampleStore
 from dora.text import plural
 from dora.trainer.checkpoint import SNAPSHOT_FILE, VERSIONS_FOLDER
+from dora.trainer.recipe import EarlierSchedule
 from dora.weights.store import WeightStore
 
 MAX_COMPARED_PROMPTS = 1000  # with the dataset
@@ -74,6 +76,7 @@ class PreviousRun:
     resumed: Resumed
     checkpoint: Path | None  # None: resume from the initial weights
     digest: str | None  # of version `resumed.from_step`, if it was published
+    earlier_schedules: tuple[EarlierSchedule, ...]  # of the learning rate, if the run got more steps
     next_seq: int  # number of journal lines
     now_s: float  # time of the last line
     unrecorded_actions: list[Action]  # of the last event, cut off before they were written
@@ -118,7 +121,7 @@ def read_previous_run(setup: RunSetup, journal: Journal, samples: SampleStore) -
     step, checkpoint, warnings = find_checkpoint(setup.out, len(lines))
     check_initial_weights(setup.config, journal, has_checkpoint=checkpoint is not None)
     voided = _voided_lines(lines, step)
-    replay = _JournalReplay(setup, samples, voided, checkpoint)
+    replay = _JournalReplay(setup, samples, voided, checkpoint, journal.limits.num_steps)
     for event, actions in group_by_event(lines):
         replay.replay(event, actions)
     records = [*((seq, record) for seq, _, record in lines), *((-1, a) for a in replay.unrecorded_actions)]
@@ -130,6 +133,7 @@ def read_previous_run(setup: RunSetup, journal: Journal, samples: SampleStore) -
     _restore_samples(setup, replay.orchestrator.snapshot(), resumed, replay.sample_book, samples, repairs)
     published = (r for _, _, r in lines if isinstance(r, Published | DigestReported))
     digests = [event.digest for event in published if event.version == step]
+    extensions = find_extensions([*(line.record for line in lines), resumed])
     return PreviousRun(
         orchestrator=replay.orchestrator,
         metrics=replay.metrics,
@@ -139,6 +143,7 @@ def read_previous_run(setup: RunSetup, journal: Journal, samples: SampleStore) -
         resumed=resumed,
         checkpoint=checkpoint,
         digest=digests[-1] if digests else None,
+        earlier_schedules=earlier_schedules(setup.out, journal.limits.num_steps, extensions),
         next_seq=len(lines),
         now_s=lines[-1].t_s,
         unrecorded_actions=replay.unrecorded_actions,
@@ -151,10 +156,16 @@ class _JournalReplay:
     """Replays a journal into a new orchestrator, with new metrics and a new sample book."""
 
     def __init__(
-        self, setup: RunSetup, samples: SampleStore, voided: set[int], checkpoint: Path | None
+        self,
+        setup: RunSetup,
+        samples: SampleStore,
+        voided: set[int],
+        checkpoint: Path | None,
+        num_steps: int,
     ) -> None:
-        """`voided` are the lines of training steps that are redone."""
-        self.orchestrator = TimedOrchestrator(setup.limits)
+        """`voided` are the lines of training steps that are redone; the run began with `num_steps` steps."""
+        self._config = setup.config
+        self.orchestrator = TimedOrchestrator(replace(setup.limits, num_steps=num_steps))
         self.sample_book = SampleBook(setup, samples)
         migrations = MigrationMetrics(lambda group: len(setup.prompt_ids(group)))
         self.metrics = RunMetrics(setup.limits, self.sample_book, migrations)
@@ -201,7 +212,11 @@ class _JournalReplay:
             if version < step and version in files
         )
         num_trained = state.num_trained // state.limits.batch_size
-        return Resumed(step, kept, tuple(self._batches[k] for k in range(step, num_trained)))
+        redone = tuple(self._batches[k] for k in range(step, num_trained))
+        num_steps = self._config.run.steps
+        if num_steps == state.limits.num_steps:
+            return Resumed(step, kept, redone)
+        return Resumed(step, kept, redone, num_steps, self._config.trainer.lr_decay)
 
     def _keep_batch(self, event: Event | None) -> None:
         """Keep the batch of a trained step before the orchestrator forgets it; a redone step has none."""

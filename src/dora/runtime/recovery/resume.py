@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from dora.core.actions import Stop
 from dora.core.events import Published
 from dora.engine.kernels.workspace import DTYPES
 from dora.errors import InputError
+from dora.journal.extensions import Extension, find_extensions, read_extensions
 from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, Journal, explain_missing_run, read_journal
 from dora.model.pretrained import load_pretrained
 from dora.model.weights import weight_digest
@@ -29,6 +31,7 @@ from dora.runtime.run_dir import INCOMING_PARTS, is_running
 from dora.text import plural
 from dora.trainer.checkpoint import SNAPSHOT_FILE
 from dora.trainer.checkpoint_folders import checkpoint_folders, find_damage, recover_replaced, remove_after
+from dora.trainer.recipe import EarlierSchedule
 
 SUMMARY = "summary.json"
 CHANGEABLE_KEYS = (  # neither the guarantees nor the computed weights depend on these
@@ -65,6 +68,9 @@ CHANGEABLE_KEYS = (  # neither the guarantees nor the computed weights depend on
     "service.linger_s",
 )
 
+LR_DECAY = "trainer.lr_decay"
+EXTENSION_KEYS = ("run.steps", LR_DECAY)  # these may change if the run gets more steps
+
 
 def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
     """The configuration to resume a run with. Raises InputError if the run or an override forbids it."""
@@ -73,16 +79,62 @@ def resumed_config(run: Path, overrides: Sequence[str]) -> Config:
         raise InputError(f"--resume {explain_missing_run(run, CONFIG_FILE)}")
     if is_running(run):
         raise InputError(f"--resume {run}: this run is in progress; stop it first")
-    config = read_config(path, overrides)
+    extended = _extension_overrides(run)
+    before, config = read_config(path, extended), read_config(path, [*extended, *overrides])
+    is_longer = config.run.steps > before.run.steps
+    changeable = (*CHANGEABLE_KEYS, *(EXTENSION_KEYS if is_longer else ()))
     changed = dict(iter_values(config))
-    for key, old in iter_values(read_config(path)):
+    for key, old in iter_values(before):
         new = changed.get(key)
-        if old != new and not any(fnmatchcase(key, pattern) for pattern in CHANGEABLE_KEYS):
+        if old != new and not any(fnmatchcase(key, pattern) for pattern in changeable):
+            remedy = (
+                "a run can only get more steps; to end it earlier, stop it with Ctrl-C"
+                if key == "run.steps"
+                else f"start another run, or change only {', '.join(CHANGEABLE_KEYS)}"
+            )
             raise InputError(
                 f"--resume {run}: {key} was {old!r} and cannot become {new!r}, because the recorded steps "
-                f"depend on it; start another run, or change only {', '.join(CHANGEABLE_KEYS)}"
+                f"depend on it; {remedy}"
             )
+    if is_longer:
+        _check_schedule(run, before, config, overrides)
     return config
+
+
+def _extension_overrides(run: Path) -> list[str]:
+    """What earlier resumes have changed of the recorded configuration, as overrides."""
+    return [
+        override
+        for extension in read_extensions(run)[-1:]
+        for override in (f"run.steps={extension.num_steps}", f"trainer.lr_decay={extension.lr_decay}")
+    ]
+
+
+def _check_schedule(run: Path, before: Config, config: Config, overrides: Sequence[str]) -> None:
+    """Raises InputError if more steps change a learning rate that the user has not stated anew."""
+    is_stated = any(override.partition("=")[0].strip() == LR_DECAY for override in overrides)
+    if before.trainer.lr_decay != "constant" and not is_stated:
+        steps = before.run.steps
+        raise InputError(
+            f"--resume {run} with run.steps = {config.run.steps}: {LR_DECAY} = {before.trainer.lr_decay!r} "
+            f"lowers the learning rate to 0 at step {steps}, so the schedule of the steps from now on must be "
+            f"stated: --set {LR_DECAY}=constant (trainer.lr = {before.trainer.lr:g} for each of them), or "
+            f"--set {LR_DECAY}=linear (it falls to 0 at step {config.run.steps})"
+        )
+
+
+def earlier_schedules(
+    run: Path, num_steps: int, extensions: Sequence[Extension]
+) -> tuple[EarlierSchedule, ...]:
+    """The learning-rate schedules before the last of a run's `extensions`; it began with `num_steps` steps."""
+    if not extensions:
+        return ()
+    lr_decay: Any = read_config(run / CONFIG_FILE).trainer.lr_decay
+    schedules = []
+    for extension in extensions:
+        schedules.append(EarlierSchedule(extension.from_step, num_steps, lr_decay))
+        num_steps, lr_decay = extension.num_steps, extension.lr_decay
+    return tuple(schedules)
 
 
 def has_recorded_events(run: Path) -> bool:
@@ -92,8 +144,11 @@ def has_recorded_events(run: Path) -> bool:
         return any(line.startswith(b'{"seq": 0,') and line.endswith(b"\n") for line in file)
 
 
-def read_recorded_journal(run: Path, num_prompts: int | None) -> Journal:
-    """The journal of a run to resume. Raises InputError if it cannot be resumed, or has finished."""
+def read_recorded_journal(run: Path, num_prompts: int | None, num_steps: int | None = None) -> Journal:
+    """The journal of a run to resume. Raises InputError if it cannot be resumed, or has finished.
+
+    `num_steps` is how many steps the resumed run has; None: as many as before.
+    """
     journal = read_journal(run)
     if journal.chain_breaks:
         raise InputError(
@@ -112,11 +167,15 @@ def read_recorded_journal(run: Path, num_prompts: int | None) -> Journal:
             "restore the old dataset"
         )
     recover_replaced(run / "checkpoints")
-    if isinstance(journal.lines[-1].record, Stop) and _has_finished(run / SUMMARY):
-        last = checkpoint_folders(run / "checkpoints").get(journal.limits.num_steps)
+    extensions = find_extensions(line.record for line in journal.lines)
+    last_step = extensions[-1].num_steps if extensions else journal.limits.num_steps
+    is_done = num_steps in (None, last_step) and isinstance(journal.lines[-1].record, Stop)
+    if is_done and _has_finished(run / SUMMARY):
+        last = checkpoint_folders(run / "checkpoints").get(last_step)
         if last is not None and not find_damage(last):
             raise InputError(
-                f"--resume {run}: this run has finished all its {journal.limits.num_steps} steps"
+                f"--resume {run}: this run has finished all its {last_step} steps; "
+                "--set run.steps=N, with a larger N, gives it more"
             )
     return journal
 
