@@ -137,15 +137,20 @@ class FakeWorkers:
     def join(self, engine: int, rows: int, slots: int, is_colocated: bool = False) -> None:
         self.deliver(EngineJoined(engine, rows, slots, is_colocated))
 
-    def crash(self, from_step: int, kept: Collection[int] | None = None) -> list[Action]:
-        """Crash the run and resume it from the checkpoint of a step, which keeps older versions."""
+    def crash(
+        self, from_step: int, kept: Collection[int] | None = None, num_steps: int | None = None
+    ) -> list[Action]:
+        """Crash the run and resume it from the checkpoint of a step, which keeps older versions.
+
+        From then on it has `num_steps`, if that is given.
+        """
         state, redone = self.state, tuple(self._batches[from_step:])
         self.pending, self._next_prompt = [], state.next_index
         self._paused, self._decode_only = set(), {}
         del self._batches[from_step:]
         older = tuple((v, digest) for v, digest in state.stored_versions.items() if v < from_step)
         kept_versions = tuple(version for version in older if kept is None or version[0] in kept)
-        return self.deliver(Resumed(from_step, kept_versions, redone))
+        return self.deliver(Resumed(from_step, kept_versions, redone, num_steps))
 
     def lose_trainer(self) -> list[Action]:
         return self.deliver(TrainerLost("killed"))

@@ -135,3 +135,36 @@ def test_the_run_may_crash_again_while_it_redoes_steps() -> None:
     assert not run.actions(Admit)
     run.deliver_all()
     assert run.orchestrator.done
+
+
+def test_a_finished_run_that_gets_more_steps_admits_and_trains_again() -> None:
+    run = new_run(num_steps=8)
+    run.deliver_all()
+    run.emitted.clear()
+    run.crash(from_step=9, num_steps=11)
+    run.join(0, rows=8, slots=3)
+    run.deliver_all()
+    assert run.orchestrator.done
+    assert [action.step for action in run.actions(Train)] == [9, 10]
+    assert {action.deadline for action in run.actions(Admit)} == {10}
+    assert run.state.num_trained == 11 * 2
+
+
+def test_more_steps_move_the_deadlines_of_new_groups_only() -> None:
+    run = new_run(num_steps=4)
+    run.deliver_all(unless=lambda event: isinstance(event, RequestFinished) and event.version == 6)
+    admitted = {action.group: action.deadline for action in run.actions(Admit) if action.version == 6}
+    assert {*admitted.values()} == {8}
+    run.crash(from_step=6, num_steps=20)
+    assert {group: run.state.groups[group].deadline for group in admitted} == admitted
+    run.join(0, rows=8, slots=3)
+    run.deliver_all()
+    assert run.orchestrator.done
+    assert max(action.deadline for action in run.actions(Admit)) == 19
+
+
+@pytest.mark.parametrize("num_steps", [9, 8])
+def test_a_run_can_only_get_more_steps(num_steps: int) -> None:
+    run = new_run(num_steps=5)
+    with pytest.raises(ProtocolError, match="num_steps can only grow"):
+        run.crash(from_step=5, num_steps=num_steps)

@@ -131,6 +131,32 @@ def test_a_redone_version_with_other_weights_is_reported(killed: ResumableRun) -
     assert summary(killed.out)["differing_redone_versions"] >= 1
 
 
+def test_damaged_results_are_repaired_or_named(resumable: ResumableRun) -> None:
+    """A finished run with a damaged summary evaluates again; metrics cannot be computed again."""
+    out = resumable.out
+    assert resumable.start(eval__path="gcd", eval__num_prompts=3).end().code == 0
+    before = contents(out)
+    for name, damage, expected in (
+        ("metrics.jsonl", b'{"step": 0, "t_s\n', "metrics.jsonl, line 1: damaged"),
+        ("metrics.jsonl", b"\x00\xff\n", "metrics.jsonl, line 1: damaged"),
+        ("metrics.jsonl", b"[0]\n", "metrics.jsonl, line 1: damaged"),
+        ("metrics.jsonl", b'{"t_s": 1.0}\n', "metrics.jsonl, line 1: damaged"),
+        ("metrics.jsonl", b'{"step": 0, "mismatch/kl": "x"}\n', "metrics.jsonl, line 1: damaged"),
+        ("eval_before.json", b"{", "eval_before.json is damaged: it must be a JSON object; restore it, or"),
+    ):
+        content = (out / name).read_bytes()
+        (out / name).write_bytes(damage + content)
+        (out / "summary.json").write_bytes(b'{"stopped": ')
+        with pytest.raises(InputError, match=expected):
+            resume(out, (), Console())
+        (out / name).write_bytes(content)
+        assert contents(out) == before
+    ended = resumable.resume().end()
+    assert f"warning: {out / 'summary.json'} is damaged and is written again at the end" in ended.out
+    check_finished(out, ended)
+    assert [found["version"] for found in summary(out)["evaluations"]] == [0, 6]
+
+
 def test_an_error_while_workers_start_ends_them(killed: ResumableRun) -> None:
     trained = [line for line in journal(killed.out) if line["kind"] == "trained"]
     cut_journal(killed.out, trained[3]["seq"])  # so that there are committed groups

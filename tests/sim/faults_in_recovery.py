@@ -1,4 +1,4 @@
-"""Deliberate faults in recovery from a lost trainer, and the message of each."""
+"""Deliberate faults in recovery from a lost trainer or a crash of the run, and the message of each."""
 
 from __future__ import annotations
 
@@ -46,9 +46,14 @@ def the_step_of_a_lost_trainer_stays_active(patch: pytest.MonkeyPatch) -> None:
     after_handling(patch, keep)
 
 
+def more_steps_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recovery, "replace", lambda limits, num_steps: limits)
+
+
 FAULTS: list[tuple[Fault, str]] = [
     (a_version_is_published_again, "C1: version"),
     (steps_are_not_trained_again, "is trained out of order"),
     (a_lost_trainer_is_ignored, "starts without a trainer"),
     (the_step_of_a_lost_trainer_stays_active, "deadlock"),
+    (more_steps_are_ignored, "C3: "),
 ]

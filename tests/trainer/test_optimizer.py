@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LinearLR, SequentialLR
 
 from dora.model.weights import WeightLayout
 from dora.trainer.optimizer import FlatAdamW, learning_rate
+from dora.trainer.recipe import EarlierSchedule
 from dora.trainer.trainer import Trainer
 
 WARMUP, NUM_STEPS, PEAK = 3, 10, 1e-3
@@ -29,6 +30,14 @@ def test_the_learning_rate_is_that_of_torchs_linear_schedules(decay: str) -> Non
         assert rate == pytest.approx(schedule.get_last_lr()[0]), step
         sgd.step()
         schedule.step()
+
+
+def test_steps_before_a_run_got_more_keep_their_rates() -> None:
+    earlier = EarlierSchedule(6, 8, "linear"), EarlierSchedule(9, NUM_STEPS, "constant")
+    rates = [learning_rate(PEAK, step, WARMUP, 20, "linear", earlier) for step in range(20)]
+    assert rates[:6] == [learning_rate(PEAK, step, WARMUP, 8, "linear") for step in range(6)]
+    assert rates[6:9] == [PEAK] * 3
+    assert rates[9:] == [learning_rate(PEAK, step, WARMUP, 20, "linear") for step in range(9, 20)]
 
 
 def test_the_norm_of_many_small_numbers_is_exact() -> None:

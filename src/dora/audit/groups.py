@@ -90,7 +90,9 @@ class GroupAudit:
             case Resumed():
                 self._void_steps(record)
                 self._is_stopped, self._max_trained_steps = False, record.from_step
+                num_before = self._limits.num_steps
                 self._limits = extended_limits(self._limits, record)
+                self._check(self._limits.num_steps >= num_before, "a resume has taken steps from the run")
             case TrainerReplaced(from_step, redone):
                 trained = tuple(self._batches[from_step : self._max_trained_steps])
                 self._check(

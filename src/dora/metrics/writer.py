@@ -69,16 +69,34 @@ class MetricsWriter:
         self._trackers.close()
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of metrics.jsonl; [] without the file. Raises InputError for a damaged line."""
+    complete = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    return [_parse_line(path, number, text) for number, text in enumerate(complete, start=1)]
+
+
+def _parse_line(path: Path, number: int, text: bytes) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+        if type(line["step"]) is int and all(isinstance(value, int | float) for value in line.values()):
+            return dict(line)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
+    raise InputError(
+        f"{path}, line {number}: damaged: it must be a JSON object with a step and numbers; restore the file, "
+        "or remove this line, which charts then lack"
+    )
+
+
 def _truncate(path: Path, from_step: int, evaluated: set[int]) -> list[dict[str, Any]]:
     """Keep only lines of steps before `from_step` and of `evaluated` versions; returns those lines."""
-    complete = path.read_text().split("\n")[:-1] if path.is_file() else []
     kept = [
-        (text, line)
-        for text, line in ((text, json.loads(text)) for text in complete)
+        line
+        for line in read_metrics(path)
         if (line[VERSION_KEY] in evaluated if VERSION_KEY in line else line["step"] < from_step)
     ]
-    write_text_atomically(path, "".join(text + "\n" for text, _ in kept))
-    return [line for _, line in kept]
+    write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 class Tracker(Protocol):

@@ -34,8 +34,14 @@ from dora.journal.replay import group_by_event
 from dora.metrics.evaluation import VERSION_KEY, EvaluationTracker
 from dora.metrics.rollout import MigrationMetrics
 from dora.metrics.run import RunMetrics, TimedOrchestrator
+from dora.metrics.writer import METRICS_FILE, read_metrics
 from dora.model.weights import weight_digest
-from dora.runtime.recovery.resume import check_initial_weights, earlier_schedules, find_checkpoint
+from dora.runtime.recovery.resume import (
+    check_initial_weights,
+    earlier_schedules,
+    find_checkpoint,
+    find_damaged_results,
+)
 from dora.runtime.run_dir import SAMPLES
 from dora.runtime.run_setup import RunSetup
 from dora.runtime.sample_book import SampleBook
@@ -119,6 +125,7 @@ def read_previous_run(setup: RunSetup, journal: Journal, samples: SampleStore) -
     lines = journal.lines
     _check_prompts(setup, samples)
     step, checkpoint, warnings = find_checkpoint(setup.out, len(lines))
+    warnings += find_damaged_results(setup.out)
     check_initial_weights(setup.config, journal, has_checkpoint=checkpoint is not None)
     voided = _voided_lines(lines, step)
     replay = _JournalReplay(setup, samples, voided, checkpoint, journal.limits.num_steps)
@@ -275,9 +282,7 @@ class _JournalReplay:
 
 def _read_mismatches(out: Path) -> dict[int, dict[str, float]]:
     """The `mismatch/*` metrics of each step in metrics.jsonl, as last trained."""
-    path = out / "metrics.jsonl"
-    complete = path.read_text().split("\n")[:-1] if path.is_file() else []
-    steps = [line for line in map(json.loads, complete) if VERSION_KEY not in line]
+    steps = [line for line in read_metrics(out / METRICS_FILE) if VERSION_KEY not in line]
     return {step["step"]: {k: v for k, v in step.items() if k.startswith("mismatch/")} for step in steps}
 
 

@@ -27,7 +27,7 @@ from dora.journal.extensions import Extension, find_extensions, read_extensions
 from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, Journal, explain_missing_run, read_journal
 from dora.model.pretrained import load_pretrained
 from dora.model.weights import weight_digest
-from dora.runtime.run_dir import INCOMING_PARTS, is_running
+from dora.runtime.run_dir import EVAL_BEFORE, INCOMING_PARTS, is_running
 from dora.text import plural
 from dora.trainer.checkpoint import SNAPSHOT_FILE
 from dora.trainer.checkpoint_folders import checkpoint_folders, find_damage, recover_replaced, remove_after
@@ -170,7 +170,7 @@ def read_recorded_journal(run: Path, num_prompts: int | None, num_steps: int | N
     extensions = find_extensions(line.record for line in journal.lines)
     last_step = extensions[-1].num_steps if extensions else journal.limits.num_steps
     is_done = num_steps in (None, last_step) and isinstance(journal.lines[-1].record, Stop)
-    if is_done and _has_finished(run / SUMMARY):
+    if is_done and _has_finished(run):
         last = checkpoint_folders(run / "checkpoints").get(last_step)
         if last is not None and not find_damage(last):
             raise InputError(
@@ -212,9 +212,37 @@ def find_checkpoint(run: Path, num_lines: int) -> tuple[int, Path | None, tuple[
     return 0, None, ()
 
 
-def _has_finished(summary: Path) -> bool:
-    """Whether the run was not stopped early; it may have been stopped in the evaluation after training."""
-    return summary.is_file() and not json.loads(summary.read_text()).get("stopped")
+def _has_finished(run: Path) -> bool:
+    """Whether the run was not stopped early; it may have been stopped in the evaluation after training.
+
+    A damaged summary counts as missing: the resume evaluates again and writes it anew.
+    """
+    summary = _read_json_object(run / SUMMARY)
+    return summary is not None and not summary.get("stopped")
+
+
+def find_damaged_results(run: Path) -> tuple[str, ...]:
+    """A warning if the summary, which a resume replaces, is damaged.
+
+    Raises InputError if the result of the evaluation before training is, which is not measured again.
+    """
+    path = run / EVAL_BEFORE
+    if path.is_file() and _read_json_object(path) is None:
+        raise InputError(
+            f"{path} is damaged: it must be a JSON object; restore it, or remove it: the summary then lacks "
+            "the evaluation before training"
+        )
+    is_damaged = (run / SUMMARY).is_file() and _read_json_object(run / SUMMARY) is None
+    return (f"{run / SUMMARY} is damaged and is written again at the end",) if is_damaged else ()
+
+
+def _read_json_object(path: Path) -> dict[str, Any] | None:
+    """None if the file is missing or damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def prepare_run_dir(run: Path, from_step: int) -> None:
