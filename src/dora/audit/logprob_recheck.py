@@ -266,10 +266,10 @@ class WeightSource:
 def find_weight_sources(run: Path, config: Config) -> dict[int, list[WeightSource]]:
     """Where each version may be stored.
 
-    Version 0 is the initial model, version N the checkpoint of N steps. A checkpoint also keeps the older
+    Version 0 is what the run started with, version N the checkpoint of N steps. A checkpoint also keeps the older
     versions that unfinished requests needed.
     """
-    start = Path(config.model.path)
+    start = Path(config.start[1])
     found: dict[int, list[WeightSource]] = {}
     for step, folder in complete_checkpoints(run / "checkpoints").items():
         found.setdefault(step, []).append(WeightSource(step, folder))

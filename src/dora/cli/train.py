@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -35,6 +36,14 @@ Overrides = Annotated[
         "--set", metavar="SECTION.KEY=VALUE", help="Override a key of the configuration; repeatable."
     ),
 ]
+ContinuedFrom = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="CHECKPOINT",
+        help="Start a new run with weights and optimizer of RUN/checkpoints/step-N; short for --set "
+        "trainer.continue_from=CHECKPOINT.",
+    ),
+]
 ResumedRun = Annotated[
     Path | None, typer.Option("--resume", metavar="RUN", help="Resume a run that was stopped or killed.")
 ]
@@ -51,9 +60,10 @@ def train(
         bool, typer.Option("--dry-run", help="Load and check everything, print the plan, train nothing.")
     ] = False,
     resume: ResumedRun = None,
+    continue_from: ContinuedFrom = None,
 ) -> None:
     """Train a policy."""
-    changes = _changes(overrides, steps, seed)
+    changes = _changes(overrides, steps, seed, continue_from)
     if not dry_run:
         _run(config, out, changes, resume)
     if resume is not None or config is None:
@@ -70,13 +80,17 @@ def serve(
     seed: Seed = None,
     overrides: Overrides = None,
     resume: ResumedRun = None,
+    continue_from: ContinuedFrom = None,
 ) -> None:
     """Train a policy and serve the run over HTTP: see docs/service.md."""
-    _run(config, out, _changes(overrides, steps, seed), resume, is_served=True)
+    _run(config, out, _changes(overrides, steps, seed, continue_from), resume, is_served=True)
 
 
-def _changes(overrides: list[str] | None, steps: int | None, seed: int | None) -> list[str]:
-    short = {"run.steps": steps, "run.seed": seed}
+def _changes(
+    overrides: list[str] | None, steps: int | None, seed: int | None, continue_from: Path | None
+) -> list[str]:
+    checkpoint = None if continue_from is None else json.dumps(str(continue_from))
+    short = {"run.steps": steps, "run.seed": seed, "trainer.continue_from": checkpoint}
     return [*(overrides or []), *(f"{key}={value}" for key, value in short.items() if value is not None)]
 
 
@@ -84,6 +98,10 @@ def _run(
     config: Path | None, out: Path | None, changes: list[str], resume: Path | None, *, is_served: bool = False
 ) -> NoReturn:
     """Start or resume a run, and exit with its code."""
+    if resume is not None and any(change.startswith("trainer.continue_from=") for change in changes):
+        raise typer.BadParameter(
+            "--continue-from starts a new run: leave out --resume, and give a CONFIG file"
+        )
     if (config is None) == (resume is None) or (resume and out):
         raise typer.BadParameter("give either a CONFIG file, or --resume RUN without --out")
     resolved = None if config is None else _read_config(config, changes)

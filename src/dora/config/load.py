@@ -278,6 +278,7 @@ def _resolve_paths(config: Config, folder_of: Callable[[str], Path]) -> Config:
     for section, key in (
         *((section, "path") for section in ("model", "data", "critic", "eval")),
         *((section, "token_file") for section in ("service", "env")),
+        ("trainer", "continue_from"),
     ):
         value, name = getattr(getattr(config, section), key), f"{section}.{key}"
         built_in = BUILT_IN.get(section, ())

@@ -431,6 +431,11 @@ class TrainerSection(Section):
         "when it ends or stops.",
     )
     keep_last: Count = Field(default=2, description="Number of newest checkpoints to keep (count).")
+    continue_from: str | None = Field(
+        default=None,
+        description="Checkpoint of another run whose weights and optimizer moments the run starts with, as "
+        "--continue-from sets it (path). Unset: the weights of model.path and a new optimizer.",
+    )
     backend: str | None = Field(
         default=None,
         description='Class of another training engine, "file.py:Class" or "package.module:Class". Unset: '
@@ -922,6 +927,12 @@ class Config(Section):
         """Whether requests never migrate: placement = static, engines on GPUs, or C1 is broken."""
         is_placed = self.orchestrator.placement == "static" or self.engine.device != "cpu"
         return is_placed or self.breaks_c1
+
+    @property
+    def start(self) -> tuple[str, str]:
+        """The key and the path of the weights of version 0."""
+        path = self.trainer.continue_from
+        return ("model.path", self.model.path) if path is None else ("trainer.continue_from", path)
 
     @property
     def streams_gradients(self) -> bool:

@@ -323,6 +323,7 @@ def _check_trainer_backend(config: Config) -> None:
         "engine.exact_logprobs = true": config.engine.exact_logprobs,
         "algorithm.adv_estimator = gae": _uses_critic(config),
         "trainer.aux_workers": bool(config.trainer.aux_workers),
+        "trainer.continue_from": config.trainer.continue_from is not None,
     }
     if config.trainer.backend is not None:
         for conflict in _true_keys(conflicts):
@@ -364,6 +365,7 @@ def _check_external_trainer(config: Config) -> None:
         "trainer.num_ranks > 1: it manages its own processes": trainer.num_ranks > 1,
         "trainer.lora_rank: it uploads whole versions": trainer.lora_rank > 0,
         "trainer.aux_workers: they assist the run's own trainer": bool(trainer.aux_workers),
+        "trainer.continue_from: it has its own optimizer": trainer.continue_from is not None,
         "trainer.elastic = true: it has its own device": trainer.elastic,
         "orchestrator.placement = colocated: it has its own device": orchestrator.placement == "colocated",
         "engine.exact_logprobs = true: they need DORA-RL's trainer": config.engine.exact_logprobs,

@@ -35,7 +35,8 @@ from dora.runtime.process.messages import CriticSpec, EngineSpec, TrainerSpec
 from dora.runtime.process.resources import DeviceAssignment, is_gpu
 from dora.stream.storage import SEGMENT_BYTES
 from dora.text import plural, size
-from dora.trainer.critic import CriticSettings
+from dora.trainer.continuation import check_start
+from dora.trainer.critic import CriticSettings, ValueLayout
 from dora.trainer.lora import LoraSettings
 from dora.trainer.recipe import Correction, EarlierSchedule
 from dora.trainer.trainer import TrainerSettings
@@ -173,7 +174,17 @@ class RunSetup:
         for dataset in filter(None, (setup.dataset, setup.held_out)):
             setup.check_lengths(dataset)
         setup.check_memory()
+        setup.check_start()
         return setup
+
+    def check_start(self) -> None:
+        """Raises ModelError if the checkpoint in trainer.continue_from does not fit the run."""
+        if self._continued is None:
+            return
+        num_critic_weights = 0
+        if self.config.algorithm.adv_estimator == "gae":
+            num_critic_weights = ValueLayout(load_config(self._critic_spec.model)).numel
+        check_start(self._continued, Path(self.config.model.path), self.lora, num_critic_weights)
 
     def check_memory(self) -> None:
         """Raises ConfigError if what processes share fits neither the memory nor the disk of this machine."""
@@ -253,6 +264,12 @@ class RunSetup:
     def is_recorded(self, group: GroupId) -> bool:
         """Whether the journal records it: all groups but those of evaluations before and after training."""
         return not group.is_held_out or 0 < -1 - group.epoch < self.config.run.steps
+
+    @property
+    def _continued(self) -> Path | None:
+        """The checkpoint of another run with which this one starts."""
+        path = self.config.trainer.continue_from
+        return None if path is None else Path(path)
 
     @property
     def aux_columns(self) -> tuple[str, ...]:
@@ -489,6 +506,7 @@ class RunSetup:
             max_staleness=config.orchestrator.max_staleness,
             exact_engine=self.engine_spec(weights, engine=0) if config.engine.exact_logprobs else None,
             checkpoint=checkpoint,
+            continued=self._continued,
             device=self.devices.trainer_device(),
             published_dtype=config.engine.dtype,
             peak_tflops=config.metrics.peak_tflops,

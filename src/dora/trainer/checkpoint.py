@@ -19,6 +19,7 @@ from dora.model.config import ModelConfig
 from dora.model.pretrained import load_pretrained, save_pretrained
 from dora.trainer.checkpoint_folders import find_damage, write_manifest
 
+OPTIMIZER_FILE = "optimizer.pt"  # the trainer's state
 SNAPSHOT_FILE = "core.json"  # the orchestrator's state, and the number of journal lines that led to it
 VERSIONS_FOLDER = "versions"  # older versions, in the format of the weight store
 _TOKENIZER_FILES = (
@@ -62,7 +63,7 @@ def save_checkpoint(
             (draft / name).write_bytes(content)
         else:
             (draft / name).write_text(content)
-    torch.save({"step": step, "trainer": state}, draft / "optimizer.pt")
+    torch.save({"step": step, "trainer": state}, draft / OPTIMIZER_FILE)
     write_manifest(draft)
     if fsync:
         _fsync_folder(draft)
@@ -76,9 +77,9 @@ def save_checkpoint(
 
 def load_checkpoint(folder: Path) -> tuple[ModelConfig, Tensor, dict[str, Any], int]:
     """Config, flat weights [numel], trainer state and step of a checkpoint. Raises ModelError."""
-    path = folder / "optimizer.pt"
+    path = folder / OPTIMIZER_FILE
     if not path.is_file():
-        raise ModelError(f"{folder} has no optimizer.pt: it is a model, not a checkpoint to resume from")
+        raise ModelError(f"{folder} has no {OPTIMIZER_FILE}: it is a model, not a checkpoint to resume from")
     if damage := find_damage(folder):
         raise ModelError(f"{folder} is damaged: {damage}; remove it")
     config, flat = load_pretrained(folder)

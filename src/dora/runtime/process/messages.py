@@ -74,9 +74,10 @@ class CriticSpec:
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """One rank of the trainer, which starts with the weights of `model` or of `checkpoint`.
+    """One rank of the trainer, which starts with `checkpoint`, else with `continued`, else with `model`.
 
-    The driver sends messages to rank 0 only.
+    `continued` is a checkpoint of another run, whose steps do not count. The driver sends messages to rank 0
+    only.
     """
 
     model: Path
@@ -88,6 +89,7 @@ class TrainerSpec:
     max_staleness: int = 0
     exact_engine: EngineSpec | None = None  # exact mode: log-probs are computed as this engine does
     checkpoint: Path | None = None
+    continued: Path | None = None
     device: str = "cpu"
     published_dtype: str = "float32"
     peak_tflops: float | None = None

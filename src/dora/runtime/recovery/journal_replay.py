@@ -111,7 +111,8 @@ class PreviousRun:
     def check_published(self, version: int, digest: str, setup: RunSetup) -> None:
         """Raises InputError if the version to resume from has other weights than when it was published."""
         if version == self.resumed.from_step and self.digest not in (None, digest):
-            origin = self.checkpoint or f"model.path = {setup.config.model.path!r}"
+            key, path = setup.config.start
+            origin = self.checkpoint or f"{key} = {path!r}"
             raise InputError(
                 f"{origin} does not hold version {version} with the published digest; restore the old files"
             )

@@ -265,17 +265,18 @@ def critic_digest(config: Config) -> str | None:
 
 
 def check_initial_weights(config: Config, journal: Journal, *, has_checkpoint: bool) -> None:
-    """Raises InputError if model.path or critic.path holds other weights than when the run began.
+    """Raises InputError if the run would now start with other weights of the policy or the critic.
 
     The initial policy is needed even with a checkpoint: the reference policy and LoRA adapters are relative
-    to it. The journal has its digest as that of version 0. A critic is complete in every checkpoint.
+    to it. The journal has its digest as that of version 0. A critic is complete in every checkpoint. With
+    trainer.continue_from the setup of the run has compared adapters with their base.
     """
+    key, path = config.start
+    is_merged = key != "model.path" and config.trainer.lora_rank > 0  # on the device of the trainer
     published = (r.digest for _, _, r in journal.lines if isinstance(r, Published) and r.version == 0)
     digest = next(published, None)
-    if digest not in (None, _digest(config.model.path, DTYPES[config.engine.dtype])):
-        _refuse(
-            "model.path", config.model.path, f"the weights that the run started with (version 0, {digest})"
-        )
+    if not is_merged and digest not in (None, _digest(path, DTYPES[config.engine.dtype])):
+        _refuse(key, path, f"the weights that the run started with (version 0, {digest})")
     digest = journal.critic_digest
     if digest is not None and not has_checkpoint and digest != critic_digest(config):
         _refuse("critic.path", str(config.critic.path), "the weights that the critic started with")

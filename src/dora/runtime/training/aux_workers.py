@@ -40,7 +40,7 @@ from dora.runtime.process.resources import use_device
 from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
 from dora.stream.run_stream import GroupReader
 from dora.stream.sample_db import StoredSample
-from dora.trainer.checkpoint import load_checkpoint
+from dora.trainer.continuation import load_start
 from dora.trainer.critic import Critic, initial_critic_weights
 from dora.trainer.learner import ComputeLogprobs
 from dora.trainer.logprobs import GroupLogprobs
@@ -238,8 +238,8 @@ def _make_worker(spec: AuxWorkerSpec, groups: GroupStream) -> AuxWorker:
     device, trainer = use_device(spec.device), spec.trainer
     if spec.column == "values":
         critic, num_steps_done = make_critic(trainer, device), 0
-        if trainer.checkpoint is not None:
-            _, _, state, num_steps_done = load_checkpoint(trainer.checkpoint)
+        if (saved := load_start(trainer.checkpoint, trainer.continued)) is not None:
+            _, state, num_steps_done = saved
             critic.flat.copy_(state["critic"]["flat"])
             critic.load_state_dict(state["critic"]["optimizer"])
         return CriticWorker(

@@ -38,7 +38,7 @@ from dora.runtime.training.aux_workers import (
 from dora.runtime.training.checkpoints import ExtraFiles, write_checkpoint
 from dora.stream.run_stream import GroupReader
 from dora.stream.sample_db import StoredSample
-from dora.trainer.checkpoint import load_checkpoint
+from dora.trainer.continuation import load_start
 from dora.trainer.critic import with_advantages
 from dora.trainer.lora import peft_files
 from dora.trainer.perf import StepTimer
@@ -122,7 +122,7 @@ class _TrainerWorker:
 
 
 def _make_trainer(spec: TrainerSpec, versions: RecentVersions) -> TrainingEngine:
-    """A trainer with the weights of `spec.model` or of a checkpoint. The reference policy is `spec.model`."""
+    """A trainer as `spec` has it; the reference policy is always that of `spec.model`."""
     if spec.backend is not None:
         return backends.make_trainer(spec)
     device = use_device(spec.device)
@@ -131,10 +131,11 @@ def _make_trainer(spec: TrainerSpec, versions: RecentVersions) -> TrainingEngine
         return _make_sharded_trainer(spec, config, start, versions)
     start, exact_logprobs = start.to(device), make_exact_logprobs(spec, config)
     critic = None if spec.critic is None or "values" in spec.columns else make_critic(spec, device)
-    if spec.checkpoint is None:
+    saved = load_start(spec.checkpoint, spec.continued)
+    if saved is None:
         return Trainer(config, start, spec.settings, None, exact_logprobs, versions.get, critic=critic)
-    _, flat, state, _ = load_checkpoint(spec.checkpoint)
-    if spec.settings.lora is not None:  # adapters are relative to the weights that the run started with
+    flat, state, _ = saved
+    if spec.settings.lora is not None:  # adapters are relative to the weights of spec.model
         flat = start.clone()
     trainer = Trainer(
         config, flat.to(device), spec.settings, start, exact_logprobs, versions.get, critic=critic
@@ -149,9 +150,7 @@ def _make_sharded_trainer(
     """Rank 0 of several. The whole weights [numel] stay on the CPU, shards are on the device of each rank."""
     from dora.trainer.distributed import DistributedLearner
 
-    flat, state = start, None
-    if spec.checkpoint is not None:
-        _, flat, state, _ = load_checkpoint(spec.checkpoint)
+    flat, state, _ = load_start(spec.checkpoint, spec.continued) or (start, None, 0)
     learner = DistributedLearner(_join_ranks(spec), config, flat, spec.settings, start)
     trainer = Trainer(config, flat, spec.settings, None, None, versions.get, learner)
     if state is not None:
