@@ -38,7 +38,9 @@ def other(task: Path, resumable: ResumableRun) -> ResumableRun:
     return ResumableRun(task, resumable.out.with_name("other"))
 
 
-def test_the_first_step_is_that_of_the_uninterrupted_run(resumable: ResumableRun, other: ResumableRun) -> None:
+def test_the_first_step_is_that_of_the_uninterrupted_run(
+    resumable: ResumableRun, other: ResumableRun
+) -> None:
     """Only if the moments of the optimizer are kept, too."""
     assert resumable.start(**REPEATED, run__steps=3).end().code == 0
     checkpoint = resumable.out / "checkpoints" / "step-2"
@@ -74,7 +76,7 @@ def test_a_continued_run_is_resumed_and_audited(
     with pytest.raises(InputError, match="has finished all its"):
         resume(other.out, (), Console())
     shutil.copyfile(other.task.parent / "start" / "model.safetensors", checkpoint / "model.safetensors")
-    with pytest.raises(ModelError, match="the checkpoint is damaged: model.safetensors differs"):
+    with pytest.raises(ModelError, match=r"the checkpoint is damaged: model\.safetensors differs"):
         resume(other.out, (f"run.steps={STEPS + 1}", "trainer.lr_decay=constant"), Console())
 
 

@@ -266,8 +266,8 @@ class WeightSource:
 def find_weight_sources(run: Path, config: Config) -> dict[int, list[WeightSource]]:
     """Where each version may be stored.
 
-    Version 0 is what the run started with, version N the checkpoint of N steps. A checkpoint also keeps the older
-    versions that unfinished requests needed.
+    Version 0 is what the run started with, version N the checkpoint of N steps. A checkpoint also keeps the
+    older versions that unfinished requests needed.
     """
     start = Path(config.start[1])
     found: dict[int, list[WeightSource]] = {}

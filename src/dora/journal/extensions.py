@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dora.core.actions import Action
 from dora.core.events import Event, Resumed
 from dora.core.types import Limits
-from dora.journal.reader import JOURNAL_FILE, read_line
+from dora.journal.reader import JOURNAL_FILE, JournalLine, read_line
 
 
 class Extension(NamedTuple):
@@ -36,11 +36,12 @@ def read_extensions(run: Path) -> tuple[Extension, ...]:
     if not path.is_file():
         return ()
     with path.open("rb") as lines:  # few lines are resumes: all others are skipped unparsed
-        return find_extensions(
-            read_line(path, number, line).record
+        found = [
+            read_line(path, number, line)
             for number, line in enumerate(lines, start=1)
             if b'"kind": "resumed"' in line and line.endswith(b"\n")
-        )
+        ]
+    return find_extensions(line.record for line in found if isinstance(line, JournalLine))
 
 
 def extended_limits(limits: Limits, record: Event | Action) -> Limits:

@@ -83,8 +83,8 @@ def _parse_line(path: Path, number: int, text: bytes) -> dict[str, Any]:
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
     raise InputError(
-        f"{path}, line {number}: damaged: it must be a JSON object with a step and numbers; restore the file, "
-        "or remove this line, which charts then lack"
+        f"{path}, line {number}: damaged: it must be a JSON object with a step and numbers; restore the "
+        "file, or remove this line, which charts then lack"
     )
 
 

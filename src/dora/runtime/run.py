@@ -271,8 +271,8 @@ class _Session:
         if self._previous is None:
             if config.trainer.continue_from is not None:
                 self._console.notice(
-                    f"weights and optimizer are those of {config.trainer.continue_from}; steps, learning-rate "
-                    "schedule and dataset begin anew"
+                    f"weights and optimizer are those of {config.trainer.continue_from}; steps, "
+                    "learning-rate schedule and dataset begin anew"
                 )
             self._evaluate_initial_policy()
             self._metrics.start(executor.now)

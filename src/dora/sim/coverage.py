@@ -253,7 +253,9 @@ class CoverageMarks:
             self._mark("resume: with complete batches that were not trained")
         if event.num_steps is not None:
             is_over = checker.steps.num_trained == checker.limits.num_steps
-            self._mark("resume: with more steps, after the last one" if is_over else "resume: with more steps")
+            self._mark(
+                "resume: with more steps, after the last one" if is_over else "resume: with more steps"
+            )
 
     def _on_trainer_lost(self, event: TrainerLost) -> None:
         steps = self._checker.steps

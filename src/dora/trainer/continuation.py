@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from dora.trainer.checkpoint_folders import MANIFEST, find_damage
 from dora.trainer.lora import LoraAdamW, LoraSettings
 
 _MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
-_RTOL, _ATOL = 1e-4, 1e-5  # rounding of merged adapters on another device
+_RTOL, _ATOL = 1e-5, 1e-6  # rounding of merged adapters on another device
 
 
 def load_start(checkpoint: Path | None, continued: Path | None) -> tuple[Tensor, dict[str, Any], int] | None:
@@ -58,8 +59,11 @@ def _misfit(folder: Path, model: Path, lora: LoraSettings | None, num_critic_wei
     config, saved_config = load_config(model), load_config(folder)
     if differing := _differing(saved_config, config):
         return f"it has another architecture than model.path: {differing}: set model.path to that of its run"
-    saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True, mmap=True)
-    state = saved["trainer"]
+    try:
+        saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True, mmap=True)
+        state = saved["trainer"]
+    except (KeyError, TypeError, RuntimeError, UnpicklingError) as error:
+        return f"{OPTIMIZER_FILE} cannot be read: {str(error).splitlines()[0]}: name another checkpoint"
     reason = _optimizer_misfit(state.get("optimizer"), WeightLayout(config), lora)
     if not reason and lora is not None:
         reason = _adapter_misfit(folder, model, lora, state["optimizer"]["adapters"])
@@ -76,20 +80,22 @@ def _differing(saved: ModelConfig, own: ModelConfig) -> str:
 
 
 def _optimizer_misfit(optimizer: Any, layout: WeightLayout, lora: LoraSettings | None) -> str:
-    moments = optimizer.get("state", {}).get(0, {}) if isinstance(optimizer, dict) else None
-    if moments is None or (moments and moments.keys() != _MOMENTS):
+    states = optimizer.get("state") if isinstance(optimizer, dict) else None
+    if not isinstance(states, dict) or any(moments.keys() != _MOMENTS for moments in states.values()):
         return "its optimizer is not DORA's AdamW: another trainer wrote it"
     has_adapters = "adapters" in optimizer
     if has_adapters != (lora is not None):
         trained, own = ("LoRA adapters", "all weights") if has_adapters else ("all weights", "LoRA adapters")
         return f"its run trained {trained}, and this one trains {own}: set trainer.lora_rank as in its run"
     expected = layout.numel if lora is None else lora.adapter_layout(layout).numel
-    found = {moments[name].numel() for name in _MOMENTS - {"step"} if moments}
+    found = {moments["exp_avg"].numel() for moments in states.values()}  # none before the first update
     if has_adapters:
         found.add(optimizer["adapters"].numel())
     if found - {expected}:
         keys = "trainer.lora_rank and lora_targets" if has_adapters else "model.path"
-        return f"its optimizer has {max(found)} values, and this run needs {expected}: set {keys} as in its run"
+        return (
+            f"its optimizer has {max(found)} values, and this run needs {expected}: set {keys} as in its run"
+        )
     return ""
 
 
@@ -113,5 +119,7 @@ def _critic_misfit(critic: Any, num_weights: int) -> str:
         return "its run had no critic, and algorithm.adv_estimator = gae needs one: change adv_estimator"
     found = critic["flat"].numel()
     if found != num_weights:
-        return f"its critic has {found} weights, and this run's has {num_weights}: set critic.path as in its run"
+        return (
+            f"its critic has {found} weights, and this run's has {num_weights}: set critic.path as in its run"
+        )
     return ""

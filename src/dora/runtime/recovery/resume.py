@@ -117,8 +117,8 @@ def _check_schedule(run: Path, before: Config, config: Config, overrides: Sequen
         steps = before.run.steps
         raise InputError(
             f"--resume {run} with run.steps = {config.run.steps}: {LR_DECAY} = {before.trainer.lr_decay!r} "
-            f"lowers the learning rate to 0 at step {steps}, so the schedule of the steps from now on must be "
-            f"stated: --set {LR_DECAY}=constant (trainer.lr = {before.trainer.lr:g} for each of them), or "
+            f"lowers the learning rate to 0 at step {steps}, so the schedule of the steps from now on must "
+            f"be stated: --set {LR_DECAY}=constant (trainer.lr = {before.trainer.lr:g} for each of them), or "
             f"--set {LR_DECAY}=linear (it falls to 0 at step {config.run.steps})"
         )
 
@@ -126,7 +126,7 @@ def _check_schedule(run: Path, before: Config, config: Config, overrides: Sequen
 def earlier_schedules(
     run: Path, num_steps: int, extensions: Sequence[Extension]
 ) -> tuple[EarlierSchedule, ...]:
-    """The learning-rate schedules before the last of a run's `extensions`; it began with `num_steps` steps."""
+    """The learning-rate schedules before the last of `extensions`; the run began with `num_steps` steps."""
     if not extensions:
         return ()
     lr_decay: Any = read_config(run / CONFIG_FILE).trainer.lr_decay
