@@ -53,6 +53,7 @@ def test_a_run_with_external_input_needs_its_service(file: Path, change: str) ->
     [
         ["trainer.num_ranks=2"],
         ["trainer.lora_rank=4"],
+        ["trainer.continue_from=checkpoint"],
         ["trainer.elastic=true"],
         ["orchestrator.placement=colocated"],
         ["orchestrator.staleness_mode=adaptive"],

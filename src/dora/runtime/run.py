@@ -234,7 +234,8 @@ class _Session:
             self._live = LiveRun(setup, self._executor, state, self._metrics)
             self._requests = RequestQueue(self._live, self._executor.wake_up)
             self._admin = AdminRequests(control, self._requests)
-            self._status = StatusWriter(setup.out, self._executor, state, self._console.notice)
+            notice, num_steps = self._console.notice, config.run.steps
+            self._status = StatusWriter(setup.out, self._executor, state, notice, num_steps)
             on_error.pop_all()
 
     def run(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def _differing(saved: ModelConfig, own: ModelConfig) -> str:
 def _optimizer_misfit(optimizer: Any, layout: WeightLayout, lora: LoraSettings | None) -> str:
     states = optimizer.get("state") if isinstance(optimizer, dict) else None
     if not isinstance(states, dict) or any(moments.keys() != _MOMENTS for moments in states.values()):
-        return "its optimizer is not DORA's AdamW: another trainer wrote it"
+        return "its optimizer is not DORA-RL's AdamW: another trainer wrote it"
     has_adapters = "adapters" in optimizer
     if has_adapters != (lora is not None):
         trained, own = ("LoRA adapters", "all weights") if has_adapters else ("all weights", "LoRA adapters")

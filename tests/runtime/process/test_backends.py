@@ -122,7 +122,9 @@ def test_a_setting_of_doras_own_engine_has_no_effect_on_others(task: Path, key: 
         load.read_config(task, [f"engine.backend={ENGINE}", key])
 
 
-@pytest.mark.parametrize("key", ["trainer.num_ranks=2", "trainer.lora_rank=2"])
+@pytest.mark.parametrize(
+    "key", ["trainer.num_ranks=2", "trainer.lora_rank=2", "trainer.continue_from=checkpoint"]
+)
 def test_features_of_doras_own_trainer_are_rejected_with_others(task: Path, key: str) -> None:
     with pytest.raises(ConfigError, match="only DORA-RL's own trainer supports"):
         load.read_config(task, [f"trainer.backend={TRAINER}", key])

@@ -69,8 +69,10 @@ class StatusWriter:
         executor: ObservedExecutor,
         state: Callable[[], State],
         notice: Callable[[str], None],
+        num_steps: int = 0,
     ) -> None:
-        self.phase = "starting"
+        """`num_steps` is the length of a run that gets more steps, before the orchestrator knows it."""
+        self.phase, self._num_steps = "starting", num_steps
         self._path, self._executor, self._state, self._notice = out / STATUS_FILE, executor, state, notice
         process = psutil.Process()
         self._driver = {
@@ -189,7 +191,7 @@ class StatusWriter:
             "reason": reason,
             "phase": self.phase,
             "steps": core.num_trained // core.limits.batch_size,
-            "num_steps": core.limits.num_steps,
+            "num_steps": max(self._num_steps, core.limits.num_steps),
             "idle_s": round(self._idle_s, 3),
             "stall_after_s": round(self._stall_after_s, 3),
             "processes": [each.to_json(now_s) for each in self._executor.worker_states()]
