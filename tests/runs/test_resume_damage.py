@@ -40,10 +40,11 @@ def flip(path: Path, first: int, count: int) -> None:
     path.write_bytes(content)
 
 
-def cut_journal(out: Path, num_lines: int) -> None:
-    """Remove all but the first lines, which come after the header."""
+def cut_journal(out: Path, seq: int) -> None:
+    """Remove the event or action `seq` and all lines after it."""
     lines = (out / "journal.jsonl").read_text().splitlines(keepends=True)
-    (out / "journal.jsonl").write_text("".join(lines[: num_lines + 1]))
+    first = next(number for number, line in enumerate(lines) if line.startswith(f'{{"seq": {seq},'))
+    (out / "journal.jsonl").write_text("".join(lines[:first]))
 
 
 def read_previous(out: Path) -> PreviousRun:

@@ -193,10 +193,10 @@ class SampleAudit:
     def _check_reward(self, row: StoredSample, reward: float) -> None:
         name = f"sample {row.group}/{row.sibling}"
         self._check(_is_close(row.reward, reward), f"{name} has the reward {row.reward}, scored {reward}")
-        weights = {} if self._config is None else {t.name: t.weight for t in self._config.reward_task}
         parts = json.loads(row.task_rewards or "{}")
         if not parts or self._config is None:
             return
+        weights = self._config.reward_weights
         self._check(
             {*parts} == {*weights}
             and _is_close(sum(weights[task] * value for task, value in parts.items()), reward),

@@ -955,6 +955,12 @@ class Config(Section):
         return None
 
     @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of each reward task in the sum; the function of the section [reward] has weight 1."""
+        section = {} if self.reward.function is None else {"reward": 1.0}
+        return section | {task.name: task.weight for task in self.reward_task}
+
+    @property
     def advantage_settings(self) -> AdvantageSettings:
         """How rewards become advantages."""
         algorithm = self.algorithm

@@ -151,8 +151,9 @@ def test_an_episode_from_its_prompt_to_its_completion(driver: Driver) -> None:
     driver.reply(EpisodeEnded(driver.generate_turn(engine=1), 1, 0.5))
     assert driver.engines.sent[1:] == [(1, m.EndEpisode(FIRST))]
     driver.reply(EpisodeEnded(driver.generate_turn(SECOND), 0, 1.0))
-    events = driver.finish(FIRST)
-    assert events == [RequestFinished(0, FIRST, 7, 3, (Chunk(7, "digest", 3),), "stop")]
+    (event,) = driver.finish(FIRST)
+    assert isinstance(event, RequestFinished)
+    assert event == RequestFinished(0, FIRST, 7, 3, (Chunk(7, "digest", 3),), "stop", event.payload)
     driver.reply(EpisodeEnded(driver.runner.started[SECOND], 0, 9.0))  # it has ended already
     driver.finish(SECOND)
     assert driver.runner.released == [driver.runner.started[FIRST], driver.runner.started[SECOND]]
