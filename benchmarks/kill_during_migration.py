@@ -130,7 +130,8 @@ def run(folder: Path, seed: int, aims: Sequence[Aim]) -> tuple[list[Aim], Counte
     """One checked run. Returns its kills, and the number of events by type and of findings."""
     (folder / "config.toml").write_text(CONFIG.format(model=MODEL.resolve()))
     setup = RunSetup.make(load.read_config(folder / "config.toml", [f"run.seed={seed}"]), folder)
-    orchestrator, checker, counts = Orchestrator(setup.limits), Checker(setup.limits), Counter[str]()
+    orchestrator, counts = Orchestrator(setup.limits), Counter[str]()
+    checker = Checker(setup.limits, len(setup.dataset))
     journal = JournalWriter(folder / "journal.jsonl", setup.limits, "", len(setup.dataset))
     executor = ProcessExecutor(setup, notice=lambda message: None)
     killer = KillingExecutor(executor, aims)

@@ -96,7 +96,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dora.model",
         "dora.trainer",
     ),
-    "dora.sim": ("dora.core", "dora.errors", "dora.text"),
+    "dora.sim": ("dora.core", "dora.errors", "dora.text", "dora.audit.guarantees", "dora.audit.versions"),
     "dora.planner": ("dora.core", "dora.engine", "dora.errors", "dora.text", "dora.journal", "dora.sim"),
     "dora.cli": ("dora",),
     "dora.__main__": ("dora.cli",),

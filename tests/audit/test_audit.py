@@ -83,6 +83,16 @@ def sample_from_other_bytes(records: list[Record]) -> None:
     of(records, "request_finished")["chunks"][0][1] = "sim-ffffffff"
 
 
+def drop_a_version_that_is_not_held(records: list[Record]) -> None:
+    event = of(records, "loaded")
+    drop = {"t_s": 0.0, "kind": "drop", "engine": event["engine"], "version": event["version"]}
+    records.insert(records.index(event), drop)
+
+
+def generate_with_another_version(records: list[Record]) -> None:
+    of(records, "generate")["version"] += 1
+
+
 def publish_twice(records: list[Record]) -> None:
     records.append(of(records, "published") | {"digest": "sim-ffffffff"})
 
@@ -165,6 +175,24 @@ def lose_a_reward(records: list[Record]) -> None:
     next(r for r in records if r["kind"] == "group_scored" and r["group"] == group)["rewards"].pop()
 
 
+def score_too_early(records: list[Record]) -> None:
+    score = next(r for r in records if r["kind"] == "score" and r["group"] == batch(records, 3)[0])
+    records.remove(score)
+    records.insert(records.index(finish(records, batch(records, 3)[0])), score)
+
+
+def start_a_step_during_another(records: list[Record]) -> None:
+    action = of(records, "train", 1)
+    records.remove(action)
+    records.insert(records.index(of(records, "trained")), action)
+
+
+def publish_too_early(records: list[Record]) -> None:
+    action = of(records, "publish", 1)
+    records.remove(action)
+    records.insert(records.index(of(records, "trained")), action)
+
+
 def remove_a_step(records: list[Record]) -> None:
     records.remove(of(records, "trained", -1))
 
@@ -199,6 +227,9 @@ EDITS: list[tuple[Edit, str, str]] = [
     (replace_an_engine_that_is_not_lost, "C1", "replaces engine 99, which was not lost"),
     (load_other_bytes, "C1", "expected the published"),
     (sample_from_other_bytes, "C1", "was sampled from"),
+    (drop_a_version_that_is_not_held, "C1", "drops version 0, it holds []"),
+    (generate_with_another_version, "C1", "generates on version 1, it holds [0]"),
+    (generate_with_another_version, "C1", "is generated on version 1, its group has 0"),
     (publish_twice, "C1", "published twice"),
     (count_a_token_twice, "C1", "its chunks have"),
     (lose_a_group, "C2", "has no outcome"),
@@ -217,12 +248,15 @@ EDITS: list[tuple[Edit, str, str]] = [
     (remove_a_sibling, "C2", "is in a batch and has not finished"),
     (finish_after_the_batch, "C2", "is in a batch and has not finished"),
     (lose_a_reward, "C2", "is in a batch with 1 of 2 rewards"),
+    (score_too_early, "C2", "is scored and has not finished"),
+    (start_a_step_during_another, "C2", "step 2 starts during another step"),
+    (publish_too_early, "C2", "version 1 is published after 0 steps"),
     (remove_a_step, "C2", "the run stopped after 7 of 8 steps"),
     (train_without_action, "C2", "expected step"),
     (exceed_the_bound_with_a_deadline, "C3", "has the deadline"),
     (lower_a_deadline, "C3", "after its deadline 1"),
     (train_too_late, "C3", "staleness 7, bound 2"),
-    (train_too_late, "C3", "staleness -"),
+    (train_too_late, "C2", "is in a batch without being admitted"),
 ]
 # Each edits one sample of a trained group.
 ONE = "where trained_step = 3 and sibling = 0"

@@ -27,6 +27,10 @@ def migrate_from_another_engine(records: list[Record]) -> None:
     of(records, "migrated")["source"] = of(records, "migrate", 1)["source"] = 2
 
 
+def migrate_with_another_version(records: list[Record]) -> None:
+    of(records, "migrate")["version"] = 1
+
+
 def migrate_without_action(records: list[Record]) -> None:
     records.remove(of(records, "migrate", -1))
 
@@ -87,6 +91,8 @@ def remove_the_repetition(records: list[Record]) -> None:
 
 EDITS: list[tuple[Edit, str, str]] = [
     (migrate_from_another_engine, "C1", "migrated from engine 2, its owner was engine 1"),
+    (migrate_from_another_engine, "C1", "migrates from engine 2, its owner is engine 1"),
+    (migrate_with_another_version, "C1", "migrates on version 1, its group has 0"),
     (migrate_without_action, "C1", "expected None"),
     (migrate_to_another_engine, "C1", "ended a migration from 0 to 5, expected (0, 2)"),
     (migrate_to_an_engine_without_the_version, "C1", "migrated to engine 0, which holds []"),

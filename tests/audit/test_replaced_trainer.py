@@ -67,6 +67,13 @@ def redo_other_groups(records: list[Record]) -> None:
     action["groups"] = [*reversed(action["groups"])]
 
 
+def start_a_step_without_a_trainer(records: list[Record]) -> None:
+    new = with_redone(records)
+    action = first_after(records, new, "train")
+    records.remove(action)
+    records.insert(records.index(new), action)
+
+
 def name_other_batches(records: list[Record]) -> None:
     new = with_redone(records)
     new["redone"] = [[*reversed(batch)] for batch in new["redone"]]
@@ -93,6 +100,7 @@ def load_a_redone_version(records: list[Record]) -> None:
 
 EDITS: list[tuple[Edit, str, str]] = [
     (redo_other_groups, "C2", "redoes a voided step with another number or other groups"),
+    (start_a_step_without_a_trainer, "C2", "starts without a trainer"),
     (name_other_batches, "C2", "redoes other batches"),
     (resume_with_other_weights, "C1", "and its checkpoint has 00000000"),
     (

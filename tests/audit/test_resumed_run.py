@@ -124,10 +124,10 @@ def generate_on_an_engine_without_a_load(records: list[Record]) -> None:
 
 EDITS: list[tuple[Edit, str, str]] = [
     (redo_other_groups, "C2", "redoes a voided step with another number or other groups"),
-    (skip_a_step, "C2", "redoes a voided step with another number or other groups"),
+    (skip_a_step, "C2", "step 4 was trained, expected step 4; no step was running"),
     (resume_with_other_weights, "C1", "version 3 was published as "),
     (keep_other_weights, "C1", "is kept as 00000000"),
-    (resume_from_a_later_step, "C2", "training resumed after 7 steps, expected 5"),
+    (resume_from_a_later_step, "C2", "training resumed after 7 steps, of which 5 were trained"),
     (generate_on_an_engine_without_a_load, "C1", "engine 0 holds"),
 ]
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from tests.runtime.tiny import write_task
+from tests.runtime.tiny import PROMPTS, write_task
 
 from dora.config import load
 from dora.core.actions import Action, Drop, FetchPrompts, Load, Publish
@@ -21,6 +21,7 @@ from dora.runtime.run_setup import RunSetup
 from dora.sim.random_config import WorldConfig
 from dora.sim.world import World
 
+NUM_PROMPTS = len(PROMPTS)
 LIMITS = Limits(num_steps=3, batch_size=2, group_size=2, max_staleness=2)
 ROWS, SLOTS, MAX_LENGTH = 4, 3, 24
 TIMEOUT_S = 60.0  # on the clock of the executor
@@ -32,7 +33,7 @@ def simulated(folder: Path) -> Executor:
     engines = ((ROWS, SLOTS), (ROWS, SLOTS))
     config = WorldConfig(
         limits=LIMITS,
-        num_prompts=7,
+        num_prompts=NUM_PROMPTS,
         engines=engines,
         seconds_per_token=(0.1, 0.1),
         max_length=MAX_LENGTH,

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from tests.contract.executor_harness import LIMITS, MAKERS, MAX_LENGTH, ROWS, ExecutorHarness, siblings
+from tests.contract.executor_harness import (
+    LIMITS,
+    MAKERS,
+    MAX_LENGTH,
+    NUM_PROMPTS,
+    ROWS,
+    ExecutorHarness,
+    siblings,
+)
 
 from dora.core.actions import (
     Abort,
@@ -276,7 +284,8 @@ def test_a_removed_engine_receives_no_more_actions(harness: ExecutorHarness) -> 
 
 @pytest.mark.parametrize("kind", ["simulated", "processes"])  # whole runs on Ray are in tests/runtime
 def test_an_orchestrator_runs_to_the_end(kind: str, tmp_path: Path) -> None:
-    executor, orchestrator, checker = MAKERS[kind](tmp_path), Orchestrator(LIMITS), Checker(LIMITS)
+    executor, orchestrator = MAKERS[kind](tmp_path), Orchestrator(LIMITS)
+    checker = Checker(LIMITS, NUM_PROMPTS)
     times: list[float] = []
 
     def record(now: float, event: Event | None, actions: Sequence[Action]) -> None:
@@ -295,5 +304,5 @@ def test_an_orchestrator_runs_to_the_end(kind: str, tmp_path: Path) -> None:
     assert orchestrator.done
     assert times == sorted(times)
     assert state.num_admitted == state.num_trained == LIMITS.num_steps * LIMITS.batch_size
-    assert sorted(checker.outcome_of.values()) == ["step 0", "step 0", "step 1", "step 1", "step 2", "step 2"]
-    assert len(checker.finished) == state.num_trained * LIMITS.group_size
+    assert checker.groups.outcomes == {"trained": state.num_trained}
+    assert len(checker.groups.finished) == state.num_trained * LIMITS.group_size

@@ -63,8 +63,10 @@ def limits(**changes: Any) -> Limits:
     return Limits(**(settings | changes))
 
 
-def finished(engine: int, request: RequestId, version: int, num_tokens: int = 3) -> RequestFinished:
-    chunks = (Chunk(version, f"v{version}", num_tokens),)
+def finished(
+    engine: int, request: RequestId, version: int, num_tokens: int = 3, digest: str = ""
+) -> RequestFinished:
+    chunks = (Chunk(version, digest or f"v{version}", num_tokens),)
     return RequestFinished(engine, request, version, num_tokens, chunks, "stop")
 
 
@@ -86,13 +88,16 @@ class FakeWorkers:
         self.now = state.now_s if state else 0.0
         self.emitted: list[Action] = []
         self.pending: list[Event] = []
-        self.checker = checker_of(state) if state else Checker(limits)
+        self.checker = checker_of(state, num_prompts) if state else Checker(limits, num_prompts)
         self._limits = limits
         self._num_prompts = num_prompts
         self._next_prompt = state.next_index if state else 0
         self._paused = {e.id for e in self.state.engines.values() if e.is_paused}
         self._decode_only: dict[int, tuple[RequestId, ...]] = {}
         self._batches: list[tuple[BatchMember, ...]] = []  # of each trained step
+        self._digests: dict[int, str] = {}  # of each version, as last computed
+        self._published: dict[int, str] = {}  # of each version in the weight store
+        self._checkpoint = 0  # steps
         if state is None:
             self._execute(self.orchestrator.start(self.now))
         else:
@@ -104,6 +109,9 @@ class FakeWorkers:
     def state(self) -> State:
         return self.orchestrator.snapshot()
 
+    def _digest_of(self, version: int) -> str:
+        return self._published.get(version, f"v{version}")
+
     def actions(self, kind: type[ActionT]) -> list[ActionT]:
         """All actions of a kind so far."""
         return [action for action in self.emitted if isinstance(action, kind)]
@@ -113,11 +121,11 @@ class FakeWorkers:
         if event in self.pending:
             self.pending.remove(event)
         self._update_pending(event)
-        self.checker.observe(event)
         if isinstance(event, Trained) and event.step in self.state.batches:
             groups = [self.state.groups[group] for group in self.state.batches[event.step]]
             self._batches.append(tuple(BatchMember(g.id, g.index, g.version) for g in groups))
         actions = self.orchestrator.handle(event, self.now)
+        self.checker.observe(event)  # after the core, which may reject the event
         self._execute(actions)
         assert invariants.check(self.state) == []
         return actions
@@ -157,7 +165,7 @@ class FakeWorkers:
 
     def replace_trainer(self, from_step: int) -> list[Action]:
         """A new trainer starts from the checkpoint of a step."""
-        redone = self._batches[from_step:]
+        redone, self._checkpoint = self._batches[from_step:], from_step
         batches = tuple(tuple(member.group for member in batch) for batch in redone)
         return self.deliver(TrainerReplaced(from_step, batches))
 
@@ -254,7 +262,8 @@ class FakeWorkers:
                 ids = (GroupId(*divmod(index, self._num_prompts)) for index in range(first, first + count))
                 return [PromptsFetched(first, tuple(ids))]
             case Generate(engine, version, requests):
-                return [finished(engine, request, version) for request in requests]
+                digest = self._digest_of(version)
+                return [finished(engine, request, version, digest=digest) for request in requests]
             case Migrate(request, source, destination):
                 num_tokens = self.state.requests[request].num_tokens
                 return [Migrated(request, source, destination, num_tokens, 0, 0.0, 0.0)]
@@ -271,11 +280,14 @@ class FakeWorkers:
             case Train(step):
                 return [Trained(step)]
             case Publish(version):
-                return [Published(version, f"v{version}")]
+                self._published[version] = self._digests.setdefault(version, f"v{version}")
+                return [Published(version, self._published[version])]
             case ReportDigest(version):
-                return [DigestReported(version, f"v{version} again")]
+                if version > self._checkpoint:
+                    self._digests[version] = f"v{version} again"
+                return [DigestReported(version, self._digests.get(version, f"v{version}"))]
             case Load(engine, version):
-                return [Loaded(engine, version, f"v{version}")]
+                return [Loaded(engine, version, self._digest_of(version))]
             case _:
                 return []
 

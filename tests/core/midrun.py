@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dora.core.events import EngineJoined
+from dora.core.actions import Admit
+from dora.core.events import EngineJoined, Loaded, PromptsFetched, Published
 from dora.core.state import EngineRecord, GroupRecord, RequestRecord, State
 from dora.core.types import GroupId, Limits, RequestId
 from dora.sim.checker import Checker
@@ -51,33 +52,40 @@ def add_prompts(state: State, first: int, count: int) -> None:
     state.next_index = first + count
 
 
-def checker_of(state: State) -> Checker:
+def checker_of(state: State, num_prompts: int | None) -> Checker:
     """A checker in the state that a run leading to `state` would have left it in."""
-    checker = Checker(state.limits)
+    checker, newest = Checker(state.limits, num_prompts), state.newest_published or 0
+    versions, groups, steps = checker.audit.versions, checker.groups, checker.steps
     checker.store = set(state.stored_versions)
     checker.next_step, checker.num_committed = state.next_step, len(state.committed)
-    checker.steps.num_trained = state.newest_published or 0
+    steps.num_trained, steps.batches = newest, [()] * newest
+    for version in range(newest + 1):
+        versions.observe(Published(version, f"v{version}"))
     for engine in state.engines.values():
         checker.observe(EngineJoined(engine.id, engine.num_rows, engine.num_slots, engine.is_colocated))
+        for version in engine.loaded:
+            versions.observe(Loaded(engine.id, version, f"v{version}"))
         seen = checker.fleet.engines[engine.id]
-        seen.held = set(engine.loaded)
         seen.is_draining, seen.is_paused = engine.is_draining, engine.is_paused
-        checker.fleet.num_holders.update(engine.loaded)
+    groups.observe(PromptsFetched(0, tuple(GroupId(0, index) for index in range(state.next_index))))
+    groups.num_admitted = state.prompts[0][0] if state.prompts else state.next_index
     for group in state.groups.values():
         siblings = {RequestId(*group.id, k) for k in range(state.limits.group_size)}
-        checker.version_of[group.id], checker.deadline_of[group.id] = group.version, group.deadline
-        checker.num_unfinished[group.id] = len(group.unfinished)
-        checker.finished |= dict.fromkeys(siblings - group.unfinished, group.version)
+        versions.observe(Admit(group.id, group.index, group.version, group.deadline))
+        groups.admitted[group.id], groups.deadlines[group.id] = group.version, group.deadline
+        groups.finished |= siblings - group.unfinished
+        checker.open_groups.add(group.id)
         checker.pins[group.version] += len(group.unfinished)
         checker.num_open[group.deadline] += 1
         checker.num_live[group.version] += 1
-    for request, version in ((r, q.version) for r, q in state.requests.items() if q.engine is not None):
-        on = checker.fleet.engines[state.requests[request].engine or 0]
-        on.running[request] = version
-        on.num_rows_of[version] += 1
-        checker.fleet.owner[request] = on
-        checker.fleet.started.add(request)
-    checker.next_index = state.prompts[0][0] if state.prompts else state.next_index
+    for request, record in state.requests.items():
+        if record.engine is not None:
+            on = checker.fleet.engines[record.engine]
+            on.running[request] = record.version
+            on.num_rows_of[record.version] += 1
+            versions.owners[request] = on.id
+            checker.fleet.started.add(request)
+    assert checker.audit.findings == []
     return checker
 
 

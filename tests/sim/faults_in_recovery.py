@@ -52,7 +52,7 @@ def more_steps_are_ignored(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: list[tuple[Fault, str]] = [
     (a_version_is_published_again, "C1: version"),
-    (steps_are_not_trained_again, "is trained out of order"),
+    (steps_are_not_trained_again, "redoes a voided step with another number"),
     (a_lost_trainer_is_ignored, "starts without a trainer"),
     (the_step_of_a_lost_trainer_stays_active, "deadlock"),
     (more_steps_are_ignored, "C3: "),

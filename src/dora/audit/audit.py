@@ -1,8 +1,5 @@
 """`dora audit`: derive C1, C2 and C3 again from `journal.jsonl` and `samples.sqlite`, and compare the run's
 files with their digests.
-
-The audit imports only the record types of the core, none of its rules or state: an error in the orchestrator
-cannot hide itself.
 """
 
 from __future__ import annotations
@@ -14,9 +11,8 @@ from pathlib import Path
 
 from dora.atomic_file import write_text_atomically
 from dora.audit.files import CHECKPOINTS, SUMMARY_FILE, FileAudit
-from dora.audit.groups import GroupAudit
+from dora.audit.guarantees import GuaranteeAudit
 from dora.audit.samples import SampleAudit
-from dora.audit.versions import VersionAudit
 from dora.config.load import parse_config
 from dora.config.schema import Config
 from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, read_journal, read_samples
@@ -99,15 +95,14 @@ def check(run: Path) -> AuditResult:
     journal, samples = read_journal(run), read_samples(run)
     files = FileAudit(run, journal)
     config = _read_config(run)
-    breaks_c1 = journal.limits.breaks_c1
-    versions = VersionAudit(samples, breaks_c1=breaks_c1)
-    groups = GroupAudit(journal.limits, journal.num_prompts, samples)
+    guarantees = GuaranteeAudit(journal.limits, journal.num_prompts, samples)
     stored = SampleAudit(config, _vocab_size(run, config))
     for line in journal.lines:
-        for audit in (versions, groups, stored):
-            audit.observe(line.record)
-    groups.close()
+        guarantees.observe(line.record)
+        stored.observe(line.record)
+    guarantees.close()
     stored.close(run, is_sealed=journal.is_sealed)
+    versions, groups = guarantees.versions, guarantees.groups
     staleness = groups.staleness
     counts = AuditCounts(
         trajectories=versions.num_trajectories,
@@ -123,12 +118,10 @@ def check(run: Path) -> AuditResult:
         files=files.num_files,
         samples=stored.num_samples,
         prefilled_tokens=versions.num_prefilled,
-        segmented=versions.num_segmented if breaks_c1 else None,
+        segmented=versions.num_segmented if journal.limits.breaks_c1 else None,
     )
     findings = (
-        *(f"C1: {sentence}" for sentence in versions.findings),
-        *(f"C2: {sentence}" for sentence in groups.findings),
-        *(f"C3: {sentence}" for sentence in groups.staleness_findings),
+        *sorted(guarantees.findings, key=lambda finding: finding[:2]),
         *(f"{FILES}: {sentence}" for sentence in (*files.findings, *stored.findings)),
     )
     notes = (*files.notes, *stored.notes, *versions.notes)

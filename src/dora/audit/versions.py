@@ -6,6 +6,8 @@ The check follows each version's digest from its publication into the engines, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dora.core.actions import Action, Admit, Drop, Generate, Migrate, StartEvaluation
 from dora.core.events import (
     DigestReported,
@@ -24,19 +26,24 @@ from dora.core.events import (
     TrainerReplaced,
 )
 from dora.core.types import GroupId, RequestId
-from dora.journal.reader import SampleRow
+from dora.journal.reader import SampleKey, SampleRow
 
 
 class VersionAudit:
-    """Reads a journal once; `findings` are sentences, empty where C1 holds."""
+    """Follows events and actions in their order; appends a sentence to `findings` for each that breaks C1."""
 
-    def __init__(self, samples: dict[tuple[str, int], SampleRow], *, breaks_c1: bool = False) -> None:
-        self.findings: list[str] = []
+    def __init__(
+        self, findings: list[str], samples: Mapping[SampleKey, SampleRow], *, breaks_c1: bool = False
+    ) -> None:
         self.notes: list[str] = []  # about versions that were trained again and have other weights
         self.num_trajectories = 0
         self.num_segmented = 0  # trajectories that several versions sampled
         self.num_prefilled = 0  # tokens recomputed because their request migrated without KV
         self.versions: set[int] = set()  # that sampled trajectories
+        self.held: dict[int, set[int]] = {}  # engine -> versions
+        self.owners: dict[RequestId, int] = {}  # -> engine
+        self.migrations: dict[RequestId, tuple[int, int]] = {}  # in progress: -> source, destination
+        self._findings = findings
         self._breaks_c1 = breaks_c1
         self._samples = samples
         self._published: dict[int, str] = {}  # version -> digest
@@ -45,11 +52,8 @@ class VersionAudit:
         self._checkpoint = -1  # version of the last checkpoint resumed from: its digest may not change
         self._admitted: dict[GroupId, int] = {}  # -> version
         self._evaluated: set[int] = set()
-        self._held: dict[int, set[int]] = {}  # engine -> versions
         self._ever_held: dict[int, set[int]] = {}  # engine -> versions that it has loaded at any time
         self._lost: set[int] = set()  # engines without a replacement
-        self._owners: dict[RequestId, int] = {}  # -> engine
-        self._migrations: dict[RequestId, tuple[int, int]] = {}  # in progress: -> source, destination
 
     def observe(self, record: Event | Action) -> None:
         match record:
@@ -57,35 +61,35 @@ class VersionAudit:
                 self._admitted[group] = version
             case StartEvaluation(version):
                 self._evaluated.add(version)
-            case Generate(engine, _, requests):
-                for request in requests:
-                    self._assign(request, engine)
-            case Migrate(request, source, destination):
-                self._check(
-                    request not in self._migrations, f"request {request} is in two migrations at once"
-                )
-                self._migrations[request] = (source, destination)
+            case Generate():
+                self._on_generate(record)
+            case Migrate():
+                self._on_migrate(record)
             case Migrated():
                 self._on_migrated(record)
             case MigrationFailed(request, source, destination):
                 self._end_migration(request, source, destination)
             case Drop(engine, version):
-                self._held.get(engine, set()).discard(version)
+                held = self.held.get(engine, set())
+                self._check(
+                    version in held, f"engine {engine} drops version {version}, it holds {sorted(held)}"
+                )
+                held.discard(version)
             case EngineJoined():
                 self._on_joined(record)
             case EngineLost(engine):
                 self._close_engine(engine)
                 self._lost.add(engine)
-                self._owners = {r: e for r, e in self._owners.items() if e != engine}
+                self.owners = {r: e for r, e in self.owners.items() if e != engine}
             case EngineRemoved(engine):
                 self._close_engine(engine)
-                owned = [str(r) for r, e in sorted(self._owners.items()) if e == engine]
+                owned = [str(r) for r, e in sorted(self.owners.items()) if e == engine]
                 self._check(not owned, f"engine {engine} was removed with the requests {', '.join(owned)}")
             case RequestFailed(_, request):
-                self._owners.pop(request, None)
+                self.owners.pop(request, None)
             case RequestsAborted(_, requests):
                 for request in requests:
-                    self._owners.pop(request, None)
+                    self.owners.pop(request, None)
             case Published():
                 self._on_published(record)
             case DigestReported():
@@ -103,14 +107,14 @@ class VersionAudit:
 
     def _check(self, condition: bool, sentence: str) -> None:
         if not condition:
-            self.findings.append(sentence)
+            self._findings.append(f"C1: {sentence}")
 
     # --- engines
 
     def _on_joined(self, event: EngineJoined) -> None:
         """An engine number joins once, and replaces a lost engine at most once."""
-        self._check(event.engine not in self._held, f"engine {event.engine} joined twice")
-        self._held[event.engine] = set()
+        self._check(event.engine not in self.held, f"engine {event.engine} joined twice")
+        self.held[event.engine] = set()
         if event.replaces is not None:
             is_lost = event.replaces in self._lost
             self._check(
@@ -120,9 +124,9 @@ class VersionAudit:
 
     def _close_engine(self, engine: int) -> None:
         """The versions of a lost or removed engine are dropped; its migrations must have ended before."""
-        self._held.pop(engine, None)
+        self.held.pop(engine, None)
         self._ever_held.pop(engine, None)
-        open_ = [str(r) for r, ends in sorted(self._migrations.items()) if engine in ends]
+        open_ = [str(r) for r, ends in sorted(self.migrations.items()) if engine in ends]
         self._check(not open_, f"engine {engine} left during the migrations of {', '.join(open_)}")
 
     # --- versions
@@ -162,11 +166,11 @@ class VersionAudit:
 
     def _on_resumed(self, event: Resumed) -> None:
         """All engines are new; the versions that were kept must be those that were published."""
-        self._held.clear()
+        self.held.clear()
         self._ever_held.clear()
         self._lost.clear()
-        self._owners.clear()
-        self._migrations.clear()
+        self.owners.clear()
+        self.migrations.clear()
         self._checkpoint = event.from_step
         self._redone = {version for version in self._published if version >= event.from_step}
         for version, digest in event.kept_versions:
@@ -183,36 +187,61 @@ class VersionAudit:
             f"engine {event.engine} loaded {event.digest} as version {event.version}, "
             f"expected the published {published}",
         )
-        self._held.setdefault(event.engine, set()).add(event.version)
+        self.held.setdefault(event.engine, set()).add(event.version)
         self._ever_held.setdefault(event.engine, set()).add(event.version)
 
     # --- requests
 
-    def _assign(self, request: RequestId, engine: int) -> None:
-        owner = self._owners.get(request)
+    def _on_generate(self, action: Generate) -> None:
+        engine, version = action.engine, action.version
+        held = self.held.get(engine, set())
         self._check(
-            owner is None, f"request {request} was assigned to engine {engine}, its owner is engine {owner}"
+            version in held, f"engine {engine} generates on version {version}, it holds {sorted(held)}"
         )
-        self._owners[request] = engine
+        for request in action.requests:
+            self._check_version(request, version, "is generated")
+            owner = self.owners.get(request)
+            self._check(
+                owner is None,
+                f"request {request} was assigned to engine {engine}, its owner is engine {owner}",
+            )
+            self.owners[request] = engine
+
+    def _on_migrate(self, action: Migrate) -> None:
+        request, source = action.request, action.source
+        owner = self.owners.get(request)
+        self._check(
+            owner == source, f"request {request} migrates from engine {source}, its owner is engine {owner}"
+        )
+        self._check(request not in self.migrations, f"request {request} is in two migrations at once")
+        self._check_version(request, action.version, "migrates")
+        self.migrations[request] = (source, action.destination)
+
+    def _check_version(self, request: RequestId, version: int, verb: str) -> None:
+        """A request has the version of its group; without C1, also a newer one."""
+        admitted = self._version_of(request.group)
+        may_update = self._breaks_c1 and not request.is_held_out
+        is_kept = admitted is not None and (version >= admitted if may_update else version == admitted)
+        self._check(is_kept, f"request {request} {verb} on version {version}, its group has {admitted}")
 
     def _on_migrated(self, event: Migrated) -> None:
         """The owner changes and the version stays, so the destination must hold the version."""
         name, version = f"request {event.request}", self._version_of(event.request.group)
         self._end_migration(event.request, event.source, event.destination)
-        owner = self._owners.get(event.request)
+        owner = self.owners.get(event.request)
         self._check(
             owner == event.source, f"{name} migrated from engine {event.source}, its owner was engine {owner}"
         )
-        held = self._held.get(event.destination, set())
+        held = self.held.get(event.destination, set())
         self._check(
             version in held,
             f"{name} of version {version} migrated to engine {event.destination}, which holds {sorted(held)}",
         )
-        self._owners[event.request] = event.destination
+        self.owners[event.request] = event.destination
         self.num_prefilled += event.num_prefilled
 
     def _end_migration(self, request: RequestId, source: int, destination: int) -> None:
-        expected = self._migrations.pop(request, None)
+        expected = self.migrations.pop(request, None)
         self._check(
             expected == (source, destination),
             f"request {request} ended a migration from {source} to {destination}, expected {expected}",
@@ -226,11 +255,11 @@ class VersionAudit:
             self._check_segments(name, event, admitted)
         else:
             self._check_chunks(name, event, admitted)
-        owner = self._owners.pop(event.request, None)
+        owner = self.owners.pop(event.request, None)
         self._check(
             event.engine == owner, f"{name} finished on engine {event.engine}, its owner was engine {owner}"
         )
-        held = self._held.get(event.engine, set())
+        held = self.held.get(event.engine, set())
         self._check(
             event.version in held,
             f"{name} finished on version {event.version}, engine {event.engine} holds {sorted(held)}",

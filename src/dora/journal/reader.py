@@ -180,6 +180,9 @@ class SampleRow(NamedTuple):
     segments: tuple[tuple[int, int], ...] = ()  # (version, tokens) of a response of several versions
 
 
+SampleKey = tuple[str, int]  # group, sibling
+
+
 class StoredResponse(NamedTuple):
     """The tokens of one sample."""
 
@@ -190,7 +193,7 @@ class StoredResponse(NamedTuple):
     loss_mask: Sequence[int]  # 1 for a token that the model sampled, 0 for one that the environment inserted
 
 
-def read_samples(run: Path) -> dict[tuple[str, int], SampleRow]:
+def read_samples(run: Path) -> dict[SampleKey, SampleRow]:
     """Map (group, sibling) to its row in the sample store; no tokens are read. Raises InputError."""
     with open_sample_store(run) as store:
         known = sample_columns(store)

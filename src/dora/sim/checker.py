@@ -1,8 +1,9 @@
 """Checks the guarantees C1, C2 and C3 and the rules of scheduling, by the events and actions of a run alone.
 
-The checker shares no code with `dora.core`, so that a mistake there is not repeated here. The first broken
-guarantee raises `Violation`. `Checker` follows groups and versions; its parts follow engines
-(`fleet_checker`), steps, loads, inflight updates, adaptive staleness and evaluations.
+`dora.audit` derives the guarantees, as it does for real runs. The rules are checked here: the bound in
+advance of each admission, slack, engines (`fleet_checker`), loads, inflight updates, adaptive staleness,
+evaluations. Neither shares code with the rules of `dora.core`, so that a mistake there is not repeated. The
+first finding raises `Violation`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from dora.audit.guarantees import GuaranteeAudit
 from dora.core.actions import (
     Abort,
     Action,
@@ -26,10 +28,8 @@ from dora.core.actions import (
     Load,
     Migrate,
     PauseEngine,
-    Publish,
     RejectDrain,
     RemoveEngine,
-    ReportDigest,
     ResumeEngine,
     Retire,
     Score,
@@ -58,10 +58,7 @@ from dora.core.events import (
     RequestsAborted,
     Resumed,
     ScoringFailed,
-    StepFailed,
     Trained,
-    TrainerLost,
-    TrainerReplaced,
 )
 from dora.core.types import GroupId, Limits, RequestId
 from dora.sim.fleet_checker import FleetChecker
@@ -74,47 +71,54 @@ ROWS_PER_EVALUATION = 8  # one in so many rows may evaluate beside the training
 class Checker:
     """Checks every event and action of a run. All methods raise `Violation`."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, num_prompts: int | None = None) -> None:
+        """`num_prompts` is the number of dataset rows, None for a growing dataset."""
         self.limits = limits
-        self.fleet = FleetChecker()
-        self.steps = StepChecker()
+        self.audit = GuaranteeAudit(limits, num_prompts)
+        self.groups, self.steps = self.audit.groups, self.audit.steps
+        self.fleet = FleetChecker(self.audit.versions)
         self.loads = LoadChecker(limits, self.fleet)
         self.adaptive_staleness = AdaptiveStalenessChecker(limits)
         self.evaluation = EvaluationChecker(limits)
-        # Groups and requests
-        self.version_of: dict[GroupId, int] = {}
-        self.deadline_of: dict[GroupId, int] = {}
-        self.outcome_of: dict[GroupId, str] = {}  # "step 3", "Filter" or "Fail"
-        self.finished: dict[RequestId, int] = {}  # -> version
-        self.num_unfinished: dict[GroupId, int] = {}  # siblings
-        self.scored: set[GroupId] = set()
         # Versions
         self.store: set[int] = set()  # versions in the weight store
         self.pins: Counter[int] = Counter()  # version -> unfinished requests
         self.num_live: Counter[int] = Counter()  # version -> groups admitted, not filtered or failed
         self.inflight_updates = InflightUpdateChecker(limits, self.fleet, self.pins)
         # The bound
-        self.num_open: Counter[int] = (
-            Counter()
-        )  # deadline -> groups admitted, and neither committed nor ended
+        self.open_groups: set[GroupId] = set()  # groups admitted, and neither committed nor ended
+        self.num_open: Counter[int] = Counter()  # deadline -> open groups
         self.next_step = 0  # that groups are committed to
         self.num_committed = 0  # groups of the next step
-        self.next_index = 0  # of the dataset's order
-        self.max_staleness = 0  # of a trained group
         self._redo_until = 0  # version to publish again after a crash, before anything is admitted
+
+    @property
+    def max_staleness(self) -> int:
+        """Of a trained group."""
+        return max(self.groups.staleness, default=0)
 
     def observe(self, event: Event) -> None:
         """Follow an event, before the orchestrator handles it."""
         self.fleet.before_event(event)
         self.evaluation.before_event()
+        self._audit(event)
         if (handler := _EVENT_HANDLERS.get(type(event))) is not None:
             handler(self, event)
         self.inflight_updates.after_event(self.store)
 
     def check(self, action: Action) -> None:
         """Check an action, before it is executed."""
+        self._audit(action)
         if (handler := _ACTION_HANDLERS.get(type(action))) is not None:
             handler(self, action)
+
+    def _audit(self, record: Event | Action) -> None:
+        self.audit.observe(record)
+        self._raise_findings()
+
+    def _raise_findings(self) -> None:
+        if self.audit.findings:
+            raise Violation(self.audit.findings[0])
 
     def check_idle(self) -> None:
         """No request waits beside a free row that it could use. Costs a pass over all requests."""
@@ -122,9 +126,8 @@ class Checker:
 
     def finish(self) -> None:
         """At the end of a run, every step is trained and every admitted group has an outcome."""
-        missing = self.version_of.keys() - self.outcome_of.keys()
-        require(not missing, f"C2: {sorted(missing)[:3]} were admitted and have no outcome")
-        self.steps.finish(self.limits.num_steps)
+        self.audit.close()
+        self._raise_findings()
 
     def deadline(self, version: int) -> int:
         """The last step that may train a group that is admitted at `version` now."""
@@ -137,29 +140,21 @@ class Checker:
         self.evaluation.on_joined(sum(engine.num_rows for engine in self.fleet.engines.values()))
 
     def _on_finished(self, event: RequestFinished) -> None:
-        request, version = event.request, event.version
-        is_aborted = request in self.fleet.aborting
+        request, is_aborted = event.request, event.request in self.fleet.aborting
         self.fleet.release(event.engine, request)
-        if self.limits.breaks_c1 and not request.is_held_out:
-            version = self.inflight_updates.first_version(event, self.version_of[request.group])
-        elif any(chunk.version != version for chunk in event.chunks):
-            raise Violation(f"C1: {request} mixes versions: {event.chunks}")
         if request.is_held_out:
-            self._end_held_out(request, version, is_failed=False)
+            self._end_held_out(request, is_failed=False)
         elif not is_aborted:
-            self.finished[request] = version
-            self.num_unfinished[request.group] -= 1
-            self.inflight_updates.end(request, version)
+            self.inflight_updates.end(request, event.version)
 
     def _on_failed(self, event: RequestFailed) -> None:
         self.fleet.release(event.engine, event.request)
         if event.request.is_held_out:
-            self._end_held_out(event.request, -1 - event.request.epoch, is_failed=True)
+            self._end_held_out(event.request, is_failed=True)
 
-    def _end_held_out(self, request: RequestId, version: int, *, is_failed: bool) -> None:
-        require(version == self.evaluation.version, f"C1: {request} was generated with version {version}")
+    def _end_held_out(self, request: RequestId, *, is_failed: bool) -> None:
         self.evaluation.end(request, is_failed=is_failed)
-        self.pins[version] -= 1
+        self.pins[-1 - request.epoch] -= 1
 
     def _on_aborted(self, event: RequestsAborted) -> None:
         for request in event.requests:
@@ -169,8 +164,6 @@ class Checker:
     def _on_scored(self, event: GroupScored | ScoringFailed) -> None:
         if event.group.is_held_out:
             self.evaluation.on_scored(event.group)
-        elif isinstance(event, GroupScored):
-            self.scored.add(event.group)
 
     def _on_loaded(self, event: Loaded) -> None:
         self.fleet.on_loaded(event)
@@ -178,17 +171,13 @@ class Checker:
 
     def _on_published(self, event: Published) -> None:
         self.store.add(event.version)
-        self.steps.on_published(event)
         self.loads.on_published(event)
         self.evaluation.on_published(event.version)
 
     def _on_trained(self, event: Trained) -> None:
-        """A step that is trained again has no new measurements."""
-        is_redo = self.steps.is_redo
-        if (action := self.steps.on_trained()) is not None and not is_redo:
-            oldest = event.step - min(self.version_of[group] for group in action.groups)
-            self.adaptive_staleness.on_trained(event, oldest)
-            self.loads.on_trained(event)
+        oldest = event.step - min(self.groups.admitted[group] for group in self.steps.batches[event.step])
+        self.adaptive_staleness.on_trained(event, oldest)
+        self.loads.on_trained(event)
 
     def _on_resumed(self, event: Resumed) -> None:
         """Every process has crashed. Steps after the checkpoint are trained again, with the same groups."""
@@ -196,7 +185,6 @@ class Checker:
         self.loads.on_run_crashed()
         self._redo_until = max({self._redo_until, *self.store})
         self.store = {version for version, _ in event.kept_versions}
-        self.steps.on_run_crashed(event.from_step)
         if event.num_steps is not None:
             self.limits = replace(self.limits, num_steps=event.num_steps)
             self.evaluation.num_steps = event.num_steps
@@ -205,19 +193,15 @@ class Checker:
 
     def _admit(self, action: Admit) -> None:
         group, version, size = action.group, action.version, self.limits.group_size
-        require(group not in self.version_of, f"C2: {group} is admitted twice")
-        require(action.index == self.next_index, f"C2: {group} is admitted before prompt {self.next_index}")
         is_redone = self._redo_until in {0, *self.store} or max(self.store) > self._redo_until
         require(is_redone, f"{group} is admitted before version {self._redo_until} is published again")
-        is_held = self.fleet.num_holders[version] > 0
+        is_held = self.fleet.num_holders(version) > 0
         require(is_held, f"{group} is admitted at version {version}, which no engine holds")
-        self.version_of[group], self.next_index = version, action.index + 1
-        self.num_unfinished[group] = size
         self.pins[version] += size
         self.inflight_updates.admit(_siblings(group, size), version, self.store)
         deadline = self.deadline(version)
         require(action.deadline == deadline, f"C3: {group} has deadline {action.deadline}, not {deadline}")
-        self.deadline_of[group] = deadline
+        self.open_groups.add(group)
         self.num_open[deadline] += 1
         self.num_live[version] += 1
         self._check_bound(f"admitting {group} at version {version}")
@@ -262,74 +246,47 @@ class Checker:
         require(self.num_live[version] <= most, f"version {version} has more than {most} groups")
 
     def _generate(self, action: Generate) -> None:
-        versions = []
         for request in action.requests:
-            group = request.group
             if request.is_held_out:
-                versions.append(self._generate_held_out(request))
+                self.pins[action.version] += request not in self.evaluation.running
+                self.evaluation.generate(request, is_training_over=self.next_step == self.limits.num_steps)
                 continue
-            if request in self.finished or group in self.outcome_of:
+            if request in self.groups.finished or request.group not in self.open_groups:
                 raise Violation(f"{request} is generated after its end")
-            versions.append(self.inflight_updates.version_of(request, self.version_of[group]))
-        self.fleet.generate(action, versions)
-
-    def _generate_held_out(self, request: RequestId) -> int:
-        is_new = request not in self.evaluation.running
-        is_training_over = self.next_step == self.limits.num_steps
-        version = self.evaluation.generate(request, is_training_over=is_training_over)
-        self.pins[version] += is_new
-        return version
+            self.inflight_updates.generate(request, action.version)
+        self.fleet.generate(action)
 
     def _score(self, action: Score) -> None:
         if action.group.is_held_out:
-            return self.evaluation.score(action.group)
-        is_complete = not self.num_unfinished[action.group]
-        require(is_complete, f"C2: {action.group} is scored before all siblings have finished")
+            self.evaluation.score(action.group)
 
     def _end_untrained(self, action: Filter | Fail) -> None:
         group = action.group
         self._end(group, type(action).__name__)
-        version = self.version_of[group]
+        version = self.groups.admitted[group]
         self.num_live[version] -= 1
-        del self.num_unfinished[group]
         for request in _siblings(group, self.limits.group_size):
-            if request not in self.finished:
+            if request not in self.groups.finished:
                 self.inflight_updates.end(request, version)
 
     def _commit(self, action: Commit) -> None:
         group, step = action.group, action.step
-        require(group in self.scored, f"C2: {group} is committed without rewards")
         require(step == self.next_step, f"{group} is committed to step {step}, not to step {self.next_step}")
-        self._end(group, f"step {step}")
+        self._end(group, "Commit")
         self.num_committed += 1
         if self.num_committed == self.limits.batch_size:
             self.next_step, self.num_committed = self.next_step + 1, 0
         self._check_bound(f"committing {group}")
 
     def _end(self, group: GroupId, outcome: str) -> None:
-        if group not in self.version_of or group in self.outcome_of:
-            before = self.outcome_of.get(group, "not admitted")
-            raise Violation(f"C2: {group} ends with {outcome}; its outcome before was {before}")
-        self.outcome_of[group] = outcome
-        self.num_open[self.deadline_of[group]] -= 1
+        require(group in self.open_groups, f"C2: {group} ends with {outcome}, and it is not open")
+        self.open_groups.remove(group)
+        self.num_open[self.groups.deadlines[group]] -= 1
 
     def _train(self, action: Train) -> None:
-        step, groups, size = action.step, action.groups, self.limits.group_size
-        self.steps.train(action)
         self.fleet.check_device()
-        require(len(set(groups)) == self.limits.batch_size, f"C2: batch {step} has {len(groups)} groups")
-        for group in groups:
-            require(self.outcome_of.get(group) == f"step {step}", f"C2: {group} is trained without a commit")
-            admitted_at = self.version_of[group]
-            versions = {self.finished.get(request) for request in _siblings(group, size)}
-            if self.limits.breaks_c1:
-                self.inflight_updates.check_group(group, versions, admitted_at, step)
-            else:
-                require(versions == {admitted_at}, f"C1: {group} has versions {versions}, not {admitted_at}")
-            staleness = step - admitted_at
-            require(0 <= staleness <= self.limits.max_staleness, f"C3: {group} has staleness {staleness}")
-            require(step <= self.deadline_of[group], f"C3: {group} is trained after its deadline")
-            self.max_staleness = max(self.max_staleness, staleness)
+        uncommitted = self.open_groups.intersection(action.groups)
+        require(not uncommitted, f"C2: {uncommitted} are trained without a commit")
 
     def _migrate(self, action: Migrate) -> None:
         require(not self.limits.is_static, f"{action.request} migrates although is_static = true")
@@ -370,7 +327,6 @@ class Checker:
         self.fleet.resume(action.engine)
 
     def _stop(self, action: Stop) -> None:
-        self.steps.finish(self.limits.num_steps)
         require(self.limits.num_steps in self.store, "the run stops before its last version is published")
         require(self.evaluation.version is None, "the run stops during an evaluation")
 
@@ -390,13 +346,10 @@ _EVENT_HANDLERS: dict[type, Callable[[Checker, Any], None]] = {
     RequestFailed: Checker._on_failed,
     RequestsAborted: Checker._on_aborted,
     Migrated: lambda checker, event: checker.fleet.on_migrated(event),
-    MigrationFailed: lambda checker, event: checker.fleet.on_migration_failed(event),
+    MigrationFailed: lambda checker, event: checker.fleet.free_reserved_row(event),
     GroupScored: Checker._on_scored,
     ScoringFailed: Checker._on_scored,
     Trained: Checker._on_trained,
-    StepFailed: lambda checker, event: checker.steps.on_failed(),
-    TrainerLost: lambda checker, event: checker.steps.on_lost(),
-    TrainerReplaced: lambda checker, event: checker.steps.on_replaced(event),
     Resumed: Checker._on_resumed,
     Published: Checker._on_published,
     Loaded: Checker._on_loaded,
@@ -417,8 +370,6 @@ _ACTION_HANDLERS: dict[type, Callable[[Checker, Any], None]] = {
     Fail: Checker._end_untrained,
     Commit: Checker._commit,
     Train: Checker._train,
-    Publish: lambda checker, action: checker.steps.publish(action),
-    ReportDigest: lambda checker, action: checker.steps.report_digest(action),
     Drop: Checker._drop,
     Load: Checker._load,
     SkipLoad: Checker._skip_load,
@@ -430,85 +381,20 @@ _ACTION_HANDLERS: dict[type, Callable[[Checker, Any], None]] = {
 }
 
 
-class StepChecker:
-    """Training steps: in order, one at a time, and repeated with the same groups after a failure or crash."""
-
-    def __init__(self) -> None:
-        self.num_trained = 0  # steps of the present trainer, its checkpoint included
-        self.training: Train | None = None
-        self.failed: Train | None = None  # to be repeated unchanged
-        self.is_lost = False  # until a replacement is ready
-        self._max_trained = 0  # steps of any trainer
-        self._newest: int | None = None  # version published since the last crash of the run
-
-    @property
-    def is_redo(self) -> bool:
-        """Whether a lost trainer has trained the next step before."""
-        return self.num_trained < self._max_trained
-
-    def on_trained(self) -> Train | None:
-        """The action of the step that has ended."""
-        action, self.training = self.training, None
-        self.num_trained += 1
-        return action
-
-    def on_failed(self) -> None:
-        self.training, self.failed = None, self.training
-
-    def on_published(self, event: Published) -> None:
-        self._newest = event.version
-
-    def on_lost(self) -> None:
-        self.is_lost, self._max_trained = True, max(self._max_trained, self.num_trained)
-        self.training = self.failed = None
-
-    def on_replaced(self, event: TrainerReplaced) -> None:
-        self.is_lost, self.num_trained = False, event.from_step
-
-    def on_run_crashed(self, from_step: int) -> None:
-        self.num_trained = self._max_trained = from_step
-        self.is_lost, self._newest = False, None
-        self.training = self.failed = None
-
-    def train(self, action: Train) -> None:
-        step = action.step
-        require(not self.is_lost, f"step {step} starts without a trainer")
-        require(self.training is None, f"step {step} starts during another step")
-        require(step == self.num_trained, f"step {step} is trained out of order, not {self.num_trained}")
-        require(self.failed in (None, action), f"C2: step {step} is repeated with other groups")
-        self.training, self.failed = action, None
-
-    def publish(self, action: Publish) -> None:
-        version = action.version
-        require(version == self.num_trained, f"version {version} is published and is not trained")
-        is_new = self._newest is None or version > self._newest
-        require(is_new and not self.is_lost, f"C1: version {version} is published again")
-
-    def report_digest(self, action: ReportDigest) -> None:
-        version = action.version
-        require(version == self.num_trained, f"ReportDigest of version {version}, which is not trained")
-        is_published = self._newest is not None and version <= self._newest
-        is_ready = is_published and not self.is_lost
-        require(is_ready, f"ReportDigest of version {version}, which is not published, or without a trainer")
-
-    def finish(self, num_steps: int) -> None:
-        require(self.num_trained == num_steps, f"{self.num_trained} of {num_steps} steps are trained")
-
-
 class LoadChecker:
     """Order of loads (`defers_loads`) and skipped versions (`skip_below_kl`)."""
 
     def __init__(self, limits: Limits, fleet: FleetChecker) -> None:
         self._limits, self._fleet = limits, fleet
         self._newest: int | None = None
-        self._steps: list[Trained] = []  # since the last crash of the run
+        self._steps: dict[int, Trained] = {}  # the first time since the last crash of the run
         self.skipped: dict[int, int] = {}  # engine -> version that it skipped last
 
     def on_published(self, event: Published) -> None:
         self._newest = event.version
 
     def on_trained(self, event: Trained) -> None:
-        self._steps.append(event)
+        self._steps.setdefault(event.step, event)
 
     def on_run_crashed(self) -> None:
         self._newest = None
@@ -537,10 +423,10 @@ class LoadChecker:
 
     def _is_close(self, age: int) -> bool:
         """Whether the KL at this age, or at the next higher age that was measured, is below the threshold."""
-        last = self._steps[-1].step if self._steps else 0
+        last = max(self._steps, default=0)
         kl_at = {
             event.step - version: kl
-            for event in self._steps
+            for event in self._steps.values()
             if event.step >= last - self._limits.max_staleness
             for version, kl in event.kls
         }
@@ -618,24 +504,14 @@ class InflightUpdateChecker:
             return
         newest = self._newest_held(store)
         for request, version in self._versions.items():
-            if version < newest and request not in self._fleet.owner:
+            if version < newest and request not in self._fleet.versions.owners:
                 self._change(request, newest)
 
-    def version_of(self, request: RequestId, admitted_at: int) -> int:
-        """The version that a request must start with."""
-        return self._versions.get(request, admitted_at)
-
-    def first_version(self, event: RequestFinished, admitted_at: int) -> int:
-        """The version of the first segment. Versions only increase, from the group's on."""
-        versions = [chunk.version for chunk in event.chunks]
-        is_increasing = versions == sorted(set(versions)) and versions[-1] <= event.version
-        require(is_increasing and versions[0] >= admitted_at, f"{event.request} has segments {event.chunks}")
-        return versions[0]
-
-    def check_group(self, group: GroupId, versions: set[int | None], admitted_at: int, step: int) -> None:
-        """No segment of a trained group is older than the group."""
-        is_kept = all(v is not None and admitted_at <= v <= step for v in versions)
-        require(is_kept, f"{group} of version {admitted_at} has segments of {versions} in step {step}")
+    def generate(self, request: RequestId, version: int) -> None:
+        """Check the version that a request starts with."""
+        expected = self._versions.get(request, version)
+        if expected != version:
+            raise Violation(f"{request} changes its version from {expected} to {version}")
 
     def _newest_held(self, store: Iterable[int]) -> int:
         held = {v for e in self._fleet.engines.values() if not e.is_draining for v in e.held}
@@ -705,8 +581,8 @@ class EvaluationChecker:
         require(is_running, f"the evaluation of version {action.version} is skipped, and none is running")
         self._take_due(action.version)
 
-    def generate(self, request: RequestId, *, is_training_over: bool) -> int:
-        """Check a held-out request; return the version that must generate it."""
+    def generate(self, request: RequestId, *, is_training_over: bool) -> None:
+        """Check a held-out request."""
         rule = self._rule
         is_known = rule is not None and request.row < rule.num_prompts and request.sibling < rule.num_answers
         if not is_known or self.version is None or request.epoch != -1 - self.version:
@@ -717,7 +593,6 @@ class EvaluationChecker:
             most = max(1, self._num_rows // ROWS_PER_EVALUATION)
             num_running = len(self.running)
             require(num_running <= most, f"{num_running} of {self._num_rows} rows evaluate, more than {most}")
-        return self.version
 
     def score(self, group: GroupId) -> None:
         is_due = self._is_complete(group) and group not in self._failed and group not in self._done

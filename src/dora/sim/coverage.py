@@ -259,7 +259,7 @@ class CoverageMarks:
 
     def _on_trainer_lost(self, event: TrainerLost) -> None:
         steps = self._checker.steps
-        if steps.is_lost:
+        if steps.is_trainer_lost:
             self._mark("trainer: a replacement is lost before it is ready")
         if steps.is_redo:
             self._mark("trainer: lost while it trains steps again")
@@ -286,7 +286,7 @@ class CoverageMarks:
         self._bound = bound
 
     def _commit(self, action: Commit) -> None:
-        deadline = self._checker.deadline_of[action.group]
+        deadline = self._checker.groups.deadlines[action.group]
         if any(count and earlier < deadline for earlier, count in self._checker.num_open.items()):
             self._mark("commit: passes a straggler")
 
@@ -301,7 +301,7 @@ class CoverageMarks:
         first = action.requests[0]
         if first.is_held_out:
             return self._generate_held_out(action)
-        if action.version > self._checker.version_of[first.group]:
+        if action.version > self._checker.groups.admitted[first.group]:
             self._mark("generate: with a newer version than its group's")
         if first.sibling and first not in self._lost:
             self._mark("generate: siblings on two engines")
@@ -319,7 +319,7 @@ class CoverageMarks:
 
     def _load(self, action: Load) -> None:
         checker, version = self._checker, action.version
-        is_held = self._fleet.num_holders[version] > 0
+        is_held = self._fleet.num_holders(version) > 0
         if checker.pins[version] and not is_held:
             self._mark("load: a pinned version that no engine held")
         if version == checker.evaluation.version and version < max(checker.store) and not is_held:
@@ -340,9 +340,9 @@ class CoverageMarks:
 
     def _train(self, action: Train) -> None:
         checker = self._checker
-        if checker.steps.failed is not None:
+        if checker.steps.is_failed:
             self._mark("train: again after a failure")
-        oldest = action.step - min(checker.version_of[group] for group in action.groups)
+        oldest = action.step - min(checker.groups.admitted[group] for group in action.groups)
         if oldest == checker.limits.max_staleness:
             self._mark("train: at the bound")
         if oldest > checker.adaptive_staleness.bound:

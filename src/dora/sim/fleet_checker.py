@@ -1,16 +1,15 @@
-"""The part of the checker that follows engines: which requests and versions each has, by events and actions
-alone.
+"""The part of the checker that follows engines, by events and actions alone.
 
-It checks that a request has one owner, that rows and slots are never exceeded, that no response is generated
-again unless its engine was lost, and that engines on the trainer's device are idle during a step.
+It checks that rows and slots are never exceeded, that no response is generated again unless its engine was
+lost, and that engines on the trainer's device are idle during a step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from dora.audit.versions import VersionAudit
 from dora.core.actions import Abort, DecodeOnly, Drop, Generate, Load, Migrate
 from dora.core.events import (
     EngineJoined,
@@ -36,7 +35,7 @@ class CheckedEngine:
     num_rows: int
     num_slots: int
     is_colocated: bool
-    held: set[int] = field(default_factory=set)
+    held: set[int]  # the audit's
     loading: int | None = None
     running: dict[RequestId, int] = field(default_factory=dict)  # -> version
     incoming: dict[RequestId, int] = field(default_factory=dict)  # by migrations -> version
@@ -54,19 +53,23 @@ class CheckedEngine:
 
 
 class FleetChecker:
-    """Requests, versions and states of all engines."""
+    """Rows, slots and states of all engines.
 
-    def __init__(self) -> None:
+    The audit follows each record first; it checks which engine owns a request and holds a version.
+    """
+
+    def __init__(self, versions: VersionAudit) -> None:
+        self.versions = versions
         self.engines: dict[int, CheckedEngine] = {}
-        self.owner: dict[RequestId, CheckedEngine] = {}
-        self.migrating: dict[RequestId, tuple[CheckedEngine, CheckedEngine]] = {}  # source, destination
         self.aborting: set[RequestId] = set()
         self.started: set[RequestId] = set()  # and not lost with their engine since
-        self.num_holders: Counter[int] = Counter()  # version -> engines that hold it
         self._num_tokens: dict[RequestId, int] = {}  # as last reported
-        self._lost: set[int] = set()  # engines that no other has replaced
         self._num_changes = 0  # events, except progress reports and timers
         self._aborted_too_late: set[RequestId] = set()  # migrated; their new engine must abort them
+
+    def num_holders(self, version: int) -> int:
+        """Engines that hold the version."""
+        return sum(version in engine.held for engine in self.engines.values())
 
     # Events
 
@@ -80,40 +83,33 @@ class FleetChecker:
             )
 
     def on_joined(self, event: EngineJoined) -> None:
-        engine, replaces = event.engine, event.replaces
-        require(engine not in self.engines, f"engine {engine} joins twice")
-        if replaces is not None:
-            require(replaces in self._lost, f"engine {engine} replaces engine {replaces}, which is not lost")
-            self._lost.discard(replaces)
         is_paused = event.is_colocated  # until the trainer leaves the device to it
-        self.engines[engine] = CheckedEngine(
-            engine, event.max_num_seqs, event.version_slots, event.is_colocated, is_paused=is_paused
+        self.engines[event.engine] = CheckedEngine(
+            event.engine,
+            event.max_num_seqs,
+            event.version_slots,
+            event.is_colocated,
+            self.versions.held[event.engine],
+            is_paused=is_paused,
         )
 
     def on_lost(self, event: EngineLost) -> None:
         engine = self.engines.pop(event.engine)
-        self._lost.add(engine.id)
-        unreported = [request for request, ends in self.migrating.items() if engine in ends]
-        require(not unreported, f"engine {engine.id} is reported lost before the migrations of {unreported}")
         self.started -= engine.running.keys()
-        self.num_holders.subtract(engine.held)
+        self.aborting -= engine.running.keys()
         for request in engine.running:
-            del self.owner[request]
             self._num_tokens.pop(request, None)
-            self.aborting.discard(request)
 
     def on_removed(self, event: EngineRemoved) -> None:
         engine = self.engines.pop(event.engine)
         require(engine.is_removed, f"engine {engine.id} left without RemoveEngine")
-        self.num_holders.subtract(engine.held)
 
     def on_run_crashed(self) -> None:
         """Every process has crashed."""
-        for known in (self.engines, self.owner, self.migrating, self.num_holders, self._num_tokens):
-            known.clear()
+        self.engines.clear()
+        self._num_tokens.clear()
         for ids in (self.aborting, self.started, self._aborted_too_late):
             ids.clear()
-        self._lost.clear()
 
     def on_loaded(self, event: Loaded) -> None:
         engine = self.engines[event.engine]
@@ -121,8 +117,6 @@ class FleetChecker:
         require(is_expected, f"engine {engine.id} loaded version {event.version} instead of {engine.loading}")
         engine.loading = None
         engine.num_own_loads += 1
-        engine.held.add(event.version)
-        self.num_holders[event.version] += 1
 
     def on_load_failed(self, event: LoadFailed) -> None:
         self.engines[event.engine].loading = None
@@ -138,80 +132,54 @@ class FleetChecker:
         running = self.engines[event.engine].running
         self._num_tokens.update((request, num) for request, num in event.lengths if request in running)
 
-    def release(self, engine: int, request: RequestId) -> None:
+    def release(self, engine_id: int, request: RequestId) -> None:
         """Free the row of a request that has finished, failed or was aborted."""
-        owner = self.owner.pop(request, None)
-        if owner is None or owner.id != engine:
-            raise Violation(f"{request} ends on engine {engine}, which is not its owner")
-        owner.num_rows_of[owner.running.pop(request)] -= 1
+        engine = self.engines[engine_id]
+        engine.num_rows_of[engine.running.pop(request)] -= 1
         self.aborting.discard(request)
         self._num_tokens.pop(request, None)
 
     def on_migrated(self, event: Migrated) -> None:
         request, num_tokens = event.request, self._num_tokens.get(event.request, 0)
-        source, destination = self._end_migration(event)
-        version = source.running.pop(request)
-        require(self.owner[request] is source, f"{request} migrated from engine {source.id}, not its owner")
         is_whole = event.num_tokens >= num_tokens
         require(is_whole, f"{request} migrated with {event.num_tokens} of its {num_tokens} tokens")
+        self.free_reserved_row(event)
+        source, destination = self.engines[event.source], self.engines[event.destination]
+        destination.running[request] = version = source.running.pop(request)
         source.num_rows_of[version] -= 1
         destination.num_rows_of[version] += 1
-        destination.running[request] = version
-        self.owner[request] = destination
         if request in self.aborting:
             self._aborted_too_late.add(request)
 
-    def on_migration_failed(self, event: MigrationFailed) -> None:
-        self._end_migration(event)
-
-    def _end_migration(self, event: Migrated | MigrationFailed) -> tuple[CheckedEngine, CheckedEngine]:
-        ends = self.migrating.pop(event.request, None)
-        if ends is None or (ends[0].id, ends[1].id) != (event.source, event.destination):
-            raise Violation(
-                f"{event.request} has no migration from engine {event.source} to {event.destination}"
-            )
-        version = ends[1].incoming.pop(event.request)
-        ends[1].num_rows_of[version] -= 1
-        return ends
+    def free_reserved_row(self, event: Migrated | MigrationFailed) -> None:
+        """The migration has ended."""
+        destination = self.engines[event.destination]
+        destination.num_rows_of[destination.incoming.pop(event.request)] -= 1
 
     # Actions
 
-    def generate(self, action: Generate, versions: Iterable[int]) -> None:
-        """Check a `Generate`. `versions` are those that its requests must use, one for each."""
+    def generate(self, action: Generate) -> None:
         engine, version = self._receiving(action.engine), action.version
-        require(version in engine.held, f"engine {engine.id} does not hold version {version}")
-        for request, expected in zip(action.requests, versions, strict=True):
-            if request in self.owner:
-                raise Violation(f"{request} has two owners")
+        for request in action.requests:
             if request in self.started:
                 raise Violation(f"{request} is generated again, and its engine was not lost")
-            if expected != version:
-                raise Violation(f"C1: {request} changes its version from {expected} to {version}")
             self.started.add(request)
-            self.owner[request] = engine
             engine.running[request] = version
         engine.num_rows_of[version] += len(action.requests)
         self._check_rows(engine)
 
     def migrate(self, action: Migrate) -> None:
         request, version = action.request, action.version
-        source, destination = self.engines[action.source], self._receiving(action.destination)
-        require(source is not destination, f"{request} migrates to engine {source.id}, its owner")
-        require(self.owner.get(request) is source, f"{request} is not on engine {source.id}, its source")
-        require(request not in self.migrating, f"{request} has two migrations at once")
+        destination = self._receiving(action.destination)
+        require(action.source != destination.id, f"{request} migrates to engine {destination.id}, its owner")
         require(request not in self.aborting, f"{request} migrates during its abort")
-        require(source.running[request] == version, f"C1: {request} changes its version in a migration")
-        is_held = version in destination.held
-        require(is_held, f"{request} migrates to engine {destination.id}, which lacks version {version}")
-        self.migrating[request] = (source, destination)
         destination.incoming[request] = version
         destination.num_rows_of[version] += 1
         self._check_rows(destination)
 
     def abort(self, action: Abort) -> None:
         for request in action.requests:
-            owner = self.owner.get(request)
-            is_owner = owner is not None and owner.id == action.engine
+            is_owner = self.versions.owners.get(request) == action.engine
             require(is_owner, f"engine {action.engine} aborts {request}, which it does not run")
             self.aborting.add(request)
             self._aborted_too_late.discard(request)
@@ -225,12 +193,9 @@ class FleetChecker:
         engine, version = self._active(action.engine), action.version
         is_unused = not engine.num_rows_of[version]
         require(is_unused, f"engine {engine.id} drops version {version} under its requests")
-        require(version in engine.held, f"engine {engine.id} drops version {version}, which it does not hold")
-        is_last = self.num_holders[version] == 1
-        require(not (is_last and is_pinned), f"engine {engine.id} drops the last copy of version {version}")
-        engine.held.discard(version)
+        has_copy = self.num_holders(version) > 0
+        require(has_copy or not is_pinned, f"engine {engine.id} drops the last copy of version {version}")
         engine.dropped_at[version] = self._num_changes - engine.num_own_loads
-        self.num_holders[version] -= 1
 
     def load(self, action: Load, is_evaluated: bool) -> None:
         """Check a `Load`. Only a version under evaluation may be loaded again if no event has changed the
@@ -286,7 +251,7 @@ class FleetChecker:
                 require(not placeable, message)
 
     def _check_drained(self, engine: CheckedEngine) -> None:
-        is_source = any(source is engine for source, _ in self.migrating.values())
+        is_source = any(source == engine.id for source, _ in self.versions.migrations.values())
         is_busy = is_source or engine.num_used_rows > 0 or engine.loading is not None
         require(is_busy or engine.is_removed, f"engine {engine.id} is drained and empty, and is not removed")
 

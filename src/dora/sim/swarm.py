@@ -109,7 +109,7 @@ class _SimulatedRun:
     def __init__(self, seed: int, config: WorldConfig) -> None:
         self.config = config
         self.world, self.orchestrator = World(config, seed), Orchestrator(config.limits)
-        self.checker = Checker(config.limits)
+        self.checker = Checker(config.limits, config.num_prompts)
         self.marks = CoverageMarks(self.checker)
         self.outcome = WorldOutcome(seed)
         self._last_progress_s = 0.0

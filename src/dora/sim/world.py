@@ -79,6 +79,7 @@ class World(EventQueue[Event | None]):
         self.urgent_events: deque[Event] = deque()  # returned before everything that is scheduled
         self.migrations = SimMigrations(self)
         self.rollout = SimRollout(self)
+        self.digests: dict[int, str] = {}  # of the published versions
         self._dataset_index = 0
         self._num_joining = 0
         self._next_engine_id = 0
@@ -126,6 +127,10 @@ class World(EventQueue[Event | None]):
         self._dataset_index, self._num_joining, self._next_engine_id = dataset_index, 0, 0
         self._trainer.restart(from_step)
         self._start_engines()
+
+    def digest_of(self, version: int) -> str:
+        """The digest of a version in the weight store."""
+        return self.digests.get(version, digest_of(version))
 
     # Dataset and rewards
 
@@ -293,7 +298,9 @@ class SimRollout:
         if request.finish_id != finish_id or request.is_over:
             return None
         self._release(request)
-        chunks = tuple(Chunk(version, digest_of(version), num) for version, num in request.chunks())
+        chunks = tuple(
+            Chunk(version, self._world.digest_of(version), num) for version, num in request.chunks()
+        )
         return RequestFinished(request.engine.id, request.id, request.version, request.length, chunks, "stop")
 
     def _refuse(self, request: SimRequest) -> Event | None:
@@ -387,7 +394,7 @@ class SimRollout:
             if newest > request.version:
                 request.switch_version(newest, self._world.now)
                 self.update_rate(request)
-        return Loaded(engine.id, version, digest_of(version))
+        return Loaded(engine.id, version, self._world.digest_of(version))
 
     def _drop(self, engine: SimEngine, action: Drop) -> None:
         self._world.truth.check_drop(engine, action.version)
@@ -575,8 +582,8 @@ class SimTrainer:
             return None
         version = action.version
         if isinstance(action, Publish):
-            self._digests[version] = digest_of(version)
-            return Published(version, digest_of(version))
+            self._world.digests[version] = self._digests.setdefault(version, digest_of(version))
+            return Published(version, self._digests[version])
         if version > self._checkpoint:  # only the version of the checkpoint has the same bytes again
             self._digests[version] = f"{digest_of(version)} again"
         return DigestReported(version, self._digests[version])
