@@ -317,14 +317,14 @@ def draw_timeline(
 ) -> None:
     """Draw the engines of a real run over time; `dora simulate run --timeline` draws simulated ones."""
     from dora.journal.reader import read_journal
+    from dora.journal.timeline import fold
     from dora.planner.commands import check_svg_paths
-    from dora.planner.svg import TimelineDrawing, timeline_svg
+    from dora.planner.svg import timeline_svg
 
     check_svg_paths(out)
-    timeline = TimelineDrawing()
-    for line in read_journal(run).lines:
-        timeline.add(line.t_s, line.record)
-    out.write_text(timeline_svg(timeline, f"{run.resolve().name}: rows by version"), encoding="utf-8")
+    journal = read_journal(run)
+    spans = fold(journal.lines, breaks_c1=journal.limits.breaks_c1)
+    out.write_text(timeline_svg(spans, f"{run.resolve().name}: rows by version"), encoding="utf-8")
 
 
 @simulate.command()

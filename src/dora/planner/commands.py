@@ -17,12 +17,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from dora.errors import InputError
+from dora.journal.timeline import Span, Timeline
 from dora.planner.calibrate import FittedCosts, RecordedRun, RunForecast, fit_costs, forecast_all
 from dora.planner.cluster import Deployment, Layout, Workload
 from dora.planner.hardware import TRAINING_BYTES_PER_PARAMETER
 from dora.planner.policies import get_policy
 from dora.planner.search import SearchProblem, SimulatedPlan, search, with_heavier_tail
-from dora.planner.svg import TimelineDrawing, throughput_svg, timeline_svg
+from dora.planner.svg import throughput_svg, timeline_svg
 
 TableRow = dict[str, str | int | float]
 TABLE_WIDTH = 200  # also if the output is not a terminal
@@ -116,10 +117,11 @@ class Plots:
 
     def draw(self, last: Deployment, rows: Sequence[TableRow]) -> None:
         if self.timeline is not None:
-            timeline = TimelineDrawing()
-            last.simulator(timeline.add).run()
+            breaks_c1 = get_policy(last.layout.policy).breaks_c1
+            timeline, spans = Timeline(breaks_c1=breaks_c1), list[Span]()
+            last.simulator(lambda now, record: spans.extend(timeline.observe(now, record))).run()
             title = f"{last.layout.policy}, S = {last.layout.max_staleness}: rows by version"
-            self.timeline.write_text(timeline_svg(timeline, title), encoding="utf-8")
+            self.timeline.write_text(timeline_svg([*spans, *timeline.open_spans()], title), encoding="utf-8")
         if self.throughput is not None:
             points = [(str(row["policy"]), int(row["S"]), float(row["tokens_per_s"])) for row in rows]
             self.throughput.write_text(throughput_svg(points), encoding="utf-8")

@@ -1,28 +1,14 @@
-"""Draws runs, simulated or real, as self-contained SVG: a timeline of engines and trainer, and line charts.
-
-A timeline needs only events and actions with their times, so it can draw both simulated runs and journals.
-"""
+"""Draws simulated and real runs as self-contained SVG: a timeline of engines and trainer, line charts."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from html import escape
 
-from dora.core.actions import Action, Generate, Train
-from dora.core.events import (
-    EngineLost,
-    Event,
-    Loaded,
-    Migrated,
-    RequestFailed,
-    RequestFinished,
-    RequestsAborted,
-    Trained,
-)
-from dora.core.types import RequestId
+from dora.core.events import Trained
+from dora.journal.timeline import EngineSpan, MigrationSpan, RequestSpan, Span, TrainerSpan, of_kind
 
 COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#6cc5b0", "#a463f2", "#97bbf5", "#9c6b4e")
 WIDTH, LANE, GAP, LEFT, TOP = 960, 18, 5, 70, 44  # pixels
@@ -33,75 +19,23 @@ MAX_ENGINES, MAX_ARROWS = 64, 300
 NUM_TICKS = 6  # of an axis, approximately
 
 
-@dataclass
-class TimelineDrawing:
-    """Rows of each engine by version, migrations and steps; seconds count from the first `Generate`."""
+def timeline_svg(spans: Sequence[Span], title: str) -> str:
+    """A lane for each of at most MAX_ENGINES engines, rows coloured by version, and one for the trainer.
 
-    row_changes: dict[int, list[tuple[float, int, int]]] = field(default_factory=dict)  # s, version, change
-    migrations: list[tuple[float, int, int, int]] = field(default_factory=list)  # s, from, to, version
-    steps: list[tuple[float, float, int]] = field(default_factory=list)  # start s, end s, step
-    end_s: float = 0.0
-    _running: dict[RequestId, tuple[int, int]] = field(default_factory=dict)  # -> engine, version
-    _step_started_s: float = 0.0
-    _zero_s: float | None = None
-
-    def add(self, now: float, record: Event | Action) -> None:
-        """Follow the next event or action."""
-        if self._zero_s is None and isinstance(record, Generate):
-            self._zero_s = now
-        now -= now if self._zero_s is None else self._zero_s
-        self.end_s = now
-        match record:
-            case Generate():
-                for request in record.requests:
-                    self._start(now, request, record.engine, record.version)
-            case RequestFinished() | RequestFailed():
-                self._end(now, record.request)
-            case RequestsAborted():
-                for request in record.requests:
-                    self._end(now, request)
-            case Migrated():
-                version = self._end(now, record.request)
-                if version is not None:
-                    self.migrations.append((now, record.source, record.destination, version))
-                    self._start(now, record.request, record.destination, version)
-            case EngineLost():
-                for request in [r for r, (engine, _) in self._running.items() if engine == record.engine]:
-                    self._end(now, request)
-            case Loaded():
-                self.row_changes.setdefault(record.engine, [])
-            case Train():
-                self._step_started_s = now
-            case Trained():
-                self.steps.append((self._step_started_s, now, record.step))
-            case _:
-                pass
-
-    def _start(self, now: float, request: RequestId, engine: int, version: int) -> None:
-        self._end(now, request)
-        self._running[request] = (engine, version)
-        self.row_changes.setdefault(engine, []).append((now, version, 1))
-
-    def _end(self, now: float, request: RequestId) -> int | None:
-        """The version of the request, or None if it does not run."""
-        if request not in self._running:
-            return None
-        engine, version = self._running.pop(request)
-        self.row_changes[engine].append((now, version, -1))
-        return version
-
-
-def timeline_svg(timeline: TimelineDrawing, title: str) -> str:
-    """A lane for each of at most MAX_ENGINES engines, rows coloured by version, and one for the trainer."""
-    engines = sorted(timeline.row_changes)[:MAX_ENGINES]
+    Seconds count from the first request.
+    """
+    requests = of_kind(spans, RequestSpan)
+    zero_s = requests[0].start_s if requests else 0.0
+    end_s = max((span.until(span.start_s) for span in spans), default=0.0) - zero_s or 1.0
+    row_changes = _row_changes(spans, zero_s, end_s)
+    engines = sorted(row_changes)[:MAX_ENGINES]
     lane_of = {engine: TOP + index * (LANE + GAP) for index, engine in enumerate(engines)}
-    end_s = timeline.end_s or 1.0
 
     def x(seconds: float) -> float:
         return LEFT + seconds / end_s * WIDTH
 
     bottom = TOP + len(engines) * (LANE + GAP)
-    parts = [_text(LEFT, TOP - 10, _legend(len(engines), len(timeline.row_changes)), "start", "#666")]
+    parts = [_text(LEFT, TOP - 10, _legend(len(engines), len(row_changes)), "start", "#666")]
     for seconds in ticks(end_s):
         parts.append(f'<path d="M{x(seconds):.1f} {TOP}V{bottom + LANE}" stroke="#ddd"/>')
         parts.append(_text(x(seconds), bottom + LANE + 16, f"{seconds:,g} s"))
@@ -109,13 +43,15 @@ def timeline_svg(timeline: TimelineDrawing, title: str) -> str:
         parts.append(_text(LEFT - 6, y + LANE - 5, name, "end"))
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH}" height="{LANE}" fill="{IDLE_FILL}"/>')
     for engine, y in lane_of.items():
-        parts += _lane(timeline.row_changes[engine], end_s, y)
-    for start_s, step_end_s, step in timeline.steps:
-        width = x(step_end_s) - x(start_s)
-        parts.append(_box(x(start_s), bottom, width, LANE, step, f"step {step + 1}"))
-        if width > 7 * len(str(step + 1)):
-            parts.append(_text(x(start_s) + width / 2, bottom + LANE - 5, str(step + 1), "middle", "#fff"))
-    parts += _arrows(timeline, lane_of, end_s)
+        parts += _lane(row_changes[engine], end_s, y)
+    for span in of_kind(spans, TrainerSpan):
+        if isinstance(span.result, Trained):
+            left, number = x(span.start_s - zero_s), str(span.number + 1)
+            width = x(span.until(span.start_s) - zero_s) - left
+            parts.append(_box(left, bottom, width, LANE, span.number, f"step {number}"))
+            if width > 7 * len(number):
+                parts.append(_text(left + width / 2, bottom + LANE - 5, number, "middle", "#fff"))
+    parts += _arrows(of_kind(spans, MigrationSpan), lane_of, zero_s, end_s)
     return _svg(parts, bottom + LANE + 26, title)
 
 
@@ -133,6 +69,21 @@ def ticks(largest: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(least))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)
     return [step * k for k in range(int(largest / step * 1.001) + 1)]
+
+
+def _row_changes(
+    spans: Iterable[Span], zero_s: float, end_s: float
+) -> dict[int, list[tuple[float, int, int]]]:
+    """Engine -> (seconds, version, change of its rows), in order."""
+    changes: dict[int, list[tuple[float, int, int]]] = {}
+    for span in spans:
+        if isinstance(span, EngineSpan):
+            changes.setdefault(span.engine, [])
+        elif isinstance(span, RequestSpan):
+            of_engine = changes.setdefault(span.engine.engine, [])
+            for start, end, version in span.segments(zero_s + end_s):
+                of_engine += [(start - zero_s, version, 1), (end - zero_s, version, -1)]
+    return {engine: sorted(of_engine) for engine, of_engine in changes.items()}
 
 
 def _lane(changes: Sequence[tuple[float, int, int]], end_s: float, y: float) -> Iterator[str]:
@@ -174,13 +125,16 @@ def _buckets(changes: Sequence[tuple[float, int, int]], end_s: float) -> list[Co
     return buckets
 
 
-def _arrows(timeline: TimelineDrawing, lane_of: Mapping[int, float], end_s: float) -> Iterator[str]:
+def _arrows(
+    migrations: Iterable[MigrationSpan], lane_of: Mapping[int, float], zero_s: float, end_s: float
+) -> Iterator[str]:
     """Migrations between drawn lanes; simultaneous ones share an arrow, and of many arrows some are drawn."""
-    drawn = Counter(
-        (int(seconds / end_s * WIDTH / 4), source, destination, version)
-        for seconds, source, destination, version in timeline.migrations
-        if source in lane_of and destination in lane_of
-    )
+    drawn: Counter[tuple[int, int, int, int]] = Counter()
+    for span in migrations:
+        move = span.action
+        if span.migrated is not None and move.source in lane_of and move.destination in lane_of:
+            column = int((span.until(zero_s) - zero_s) / end_s * WIDTH / 4)
+            drawn[column, move.source, move.destination, move.version] += 1
     for arrow in [*drawn][:: 1 + len(drawn) // MAX_ARROWS]:
         column, source, destination, version = arrow
         x, start, end = LEFT + 4 * column, lane_of[source] + LANE / 2, lane_of[destination] + LANE / 2
