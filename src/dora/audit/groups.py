@@ -75,7 +75,11 @@ class GroupAudit:
                 pass
 
     def close(self) -> None:
-        """Check rules that need the whole journal, such as groups without an outcome."""
+        """Check rules that need the whole journal, such as groups without an outcome.
+
+        A run that gets more steps goes on and is closed again.
+        """
+        self.outcomes.clear()
         trained = self._steps.trained_batches
         is_trained = {group for batch in trained for group in batch}
         for group in self.admitted:
