@@ -98,7 +98,10 @@ def train(task: Task, trainer_class: type[Trainer] = Trainer) -> Iterator[Step]:
                 rewards += scores
                 if len(set(scores)) > 1:
                     pairs = zip(completions, grpo_advantages(scores), strict=True)
-                    batch[group] = [Sample(c.prompt_ids, c.token_ids, c.logprobs, a) for c, a in pairs]
+                    batch[group] = [
+                        Sample(c.prompt_ids.tolist(), c.token_ids.tolist(), c.logprobs.tolist(), a)
+                        for c, a in pairs
+                    ]
         engine.drop(version)
 
         # One update: PPO's clipped loss, gradients accumulated over micro-batches, clipping, AdamW.

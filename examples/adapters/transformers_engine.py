@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -163,11 +164,11 @@ class Transformers:
         return Completion(
             id=row.request.id,
             version=version,
-            prompt_ids=row.request.prompt_ids,
-            token_ids=row.token_ids,
-            logprobs=row.logprobs,
-            unfiltered_logprobs=row.logprobs,
-            raw_logprobs=row.raw_logprobs,
+            prompt_ids=np.array(row.request.prompt_ids, np.int32),
+            token_ids=np.array(row.token_ids, np.int32),
+            logprobs=np.array(row.logprobs, np.float32),
+            unfiltered_logprobs=np.array(row.logprobs, np.float32),
+            raw_logprobs=np.array(row.raw_logprobs, np.float32),
             chunks=(Chunk(version, self._digests[version], len(row.token_ids)),),
             finish_reason="stop" if is_stopped else "length",
         )

@@ -140,5 +140,7 @@ def test_lora_versions_generate_side_by_side_in_one_server(tmp_path: Path) -> No
     compute = GroupLogprobs(CONFIG, TrainerSettings(lr=0.0, num_steps=1), "cpu")
     for answer in answers:
         compute.load_weights(lora_weights(answer.version))
-        sample = Sample(answer.prompt_ids, answer.token_ids, [0.0] * len(answer.token_ids), 0.0)
+        sample = Sample(
+            answer.prompt_ids.tolist(), answer.token_ids.tolist(), [0.0] * len(answer.token_ids), 0.0
+        )
         assert answer.logprobs == pytest.approx(compute([sample])[0].tolist(), abs=1e-3)

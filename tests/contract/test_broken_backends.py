@@ -25,9 +25,7 @@ FAILURES = (AssertionError, pytest.fail.Exception)  # the second: `pytest.raises
 
 class WrongLogprobs(Engine):
     def step(self) -> list[Completion]:
-        return [
-            replace(c, unfiltered_logprobs=[p - 0.01 for p in c.unfiltered_logprobs]) for c in super().step()
-        ]
+        return [replace(c, unfiltered_logprobs=c.unfiltered_logprobs - 0.01) for c in super().step()]
 
 
 class DropsVersionsInUse(Engine):

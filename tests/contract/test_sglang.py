@@ -76,9 +76,9 @@ def test_a_real_servers_answer_is_parsed(make: Make, name: str) -> None:
     engine.submit([request])
     (answer,) = run(engine)
     events = recorded_events(name)
-    assert answer.token_ids == [token for event in events for token in event["output_ids"]]
+    assert answer.token_ids.tolist() == [token for event in events for token in event["output_ids"]]
     assert answer.finish_reason == name
-    expected = reference_logprobs(0, request.prompt_ids, answer.token_ids)
+    expected = reference_logprobs(0, request.prompt_ids, answer.token_ids.tolist())
     assert answer.logprobs == pytest.approx(expected, abs=1e-4), "the weights of version 0 generated it"
     (body,) = (body for path, body in server.calls if path == "/generate")
     assert body["extra_key"] == server.label, "KV of one version never serves another"

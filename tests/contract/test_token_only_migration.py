@@ -80,7 +80,7 @@ def test_a_request_migrates_from_one_server_to_another(fleet: Fleet) -> None:
     assert source.progress() == {}
     answer = fleet.driver.finish(destination, REQUEST)
     (call,) = fleet.servers[1].generate_calls
-    assert call["token_ids"] == [*REQUEST.prompt_ids, *answer.token_ids[:1]]
+    assert call["token_ids"] == [*REQUEST.prompt_ids, *answer.token_ids[:1].tolist()]
     assert call["sampling_params"]["max_tokens"] == 29
     assert len(answer.token_ids) == len(answer.logprobs) == len(answer.raw_logprobs) == 30
     assert answer.chunks == (Chunk(0, weight_digest(version_weights(0)), 30),)

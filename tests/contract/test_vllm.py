@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -141,11 +142,11 @@ def test_a_real_servers_answer_is_parsed(make: Make, name: str) -> None:
     engine.submit([request])
     (answer,) = run(engine)
     choices = [choice for event in recorded_events(name) for choice in event["choices"]]
-    assert answer.token_ids == [token for choice in choices for token in choice["token_ids"]]
+    assert answer.token_ids.tolist() == [token for choice in choices for token in choice["token_ids"]]
     recorded = [token["logprob"] for choice in choices for token in choice["logprobs"]["content"]]
-    assert answer.logprobs == recorded
+    assert answer.logprobs.tolist() == np.array(recorded, np.float32).tolist()
     assert answer.finish_reason == name
-    expected = reference_logprobs(0, request.prompt_ids, answer.token_ids)
+    expected = reference_logprobs(0, request.prompt_ids, answer.token_ids.tolist())
     assert answer.logprobs == pytest.approx(expected, abs=1e-4), "the weights of version 0 generated it"
 
 

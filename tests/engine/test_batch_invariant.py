@@ -58,7 +58,7 @@ def scorer_logprobs(
     """The log-probs that a scorer computes for this output alone."""
     scorer = LogprobScorer(config, 64, temperature, *mode)
     found: list[float] = scorer(
-        random_weights(config, completion.version), [prompt], [completion.token_ids]
+        random_weights(config, completion.version), [prompt], [completion.token_ids.tolist()]
     ).tolist()
     return found
 
@@ -68,7 +68,7 @@ def check_exact(config: ModelConfig, mode: tuple[str, str], requests: list[Reque
     assert completions.keys() == {request.id for request in requests}
     for request in requests:
         completion = completions[request.id]
-        assert completion.logprobs == scorer_logprobs(config, mode, completion, request.prompt_ids)
+        assert completion.logprobs.tolist() == scorer_logprobs(config, mode, completion, request.prompt_ids)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -103,8 +103,10 @@ def test_raw_and_unfiltered_logprobs_of_filtered_requests_are_exact(mode: tuple[
     completions = run(make_exact_engine(QWEN, mode), requests)
     for request in requests:
         completion = completions[request.id]
-        assert completion.unfiltered_logprobs == scorer_logprobs(QWEN, mode, completion, request.prompt_ids)
-        assert completion.raw_logprobs == scorer_logprobs(
+        assert completion.unfiltered_logprobs.tolist() == scorer_logprobs(
+            QWEN, mode, completion, request.prompt_ids
+        )
+        assert completion.raw_logprobs.tolist() == scorer_logprobs(
             QWEN, mode, completion, request.prompt_ids, temperature=1.0
         )
 
@@ -132,8 +134,8 @@ def test_a_migrated_request_reports_the_logprobs_of_a_scorer(tmp_path: Path) -> 
     completions = cluster.run_to_end()
     scorer = LogprobScorer(TINY, 96, 1.0, "numba")
     for each in (request, *others):
-        found = scorer(weights(), [each.prompt_ids], [completions[each.id].token_ids])
-        assert completions[each.id].logprobs == found.tolist()
+        found = scorer(weights(), [each.prompt_ids], [completions[each.id].token_ids.tolist()])
+        assert completions[each.id].logprobs.tolist() == found.tolist()
 
 
 def test_a_linear_layer_that_mixes_rows_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,9 @@ def test_an_engine_with_padded_steps_gives_the_same_completions(
     found = completions(engine)
     assert bool(engine.num_swapped) == (num_blocks is not None)
     assert found.keys() <= {request.id for request in requests()}
-    assert {i: found[i].token_ids for i in found} == {i: expected[i].token_ids for i in expected}
+    assert {i: found[i].token_ids.tolist() for i in found} == {
+        i: expected[i].token_ids.tolist() for i in expected
+    }
     for i, completion in found.items():
         np.testing.assert_allclose(completion.logprobs, expected[i].logprobs, atol=1e-5)
         np.testing.assert_allclose(completion.raw_logprobs, expected[i].raw_logprobs, atol=1e-5)
@@ -162,4 +164,4 @@ def test_a_version_loaded_into_a_slot_is_used_at_once(monkeypatch: pytest.Monkey
         engine.load(version + 1, tiny.weights(version + 1))
         for request in metadata:
             expected = tiny.greedy_output(tiny.weights(version), request.prompt_ids, 6)
-            assert found[request.id].token_ids == expected
+            assert found[request.id].token_ids.tolist() == expected

@@ -83,7 +83,8 @@ def test_a_migrated_bf16_request_has_the_tokens_of_one_that_stays(tmp_path: Path
     bf16_engine = engine(kernels="eager")
     bf16_engine.load(0, tiny.weights())
     assert (
-        cluster.run_to_end()[request.id].token_ids == tiny.run(bf16_engine, [request])[request.id].token_ids
+        cluster.run_to_end()[request.id].token_ids.tolist()
+        == tiny.run(bf16_engine, [request])[request.id].token_ids.tolist()
     )
 
 

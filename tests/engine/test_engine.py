@@ -27,7 +27,7 @@ def test_greedy_decoding_takes_the_argmax_of_a_full_forward_at_each_token(kernel
     requests = [make_request(i, temperature=0.0, max_tokens=24, group_size=1) for i in range(12)]
     completions = run(make_engine(kernels), requests)
     for request in requests:
-        assert completions[request.id].token_ids == greedy_output(weights(), request.prompt_ids, 24)
+        assert completions[request.id].token_ids.tolist() == greedy_output(weights(), request.prompt_ids, 24)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -77,7 +77,9 @@ def test_two_versions_in_a_batch_generate_what_each_does_alone(kernels: str) -> 
         alone = Engine(TINY, max_rows=32, max_context=96, version_slots=1, kernels=kernels)
         digest = alone.load(version, weights(version))
         own = [request for request in requests if request.version == version]
-        assert output_tokens(run(alone, own)) == {request.id: both[request.id].token_ids for request in own}
+        assert output_tokens(run(alone, own)) == {
+            request.id: both[request.id].token_ids.tolist() for request in own
+        }
         for request in own:
             assert both[request.id].chunks == (Chunk(version, digest, 20),)
             assert both[request.id].version == version
@@ -109,16 +111,16 @@ def test_chunks_have_the_digest_of_the_weights_that_were_in_the_slot() -> None:
     request = make_request(0, temperature=0.0)
     completion = run(engine, [request])[request.id]
     assert completion.chunks == (Chunk(0, digest, 20),)
-    assert completion.token_ids == greedy_output(weights(5), request.prompt_ids, 20)
+    assert completion.token_ids.tolist() == greedy_output(weights(5), request.prompt_ids, 20)
 
 
 def test_an_output_ends_with_its_stop_token_or_at_its_maximum_length() -> None:
     unstopped = run(make_engine(), [make_request(i, max_tokens=30) for i in range(16)])
     stopped = run(make_engine(), [make_request(i, max_tokens=30, stop_ids=(3, 11)) for i in range(16)])
     for request_id, completion in unstopped.items():
-        ends = [i for i, token in enumerate(completion.token_ids) if token in (3, 11)]
-        expected = completion.token_ids[: ends[0] + 1] if ends else completion.token_ids
-        assert stopped[request_id].token_ids == expected
+        ends = [i for i, token in enumerate(completion.token_ids.tolist()) if token in (3, 11)]
+        expected = completion.token_ids[: ends[0] + 1 if ends else None].tolist()
+        assert stopped[request_id].token_ids.tolist() == expected
         assert stopped[request_id].finish_reason == ("stop" if ends else "length")
         assert len(stopped[request_id].logprobs) == len(expected)
     assert {completion.finish_reason for completion in stopped.values()} == {"stop", "length"}
@@ -148,12 +150,12 @@ def test_a_prompt_with_a_cached_prefix_is_prefilled_from_where_they_differ(kerne
     completions = run(engine, requests)
     assert engine.num_prefilled == 32 + 8 + 13 + 15 + 0
     for request in requests:
-        assert completions[request.id].token_ids == greedy_output(weights(), request.prompt_ids, 20)
+        assert completions[request.id].token_ids.tolist() == greedy_output(weights(), request.prompt_ids, 20)
 
 
 def test_a_prompt_longer_than_a_tile_of_queries_is_prefilled_correctly() -> None:
     request = make_request(0, temperature=0.0, prompt_length=75, group_size=1)
-    assert run(make_engine(), [request])[request.id].token_ids == greedy_output(
+    assert run(make_engine(), [request])[request.id].token_ids.tolist() == greedy_output(
         weights(), request.prompt_ids, 20
     )
 

@@ -78,7 +78,8 @@ class Environment:
 def same(one: Completion, other: Completion) -> bool:
     """Whether tokens and finish reasons are equal and log-probs are close (NaN for observations)."""
     return (
-        (one.token_ids, one.chunks, one.finish_reason) == (other.token_ids, other.chunks, other.finish_reason)
+        (one.token_ids.tolist(), one.chunks, one.finish_reason)
+        == (other.token_ids.tolist(), other.chunks, other.finish_reason)
     ) and one.logprobs == pytest.approx(other.logprobs, abs=1e-5, nan_ok=True)
 
 
@@ -101,7 +102,7 @@ def test_an_episode_is_one_sequence_whose_kv_is_computed_once(kernels: str) -> N
         is_observation = [math.isnan(x) for x in completion.logprobs]
         expected = [False] * 6 + [True] * 3 + [False] * 6 + [True] * 20 + [False] * 6 + [True] + [False] * 6
         assert is_observation == expected
-        assert completion.token_ids[15:35] == [*OBSERVATIONS[1]]
+        assert completion.token_ids[15:35].tolist() == [*OBSERVATIONS[1]]
         assert completion.logprobs == pytest.approx(
             forward_logprobs(request, completion), abs=1e-4, nan_ok=True
         )
@@ -118,7 +119,7 @@ def test_in_exact_mode_a_scorer_computes_the_same_bits_after_observations() -> N
     scorer = LogprobScorer(TINY, 96, 1.0, "eager")
     for request in requests:
         completion = completions[request.id]
-        found = scorer(weights(0), [request.prompt_ids], [completion.token_ids]).tolist()
+        found = scorer(weights(0), [request.prompt_ids], [completion.token_ids.tolist()]).tolist()
         sampled = [(own, x) for own, x in zip(completion.logprobs, found, strict=True) if not math.isnan(own)]
         assert [own for own, _ in sampled] == [x for _, x in sampled]
 
@@ -139,7 +140,7 @@ def test_an_observation_that_the_model_would_have_generated_changes_no_later_tok
             else:
                 written = 30 - turn.num_left
                 engine.continue_episode(turn.request_id, expected.token_ids[written : written + 5])
-    assert completions[0].token_ids == expected.token_ids[: len(completions[0].token_ids)]
+    assert completions[0].token_ids.tolist() == expected.token_ids[: len(completions[0].token_ids)].tolist()
     assert len(completions[0].token_ids) == 28
 
 
@@ -236,7 +237,7 @@ def test_the_last_turn_may_be_truncated_and_reports_the_tokens_left() -> None:
     ]
     assert completion.finish_reason == "length"
     assert completion.version == 0
-    assert completion.prompt_ids == request.prompt_ids
+    assert tuple(completion.prompt_ids) == request.prompt_ids
 
 
 def run_to_first_turn(engine: Engine, *requests: Request) -> None:

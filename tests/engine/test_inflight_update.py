@@ -104,12 +104,12 @@ def test_with_recomputed_kv_a_request_continues_as_if_the_new_weights_had_the_wh
     completions = run_with_update(make_inflight_engine(keeps_kv=False), requests, weights(1))
     for old in requests:
         completion = completions[old.id]
-        prompt = (*old.prompt_ids, *completion.token_ids[:NUM_BEFORE])
+        prompt = (*old.prompt_ids, *completion.token_ids[:NUM_BEFORE].tolist())
         sampling = SamplingParams(1.0, max_tokens=20 - NUM_BEFORE)
         engine = make_inflight_engine(keeps_kv=False)
         engine.load(1, weights(1))
         (fresh,) = run(engine, [Request(old.id, GroupId(0, 9), prompt, 1, old.seed, sampling)]).values()
-        assert completion.token_ids[NUM_BEFORE:] == fresh.token_ids
+        assert completion.token_ids[NUM_BEFORE:].tolist() == fresh.token_ids.tolist()
         assert completion.logprobs[NUM_BEFORE:] == pytest.approx(fresh.logprobs, abs=1e-5)
     assert len(completions) == 4
 
@@ -128,7 +128,7 @@ def test_with_kept_kv_the_new_weights_attend_to_the_old_kv() -> None:
     engine = make_inflight_engine(keeps_kv=True)
     (completion,) = run_with_update(engine, [request], weights(1)).values()
     assert engine.num_recomputed == 0
-    ids = [*request.prompt_ids, *completion.token_ids[:NUM_BEFORE]]
+    ids = [*request.prompt_ids, *completion.token_ids[:NUM_BEFORE].tolist()]
     logits = next_logits(ids, before=weights(0), after=weights(1))
     token = completion.token_ids[NUM_BEFORE]
     assert math.isclose(
@@ -183,14 +183,14 @@ def test_waiting_and_prefilling_requests_start_with_the_newest_version(
             Request(
                 requests[-1].id,
                 requests[-1].group,
-                last.prompt_ids,
+                tuple(last.prompt_ids.tolist()),
                 1,
                 requests[-1].seed,
                 requests[-1].sampling,
             )
         ],
     ).values()
-    assert fresh.token_ids == last.token_ids
+    assert fresh.token_ids.tolist() == last.token_ids.tolist()
 
 
 @KINDS
@@ -217,7 +217,7 @@ def test_held_out_requests_keep_their_version(keeps_kv: bool) -> None:
     assert [c.version for c in completions[held_out.id].chunks] == [0]
     assert [c.version for c in completions[requests.id].chunks] == [0, 1]
     expected = run(make_inflight_engine(keeps_kv=keeps_kv), [held_out])
-    assert completions[held_out.id].token_ids == expected[held_out.id].token_ids
+    assert completions[held_out.id].token_ids.tolist() == expected[held_out.id].token_ids.tolist()
 
 
 @KINDS
@@ -270,7 +270,7 @@ def test_a_request_without_a_token_does_not_keep_the_kv_of_its_prompt() -> None:
     fresh.load(1, weights(1))
     requests = Request(last.id, last.group, last.prompt_ids, 1, last.seed, last.sampling)
     assert [(c.version, c.num_tokens) for c in completions[last.id].chunks] == [(1, 20)]
-    assert completions[last.id].token_ids == run(fresh, [requests])[last.id].token_ids
+    assert completions[last.id].token_ids.tolist() == run(fresh, [requests])[last.id].token_ids.tolist()
     assert [c.version for c in completions[first.id].chunks] == [0, 1]
 
 

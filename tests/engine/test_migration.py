@@ -16,7 +16,7 @@ BLOCK_BYTES = TINY.kv_bytes_per_token * 16
 def is_close(answer: Completion, expected: Completion) -> bool:
     """Equal except for the last bits of log-probs, which depend on the rows that share a matrix product."""
     return (
-        answer.token_ids == expected.token_ids
+        answer.token_ids.tolist() == expected.token_ids.tolist()
         and answer.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
         and (answer.version, answer.chunks, answer.finish_reason)
         == (expected.version, expected.chunks, expected.finish_reason)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from tests.engine.engine_cluster import EngineCluster
 from tests.engine.tiny import TINY, full_logits, make_engine, make_request, output_tokens, run, weights
 
@@ -22,7 +25,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-def letters(ids: list[int]) -> str:
+def letters(ids: Sequence[int] | NDArray[np.int32]) -> str:
     """Two letters for each token."""
     return "".join(chr(97 + i % 5) + chr(110 + i % 7) for i in ids)
 
@@ -66,9 +69,14 @@ def test_completions_have_filtered_unfiltered_and_raw_logprobs() -> None:
             drawn = values.log_softmax(-1)[kept == ids]
             torch.testing.assert_close(torch.tensor(completion.logprobs), drawn, atol=1e-5, rtol=0)
         if sampling == make_request(0, max_tokens=30).sampling:
-            assert completion.logprobs == completion.unfiltered_logprobs == completion.raw_logprobs
+            assert (
+                completion.logprobs.tolist()
+                == completion.unfiltered_logprobs.tolist()
+                == completion.raw_logprobs.tolist()
+            )
     assert any(
-        completions[request.id].logprobs != completions[request.id].raw_logprobs for request in requests
+        completions[request.id].logprobs.tolist() != completions[request.id].raw_logprobs.tolist()
+        for request in requests
     )
 
 
@@ -87,9 +95,9 @@ def test_an_output_ends_with_the_token_that_completes_a_stop_string() -> None:
     stopped = run(make_text_engine(), [sampled_request(i, stop_strings=stop_strings) for i in range(16)])
     assert len(stopped[requests[0].id].token_ids) <= 10
     for request in requests:
-        ids, completion = unstopped[request.id].token_ids, stopped[request.id]
+        ids, completion = unstopped[request.id].token_ids.tolist(), stopped[request.id]
         hits = [n for n in range(1, 31) if any(stop in letters(ids[:n]) for stop in stop_strings)]
-        assert completion.token_ids == ids[: hits[0] if hits else 30]
+        assert completion.token_ids.tolist() == ids[: hits[0] if hits else 30]
         assert completion.finish_reason == ("stop" if hits else "length")
         assert len(completion.raw_logprobs) == len(completion.logprobs) == len(completion.token_ids)
     assert {completion.finish_reason for completion in stopped.values()} == {"stop", "length"}
@@ -97,7 +105,7 @@ def test_an_output_ends_with_the_token_that_completes_a_stop_string() -> None:
 
 def test_a_stop_string_may_end_at_the_last_token_but_not_begin_in_the_prompt() -> None:
     request = sampled_request(0)
-    ids = run(make_text_engine(), [request])[request.id].token_ids
+    ids = run(make_text_engine(), [request])[request.id].token_ids.tolist()
     straddling = letters([*request.prompt_ids[-1:], ids[0]])
     first = run(make_text_engine(), [sampled_request(0, stop_strings=(straddling,), max_tokens=1)])[
         request.id
@@ -106,7 +114,7 @@ def test_a_stop_string_may_end_at_the_last_token_but_not_begin_in_the_prompt() -
     last = run(make_text_engine(), [sampled_request(0, stop_strings=(letters(ids[:1]),), max_tokens=1)])[
         request.id
     ]
-    assert (last.finish_reason, last.token_ids) == ("stop", ids[:1])
+    assert (last.finish_reason, last.token_ids.tolist()) == ("stop", ids[:1])
 
 
 def test_stop_strings_need_an_engine_with_a_tokenizer() -> None:
@@ -131,11 +139,15 @@ def test_a_migrated_request_keeps_filters_stop_strings_and_all_logprobs(cluster:
     cluster.step("a", min(9, len(expected.token_ids) - 1))
     cluster.migrate(request, "a", "b")
     completion = cluster.run_to_end()[request.id]
-    assert (completion.token_ids, completion.finish_reason) == (expected.token_ids, "stop")
+    assert (completion.token_ids.tolist(), completion.finish_reason) == (expected.token_ids.tolist(), "stop")
     assert completion.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     assert completion.raw_logprobs == pytest.approx(expected.raw_logprobs, abs=1e-5)
     assert completion.unfiltered_logprobs == pytest.approx(expected.unfiltered_logprobs, abs=1e-5)
-    assert completion.logprobs != completion.unfiltered_logprobs != completion.raw_logprobs
+    assert (
+        completion.logprobs.tolist()
+        != completion.unfiltered_logprobs.tolist()
+        != completion.raw_logprobs.tolist()
+    )
 
 
 def test_a_request_with_stop_strings_does_not_migrate_to_an_engine_without_tokenizer(

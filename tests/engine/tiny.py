@@ -76,7 +76,7 @@ def run(engine: Engine, requests: list[Request]) -> dict[RequestId, Completion]:
 
 
 def output_tokens(completions: dict[RequestId, Completion]) -> dict[RequestId, list[int]]:
-    return {request_id: completion.token_ids for request_id, completion in completions.items()}
+    return {request_id: completion.token_ids.tolist() for request_id, completion in completions.items()}
 
 
 def full_logits(flat: Tensor, token_ids: list[int]) -> Tensor:

@@ -85,7 +85,7 @@ def check_same(found: Completions, expected: Completions, tolerance: float = 2e-
         other = expected[request_id]
         pairs = list(zip(completion.token_ids, other.token_ids, strict=False))
         num_same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        num_different += completion.token_ids != other.token_ids
+        num_different += completion.token_ids.tolist() != other.token_ids.tolist()
         np.testing.assert_allclose(completion.logprobs[:num_same], other.logprobs[:num_same], atol=tolerance)
     assert num_different <= len(found) // 16
 
@@ -103,8 +103,8 @@ def test_replayed_steps_have_the_bits_of_called_ones(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(CUDAGraphRunner, "_capture", lambda _, step: step)
     called = run(make_engine("cuda"), make_requests())
     for request_id, completion in replayed.items():
-        assert completion.token_ids == called[request_id].token_ids
-        assert completion.logprobs == called[request_id].logprobs
+        assert completion.token_ids.tolist() == called[request_id].token_ids.tolist()
+        assert completion.logprobs.tolist() == called[request_id].logprobs.tolist()
 
 
 def test_a_graph_uses_the_current_weights_of_its_slot() -> None:
@@ -132,7 +132,7 @@ def test_bf16_weights_are_rounded_when_loaded_and_give_almost_the_same_logprobs(
     errors = [
         abs(found[i].logprobs[0] - expected[i].logprobs[0])
         for i in found
-        if found[i].token_ids == expected[i].token_ids
+        if found[i].token_ids.tolist() == expected[i].token_ids.tolist()
     ]
     assert len(errors) > len(found) / 2
     assert float(np.mean(errors)) < 0.05

@@ -63,7 +63,7 @@ def train(task: Task, trainer_class: type[Trainer] = Trainer) -> Result:
     responses: dict[str, list[int]] = {}
     for step in synchronous.train(task, trainer_class):
         for completions in step.responses.values():
-            responses |= {str(c.id): c.token_ids for c in completions}
+            responses |= {str(c.id): c.token_ids.tolist() for c in completions}
     return Result(step.flat, responses)
 
 

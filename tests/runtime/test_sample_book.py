@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.runtime.tiny import completion_of
 
 from dora.config import load
 from dora.core.events import GroupScored, RequestFailed, RequestFinished, ScoringFailed
 from dora.core.types import Chunk, GroupId, RequestId
-from dora.engine.request import Completion
 from dora.metrics.rollout import NO_USAGE
 from dora.runtime.process.messages import RequestsCompleted, RequestsRejected
 from dora.runtime.run_setup import RunSetup
@@ -36,18 +36,19 @@ def book(task: Path, tmp_path: Path, samples: SampleStore) -> SampleBook:
 
 
 def finish(book: SampleBook, sibling: int, group: GroupId = GROUP) -> None:
-    request, logprobs = RequestId(*group, sibling), [-1.0, -2.0]
+    request = RequestId(*group, sibling)
     chunks = (Chunk(0, "digest", 2),)
-    completion = Completion(request, 0, (3, 4), [5, 6], logprobs, logprobs, logprobs, chunks, "stop")
-    events = book.events_from(0, RequestsCompleted([completion], NO_USAGE))
-    assert [*events] == [RequestFinished(0, request, 0, 2, chunks, "stop")]
+    completion = completion_of(request, [5, 6], [-1.0, -2.0], chunks)
+    (event,) = book.events_from(0, RequestsCompleted([completion], NO_USAGE))
+    assert isinstance(event, RequestFinished)
+    assert event == RequestFinished(0, request, 0, 2, chunks, "stop", event.payload)
 
 
 def test_a_late_sample_of_a_failed_group_is_stored_and_not_kept(
     book: SampleBook, samples: SampleStore, tmp_path: Path
 ) -> None:
     finish(book, 0)
-    assert book.num_tokens == {GROUP: 2}
+    assert book.num_tokens == {GROUP: {0: 2}}
     book.discard_group(GROUP, "failed: refused")
     finish(book, 1)
     assert book.num_tokens == {}
@@ -81,7 +82,7 @@ def test_only_the_newest_discarded_groups_are_remembered(book: SampleBook) -> No
     for row in range(MAX_DISCARDED_GROUPS):
         book.discard_group(GroupId(1, row), "filtered: zero_variance")
     finish(book, 0)
-    assert book.num_tokens == {GROUP: 2}
+    assert book.num_tokens == {GROUP: {0: 2}}
     book.discard_group(GROUP, "failed: refused")
     for row in range(MAX_DISCARDED_GROUPS - 1):
         book.discard_group(GroupId(2, row), "filtered: zero_variance")
@@ -89,7 +90,7 @@ def test_only_the_newest_discarded_groups_are_remembered(book: SampleBook) -> No
     assert book.num_tokens == {}
     book.discard_group(GroupId(3, 0), "filtered: zero_variance")
     finish(book, 2)
-    assert book.num_tokens == {GROUP: 2}
+    assert book.num_tokens == {GROUP: {2: 2}}
 
 
 def finish_group(book: SampleBook, *rewards: float) -> None:
@@ -135,7 +136,7 @@ def test_routes_are_stored_only_if_the_trainer_replays_them(
     setup = replace(setup, config=setup.config.model_copy(update={"trainer": trainer}))
     request, routes = RequestId(*GROUP, 0), np.ones((3, 2), np.int16)
     chunks = (Chunk(0, "digest", 2),)
-    completion = Completion(request, 0, (3, 4), [5, 6], [-1.0] * 2, [-1.0] * 2, [-1.0] * 2, chunks, "stop")
+    completion = completion_of(request, [5, 6], [-1.0] * 2, chunks)
     completion = replace(completion, routes=routes)
     assert [*SampleBook(setup, samples).events_from(0, RequestsCompleted([completion], NO_USAGE))]
     samples.commit()

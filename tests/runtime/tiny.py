@@ -7,8 +7,12 @@ import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
+from dora.core.types import Chunk, RequestId
 from dora.data.gcd import ALPHABET
 from dora.data.tokenizer import save_character_tokenizer
+from dora.engine.request import Completion
 from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
@@ -73,3 +77,13 @@ def write_task(folder: Path, reward: str = REWARD, prompts: Sequence[Mapping[str
     path = folder / "task.toml"
     path.write_text(CONFIG)
     return path
+
+
+def completion_of(
+    request: RequestId, token_ids: Sequence[int], logprobs: Sequence[float], chunks: tuple[Chunk, ...]
+) -> Completion:
+    """The completion of a request for the prompt (3, 4), as an engine process sends it."""
+    columns = (np.array([3, 4], np.int32), np.array(token_ids, np.int32))
+    logprob_columns = (np.array(logprobs, np.float32),) * 3
+    completion = Completion(request, chunks[0].version, *columns, *logprob_columns, chunks, "stop")
+    return completion.without_filtered_logprobs()

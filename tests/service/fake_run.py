@@ -49,7 +49,7 @@ class NoSamples:
     """The numbers of a run that has no samples."""
 
     def __init__(self) -> None:
-        self.num_tokens: dict[GroupId, int] = {}
+        self.num_tokens: dict[GroupId, dict[int, int]] = {}
         self.rewards: dict[GroupId, tuple[float, ...]] = {}
         self.task_rewards: dict[GroupId, Mapping[str, Sequence[float]]] = {}
         self.step_metrics: list[tuple[int, dict[str, float]]] = []

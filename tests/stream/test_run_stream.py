@@ -95,8 +95,8 @@ def test_a_group_reaches_the_trainer_unchanged(run: StreamedRun) -> None:
     run.score(GROUPS[0], (0.5, None))
     run.store.commit()
     first, second = run.reader.read_group(GROUPS[0])
-    assert (first.version, first.prompt_ids, first.token_ids) == (5, [1, 2, 3], [9, 9])
-    assert (first.logprobs, first.weight_digest) == ([-0.5, -0.5], "digest")
+    assert (first.version, first.prompt_ids.tolist(), first.token_ids.tolist()) == (5, [1, 2, 3], [9, 9])
+    assert (first.logprobs.tolist(), first.weight_digest) == ([-0.5, -0.5], "digest")
     assert first.routes is not None
     np.testing.assert_array_equal(first.routes, ROUTES)
     assert second.routes is None
@@ -173,7 +173,8 @@ def test_a_group_is_ready_once_it_has_the_columns_of_auxiliary_workers(
         worker.fill(GROUPS[0], [np.full(len(s.token_ids), -0.5 - s.reward, np.float32) for s in answers])
         worker.commit([GROUPS[0]])
     first, second = run.reader.read_group(GROUPS[0])
-    assert (first.reference, second.values) == ([-1.5] * 2, [-0.75] * 3)
+    np.testing.assert_array_equal(first.reference, [-1.5] * 2)
+    np.testing.assert_array_equal(second.values, [-0.75] * 3)
     assert first.proximal is None
     for worker in workers:
         worker.close()
@@ -194,7 +195,7 @@ def test_the_leases_of_a_crashed_worker_go_to_its_replacement(folder: Path) -> N
     with pytest.raises(StreamError, match="has reference already"):
         worker.fill(GROUPS[0], rows)
     worker.commit([GROUPS[0]])
-    assert run.reader.read_group(GROUPS[0])[0].reference == [0.0, 0.0]
+    np.testing.assert_array_equal(run.reader.read_group(GROUPS[0])[0].reference, [0.0, 0.0])
     worker.close()
     run.end()
 

@@ -80,12 +80,11 @@ def test_a_group_is_preserved_and_in_sibling_order(store: SampleStore) -> None:
     store.commit()
     subscriber = Subscriber(store)
     samples = subscriber.trajectories
-    assert [sample.token_ids for sample in samples] == [[2**31 - 1], [2**31 - 1, 0]]
-    assert [sample.prompt_ids for sample in samples] == [[5, 6, 7]] * 2
+    assert [[*sample.token_ids] for sample in samples] == [[2**31 - 1], [2**31 - 1, 0]]
+    assert [[*sample.prompt_ids] for sample in samples] == [[5, 6, 7]] * 2
     assert subscriber.advantages == {GROUP: (0.7, -0.7)}
     assert [sample.version for sample in samples] == [3, 3]
-    expected = [np.float32(-0.1)], [np.float32(-0.2)] * 2
-    assert [sample.logprobs for sample in samples] == [list(map(float, line)) for line in expected]
+    assert [[*sample.logprobs] for sample in samples] == [[np.float32(-0.1)], [np.float32(-0.2)] * 2]
 
 
 def test_routes_have_one_row_for_each_token_but_the_last(store: SampleStore) -> None:
@@ -152,7 +151,7 @@ def test_a_resumed_run_reads_finished_samples(store: SampleStore) -> None:
     put_scored(store)
     other = GroupId(2, 8)
     store.put(trajectory(1, other))
-    assert [(a.sibling, a.token_ids, a.reward) for a in store.finished(GROUP)] == [
+    assert [(a.sibling, a.token_ids.tolist(), a.reward) for a in store.finished(GROUP)] == [
         (0, [2**31 - 1], 1.0),
         (1, [2**31 - 1, 0], 0.5),
     ]

@@ -56,11 +56,11 @@ def test_the_ratio_of_an_on_policy_token_is_one_with_any_sampling_filter() -> No
     requests = [sampling_request(i, **sampling) for i in range(8)]
     completions = answers(TINY, weights(), requests, kernels="eager")
     samples = [
-        Sample(r.prompt_ids, own.token_ids, own.unfiltered_logprobs, 1.0)
+        Sample(r.prompt_ids, own.token_ids.tolist(), own.unfiltered_logprobs.tolist(), 1.0)
         for r in requests
         for own in [completions[r.id]]
     ]
-    assert any(own.logprobs != own.unfiltered_logprobs for own in completions.values())
+    assert any(own.logprobs.tolist() != own.unfiltered_logprobs.tolist() for own in completions.values())
     metrics = Trainer(TINY, weights(), replace(SETTINGS, temperature=0.7)).step(samples)
     assert metrics["mismatch/logprob_abs_diff_max"] < 1e-5
     assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
@@ -73,10 +73,12 @@ def test_replayed_routes_remove_the_mismatch_of_a_router_that_is_nearly_tied() -
     policy = Policy(MIXTURE, WeightLayout(MIXTURE).views(trainers))
     gaps: dict[bool, float] = {}
     for is_replayed in (False, True):
-        batch = pack([r.prompt_ids for r in requests], [completions[r.id].token_ids for r in requests], CPU)
+        batch = pack(
+            [r.prompt_ids for r in requests], [completions[r.id].token_ids.tolist() for r in requests], CPU
+        )
         routes = [completions[r.id].routes if is_replayed else None for r in requests]
         logprobs, _ = policy.logprobs(batch, replay_routes(MIXTURE, batch, routes))
-        reported = torch.tensor([x for r in requests for x in completions[r.id].logprobs])
+        reported = torch.tensor([x for r in requests for x in completions[r.id].logprobs.tolist()])
         gaps[is_replayed] = float((logprobs - reported).abs().max())
     assert gaps[False] > 0.01
     assert gaps[True] < 3e-6

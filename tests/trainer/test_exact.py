@@ -37,9 +37,11 @@ def test_packed_micro_batches_have_the_log_probs_of_the_engine(name: str, token_
     lengths = [len(one.prompt_ids) + len(answers[one.id].token_ids) for one in requests]
     for members in sequential_micro_batches(lengths, token_budget):
         chosen = [requests[i] for i in members]
-        batch = pack([one.prompt_ids for one in chosen], [answers[one.id].token_ids for one in chosen], CPU)
+        batch = pack(
+            [one.prompt_ids for one in chosen], [answers[one.id].token_ids.tolist() for one in chosen], CPU
+        )
         logprobs, _ = policy.logprobs(batch)
-        assert logprobs.tolist() == [x for one in chosen for x in answers[one.id].logprobs]
+        assert logprobs.tolist() == [x for one in chosen for x in answers[one.id].logprobs.tolist()]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -47,7 +49,9 @@ def test_an_on_policy_step_in_exact_mode_has_no_mismatch_and_learns(mode: tuple[
     requests = [one for one in make_requests() if one.version == 0]
     answers = run(make_exact_engine(QWEN, mode), requests)
     samples = [
-        Sample(one.prompt_ids, answers[one.id].token_ids, answers[one.id].logprobs, 1.0 - i % 3)
+        Sample(
+            one.prompt_ids, answers[one.id].token_ids.tolist(), answers[one.id].logprobs.tolist(), 1.0 - i % 3
+        )
         for i, one in enumerate(requests)
     ]
     flats = [random_weights(QWEN), random_weights(QWEN)]
@@ -67,7 +71,13 @@ def test_stale_samples_in_exact_mode_have_no_mismatch_under_their_own_weights() 
     requests = [one for one in make_requests() if one.version == 0]
     answers = run(make_exact_engine(QWEN, mode), requests)
     samples = [
-        Sample(one.prompt_ids, answers[one.id].token_ids, answers[one.id].logprobs, 1.0, staleness=2)
+        Sample(
+            one.prompt_ids,
+            answers[one.id].token_ids.tolist(),
+            answers[one.id].logprobs.tolist(),
+            1.0,
+            staleness=2,
+        )
         for one in requests
     ]
     versions = {-2: random_weights(QWEN)}

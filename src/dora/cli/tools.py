@@ -129,9 +129,9 @@ def _complete(
 def _response(completion: Completion, tokenizer: Tokenizer) -> GeneratedResponse:
     return GeneratedResponse(
         text=tokenizer.decode(completion.token_ids),
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        raw_logprobs=completion.raw_logprobs,
+        token_ids=completion.token_ids.tolist(),
+        logprobs=completion.logprobs.tolist(),
+        raw_logprobs=completion.raw_logprobs.tolist(),
         finish_reason=completion.finish_reason,
     )
 

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dora.errors import DataError, ModelError
@@ -70,9 +72,10 @@ class Tokenizer:
                 )
         return f"cannot tokenize the text: {error}; use characters of the vocabulary"
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """Text of token ids, without special tokens."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        text: str = self._tokenizer.decode(plain, skip_special_tokens=True)
         return text
 
 

@@ -163,12 +163,12 @@ class DecodeBatch:
     def completion(self, sequence: Sequence) -> Completion:
         """The finished output of a row."""
         request, output = sequence.request, self.partial_output(sequence)
-        logprobs, unfiltered, raw = output.logprobs.T.tolist()
+        logprobs, unfiltered, raw = np.ascontiguousarray(output.logprobs.T)
         return Completion(
             request.id,
             request.version,
-            request.prompt_ids,
-            output.token_ids.tolist(),
+            np.array(request.prompt_ids, np.int32),
+            output.token_ids.astype(np.int32),
             logprobs,
             unfiltered,
             raw,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -114,24 +114,54 @@ class Sequence:
     seq_id: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Completion:
-    """A finished output.
+    """A finished output. Its columns may be given as any sequences; they become arrays. Completions are equal
+    if all their bits are.
 
     `logprobs` are those of the distribution that the tokens were sampled from (greedy: at temperature 1).
     `unfiltered_logprobs` are at the same temperature, before any filter: a trainer that applies no filters
     compares its own with these. `raw_logprobs` are the model's, at temperature 1. Observation tokens of an
-    episode have log-probs of NaN. `chunks` are runs of tokens with the weights that decoded them. `routes`
-    [prompt and output tokens - 1, MoE layers, k] are the experts of each token, if the engine returns them.
+    episode have log-probs of NaN. A column of log-probs that nobody needs is empty. `chunks` are runs of
+    tokens with the weights that decoded them. `routes` [prompt and output tokens - 1, MoE layers, k] are the
+    experts of each token, if the engine returns them.
     """
 
     id: RequestId
     version: int
-    prompt_ids: tuple[int, ...]
-    token_ids: list[int]
-    logprobs: list[float]
-    unfiltered_logprobs: list[float]
-    raw_logprobs: list[float]
+    prompt_ids: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    unfiltered_logprobs: NDArray[np.float32]
+    raw_logprobs: NDArray[np.float32]
     chunks: tuple[Chunk, ...]
     finish_reason: str  # "stop" | "length" | "turn_length", for the last turn of an episode
     routes: NDArray[np.int16] | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype in _COLUMN_DTYPES.items():
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Completion):
+            return NotImplemented
+        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return all(_bits(one) == _bits(another) for one, another in pairs)
+
+    def without_filtered_logprobs(self) -> Completion:
+        """The same output with `unfiltered_logprobs` only, which are all that a run stores."""
+        return replace(self, logprobs=_NO_LOGPROBS, raw_logprobs=_NO_LOGPROBS)
+
+
+def _bits(value: object) -> object:
+    return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+
+
+_NO_LOGPROBS = np.zeros(0, np.float32)
+_COLUMN_DTYPES = {
+    "prompt_ids": np.int32,
+    "token_ids": np.int32,
+    "logprobs": np.float32,
+    "unfiltered_logprobs": np.float32,
+    "raw_logprobs": np.float32,
+}

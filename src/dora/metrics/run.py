@@ -58,7 +58,7 @@ class SampleNumbers(Protocol):
     them.
     """
 
-    num_tokens: dict[GroupId, int]  # sampled for finished groups that are not trained
+    num_tokens: dict[GroupId, dict[int, int]]  # sampled, by sibling, for groups that are not trained
     rewards: dict[GroupId, tuple[float, ...]]
     task_rewards: dict[GroupId, Mapping[str, Sequence[float]]]  # by task, if there are several
     step_metrics: list[tuple[int, dict[str, float]]]  # from the trainer: (step, metrics), not read yet
@@ -255,7 +255,7 @@ class RunMetrics:
             t_s=now,
             staleness=staleness,
             rewards=RewardStats.of([samples.rewards.pop(group) for group in groups]),
-            num_tokens=sum(samples.num_tokens.pop(group) for group in groups),
+            num_tokens=sum(sum(samples.num_tokens.pop(group).values()) for group in groups),
             wall_s=now - (self.steps[-1].t_s if self.steps else self.started_s),
             stall_s=state.stall_s - self._stall_s,
             staleness_bound=self.limits.max_staleness - state.adaptive_staleness.reduction,

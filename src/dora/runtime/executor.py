@@ -67,7 +67,7 @@ from dora.runtime.training.checkpoints import CheckpointManager
 from dora.runtime.training.external import ExternalTrainer
 from dora.runtime.training.trainer_ranks import TrainerRanks
 from dora.stream.run_stream import RunStream, StorageSpec, StreamStorage, ThreadStorage
-from dora.stream.sample_db import SampleStore
+from dora.stream.sample_db import SampleStore, TokenIds
 from dora.text import plural, step_number
 from dora.weights.store import STORE_PREFIX, WeightStore, make_store_folder
 
@@ -481,7 +481,7 @@ class ProcessExecutor:
         """Message of the first reward that failed; "" if none has."""
         return self.rewards.first_failure
 
-    def held_out_answers(self, group: GroupId) -> dict[int, list[int]]:
+    def held_out_answers(self, group: GroupId) -> Mapping[int, TokenIds]:
         """Token ids of the responses to a held-out prompt so far, by sibling."""
         return self.sample_book.held_out_answers(group)
 

@@ -26,7 +26,7 @@ from dora.errors import RunError, StorageFullError, StreamError
 from dora.stream import transport
 from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest, SampleMeta
-from dora.stream.sample_db import StoredSample, Trajectory
+from dora.stream.sample_db import StoredSample, TokenIds, Trajectory
 from dora.stream.schema import ColumnData, Field, StreamBatch, TimedOut
 from dora.stream.server import StreamServer
 from dora.stream.storage import SampleStream
@@ -229,9 +229,7 @@ class RunStream:
         self._send_scores({r: scores for r, scores in self._scores.items() if r.group not in finished})
 
     @_if_available
-    def request_scores(
-        self, group: GroupId, prompt_row: bytes, held_out: Sequence[Sequence[int]] = ()
-    ) -> None:
+    def request_scores(self, group: GroupId, prompt_row: bytes, held_out: Sequence[TokenIds] = ()) -> None:
         """Offer a group to all reward tasks, the oldest version first.
 
         `held_out` are the token ids of the responses to a held-out prompt, which are not in the stream yet.
@@ -424,7 +422,7 @@ def _answer_columns(answers: Sequence[Trajectory]) -> dict[str, Any]:
         "routes": [no_routes if t.routes is None else t.routes.astype(np.int16).reshape(-1) for t in answers],
         "weight_digest": [np.frombuffer(t.weight_digest.encode(), np.uint8) for t in answers],
         "loss_mask": [
-            np.ones(len(t.token_ids), np.uint8) if t.loss_mask is None else np.array([*t.loss_mask], np.uint8)
+            np.ones(len(t.token_ids), np.uint8) if t.loss_mask is None else np.asarray(t.loss_mask, np.uint8)
             for t in answers
         ],
     }
@@ -442,16 +440,16 @@ def _to_samples(batch: StreamBatch) -> list[StoredSample]:
         samples.append(
             StoredSample(
                 version=version,
-                prompt_ids=prompt.tolist(),
-                token_ids=tokens.tolist(),
-                logprobs=logprobs[mask > 0].tolist(),
+                prompt_ids=prompt.copy(),
+                token_ids=tokens.copy(),
+                logprobs=logprobs[mask > 0],
                 reward=float(reward),
                 advantage=None if math.isnan(advantage) else float(advantage),
                 routes=routes.reshape(num_tokens - 1, -1).copy() if len(routes) else None,
                 weight_digest=digest.tobytes().decode(),
                 stream_index=index,
-                loss_mask=None if mask.all() else mask.tolist(),
-                **{name: rows[row].tolist() for name, rows in aux_columns.items()},
+                loss_mask=None if mask.all() else mask.copy(),
+                **{name: rows[row].copy() for name, rows in aux_columns.items()},
             )
         )
     return samples

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dora.core.types import Chunk, GroupId, RequestId
 
+TokenIds = Sequence[int] | NDArray[np.int32]
 DIGEST_SEPARATOR = "+"
 FINAL_STATES = ("trained", "filtered", "failed")  # prefixes: a sample in such a state is not used again
 _SCHEMA = """
@@ -55,7 +56,8 @@ def payload_digest(values: Iterable[int | str | bytes | None]) -> str:
 
 
 class Trajectory(NamedTuple):
-    """A finished request: its tokens, their log-probs and, if known, the experts they were routed to.
+    """A finished request: its tokens, their log-probs and, if known, the experts they were routed to. The
+    columns of a run are arrays.
 
     `loss_mask` is 1 for each token that the policy generated, 0 for each token of an observation (its
     log-prob is 0); None: all were generated. `reward` is that of an episode, before its group is scored. A
@@ -66,11 +68,11 @@ class Trajectory(NamedTuple):
     request: RequestId
     version: int
     weight_digest: str
-    prompt_ids: Sequence[int]
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+    prompt_ids: TokenIds
+    token_ids: TokenIds
+    logprobs: Sequence[float] | NDArray[np.float32]
     routes: NDArray[np.int16] | None = None  # [tokens - 1, ...], tokens of prompt and response
-    loss_mask: Sequence[int] | None = None
+    loss_mask: Sequence[int] | NDArray[np.uint8] | None = None
     reward: float | None = None
     segments: Sequence[tuple[int, int]] | None = None
 
@@ -98,18 +100,18 @@ class StoredSample(NamedTuple):
     """
 
     version: int
-    prompt_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
+    prompt_ids: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
     reward: float
     advantage: float | None
     routes: NDArray[np.int16] | None  # [tokens - 1, MoE layers * k]
     weight_digest: str
-    reference: list[float] | None = None
-    proximal: list[float] | None = None
-    values: list[float] | None = None
+    reference: NDArray[np.float32] | None = None
+    proximal: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
     stream_index: int | None = None
-    loss_mask: list[int] | None = None
+    loss_mask: NDArray[np.uint8] | None = None
 
 
 class FinishedSample(NamedTuple):
@@ -118,7 +120,7 @@ class FinishedSample(NamedTuple):
     """
 
     sibling: int
-    token_ids: list[int]
+    token_ids: NDArray[np.int32]
     reward: float | None
     is_scored: bool
     task_rewards: dict[str, float]  # by task, if there are several
@@ -204,7 +206,7 @@ class SampleStore:
             np.asarray(t.token_ids, dtype="<i4").tobytes(),
             np.asarray(t.logprobs, dtype="<f4").tobytes(),
             None if t.routes is None else t.routes.astype("<i2").tobytes(),
-            None if t.loss_mask is None else bytes(t.loss_mask),
+            None if t.loss_mask is None else np.asarray(t.loss_mask, np.uint8).tobytes(),
             None if t.segments is None else json.dumps(t.segments),
         )
         self._write(
@@ -286,7 +288,7 @@ class SampleStore:
         rows = self._db.execute(
             "select group_id, prompt_ids from samples where sibling = 0 limit ?", (limit,)
         )
-        return [(_group(name), _ids(prompt)) for name, prompt in rows]
+        return [(_group(name), _ids(prompt).tolist()) for name, prompt in rows]
 
     def states(self) -> list[tuple[RequestId, str, int | None]]:
         """State and trained step of every sample."""
@@ -334,11 +336,17 @@ class SampleStore:
             if routes is not None:
                 num_rows = len(prompt_ids) + len(token_ids) - 1
                 routes_by_token = np.frombuffer(routes, dtype="<i2").reshape(num_rows, -1)
-            logprob_list = np.frombuffer(logprobs, dtype="<f4").tolist()
-            request = RequestId(*_group(name), sibling)
+            loss_mask = None if mask is None else np.frombuffer(mask, np.uint8)
             yield (
                 Trajectory(
-                    request, version, digest, prompt_ids, token_ids, logprob_list, routes_by_token, mask
+                    RequestId(*_group(name), sibling),
+                    version,
+                    digest,
+                    prompt_ids,
+                    token_ids,
+                    np.frombuffer(logprobs, dtype="<f4"),
+                    routes_by_token,
+                    loss_mask,
                 ),
                 reward,
                 advantage,
@@ -356,6 +364,5 @@ def _group(name: str) -> GroupId:
     return GroupId(int(epoch), int(row))
 
 
-def _ids(blob: bytes) -> list[int]:
-    ids: list[int] = np.frombuffer(blob, dtype="<i4").tolist()
-    return ids
+def _ids(blob: bytes) -> NDArray[np.int32]:
+    return np.frombuffer(blob, dtype="<i4")

@@ -212,7 +212,7 @@ class InferenceContract:
         self._require(is_seeded=self._capabilities.is_seeded)
         (alone,) = self._run(engine, [make_request(0)])
         beside = self._run(engine, [make_request(number) for number in range(MAX_ROWS)])
-        assert beside[0].token_ids == alone.token_ids
+        assert beside[0].token_ids.tolist() == alone.token_ids.tolist()
 
     def test_siblings_differ(self, engine: InferenceEngine) -> None:
         answers = self._run(engine, [make_request(number) for number in range(MAX_ROWS)])
@@ -348,9 +348,9 @@ class InferenceContract:
                     engine.end_episode(request.id)
         (answer,) = answers
         logprobs, is_observed = answer.unfiltered_logprobs, [False] * 4 + [True] * 3 + [False] * 4
-        assert answer.token_ids[4:7] == observation
+        assert answer.token_ids[4:7].tolist() == observation
         assert [math.isnan(logprob) for logprob in logprobs] == is_observed
-        expected = reference_logprobs(0, request.prompt_ids, answer.token_ids)
+        expected = reference_logprobs(0, request.prompt_ids, answer.token_ids.tolist())
         assert logprobs == pytest.approx(
             [math.nan if observed else x for observed, x in zip(is_observed, expected, strict=True)],
             abs=self.tolerance,
@@ -389,9 +389,10 @@ class InferenceContract:
     def _max_difference(self, answer: Completion, request: Request) -> float:
         """The largest difference of a log-prob from the plain forward pass (nats)."""
         temperature = request.sampling.temperature or 1.0
-        expected = reference_logprobs(answer.version, request.prompt_ids, answer.token_ids, temperature)
-        pairs = zip(answer.unfiltered_logprobs, expected, strict=True)
-        return max(abs(own - other) for own, other in pairs)
+        ids = answer.token_ids.tolist()
+        expected = reference_logprobs(answer.version, request.prompt_ids, ids, temperature)
+        pairs = zip(answer.unfiltered_logprobs.tolist(), expected, strict=True)
+        return float(max(abs(own - other) for own, other in pairs))
 
 
 class MigrationDriver:

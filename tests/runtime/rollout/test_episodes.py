@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from tests.runtime.tiny import write_task
+from tests.runtime.tiny import completion_of, write_task
 
 from dora.config import load
 from dora.core.actions import Abort, Generate, Migrate
@@ -23,7 +23,7 @@ from dora.core.events import (
 )
 from dora.core.types import Chunk, GroupId, RequestId
 from dora.engine.messages import TurnFinished
-from dora.engine.request import Completion, Request
+from dora.engine.request import Request
 from dora.metrics.rollout import NO_USAGE
 from dora.runtime.process import messages as m
 from dora.runtime.rollout.engine_pool import EnginePool
@@ -118,9 +118,8 @@ class Driver:
 
     def finish(self, request: RequestId) -> list[Event]:
         """An engine completes a request: two turns with an observation of one token in between."""
-        logprobs = [-1.0, NAN, -2.0]
         chunks = (Chunk(7, "digest", 3),)
-        completion = Completion(request, 7, (1, 2), [5, 4, 6], logprobs, logprobs, logprobs, chunks, "stop")
+        completion = completion_of(request, [5, 4, 6], [-1.0, NAN, -2.0], chunks)
         message = m.RequestsCompleted([completion], NO_USAGE)
         self.episodes.on_engine_message(0, message)
         return [*self.sample_book.events_from(0, message)]
@@ -157,7 +156,7 @@ def test_an_episode_from_its_prompt_to_its_completion(driver: Driver) -> None:
     driver.reply(EpisodeEnded(driver.runner.started[SECOND], 0, 9.0))  # it has ended already
     driver.finish(SECOND)
     assert driver.runner.released == [driver.runner.started[FIRST], driver.runner.started[SECOND]]
-    assert driver.sample_book.num_tokens == {GROUP: 4}
+    assert driver.sample_book.num_tokens == {GROUP: {0: 2, 1: 2}}
 
 
 def test_rewards_of_episodes_are_stored_with_the_samples_and_score_the_group(driver: Driver) -> None:

@@ -25,7 +25,7 @@ def answers(task: Path, folder: Path, *changes: str) -> tuple[dict[RequestId, li
     engine.submit(setup.requests([RequestId(0, row, sibling) for row in range(4) for sibling in range(4)], 0))
     tokens: dict[RequestId, list[int]] = {}
     while len(tokens) < 16:
-        tokens |= {completion.id: completion.token_ids for completion in engine.step()}
+        tokens |= {completion.id: completion.token_ids.tolist() for completion in engine.step()}
     return tokens, engine.num_swapped, setup.kv_bytes
 
 

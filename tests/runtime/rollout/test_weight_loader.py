@@ -106,7 +106,7 @@ def test_rows_decode_during_a_deferred_load_and_give_the_same_tokens(store: Weig
         loader.load(1)
         while not (done := engine.step()):
             engine.check()
-        answers.append(done[0].token_ids)
+        answers.append(done[0].token_ids.tolist())
     assert answers[0] == answers[1]
 
 

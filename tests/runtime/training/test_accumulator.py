@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tests.runtime.tiny import MODEL
@@ -12,7 +13,7 @@ from tests.runtime.tiny import MODEL
 from dora.core.types import GroupId
 from dora.errors import RunError
 from dora.model.weights import initial_weights
-from dora.runtime.training.accumulator import Accumulator
+from dora.runtime.training.accumulator import Accumulator, to_sample
 from dora.stream.sample_db import StoredSample
 from dora.trainer.advantage import AdvantageSettings, compute_advantages
 from dora.trainer.critic import Critic, CriticSettings, initial_critic_weights
@@ -28,7 +29,16 @@ def stored(group: GroupId) -> list[StoredSample]:
     """Two samples, of 3 and 5 tokens."""
     row = group.row
     return [
-        StoredSample(0, [1, 2], [row + 3] * num, [-3.5] * num, reward, advantage, None, "digest")
+        StoredSample(
+            version=0,
+            prompt_ids=np.array([1, 2], np.int32),
+            token_ids=np.full(num, row + 3, np.int32),
+            logprobs=np.full(num, -3.5, np.float32),
+            reward=reward,
+            advantage=advantage,
+            routes=None,
+            weight_digest="digest",
+        )
         for num, reward, advantage in zip((3, 5), REWARDS, (1.0 + row, -1.0), strict=True)
     ]
 
@@ -170,9 +180,7 @@ def test_a_gradient_that_is_not_finite_is_discarded(expected: torch.Tensor) -> N
 
 
 def samples(groups: Sequence[GroupId]) -> list[Sample]:
-    return [
-        Sample(s.prompt_ids, s.token_ids, s.logprobs, s.advantage or 0.0) for g in groups for s in stored(g)
-    ]
+    return [to_sample(s, s.advantage or 0.0) for g in groups for s in stored(g)]
 
 
 def test_without_streaming_the_order_of_commitment_does_not_matter() -> None:

@@ -15,6 +15,7 @@ from dora.core.types import GroupId
 from dora.errors import RunError
 from dora.model.weights import initial_weights
 from dora.runtime.process.messages import AccumulateGroup, SaveCheckpoint, TrainStep, WeightsPublished
+from dora.runtime.training.accumulator import to_sample
 from dora.runtime.training.aux_workers import AuxWorker, CriticWorker, LogprobWorker, Rows, pop_critic_state
 from dora.stream.sample_db import StoredSample
 from dora.trainer.advantage import AdvantageSettings
@@ -42,7 +43,7 @@ class Stream:
 
 
 def samples(group: GroupId) -> list[Sample]:
-    return [Sample(s.prompt_ids, s.token_ids, s.logprobs, 0.0) for s in stored(group)]
+    return [to_sample(s) for s in stored(group)]
 
 
 def logprobs(flat: torch.Tensor) -> GroupLogprobs:

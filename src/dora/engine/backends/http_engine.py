@@ -421,14 +421,15 @@ class HttpEngine(ABC):
 
     def _completion(self, running: ServerRequest, reason: str) -> Completion:
         version = running.request.version
+        logprobs = np.array(running.logprobs, np.float32)
         return Completion(
             id=running.request.id,
             version=version,
-            prompt_ids=running.request.prompt_ids,
-            token_ids=running.token_ids,
-            logprobs=running.logprobs,
-            unfiltered_logprobs=running.logprobs,
-            raw_logprobs=running.raw_logprobs,
+            prompt_ids=np.array(running.request.prompt_ids, np.int32),
+            token_ids=np.array(running.token_ids, np.int32),
+            logprobs=logprobs,
+            unfiltered_logprobs=logprobs,
+            raw_logprobs=np.array(running.raw_logprobs, np.float32),
             chunks=(Chunk(version, self._digests[version], len(running.token_ids)),),
             finish_reason=reason,
         )

@@ -27,6 +27,7 @@ from dora.core.types import GroupId, RequestId
 from dora.errors import RunError
 from dora.metrics.evaluation import EvaluationResult
 from dora.runtime.run_setup import RunSetup
+from dora.stream.sample_db import TokenIds
 
 NUM_EXAMPLES = 2
 
@@ -57,7 +58,7 @@ class EvaluationExecutor(Protocol):
 
     def next_event(self, until: float | None) -> Event | None: ...
 
-    def held_out_answers(self, group: GroupId) -> dict[int, list[int]]:
+    def held_out_answers(self, group: GroupId) -> Mapping[int, TokenIds]:
         """Token ids of the responses to a held-out prompt so far, by sibling."""
 
 

@@ -247,6 +247,8 @@ class WeightsLoaded:
 
 @dataclass(frozen=True)
 class RequestsCompleted:
+    """Requests are finished; see `Completion.without_filtered_logprobs`."""
+
     completions: list[Completion]
     usage: EngineUsage
 

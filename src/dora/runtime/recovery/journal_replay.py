@@ -244,14 +244,16 @@ class _JournalReplay:
                 request.group in self.orchestrator.snapshot().groups
             ):
                 num_generated = num_tokens - self._num_observed.get(request, 0)
-                book.num_tokens[request.group] = book.num_tokens.get(request.group, 0) + num_generated
+                book.num_tokens.setdefault(request.group, {})[request.sibling] = num_generated
             case RequestFailed(_, request, reason) if request.is_held_out:
                 book.mark_discarded(request.group, f"failed: {reason}")
             case GroupScored(group, rewards) if not group.is_held_out:
                 book.rewards[group] = rewards
             case Trained(step) if is_void:
                 metrics.redone_steps += 1
-                metrics.redone_tokens += sum(book.num_tokens[m.group] for m in self._batches[step])
+                metrics.redone_tokens += sum(
+                    sum(book.num_tokens[m.group].values()) for m in self._batches[step]
+                )
             case Trained(step):
                 book.step_metrics.append((step, self._mismatches.get(step, {})))
             case _:

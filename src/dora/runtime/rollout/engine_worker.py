@@ -52,7 +52,8 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
         if replies:
             outbox.send(*replies)
         if engine.can_step and (completions := engine.step()):
-            outbox.send(m.RequestsCompleted(completions, _usage(engine).since(at_start)))
+            stored = [completion.without_filtered_logprobs() for completion in completions]
+            outbox.send(m.RequestsCompleted(stored, _usage(engine).since(at_start)))
         if multi_turn and (turns := multi_turn.pop_finished_turns()):
             outbox.send(m.TurnsCompleted(turns))
         if (report := next(reports)) is not None:

@@ -30,6 +30,7 @@ from dora.stream import transport
 from dora.stream.client import StreamClient
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest
 from dora.stream.run_stream import COLLECTOR, DRIVER_TIMEOUT_S, RunStream, reward_column
+from dora.stream.sample_db import TokenIds
 from dora.stream.schema import StreamBatch, TimedOut
 
 NUM_ROWS = 10_000  # collected at once at most
@@ -352,7 +353,7 @@ class RewardManager:
         """Start the workers of `tasks`, which the stream has as consumers. `report` gets the events."""
         self._report = report
         self._stream, self._weights = stream, {task.name: task.weight for task in tasks}
-        self._pending: dict[GroupId, tuple[bytes, Sequence[Sequence[int]]]] = {}  # arguments of `submit`
+        self._pending: dict[GroupId, tuple[bytes, Sequence[TokenIds]]] = {}  # arguments of `submit`
         self._task_rewards: dict[GroupId, dict[str, tuple[float, ...]]] = {}
         self.first_failure = ""  # reason and traceback of the first group that could not be scored
         clock, messages = supervisor.clock, supervisor.messages
@@ -387,7 +388,7 @@ class RewardManager:
         """The rewards of each task for a group just scored; empty with a single task. Returned once."""
         return self._task_rewards.pop(group, {})
 
-    def submit(self, group: GroupId, prompt_row: bytes, held_out: Sequence[Sequence[int]] = ()) -> None:
+    def submit(self, group: GroupId, prompt_row: bytes, held_out: Sequence[TokenIds] = ()) -> None:
         """Have all tasks score a group; an event follows. Arguments as of `RunStream.request_scores`."""
         self._pending[group] = prompt_row, held_out
         self._request(group)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
 
 from dora.core.types import GroupId
 from dora.engine.interface import TrainingEngine
@@ -123,17 +126,29 @@ class Accumulator:
 
     def _sample(self, step: int, stored: StoredSample, advantage: float | None) -> Sample:
         assert advantage is not None
-        return Sample(
-            stored.prompt_ids,
-            stored.token_ids,
-            stored.logprobs,
-            advantage,
-            step - stored.version,
-            stored.routes,
-            self._weight_digest(stored.version) == stored.weight_digest,
-            stored.proximal,
-            stored.reference,
-            stored.values,
-            stored.stream_index,
-            stored.loss_mask,
-        )
+        is_comparable = self._weight_digest(stored.version) == stored.weight_digest
+        return to_sample(stored, advantage, step - stored.version, is_comparable)
+
+
+def to_sample(
+    stored: StoredSample, advantage: float = 0.0, staleness: int = 0, is_comparable: bool = True
+) -> Sample:
+    """A sample for a training engine, whose columns are lists."""
+
+    def column(values: NDArray[Any] | None) -> list[Any] | None:
+        return None if values is None else values.tolist()
+
+    return Sample(
+        stored.prompt_ids.tolist(),
+        stored.token_ids.tolist(),
+        stored.logprobs.tolist(),
+        advantage,
+        staleness,
+        stored.routes,
+        is_comparable,
+        column(stored.proximal),
+        column(stored.reference),
+        column(stored.values),
+        stored.stream_index,
+        column(stored.loss_mask),
+    )

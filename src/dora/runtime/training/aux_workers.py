@@ -38,6 +38,7 @@ from dora.runtime.process.messages import (
 )
 from dora.runtime.process.resources import use_device
 from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
+from dora.runtime.training.accumulator import to_sample
 from dora.stream.run_stream import GroupReader
 from dora.stream.sample_db import StoredSample
 from dora.trainer.continuation import load_start
@@ -128,7 +129,7 @@ class LogprobWorker:
 
     def _compute(self, group: GroupId, stored: Sequence[StoredSample]) -> Rows:
         """The policy in training replays the engines' MoE routes; the reference policy uses its own."""
-        samples = [_sample(s) for s in stored]
+        samples = [to_sample(s) for s in stored]
         if self._fetch_version is None:
             samples = [replace(s, routes=None) for s in samples]
         return [logprobs.numpy() for logprobs in self._logprobs(samples)]
@@ -169,7 +170,7 @@ class CriticWorker:
         return None
 
     def _compute(self, group: GroupId, stored: Sequence[StoredSample]) -> Rows:
-        samples = self._critic.predict_values([_sample(s) for s in stored])
+        samples = self._critic.predict_values([to_sample(s) for s in stored])
         self._predicted[group] = samples, [s.reward for s in stored]
         return [np.array(s.values, np.float32) for s in samples]
 
@@ -307,8 +308,3 @@ def pop_critic_state(folder: Path, step: int, timeout_s: float) -> dict[str, Any
 
 def _critic_file(folder: Path, step: int) -> Path:
     return folder / f"critic-{step}.pt"
-
-
-def _sample(stored: StoredSample) -> Sample:
-    routes, mask = stored.routes, stored.loss_mask
-    return Sample(stored.prompt_ids, stored.token_ids, stored.logprobs, 0.0, routes=routes, loss_mask=mask)

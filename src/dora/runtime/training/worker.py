@@ -28,7 +28,7 @@ from dora.runtime.process.messages import (
 )
 from dora.runtime.process.resources import use_device
 from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
-from dora.runtime.training.accumulator import Accumulator, ComputeAdvantages
+from dora.runtime.training.accumulator import Accumulator, ComputeAdvantages, to_sample
 from dora.runtime.training.aux_workers import (
     make_critic,
     make_exact_logprobs,
@@ -214,11 +214,12 @@ def _read_columns(reader: GroupReader, samples: Sequence[Sample]) -> list[Sample
 
 
 def _with_columns(sample: Sample, stored: StoredSample) -> Sample:
+    columns = to_sample(stored)
     return replace(
         sample,
-        prompt_ids=stored.prompt_ids,
-        token_ids=stored.token_ids,
-        logprobs=stored.logprobs,
-        routes=stored.routes,
-        loss_mask=stored.loss_mask,
+        prompt_ids=columns.prompt_ids,
+        token_ids=columns.token_ids,
+        logprobs=columns.logprobs,
+        routes=columns.routes,
+        loss_mask=columns.loss_mask,
     )
