@@ -50,7 +50,9 @@ class ExternalRun(FakeRun):
         self.stream = RunStream(store.folder / "stream", self.setup.limits.group_size, tasks={"reward": 60.0})
         model = Path(self.setup.config.model.path)
         folder = self.stream.folder
-        self.rewards = ExternalRewards("reward", 120.0, "reward.timeout_s", folder, model, DriverClock())
+        self.rewards = ExternalRewards(
+            "reward", 120.0, "reward.timeout_s", folder, model, DriverClock(), self.messages
+        )
         spec = self.setup.trainer_spec(store.folder, self.stream.folder)
         self.trainer = ExternalTrainer(spec, self.setup.limits.batch_size, self.messages)
         self.context.external_trainer = self.trainer

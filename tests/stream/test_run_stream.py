@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -281,3 +282,36 @@ def test_a_resumed_run_sends_untrained_samples_again(folder: Path) -> None:
     for group in GROUPS[1:]:
         assert numbers(after.reader.read_group(group)) == [(2, 1.0, 0.5), (3, 0.25, -0.5)]
     after.end()
+
+
+def test_calls_of_the_driver_and_of_its_clients_do_not_interfere(run: StreamedRun) -> None:
+    groups = [GroupId(3, row) for row in range(100)]
+    received: list[GroupId] = []
+
+    def train() -> None:
+        reader = GroupReader(run.stream.folder)
+        for group in groups:
+            assert len(reader.read_group(group)) == 2
+            reader.commit([group])
+            received.append(group)
+        reader.close()
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    for group in groups:
+        run.put(group)
+        run.store.commit()
+        run.score(group)
+        run.store.commit()
+    trainer.join(60.0)
+    assert received == groups
+    run.end()
+
+
+def test_a_stream_whose_thread_has_ended_ends_the_run(run: StreamedRun) -> None:
+    run.stream.storage.check()
+    run.stream.storage.close()
+    with pytest.raises(RunError, match="its thread has ended"):
+        run.stream.storage.check()
+    with pytest.raises(RunError, match="its thread has ended"):
+        run.stream.clear(GROUPS)

@@ -182,3 +182,19 @@ def test_an_older_file_without_routes_is_migrated(tmp_path: Path) -> None:
     store = SampleStore(path)
     assert [answer.routes for answer in Subscriber(store).trajectories] == [None, None]
     store.close()
+
+
+def test_an_event_waits_for_responses_and_rewards_and_not_for_states(
+    store: SampleStore, tmp_path: Path
+) -> None:
+    path = tmp_path / "samples.sqlite"
+    store.put(trajectory(0))
+    store.commit_payload()
+    assert rows(path, "state") == [("finished",)]
+    store.score(GROUP, (1.0,), (0.5,))
+    store.commit_payload()
+    store.set_state([GROUP], "committed")
+    store.commit_payload()
+    assert rows(path, "state") == [("scored",)]
+    store.commit()
+    assert rows(path, "state") == [("committed",)]

@@ -163,7 +163,7 @@ class ProcessExecutor:
             self.poll(POLL_S if until is None or self.is_paused else min(POLL_S, until - self.now))
         if not self.events or self.is_paused:
             return None
-        self.samples.commit()  # the payload is durable before the event that names it
+        self.samples.commit_payload()  # it is durable before the event that names it
         return self.events.popleft()
 
     def poll(self, timeout_s: float = POLL_S) -> None:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Query
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
@@ -196,6 +197,7 @@ def _field_value(sample: StoredSample, name: str) -> object:
     """Arrays become lists. Stored log-probs are those of sampled tokens; here each observed token has a 0."""
     value = getattr(sample, name)
     if name == "logprobs" and sample.loss_mask is not None:
-        sampled = iter(value)
-        return [next(sampled) if is_sampled else 0.0 for is_sampled in sample.loss_mask]
+        every_token = np.zeros(len(sample.loss_mask), np.float32)
+        every_token[sample.loss_mask > 0] = value
+        return every_token.tolist()
     return value.tolist() if hasattr(value, "tolist") else value

@@ -107,14 +107,22 @@ class StreamClient:
             raise StorageFullError(reply.reason)
 
     def get(
-        self, consumer: str, request: BatchRequest | None = None, wait_s: float = 60.0
+        self,
+        consumer: str,
+        request: BatchRequest | None = None,
+        wait_s: float = 60.0,
+        committed: StreamBatch | None = None,
     ) -> StreamBatch | TimedOut:
-        """Lease rows; after `wait_s` (math.inf: unlimited), what is missing."""
+        """Lease rows; after `wait_s` (math.inf: unlimited), what is missing.
+
+        `committed` is an earlier batch to commit first, unless its lease has ended.
+        """
         wait_s = transport.parse_wait(wait_s)
         arguments = {
             "consumer": consumer,
             "request": request or BatchRequest(),
             "inline": not self.shares_memory,
+            "commit": None if committed is None else committed.lease,
         }
         header, buffers = self._call("get", arguments, wait_s=wait_s)
         if "timed_out" in header:

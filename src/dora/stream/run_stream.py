@@ -28,11 +28,10 @@ from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest, SampleMeta
 from dora.stream.sample_db import StoredSample, TokenIds, Trajectory
 from dora.stream.schema import ColumnData, Field, StreamBatch, TimedOut
-from dora.stream.server import StreamServer
+from dora.stream.server import InProcessClient, StreamServer
 from dora.stream.storage import SampleStream
 
 ACTOR = "actor"  # the trainer's consumer
-COLLECTOR = "collector"  # the driver's consumer of rewards
 AUX_COLUMNS = ("reference", "proximal", "values")  # per token; the consumer of that name fills it
 PROMPT_ROW = "prompt_row"  # JSON of prompt and dataset columns, in a group's first row; empty in the others
 _ANSWER_FIELDS = (
@@ -52,8 +51,8 @@ WAIT_S = 10.0  # for a group that is committed, hence already sent; and for room
 _RETRY_S = 0.1
 
 
-def reward_column(task: str) -> str:
-    """The column that a reward task fills, which is also its consumer's name."""
+def reward_consumer(task: str) -> str:
+    """The name of a reward task's consumer."""
     return f"reward/{task}"
 
 
@@ -90,11 +89,26 @@ def remote_address(server: StreamServer) -> CurveAddress | None:
     return next((each for each in server.endpoints if isinstance(each, CurveAddress)), None)
 
 
+class StreamWriter(Protocol):
+    """What the driver does with the stream; see `StreamClient`."""
+
+    def put(
+        self, samples: Sequence[SampleMeta], columns: ColumnData, wait_s: float = ...
+    ) -> range | TimedOut: ...
+
+    def fill(self, indices: Sequence[int], columns: ColumnData) -> None: ...
+
+    def clear(self, groups: Iterable[GroupId]) -> None: ...
+
+    def evict(self, client_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class StreamStorage(Protocol):
     """Serves a run's stream. `remote` is its address for other machines; replies take at most `timeout_s`."""
 
     timeout_s: float
-    is_replaceable: bool  # a crashed storage is replaced by a new one
 
     @property
     def remote(self) -> CurveAddress | None: ...
@@ -102,6 +116,12 @@ class StreamStorage(Protocol):
     @property
     def is_available(self) -> bool:
         """Whether the storage serves requests; if not, a replacement is starting."""
+
+    def connect(self) -> StreamWriter:
+        """A client for the driver. Raises RunError."""
+
+    def check(self) -> None:
+        """Raises RunError if the storage has ended and cannot be replaced."""
 
     def report_lost(self, reason: str) -> None:
         """Report that the storage does not reply. Raises RunError if the storage cannot be replaced."""
@@ -111,16 +131,23 @@ class StreamStorage(Protocol):
 
 
 class ThreadStorage:
-    """A storage in a thread of this process."""
+    """A storage in a thread of this process; the driver calls its stream directly."""
 
     timeout_s = DRIVER_TIMEOUT_S
-    is_replaceable = False
     is_available = True
 
     def __init__(self, spec: StorageSpec) -> None:
         self._server = spec.open()
         self.remote = remote_address(self._server)
         self._thread = self._server.start()
+
+    def connect(self) -> InProcessClient:
+        return InProcessClient(self._server)
+
+    def check(self) -> None:
+        """Raises RunError if the thread has ended."""
+        if self._server.is_closed:
+            self.report_lost("the sample stream is closed: its thread has ended")
 
     def report_lost(self, reason: str) -> None:
         raise RunError(reason)
@@ -178,7 +205,7 @@ class RunStream:
 
     def _connect(self) -> None:
         """Connect to an empty storage."""
-        self._client = StreamClient(transport.stream_endpoint(self.folder), self.storage.timeout_s)
+        self._client = self.storage.connect()
         self._indices: dict[GroupId, dict[int, int]] = {}  # by sibling
         self._answers: dict[GroupId, list[Trajectory]] = {}  # of incomplete and unsent groups
         self._complete: list[GroupId] = []  # and unsent
@@ -307,23 +334,19 @@ def _storage_spec(
     host: str | None,
 ) -> StorageSpec:
     """The fields and consumers of a run's stream."""
-    rewards = {reward_column(task): lease_s for task, lease_s in tasks.items()}
-    fields = [*FIELDS, *(Field(name, "<f4", (None,)) for name in columns)]
-    fields += [Field(PROMPT_ROW, "u1", (None,)), *(Field(name, "<f8") for name in rewards)]
+    fields = [*FIELDS, *(Field(name, "<f4", (None,)) for name in columns), Field(PROMPT_ROW, "u1", (None,))]
     stored, by_group = [field.name for field in FIELDS], {"group_size": group_size}
     consumers = [ConsumerDeclaration(ACTOR, [*stored, *columns], by_group)]
     consumers += [ConsumerDeclaration(name, stored, by_group) for name in columns]
     with_held_out = {**by_group, "held_out_size": held_out_size}
-    for name, lease_s in rewards.items():
+    for task, lease_s in tasks.items():
         rules = {**with_held_out, "by_version": True, "lease_s": lease_s}
-        consumers.append(ConsumerDeclaration(name, ["token_ids", PROMPT_ROW], rules))
-    if rewards:
-        consumers.append(ConsumerDeclaration(COLLECTOR, [*rewards], with_held_out))
+        consumers.append(ConsumerDeclaration(reward_consumer(task), ["token_ids", PROMPT_ROW], rules))
     return StorageSpec(folder, fields, consumers, host)
 
 
 def fill(
-    client: StreamClient,
+    client: StreamWriter,
     folder: Path,
     indices: Sequence[int],
     columns: ColumnData,

@@ -155,6 +155,7 @@ class SampleStore:
         for name in {"routes", "loss_mask", "segments", "task_rewards"} - {*names}:  # of an older file
             self._db.execute(f"alter table samples add column {name} blob")
         self._in_transaction = False
+        self._has_payload = False  # written in this transaction; the next event may name it
         self._subscriber: SampleSubscriber | None = None
         self._resent: dict[GroupId, None] = {}  # trained groups whose step is redone
 
@@ -209,6 +210,7 @@ class SampleStore:
             None if t.loss_mask is None else np.asarray(t.loss_mask, np.uint8).tobytes(),
             None if t.segments is None else json.dumps(t.segments),
         )
+        self._has_payload = True
         self._write(
             f"insert into samples (group_id, sibling, {', '.join(PAYLOAD)}, reward, state) "
             "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
@@ -226,6 +228,7 @@ class SampleStore:
         by_task: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         """Set rewards and advantages of a group, sibling by sibling; `by_task`: the rewards of each task."""
+        self._has_payload = True
         for sibling, (reward, advantage) in enumerate(zip(rewards, advantages, strict=True)):
             parts = {task: own[sibling] for task, own in (by_task or {}).items()}
             self._write(
@@ -312,10 +315,17 @@ class SampleStore:
     def commit(self) -> None:
         """Make all writes durable and visible to readers, then flush the subscriber."""
         if self._in_transaction:
-            self._in_transaction = False  # a commit that fails has ended the transaction
+            self._in_transaction = self._has_payload = False  # a commit that fails has ended the transaction
             self._db.execute("commit")
             if self._subscriber is not None:
                 self._subscriber.flush()
+
+    def commit_payload(self) -> None:
+        """Commit if there are responses or rewards to commit. States alone wait for the next commit, because
+        a resumed run takes them from the journal.
+        """
+        if self._has_payload:
+            self.commit()
 
     def close(self) -> None:
         self._subscriber = None

@@ -1,7 +1,8 @@
-"""Serve a stream to other processes, on the same host and on others.
+"""Serve a stream to other processes, on the same host and on others, and to other threads of this one.
 
 One thread repeats: receive requests, execute them, flush the metadata, reply. A put without room and a get
-without ready rows stay pending until they can be served or time out.
+without ready rows stay pending until they can be served or time out. Other threads call the stream directly,
+between two rounds of that thread.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from dora.core.types import GroupId
 from dora.curve import MAX_POLL_S, CurveAddress
-from dora.errors import StreamError
+from dora.errors import RunError, StorageFullError, StreamError
 from dora.full_disk import is_full
 from dora.stream import transport
-from dora.stream.metadata import BlockLocation, StreamLease
-from dora.stream.schema import BlockPacker, unpack
+from dora.stream.metadata import BlockLocation, SampleMeta, StreamLease
+from dora.stream.schema import BlockPacker, ColumnData, TimedOut, unpack
 from dora.stream.storage import (
     SampleStream,
     decode_samples,
@@ -32,6 +34,7 @@ from dora.stream.storage import (
 )
 from dora.stream.transport import ClientConnection, Frames, Reply, ServerEndpoint
 
+_RETRY_S = 0.02  # while the stream is full
 REFUSED = (StreamError, OSError)  # an invalid request, or a full file system
 MALFORMED = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError)
 
@@ -65,6 +68,9 @@ class StreamServer:
             if isinstance(endpoint, CurveAddress):
                 endpoint.write(self._address_file)
         self._is_stopped = False
+        self._evicted: deque[str] = deque()  # clients that another thread has evicted
+        self._lock = threading.Lock()  # held by whoever uses the stream
+        self.is_closed = False
 
     def start(self) -> threading.Thread:
         """Execute `run` in a thread of this process."""
@@ -81,18 +87,46 @@ class StreamServer:
         """Serve until `stop`; then close the stream."""
         try:
             while not self._is_stopped:
-                self._receive()
-                self._stream.metadata.expire(time.monotonic())
-                self._retry_pending()
-                self._stream.flush()
-                self._send_replies()
+                ready = self._endpoint.wait(self._timeout_ms())
+                with self._lock:
+                    self._serve(ready)
         finally:
-            self._endpoint.close()
-            self._address_file.unlink(missing_ok=True)
-            self._stream.close()
+            with self._lock:
+                self.is_closed = True
+                self._endpoint.close()
+                self._address_file.unlink(missing_ok=True)
+                self._stream.close()
 
-    def _receive(self) -> None:
-        for client, frames in self._endpoint.receive(self._timeout_ms()):
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[SampleStream]:
+        """The stream, for a call of another thread. Raises RunError once the stream is closed."""
+        with self._lock:
+            if self.is_closed:
+                raise RunError("the sample stream is closed: its thread has ended")
+            yield self._stream
+            self._stream.flush()
+            ready = {name for name, c in self._stream.metadata.consumers.items() if c.ready.num_rows}
+            can_serve = bool(self._puts) or any(self._gets.get(name) for name in ready)
+        if can_serve:
+            self._endpoint.wake()
+
+    def evict(self, client_id: str) -> None:
+        """Disconnect a client and release its leases soon, from any thread."""
+        self._evicted.append(client_id)
+        self._endpoint.wake()
+
+    def _serve(self, ready: Sequence[int]) -> None:
+        while self._evicted:
+            for client in self._endpoint.find(self._evicted.popleft()):
+                self._disconnect(client)
+        self._receive(ready)
+        self._stream.metadata.expire(time.monotonic())
+        self._retry_pending()
+        self._stream.flush()
+        self._send_replies()
+
+    def _receive(self, ready: Sequence[int]) -> None:
+        for client, frames in self._endpoint.receive(ready):
             if frames is None:
                 self._disconnect(client)
             else:
@@ -247,6 +281,9 @@ class StreamServer:
         stream, name = self._stream, header["consumer"]
         request, is_inline = transport.request_from_json(header["request"]), bool(header["inline"])
         stream.metadata.consumer(name)
+        if header.get("commit"):
+            with contextlib.suppress(StreamError):  # the lease has ended
+                stream.commit(int(header["commit"]), client.name, time.monotonic())
 
         def attempt() -> Reply | None:
             now_s = time.monotonic()
@@ -341,6 +378,44 @@ class StreamServer:
             pairs.append(positions)
         header = {"lease": lease.lease_id, "parts": parts}
         return header, [encode_lease(lease), *pairs, *blocks]
+
+
+class InProcessClient:
+    """Calls the stream of a server that a thread of this process runs. Methods as those of `StreamClient`."""
+
+    def __init__(self, server: StreamServer) -> None:
+        self._server = server
+
+    def put(
+        self, samples: Sequence[SampleMeta], columns: ColumnData, wait_s: float = 60.0
+    ) -> range | TimedOut:
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            with self._server.exclusive() as stream:
+                if (indices := stream.put(samples, columns)) is not None:
+                    return indices
+                slowest = stream.metadata.describe_slowest()
+            if time.monotonic() >= deadline_s:
+                return TimedOut(wait_s, f"the stream is full: {slowest}")
+            time.sleep(_RETRY_S)
+
+    def fill(self, indices: Sequence[int], columns: ColumnData) -> None:
+        try:
+            with self._server.exclusive() as stream:
+                stream.fill(indices, columns)
+        except OSError as error:
+            raise (StorageFullError if is_full(error) else StreamError)(str(error)) from error
+
+    def clear(self, groups: Iterable[GroupId]) -> None:
+        with self._server.exclusive() as stream:
+            stream.clear(groups)
+
+    def evict(self, client_id: str) -> None:
+        """As of `StreamClient`, soon."""
+        self._server.evict(client_id)
+
+    def close(self) -> None:
+        """The client has no connection."""
 
 
 def _error_reply(error: Exception) -> Reply:

@@ -334,7 +334,7 @@ class ClientConnection:
 
 
 class ServerEndpoint:
-    """The sockets of a server and the connections of its clients. Only `receive` waits."""
+    """The sockets of a server and the connections of its clients. Only `wait` waits."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         """Listens at all endpoints. Raises OSError or zmq.ZMQError if one is not available."""
@@ -352,15 +352,21 @@ class ServerEndpoint:
         ]
 
     def wake(self) -> None:
-        """Interrupt `receive`, from any thread."""
+        """Interrupt `wait`, from any thread."""
         with contextlib.suppress(OSError):  # closed
             self._wake_sender.send(b"!")
 
-    def receive(self, timeout_ms: int | None) -> Iterator[tuple[ClientConnection, Frames | None]]:
-        """Messages with their clients; None: the client has exited or hung up. Waits for the first."""
+    def wait(self, timeout_ms: int | None) -> list[int]:
+        """Wait until there is anything to receive; the file descriptors for `receive`."""
         has_remote = any(bound.poll(0) for bound in self._bound)
-        for fd, _ in self._poll.poll(0 if has_remote else timeout_ms):
-            if fd in self._local:
+        return [fd for fd, _ in self._poll.poll(0 if has_remote else timeout_ms)]
+
+    def receive(self, ready: Sequence[int]) -> Iterator[tuple[ClientConnection, Frames | None]]:
+        """Messages with their clients; None: the client has exited or hung up."""
+        for fd in ready:
+            if fd == self._wake_receiver.fileno():
+                self._wake_receiver.recv(_RECEIVE_BYTES)
+            elif fd in self._local:
                 yield from self._receive_local(fd, self._local[fd])
             elif fd in self._listening:
                 self._accept(self._listening[fd])

@@ -1,17 +1,13 @@
-"""A lost storage process is replaced and refilled, as on Ray; a consumer without room exits."""
+"""A lost storage process is replaced and refilled, as on Ray."""
 
 from __future__ import annotations
 
-import errno
-import math
 import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
-import numpy as np
 import psutil
 import pytest
 from tests.runtime.tiny import save_start, write_task
@@ -20,21 +16,17 @@ from dora.config import load
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId, RequestId
 from dora.errors import RunError, ServiceError, StorageFullError
-from dora.runtime.process import messages as m
 from dora.runtime.process import supervisor
-from dora.runtime.process.stream_workers import ConsumerSpec, StorageProcess, run_consumer
+from dora.runtime.process.stream_workers import StorageProcess
 from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.scoring.external import ExternalRewards
 from dora.runtime.scoring.reward_manager import RewardManager, RewardTask
 from dora.runtime.scoring.reward_worker import REWARD, RewardSpec
-from dora.stream import run_stream, transport
 from dora.stream.client import StreamClient
-from dora.stream.metadata import BatchRequest
-from dora.stream.run_stream import GroupReader, RunStream, reward_column
+from dora.stream.run_stream import GroupReader, RunStream
 from dora.stream.sample_db import SampleStore, Trajectory
-from dora.stream.schema import StreamBatch, TimedOut
-from dora.stream.storage import SegmentWriter
+from dora.stream.schema import TimedOut
 
 REWARD_FUNCTION = """
 import time
@@ -187,7 +179,9 @@ def test_a_full_storage_is_reported_lost_once_and_its_replacement_has_room(
 def test_rewards_for_a_lease_of_a_lost_storage_are_rejected_by_its_replacement(folder: Path) -> None:
     bench = StreamBench(folder)
     folders = bench.stream.folder, folder / "start"
-    external = ExternalRewards(REWARD, 60.0, "reward.timeout_s", *folders, bench.supervisor.clock)
+    external = ExternalRewards(
+        REWARD, 60.0, "reward.timeout_s", *folders, bench.supervisor.clock, bench.supervisor.messages
+    )
     for group in (SCORED, SUBMITTED):
         bench.put(group)
     bench.manager.close()  # the reward is external
@@ -210,61 +204,3 @@ def test_rewards_for_a_lease_of_a_lost_storage_are_rejected_by_its_replacement(f
     external.submit(leased.lease, [0.0, 0.0])
     external.close()
     bench.close()
-
-
-NAME, GROUP = reward_column("reward"), GroupId(0, 4)
-
-
-class Ones:
-    """A task whose rewards are 1."""
-
-    def process(self, batch: StreamBatch) -> dict[str, Any]:
-        return {NAME: np.ones(len(batch))}
-
-
-class RecordingOutbox:
-    """Keeps the messages of a worker."""
-
-    def __init__(self) -> None:
-        self.sent: list[object] = []
-
-    def send(self, *messages: object) -> None:
-        self.sent += messages
-
-    def start_heartbeat(self) -> None:
-        """Heartbeats are not kept."""
-
-
-@pytest.fixture
-def submitted(folder: Path) -> Iterator[RunStream]:
-    """A stream with a group that waits for its rewards."""
-    made = RunStream(folder / "stream", 2, tasks={"reward": math.inf})
-    for sibling in range(2):
-        made.put(Trajectory(RequestId(*GROUP, sibling), 0, "digest", [1], [2], [-1.0]))
-    made.flush()
-    made.request_scores(GROUP, b"[]")
-    yield made
-    made.close()
-
-
-def test_a_consumer_without_room_for_its_columns_releases_its_rows_and_reports_why(
-    submitted: RunStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(writer: SegmentWriter, num_bytes: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(run_stream, "WAIT_S", 0.05)
-    monkeypatch.setattr(SegmentWriter, "allocate", fail)
-    outbox = RecordingOutbox()
-    spec = ConsumerSpec(NAME, submitted.folder, lambda restart_timeout: Ones(), BatchRequest())
-    run_consumer(cast(Any, outbox), cast(Any, None), spec)
-    ready, *before, last = outbox.sent
-    assert isinstance(ready, m.WorkerReady)
-    assert before == [m.TaskStarted((GROUP,))] * len(before)
-    assert len(before) > 1  # the timeout of the call restarts while it waits
-    assert isinstance(last, m.StreamFull)
-    assert "free space" in last.reason
-    with StreamClient(transport.stream_endpoint(submitted.folder)) as client:
-        batch = client.get(NAME, BatchRequest(), wait_s=0.0)
-        assert isinstance(batch, StreamBatch)
-        assert batch.groups == [GROUP] * 2

@@ -369,18 +369,19 @@ class TaskFailed:
 
 
 @dataclass(frozen=True)
-class StreamFull:
-    """A consumer exits because the stream has no room for its columns; another one must redo the rows."""
+class TaskCompleted:
+    """A task is completed for these groups; the consumer waits for rows."""
 
-    reason: str
+    values: Mapping[GroupId, tuple[float, ...]]  # sibling by sibling
 
 
 @dataclass(frozen=True)
-class GroupRewards:
-    """From the driver's collector thread: all reward tasks have scored a group."""
+class ExternalRewardsAccepted:
+    """From a thread of the service: a client has submitted the rewards of an external task."""
 
+    task: str
     group: GroupId
-    rewards: dict[str, tuple[float, ...]]  # of each task, sibling by sibling
+    rewards: tuple[float, ...]  # sibling by sibling
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""Workers of the sample stream: the storage process, and the consumers that fill columns.
+"""Workers of the sample stream: the storage process, and the consumers that score its groups.
 
-Samples and columns go through the stream only; control messages name groups. On Ray the storage is an actor
-on the driver's node.
+Samples go through the stream only. Control messages name groups, and have one number for each sample. On Ray
+the storage is an actor on the driver's node.
 """
 
 from __future__ import annotations
 
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +17,19 @@ from typing import Any, NoReturn, Protocol
 from dora.config.schema import Config
 from dora.core.types import GroupId
 from dora.curve import CurveAddress
-from dora.errors import RunError, StorageFullError, StreamError
+from dora.errors import RunError, StreamError
 from dora.runtime.process import messages as m
 from dora.runtime.process.supervisor import Loss, Role, Slot, Supervisor
 from dora.runtime.process.worker_process import Worker, WorkerInbox, WorkerOutbox, WorkerState
 from dora.stream import transport
 from dora.stream.client import StreamClient
 from dora.stream.metadata import BatchRequest
-from dora.stream.run_stream import DRIVER_TIMEOUT_S, StorageSpec, fill, remote_address
-from dora.stream.schema import BlockPacker, ColumnData, StreamBatch, TimedOut
+from dora.stream.run_stream import DRIVER_TIMEOUT_S, StorageSpec, remote_address
+from dora.stream.schema import StreamBatch, TimedOut
 
 POLL_S = 0.2
 GET_TIMEOUT_S = 60.0  # of one request for rows; it is repeated
+REPORT_INTERVAL_S = 0.1  # between two reports that restart the timeout of a call
 
 
 def run_storage(outbox: WorkerOutbox, inbox: WorkerInbox, spec: StorageSpec) -> None:
@@ -43,8 +45,6 @@ class StorageProcess:
 
     A restarted storage is empty: the driver sends it the content of `samples.sqlite`.
     """
-
-    is_replaceable = True
 
     def __init__(
         self, spec: StorageSpec, supervisor: Supervisor, config: Config, notice: Callable[[str], None]
@@ -69,6 +69,10 @@ class StorageProcess:
         """Whether the storage serves requests; if not, a replacement is starting."""
         return self._slot.is_ready
 
+    def connect(self) -> StreamClient:
+        """A client of the current process. Raises RunError."""
+        return StreamClient(transport.stream_endpoint(self._spec.folder), self.timeout_s)
+
     def take_replaced(self) -> bool:
         """Whether the storage has been replaced since the last call, by an empty one."""
         is_replaced, self._is_replaced = self._is_replaced and self.is_available, False
@@ -77,6 +81,9 @@ class StorageProcess:
     def states(self) -> list[WorkerState]:
         """The state of its process, if there is one now."""
         return self._supervisor.states(self)
+
+    def check(self) -> None:
+        """The supervisor checks the process."""
 
     def report_lost(self, reason: str) -> None:
         """Report that the storage does not reply; later reports are ignored.
@@ -116,8 +123,8 @@ class TaskError(Exception):
 class ConsumerTask(Protocol):
     """What a consumer computes."""
 
-    def process(self, batch: StreamBatch) -> ColumnData:
-        """The task's columns of all rows. The batch may be read until this returns.
+    def process(self, batch: StreamBatch) -> Sequence[float]:
+        """One number for each row. The batch may be read until this returns.
 
         If it raises TaskError or any other exception, each group of the batch is processed alone.
         """
@@ -140,35 +147,38 @@ class ConsumerSpec:
 
 
 def run_consumer(outbox: WorkerOutbox, inbox: WorkerInbox, spec: ConsumerSpec) -> None:
-    """Process rows until the process is killed; `inbox` exits with the driver."""
+    """Process rows, and send the results, until the process is killed; `inbox` exits with the driver."""
     outbox.start_heartbeat()
-    reporter = _TaskReporter(spec.name, outbox)
+    reporter = TaskReporter(spec.name, outbox)
     task = spec.make_task(reporter.restart_timeout)
     while True:
         try:
             with spec.open_stream() as client:
                 outbox.send(m.WorkerReady(client_id=client.client_id))
                 _Consumer(spec, task, client, reporter).run()
-        except StorageFullError as error:
-            outbox.send(m.StreamFull(str(error)))
-            return
         except RunError:  # the storage is lost: connect to its replacement, or the run ends
             reporter.start(())
 
 
-class _TaskReporter:
+class TaskReporter:
     """Reports to the driver which groups the worker processes."""
 
     def __init__(self, name: str, outbox: WorkerOutbox) -> None:
         self._name, self._outbox = name, outbox
         self._groups: tuple[GroupId, ...] = ()
+        self._reported_s = 0.0
 
     def start(self, groups: tuple[GroupId, ...]) -> None:
-        self._groups = groups
-        self.restart_timeout()
+        self._groups, self._reported_s = groups, time.monotonic()
+        self._outbox.send(m.TaskStarted(groups))
 
     def restart_timeout(self) -> None:
-        self._outbox.send(m.TaskStarted(self._groups))
+        """Fast calls share a report."""
+        if time.monotonic() >= self._reported_s + REPORT_INTERVAL_S:
+            self.start(self._groups)
+
+    def complete(self, values: Mapping[GroupId, tuple[float, ...]]) -> None:
+        self._outbox.send(m.TaskCompleted(values))
 
     def fail(self, error: Exception) -> None:
         if isinstance(error, TaskError):
@@ -183,44 +193,39 @@ class _Consumer:
     """Processes batches with one connection to the stream."""
 
     def __init__(
-        self, spec: ConsumerSpec, task: ConsumerTask, client: StreamClient, reporter: _TaskReporter
+        self, spec: ConsumerSpec, task: ConsumerTask, client: StreamClient, reporter: TaskReporter
     ) -> None:
         self._spec, self._task, self._client, self._reporter = spec, task, client, reporter
 
     def run(self) -> NoReturn:
-        """Process batches until the storage is lost or full. Raises RunError."""
+        """Process batches until the storage is lost. Raises RunError."""
+        done: StreamBatch | None = None
         while True:
-            batch = self._client.get(self._spec.name, self._spec.batch_request, GET_TIMEOUT_S)
+            batch = self._client.get(self._spec.name, self._spec.batch_request, GET_TIMEOUT_S, done)
+            done = None
             if not isinstance(batch, TimedOut):
                 self._process(batch)
-                self._reporter.start(())
+                done = batch
 
     def _process(self, batch: StreamBatch) -> None:
-        """Fill, then commit: after a crash in between the work is repeated, and its result is ignored.
-
-        Raises StorageFullError; the rows stay leased until the client disconnects.
+        """Send the result, which the caller commits: after a crash in between the work is repeated, and its
+        result is ignored.
         """
         groups = tuple(dict.fromkeys(batch.groups))
         self._reporter.start(groups)
         try:
-            columns = self._task.process(batch)
-            BlockPacker(self._client.fields, columns, len(batch))  # raises for columns of a wrong shape
+            values = self._task.process(batch)
+            by_group: dict[GroupId, tuple[float, ...]] = dict.fromkeys(groups, ())
+            for group, value in zip(batch.groups, values, strict=True):
+                by_group[group] += (value,)
         except Exception as error:
             if len(groups) > 1:
                 self._process_groups(batch)
                 return
             self._reporter.fail(error)
+            self._reporter.start(())
         else:
-            with suppress(StreamError):  # the group was removed, or another worker has filled the columns
-                fill(
-                    self._client,
-                    self._spec.stream_folder,
-                    batch.indices,
-                    columns,
-                    self._reporter.restart_timeout,
-                )
-        with suppress(StreamError):  # the lease has expired
-            self._client.commit(batch)
+            self._reporter.complete(by_group)
 
     def _process_groups(self, batch: StreamBatch) -> None:
         """Process each group of a failed batch alone, so that only the failing ones fail."""
@@ -231,3 +236,6 @@ class _Consumer:
             rows = self._client.get(self._spec.name, BatchRequest(groups=(group,)), 0.0)
             if not isinstance(rows, TimedOut):  # otherwise another worker has leased the group
                 self._process(rows)
+                with suppress(StreamError):  # the lease has expired
+                    self._client.commit(rows)
+        self._reporter.start(())

@@ -17,16 +17,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dora.core.types import GroupId
 from dora.data.tokenizer import Tokenizer
 from dora.errors import RunError, ServiceError, StreamError
 from dora.runtime.process import messages as m
 from dora.runtime.process.supervisor import DriverClock
+from dora.runtime.process.worker_process import WorkerMessages
 from dora.stream import transport
 from dora.stream.client import StreamClient
-from dora.stream.run_stream import PROMPT_ROW, reward_column
+from dora.stream.run_stream import PROMPT_ROW, reward_consumer
 from dora.stream.schema import StreamBatch, TimedOut
 
 SERVICE = "service"  # as the reward function: rewards come through the service
@@ -49,10 +48,17 @@ class ExternalRewards:
     """The groups of one task, as the driver has them. Only `thread` may call `lease` and `submit`."""
 
     def __init__(
-        self, name: str, timeout_s: float, timeout_key: str, stream: Path, model: Path, clock: DriverClock
+        self,
+        name: str,
+        timeout_s: float,
+        timeout_key: str,
+        stream: Path,
+        model: Path,
+        clock: DriverClock,
+        messages: WorkerMessages,
     ) -> None:
-        """The tokenizer of `model` decodes responses."""
-        self._clock = clock
+        """The tokenizer of `model` decodes responses. Rewards are put into `messages`."""
+        self._clock, self._messages = clock, messages
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"leases of {name}")
         self.timeout_s, self.lease_s = timeout_s, timeout_s / 2
         self._name, self._key, self._stream, self._model = name, timeout_key, stream, model
@@ -110,7 +116,7 @@ class ExternalRewards:
         """Lease the next group, oldest version first; None if there is none now."""
         now_s = time.monotonic()
         self._leases = {number: lease for number, lease in self._leases.items() if lease[1] > now_s}
-        batch = self._client.get(reward_column(self._name), wait_s=0.0)
+        batch = self._client.get(reward_consumer(self._name), wait_s=0.0)
         if isinstance(batch, TimedOut):
             return None
         number = next(self._next_lease)
@@ -133,11 +139,10 @@ class ExternalRewards:
             raise ServiceError(410, f"lease {lease} has expired or never existed; lease a group again")
         if len(rewards) != len(batch):
             raise ServiceError(422, f"{len(rewards)} rewards for {len(batch)} responses; send one for each")
-        self._scored.update(batch.groups)  # first: the commit may lead to `forget` at once
+        self._scored.update(batch.groups)
         try:
-            self._client.renew(batch)  # refused if the group may be leased again
-            self._client.fill(batch.indices, {reward_column(self._name): np.array(rewards, np.float64)})
-            self._client.commit(batch)
+            self._client.read_leased(reward_consumer(self._name), batch.indices)  # the group exists
+            self._client.commit(batch)  # refused if the group may be leased again
         except StreamError as error:
             self._scored.difference_update(batch.groups)
             reason = "the group is leased again, or has ended; discard its rewards"
@@ -147,6 +152,8 @@ class ExternalRewards:
             raise
         finally:
             del self._leases[lease]
+        accepted = m.ExternalRewardsAccepted(self._name, batch.groups[0], tuple(map(float, rewards)))
+        self._messages.put((None, accepted))
         self._accepted[lease] = rewards
         if len(self._accepted) > MAX_REMEMBERED:
             del self._accepted[next(iter(self._accepted))]

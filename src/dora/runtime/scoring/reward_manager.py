@@ -1,15 +1,13 @@
 """Score groups with the reward tasks of a run: a group is scored once all tasks have scored it.
 
-The processes of each task take groups out of the sample stream and fill in their rewards. The weighted sum
-over all tasks is what the orchestrator and the trainer see.
+The processes of each task take groups out of the sample stream and send their rewards to the driver. The
+weighted sum over all tasks is what the orchestrator and the trainer see.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,19 +17,15 @@ from dora.config.schema import Config
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId
 from dora.curve import CurveAddress
-from dora.errors import RunError
 from dora.runtime.process import messages as m
-from dora.runtime.process.stream_workers import GET_TIMEOUT_S, ConsumerSpec, run_consumer
-from dora.runtime.process.supervisor import DriverClock, Loss, Role, Slot, Supervisor
-from dora.runtime.process.worker_process import HEARTBEAT_S, Worker, WorkerMessages, WorkerState
+from dora.runtime.process.stream_workers import REPORT_INTERVAL_S, ConsumerSpec, run_consumer
+from dora.runtime.process.supervisor import Loss, Role, Slot, Supervisor
+from dora.runtime.process.worker_process import HEARTBEAT_S, Worker, WorkerState
 from dora.runtime.scoring.external import SERVICE, ExternalRewards
 from dora.runtime.scoring.reward_worker import REWARD, RewardSpec, RewardWorker
-from dora.stream import transport
-from dora.stream.client import StreamClient
 from dora.stream.metadata import NO_TIMEOUT, BatchRequest
-from dora.stream.run_stream import COLLECTOR, DRIVER_TIMEOUT_S, RunStream, reward_column
+from dora.stream.run_stream import RunStream, reward_consumer
 from dora.stream.sample_db import TokenIds
-from dora.stream.schema import StreamBatch, TimedOut
 
 NUM_ROWS = 10_000  # collected at once at most
 MAX_SILENCE_S = 2.5 * HEARTBEAT_S  # of a worker whose call takes too long
@@ -40,43 +34,6 @@ ONE_GROUP = BatchRequest()
 UNLIMITED_ROWS = 1_000_000  # per batch, where only the number of tokens is limited
 
 ScoringEvent = GroupScored | ScoringFailed
-
-
-class RewardCollector:
-    """A thread of the driver that waits in the stream for groups that all reward tasks have scored.
-
-    It puts `GroupRewards` into the driver's messages, and `WorkerCrashed` once it fails; it ends with the
-    storage.
-    """
-
-    def __init__(
-        self, stream: Path, tasks: Sequence[str], messages: WorkerMessages, *, is_replaceable: bool = False
-    ) -> None:
-        """`is_replaceable`: a storage that ends is replaced, so that its end is no failure."""
-        self._stream, self._tasks, self._messages = stream, tasks, messages
-        self._is_replaceable = is_replaceable
-        threading.Thread(target=self._run, name="reward collector", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            with StreamClient(transport.stream_endpoint(self._stream), DRIVER_TIMEOUT_S) as client:
-                while True:
-                    batch = client.get(COLLECTOR, BatchRequest(max_rows=NUM_ROWS), GET_TIMEOUT_S)
-                    if not isinstance(batch, TimedOut):
-                        for rewards in self._group_rewards(batch):
-                            self._messages.put((None, rewards))
-                        client.commit(batch)
-        except Exception as error:
-            if not (self._is_replaceable and isinstance(error, RunError)):
-                self._messages.put((None, m.WorkerCrashed(traceback.format_exc())))
-
-    def _group_rewards(self, batch: StreamBatch) -> Iterator[m.GroupRewards]:
-        columns = {task: batch.column(reward_column(task)).values for task in self._tasks}
-        group_rows: dict[GroupId, list[int]] = {}
-        for row, group in enumerate(batch.groups):
-            group_rows.setdefault(group, []).append(row)
-        for group, rows in group_rows.items():
-            yield m.GroupRewards(group, {task: tuple(c[rows].tolist()) for task, c in columns.items()})
 
 
 @dataclass(frozen=True)
@@ -115,19 +72,21 @@ class RewardWorkers:
         self,
         spec: RewardWorkersSpec,
         supervisor: Supervisor,
+        complete: Callable[[str, GroupId, tuple[float, ...]], None],
         report: Callable[[m.TaskFailed], None],
         notice: Callable[[str], None],
         clear: Callable[[Sequence[GroupId]], None],
         evict: Callable[[str], None],
     ) -> None:
-        """Start the workers. `report` gets groups that cannot be scored.
+        """Start the workers. `complete` gets the task's rewards of a group, `report` groups that cannot be
+        scored.
 
         `clear` removes failed groups from the stream, before another worker takes them. `evict` releases the
         leases of a stream client whose process has ended.
         """
-        self._spec, self._supervisor, self._report, self._notice = spec, supervisor, report, notice
+        self._spec, self._supervisor, self._notice = spec, supervisor, notice
+        self._complete, self._report = complete, report
         self._clear, self._evict = clear, evict
-        self._is_stream_full = False
         self._retried: set[GroupId] = set()  # groups that were in a lost worker before
         role = Role(f"{spec.title}s", heartbeat_timeout_s=spec.heartbeat_timeout_s, restarts_at_once=True)
         self._calls = {supervisor.add(self, role, number): _Call() for number in range(spec.num_workers)}
@@ -144,7 +103,6 @@ class RewardWorkers:
         return all(slot.is_ready for slot in self._calls)
 
     def on_message(self, slot: Slot, worker: Worker, message: Any) -> None:
-        """Raises RunError if the stream has no room."""
         call = self._calls[slot]
         call.since_s = self._supervisor.clock.now_s
         match message:
@@ -153,17 +111,18 @@ class RewardWorkers:
             case m.TaskStarted(groups):
                 call.groups, slot.has_task = groups, bool(groups)
                 slot.made_progress |= slot.has_task
-            case m.StreamFull(reason) if not self._is_stream_full:  # once, so that the run can still be saved
-                self._is_stream_full = True
-                raise RunError(f"{worker.name}: {reason}")
+            case m.TaskCompleted(values):
+                call.groups, slot.has_task = (), False
+                for group, rewards in values.items():
+                    self._complete(self._spec.task, group, rewards)
             case m.TaskFailed():
                 self._report(message)
 
     def check_deadlines(self) -> None:
         """Replace workers whose call takes too long."""
         for slot, call in self._calls.items():
-            is_overdue = self._supervisor.clock.now_s - call.since_s > self._spec.timeout_s
-            if not call.groups or not is_overdue or self._is_stream_full:
+            limit_s = self._spec.timeout_s + REPORT_INTERVAL_S
+            if not call.groups or self._supervisor.clock.now_s - call.since_s <= limit_s:
                 continue
             spec = self._spec
             if self._supervisor.silence_s(slot.worker) > min(spec.heartbeat_timeout_s, MAX_SILENCE_S):
@@ -192,9 +151,6 @@ class RewardWorkers:
 
     def on_lost(self, slot: Slot, loss: Loss) -> None:
         """The groups are retried once, and then fail. Raises InputError or RunError without restarts left."""
-        if self._is_stream_full:
-            slot.restart_at_s = None
-            return
         if loss.restart_in_s is None:
             raise loss.error
         spec, groups = self._spec, self._release(slot)
@@ -282,15 +238,22 @@ class RewardTask:
             return self.timeout_s / 2
         return self.timeout_s if is_multi_node else NO_TIMEOUT
 
-    def external_rewards(self, stream: RunStream, clock: DriverClock) -> ExternalRewards:
+    def external_rewards(self, stream: RunStream, supervisor: Supervisor) -> ExternalRewards:
         """Leases the groups of an external task."""
-        model = self.reward.model
-        return ExternalRewards(self.name, self.timeout_s, self.timeout_key, stream.folder, model, clock)
+        return ExternalRewards(
+            self.name,
+            self.timeout_s,
+            self.timeout_key,
+            stream.folder,
+            self.reward.model,
+            supervisor.clock,
+            supervisor.messages,
+        )
 
     def workers_spec(self, stream: RunStream) -> RewardWorkersSpec:
         """Its processes, as consumers of a stream."""
         consumer = ConsumerSpec(
-            reward_column(self.name),
+            reward_consumer(self.name),
             stream.folder,
             partial(RewardWorker, self.reward),
             self.batch_request,
@@ -354,26 +317,26 @@ class RewardManager:
         self._report = report
         self._stream, self._weights = stream, {task.name: task.weight for task in tasks}
         self._pending: dict[GroupId, tuple[bytes, Sequence[TokenIds]]] = {}  # arguments of `submit`
+        self._completed: dict[GroupId, dict[str, tuple[float, ...]]] = {}  # by task, of pending groups
         self._task_rewards: dict[GroupId, dict[str, tuple[float, ...]]] = {}
         self.first_failure = ""  # reason and traceback of the first group that could not be scored
-        clock, messages = supervisor.clock, supervisor.messages
         self.external = {
-            task.name: task.external_rewards(stream, clock) for task in tasks if task.is_external
+            task.name: task.external_rewards(stream, supervisor) for task in tasks if task.is_external
         }
         self._workers = [
             RewardWorkers(
-                task.workers_spec(stream), supervisor, self._on_failed, notice, self._clear, stream.evict
+                task.workers_spec(stream),
+                supervisor,
+                self._on_completed,
+                self._on_failed,
+                notice,
+                self._clear,
+                stream.evict,
             )
             for task in tasks
             if not task.is_external
         ]
         self._scorers: list[RewardWorkers | ExternalRewards] = [*self._workers, *self.external.values()]
-        is_replaceable = stream.storage.is_replaceable
-        self._collect = partial(
-            RewardCollector, stream.folder, [*self._weights], messages, is_replaceable=is_replaceable
-        )
-        if tasks:
-            self._collect()
 
     @property
     def are_ready(self) -> bool:
@@ -399,24 +362,20 @@ class RewardManager:
             workers.on_storage_replaced(self._stream.storage.remote)
         for external in self.external.values():
             external.on_storage_replaced()
-        if self._weights:
-            self._collect()
+        self._completed.clear()
         for group in self._pending:
             self._request(group)
 
     def on_message(self, message: Any) -> bool:
-        """Handle a message of the collector; returns False for others. Raises RunError if it has failed."""
-        match message:
-            case m.GroupRewards():
-                self._on_rewards(message)
-            case m.WorkerCrashed(traceback):
-                raise RunError(f"rewards cannot be collected any more:\n{traceback}".rstrip())
-            case _:
-                return False
+        """Handle the rewards of an external task; returns False for other messages."""
+        if not isinstance(message, m.ExternalRewardsAccepted):
+            return False
+        self._on_completed(message.task, message.group, message.rewards)
         return True
 
     def check_deadlines(self) -> None:
-        """Fail groups whose scoring takes too long."""
+        """Fail groups whose scoring takes too long. Raises RunError if the stream has ended."""
+        self._stream.storage.check()
         for scorer in self._workers:
             scorer.check_deadlines()
         for external in self.external.values():
@@ -428,7 +387,7 @@ class RewardManager:
         return [state for workers in self._workers for state in workers.worker_states()]
 
     def close(self) -> None:
-        """End the workers; the collector ends with the storage."""
+        """End the workers."""
         for workers in self._workers:
             workers.end()
         for external in self.external.values():
@@ -439,12 +398,17 @@ class RewardManager:
         for external in self.external.values():
             external.add(group)
 
-    def _on_rewards(self, message: m.GroupRewards) -> None:
-        group = message.group
+    def _on_completed(self, task: str, group: GroupId, rewards: tuple[float, ...]) -> None:
+        """A group is scored once it has the rewards of all tasks."""
         if group not in self._pending:
-            return  # another task has failed the group meanwhile
+            return  # another task has failed the group meanwhile, or a lost worker has scored it already
+        completed = self._completed.setdefault(group, {})
+        completed.setdefault(task, rewards)
+        if len(completed) < len(self._weights):
+            return
+        task_rewards = {task: completed[task] for task in self._weights}
         weighted = [
-            [self._weights[task] * reward for reward in rewards] for task, rewards in message.rewards.items()
+            [self._weights[task] * reward for reward in rewards] for task, rewards in task_rewards.items()
         ]
         totals = tuple(map(sum, zip(*weighted, strict=True)))
         for total in totals:
@@ -453,7 +417,7 @@ class RewardManager:
                 return self._on_failed(m.TaskFailed((group,), reason, ""))
         self._finish(group)
         if len(self._weights) > 1:
-            self._task_rewards[group] = message.rewards
+            self._task_rewards[group] = task_rewards
         self._report(GroupScored(group, totals))
 
     def _on_failed(self, failure: m.TaskFailed) -> None:
@@ -470,6 +434,7 @@ class RewardManager:
     def _finish(self, group: GroupId) -> None:
         """Finish a group whose event is reported; the responses to held-out prompts are no longer needed."""
         self._pending.pop(group, None)
+        self._completed.pop(group, None)
         for scorer in self._scorers:
             scorer.forget(group)
         if group.is_held_out:

@@ -1,4 +1,4 @@
-"""A reward function in a worker process: scores groups of the sample stream and fills its task's column."""
+"""A reward function in a worker process: scores groups of the sample stream."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dora.core.types import GroupId
 from dora.data.dataset import Prompt
 from dora.data.tokenizer import Tokenizer
 from dora.rewards.base import RewardInput, load_reward, score
 from dora.runtime.process.stream_workers import TaskError
-from dora.stream.run_stream import PROMPT_ROW, reward_column
-from dora.stream.schema import ColumnData, StreamBatch
+from dora.stream.run_stream import PROMPT_ROW
+from dora.stream.schema import StreamBatch
 
 REWARD = "reward"  # name of the task of the section [reward]
 
@@ -56,16 +54,16 @@ class RewardWorker:
         self._function = load_reward(spec.function, spec.key, spec.options, spec.columns)
         self._decode = Tokenizer(spec.model).decode
 
-    def process(self, batch: StreamBatch) -> ColumnData:
+    def process(self, batch: StreamBatch) -> list[float]:
         """The rewards of all responses. Raises TaskError if one cannot be scored."""
-        rewards = []
+        rewards: list[float] = []
         for result in score(self._function, self._inputs(batch)):
             if result.reward is None:
                 task = "" if self._name == REWARD else f"{self._name}: "
                 raise TaskError(task + result.reason, result.detail)
             rewards.append(result.reward)
             self._restart_timeout()
-        return {reward_column(self._name): np.array(rewards, np.float64)}
+        return rewards
 
     def _inputs(self, batch: StreamBatch) -> list[RewardInput]:
         prompt_rows: dict[GroupId, tuple[Prompt, dict[str, Any]]] = {}
