@@ -71,5 +71,5 @@ def test_the_sentence_about_a_full_disk_has_bytes_needed_and_free(tmp_path: Path
     removed = tmp_path / "removed" / "folder"
     said = describe_full_disk(removed, 3_000_000)
     assert re.fullmatch(
-        rf"the disk of {removed} is full: up to 3 MB needed, [\d.,]+ [MG]B free; free disk space there", said
+        rf"the disk of {removed} is full: up to 3 MB needed, [\d.,]+ [MG]B free. Free disk space there", said
     )

@@ -25,6 +25,10 @@ class InputError(DoraError):
     """The user's input is wrong; nothing has been started."""
 
 
+class DamagedRunError(InputError):
+    """The files of a run are not as the run wrote them."""
+
+
 class ConfigError(InputError):
     """A configuration key, its value, or a combination that cannot work."""
 

@@ -37,7 +37,7 @@ def find_full_disk(error: BaseException, folders: Sequence[Path]) -> Path:
 def describe_full_disk(folder: Path, needed: int) -> str:
     """What is missing, and the remedy. `needed`: the maximum that a run writes to the folder, in bytes."""
     return (
-        f"the disk of {folder} is full: up to {size(needed)} needed, {size(_free_bytes(folder))} free; free "
+        f"the disk of {folder} is full: up to {size(needed)} needed, {size(_free_bytes(folder))} free. Free "
         "disk space there"
     )
 

@@ -344,6 +344,13 @@ def test_an_elastic_trainer_is_one_more_engine_and_not_for_colocated_runs(file: 
     assert "every engine already shares the trainer's device" in message
 
 
+def test_engines_on_gpus_have_static_placement_unless_another_is_set(file: Path) -> None:
+    config = read_config(file, ["engine.device=cuda", "trainer.device=cuda"])
+    assert config.orchestrator.placement == "static"
+    message = error_of(file, "engine.device=cuda", "orchestrator.placement=dynamic")
+    assert "requests migrate between engines on the CPU only" in message
+
+
 def test_requests_do_not_migrate_with_static_placement(file: Path) -> None:
     message = error_of(file, "runtime.migration_timeout_s=1", "orchestrator.placement=static")
     assert "runtime.migration_timeout_s has no effect with orchestrator.placement = static" in message

@@ -110,5 +110,5 @@ def test_a_run_without_samples_is_rejected(finished_run: Path, tmp_path: Path) -
     with pytest.raises(InputError, match="cannot be read"):
         audit.check(run)
     (run / "samples.sqlite").unlink()
-    with pytest.raises(InputError, match="does not exist"):
+    with pytest.raises(InputError, match="is missing, and the journal has responses"):
         audit.check(run)

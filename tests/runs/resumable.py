@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -9,7 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.journal.recorded_runs import write_chained
 from tests.runtime.running import CommandResult, Run, dora, journal, metrics, summary, wait_until_gone
+
+from dora.journal.writer import file_digest
+from dora.trainer.checkpoint_folders import MANIFEST, write_manifest
 
 STEPS, BATCH_SIZE = 6, 2
 SLOW: dict[str, Any] = {
@@ -53,6 +58,17 @@ class ResumableRun:
                 "select group_id, sibling, token_ids, reward, version, state, trained_step from samples"
             )
             return {(group, sibling): tuple(rest) for group, sibling, *rest in rows}
+
+
+def forge_manifest(checkpoint: Path) -> None:
+    """Make a damaged checkpoint look whole: its manifest, and the journal that has the manifest's digest."""
+    manifest, path = checkpoint / MANIFEST, checkpoint.parent.parent / "journal.jsonl"
+    before = file_digest(manifest)
+    write_manifest(checkpoint)
+    *complete, torn = path.read_text().replace(before, file_digest(manifest)).split("\n")
+    write_chained(path, [json.loads(line) for line in complete])
+    with path.open("a") as file:
+        file.write(torn)
 
 
 def check_finished(out: Path, ended: CommandResult, evaluated: Sequence[int] = ()) -> None:

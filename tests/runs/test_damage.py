@@ -322,7 +322,6 @@ DAMAGES: dict[str, Damage] = {
     "a removed progress report": removed("progress_reported"),
     "a removed stop": removed("stop"),
     "a removed seal": removed("seal", -1),
-    "both seals removed": lambda run: (removed("seal", -1)(run), removed("seal", -1)(run)),
     "a removed checkpoint line": removed("files"),
     "the last 30 lines removed": lines(JOURNAL, lambda found: found.__delitem__(slice(-30, None))),
     "the last half line": cut(JOURNAL, 40),
@@ -427,6 +426,7 @@ DAMAGES: dict[str, Damage] = {
     "weights swapped": exchanged(f"{C4}/model.safetensors", f"{C6}/model.safetensors"),
     "weights of the last checkpoint": flip(f"{C6}/model.safetensors", at=0.9),
     "a copied checkpoint": copy_a_checkpoint,
+    "no checkpoint": lambda run: shutil.rmtree(run / C4),
     # other files
     "summary: a number": text(SUMMARY, r'"steps": 6', '"steps": 7'),
     "summary: a verdict": text(SUMMARY, r'"c1": true', '"c1": false'),
@@ -457,6 +457,19 @@ def test_a_run_without_damage_has_no_findings(finished: Path) -> None:
     assert (printed.code, printed.err) == (0, "")
     for words in ("C1 ok", "C2 ok", "C3 ok", "files ok", "replay agrees", "log-probs ok", "rewards ok"):
         assert words in printed.out
+
+
+@pytest.mark.parametrize(
+    "name", ["two lines swapped", "an empty journal", "no JSON", "a store that is no database", "no store"]
+)
+def test_a_run_that_cannot_be_read_is_a_violation_and_no_wrong_input(
+    finished: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_of(finished, tmp_path)
+    DAMAGES[name](run)
+    assert audit.main(run) == 1
+    assert capsys.readouterr().out.startswith("files VIOLATED")
+    assert dora("audit", run).code == 1
 
 
 # --- by somebody who computes chain, digests and manifests again

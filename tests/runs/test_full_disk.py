@@ -85,7 +85,7 @@ def test_a_run_on_a_full_disk_names_the_disk_and_what_it_needs(task: Path, tmp_p
     arguments = [str(out.parent), sys.executable, str(task)]
     ended = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment())
     assert "code 1\n" in ended.stdout, ended
-    sentence = rf"the disk of {out} is full: up to [\d.]+ MB needed, [\d.]+ MB free; free disk space there"
+    sentence = rf"the disk of {out} is full: up to [\d.]+ MB needed, [\d.]+ MB free. Free disk space there"
     assert re.search(sentence, ended.stderr), ended
     assert "Traceback" not in ended.stderr
     assert "resumed 130" in ended.stdout, ended

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.journal.recorded_runs import write_chained
-from tests.runs.resumable import SLOW, STEPS, ResumableRun, check_finished, check_redone
+from tests.runs.resumable import SLOW, STEPS, ResumableRun, check_finished, check_redone, forge_manifest
 from tests.runtime.running import dora, journal, metrics, summary
 from tests.runtime.tiny import MODEL, PROMPTS
 
@@ -24,7 +24,6 @@ from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
 from dora.runtime.recovery.resume import read_recorded_journal
 from dora.runtime.run import resume
-from dora.trainer.checkpoint_folders import write_manifest
 
 
 def test_a_run_that_was_killed_three_times_finishes(resumable: ResumableRun) -> None:
@@ -44,11 +43,11 @@ def test_a_run_that_was_killed_three_times_finishes(resumable: ResumableRun) -> 
 
     core = checkpoints / "step-2" / "core.json"
     with tampered(core, '"next_index": ', '"next_index":1'):
-        write_manifest(core.parent)
+        forge_manifest(core.parent)
         assert "step-2 is not a checkpoint of this run's journal" in refusal(resumable.out)
     older_schema = f'"schema": {SNAPSHOT_SCHEMA}', f'"schema": {SNAPSHOT_SCHEMA - 1}'
     core.write_text(core.read_text().replace(*older_schema))
-    write_manifest(core.parent)
+    forge_manifest(core.parent)
     with other_weights(resumable.task.parent / "start"):
         assert "start' no longer holds the weights that the run started with" in refusal(resumable.out)
     run = resumable.resume()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tests.runs.resumable import SLOW, ResumableRun, check_finished
+from tests.runs.resumable import SLOW, ResumableRun, check_finished, forge_manifest
 from tests.runtime.running import journal, summary
 
 from dora.errors import InputError
@@ -79,6 +79,14 @@ def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_used(killed: Re
         assert warning.startswith(f"{newest} cannot be used: {damage}")
         (newest / name).write_bytes(before)
 
+    changed = newest / "optimizer.pt", newest / "checkpoint.json"
+    whole = [file.read_bytes() for file in changed]
+    flip(changed[0], 1000, 2000)
+    write_manifest(newest)
+    assert "checkpoint.json has changed since the run wrote it" in read_previous(out).warnings[0]
+    for file, content in zip(changed, whole, strict=True):
+        file.write_bytes(content)
+
     (newest / "core.json").unlink()
     assert "core.json is missing" in read_previous(out).warnings[0]
     flip(older / "optimizer.pt", 1000, 2000)
@@ -125,7 +133,7 @@ def test_a_redone_version_with_other_weights_is_reported(killed: ResumableRun) -
     saved = torch.load(newest / "optimizer.pt", weights_only=True)
     saved["trainer"]["optimizer"]["state"][0]["exp_avg"].neg_()
     torch.save(saved, newest / "optimizer.pt")
-    write_manifest(newest)
+    forge_manifest(newest)
     ended = killed.resume().end()
     assert re.search(
         r"warning: version 5 was recomputed and has another digest \(\w+, before: \w+\)", ended.out

@@ -15,7 +15,9 @@ from dora.audit.guarantees import GuaranteeAudit
 from dora.audit.samples import SampleAudit
 from dora.config.load import parse_config
 from dora.config.schema import Config
-from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, read_journal, read_samples
+from dora.core.events import RequestFinished
+from dora.errors import DamagedRunError
+from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, SAMPLES_FILE, read_journal, read_samples
 from dora.journal.writer import seal
 from dora.text import plural
 from dora.trainer.checkpoint_folders import checkpoint_folders
@@ -73,7 +75,11 @@ class AuditResult:
 
 def main(run: Path) -> int:
     """Print one line per guarantee and the first findings against it; exit code 1 on a violation."""
-    result = check(run)
+    try:
+        result = check(run)
+    except DamagedRunError as error:
+        print(f"{FILES} VIOLATED  {error}; nothing else can be checked")
+        return 1
     if result.is_torn:
         print("the journal's last line was cut off and is not audited")
     for guarantee, description in describe(result.counts).items():
@@ -92,7 +98,12 @@ def main(run: Path) -> int:
 
 def check(run: Path) -> AuditResult:
     """Audit the run in a folder. Raises InputError if its files cannot be read."""
-    journal, samples = read_journal(run), read_samples(run)
+    journal = read_journal(run)
+    if not (run / SAMPLES_FILE).is_file() and any(
+        isinstance(x.record, RequestFinished) for x in journal.lines
+    ):
+        raise DamagedRunError(f"{run / SAMPLES_FILE} is missing, and the journal has responses")
+    samples = read_samples(run)
     files = FileAudit(run, journal)
     config = _read_config(run)
     guarantees = GuaranteeAudit(journal.limits, journal.num_prompts, samples)
@@ -165,7 +176,7 @@ def describe(counts: AuditCounts) -> dict[str, str]:
         "C2": f"{plural(counts.admitted, 'group')} admitted = {outcomes}",
         "C3": f"staleness {staleness}, bound {counts.max_staleness}",
         FILES: f"{plural(counts.lines, 'line')}, {plural(counts.samples, 'sample')} and "
-        f"{plural(counts.files, 'file')} agree with the journal's digests",
+        f"{plural(counts.files, 'file')} compared with the journal's digests",
     }
 
 

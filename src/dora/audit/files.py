@@ -33,7 +33,7 @@ class FileAudit:
         _check_times(journal.lines, self.findings)
         self._check_config()
         self._check_seal()
-        for name, digest in self._recorded_digests().items():
+        for name, digest in journal.recorded_digests().items():
             self._check_file(name, digest)
         self._check_checkpoints()
 
@@ -65,30 +65,24 @@ class FileAudit:
         else:
             self.notes.append("the journal has no seal, as the run is in progress or was killed")
 
-    def _recorded_digests(self) -> dict[str, str]:
-        """The newest digest of each file. An earlier seal does not count: the run continued after it."""
-        lines = self._journal.files
-        digests: dict[str, str] = {}
-        for line in lines:
-            if not line.is_seal or (self._journal.is_sealed and line is lines[-1]):
-                digests |= line.sha256
-        return digests
-
     def _check_file(self, name: str, digest: str) -> None:
         path = self._run / name
-        is_in_checkpoint = path.name == MANIFEST
         if not path.is_file():
-            if is_in_checkpoint:
-                return  # pruned or removed; `_check_checkpoints` checks those that are there
+            if path.name == MANIFEST and not self._is_in_seal(name):
+                return  # an older checkpoint, which the run has removed
             self.findings.append(f"{name} is missing")
         elif file_digest(path) != digest:
             self.findings.append(f"{name} has changed since it was written")
         else:
             self.num_files += 1
 
+    def _is_in_seal(self, name: str) -> bool:
+        """Whether the file was there when the run ended."""
+        return self._journal.is_sealed and name in self._journal.files[-1].sha256
+
     def _check_checkpoints(self) -> None:
         """Every file of a checkpoint has its digest in the manifest, whose digest is in the journal."""
-        recorded = self._recorded_digests()
+        recorded = self._journal.recorded_digests()
         for folder in checkpoint_folders(self._run / CHECKPOINTS).values():
             name = f"{CHECKPOINTS}/{folder.name}"
             if f"{name}/{MANIFEST}" not in recorded:

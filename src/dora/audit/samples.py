@@ -126,7 +126,7 @@ class SampleAudit:
             if is_sealed:
                 self.findings.append(f"{name} is stored, and the journal has no such response")
             else:
-                self.skipped["have no event yet"] += 1
+                self.skipped["without an event yet"] += 1
             return
         if event.payload:
             self._check(
@@ -135,7 +135,7 @@ class SampleAudit:
                 f"the journal has {event.payload}",
             )
         else:
-            self.skipped["have no digest in the journal"] += 1
+            self.skipped["without a digest in the journal"] += 1
         self._check(
             event.finish_reason in FINISH_REASONS,
             f"{name} finished with the reason {event.finish_reason!r}, expected one of {FINISH_REASONS}",
@@ -179,7 +179,7 @@ class SampleAudit:
         for row, reward in zip(rows, rewards, strict=True):
             self._check_reward(row, reward)
         if config is None:
-            self.skipped["have advantages that need config.toml"] += len(rows)
+            self.skipped["whose advantage needs config.toml"] += len(rows)
             return
         expected: Sequence[float | None] = [None] * len(rows)
         if not group.startswith("-"):  # a held-out prompt has no advantages

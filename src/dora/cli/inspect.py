@@ -26,9 +26,14 @@ def audit(
     See docs/audit.md.
     """
     from dora.audit import audit
+    from dora.errors import DamagedRunError
     from dora.journal import replay
 
-    code = max(audit.main(run), replay.main(run))
+    code = audit.main(run)
+    try:
+        code = max(code, replay.main(run))
+    except DamagedRunError:  # the audit has reported it
+        raise typer.Exit(1) from None
     if deep is not None:
         from dora.audit import logprob_recheck, reward_recheck
 

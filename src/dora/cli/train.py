@@ -164,6 +164,10 @@ def _finish(out: Path, execute: Callable[[Console], dict[str, Any]]) -> int:
     result = audit.check(out)
     audit.write_verdicts(out, result)
     console.print(summary_table(out))
+    for finding in result.findings[: audit.MAX_PRINTED]:
+        print_notice(console, f"the audit found: {finding}")
+    if len(result.findings) > audit.MAX_PRINTED:
+        print_notice(console, f"and {len(result.findings) - audit.MAX_PRINTED:,} more: see dora audit {out}")
     closing = closing_line(out, is_stopped, _program())
     print_notice(console, closing)
     return 130 if is_stopped else 1 if result.findings else 0

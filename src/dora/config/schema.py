@@ -569,7 +569,8 @@ class OrchestratorSection(Section):
     placement: Literal["dynamic", "static", "colocated"] = Field(
         default="dynamic",
         description="dynamic: engines change versions and requests migrate between engines; static: neither "
-        "does; colocated: dynamic, and engines pause while the trainer uses their device.",
+        "does; colocated: dynamic, and engines pause while the trainer uses their device. Unset: static "
+        "with engines on GPUs, else dynamic.",
     )
     weight_sync_interval: Count = Field(
         default=1,

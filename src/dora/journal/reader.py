@@ -15,7 +15,7 @@ from dora.core import codec
 from dora.core.actions import Action
 from dora.core.events import Event
 from dora.core.types import Limits, ProtocolError
-from dora.errors import InputError
+from dora.errors import DamagedRunError, InputError
 from dora.journal.writer import FILES, SCHEMA, SEAL, chain_of, split_chain
 
 JOURNAL_FILE, SAMPLES_FILE, CONFIG_FILE = "journal.jsonl", "samples.sqlite", "config.toml"
@@ -67,6 +67,14 @@ class Journal:
     is_sealed: bool = False  # the last line is a seal
     chain_breaks: tuple[int, ...] = ()  # numbers of the lines whose chain does not continue the one before
 
+    def recorded_digests(self) -> dict[str, str]:
+        """The newest SHA-256 of each file. An earlier seal does not count: the run continued after it."""
+        digests: dict[str, str] = {}
+        for line in self.files:
+            if not line.is_seal or (self.is_sealed and line is self.files[-1]):
+                digests |= line.sha256
+        return digests
+
 
 def read_journal(run: Path) -> Journal:
     """Read the journal of a run folder; a torn last line, left by a crash, is omitted and reported.
@@ -91,7 +99,10 @@ def read_journal(run: Path) -> Journal:
             files.append(last)
             continue
         if last.seq != len(lines):
-            raise InputError(f"{path}, line {number}: seq is {last.seq}, expected {len(lines)}")
+            raise DamagedRunError(
+                f"{path}, line {number}: seq is {last.seq}, expected {len(lines)}: lines were removed, "
+                "added or moved"
+            )
         lines.append(last)
     return Journal(
         header.limits,
@@ -134,7 +145,9 @@ def read_header(path: Path, text: bytes) -> JournalHeader:
         critic_digest = codec.decode(str | None, raw.get("critic_digest"))
         return JournalHeader(limits, num_prompts, critic_digest, codec.decode(str, raw["config_digest"]))
     except (KeyError, TypeError, ValueError, ProtocolError) as error:
-        raise InputError(f"{path}, line 1: not the header of a journal: {error}; restore the file") from error
+        raise DamagedRunError(
+            f"{path}, line 1: not the header of a journal: {error}; restore the file"
+        ) from error
 
 
 def read_line(path: Path, number: int, text: bytes) -> JournalLine | FileDigests:
@@ -148,16 +161,16 @@ def read_line(path: Path, number: int, text: bytes) -> JournalLine | FileDigests
         record = codec.event_from_json(raw) if is_event else codec.action_from_json(raw)
         return JournalLine(codec.decode(int, raw["seq"]), codec.decode(float, raw["t_s"]), record)
     except (AttributeError, KeyError, TypeError, ValueError, ProtocolError) as error:
-        raise InputError(f"{path}, line {number}: neither an event nor an action: {error}") from error
+        raise DamagedRunError(f"{path}, line {number}: neither an event nor an action: {error}") from error
 
 
 def _json_object(path: Path, number: int, text: bytes) -> dict[str, Any]:
     try:
         raw = json.loads(text)
     except ValueError as error:
-        raise InputError(f"{path}, line {number}: not JSON: {error}") from error
+        raise DamagedRunError(f"{path}, line {number}: not JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise InputError(f"{path}, line {number}: expected a JSON object, found {type(raw).__name__}")
+        raise DamagedRunError(f"{path}, line {number}: expected a JSON object, found {type(raw).__name__}")
     return raw
 
 
@@ -228,7 +241,7 @@ def open_sample_store(run: Path) -> Iterator[sqlite3.Connection]:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True)) as store:
             yield store
     except sqlite3.Error as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+        raise DamagedRunError(f"{path} cannot be read: {error}") from error
 
 
 def sample_columns(store: sqlite3.Connection) -> set[str]:

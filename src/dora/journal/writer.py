@@ -98,15 +98,26 @@ class JournalWriter:
 
 
 def seal(journal: Path) -> None:
-    """Append the last line of a run that has ended: the SHA-256 of its files. Raises OSError."""
+    """Append the last line of a run that has ended: the SHA-256 of its files. Raises OSError.
+
+    Replaces a seal that is already the last line.
+    """
     folder = journal.parent
     files = sorted(path for pattern in SEALED for path in folder.glob(pattern))
     digests = {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
+    _remove_seal(journal)
     text, _ = chain_line(json.dumps({"kind": SEAL, "files": digests}), last_chain(journal))
     with journal.open("a", encoding="utf-8") as file:
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _remove_seal(journal: Path) -> None:
+    with journal.open("rb") as file:
+        *_, last = file
+    if last.startswith(b'{"kind": "%s"' % SEAL.encode()):
+        os.truncate(journal, journal.stat().st_size - len(last))
 
 
 def chain_line(line: str, before: str) -> tuple[str, str]:

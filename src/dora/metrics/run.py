@@ -193,6 +193,11 @@ class RunMetrics:
         self._is_trainer_idle = state.training_step is None and state.publishing_version is None
         return step
 
+    def stop(self, now: float) -> None:
+        """Account for the time since the last event, because the run ends before the next one."""
+        self._integrate(now)
+        self.timing.advance(now)
+
     @property
     def tokens_per_s(self) -> float:
         """Trained response tokens per second of wall time."""

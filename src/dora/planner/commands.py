@@ -224,6 +224,8 @@ def describe_gain(plans: Sequence[SimulatedPlan]) -> str | None:
     workload, idle = rival.deployment.workload, rival.metrics["exposed_fraction"]
     median, p99 = np.quantile(workload.lengths.sample, (0.5, 0.99))
     reasons = []
+    if get_policy(name).is_colocated:
+        reasons.append("its engines and trainer share all devices, and dora needs some for each of them")
     if p99 <= LIGHT_TAIL * median:
         reasons.append(f"the 99th percentile of responses is only {p99 / median:.1f} times their median")
     if idle < MAX_IDLE:

@@ -99,7 +99,8 @@ def search(problem: SearchProblem, max_simulated: int) -> Iterator[SimulatedPlan
 def _with_dora(problem: SearchProblem, best: SimulatedPlan) -> Iterator[Deployment]:
     """If `best` has another policy: `dora` in its layout, at its bound and at the largest bound.
 
-    Nothing if the problem has no `dora`, or if the policy of `best` is colocated.
+    Nothing if the problem has no `dora`, or if the engines of `best` share the trainer's devices: `dora`
+    generates during training, which needs devices of its own.
     """
     layout = best.deployment.layout
     policy = get_policy(layout.policy)

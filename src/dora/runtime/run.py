@@ -137,7 +137,10 @@ def _inputs(config: Config) -> str:
 def _previous_run(setup: RunSetup) -> Iterator[PreviousRun]:
     """The state that the recorded files give. The journal, which may be long, is not kept in memory."""
     journal = read_recorded_journal(setup.out, setup.num_prompts, setup.config.run.steps)
-    store = SampleStore(setup.out / SAMPLES, fsync=setup.config.journal.fsync)
+    path = setup.out / SAMPLES
+    if not path.is_file():
+        raise InputError(f"--resume {setup.out}: {path} is missing; restore it")
+    store = SampleStore(path, fsync=setup.config.journal.fsync)
     with contextlib.closing(store) as samples:
         previous = read_previous_run(setup, journal, samples)
         del journal
@@ -161,14 +164,12 @@ def _run_error(error: Exception, setup: RunSetup, stored: Mapping[Path, int]) ->
     """The error that ends a run after a failed system call. `stored`: folders beside the run's, with the
     maximum that the run writes to them, in bytes.
     """
-    remedy = f"resume the run: dora train --resume {setup.out}; its files stay readable"
+    remedy = f"resume the run: dora train --resume {setup.out}"
     if not is_full(error):
         return RunError(f"the run cannot continue: {error}; remove the cause, and {remedy}")
     needed = {setup.out: setup.checkpoint_bytes, **stored, Path(tempfile.gettempdir()): setup.stored_bytes}
     folder = find_full_disk(error, [*needed])
-    return RunError(
-        f"the run cannot continue: {error}; {describe_full_disk(folder, needed[folder])}, and {remedy}"
-    )
+    return RunError(f"the run cannot continue: {describe_full_disk(folder, needed[folder])}, and {remedy}")
 
 
 class _Session:
@@ -290,6 +291,9 @@ class _Session:
                 run_main_loop(self._orchestrator, executor, self._record, first_event, self._between_events)
                 self._write_finished_steps()
                 self._console.close(self._metrics, self._orchestrator.snapshot())
+        except Stopped:
+            self._metrics.stop(executor.now)
+            raise
         finally:
             self._live.is_training = False
             self._cpu_s = cpu_s() - cpu_before_s

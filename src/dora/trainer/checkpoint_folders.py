@@ -25,6 +25,8 @@ def write_manifest(folder: Path) -> None:
 
 def find_damage(folder: Path) -> str:
     """Which file of a checkpoint differs from the manifest, and how; "" if none does. Reads every file."""
+    if not (folder / MANIFEST).is_file():
+        return f"{MANIFEST} is missing"
     try:
         expected: dict[str, str] = json.loads((folder / MANIFEST).read_text())["sha256"]
         found = _file_digests(folder)

@@ -43,9 +43,11 @@ def check_start(folder: Path, model: Path, lora: LoraSettings | None, num_critic
     `lora` are the adapters that the run trains, `num_critic_weights` the numel of its critic, 0 without one.
     """
     if reason := _misfit(folder, model, lora, num_critic_weights):
+        has_weights = (folder / "config.json").is_file()
+        remedy = f"--set model.path={folder} without --continue-from"
         raise ModelError(
-            f"trainer.continue_from = {str(folder)!r}: {reason}; or start with its weights and a new "
-            f"optimizer: --set model.path={folder} without --continue-from"
+            f"trainer.continue_from = {str(folder)!r}: {reason}"
+            + (f"; or start with its weights and a new optimizer: {remedy}" if has_weights else "")
         )
 
 

@@ -230,7 +230,7 @@ class ForkedProcess:
         self._process.join(timeout=1.0)
         code = self._process.exitcode
         if code == UNKNOWN_EXIT_CODE:
-            return f"exited with code {code}, or with an unknown code if the run's fork server was killed"
+            return f"exited (code {code}, or unknown because the run's fork server was killed)"
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"

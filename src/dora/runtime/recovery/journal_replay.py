@@ -125,7 +125,7 @@ def read_previous_run(setup: RunSetup, journal: Journal, samples: SampleStore) -
     """
     lines = journal.lines
     _check_prompts(setup, samples)
-    step, checkpoint, warnings = find_checkpoint(setup.out, len(lines))
+    step, checkpoint, warnings = find_checkpoint(setup.out, journal)
     warnings += find_damaged_results(setup.out)
     check_initial_weights(setup.config, journal, has_checkpoint=checkpoint is not None)
     voided = _voided_lines(lines, step)
@@ -423,7 +423,8 @@ def _restore_samples(
         if [sample.sibling for sample in found] != siblings:
             raise InputError(
                 f"{setup.out / SAMPLES} lacks samples of group {group_id} that the journal has, so the run "
-                "cannot be resumed; without journal.fsync = true a loss of power can cause this"
+                "cannot be resumed; restore the file. Without journal.fsync = true a loss of power can cause "
+                "this"
             )
         if group_id in state.groups:
             sample_book.restore_group(group_id, state.groups[group_id].is_scored, found, size)

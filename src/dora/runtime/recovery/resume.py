@@ -25,12 +25,19 @@ from dora.engine.kernels.workspace import DTYPES
 from dora.errors import InputError
 from dora.journal.extensions import Extension, find_extensions, read_extensions
 from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, Journal, explain_missing_run, read_journal
+from dora.journal.writer import file_digest
 from dora.model.pretrained import load_pretrained
 from dora.model.weights import weight_digest
 from dora.runtime.run_dir import EVAL_BEFORE, INCOMING_PARTS, is_running
 from dora.text import plural
 from dora.trainer.checkpoint import SNAPSHOT_FILE
-from dora.trainer.checkpoint_folders import checkpoint_folders, find_damage, recover_replaced, remove_after
+from dora.trainer.checkpoint_folders import (
+    MANIFEST,
+    checkpoint_folders,
+    find_damage,
+    recover_replaced,
+    remove_after,
+)
 from dora.trainer.recipe import EarlierSchedule
 
 SUMMARY = "summary.json"
@@ -190,15 +197,19 @@ def check_not_begun(run: Path) -> None:
         )
 
 
-def find_checkpoint(run: Path, num_lines: int) -> tuple[int, Path | None, tuple[str, ...]]:
-    """Step and folder of the newest checkpoint that is whole and that `num_lines` of the journal cover.
+def find_checkpoint(run: Path, journal: Journal) -> tuple[int, Path | None, tuple[str, ...]]:
+    """Step and folder of the newest checkpoint that is whole and that the journal covers.
 
     The last value says why newer ones cannot be used. (0, None, ()) if there is no checkpoint. Raises
     InputError if there are only unusable ones.
     """
     unusable: list[str] = []
+    num_lines, recorded = len(journal.lines), journal.recorded_digests()
     for step, folder in checkpoint_folders(run / "checkpoints").items():
         reason = find_damage(folder)
+        digest = recorded.get(f"checkpoints/{folder.name}/{MANIFEST}")
+        if not reason and digest not in (None, file_digest(folder / MANIFEST)):
+            reason = f"{MANIFEST} has changed since the run wrote it"
         if not reason and (seq := json.loads((folder / SNAPSHOT_FILE).read_text())["seq"]) > num_lines:
             reason = f"it needs {seq} lines of {JOURNAL_FILE}, which has {num_lines}"
         if not reason:
