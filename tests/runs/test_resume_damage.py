@@ -127,6 +127,13 @@ def test_a_journal_that_lost_its_last_lines_is_continued_from_there(killed: Resu
     check_finished(out, ended)
 
 
+def test_what_the_audit_finds_at_the_end_of_a_run_is_printed(killed: ResumableRun) -> None:
+    flip(killed.out / "checkpoints" / "step-2" / "optimizer.pt", 1000, 2000)
+    ended = killed.resume(trainer__keep_last=9).end()
+    assert ended.code == 1
+    assert "the audit found: files: checkpoints/step-2 is damaged: optimizer.pt differs" in ended.out
+
+
 def test_a_redone_version_with_other_weights_is_reported(killed: ResumableRun) -> None:
     """The manifest fits the damaged file: only the weights of the redone steps show the damage."""
     newest = killed.out / "checkpoints" / "step-4"
