@@ -34,6 +34,7 @@ def task_of(name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # for its dataclasses
     spec.loader.exec_module(module)
     return module
 
