@@ -144,7 +144,10 @@ def test_devices_that_suffice_are_accepted(
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        (GPUS, "placement = dynamic with engine.device = 'cuda': .* set placement = static"),
+        (
+            {**GPUS, "orchestrator.placement": "dynamic"},
+            "placement = dynamic with engine.device = 'cuda': .* set placement = static",
+        ),
         ({**STATIC, "engine.exact_logprobs": "true"}, "true with .*: exact log-probs need the CPU"),
         ({**STATIC, "engine.kernels": "numba"}, "engine.kernels = numba with engine.device = 'cuda'"),
         ({"engine.kernels": "numba", "engine.dtype": "bfloat16"}, "these kernels compute in float32 only"),
