@@ -11,9 +11,11 @@ from tests.journal.recorded_runs import world_config, write_chained
 
 from dora.audit import audit
 from dora.core.events import EngineJoined
+from dora.core.types import Limits
 from dora.errors import InputError
 from dora.journal import replay
 from dora.journal.reader import read_journal
+from dora.journal.writer import BEING_WRITTEN, JournalWriter
 
 
 def rewritten(run: Path, folder: Path, text: bytes) -> Path:
@@ -92,6 +94,15 @@ def test_a_bad_line_is_named(
     with pytest.raises(InputError) as rejection:
         read_journal(run)
     assert complaint in str(rejection.value)
+
+
+def test_the_newest_digest_of_a_file_counts_and_none_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = JournalWriter(path, Limits(1, 1, 1, 0), "", None)
+    for digests in ({"a": "1", "b": "1", "c": "1"}, {"a": "2"}, {"b": BEING_WRITTEN}):
+        journal.record_files(digests)
+    journal.close()
+    assert read_journal(tmp_path).recorded_digests() == {"a": "2", "c": "1"}
 
 
 def test_an_empty_journal_is_rejected(finished_run: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dora.core.actions import Action
 from dora.core.events import Event
 from dora.core.types import Limits, ProtocolError
 from dora.errors import DamagedRunError, InputError
-from dora.journal.writer import FILES, SCHEMA, SEAL, chain_of, split_chain
+from dora.journal.writer import BEING_WRITTEN, FILES, SCHEMA, SEAL, chain_of, split_chain
 
 JOURNAL_FILE, SAMPLES_FILE, CONFIG_FILE = "journal.jsonl", "samples.sqlite", "config.toml"
 TOKEN_BYTES = 4  # token ids are int32, log-probs float32
@@ -73,7 +73,7 @@ class Journal:
         for line in self.files:
             if not line.is_seal or (self.is_sealed and line is self.files[-1]):
                 digests |= line.sha256
-        return digests
+        return {name: digest for name, digest in digests.items() if digest != BEING_WRITTEN}
 
 
 def read_journal(run: Path) -> Journal:

@@ -33,6 +33,7 @@ SEALED = (  # files beside the journal that do not change after the end of a run
     "prompts.jsonl",
     "checkpoints/step-*/checkpoint.json",
 )
+BEING_WRITTEN = ""  # in place of a digest: the file may be replaced from now on, until its digest follows
 CHAIN_BYTES = 16
 _LINK = len(', "chain": ""}') + 2 * CHAIN_BYTES  # characters of a line's end
 
@@ -82,7 +83,7 @@ class JournalWriter:
         self.seq += len(records)
 
     def record_files(self, files: Mapping[str, str]) -> None:
-        """Append the SHA-256 of files, by path relative to the run folder."""
+        """Append the SHA-256 of files, or BEING_WRITTEN, by path relative to the run folder."""
         self._write([{"kind": FILES, "files": dict(files)}])
 
     def close(self) -> None:

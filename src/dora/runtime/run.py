@@ -30,7 +30,7 @@ from dora.core.events import DigestReported, Event, Published, RequestFinished, 
 from dora.errors import InputError, RunError
 from dora.full_disk import describe_full_disk, find_full_disk, is_full
 from dora.journal.reader import JOURNAL_FILE
-from dora.journal.writer import JournalWriter, file_digest, seal
+from dora.journal.writer import BEING_WRITTEN, JournalWriter, file_digest, seal
 from dora.metrics.console import RunConsole, print_notice
 from dora.metrics.evaluation import (
     EvaluationResult,
@@ -449,6 +449,8 @@ class _Session:
         """Have a checkpoint written, with the versions that unfinished requests may still need."""
         state = self._orchestrator.snapshot()
         num_trained = state.num_trained // state.limits.batch_size
+        # A crash after the checkpoint was written, and before its digest is, leaves one that counts.
+        self._journal.record_files({f"checkpoints/step-{num_trained}/{MANIFEST}": BEING_WRITTEN})
         self._executor.save(
             core, [version for version in sorted(state.stored_versions) if version < num_trained]
         )
