@@ -29,7 +29,7 @@ Element = TypeVar("Element", bound=np.generic)
 MAX_LOGPROB = 1e-3  # a log-softmax in bf16 may round to slightly more than 0
 
 
-class StoredSample(NamedTuple):
+class AuditedSample(NamedTuple):
     """All columns of one sample; a truncated one has the elements that are whole."""
 
     group: str
@@ -49,7 +49,7 @@ class StoredSample(NamedTuple):
         return int(self.loss_mask.sum()) if len(self.loss_mask) else len(self.token_ids)
 
 
-def read_stored_samples(run: Path) -> Iterator[StoredSample]:
+def read_stored_samples(run: Path) -> Iterator[AuditedSample]:
     """All rows of the sample store, group by group. Raises InputError."""
     with open_sample_store(run) as store:
         known = sample_columns(store)
@@ -61,7 +61,7 @@ def read_stored_samples(run: Path) -> Iterator[StoredSample]:
         )
         for group, sibling, reward, advantage, task_rewards, *values in rows:
             columns = dict(zip(PAYLOAD, values, strict=True))
-            yield StoredSample(
+            yield AuditedSample(
                 group,
                 sibling,
                 _array(columns["prompt_ids"], np.int32),
@@ -118,7 +118,7 @@ class SampleAudit:
         if not condition:
             self.findings.append(sentence)
 
-    def _check_row(self, row: StoredSample, *, is_sealed: bool) -> None:
+    def _check_row(self, row: AuditedSample, *, is_sealed: bool) -> None:
         name = f"sample {row.group}/{row.sibling}"
         self.num_samples += 1
         event = self._finished.get((row.group, row.sibling))
@@ -142,7 +142,7 @@ class SampleAudit:
         )
         self._check_tokens(name, row)
 
-    def _check_tokens(self, name: str, row: StoredSample) -> None:
+    def _check_tokens(self, name: str, row: AuditedSample) -> None:
         num_prompt, num_tokens = len(row.prompt_ids), len(row.token_ids)
         limit = math.inf
         if self._config is not None:
@@ -168,7 +168,7 @@ class SampleAudit:
             f"{name} has a token outside the vocabulary of {self._vocab_size}",
         )
 
-    def _check_group(self, group: str, rows: Sequence[StoredSample]) -> None:
+    def _check_group(self, group: str, rows: Sequence[AuditedSample]) -> None:
         config = self._config
         if config is None or not config.has_episodes:
             is_same = len({row.prompt_ids.tobytes() for row in rows}) == 1
@@ -190,7 +190,7 @@ class SampleAudit:
                 f"sample {group}/{row.sibling} has the advantage {row.advantage}, expected {advantage}",
             )
 
-    def _check_reward(self, row: StoredSample, reward: float) -> None:
+    def _check_reward(self, row: AuditedSample, reward: float) -> None:
         name = f"sample {row.group}/{row.sibling}"
         self._check(_is_close(row.reward, reward), f"{name} has the reward {row.reward}, scored {reward}")
         parts = json.loads(row.task_rewards or "{}")
