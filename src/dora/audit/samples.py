@@ -161,6 +161,8 @@ class SampleAudit:
             f"{name} has a log-prob that is above 0 or not a finite number",
         )
         ids = np.concatenate([row.prompt_ids, row.token_ids])
+        if self._vocab_size is None:
+            self.skipped["whose tokens need the size of the vocabulary"] += 1
         if self._vocab_size is None or not len(ids):
             return
         self._check(
