@@ -25,6 +25,8 @@ FUNCTIONS = """
 import os, signal, time
 from pathlib import Path
 
+from dora.stream.client import StreamClient
+
 
 def reward(prompt, completion, *, behavior="normal", **row):
     flag = Path(__file__).with_name("flag")
@@ -36,6 +38,8 @@ def reward(prompt, completion, *, behavior="normal", **row):
     if behavior == "stops" or (behavior == "stops once" and not flag.exists()):
         flag.touch()
         os.kill(os.getpid(), signal.SIGSTOP)
+    if behavior == "crashes before the commit":
+        StreamClient.get = lambda *arguments: os.kill(os.getpid(), 9)
     if behavior == "waits":
         while not flag.exists():
             time.sleep(0.01)

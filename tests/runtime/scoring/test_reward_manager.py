@@ -29,6 +29,10 @@ from dora.runtime.scoring.reward_worker import RewardSpec, encode_prompt_row
 from dora.stream.metadata import BatchRequest
 
 MAX_RESTARTS = 3  # the default of runtime.max_restarts
+NO_RESTARTS_LEFT = (
+    r"killed by SIGKILL; it has no restarts left \(it was restarted runtime.max_restarts = 3 times in a "
+    r"row\). The run cannot continue without its reward workers. Resume the run: dora train --resume"
+)
 local_and_remote = pytest.mark.parametrize("host", [None, "127.0.0.1"])
 
 
@@ -69,12 +73,18 @@ def test_an_idle_worker_that_keeps_crashing_is_replaced_up_to_the_limit(bench: R
         for _ in range(MAX_RESTARTS):
             kill()
     assert {*bench.notices} == {"the reward worker is replaced: reward worker was killed by SIGKILL"}
-    expected = (
-        r"killed by SIGKILL; it has no restarts left \(it was restarted runtime.max_restarts = 3 times in a "
-        r"row\). The run cannot continue without its reward workers. Resume the run: dora train --resume"
-    )
-    with pytest.raises(RunError, match=expected):
+    with pytest.raises(RunError, match=NO_RESTARTS_LEFT):
         kill()
+
+
+def test_a_worker_that_keeps_crashing_after_its_result_is_not_replaced_forever(bench: RewardBench) -> None:
+    """The same group again is no progress."""
+    bench.open(bench.task())
+    group = bench.submit(1, behavior="crashes before the commit")
+    assert bench.wait_for(1) == [GroupScored(group, (1.0, 2.0))]
+    with pytest.raises(RunError, match=NO_RESTARTS_LEFT):
+        bench.wait_for(2)
+    assert len(bench.events) == 1
 
 
 def test_a_token_limit_alone_does_not_limit_rows(task: Path) -> None:

@@ -7,7 +7,7 @@ weighted sum over all tasks is what the orchestrator and the trainer see.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -72,20 +72,22 @@ class RewardWorkers:
         self,
         spec: RewardWorkersSpec,
         supervisor: Supervisor,
+        pending: Container[GroupId],
         complete: Callable[[str, GroupId, tuple[float, ...]], None],
         report: Callable[[m.TaskFailed], None],
         notice: Callable[[str], None],
         clear: Callable[[Sequence[GroupId]], None],
         evict: Callable[[str], None],
     ) -> None:
-        """Start the workers. `complete` gets the task's rewards of a group, `report` groups that cannot be
-        scored.
+        """Start the workers. `pending` has the groups that wait for rewards.
+
+        `complete` gets the task's rewards of a group, `report` groups that cannot be scored.
 
         `clear` removes failed groups from the stream, before another worker takes them. `evict` releases the
         leases of a stream client whose process has ended.
         """
         self._spec, self._supervisor, self._notice = spec, supervisor, notice
-        self._complete, self._report = complete, report
+        self._pending, self._complete, self._report = pending, complete, report
         self._clear, self._evict = clear, evict
         self._retried: set[GroupId] = set()  # groups that were in a lost worker before
         role = Role(f"{spec.title}s", heartbeat_timeout_s=spec.heartbeat_timeout_s, restarts_at_once=True)
@@ -110,7 +112,8 @@ class RewardWorkers:
                 call.client_id = client_id
             case m.TaskStarted(groups):
                 call.groups, slot.has_task = groups, bool(groups)
-                slot.made_progress |= slot.has_task
+                # A worker that ends after its result, but before the commit, gets the same group again.
+                slot.made_progress |= any(group in self._pending for group in groups)
             case m.TaskCompleted(values):
                 call.groups, slot.has_task = (), False
                 for group, rewards in values.items():
@@ -327,6 +330,7 @@ class RewardManager:
             RewardWorkers(
                 task.workers_spec(stream),
                 supervisor,
+                self._pending,
                 self._on_completed,
                 self._on_failed,
                 notice,
