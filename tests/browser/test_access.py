@@ -84,8 +84,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = [record_run(folder / f"run-{seed}", world_config(), seed) for seed in (0, 1)]
     for run in runs:
         steps = [{"step": step, "t_s": 2.0 * step} | {n: 1.0 + step % 3 for n in NAMES} for step in range(8)]
-        steps += [{"step": 0, "t_s": 1.0} | {f"val/{n}": 0.5 for n in SCORES} | {"val/version": 0}]
         (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        evaluation = {"version": 0} | dict.fromkeys(SCORES, 0.5)
+        (run / "summary.json").write_text(json.dumps({"evaluations": [evaluation]}))
     out = folder / "report.html"
     out.write_text(report.render_page([run_data(run) for run in runs]), encoding="utf-8")
     return out

@@ -1,6 +1,8 @@
-"""Evaluation on held-out prompts during training; neither blocks the other."""
+"""Evaluation on held-out prompts before, during and after training."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from tests.core.fake_workers import FakeWorkers, limits
@@ -8,6 +10,7 @@ from tests.core.midrun import add_engine, add_running, state_at
 
 from dora.core import evaluation, weight_sync
 from dora.core.actions import (
+    Admit,
     FinishEvaluation,
     Generate,
     Load,
@@ -31,20 +34,20 @@ from dora.core.types import EvaluationRule, GroupId, ProtocolError, RequestId
 
 
 def is_held_out(event: Event) -> bool:
-    """Whether an event finishes a held-out request."""
-    return isinstance(event, RequestFinished) and event.request.is_held_out
+    """Whether an event finishes a held-out request of an evaluation during or after training."""
+    return isinstance(event, RequestFinished) and event.request.epoch < -1
 
 
-def new_run(every: int = 1, num_prompts: int = 4, num_answers: int = 2, **changes: int) -> FakeWorkers:
+def new_run(every: int = 1, num_prompts: int = 4, num_answers: int = 2, **changes: Any) -> FakeWorkers:
     """Six steps of two groups, with max_staleness = 1."""
     rule = EvaluationRule(every, num_prompts, num_answers)
     return FakeWorkers(limits(evaluation=rule, **({"num_steps": 6, "max_staleness": 1} | changes)))
 
 
 def started(run: FakeWorkers) -> list[RequestId]:
-    """Held-out requests in the order in which they were placed."""
+    """Held-out requests of the evaluations during and after training, in the order of their placement."""
     given = [request for action in run.actions(Generate) for request in action.requests]
-    return [request for request in given if request.is_held_out]
+    return [request for request in given if request.epoch < -1]
 
 
 def is_withheld(event: Event) -> bool:
@@ -69,15 +72,84 @@ def finish_one(run: FakeWorkers) -> None:
     run.deliver(next(event for event in run.deliverable() if is_held_out(event)))
 
 
-def test_every_n_th_version_is_evaluated_except_the_first_and_the_last() -> None:
-    run = new_run(every=2)
+@pytest.mark.parametrize(("every", "versions"), [(0, [0, 6]), (2, [0, 2, 4, 6]), (4, [0, 4, 6])])
+def test_the_first_the_last_and_every_n_th_version_are_evaluated(every: int, versions: list[int]) -> None:
+    run = new_run(every)
     run.join(0, rows=64, slots=3)
     run.deliver_all()
     assert run.orchestrator.done
-    assert [action.version for action in run.actions(StartEvaluation)] == [2, 4]
-    assert [action.version for action in run.actions(FinishEvaluation)] == [2, 4]
-    assert started(run)[:3] == [RequestId(-3, 0, 0), RequestId(-3, 0, 1), RequestId(-3, 1, 0)]
-    assert len(started(run)) == len({*started(run)}) == 2 * 4 * 2
+    assert [action.version for action in run.actions(StartEvaluation)] == versions
+    assert [action.version for action in run.actions(FinishEvaluation)] == versions
+    first = -1 - versions[1]
+    assert started(run)[:3] == [RequestId(first, 0, 0), RequestId(first, 0, 1), RequestId(first, 1, 0)]
+    assert len(started(run)) == len({*started(run)}) == (len(versions) - 1) * 4 * 2
+
+
+def test_nothing_is_admitted_before_version_0_is_evaluated_on_all_rows() -> None:
+    run = new_run(num_prompts=8)
+    run.join(0, rows=4, slots=1)
+    run.join(1, rows=8, slots=1)
+    run.deliver_all(unless=lambda event: isinstance(event, RequestFinished))
+    assert [engine.loaded for engine in run.state.engines.values()] == [{0}, {0}]
+    assert len(run.state.requests) == 12
+    assert run.actions(Admit) == []
+    run.deliver_all(unless=lambda event: isinstance(event, GroupScored))
+    assert (run.state.requests, run.actions(Admit)) == ({}, [])
+    run.deliver_all(unless=lambda event: isinstance(event, RequestFinished))
+    kinds = [type(action) for action in run.emitted]
+    assert kinds.index(FinishEvaluation) < kinds.index(Admit)
+
+
+@pytest.mark.parametrize("changes", [{}, {"batches_per_version": 1}, {"defers_loads": True}])
+def test_all_engines_load_the_last_version_for_its_evaluation(changes: dict[str, Any]) -> None:
+    run = new_run(every=0, num_prompts=16, **changes)
+    run.join(0, rows=4, slots=1)
+    run.join(1, rows=8, slots=1)
+    run.deliver_all(unless=is_withheld)
+    while run.state.newest_published != 6:
+        train(run)
+        run.deliver_all(unless=is_withheld)
+    assert [engine.loaded for engine in run.state.engines.values()] == [{6}, {6}]
+    assert sum(request.is_held_out for request in run.state.requests) == 12
+    run.deliver_all()
+    assert run.orchestrator.done
+
+
+def test_the_last_version_waits_for_a_running_evaluation_and_is_not_skipped() -> None:
+    run = new_run(every=4)
+    run.join(0, rows=8, slots=3)
+    train_to(run, 6)
+    assert run.state.evaluation is not None
+    assert run.state.evaluation.version == 4
+    run.deliver_all()
+    assert run.orchestrator.done
+    assert [action.version for action in run.actions(FinishEvaluation)] == [0, 4, 6]
+    assert run.actions(SkipEvaluation) == []
+
+
+def test_a_run_that_gets_more_steps_evaluates_its_new_end() -> None:
+    run = new_run(every=0)
+    run.join(0, rows=8, slots=1)
+    run.deliver_all()
+    run.crash(from_step=6, num_steps=8)
+    run.join(1, rows=8, slots=1)
+    run.deliver_all()
+    assert run.orchestrator.done
+    assert [action.version for action in run.actions(FinishEvaluation)] == [0, 6, 8]
+
+
+def test_a_run_that_crashed_in_the_evaluation_before_training_continues_it() -> None:
+    run = new_run()
+    run.join(0, rows=4, slots=1)
+    run.deliver_all(unless=lambda event: isinstance(event, RequestFinished))
+    run.deliver(run.deliverable()[0])
+    run.crash(from_step=0)
+    run.join(1, rows=4, slots=1)
+    run.deliver_all()
+    assert run.orchestrator.done
+    assert [a.version for a in run.actions(StartEvaluation)][:2] == [0, 1]
+    scored = [action.group for action in run.actions(Score) if action.group.epoch == -1]
+    assert len(scored) == len({*scored}) == 4
 
 
 def test_held_out_requests_run_on_the_evaluated_version() -> None:
@@ -166,7 +238,7 @@ def test_the_evaluated_version_is_loaded_again_while_a_step_trains() -> None:
     assert run.actions(Load)[-1] == Load(0, 5)
     assert len(started(run)) == 8
     run.deliver_all(unless=lambda event: isinstance(event, Trained))
-    assert run.actions(FinishEvaluation) == [FinishEvaluation(5)]
+    assert run.actions(FinishEvaluation) == [FinishEvaluation(0), FinishEvaluation(5)]
 
 
 def test_no_engine_reloads_the_live_version_for_an_evaluation_that_needs_no_rows() -> None:
@@ -235,7 +307,7 @@ def test_a_resumed_run_resumes_its_evaluation() -> None:
     assert run.orchestrator.done
     evaluated = [action.version for action in run.actions(FinishEvaluation)]
     assert evaluated == [action.version for action in run.actions(StartEvaluation)]
-    assert len({*started(run)}) == 8 * len(run.actions(FinishEvaluation))
+    assert len({*started(run)}) == 8 * len(evaluated[1:])
 
 
 def test_held_out_requests_wait_until_their_version_is_published_again() -> None:
@@ -246,7 +318,7 @@ def test_held_out_requests_wait_until_their_version_is_published_again() -> None
     run.join(1, rows=8, slots=3)
     run.deliver_all()
     assert run.orchestrator.done
-    assert len({*started(run)}) == len(run.actions(StartEvaluation)) * 8
+    assert len({*started(run)}) == 8 * len(run.actions(StartEvaluation)[1:])
 
 
 def test_a_prompt_with_a_failed_answer_is_not_scored_and_the_others_are() -> None:
@@ -256,7 +328,7 @@ def test_a_prompt_with_a_failed_answer_is_not_scored_and_the_others_are() -> Non
     run.fail_request(started(run)[0])
     run.deliver_all()
     assert run.orchestrator.done
-    assert [o.group for o in run.actions(Score) if o.group.is_held_out] == [GroupId(-6, 1)]
+    assert [o.group for o in run.actions(Score) if o.group.epoch == -6] == [GroupId(-6, 1)]
     assert run.state.num_failed == 0
 
 
@@ -289,7 +361,7 @@ def test_unexpected_rewards_are_rejected(event: Event, rule: str) -> None:
         run.orchestrator.handle(event, 0.0)
 
 
-@pytest.mark.parametrize("numbers", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+@pytest.mark.parametrize("numbers", [(-1, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_a_rule_without_effect_is_rejected(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         EvaluationRule(*numbers)

@@ -48,7 +48,7 @@ def test_an_accuracy_is_shown_where_all_rewards_are_0_or_1(
 
 def table_of(tmp_path: Path, **changes: object) -> str:
     """The table at the end of a run whose summary has these values."""
-    summary = summarize(metrics_of([[0, 1], [1, 1]]), State(LIMITS), None, [], None)
+    summary = summarize(metrics_of([[0, 1], [1, 1]]), State(LIMITS), [])
     others = {"orchestrator_time_ratio": 0.0, "cpu_s": 0.0, "stopped": "", "c1": True, "c2": True, "c3": True}
     (tmp_path / "summary.json").write_text(json.dumps(summary | others | changes))
     console = Console(width=200)

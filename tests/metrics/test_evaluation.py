@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import combinations
 
 import pytest
+from tests.service.fake_run import NoSamples
 
 from dora.core.actions import FinishEvaluation, StartEvaluation
 from dora.core.events import GroupScored, RequestFinished
@@ -18,6 +20,8 @@ from dora.metrics.evaluation import (
     pass_k_values,
     wilson_interval,
 )
+from dora.metrics.rollout import MigrationMetrics
+from dora.metrics.run import RunMetrics
 
 
 @pytest.mark.parametrize("num_passing", range(6))
@@ -101,3 +105,17 @@ def test_after_the_last_step_the_pending_evaluation_is_named() -> None:
     )
     state.evaluation = None
     assert describe_pending_evaluation(state) == ""
+
+
+def test_the_time_in_which_a_run_only_evaluates_does_not_count() -> None:
+    limits = Limits(4, 2, 1, 0, evaluation=EvaluationRule(0, 1, 1))
+    metrics = RunMetrics(limits, NoSamples(), MigrationMetrics(lambda group: 0))
+    state = State(limits, newest_published=0)
+    metrics.start(1.0)
+    for now, evaluated in ((2.0, 0), (5.0, None), (12.0, 4), (20.0, 4), (50.0, None)):
+        state.newest_published = evaluated or 0
+        state.evaluation = None if evaluated is None else EvaluationRecord(evaluated, 1, num_unfinished=1)
+        state.num_unfinished = Counter({} if evaluated is None else {evaluated: 1})
+        metrics.update(now, None, [], state)
+    assert metrics.now_s - metrics.started_s == metrics.trainer_idle_s == (2.0 - 1.0) + (12.0 - 5.0)
+    assert (metrics.rollout_s, metrics.live_version_s) == (0.0, 0.0)

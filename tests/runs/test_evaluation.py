@@ -1,4 +1,4 @@
-"""An evaluation during training, in whole runs: crashes meanwhile lose no response."""
+"""Evaluations in whole runs: crashes meanwhile lose no response."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.runs.conftest import StartRun
+from tests.runs.resumable import SLOW, ResumableRun, check_finished
+from tests.runs.resumable import STEPS as LAST
 from tests.runtime.running import Run, dora, journal, metrics, summary, wait_until_gone
 
 STEPS = 12
@@ -24,28 +27,30 @@ CHANGES: dict[str, object] = {
 
 
 def start(start_run: StartRun, task: Path) -> Run:
-    """Start a run and wait until three held-out responses are finished and another is being generated."""
+    """Start a run and wait until three responses of the evaluation during training are finished and another
+    is being generated.
+    """
     run = start_run(eval__path=task.parent / "prompts.jsonl", **CHANGES)
     run.wait_until(lambda: len(responses(run.out)) >= 3 and running(run.out) != [], "an evaluation")
     return run
 
 
 def responses(out: Path) -> list[dict[str, Any]]:
-    """Finished held-out responses."""
-    return [line for line in journal(out) if line["kind"] == "request_finished" and line["request"][0] < 0]
+    """Finished responses of the evaluations during and after training."""
+    return [line for line in journal(out) if line["kind"] == "request_finished" and line["request"][0] < -1]
 
 
 def running(out: Path) -> list[int]:
-    """Engines that generate held-out responses now."""
+    """Engines that generate responses of these evaluations now."""
     owner: dict[tuple[int, ...], int] = {}
     for line in journal(out):
         if line["kind"] == "generate":
-            owner |= {tuple(r): line["engine"] for r in line["requests"] if r[0] < 0}
+            owner |= {tuple(r): line["engine"] for r in line["requests"] if r[0] < -1}
         elif line["kind"] == "migrated":
             owner[tuple(line["request"])] = line["destination"]
         elif line["kind"] == "request_finished":
             owner.pop(tuple(line["request"]), None)
-    return [engine for request, engine in owner.items() if request[0] < 0]
+    return [engine for request, engine in owner.items() if request[0] < -1]
 
 
 def check(run: Run) -> list[dict[str, Any]]:
@@ -58,15 +63,15 @@ def check(run: Run) -> list[dict[str, Any]]:
     assert (s["c1"], s["c2"], s["c3"], s["pending_groups"]) == (True, True, True, 0)
     started = [line["version"] for line in lines if line["kind"] == "start_evaluation"]
     skipped = [line["version"] for line in lines if line["kind"] == "skip_evaluation"]
-    assert started[0] == 4
-    assert sorted(started + skipped) == [4, 8]
+    assert started[:2] == [0, 4]
+    assert sorted(started + skipped) == [0, 4, 8, STEPS]
     evaluated = [line["val/version"] for line in metrics(run.out) if "val/version" in line]
-    assert evaluated == [e["version"] for e in s["evaluations"]] == [0, *started, STEPS]
+    assert evaluated == [e["version"] for e in s["evaluations"]] == started
     assert [line["step"] for line in metrics(run.out) if "val/version" not in line] == [*range(STEPS)]
     assert all(e["num_failed"] == 0 and "pass@2_low" in e for e in s["evaluations"])
     finished = [tuple(line["request"]) for line in responses(run.out)]
-    assert len(finished) == len({*finished}) == 4 * 3 * len(started)
-    for version in started:
+    assert len(finished) == len({*finished}) == 4 * 3 * len(started[1:])
+    for version in started[1:-1]:
         assert re.search(rf"evaluation of version {version} \(now at step \d+\): sampled ", ended.out)
     return lines
 
@@ -78,7 +83,8 @@ def test_training_continues_if_an_engine_crashes_during_an_evaluation(
     run.workers()[running(run.out)[0]].kill()
     lines = check(run)
     kinds = [line["kind"] for line in lines]
-    during = kinds[kinds.index("start_evaluation") : kinds.index("finish_evaluation")]
+    during = kinds[kinds.index("trained") :]
+    during = during[during.index("start_evaluation") : during.index("finish_evaluation")]
     assert during.count("trained") >= 2
     assert during.count("engine_lost") == 1
     history = dora("why", run.out, "--", "-5/0/1").out
@@ -100,3 +106,33 @@ def test_an_evaluation_continues_after_a_resume(start_run: StartRun, task: Path)
     again = {tuple(r) for line in lines[resumed:] if line["kind"] == "generate" for r in line["requests"]}
     assert before
     assert before.isdisjoint(again), "a finished response is generated again"
+
+
+@pytest.mark.parametrize("version", [0, LAST])
+def test_an_evaluation_before_or_after_training_continues_after_a_resume(
+    resumable: ResumableRun, task: Path, version: int
+) -> None:
+    """It is part of the journal, and what was trained before it is saved."""
+
+    def requests(kind: str) -> list[tuple[int, ...]]:
+        lines = [line for line in journal(out) if line["kind"] == kind]
+        found = [r for line in lines for r in line.get("requests", [line.get("request")])]
+        return [tuple(request) for request in found if request[0] == -1 - version]
+
+    out, held_out = resumable.out, {"eval__path": task.parent / "prompts.jsonl", "eval__num_prompts": 7}
+    run = resumable.start(**held_out, **SLOW, engine__max_num_seqs=4)
+    run.wait_until(lambda: len(requests("request_finished")) >= 2, f"the evaluation of version {version}")
+    resumable.kill_after(run, 0)
+    before = requests("request_finished")
+    assert (out / "checkpoints" / f"step-{LAST}").is_dir() == (version == LAST)
+    assert len(before) < 7 * 2
+    ended = resumable.resume().end()
+    check_finished(out, ended)
+    assert len(requests("request_finished")) == 7 * 2
+    generated = requests("generate")
+    assert max(generated.count(request) for request in before) == 1, "a finished response is generated again"
+    s = summary(out)
+    assert [evaluation["version"] for evaluation in s["evaluations"]] == [0, LAST]
+    assert None not in (s["eval_before"], s["eval_after"], s["eval_length_p50_before"])
+    assert f"after training (version {LAST}, 7 held-out prompts): sampled" in ended.out
+    assert json.loads((out / "status.json").read_text())["phase"] == "finished"

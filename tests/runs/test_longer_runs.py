@@ -57,11 +57,11 @@ def test_a_finished_run_gets_more_steps(resumable: ResumableRun) -> None:
     run.wait_until(lambda: digests(out).get(STEPS, "") != "", "the last version")
     resumable.kill_after(run, 0)
     ended = resumable.resume().end()
-    check_finished(out, ended, evaluated=[0, 2, 4, STEPS])
+    check_finished(out, ended, evaluated=[0, 2, 4, 5, STEPS])
     assert (out / "config.toml").read_bytes() == config
     assert [line.get("num_steps") for line in journal(out) if line["kind"] == "resumed"] == [5, STEPS, None]
     assert rates(out) == [0.01] * STEPS
-    assert [found["version"] for found in summary(out)["evaluations"]] == [0, 2, 4, STEPS]
+    assert [found["version"] for found in summary(out)["evaluations"]] == [0, 2, 4, 5, STEPS]
     data = run_data(out)
     assert (data["limits"]["num_steps"], data["config"]["run"]["steps"]) == (STEPS, STEPS)
     status: dict[str, Any] = json.loads((out / "status.json").read_text())

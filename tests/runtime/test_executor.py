@@ -10,25 +10,23 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.runtime.tiny import write_task
 
 from dora.config import load
 from dora.config.schema import Config
 from dora.core.actions import Load, Publish, ReportStall, Score, Train
 from dora.core.events import (
+    EngineJoined,
     EngineLost,
     Event,
     GroupScored,
     Loaded,
     LoadFailed,
-    ProgressReported,
     Published,
     StepFailed,
     Trained,
 )
 from dora.core.types import GroupId, RequestId
 from dora.errors import RunError
-from dora.runtime.control.evaluation import evaluate
 from dora.runtime.executor import ProcessExecutor
 from dora.runtime.rollout.episodes import EpisodeId
 from dora.runtime.run_setup import RunSetup
@@ -37,7 +35,7 @@ from dora.stream.sample_db import Trajectory
 
 @pytest.fixture
 def executor(task: Path, tmp_path: Path) -> Iterator[ProcessExecutor]:
-    executor = start(load.read_config(task), tmp_path)
+    executor = start(load.read_config(task, ["runtime.max_restarts=0"]), tmp_path)
     yield executor
     executor.close()
 
@@ -62,7 +60,15 @@ def next_event(executor: ProcessExecutor) -> Event:
     raise AssertionError("no event within 30 s")
 
 
+def join_all(executor: ProcessExecutor) -> None:
+    """Let both engines join."""
+    executor.join_all()
+    for _ in range(2):
+        assert isinstance(next_event(executor), EngineJoined)
+
+
 def test_an_engine_whose_weights_differ_from_the_published_ones_is_lost(executor: ProcessExecutor) -> None:
+    join_all(executor)
     executor.execute(Publish(0))
     assert isinstance(next_event(executor), Published)
     executor.execute(Load(0, 0))
@@ -116,6 +122,7 @@ def test_a_step_that_fails_too_often_ends_the_run(executor: ProcessExecutor) -> 
 
 
 def test_an_engine_is_lost_after_the_third_failed_load_in_a_row(executor: ProcessExecutor) -> None:
+    join_all(executor)
     for _ in range(2):
         executor.execute(Load(0, 7))
         failed = next_event(executor)
@@ -154,25 +161,6 @@ def test_a_paused_executor_waits_without_polling(executor: ProcessExecutor) -> N
     began_s = time.thread_time()
     executor.next_event(executor.now)  # a timer of the orchestrator is due
     assert time.thread_time() - began_s < 0.3
-
-
-def test_the_evaluation_leaves_no_event_of_a_slow_engine(tmp_path: Path) -> None:
-    held_out = [f"eval.path={tmp_path / 'prompts.jsonl'}", "eval.num_prompts=1"]
-    config = load.read_config(write_task(tmp_path), held_out)
-    executor = start(config, tmp_path)
-    try:
-        executor.execute(Publish(0))
-        assert isinstance(next_event(executor), Published)
-        slow = psutil.Process(executor.engine_pool.workers[1].pid)
-        slow.suspend()
-        resumed = threading.Timer(1.0, slow.resume)
-        resumed.start()
-        assert evaluate(executor, 0, {}) is not None
-        resumed.join()
-        left = executor.next_event(executor.now + 0.5)
-        assert left is None or (isinstance(left, ProgressReported) and not left.lengths)
-    finally:
-        executor.close()
 
 
 def test_a_stalled_step_names_what_an_agent_has_to_do(

@@ -110,7 +110,7 @@ class FakeContext:
 
     def check_training(self) -> None:
         if not self.is_training:
-            raise ServiceError(409, "the run is starting, evaluating or saving; try again while it trains")
+            raise ServiceError(409, "the run is starting or saving; try again while it trains")
 
     def put_prompts(self, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self.events.extend(self.prompts.append(first, rows))

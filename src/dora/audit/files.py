@@ -1,7 +1,7 @@
 """The files of a run against the digests in its journal: which were changed since they were written.
 
 The journal's lines form a hash chain; its header has the digest of `config.toml`, its `files` lines those of
-checkpoints and evaluations, and its seal those of all files at the end of the run. Whoever changes a file and
+checkpoints, and its seal those of all files at the end of the run. Whoever changes a file and
 computes all digests again is not found: compare the seal, which `dora audit` prints, with a copy of it.
 """
 

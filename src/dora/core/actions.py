@@ -178,7 +178,7 @@ class Retire:
 
 @dataclass(frozen=True, slots=True)
 class StartEvaluation:
-    """Log: the evaluation of `version` on the held-out prompts starts, while training continues."""
+    """Log: the evaluation of `version` on the held-out prompts starts."""
 
     version: int
 
@@ -210,7 +210,7 @@ class ReportStall:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """All: the last step is trained and published."""
+    """All: the last version is published and its evaluation, if there is one, has finished."""
 
 
 Action = (

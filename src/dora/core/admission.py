@@ -16,7 +16,9 @@ from dora.core.weight_sync import newest_loaded
 
 def admit(state: State) -> list[Action]:
     """Admit groups while rows are free and the staleness bound holds."""
-    if state.next_step >= state.limits.num_steps or not state.prompts or state.is_redoing_steps:
+    if state.next_step >= state.limits.num_steps or not state.prompts:
+        return []
+    if state.is_redoing_steps or state.is_only_evaluating:
         return []
     actions: list[Action] = []
     group_size = state.limits.group_size

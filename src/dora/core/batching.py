@@ -31,7 +31,9 @@ def commit(state: State) -> list[Action]:
 
 
 def train(state: State) -> list[Action]:
-    """Start the next step once its batch is complete and its version published; stop after the last one."""
+    """Start the next step once its batch is complete and its version published; stop after the last one
+    and its evaluation.
+    """
     is_busy = state.training_step is not None or state.publishing_version is not None
     if is_busy or state.is_trainer_lost or state.newest_published is None:
         return []

@@ -1,6 +1,7 @@
-"""Evaluation on held-out prompts while training continues.
+"""Evaluation on held-out prompts: before the first step, while training continues, and after the last step.
 
-Held-out requests wait for rows like all others. They get at most one row in eight, and more only where the
+Nothing is admitted before version 0 is evaluated, and the run ends when the last version is. During training,
+held-out requests wait for rows like all others. They get at most one row in eight, and more only where the
 rows would stay free. Between two of them an engine may drop the evaluated version for the newest;
 `weight_sync.load_for_evaluation` loads it again later.
 """
@@ -14,15 +15,21 @@ from dora.core.types import EvaluationRule, GroupId, RequestId
 ROWS_PER_HELD_OUT_REQUEST = 8
 
 
-def start_if_due(state: State, version: int) -> list[Action]:
-    """Start an evaluation of a newly published version if the rule asks for it and none is running."""
-    rule = state.limits.evaluation
-    if rule is None or version % rule.every or not state.last_evaluated < version < state.limits.num_steps:
+def start_if_due(state: State) -> list[Action]:
+    """Start an evaluation of the newest version if the rule asks for it and none is running.
+
+    A version that becomes due during another evaluation is skipped; the last version waits for its end.
+    """
+    rule, version, num_steps = state.limits.evaluation, state.newest_published, state.limits.num_steps
+    if rule is None or version is None or version <= state.last_evaluated:
+        return []
+    if not rule.is_due(version, num_steps) or (state.evaluation is not None and version == num_steps):
         return []
     state.last_evaluated = version
     if state.evaluation is not None:
         return [SkipEvaluation(version, state.evaluation.version)]
     state.evaluation = EvaluationRecord(version, rule.num_requests)
+    state.load_candidates.update(dict.fromkeys(state.engines))
     return [StartEvaluation(version)]
 
 
@@ -83,7 +90,7 @@ def _finish_prompt(state: State, rule: EvaluationRule, evaluation: EvaluationRec
     if evaluation.num_prompts_done < rule.num_prompts:
         return []
     state.evaluation = None
-    return [FinishEvaluation(evaluation.version)]
+    return [FinishEvaluation(evaluation.version), *start_if_due(state)]
 
 
 def _running(state: State) -> tuple[EvaluationRule, EvaluationRecord]:
@@ -99,8 +106,8 @@ def _max_unfinished(state: State, evaluation: EvaluationRecord) -> int:
     fraction = max(1, state.num_rows // ROWS_PER_HELD_OUT_REQUEST)
     is_newest = state.newest_published in (None, version)
     if any(state.engines[e].is_accepting(version) for e in state.holders.get(version, ())):
-        if state.next_step == state.limits.num_steps:
-            return state.num_rows  # nothing more is admitted
+        if state.is_only_evaluating or state.next_step == state.limits.num_steps:
+            return state.num_rows  # nothing is admitted
         num_spare = 0 if is_newest else state.admission_rows[version] - state.num_waiting(version)
         return max(fraction, num_unfinished + num_spare)
     if is_newest or num_unfinished or version in state.holders or version in state.pending_holders:

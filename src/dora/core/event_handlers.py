@@ -315,7 +315,7 @@ def _on_published(state: State, event: Published) -> list[Action]:
     state.stored_versions[event.version] = event.digest
     state.load_candidates.update(dict.fromkeys(state.engines))
     state.is_rebalance_due |= "update" not in state.limits.ablations
-    return [*weight_sync.skip_similar_version(state), *evaluation.start_if_due(state, event.version)]
+    return [*weight_sync.skip_similar_version(state), *evaluation.start_if_due(state)]
 
 
 def _on_timer_fired(state: State, event: TimerFired) -> list[Action]:

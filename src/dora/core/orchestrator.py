@@ -61,7 +61,7 @@ class Orchestrator:
 
     @property
     def done(self) -> bool:
-        """Whether the last step is trained and its version published."""
+        """Whether the last version is published, and evaluated if the run evaluates."""
         return self._state.is_stopped
 
     def _needs_no_decision(self, event: Event) -> bool:

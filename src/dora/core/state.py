@@ -207,7 +207,7 @@ class State(Indexes):
     load_queue: dict[int, None] = field(default_factory=dict)  # engines that wait for their turn to load
     redo_until_version: int = 0  # no admission before this version is published (again)
     evaluation: EvaluationRecord | None = None  # running
-    last_evaluated: int = 0  # newest version that was due for an evaluation
+    last_evaluated: int = -1  # newest version whose evaluation was started or skipped
     # stalls: the idle trainer waits for a group at its deadline
     stall_group: GroupId | None = None
     stall_since_s: float = 0.0
@@ -359,6 +359,11 @@ class State(Indexes):
     def is_training_done(self) -> bool:
         """Whether the last step is trained; an evaluation may still be running."""
         return self.newest_published == self.limits.num_steps
+
+    @property
+    def is_only_evaluating(self) -> bool:
+        """Whether the evaluation of version 0 runs, for which training waits, or one after the last step."""
+        return self.evaluation is not None and (self.evaluation.version == 0 or self.is_training_done)
 
     # groups
 

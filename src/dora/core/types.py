@@ -90,19 +90,23 @@ class AdaptiveStalenessRule:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRule:
-    """Every `every`-th version is evaluated on `num_prompts` held-out prompts while training continues."""
+    """The initial, the last and every `every`-th version are evaluated on `num_prompts` held-out prompts."""
 
-    every: int
+    every: int  # 0: only the initial and the last
     num_prompts: int
     num_answers: int  # per prompt
 
     def __post_init__(self) -> None:
-        if min(self.every, self.num_prompts, self.num_answers) < 1:
-            raise ValueError(f"{self}: every, num_prompts and num_answers must be at least 1")
+        if self.every < 0 or min(self.num_prompts, self.num_answers) < 1:
+            raise ValueError(f"{self}: every must be at least 0, num_prompts and num_answers at least 1")
 
     @property
     def num_requests(self) -> int:
         return self.num_prompts * self.num_answers
+
+    def is_due(self, version: int, num_steps: int) -> bool:
+        """Whether `version` of a run of `num_steps` steps is to be evaluated."""
+        return version in (0, num_steps) or (self.every > 0 and version % self.every == 0)
 
     def request_id(self, version: int, index: int) -> RequestId:
         """The `index`-th request; responses to one prompt are consecutive, so that they share its KV."""
@@ -131,7 +135,7 @@ class Limits:
     rebalance_interval_s: float = 1.0
     max_migrations: int = 5_000  # requests that one repartition may set in motion
     kv_watermark: float = 0.9  # KV usage of an engine above which requests migrate away
-    evaluation: EvaluationRule | None = None  # None: no evaluation during training
+    evaluation: EvaluationRule | None = None  # None: no evaluation
     adaptive_staleness: AdaptiveStalenessRule | None = None  # None: S is fixed
     ablations: tuple[str, ...] = ()  # of ABLATIONS
 

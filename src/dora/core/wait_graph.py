@@ -189,6 +189,9 @@ def _of_admission(state: State) -> Iterator[WaitEdge]:
     if newest is None or state.is_redoing_steps:
         yield WaitEdge(ADMISSION, TRAINER, f"publication of version {state.redo_until_version}")
         return
+    if state.evaluation is not None and state.is_only_evaluating:
+        yield WaitEdge(ADMISSION, _evaluation_name(state.evaluation.version), "its end")
+        return
     if not state.prompts:
         yield WaitEdge(ADMISSION, DATASET, plural(state.num_fetching, "prompt"))
         return

@@ -206,7 +206,8 @@ def _is_evaluation_overdue(state: State, version: int) -> bool:
     """Whether an engine must make room for an evaluation: the next one is already due."""
     rule = state.limits.evaluation
     newest = state.newest_published or 0
-    return state.is_training_done or (rule is not None and newest >= version + rule.every)
+    is_next_due = rule is not None and rule.every > 0 and newest >= version + rule.every
+    return state.is_training_done or is_next_due
 
 
 def _is_unused(engine: EngineRecord) -> bool:
@@ -302,8 +303,11 @@ def _start_load(state: State, engine: EngineRecord) -> list[Action]:
 def _version_to_load(state: State, engine: EngineRecord) -> int | None:
     """The version that an engine without an assigned load should load next; None: none."""
     newest, limits = state.newest_published, state.limits
-    if newest is None or newest in engine.loaded or state.is_training_done:
+    if newest is None or newest in engine.loaded:
         return None
+    is_evaluated = state.evaluation is not None and state.evaluation.version == newest
+    if state.is_training_done or (state.is_only_evaluating and is_evaluated):
+        return newest if is_evaluated else None
     if state.is_newest_needed:
         return newest
     if limits.batches_per_version is not None:

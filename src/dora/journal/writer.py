@@ -29,7 +29,6 @@ FILES, SEAL = "files", "seal"  # kinds of lines with digests of files; they have
 SEALED = (  # files beside the journal that do not change after the end of a run
     "summary.json",
     "metrics.jsonl",
-    "eval_before.json",
     "prompts.jsonl",
     "checkpoints/step-*/checkpoint.json",
 )

@@ -9,7 +9,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from dora.core.actions import Action, FinishEvaluation, StartEvaluation
 from dora.core.events import Event, GroupScored, RequestFinished
@@ -36,7 +35,6 @@ class EvaluationResult:
     is_greedy: bool
     rewards: dict[GroupId, tuple[float, ...]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)  # tokens; of sampled responses, if there are any
-    shown: dict[GroupId, tuple[str, str]] = field(default_factory=dict)  # prompt and response of a few
 
     def update(self, event: RequestFinished | GroupScored) -> None:
         """Account for an event about one of its prompts."""
@@ -65,14 +63,6 @@ class EvaluationResult:
     def shown_sibling(self) -> int:
         """The response shown as an example: the first sampled one, if there are any."""
         return int(self.is_greedy and self.num_responses > 1)
-
-    def examples(self) -> list[tuple[str, str, float]]:
-        """Prompt, response and reward of a few."""
-        zeros = (0.0,) * self.num_responses
-        return [
-            (prompt, response, self.rewards.get(group, zeros)[self.shown_sibling])
-            for group, (prompt, response) in self.shown.items()
-        ]
 
     def length_percentile(self, fraction: float) -> int | None:
         """Length (tokens) that `fraction` of the responses do not exceed; None without any."""
@@ -149,21 +139,9 @@ def wilson_interval(mean: float, count: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def summarize_evaluation(when: str, result: EvaluationResult | None) -> dict[str, Any]:
-    """The summary's keys of the evaluation `when`: "before" or "after" training."""
-    if result is None:
-        return {f"eval_{when}": None, f"eval_greedy_{when}": None}
-    return {
-        f"eval_{when}": result.sampled,
-        f"eval_greedy_{when}": result.greedy,
-        f"eval_length_p50_{when}": result.length_percentile(0.5),
-        f"eval_length_p99_{when}": result.length_percentile(0.99),
-    }
-
-
 @dataclass
 class EvaluationTracker:
-    """The evaluations during training, in order, from events and actions."""
+    """The evaluations of a run, in order, from events and actions."""
 
     is_greedy: bool
     finished: list[EvaluationResult] = field(default_factory=list)
@@ -192,9 +170,9 @@ class EvaluationTracker:
 
 
 def describe_pending_evaluation(state: State) -> str:
-    """Which evaluation a run still waits for after its last step; empty if none."""
+    """Which evaluation a run still waits for before that of its last version; empty if none."""
     run, rule = state.evaluation, state.limits.evaluation
-    if run is None or rule is None or not state.is_training_done:
+    if run is None or rule is None or run.version == state.limits.num_steps or not state.is_training_done:
         return ""
     num_left = rule.num_prompts - run.num_prompts_done
     return (

@@ -141,7 +141,7 @@ class RunMetrics:
     weight_loads: WeightLoadMetrics = field(default_factory=WeightLoadMetrics)
     utilization: RolloutUtilization = field(default_factory=RolloutUtilization)
     recoveries: RecoveryTimes = field(default_factory=RecoveryTimes)
-    started_s: float = 0.0
+    started_s: float = 0.0  # later by the time in which the run only evaluated
     now_s: float = 0.0
     trainer_idle_s: float = 0.0
     exposed_rollout_s: float = 0.0  # requests were unfinished while the trainer was idle
@@ -163,19 +163,22 @@ class RunMetrics:
     _has_admitted: bool = False
     _num_live: int = 0  # versions with unfinished requests
     _is_trainer_idle: bool = True
+    _is_only_evaluating: bool = False
     _stall_s: float = 0.0  # before this step
 
     def start(self, now: float) -> None:
-        """Start measuring: work of the engines before this time does not count."""
+        """Start measuring."""
         self.started_s = self.now_s = now
         self.timing.start(now)
 
     def update(
         self, now: float, event: Event | None, actions: Sequence[Action], state: State
     ) -> StepRecord | None:
-        """Account for an event and its actions, after the state has changed; returns a finished step."""
-        self._integrate(now)
-        self.timing.advance(now)
+        """Account for an event and its actions, after the state has changed; returns a finished step.
+
+        The time before training and after it, in which the run only evaluates, does not count.
+        """
+        self._advance(now)
         ended = [] if event is None else self._timeline.observe(now, event)
         step = self._on_event(now, event, state, ended)
         for action in actions:
@@ -191,20 +194,25 @@ class RunMetrics:
         self._num_live = sum(1 for count in state.num_unfinished.values() if count)
         self.live_versions_max = max(self.live_versions_max, self._num_live)
         self._is_trainer_idle = state.training_step is None and state.publishing_version is None
+        self._is_only_evaluating = state.is_only_evaluating
         return step
 
     def stop(self, now: float) -> None:
         """Account for the time since the last event, because the run ends before the next one."""
-        self._integrate(now)
-        self.timing.advance(now)
+        self._advance(now)
 
     @property
     def tokens_per_s(self) -> float:
         """Trained response tokens per second of wall time."""
         return self.trained_tokens / max(1e-9, self.now_s - self.started_s)
 
-    def _integrate(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         elapsed_s, self.now_s = now - self.now_s, now
+        if self._is_only_evaluating:
+            self.started_s += elapsed_s
+            self.timing.start(now)
+            return
+        self.timing.advance(now)
         if self._is_trainer_idle:
             self.trainer_idle_s += elapsed_s
         if self._num_live:
@@ -220,7 +228,8 @@ class RunMetrics:
         match event:
             case RequestFinished():
                 self.num_segmented += len(event.chunks) > 1
-                self.utilization.finish_request(usage)
+                if not self._is_only_evaluating:
+                    self.utilization.finish_request(usage)
             case EngineJoined(engine, rows):
                 self.utilization.join(engine, rows, usage)
                 self.engine_restarts += event.replaces is not None

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dora.core.state import State
-from dora.metrics.evaluation import EvaluationResult, summarize_evaluation
+from dora.metrics.evaluation import EvaluationResult
 from dora.metrics.run import RunMetrics, StepRecord
 
 
 def summarize(
     metrics: RunMetrics,
     state: State,
-    before: EvaluationResult | None,
-    during: Iterable[EvaluationResult],
-    after: EvaluationResult | None,
+    evaluations: Sequence[EvaluationResult],
 ) -> dict[str, Any]:
-    """The summary without the audit's verdicts; null where nothing was measured.
-
-    `before`, `during` and `after` are the evaluations before, during and after training.
-    """
+    """The summary without the audit's verdicts; null where nothing was measured."""
+    of_version = {result.version: result for result in evaluations}
     wall_s = max(1e-9, metrics.now_s - metrics.started_s)
     return {
         "steps": len(metrics.steps),
         **_groups(metrics, state),
-        **summarize_evaluation("before", before),
-        **summarize_evaluation("after", after),
-        "evaluations": [e.to_json() for e in (before, *during, after) if e is not None],
+        **_evaluation("before", of_version.get(0)),
+        **_evaluation("after", of_version.get(state.limits.num_steps)),
+        "evaluations": [result.to_json() for result in evaluations],
         "reward_last": metrics.steps[-1].rewards.mean if metrics.steps else None,
         **_tokens(metrics, state),
         "wall_s": round(wall_s, 3),
@@ -64,6 +60,18 @@ def _groups(metrics: RunMetrics, state: State) -> dict[str, Any]:
         "filtered_groups": state.num_filtered,
         "failed_groups": state.num_failed,
         "pending_groups": state.num_admitted - num_finished,
+    }
+
+
+def _evaluation(when: str, result: EvaluationResult | None) -> dict[str, Any]:
+    """The keys of the evaluation `when`: "before" or "after" training."""
+    if result is None:
+        return {f"eval_{when}": None, f"eval_greedy_{when}": None}
+    return {
+        f"eval_{when}": result.sampled,
+        f"eval_greedy_{when}": result.greedy,
+        f"eval_length_p50_{when}": result.length_percentile(0.5),
+        f"eval_length_p99_{when}": result.length_percentile(0.99),
     }
 
 

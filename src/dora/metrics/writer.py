@@ -44,7 +44,7 @@ class MetricsWriter:
         self._trackers, path = trackers, out / METRICS_FILE
         kept: list[dict[str, Any]] = []
         if from_step is not None:
-            kept = _truncate(path, from_step, {0, *(result.version for result in finished)})
+            kept = _truncate(path, from_step, {result.version for result in finished})
         self._file = path.open("x" if from_step is None else "a")
         self._trackers.log_hidden([line for line in kept if line["step"] >= (from_step or 0)])
         written = {line.get(VERSION_KEY) for line in kept}

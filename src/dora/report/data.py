@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dora.audit import audit
+from dora.core.actions import Action
 from dora.core.events import Published
 from dora.core.types import GroupId, Limits, RequestId
 from dora.errors import InputError
@@ -30,7 +31,7 @@ from dora.journal.reader import (
 from dora.journal.timeline import GroupSpan, RequestSpan, Span, Timeline
 from dora.journal.why import request_histories
 from dora.metrics.catalog import SECTIONS
-from dora.metrics.evaluation import VERSION_KEY
+from dora.metrics.evaluation import VERSION_KEY, EvaluationTracker
 from dora.metrics.writer import METRICS_FILE
 from dora.report import samples
 from dora.report.timeline import (
@@ -151,25 +152,23 @@ class RunReader:
         self._timeline = Timeline(breaks_c1=self._limits.breaks_c1)
         self._ended: list[Span] = []
         self._published: list[float] = []  # times, by version
+        is_greedy = samples.read_config(self._run).get("eval", {}).get("greedy", False)
+        self._evaluated = EvaluationTracker(is_greedy)
 
     def _observe(self, line: JournalLine) -> None:
         self._lines.append(line)
         now, record = line.t_s, line.record
         self._ended += self._timeline.observe(now, record)
         self._limits = extended_limits(self._limits, record)
+        event, actions = (None, [record]) if isinstance(record, Action) else (record, [])
+        self._evaluated.update(event, actions, self._limits.evaluation)
         if isinstance(record, Published):
             missing = record.version + 1 - len(self._published)
             self._published += [now] * missing  # None for a redone version
 
     def _evaluations(self, summary: JsonObject) -> list[JsonObject]:
         """All evaluations with the time at which their version was published."""
-        found = summary.get("evaluations") or [
-            {name.removeprefix("val/"): value for name, value in line.items()}
-            for line in _read_metrics(self._run).evaluations
-        ]
-        first = _read_object(self._run / "eval_before.json")
-        if first and not any(one.get("version") == 0 for one in found):
-            found = [first, *found]
+        found = summary.get("evaluations") or [each.to_json() for each in self._evaluated.finished]
         return [one | {"t_s": self._published_at(one.get("version", 0))} for one in found]
 
     def _published_at(self, version: int) -> float | None:
@@ -209,18 +208,15 @@ class RunReader:
 
 
 class MetricColumns:
-    """The lines of metrics.jsonl as columns, thinned to the number of points that a chart can show."""
+    """The steps in metrics.jsonl as columns, thinned to the number of points that a chart can show."""
 
     def __init__(self) -> None:
         self._steps: dict[int, JsonObject] = {}
-        self._evaluations: dict[int, JsonObject] = {}  # by version
 
     def read(self, text: str) -> None:
         """Read one line; the line of a redone step replaces the step's earlier line."""
         line: JsonObject = json.loads(text)
-        if VERSION_KEY in line:
-            self._evaluations[int(line[VERSION_KEY])] = line
-        else:
+        if VERSION_KEY not in line:
             self._steps[int(line["step"])] = line
 
     def to_json(self) -> JsonObject:
@@ -235,11 +231,6 @@ class MetricColumns:
             "columns": columns,
             "meanings": {name: meaning for name in names if (meaning := _meaning(name))},
         }
-
-    @property
-    def evaluations(self) -> list[JsonObject]:
-        """The lines of evaluations, by version."""
-        return [self._evaluations[version] for version in sorted(self._evaluations)]
 
 
 @cache

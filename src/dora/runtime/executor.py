@@ -39,7 +39,7 @@ from dora.core.actions import (
     Score,
     Train,
 )
-from dora.core.events import DrainRequested, Event, GroupScored, Migrated, ScoringFailed
+from dora.core.events import DrainRequested, Event, GroupScored, ScoringFailed
 from dora.core.state import State
 from dora.core.types import GroupId, RequestId
 from dora.core.wait_graph import ENGINES, REWARDS, TRAINER
@@ -67,7 +67,7 @@ from dora.runtime.training.checkpoints import CheckpointManager
 from dora.runtime.training.external import ExternalTrainer
 from dora.runtime.training.trainer_ranks import TrainerRanks
 from dora.stream.run_stream import RunStream, StorageSpec, StreamStorage, ThreadStorage
-from dora.stream.sample_db import SampleStore, TokenIds
+from dora.stream.sample_db import SampleStore
 from dora.text import plural, step_number
 from dora.weights.store import STORE_PREFIX, WeightStore, make_store_folder
 
@@ -305,17 +305,6 @@ class ProcessExecutor:
         self.engine_pool.join_all()
         self.training.can_restart = True
 
-    @property
-    def has_migrations(self) -> bool:
-        """Whether a migration is in progress."""
-        return bool(self.engine_pool.migrations.in_progress)
-
-    def abort_migrated(self) -> None:
-        """Abort requests that have migrated and whose event is not handled yet."""
-        for event in self.events:
-            if isinstance(event, Migrated):
-                self.execute(Abort(event.destination, (event.request,)))
-
     def accumulate(self, step: int, groups: Sequence[GroupId]) -> None:
         """Have the trainer work on groups committed to a step, if it need not wait for the whole batch."""
         if self.setup.config.streams_gradients or self.setup.aux_columns:
@@ -345,8 +334,10 @@ class ProcessExecutor:
         saved, self._checkpoints.saved = self._checkpoints.saved, []
         return saved
 
-    def saved_checkpoint(self) -> Path:
-        """The folder of the last checkpoint; the trainer may exit now. Raises RunError if writing failed."""
+    def saved_checkpoint(self) -> Path | None:
+        """The folder of the last checkpoint that was written; the trainer may exit now. Raises RunError if
+        writing failed.
+        """
         newest = self._checkpoints.newest()
         self.training.ignore_exit()
         return newest
@@ -384,7 +375,7 @@ class ProcessExecutor:
         self.weights.close()
         self.samples.close()  # last, because it raises if the disk is full
 
-    # what status, evaluation, administration and the service read or change
+    # what status, administration and the service read or change
 
     @property
     def trainer(self) -> Worker:
@@ -472,18 +463,9 @@ class ProcessExecutor:
         return "" if self.agent_sessions is None else self.agent_sessions.missing
 
     @property
-    def runs_episodes(self) -> bool:
-        """Whether requests are episodes of several turns."""
-        return self.episode_runner is not None
-
-    @property
     def first_scoring_failure(self) -> str:
         """Message of the first reward that failed; "" if none has."""
         return self.rewards.first_failure
-
-    def held_out_answers(self, group: GroupId) -> Mapping[int, TokenIds]:
-        """Token ids of the responses to a held-out prompt so far, by sibling."""
-        return self.sample_book.held_out_answers(group)
 
     def worker_states(self) -> list[WorkerState]:
         """The state of each process."""
@@ -575,9 +557,9 @@ class LiveRun:
         return self.executor
 
     def check_training(self) -> None:
-        """Raises ServiceError while the run starts, evaluates, saves or ends."""
+        """Raises ServiceError while the run starts, saves or ends."""
         if not self.is_training:
-            raise ServiceError(409, "the run is starting, evaluating or saving; try again while it trains")
+            raise ServiceError(409, "the run is starting or saving; try again while it trains")
 
     def put_prompts(self, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """See `PromptSource.append`."""

@@ -1,4 +1,4 @@
-"""A whole run: check, start, evaluate, train, evaluate, save.
+"""A whole run: check, start, train and evaluate, save.
 
 Whether a run succeeds or fails, afterwards its processes have exited and its folder has a summary.
 """
@@ -13,7 +13,7 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,9 @@ from rich.console import Console
 from dora.config.schema import Config
 from dora.config.toml import config_digest
 from dora.core import codec, invariants
-from dora.core.actions import Action, Publish, SkipEvaluation
+from dora.core.actions import Action, SkipEvaluation, StartEvaluation
 from dora.core.events import DigestReported, Event, Published, RequestFinished, Trained, TrainerReplaced
+from dora.core.types import GroupId
 from dora.errors import InputError, RunError
 from dora.full_disk import describe_full_disk, find_full_disk, is_full
 from dora.journal.reader import JOURNAL_FILE
@@ -36,7 +37,6 @@ from dora.metrics.evaluation import (
     EvaluationResult,
     EvaluationTracker,
     describe_pending_evaluation,
-    summarize_evaluation,
 )
 from dora.metrics.rollout import DRIFT_LIMIT, MigrationMetrics
 from dora.metrics.run import RunMetrics, StepRecord, TimedOrchestrator
@@ -44,7 +44,6 @@ from dora.metrics.summary import summarize
 from dora.metrics.writer import MetricsWriter, Trackers
 from dora.runtime import run_dir
 from dora.runtime.control.admin import AdminRequests, ControlDir
-from dora.runtime.control.evaluation import evaluate
 from dora.runtime.control.failure_guard import FailureGuard
 from dora.runtime.control.requests import Gateway, RequestQueue, check_gateway
 from dora.runtime.control.status import TRAINING, StatusWriter
@@ -67,6 +66,7 @@ from dora.stream.sample_db import SampleStore
 from dora.text import plural, step_number
 from dora.trainer.checkpoint_folders import MANIFEST
 
+NUM_EXAMPLES = 2  # responses shown of the evaluations before and after training
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SWITCH_INTERVAL_S = (
     0.0005  # switch interval of Python's threads while training; the default is ten times as long
@@ -191,13 +191,11 @@ class _Session:
         workers += [plural(config.num_reward_workers, "reward worker")]
         self._console.notice(f"starting {', '.join(workers)}")
         self._orchestrator = previous.orchestrator if previous else TimedOrchestrator(setup.limits)
-        self._before: EvaluationResult | None = None
-        self._after: EvaluationResult | None = None
-        self._cpu_s = 0.0
+        self._cpu_s = 0.0  # of training; while that runs, without the current `cpu_s()`
+        self._counts_cpu = False
         self._is_saved = self._is_zero_gradient_reported = False
-        known = (
-            (previous.resumed.from_step, previous.evaluations.finished, previous.now_s) if previous else ()
-        )
+        finished = previous.evaluations.finished if previous and config.eval.every else ()
+        known = (previous.resumed.from_step, finished, previous.now_s) if previous else ()
         trackers = Trackers(
             config.metrics.report_to,
             setup.out,
@@ -276,14 +274,12 @@ class _Session:
                     f"weights and optimizer are those of {config.trainer.continue_from}; steps, "
                     "learning-rate schedule and dataset begin anew"
                 )
-            self._evaluate_initial_policy()
             self._metrics.start(executor.now)
         else:
             self._report_resumed(self._previous)
         first_event = self._previous.resumed if self._previous else None
-        executor.events.clear()  # left over from the evaluation
         executor.join_all()
-        cpu_before_s = cpu_s()
+        self._count_cpu(True)
         self._has_begun = self._live.is_training = True
         self._status.enter(TRAINING)
         try:
@@ -296,18 +292,10 @@ class _Session:
             raise
         finally:
             self._live.is_training = False
-            self._cpu_s = cpu_s() - cpu_before_s
-        held = {
-            e.id: {*e.loaded, *([] if e.loading is None else [e.loading])}
-            for e in self._orchestrator.snapshot().engines.values()
-        }
+            self._count_cpu(False)
         self._warn_of_length_drift()
         self._status.enter("saving")
-        self._save(self._snapshot())
         self._wait_until_saved()
-        self._status.enter("evaluating")
-        self._after = self._evaluate(config.run.steps, held)
-        self._show(self._after, "after")
 
     def _start_workers(self) -> None:
         executor = self._executor
@@ -320,7 +308,6 @@ class _Session:
             self._between_events()
             executor.poll()
         executor.begin_clock()
-        self._status.enter("evaluating")
         kernels = ", ".join(executor.engine_pool.kernels)
         self._console.notice(
             f"ready: {plural(len(executor.engines), 'engine')} ({kernels}), 1 trainer, "
@@ -356,7 +343,14 @@ class _Session:
             self._executor.resend([group for batch in batches for group in batch])
             self._send_commitments()
         state = self._orchestrator.snapshot()
-        self._failure_guard.check(actions, state, self._executor.first_scoring_failure)
+        self._count_cpu(not state.is_only_evaluating)
+        self._failure_guard.check(event, actions, state, self._executor.first_scoring_failure)
+
+    def _count_cpu(self, is_training: bool) -> None:
+        """Count CPU time from now on, or no longer."""
+        if is_training != self._counts_cpu:
+            self._counts_cpu = is_training
+            self._cpu_s += -cpu_s() if is_training else cpu_s()
 
     def _note(self, now: float, event: Event | None, actions: Sequence[Action]) -> None:
         self._journal.record(now, event, actions)
@@ -381,29 +375,33 @@ class _Session:
             )
 
     def _note_evaluation(self, event: Event | None, actions: Sequence[Action]) -> None:
-        """Report the result of an evaluation during training, or why there is none."""
+        """Report the start and the result of an evaluation, or why there is none."""
         rule, view = self._setup.limits.evaluation, self._console
         finished = self._evaluations.update(event, actions, rule)
         if finished is not None:
-            num_steps = len(self._metrics.steps)
-            view.notice(
-                f"evaluation of version {finished.version} (now at step {num_steps}): {finished.describe()}"
-            )
-            self._metrics_writer.write_evaluation(finished, num_steps, self._executor.now)
-        for action in [action for action in actions if isinstance(action, SkipEvaluation)]:
-            view.notice(
-                f"evaluation of version {action.version} skipped: that of version {action.running_version} "
-                "is still running"
-            )
+            self._show(finished)
+            if self._setup.config.eval.every:  # a curve
+                self._metrics_writer.write_evaluation(finished, len(self._metrics.steps), self._executor.now)
+        for action in actions:
+            match action:
+                case StartEvaluation(version) if rule is not None and version in self._ends:
+                    prompts = plural(rule.num_prompts, "held-out prompt")
+                    view.notice(f"evaluating version {version} on {prompts}")
+                case SkipEvaluation(version, running):
+                    view.notice(
+                        f"evaluation of version {version} skipped: that of version {running} is still running"
+                    )
+                case _:
+                    pass
         if isinstance(event, Published) and (
             overdue := describe_pending_evaluation(self._orchestrator.snapshot())
         ):
             view.notice(overdue)
 
     def _is_checkpoint_due(self, step: int) -> bool:
-        """Whether to save after this many steps. The last step is saved after training."""
+        """Whether to save after this many steps: always after the last one, before its evaluation."""
         save_freq, steps = self._setup.config.trainer.save_freq, self._setup.config.run.steps
-        return save_freq > 0 and step % save_freq == 0 and step < steps
+        return step == steps or (save_freq > 0 and step % save_freq == 0)
 
     def _write_finished_steps(self) -> None:
         """Called after the next step's actions have been executed, because the trainer waits for those."""
@@ -419,7 +417,7 @@ class _Session:
                 )
             self._metrics_writer.write(step.to_json())
 
-    # resuming, saving, evaluating
+    # resuming and saving
 
     def _report_resumed(self, previous: PreviousRun) -> None:
         """Record the actions that the previous process did not write, and log where this process starts."""
@@ -470,7 +468,8 @@ class _Session:
         self._record_checkpoints()
         saved = self._executor.saved_checkpoint()
         self._is_saved = True
-        self._console.notice(f"saved {saved}")
+        if saved is not None:  # else the run was resumed after its last step
+            self._console.notice(f"saved {saved}")
 
     def _wait_for_trainer(self, is_done: Callable[[], bool], what: str) -> None:
         executor, timeout_s = self._executor, self._setup.config.runtime.trainer_timeout_s
@@ -501,42 +500,27 @@ class _Session:
             self._save(self._snapshot())
             self._wait_until_saved()
 
-    def _evaluate(self, version: int, held: Mapping[int, Iterable[int]]) -> EvaluationResult | None:
-        if self._setup.held_out is not None:
-            prompts = plural(len(self._setup.held_out), "held-out prompt")
-            self._console.notice(f"evaluating version {version} on {prompts}")
-        evaluation = evaluate(self._executor, version, held, self._between_events)
-        if evaluation is not None and self._setup.config.eval.every:  # the ends of the curve
-            self._metrics_writer.write_evaluation(evaluation, len(self._metrics.steps), self._executor.now)
-        return evaluation
+    @property
+    def _ends(self) -> tuple[int, int]:
+        """The versions that are evaluated before and after training."""
+        return 0, self._setup.config.run.steps
 
-    def _evaluate_initial_policy(self) -> None:
-        """The orchestrator publishes version 0 again when training begins."""
-        executor = self._executor
-        if self._setup.held_out is None:
+    def _show(self, evaluation: EvaluationResult) -> None:
+        """Print the result of an evaluation, before and after training with a few responses."""
+        notice, version = self._console.notice, evaluation.version
+        if version not in self._ends:
+            at = f"now at step {len(self._metrics.steps)}"
+            notice(f"evaluation of version {version} ({at}): {evaluation.describe()}")
             return
-        executor.execute(Publish(0))
-        while not isinstance(executor.next_event(None), Published):
-            self._between_events()
-        self._before = self._evaluate(0, {})
-        self._show(self._before, "before")
-        if self._before is not None:
-            first = summarize_evaluation("before", self._before)
-            first["evaluations"] = [self._before.to_json()]
-            path = self._setup.out / run_dir.EVAL_BEFORE
-            path.write_text(json.dumps(first))
-            self._record_files(path)
-
-    def _show(self, evaluation: EvaluationResult | None, when: str) -> None:
-        if evaluation is None:
-            return
-        notice = self._console.notice
-        notice(
-            f"{when} training (version {evaluation.version}, "
-            f"{plural(evaluation.num_prompts, 'held-out prompt')}): {evaluation.describe()}"
-        )
-        for prompt, answer, reward in evaluation.examples():
-            notice(f"  {prompt} {answer}   reward {reward:g}")
+        prompts = plural(evaluation.num_prompts, "held-out prompt")
+        when = "after" if version else "before"
+        notice(f"{when} training (version {version}, {prompts}): {evaluation.describe()}")
+        setup, sibling = self._setup, evaluation.shown_sibling
+        for group in (GroupId(-1 - version, row) for row in range(NUM_EXAMPLES)):
+            if (rewards := evaluation.rewards.get(group)) is not None:
+                answer = setup.tokenizer.decode(self._executor.samples.finished(group)[sibling].token_ids)
+                prompt = setup.source_of(group).prompt(group.row)
+                notice(f"  {prompt} {answer}   reward {rewards[sibling]:g}")
 
     def _warn_of_length_drift(self) -> None:
         """Warn if trained responses are longer or shorter than generated ones."""
@@ -559,11 +543,7 @@ class _Session:
             for close in reversed(closes):
                 closing.callback(close)
         state = self._orchestrator.snapshot()
-        summary = summarize(self._metrics, state, self._before, self._evaluations.finished, self._after)
-        if self._previous is not None and (path := self._setup.out / run_dir.EVAL_BEFORE).is_file():
-            first = json.loads(path.read_text())
-            summary["evaluations"] = first.pop("evaluations", []) + summary["evaluations"]
-            summary |= first
+        summary = summarize(self._metrics, state, self._evaluations.finished)
         wall_s = max(1e-9, self._metrics.now_s - self._metrics.started_s)
         summary["orchestrator_time_ratio"] = round(self._orchestrator.handling_s / wall_s, 5)
         summary["cpu_s"] = round(self._cpu_s, 1)

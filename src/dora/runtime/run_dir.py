@@ -26,7 +26,6 @@ from dora.runtime.run_setup import UPLOADED_PROMPTS
 
 SAMPLES = "samples.sqlite"
 INCOMING_PARTS = "incoming/parts"  # uploads of an external trainer that are not complete
-EVAL_BEFORE = "eval_before.json"  # kept for a resumed run
 RUN_FILES = (
     "config.toml",
     "journal.jsonl",
@@ -36,7 +35,6 @@ RUN_FILES = (
     status.STATUS_FILE,
     UPLOADED_PROMPTS,
     TRACKER_IDS_FILE,
-    EVAL_BEFORE,
 )
 
 

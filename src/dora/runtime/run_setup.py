@@ -245,7 +245,7 @@ class RunSetup:
             prioritize_stragglers=rules.prioritize_stragglers,
             rebalance_interval_s=rules.rebalance_interval_s,
             kv_watermark=rules.kv_watermark,
-            evaluation=self.evaluation if config.eval.every else None,
+            evaluation=self.evaluation,
             adaptive_staleness=AdaptiveStalenessRule(rules.min_ess, rules.max_kl, rules.staleness_window)
             if rules.staleness_mode == "adaptive"
             else None,
@@ -259,11 +259,7 @@ class RunSetup:
             return None
         settings = self.config.eval
         num_answers = settings.num_samples + settings.greedy
-        return EvaluationRule(settings.every or self.config.run.steps, len(self.held_out), num_answers)
-
-    def is_recorded(self, group: GroupId) -> bool:
-        """Whether the journal records it: all groups but those of evaluations before and after training."""
-        return not group.is_held_out or 0 < -1 - group.epoch < self.config.run.steps
+        return EvaluationRule(settings.every, len(self.held_out), num_answers)
 
     @property
     def _continued(self) -> Path | None:

@@ -90,13 +90,11 @@ class SampleBook:
         is_discarded = group in self._discarded
         if group.is_held_out and not is_discarded:
             self._held_out.setdefault(group, {})[request.sibling] = completion.token_ids
-        payload = ""
-        if self._setup.is_recorded(group):
-            payload = self._store(completion)
-            self.unrecorded.add(request)
-            if not (is_discarded or group.is_held_out):
-                num_generated = int(np.count_nonzero(_is_generated(completion)))
-                self.num_tokens.setdefault(group, {})[request.sibling] = num_generated
+        payload = self._store(completion)
+        self.unrecorded.add(request)
+        if not (is_discarded or group.is_held_out):
+            num_generated = int(np.count_nonzero(_is_generated(completion)))
+            self.num_tokens.setdefault(group, {})[request.sibling] = num_generated
         return RequestFinished(
             engine,
             request,
@@ -136,10 +134,6 @@ class SampleBook:
 
     # scoring
 
-    def held_out_answers(self, group: GroupId) -> dict[int, TokenIds]:
-        """Token ids of the responses to a held-out prompt so far, by sibling. Raises KeyError without any."""
-        return self._held_out[group]
-
     def pop_held_out_answers(self, group: GroupId) -> list[TokenIds]:
         """Remove and return the responses to a held-out prompt, in sibling order; [] for any other group."""
         siblings = self._held_out.pop(group, {})
@@ -168,8 +162,7 @@ class SampleBook:
         """Store the scores of a group and return the event to report: ScoringFailed for unusable rewards."""
         if isinstance(event, GroupScored) and (reason := invalid_rewards_reason(event.rewards)):
             event = ScoringFailed(event.group, reason)
-        if self._setup.is_recorded(event.group):
-            self.store_scores(event, task_rewards)
+        self.store_scores(event, task_rewards)
         if isinstance(event, GroupScored) and not event.group.is_held_out:
             self.rewards[event.group] = event.rewards
             self.task_rewards[event.group] = task_rewards or {}

@@ -74,7 +74,7 @@ class RunContext(Protocol):
     def weights_dir(self) -> Path: ...
 
     def check_training(self) -> None:
-        """Raises ServiceError while the run starts, evaluates, saves or ends."""
+        """Raises ServiceError while the run starts, saves or ends."""
 
     def put_prompts(self, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append prompts, the first of which has the index `first`. Raises ServiceError."""

@@ -45,7 +45,7 @@ class AgentCounts(BaseModel):
 
 
 class ProgressStatus(BaseModel):
-    """Progress of the run; times in seconds. `not_training`: it starts, evaluates, saves or ends."""
+    """Progress of the run; times in seconds. `not_training`: it starts, saves or ends."""
 
     phase: Literal["training", "paused", "not_training"]
     num_steps: int

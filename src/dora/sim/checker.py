@@ -187,7 +187,7 @@ class Checker:
         self.store = {version for version, _ in event.kept_versions}
         if event.num_steps is not None:
             self.limits = replace(self.limits, num_steps=event.num_steps)
-            self.evaluation.num_steps = event.num_steps
+        self.evaluation.on_run_crashed(self.limits.num_steps)
 
     # Actions
 
@@ -195,6 +195,7 @@ class Checker:
         group, version, size = action.group, action.version, self.limits.group_size
         is_redone = self._redo_until in {0, *self.store} or max(self.store) > self._redo_until
         require(is_redone, f"{group} is admitted before version {self._redo_until} is published again")
+        require(self.evaluation.version != 0, f"{group} is admitted during the evaluation before training")
         is_held = self.fleet.num_holders(version) > 0
         require(is_held, f"{group} is admitted at version {version}, which no engine holds")
         self.pins[version] += size
@@ -249,7 +250,8 @@ class Checker:
         for request in action.requests:
             if request.is_held_out:
                 self.pins[action.version] += request not in self.evaluation.running
-                self.evaluation.generate(request, is_training_over=self.next_step == self.limits.num_steps)
+                is_training = action.version > 0 and self.next_step < self.limits.num_steps
+                self.evaluation.generate(request, is_training=is_training)
                 continue
             if request in self.groups.finished or request.group not in self.open_groups:
                 raise Violation(f"{request} is generated after its end")
@@ -328,7 +330,7 @@ class Checker:
 
     def _stop(self, action: Stop) -> None:
         require(self.limits.num_steps in self.store, "the run stops before its last version is published")
-        require(self.evaluation.version is None, "the run stops during an evaluation")
+        self.evaluation.stop()
 
 
 def _siblings(group: GroupId, group_size: int) -> Iterable[RequestId]:
@@ -524,26 +526,31 @@ class InflightUpdateChecker:
 
 
 class EvaluationChecker:
-    """Evaluations: one at a time, each prompt scored once, on few rows while training runs."""
+    """Evaluations: one at a time, each prompt scored once, on few rows while training runs.
+
+    A due version is evaluated or skipped at once, except that the last one waits for a running evaluation.
+    """
 
     def __init__(self, limits: Limits) -> None:
-        self._rule, self.num_steps = limits.evaluation, limits.num_steps
+        self._rule, self._num_steps = limits.evaluation, limits.num_steps
         self.version: int | None = None  # of the running evaluation
         self.running: set[RequestId] = set()  # generated and not ended
-        self._last_due = 0  # version
-        self._due: int | None = None  # version that was just published; starts or is skipped at once
+        self._last_due = -1  # version
+        self._due: int | None = None  # published version that is neither evaluated nor skipped yet
         self._ended: set[RequestId] = set()
         self._failed: set[GroupId] = set()
         self._scoring: set[GroupId] = set()
         self._done: set[GroupId] = set()  # prompts that are scored or have failed
         self._newest = 0  # version published so far
         self._num_rows = 0  # of all engines, the most there were at a time
+        self._num_kept = 0  # requests that were running when the run crashed
 
     # Events
 
     def before_event(self) -> None:
         """Check what the actions after the previous event should have done."""
-        require(self._due is None, f"version {self._due} was due, and its evaluation was not started")
+        may_wait = self._due is None or (self._due == self._num_steps and self.version is not None)
+        require(may_wait, f"version {self._due} was due, and its evaluation was not started")
         is_done = self._rule is not None and len(self._done) == self._rule.num_prompts
         require(self.version is None or not is_done, f"the evaluation of {self.version} does not finish")
 
@@ -552,8 +559,18 @@ class EvaluationChecker:
 
     def on_published(self, version: int) -> None:
         rule, self._newest = self._rule, max(self._newest, version)
-        if rule and self._last_due < version < self.num_steps and version % rule.every == 0:
+        is_end = version in (0, self._num_steps)
+        if rule and version > self._last_due and (is_end or (rule.every and version % rule.every == 0)):
             self._last_due = self._due = version
+
+    def on_run_crashed(self, num_steps: int) -> None:
+        """A version that has waited for its evaluation is due again once it is published again.
+
+        In a run that gets more steps, the requests of the evaluation after its old end keep their rows.
+        """
+        self._num_steps, self._num_kept = num_steps, len(self.running)
+        if self._due is not None:
+            self._last_due, self._due = self._due - 1, None
 
     def end(self, request: RequestId, *, is_failed: bool) -> None:
         self.running.remove(request)
@@ -579,9 +596,10 @@ class EvaluationChecker:
     def skip(self, action: SkipEvaluation) -> None:
         is_running = self.version is not None and self.version == action.running_version
         require(is_running, f"the evaluation of version {action.version} is skipped, and none is running")
+        require(action.version != self._num_steps, "the evaluation of the last version is skipped")
         self._take_due(action.version)
 
-    def generate(self, request: RequestId, *, is_training_over: bool) -> None:
+    def generate(self, request: RequestId, *, is_training: bool) -> None:
         """Check a held-out request."""
         rule = self._rule
         is_known = rule is not None and request.row < rule.num_prompts and request.sibling < rule.num_answers
@@ -589,8 +607,8 @@ class EvaluationChecker:
             raise Violation(f"{request} is generated during the evaluation of version {self.version}")
         require(request not in self._ended, f"{request} is generated after its end")
         self.running.add(request)
-        if self.version == self._newest and not is_training_over:
-            most = max(1, self._num_rows // ROWS_PER_EVALUATION)
+        if self.version == self._newest and is_training:
+            most = max(1, self._num_rows // ROWS_PER_EVALUATION, self._num_kept)
             num_running = len(self.running)
             require(num_running <= most, f"{num_running} of {self._num_rows} rows evaluate, more than {most}")
 
@@ -604,6 +622,11 @@ class EvaluationChecker:
         is_done = self.version == action.version and len(self._done) == self._rule.num_prompts
         require(is_done, f"the evaluation of version {action.version} finishes before all prompts are scored")
         self.version = None
+
+    def stop(self) -> None:
+        require(self.version is None, "the run stops during an evaluation")
+        is_complete = self._rule is None or self._last_due == self._num_steps
+        require(is_complete, "the run stops before the evaluation of its last version")
 
     def _take_due(self, version: int) -> None:
         require(self._due == version, f"version {version} is not due for an evaluation")

@@ -66,6 +66,7 @@ MARKS = (
     "evaluation: continues after the last step",
     "evaluation: during a step",
     "evaluation: generates a response again after a loss",
+    "evaluation: of the last version",
     "evaluation: skipped, another is running",
     "evaluation: started",
     "evaluation: waits for its version after a crash of the run",
@@ -315,7 +316,8 @@ class CoverageMarks:
         if checker.steps.training is not None:
             self._mark("evaluation: during a step")
         if checker.steps.num_trained == checker.limits.num_steps:
-            self._mark("evaluation: continues after the last step")
+            is_last = action.version == checker.limits.num_steps
+            self._mark(f"evaluation: {'of the last version' if is_last else 'continues after the last step'}")
 
     def _load(self, action: Load) -> None:
         checker, version = self._checker, action.version

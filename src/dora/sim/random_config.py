@@ -172,10 +172,10 @@ def _draw_adaptive_staleness(rng: Random, limits: Limits) -> Limits:
 
 
 def _draw_evaluation(rng: Random, limits: Limits) -> Limits:
-    """Four in ten worlds evaluate held-out prompts during training."""
+    """Four in ten worlds evaluate held-out prompts; most of them also during training."""
     if rng.random() < 0.6:
         return limits
-    rule = EvaluationRule(rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 5, 12)), rng.choice((1, 2, 4)))
+    rule = EvaluationRule(rng.choice((0, 1, 1, 2, 3)), rng.choice((1, 2, 5, 12)), rng.choice((1, 2, 4)))
     return replace(limits, evaluation=rule)
 
 

@@ -1,12 +1,36 @@
-"""A run stops if nothing happens while it waits for input through its service."""
+"""A run stops if too many held-out prompts fail, or if it waits too long for input through its service."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from dora.config import load
+from dora.core.events import Event, RequestFailed, ScoringFailed
+from dora.core.state import State
+from dora.core.types import EvaluationRule, GroupId, Limits, RequestId
 from dora.errors import RunError
-from dora.runtime.control.failure_guard import IdleTimeout
+from dora.runtime.control.failure_guard import FailureGuard, IdleTimeout
 from dora.runtime.process.supervisor import DriverClock
+
+
+def test_an_evaluation_with_too_many_failed_prompts_ends_the_run(task: Path) -> None:
+    """A prompt counts once, and each evaluation on its own."""
+    guard = FailureGuard(load.read_config(task, ["reward.max_failed_fraction=0.2"]))
+    state = State(Limits(8, 2, 1, 0, evaluation=EvaluationRule(2, 10, 2)))
+    failures: list[Event] = [
+        RequestFailed(0, RequestId(-1, 3, 0), "too long"),
+        RequestFailed(0, RequestId(-1, 3, 1), "too long"),
+        ScoringFailed(GroupId(-1, 4), "no reward"),
+        ScoringFailed(GroupId(-3, 4), "no reward"),
+        RequestFailed(0, RequestId(0, 5, 0), "of a group"),
+    ]
+    for event in failures:
+        guard.check(event, [], state, "")
+    sentence = r"3 of 10 evaluation prompts could not be scored, more than .* = 0\.2 allows; .*:\ntoo long"
+    with pytest.raises(RunError, match=sentence):
+        guard.check(ScoringFailed(GroupId(-1, 5), "no reward"), [], state, "")
 
 
 def test_a_run_that_waits_too_long_names_the_missing_inputs() -> None:

@@ -13,6 +13,7 @@ from tests.core.midrun import add_engine, add_running, state_at
 from tests.runtime.fake_process import FakeLauncher
 
 from dora.core.events import ProgressReported, Published, TimerFired
+from dora.core.state import EvaluationRecord
 from dora.core.types import RequestId
 from dora.core.wait_graph import REWARDS
 from dora.errors import RunError, WorkerTimeoutError
@@ -109,11 +110,22 @@ def test_a_wait_without_a_start_time_begins_when_it_is_first_seen(run: ObservedR
 
 
 def test_only_training_can_stall(run: ObservedRun) -> None:
-    run.status.enter("evaluating")
+    run.status.enter("saving")
     time.sleep(0.6)
     run.status.update()
     assert run.notices == []
-    assert (run.written["idle_s"], run.written["waits"], run.written["phase"]) == (0.0, [], "evaluating")
+    assert (run.written["idle_s"], run.written["waits"], run.written["phase"]) == (0.0, [], "saving")
+
+
+def test_the_phase_says_that_the_run_only_evaluates_or_has_finished(run: ObservedRun) -> None:
+    run.status.enter(TRAINING)
+    for version, phase in ((2, "training"), (0, "evaluating")):
+        run.state.evaluation = EvaluationRecord(version, 1)
+        run.status.update()
+        assert run.written["phase"] == phase
+    assert [(wait["waiter"], wait["reason"]) for wait in run.written["waits"]][-1] == ("admission", "its end")
+    run.status.end("finished", "")
+    assert run.written["phase"] == "finished"
 
 
 @pytest.mark.parametrize("error", [WorkerTimeoutError, RunError])

@@ -1,1 +1,1 @@
-"""Control of a running run: requests, administration, status, evaluation, and its automatic stop."""
+"""Control of a running run: requests, administration, status, and its automatic stop."""

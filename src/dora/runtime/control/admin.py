@@ -108,7 +108,7 @@ def send_request(run: Path, wanted: AdminRequest, timeout_s: float) -> AdminAnsw
         is_unread = request.exists()
         for path in (request, answer):
             path.unlink(missing_ok=True)
-    reason = "the run is starting, evaluating or saving" if is_unread else "the request is still in progress"
+    reason = "the run is starting or saving" if is_unread else "the request is still in progress"
     raise RunError(f"{run}: no reply within {timeout_s:g} s: {reason}")
 
 

@@ -50,7 +50,7 @@ class EngineContext(Protocol):
     def is_paused(self) -> bool: ...
 
     def check_training(self) -> None:
-        """Raises ServiceError while the run starts, evaluates, saves or ends."""
+        """Raises ServiceError while the run starts, saves or ends."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from dora.config.schema import Config
 from dora.core.actions import Action, Commit, Fail, Filter
+from dora.core.events import Event, RequestFailed, ScoringFailed
 from dora.core.state import State
+from dora.core.types import GroupId
 from dora.errors import RunError
 from dora.runtime.process.supervisor import DriverClock
 
@@ -15,15 +17,19 @@ MIN_ENDED = 20  # the failed fraction is taken of at least this many groups
 
 
 class FailureGuard:
-    """Counts groups that end untrained."""
+    """Counts groups that end untrained, and held-out prompts that fail."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._first_failure = ""
         self._filtered_in_row = 0
+        self._failed_prompts: dict[GroupId, str] = {}  # held-out prompt -> why
 
-    def check(self, actions: Sequence[Action], state: State, first_scoring_failure: str) -> None:
+    def check(
+        self, event: Event | None, actions: Sequence[Action], state: State, first_scoring_failure: str
+    ) -> None:
         """Raises RunError with the first failure; `first_scoring_failure` is that of a reward, if any."""
+        self._check_evaluation(event, state, first_scoring_failure)
         for action in actions:
             if isinstance(action, Fail):
                 self._first_failure = self._first_failure or f"group {action.group}: {action.reason}"
@@ -44,6 +50,23 @@ class FailureGuard:
             raise RunError(
                 f"the last {self._filtered_in_row} groups were all filtered: the rewards of each group are "
                 "equal. The task is too easy or too hard for the policy, or the reward is constant"
+            )
+
+    def _check_evaluation(self, event: Event | None, state: State, first_scoring_failure: str) -> None:
+        match event:
+            case RequestFailed(_, request, reason) if request.is_held_out:
+                prompt = request.group
+            case ScoringFailed(prompt, reason) if prompt.is_held_out:
+                reason = first_scoring_failure or reason
+            case _:
+                return
+        self._failed_prompts.setdefault(prompt, reason)
+        failures = [why for other, why in self._failed_prompts.items() if other.epoch == prompt.epoch]
+        rule, limit = state.limits.evaluation, self._config.reward.max_failed_fraction
+        if rule is not None and len(failures) > max(1.0, limit * rule.num_prompts):
+            raise RunError(
+                f"{len(failures)} of {rule.num_prompts} evaluation prompts could not be scored, more than "
+                f"reward.max_failed_fraction = {limit:g} allows; the first failure:\n{failures[0].rstrip()}"
             )
 
 

@@ -145,6 +145,8 @@ class StatusWriter:
 
     def end(self, state: str, stopped: str) -> None:
         """Write the final state; `stopped` as in `how_ended`."""
+        if state == "finished":
+            self.phase = state
         self._write(state, self._failure or stopped, self._waits())
 
     @property
@@ -189,7 +191,7 @@ class StatusWriter:
             "t_s": round(self._executor.now, 3),
             "state": state,
             "reason": reason,
-            "phase": self.phase,
+            "phase": "evaluating" if self.phase == TRAINING and core.is_only_evaluating else self.phase,
             "steps": core.num_trained // core.limits.batch_size,
             "num_steps": max(self._num_steps, core.limits.num_steps),
             "idle_s": round(self._idle_s, 3),

@@ -28,7 +28,7 @@ from dora.journal.reader import CONFIG_FILE, JOURNAL_FILE, Journal, explain_miss
 from dora.journal.writer import file_digest
 from dora.model.pretrained import load_pretrained
 from dora.model.weights import weight_digest
-from dora.runtime.run_dir import EVAL_BEFORE, INCOMING_PARTS, is_running
+from dora.runtime.run_dir import INCOMING_PARTS, is_running
 from dora.text import plural
 from dora.trainer.checkpoint import SNAPSHOT_FILE
 from dora.trainer.checkpoint_folders import (
@@ -224,25 +224,13 @@ def find_checkpoint(run: Path, journal: Journal) -> tuple[int, Path | None, tupl
 
 
 def _has_finished(run: Path) -> bool:
-    """Whether the run was not stopped early; it may have been stopped in the evaluation after training.
-
-    A damaged summary counts as missing: the resume evaluates again and writes it anew.
-    """
+    """Whether the run was not killed before it wrote its summary; a damaged one counts as missing."""
     summary = _read_json_object(run / SUMMARY)
     return summary is not None and not summary.get("stopped")
 
 
 def find_damaged_results(run: Path) -> tuple[str, ...]:
-    """A warning if the summary, which a resume replaces, is damaged.
-
-    Raises InputError if the result of the evaluation before training is, which is not measured again.
-    """
-    path = run / EVAL_BEFORE
-    if path.is_file() and _read_json_object(path) is None:
-        raise InputError(
-            f"{path} is damaged: it must be a JSON object; restore it, or remove it: the summary then lacks "
-            "the evaluation before training"
-        )
+    """A warning if the summary, which a resume replaces, is damaged."""
     is_damaged = (run / SUMMARY).is_file() and _read_json_object(run / SUMMARY) is None
     return (f"{run / SUMMARY} is damaged and is written again at the end",) if is_damaged else ()
 

@@ -291,7 +291,7 @@ class EnginePool:
         """Report ends of engines without migrations in progress, whose outcome may need their KV blocks."""
         for engine in [engine for engine in self._pending_ends if not self.migrations.is_involved(engine)]:
             event = self._pending_ends.pop(engine)
-            if engine in self.joined or not self._is_open:  # the evaluation before training uses all engines
+            if engine in self.joined:
                 self._events.append(event)
             self.joined.discard(engine)
             self._kv_addresses.pop(engine, None)

@@ -60,7 +60,8 @@ class CheckpointManager:
 
     def __init__(self, setup: RunSetup, weights: WeightStore, notice: Callable[[str], None]) -> None:
         self._setup, self._weights, self._notice = setup, weights, notice
-        self._newest, self._failure = setup.out, ""
+        self._newest: Path | None = None
+        self._failure = ""
         self._num_requested = 0
         self._kept_versions: list[Path] = []  # folders of the versions that pending checkpoints need
         self.num_pending = 0
@@ -105,8 +106,8 @@ class CheckpointManager:
             shutil.rmtree(kept, ignore_errors=True)
         self.num_pending, self._kept_versions = 0, []
 
-    def newest(self) -> Path:
-        """The folder of the last checkpoint. Raises RunError if it could not be written."""
+    def newest(self) -> Path | None:
+        """The folder of the last checkpoint, None without one. Raises RunError if it could not be written."""
         if self._failure:
             raise RunError(f"{self._failure}; resume the run: dora train --resume {self._setup.out}")
         return self._newest
