@@ -119,11 +119,8 @@ class KillingExecutor:
         self._target = None
 
     def _has_reached(self, migration: MigrationInProgress, moment: str) -> bool:
-        if moment == "requested":
-            return True
-        if moment == "reserved":
-            return migration.is_source_open
-        return (self.executor.weights.folder / f"migration-{migration.id}.{moment}").exists()
+        state = self.executor.engine_pool.migrations.state_of(migration)
+        return moment == "requested" or state.name.lower() == moment
 
 
 def run(folder: Path, seed: int, aims: Sequence[Aim]) -> tuple[list[Aim], Counter[str]]:

@@ -96,13 +96,7 @@ class EnginePair:
         worker, message = self._messages.get(timeout=WAIT_S)
         number = self.workers.index(worker)
         match message:
-            case (
-                m.MigrationReserved()
-                | m.ImportFinished()
-                | m.ImportFailed()
-                | m.ExportFinished()
-                | m.ExportFailed()
-            ):
+            case m.ImportFinished() | m.ImportFailed() | m.ExportFinished() | m.ExportFailed():
                 self.migrations.on_reply(message)
             case m.EngineReport():
                 self.reports[number] = message

@@ -30,7 +30,7 @@ ALLOWED = {
     (
         "dora.engine.kv_transfer.handoff",
         "pickle.loads",
-    ): "a file of this run in a folder that only its owner can enter",
+    ): "shared memory of this run in a folder that only its owner can enter",
     (
         "dora.runtime.process.rpc",
         "pickle.loads",

@@ -9,6 +9,7 @@ from tests.engine.tiny import TINY, weights
 
 from dora.core.types import RequestId
 from dora.engine.engine import Engine
+from dora.engine.kv_transfer.handoff import Handoff, HandoffSlot, HandoffSlots, HandoffState
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.engine.messages import (
     ExportFailed,
@@ -16,7 +17,6 @@ from dora.engine.messages import (
     ImportFailed,
     ImportFinished,
     MigrationReply,
-    MigrationReserved,
     ReserveMigration,
     StartExport,
 )
@@ -37,7 +37,8 @@ class EngineCluster:
         self.engines: dict[str, Engine] = {}
         self.replies: list[tuple[str, MigrationReply]] = []
         self.finished: dict[RequestId, Completion] = {}
-        self._num_migrations = 0
+        self._slots: list[HandoffSlot] = []  # of all migrations
+        self._memory = HandoffSlots(folder)
 
     def add_engine(
         self,
@@ -76,8 +77,12 @@ class EngineCluster:
         """Where other engines read the KV of this one."""
         return self.pool_path(name)
 
-    def migration_file(self, migration_id: int, suffix: str) -> Path:
-        return self.folder / f"migration-{migration_id}.{suffix}"
+    def handoff(self, migration_id: int) -> Handoff:
+        """The shared state of a migration."""
+        return self._memory.open(migration_id, self._slots[migration_id])
+
+    def is_imported(self, migration_id: int) -> bool:
+        return self.handoff(migration_id).state is HandoffState.IMPORTED
 
     def step(self, name: str, num_steps: int = 1) -> None:
         """Step one engine. No request may finish twice."""
@@ -92,31 +97,28 @@ class EngineCluster:
         self.replies += [(name, reply) for reply in self.engines[name].poll_migrations()]
         self.engines[name].check()
 
-    def try_reserve(
-        self, request: Request, source: str, destination: str
-    ) -> MigrationReserved | ImportFailed:
-        """The destination's reply to a new migration."""
-        self._num_migrations += 1
+    def try_reserve(self, request: Request, source: str, destination: str) -> ImportFailed | None:
+        """The destination's reply to a new migration, if it rejects it."""
+        migration_id = len(self._slots)
+        self._slots.append(self._memory.allocate(migration_id, request))
         pool = self.source_pool(source)
-        command = ReserveMigration(self._num_migrations, request, pool, self.folder, LEASE_S)
+        command = ReserveMigration(migration_id, request, pool, self._slots[-1], LEASE_S)
         return self.engines[destination].reserve_migration(command)
 
-    def reserve(self, request: Request, source: str, destination: str) -> MigrationReserved:
-        """Begin a migration; the destination must accept."""
-        reply = self.try_reserve(request, source, destination)
-        assert isinstance(reply, MigrationReserved), reply
-        return reply
+    def reserve(self, request: Request, source: str, destination: str) -> int:
+        """Begin a migration; the destination must accept. Returns the migration's id."""
+        assert self.try_reserve(request, source, destination) is None
+        return len(self._slots) - 1
 
-    def start_export(self, request: Request, source: str, reserved: MigrationReserved) -> ExportFailed | None:
-        cached = reserved.num_cached_blocks, reserved.cached_prefix_hash
-        command = StartExport(reserved.migration_id, request.id, self.folder, *cached, LEASE_S)
+    def start_export(self, request: Request, source: str, migration_id: int) -> ExportFailed | None:
+        command = StartExport(migration_id, request.id, self._slots[migration_id], LEASE_S)
         return self.engines[source].start_export(command)
 
     def start_migration(self, request: Request, source: str, destination: str) -> int:
         """Reserve and start the export. Returns the migration's id."""
-        reserved = self.reserve(request, source, destination)
-        assert self.start_export(request, source, reserved) is None
-        return reserved.migration_id
+        migration_id = self.reserve(request, source, destination)
+        assert self.start_export(request, source, migration_id) is None
+        return migration_id
 
     def migrate(self, request: Request, source: str, destination: str) -> ImportFinished:
         """A whole migration, while no engine decodes."""

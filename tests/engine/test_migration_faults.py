@@ -10,7 +10,7 @@ from tests.engine.tiny import TINY, make_engine, make_request, output_tokens, ru
 
 from dora.core.types import RequestId
 from dora.engine.kv_transfer import transfer
-from dora.engine.kv_transfer.handoff import MigrationFiles, RequestSnapshot
+from dora.engine.kv_transfer.handoff import HandoffState, RequestSnapshot
 from dora.engine.messages import ExportFailed, ExportFinished, ImportFailed, ImportFinished
 from dora.model.weights import initial_weights
 
@@ -27,22 +27,20 @@ def advance(cluster: EngineCluster, num_steps: int) -> int:
     cluster.add_engine("b").submit([HOST])
     cluster.step("a", 16)
     cluster.step("b", 3)
-    reserved = cluster.reserve(MIGRATING, "a", "b")
+    migration_id = cluster.reserve(MIGRATING, "a", "b")
     if num_steps > 1:
-        assert cluster.start_export(MIGRATING, "a", reserved) is None
+        assert cluster.start_export(MIGRATING, "a", migration_id) is None
     for name in "ababa"[: max(0, num_steps - 2)]:
         cluster.poll(name)
-    reached = {5: "exported", 6: "imported", 7: "imported"}.get(num_steps)
-    suffixes = ("exported", "imported", "withdrawn")
-    found = [suffix for suffix in suffixes if cluster.migration_file(reserved.migration_id, suffix).exists()]
-    assert found == [*filter(None, [reached])]
-    return reserved.migration_id
+    reached = {5: HandoffState.EXPORTED, 6: HandoffState.IMPORTED, 7: HandoffState.IMPORTED}
+    assert cluster.handoff(migration_id).state is reached.get(num_steps, HandoffState.RESERVED)
+    return migration_id
 
 
 def check_end(cluster: EngineCluster, migration_id: int, is_answered: bool = True) -> None:
     """Run all engines to the end: they agree about the migration and give the expected answers."""
     answers = output_tokens(cluster.run_to_end())
-    is_imported = cluster.migration_file(migration_id, "imported").exists()
+    is_imported = cluster.is_imported(migration_id)
     crashed = {name for name in "ab" if name not in cluster.engines}
     expected = {MIGRATING.id} if is_answered else set()
     expected |= {own.id for own, name in ((NEIGHBOUR, "a"), (HOST, "b")) if name not in crashed}
@@ -105,7 +103,7 @@ def test_a_crashed_source_loses_only_requests_that_it_owns(cluster: EngineCluste
     cluster.pool_path("a").unlink()
     is_exported = num_steps > STEPS.index("export")
     check_end(cluster, migration_id, is_answered=is_exported)
-    assert cluster.migration_file(migration_id, "imported").exists() == is_exported
+    assert cluster.is_imported(migration_id) == is_exported
 
 
 @pytest.mark.parametrize("num_steps", range(1, len(STEPS) + 1))
@@ -129,12 +127,12 @@ def test_a_source_does_not_wait_for_an_unresponsive_destination(cluster: EngineC
 
 
 @pytest.mark.parametrize("first", ["commit", "withdraw"])
-def test_the_first_rename_decides(cluster: EngineCluster, first: str) -> None:
-    files = MigrationFiles(cluster.folder, advance(cluster, STEPS.index("export") + 1))
-    renames = {"commit": files.commit_import, "withdraw": files.withdraw_export}
-    assert renames[first]()
-    assert not any(rename() for rename in renames.values())
-    assert files.is_imported == (first == "commit")
+def test_the_first_change_of_the_state_decides(cluster: EngineCluster, first: str) -> None:
+    handoff = cluster.handoff(advance(cluster, STEPS.index("export") + 1))
+    changes = {"commit": handoff.commit_import, "withdraw": handoff.withdraw_export}
+    assert changes[first]()
+    assert not any(change() for change in changes.values())
+    assert handoff.is_imported == (first == "commit")
 
 
 def rejection(cluster: EngineCluster, migration_id: int) -> str:
@@ -142,7 +140,7 @@ def rejection(cluster: EngineCluster, migration_id: int) -> str:
     cluster.poll("b")
     reply = cluster.reply_of("b", migration_id)
     assert isinstance(reply, ImportFailed), reply
-    assert not cluster.migration_file(migration_id, "imported").exists()
+    assert not cluster.is_imported(migration_id)
     cluster.engines["a"].cancel_migration(migration_id)
     check_end(cluster, migration_id)
     return reply.reason
@@ -151,18 +149,18 @@ def rejection(cluster: EngineCluster, migration_id: int) -> str:
 @pytest.mark.parametrize("at", [0, 16, 200, -1])
 def test_a_damaged_snapshot_is_rejected(cluster: EngineCluster, at: int) -> None:
     migration_id = advance(cluster, STEPS.index("export") + 1)
-    exported = cluster.migration_file(migration_id, "exported")
-    content = bytearray(exported.read_bytes())
+    handoff = cluster.handoff(migration_id)
+    content = bytearray(handoff.read_export() or b"")
     content[at] ^= 0x10
-    exported.write_bytes(content)
+    handoff.write_export(bytes(content))
     assert "checksum" in rejection(cluster, migration_id)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 10, 16, 300])
 def test_a_truncated_snapshot_is_rejected(cluster: EngineCluster, num_bytes: int) -> None:
     migration_id = advance(cluster, STEPS.index("export") + 1)
-    exported = cluster.migration_file(migration_id, "exported")
-    exported.write_bytes(exported.read_bytes()[:num_bytes])
+    handoff = cluster.handoff(migration_id)
+    handoff.write_export((handoff.read_export() or b"")[:num_bytes])
     assert "checksum" in rejection(cluster, migration_id)
 
 
@@ -231,10 +229,10 @@ FORGERIES: dict[str, Callable[[RequestSnapshot], RequestSnapshot]] = {
 @pytest.mark.parametrize("reason", FORGERIES)
 def test_a_snapshot_that_does_not_match_is_rejected(cluster: EngineCluster, reason: str) -> None:
     migration_id = advance(cluster, STEPS.index("export") + 1)
-    files = MigrationFiles(cluster.folder, migration_id)
-    snapshot = files.load_snapshot()
+    handoff = cluster.handoff(migration_id)
+    snapshot = handoff.load_snapshot()
     assert snapshot is not None
-    files.export_snapshot(FORGERIES[reason](snapshot))
+    handoff.export_snapshot(FORGERIES[reason](snapshot))
     assert reason.strip() in rejection(cluster, migration_id)
 
 
@@ -278,13 +276,14 @@ def test_the_source_rejects_cached_blocks_with_another_hash(cluster: EngineClust
     cluster.engines["b"].submit([sibling])
     for name in "ab":
         cluster.step(name, 2)
-    reserved = cluster.reserve(MIGRATING, "a", "b")
-    assert reserved.num_cached_blocks == 1
-    reply = cluster.start_export(MIGRATING, "a", reserved)
-    assert reply == ExportFailed(
-        reserved.migration_id, "the destination has another prompt cached, or other weights"
-    )
-    cluster.engines["b"].cancel_migration(reserved.migration_id)
+    migration_id = cluster.start_migration(MIGRATING, "a", "b")
+    reservation = cluster.handoff(migration_id).reservation()
+    assert reservation is not None
+    assert reservation.num_cached_blocks == 1
+    cluster.poll("a")
+    reason = "the destination has another prompt cached, or other weights"
+    assert cluster.reply_of("a", migration_id) == ExportFailed(migration_id, reason)
+    cluster.engines["b"].cancel_migration(migration_id)
     cluster.engines["b"].abort([sibling.id])
     assert output_tokens(cluster.run_to_end()) == {MIGRATING.id: EXPECTED[MIGRATING.id]}
 

@@ -41,7 +41,6 @@ from dora.engine.messages import (
     ExportFailed,
     ImportFailed,
     MigrationReply,
-    MigrationReserved,
     ReserveMigration,
     StartExport,
     TurnFinished,
@@ -364,7 +363,7 @@ class Engine:
         """Migrations in progress, in both directions."""
         return len(self._migrator)
 
-    def reserve_migration(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
+    def reserve_migration(self, command: ReserveMigration) -> ImportFailed | None:
         """Reserve a row and KV blocks for a request that another engine decodes."""
         self._migrator.release_imported()  # the request may be migrating back
         reason = self._reason_to_reject(command.request)

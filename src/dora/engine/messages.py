@@ -3,12 +3,12 @@
 A migration moves a running request from a source engine to a destination engine that holds the same version:
 
     driver -> destination   ReserveMigration
-    destination -> driver   MigrationReserved, or ImportFailed
     driver -> source        StartExport
     source -> driver        ExportFinished, or ExportFailed
     destination -> driver   ImportFinished, or ImportFailed
 
-The driver forwards these messages. KV is copied from the source's block pool to the destination's. Where the
+All else goes through shared memory, a slot of which the driver allocates to each migration
+(`dora.engine.kv_transfer.handoff`). KV is copied from the source's block pool to the destination's. Where the
 destination cannot read the source's pool the migration is token-only: the destination prefills the tokens
 again.
 """
@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from dora.core.types import RequestId
+from dora.engine.kv_transfer.handoff import HandoffSlot
 from dora.engine.request import Request
 
 
@@ -28,7 +28,7 @@ from dora.engine.request import Request
 class ReserveMigration:
     """To the destination: reserve a row and KV blocks for a request that another engine decodes.
 
-    `folder` has the files of the migration. Each side ends the migration if no block is copied for `lease_s`.
+    `slot` has the state of the migration. Each side ends the migration if no block is copied for `lease_s`.
     `source_pool` is the address of the source's KV for the engines' `KVTransport`, or None in a token-only
     migration.
     """
@@ -36,34 +36,19 @@ class ReserveMigration:
     migration_id: int
     request: Request
     source_pool: Any
-    folder: Path
+    slot: HandoffSlot
     lease_s: float
 
 
 @dataclass(frozen=True)
 class StartExport:
-    """To the source, after `MigrationReserved`: export a running request.
-
-    The destination has the first `num_cached_blocks` blocks of the prompt already, and `cached_prefix_hash`
-    is the hash of the last of them.
-    """
+    """To the source: export a running request once the destination has reserved a row."""
 
     migration_id: int
     request_id: RequestId
-    folder: Path
-    num_cached_blocks: int
-    cached_prefix_hash: str
+    slot: HandoffSlot
     lease_s: float
     carries_kv: bool = True
-
-
-@dataclass(frozen=True)
-class MigrationReserved:
-    """The destination has reserved a row and blocks. See `StartExport` for what it has cached."""
-
-    migration_id: int
-    num_cached_blocks: int
-    cached_prefix_hash: str
 
 
 @dataclass(frozen=True)
@@ -107,7 +92,7 @@ class ExportFailed:
     reason: str
 
 
-MigrationReply = MigrationReserved | ImportFinished | ImportFailed | ExportFinished | ExportFailed
+MigrationReply = ImportFinished | ImportFailed | ExportFinished | ExportFailed
 
 
 @runtime_checkable
@@ -121,8 +106,11 @@ class SupportsMigration(Protocol):
     def num_migrations(self) -> int:
         """Migrations in progress, in both directions."""
 
-    def reserve_migration(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
-        """Reserve a row and KV blocks for a request that another engine decodes."""
+    def reserve_migration(self, command: ReserveMigration) -> ImportFailed | None:
+        """Reserve a row and KV blocks for a request that another engine decodes.
+
+        Returns ImportFailed if that is impossible.
+        """
 
     def start_export(self, command: StartExport) -> ExportFailed | None:
         """Begin to export a request. Returns ExportFailed if that is impossible."""

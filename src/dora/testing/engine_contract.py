@@ -18,11 +18,10 @@ from dora.core.types import Chunk, RequestId
 from dora.data.tokenizer import save_character_tokenizer
 from dora.engine.engine import Engine
 from dora.engine.interface import Capabilities, InferenceEngine, InferenceFactory, required_members
+from dora.engine.kv_transfer.handoff import HandoffSlots
 from dora.engine.messages import (
-    ImportFailed,
     ImportFinished,
     MigrationReply,
-    MigrationReserved,
     ReserveMigration,
     StartExport,
     SupportsEpisodes,
@@ -396,13 +395,13 @@ class InferenceContract:
 
 
 class MigrationDriver:
-    """Forwards the messages of token-only migrations between engines, and collects responses.
+    """Starts token-only migrations between engines, and collects responses.
 
-    `folder` has the files of the migrations.
+    `folder` gets the file of the migrations.
     """
 
     def __init__(self, folder: Path, lease_s: float = 30.0) -> None:
-        self._folder, self._lease_s = folder, lease_s
+        self._slots, self._lease_s = HandoffSlots(folder), lease_s
         self._num_migrations = 0
         self.finished: dict[RequestId, Completion] = {}
 
@@ -423,19 +422,11 @@ class MigrationDriver:
         assert isinstance(source, SupportsMigration)
         assert isinstance(destination, SupportsMigration)
         self._num_migrations += 1
-        migration = self._num_migrations, request, None, self._folder, self._lease_s
-        reserved = destination.reserve_migration(ReserveMigration(*migration))
-        if isinstance(reserved, ImportFailed):
-            return [reserved]
-        export = StartExport(
-            self._num_migrations,
-            request.id,
-            self._folder,
-            reserved.num_cached_blocks,
-            reserved.cached_prefix_hash,
-            self._lease_s,
-            carries_kv=False,
-        )
+        slot = self._slots.allocate(self._num_migrations, request)
+        reservation = ReserveMigration(self._num_migrations, request, None, slot, self._lease_s)
+        if (rejected := destination.reserve_migration(reservation)) is not None:
+            return [rejected]
+        export = StartExport(self._num_migrations, request.id, slot, self._lease_s, carries_kv=False)
         failure = source.start_export(export)
         return [] if failure is None else [failure]
 
@@ -453,7 +444,7 @@ class MigrationDriver:
 
     def poll(self, engine: InferenceEngine) -> list[MigrationReply]:
         assert isinstance(engine, SupportsMigration)
-        return [reply for reply in engine.poll_migrations() if not isinstance(reply, MigrationReserved)]
+        return engine.poll_migrations()
 
     def finish(self, engine: InferenceEngine, request: Request) -> Completion:
         """Step the engine until the request is finished. Returns its response."""

@@ -15,7 +15,7 @@ from tests.engine.tiny import TINY, make_engine, make_request, run
 
 from dora.curve import CurveAddress
 from dora.engine.kv_transfer import transfer
-from dora.engine.kv_transfer.handoff import MigrationFiles
+from dora.engine.kv_transfer.handoff import HandoffSlots, Reservation
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.engine.messages import ImportFailed
 from dora.runtime.process import remote_kv
@@ -32,7 +32,7 @@ class RemoteEngineCluster(EngineCluster):
         super().__init__(folder)
         self._pool_servers: dict[str, KVPoolServer] = {}
         self._exit_stack = contextlib.ExitStack()
-        self.broker = self._exit_stack.enter_context(contextlib.closing(make_broker(LOOPBACK, folder)))
+        self.broker = self._exit_stack.enter_context(contextlib.closing(make_broker(LOOPBACK)))
 
     def transport(self) -> KVTransport:
         return self._exit_stack.enter_context(contextlib.closing(RemoteKVTransport(self.broker.address)))
@@ -70,7 +70,10 @@ def test_a_request_migrates_to_another_machine_bit_by_bit(cluster: RemoteEngineC
 
 
 def test_one_engine_owns_the_request_if_both_claim_it_at_once(cluster: RemoteEngineCluster) -> None:
-    source, destination = (cluster.transport().migration_files(Path("elsewhere"), 1) for _ in range(2))
+    slots = HandoffSlots(cluster.folder)
+    slot = slots.allocate(1, make_request(1))
+    source, destination = (cluster.transport().open_handoff(1, slot) for _ in range(2))
+    destination.reserve(Reservation(0, ""))
     source.write_export(b"it")
     assert destination.read_export() == b"it"
     succeeded: list[str] = []
@@ -86,8 +89,8 @@ def test_one_engine_owns_the_request_if_both_claim_it_at_once(cluster: RemoteEng
     for thread in threads:
         thread.join()
     assert len(succeeded) == 1
-    assert MigrationFiles(cluster.folder, 1).is_imported == (succeeded == ["imported"]), (
-        "the driver's file names the owner"
+    assert slots.open(1, slot).is_imported == (succeeded == ["imported"]), (
+        "the driver's memory names the owner"
     )
     assert not source.withdraw_export()
     assert not destination.commit_import()
@@ -113,7 +116,7 @@ def test_a_request_stays_at_the_source_if_its_kv_cannot_be_read(cluster: RemoteE
 
 
 def test_an_engine_that_loses_the_broker_exits(cluster: RemoteEngineCluster) -> None:
-    """It cannot know who owns the request. The driver handles the lost engine, and reads the file."""
+    """It cannot know who owns the request. The driver handles the lost engine, and reads the state."""
     request = make_request(1, max_tokens=60)
     cluster.add_engine("a").submit([request])
     cluster.add_engine("b")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from pathlib import Path
 from random import Random
 
 import numpy as np
 
 from dora.core.types import RequestId
 from dora.engine.decode_batch import PartialOutput
-from dora.engine.kv_transfer.handoff import KVFormat, MigrationFiles, RequestSnapshot
+from dora.engine.kv_transfer.handoff import (
+    Handoff,
+    HandoffMemory,
+    HandoffSlot,
+    KVFormat,
+    RequestSnapshot,
+    Reservation,
+)
 from dora.engine.request import Request, SamplingParams
 from dora.runtime.process import messages as m
 
@@ -32,11 +37,13 @@ SNAPSHOT = RequestSnapshot(
 class Engine:
     """One engine of a migration, with delayed messages in both directions."""
 
-    def __init__(self, folder: Path, rng: Random) -> None:
+    _migration_id: int
+    _handoff: Handoff
+
+    def __init__(self, rng: Random) -> None:
         self.inbox: deque[object] = deque()
         self.outbox: deque[object] = deque()
-        self._folder, self._rng = folder, rng
-        self._migration_id = -1
+        self._rng, self._memory = rng, HandoffMemory()
         self._is_open = False
 
     def act(self) -> None:
@@ -52,19 +59,13 @@ class Engine:
     def poll(self) -> None:
         raise NotImplementedError
 
-    def path(self, name: str) -> Path:
-        return self._folder / f"migration-{self._migration_id}.{name}"
+    def _start(self, migration_id: int, slot: HandoffSlot) -> None:
+        self._migration_id, self._is_open = migration_id, True
+        self._handoff = self._memory.open(migration_id, slot)
 
     def _finish(self, reply: object) -> None:
         self._is_open = False
         self.outbox.append(reply)
-
-    def _rename(self, name: str) -> bool:
-        try:
-            os.rename(self.path("exported"), self.path(name))
-        except FileNotFoundError:
-            return False
-        return True
 
 
 class Destination(Engine):
@@ -74,12 +75,12 @@ class Destination(Engine):
 
     def handle(self, message: object) -> None:
         match message:
-            case m.ReserveMigration(migration_id):
-                self._migration_id, self._is_open = migration_id, True
+            case m.ReserveMigration(migration_id, slot=slot):
+                self._start(migration_id, slot)
                 if self._rng.random() < 0.1:
                     self._finish(m.ImportFailed(migration_id, "no free row"))
                 else:
-                    self.outbox.append(m.MigrationReserved(migration_id, 0, ""))
+                    self._handoff.reserve(Reservation(0, ""))
             case m.CancelMigration() if self._is_open:
                 self._finish(m.ImportFailed(self._migration_id, "cancelled"))
             case _:
@@ -88,7 +89,7 @@ class Destination(Engine):
     def poll(self) -> None:
         if self._rng.random() < 0.05:
             self._finish(m.ImportFailed(self._migration_id, "lease expired"))
-        elif self._rename("imported"):
+        elif self._handoff.commit_import():
             self.has_imported = True
             self._finish(m.ImportFinished(self._migration_id, REQUEST, NUM_TOKENS, 512, 0.001, 0.002))
 
@@ -100,8 +101,8 @@ class Source(Engine):
 
     def handle(self, message: object) -> None:
         match message:
-            case m.StartExport(migration_id):
-                self._migration_id, self._is_open = migration_id, True
+            case m.StartExport(migration_id, slot=slot):
+                self._start(migration_id, slot)
                 if self._rng.random() < 0.1:
                     self._finish(m.ExportFailed(migration_id, "it has finished"))
             case m.CancelMigration() if self._is_open:
@@ -111,15 +112,14 @@ class Source(Engine):
 
     def poll(self) -> None:
         if not self._has_exported:
-            self.path("progress").touch()
-            if self._rng.random() < 0.3:
+            if self._handoff.reservation() is not None and self._rng.random() < 0.3:
                 self._has_exported = True
-                MigrationFiles(self._folder, self._migration_id).export_snapshot(SNAPSHOT)
-        elif self.path("imported").exists():
+                self._handoff.export_snapshot(SNAPSHOT)
+        elif self._handoff.is_imported:
             self._finish(m.ExportFinished(self._migration_id))
         elif self._rng.random() < 0.1:
             self._withdraw("lease expired")
 
     def _withdraw(self, reason: str) -> None:
-        if not self._has_exported or self._rename("withdrawn"):
+        if not self._has_exported or self._handoff.withdraw_export():
             self._finish(m.ExportFailed(self._migration_id, reason))

@@ -11,6 +11,7 @@ from tests.runtime.tiny import MODEL, save_start
 
 from dora.core.types import GroupId, RequestId
 from dora.engine.engine import Engine
+from dora.engine.kv_transfer.handoff import HandoffSlots
 from dora.engine.request import Completion, Request, SamplingParams
 from dora.model.weights import initial_weights
 from dora.runtime.process import messages as m
@@ -91,13 +92,12 @@ def completion_of(request: Request) -> Completion:
 
 def test_a_request_that_migrates_between_processes_keeps_every_token(pair: Pair) -> None:
     request = make_request(0)
+    slots = HandoffSlots(pair.folder)
     pair.send(0, m.SubmitRequests([request]))
     for migration, (source, destination) in enumerate([(0, 1), (1, 0), (0, 1)]):
-        pair.send(destination, m.ReserveMigration(migration, request, pair.pool(source), pair.folder, WAIT_S))
-        reserved = pair.receive(destination, m.MigrationReserved)
-        cached = reserved.num_cached_blocks, reserved.cached_prefix_hash
-        assert bool(reserved.num_cached_blocks) == (migration > 0)
-        pair.send(source, m.StartExport(migration, request.id, pair.folder, *cached, WAIT_S))
+        slot = slots.allocate(migration, request)
+        pair.send(destination, m.ReserveMigration(migration, request, pair.pool(source), slot, WAIT_S))
+        pair.send(source, m.StartExport(migration, request.id, slot, WAIT_S))
         imported = pair.receive(destination, m.ImportFinished)
         assert (imported.migration_id, imported.request_id) == (migration, request.id)
         assert 0 <= imported.stop_s < WAIT_S
@@ -129,10 +129,10 @@ def test_both_sides_reply_to_a_cancelled_migration(pair: Pair) -> None:
     pair.send(0, m.PauseDecoding())
     pair.receive(0, m.DecodingPaused)
     pair.send(0, m.SubmitRequests([request]))
-    pair.send(1, m.ReserveMigration(5, request, pair.pool(0), pair.folder, WAIT_S))
-    pair.receive(1, m.MigrationReserved)
+    slot = HandoffSlots(pair.folder).allocate(5, request)
+    pair.send(1, m.ReserveMigration(5, request, pair.pool(0), slot, WAIT_S))
     # The paused request has no row yet, so the export waits.
-    pair.send(0, m.StartExport(5, request.id, pair.folder, 0, "", WAIT_S))
+    pair.send(0, m.StartExport(5, request.id, slot, WAIT_S))
     pair.send(0, m.CancelMigration(5))
     assert pair.receive(0, m.ExportFailed) == m.ExportFailed(5, "the migration was cancelled")
     pair.send(1, m.CancelMigration(5))

@@ -35,7 +35,6 @@ from dora.engine.messages import (
     ExportFailed,
     ImportFailed,
     MigrationReply,
-    MigrationReserved,
     ReserveMigration,
     StartExport,
 )
@@ -268,7 +267,7 @@ class HttpEngine(ABC):
     def num_migrations(self) -> int:
         return len(self._migrator)
 
-    def reserve_migration(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
+    def reserve_migration(self, command: ReserveMigration) -> ImportFailed | None:
         return self._migrator.reserve(command)
 
     def start_export(self, command: StartExport) -> ExportFailed | None:

@@ -1,31 +1,47 @@
-"""The files of a migration, and the atomic rename that decides which engine owns the request.
+"""The shared memory of migrations, and the compare-and-swap that decides which engine owns the request.
 
-The source writes a snapshot of the request and names it `.exported`. The first rename after that decides: the
-destination commits the import by renaming it to `.imported`, or the source withdraws it by renaming it to
-`.withdrawn`. So exactly one engine owns the request at any time, whichever process crashes. The driver
-removes the files after both sides have replied.
+One file of the run has a slot for each migration, which the driver allocates. Engines map the file once.
+A word of the slot has the state of the migration:
+
+    started -> reserved     the destination has reserved a row
+    reserved -> exported    the source has stopped to decode the request and has written a snapshot of it
+    exported -> imported    the destination owns the request
+    exported -> withdrawn   the source owns it again
+
+The last two exclude each other, so exactly one engine owns the request at any time, whichever process
+crashes. The word also has the number of the migration: a process that is late cannot change the slot's next
+one. The driver frees the slot after both sides have replied.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import pickle
 import zlib
-from array import array
+from collections import defaultdict
+from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dora.engine.block_manager import num_blocks_for
 from dora.engine.decode_batch import NUM_LOGPROBS, PartialOutput
 from dora.engine.request import Request
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 _CHECKSUM_BYTES = 4
-_NUM_PUBLISHED, _NUM_COPIED, _FIRST_BLOCK = 0, 1, 2  # indices into the words of `TransferProgress`
+_FILE_NAME = "migrations"
+# Words of a slot. After them the numbers of the published blocks, then the snapshot.
+_STATE, _NUM_PUBLISHED, _NUM_COPIED, _NUM_CACHED, _HASH, _SNAPSHOT_BYTES, _SNAPSHOT, _FIRST_BLOCK = (
+    0, 1, 2, 3, 4, 10, 11, 12,
+)  # fmt: skip
+_HASH_BYTES = 8 * (_SNAPSHOT_BYTES - _HASH)
+_MAX_TOKEN_BYTES = 32  # of a snapshot: token, its log-probs, and its share of a block
+_MAX_OTHER_BYTES = 2**14  # of a snapshot: formats, chunks, stop strings
+_PAGE_BYTES = 4096
 
 
 class TransferError(Exception):
@@ -85,103 +101,221 @@ class RequestSnapshot(NamedTuple):
             raise TransferError("the snapshot is inconsistent")
 
 
-class TransferProgress:
-    """Which blocks the source has published and how many of them the destination has copied.
+class HandoffState(IntEnum):
+    """The state of a migration."""
 
-    Both map one file of int64: the number published, the number copied, then the numbers of the published
-    blocks.
-    """
+    STARTED = 0
+    RESERVED = 1
+    EXPORTED = 2
+    IMPORTED = 3
+    WITHDRAWN = 4
 
-    def __init__(self, path: str, num_blocks: int | None = None) -> None:
-        """Create the file with room for `num_blocks`, or open an existing one. Raises OSError."""
-        flags = os.O_RDWR if num_blocks is None else os.O_RDWR | os.O_CREAT
-        descriptor = os.open(path, flags, 0o600)
+
+_NUM_STATES = len(HandoffState)
+
+
+class HandoffSlot(NamedTuple):
+    """The part of the file `path` that belongs to a migration. It starts at the byte `offset`."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+class Reservation(NamedTuple):
+    """What the destination has cached already: blocks of the prompt, and the hash of the last of them."""
+
+    num_cached_blocks: int
+    cached_prefix_hash: str
+
+
+class HandoffSlots:
+    """The driver's side: allocates the slots of migrations in a file in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._num_bytes = folder / _FILE_NAME, 0
+        self._free: defaultdict[int, list[HandoffSlot]] = defaultdict(list)  # by size
+        self._memory = HandoffMemory()
+
+    def allocate(self, migration_id: int, request: Request) -> HandoffSlot:
+        """A slot for the migration of `request`. Raises OSError if the file system is full."""
+        needed = request.max_length * _MAX_TOKEN_BYTES + _MAX_OTHER_BYTES
+        num_bytes = max(_PAGE_BYTES, 1 << (needed - 1).bit_length())
+        slot = self._free[num_bytes].pop() if self._free[num_bytes] else self._add(num_bytes)
+        self._memory.open(migration_id, slot).start(num_blocks_for(request.max_length))
+        return slot
+
+    def open(self, migration_id: int, slot: HandoffSlot) -> Handoff:
+        return self._memory.open(migration_id, slot)
+
+    def free(self, slot: HandoffSlot) -> None:
+        """Reuse a slot. Only when both sides have replied, so that neither uses it any more."""
+        self._free[slot.num_bytes].append(slot)
+
+    def _add(self, num_bytes: int) -> HandoffSlot:
+        """Allocate the space now: a write to a full memory file system ends the process with SIGBUS."""
+        slot = HandoffSlot(self._path, self._num_bytes, num_bytes)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            if num_blocks is not None:
-                os.write(descriptor, bytes(8 * (_FIRST_BLOCK + num_blocks)))
-            self._words = memoryview(mmap.mmap(descriptor, 0)).cast("q")
+            os.truncate(descriptor, slot.offset + num_bytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, slot.offset, num_bytes)
         finally:
             os.close(descriptor)
+        self._num_bytes += num_bytes
+        return slot
+
+
+class HandoffMemory:
+    """The files of slots that this process has mapped."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[Path, memoryview] = {}
+
+    def open(self, migration_id: int, slot: HandoffSlot) -> Handoff:
+        """The shared state of a migration. Raises OSError if the file does not have the slot."""
+        stop = slot.offset + slot.num_bytes
+        memory = self._mapped.get(slot.path)
+        if memory is None or len(memory) < stop:
+            descriptor = os.open(slot.path, os.O_RDWR)
+            try:
+                memory = self._mapped[slot.path] = memoryview(mmap.mmap(descriptor, 0))
+            finally:
+                os.close(descriptor)
+        if len(memory) < stop:
+            raise OSError(f"{slot.path} has {len(memory)} bytes, and the migration's slot ends at {stop}")
+        return Handoff(migration_id, memory[slot.offset : stop])
+
+
+class Handoff:
+    """The state of one migration, which both engines and the driver share."""
+
+    def __init__(self, migration_id: int, memory: memoryview) -> None:
+        self._migration_id, self._memory = migration_id, memory
+        self._words = np.frombuffer(memory, np.int64)
+
+    def start(self, num_blocks: int) -> None:
+        """Initialise the slot, with room for the numbers of `num_blocks` published blocks."""
+        self._words[_NUM_PUBLISHED] = self._words[_NUM_COPIED] = 0
+        self._words[_SNAPSHOT] = 8 * (_FIRST_BLOCK + num_blocks)
+        self._words[_STATE] = self._word(HandoffState.STARTED)  # last: from here on it is this migration's
 
     @property
-    def num_copied(self) -> int:
-        return self._words[_NUM_COPIED]
+    def state(self) -> HandoffState:
+        """Raises OSError if the slot belongs to another migration now."""
+        migration_id, state = divmod(int(self._words[_STATE]), _NUM_STATES)
+        if migration_id != self._migration_id:
+            raise OSError(f"migration {self._migration_id} is over: its slot is that of {migration_id}")
+        return HandoffState(state)
 
-    @num_copied.setter
-    def num_copied(self, num_blocks: int) -> None:
-        self._words[_NUM_COPIED] = num_blocks
+    # the destination
 
-    def publish(self, blocks: list[int]) -> None:
-        """Add blocks that are full, so that their KV does not change any more."""
-        num_published = self._words[_NUM_PUBLISHED]
-        start = _FIRST_BLOCK + num_published
-        self._words[start : start + len(blocks)] = array("q", blocks)
-        self._words[_NUM_PUBLISHED] = num_published + len(blocks)  # last: the destination reads up to here
+    def reserve(self, reservation: Reservation) -> None:
+        """Let the source begin. Raises OSError if the migration is over."""
+        self._check_is_current()
+        self._words[_NUM_CACHED] = reservation.num_cached_blocks
+        content = reservation.cached_prefix_hash.encode().ljust(_HASH_BYTES, b"\0")
+        self._memory[8 * _HASH : 8 * _SNAPSHOT_BYTES] = content
+        self._change(HandoffState.STARTED, HandoffState.RESERVED)
 
     def published(self, start: int) -> list[int]:
         """The published blocks, without the first `start`."""
-        return self._words[_FIRST_BLOCK + start : _FIRST_BLOCK + self._words[_NUM_PUBLISHED]].tolist()
+        num_published = int(self._words[_NUM_PUBLISHED])
+        return [int(block) for block in self._words[_FIRST_BLOCK + start : _FIRST_BLOCK + num_published]]
 
-
-class MigrationFiles:
-    """The files of one migration in `folder`."""
-
-    def __init__(self, folder: Path, migration_id: int) -> None:
-        stem = f"{folder}/migration-{migration_id}."
-        self._progress, self._draft, self._exported, self._imported, self._withdrawn = self._paths = tuple(
-            stem + name for name in ("progress", "draft", "exported", "imported", "withdrawn")
-        )
-
-    def open_progress(self, num_blocks: int | None = None) -> TransferProgress:
-        """Create the progress file with room for `num_blocks`, or open the existing one. Raises OSError."""
-        return TransferProgress(self._progress, num_blocks)
-
-    def export_snapshot(self, snapshot: RequestSnapshot) -> None:
-        """Offer the request to the destination. Raises OSError, for instance if the disk is full."""
-        content = pickle.dumps(snapshot, protocol=pickle.HIGHEST_PROTOCOL)
-        self.write_export(_checksum(content) + content)
-
-    def write_export(self, content: bytes) -> None:
-        """Write the bytes of an export: a checksum and a pickled snapshot."""
-        with open(self._draft, "wb", buffering=0) as file:
-            file.write(content)
-        os.rename(self._draft, self._exported)
+    def set_num_copied(self, num_blocks: int) -> None:
+        """Report how many of the published blocks are copied."""
+        self._check_is_current()
+        self._words[_NUM_COPIED] = num_blocks
 
     def read_export(self) -> bytes | None:
         """The bytes that the source has exported, or None."""
-        try:
-            with open(self._exported, "rb", buffering=0) as file:
-                return file.read()
-        except FileNotFoundError:
+        if not self._is(HandoffState.EXPORTED):
             return None
+        return self._read()
 
     def load_snapshot(self) -> RequestSnapshot | None:
         """The snapshot that the source has exported, or None. Raises TransferError if it is damaged."""
         found = self.read_export()
         return None if found is None else _load(found)
 
-    def num_imported_tokens(self) -> int:
-        """Tokens of the response that the destination has imported. Raises TransferError or OSError."""
-        with open(self._imported, "rb", buffering=0) as file:
-            return len(_load(file.read()).output.token_ids)
+    def commit_import(self) -> bool:
+        """Make the destination the owner. Returns False if the source has withdrawn the export."""
+        return self._change(HandoffState.EXPORTED, HandoffState.IMPORTED)
+
+    # the source
+
+    def reservation(self) -> Reservation | None:
+        """What the destination has reserved, or None."""
+        if not self._is(HandoffState.RESERVED):
+            return None
+        content = bytes(self._memory[8 * _HASH : 8 * _SNAPSHOT_BYTES])
+        return Reservation(int(self._words[_NUM_CACHED]), content.rstrip(b"\0").decode())
+
+    def publish(self, blocks: list[int]) -> None:
+        """Add blocks that are full, so that their KV does not change any more."""
+        self._check_is_current()
+        num_published = int(self._words[_NUM_PUBLISHED])
+        start = _FIRST_BLOCK + num_published
+        self._words[start : start + len(blocks)] = blocks
+        self._words[_NUM_PUBLISHED] = num_published + len(blocks)  # last: the destination reads up to here
+
+    @property
+    def num_copied(self) -> int:
+        """How many published blocks the destination has copied."""
+        return int(self._words[_NUM_COPIED])
+
+    def export_snapshot(self, snapshot: RequestSnapshot) -> None:
+        """Offer the request to the destination. Raises OSError if that is impossible."""
+        content = pickle.dumps(snapshot, protocol=pickle.HIGHEST_PROTOCOL)
+        self.write_export(_checksum(content) + content)
+
+    def write_export(self, content: bytes) -> None:
+        """Write the bytes of an export: a checksum and a pickled snapshot. Raises OSError."""
+        self._check_is_current()
+        start = int(self._words[_SNAPSHOT])
+        if start + len(content) > len(self._memory):
+            raise OSError(f"it has {len(content)} bytes, and there is room for {len(self._memory) - start}")
+        self._memory[start : start + len(content)] = content
+        self._words[_SNAPSHOT_BYTES] = len(content)
+        self._change(HandoffState.RESERVED, HandoffState.EXPORTED)
 
     @property
     def is_imported(self) -> bool:
-        return os.path.exists(self._imported)
-
-    def commit_import(self) -> bool:
-        """Make the destination the owner. Returns False if the source has withdrawn the export."""
-        return _rename(self._exported, self._imported)
+        return self._is(HandoffState.IMPORTED)
 
     def withdraw_export(self) -> bool:
         """Make the source the owner again. Returns False if the destination has committed the import."""
-        return _rename(self._exported, self._withdrawn)
+        return self._change(HandoffState.EXPORTED, HandoffState.WITHDRAWN)
 
-    def remove(self) -> None:
-        """Delete the files. Only when neither side uses them any more."""
-        for path in self._paths:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+    # the driver
+
+    def num_imported_tokens(self) -> int:
+        """Tokens of the response that the destination has imported. Raises TransferError."""
+        return len(_load(self._read()).output.token_ids)
+
+    def _read(self) -> bytes:
+        start = int(self._words[_SNAPSHOT])
+        return bytes(self._memory[start : start + int(self._words[_SNAPSHOT_BYTES])])
+
+    def _check_is_current(self) -> None:
+        """Raises OSError if the slot belongs to another migration now."""
+        _ = self.state
+
+    def _word(self, state: HandoffState) -> int:
+        return self._migration_id * _NUM_STATES + state
+
+    def _is(self, state: HandoffState) -> bool:
+        """Whether this is the state. What the other side wrote before it is then visible here, too."""
+        if int(self._words[_STATE]) != self._word(state):
+            self._check_is_current()
+            return False
+        return self._change(state, state)
+
+    def _change(self, old: HandoffState, new: HandoffState) -> bool:
+        from dora.engine.kv_transfer.atomic import compare_and_swap  # numba, which the driver may not need
+
+        return compare_and_swap(self._words, _STATE, self._word(old), self._word(new))
 
 
 def _load(exported: bytes) -> RequestSnapshot:
@@ -192,14 +326,6 @@ def _load(exported: bytes) -> RequestSnapshot:
     snapshot = pickle.loads(content)
     assert isinstance(snapshot, RequestSnapshot)
     return snapshot
-
-
-def _rename(old: str, new: str) -> bool:
-    try:
-        os.rename(old, new)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _checksum(content: bytes) -> bytes:

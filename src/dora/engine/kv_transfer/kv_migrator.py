@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from dora.core.types import RequestId
 from dora.engine.decode_batch import DecodeBatch, KVCache, PartialOutput
-from dora.engine.kv_transfer.handoff import KVFormat, RequestSnapshot
+from dora.engine.kv_transfer.handoff import KVFormat, RequestSnapshot, Reservation
 from dora.engine.kv_transfer.migrator import Migrator
 from dora.engine.kv_transfer.pool import KVBlocks, bytes_per_block
 from dora.engine.kv_transfer.transfer import KVExport, KVImport, KVTransport
-from dora.engine.messages import ImportFailed, MigrationReserved, ReserveMigration, StartExport
+from dora.engine.messages import ImportFailed, ReserveMigration, StartExport
 from dora.engine.request import Request, Sequence
 from dora.engine.scheduler import Scheduler
 
@@ -42,7 +42,7 @@ class KVMigrator(Migrator[KVExport, KVImport]):
         self._scheduler, self._batch, self._kv_cache, self._blocks = scheduler, batch, kv_cache, blocks
         self._kv_format, self._prefill, self._transport = kv_format, prefill, transport
 
-    def reserve(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
+    def reserve(self, command: ReserveMigration) -> ImportFailed | None:
         """Reserve a row and the first blocks for a request that can run here."""
         request, migration_id, peer = command.request, command.migration_id, None
         if command.source_pool is not None and not len(self._blocks):
@@ -55,22 +55,24 @@ class KVMigrator(Migrator[KVExport, KVImport]):
         reserved = self._scheduler.reserve(request)
         if reserved is None:
             return ImportFailed(migration_id, "no row is free, or too few KV blocks")
-        num_cached_blocks, cached_prefix_hash = reserved
+        reservation = Reservation(*reserved)
         try:
-            self._incoming[request.id] = KVImport(
-                command,
-                self._transport.migration_files(command.folder, migration_id),
-                self._scheduler.migrating_in[request.id],
-                num_cached_blocks,
-                self._scheduler.allocate_up_to,
-                self._blocks,
-                peer,
-                self._clock(),
-            )
+            handoff = self._transport.open_handoff(migration_id, command.slot)
+            handoff.reserve(reservation)
         except OSError as error:
             self._scheduler.remove(request.id)
-            return ImportFailed(migration_id, f"the migration's files cannot be written: {error}")
-        return MigrationReserved(migration_id, num_cached_blocks, cached_prefix_hash)
+            return ImportFailed(migration_id, f"the migration's slot cannot be written: {error}")
+        self._incoming[request.id] = KVImport(
+            command,
+            handoff,
+            self._scheduler.migrating_in[request.id],
+            reservation.num_cached_blocks,
+            self._scheduler.allocate_up_to,
+            self._blocks,
+            peer,
+            self._clock(),
+        )
+        return None
 
     def check(self) -> None:
         """Every reservation in the scheduler belongs to a migration."""
@@ -80,22 +82,23 @@ class KVMigrator(Migrator[KVExport, KVImport]):
     def _find_request(self, request_id: RequestId) -> Request | None:
         return self._scheduler.request(request_id)
 
-    def _reason_not_to_export(self, command: StartExport) -> str:
-        if reason := super()._reason_not_to_export(command):
-            return reason
-        if command.num_cached_blocks:
-            request, last = self._scheduler.request(command.request_id), command.num_cached_blocks - 1
+    def _reason_to_reject_reservation(self, migration: KVExport, reservation: Reservation) -> str:
+        if reservation.num_cached_blocks:
+            request, last = (
+                self._scheduler.request(migration.command.request_id),
+                reservation.num_cached_blocks - 1,
+            )
             assert request is not None
             hashes = self._scheduler.prompt_block_hashes(request)
-            if hashes[last : last + 1] != (command.cached_prefix_hash,):
+            if hashes[last : last + 1] != (reservation.cached_prefix_hash,):
                 return "the destination has another prompt cached, or other weights"
         return ""
 
     def _open_export(self, command: StartExport) -> KVExport:
-        files = self._transport.migration_files(command.folder, command.migration_id)
+        handoff = self._transport.open_handoff(command.migration_id, command.slot)
         request = self._scheduler.request(command.request_id)
         assert request is not None
-        return KVExport(command, files, request, self._blocks, self._clock())
+        return KVExport(command, handoff, request, self._blocks, self._clock())
 
     def _advance_export(self, migration: KVExport) -> PartialOutput | None:
         request_id = migration.command.request_id
@@ -121,7 +124,7 @@ class KVMigrator(Migrator[KVExport, KVImport]):
 
     def _advance_import(self, migration: KVImport) -> RequestSnapshot | None:
         migration.copy_published_blocks()
-        snapshot = migration.files.load_snapshot()
+        snapshot = migration.handoff.load_snapshot()
         if snapshot is not None:
             migration.finish(snapshot, self._kv_format(migration.command.request.version))
         return snapshot

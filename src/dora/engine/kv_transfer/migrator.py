@@ -12,14 +12,13 @@ from typing import Generic, TypeVar
 
 from dora.core.types import RequestId
 from dora.engine.decode_batch import PartialOutput
-from dora.engine.kv_transfer.handoff import MigrationFiles, RequestSnapshot, TransferError
+from dora.engine.kv_transfer.handoff import Handoff, RequestSnapshot, Reservation, TransferError
 from dora.engine.messages import (
     ExportFailed,
     ExportFinished,
     ImportFailed,
     ImportFinished,
     MigrationReply,
-    MigrationReserved,
     ReserveMigration,
     StartExport,
 )
@@ -43,9 +42,10 @@ class TransferLease:
 class OutgoingMigration:
     """A request that this engine exports."""
 
-    def __init__(self, command: StartExport, files: MigrationFiles, now_s: float) -> None:
-        self.command, self.files = command, files
+    def __init__(self, command: StartExport, handoff: Handoff, now_s: float) -> None:
+        self.command, self.handoff = command, handoff
         self.lease = TransferLease(command.lease_s, now_s)
+        self.reservation: Reservation | None = None  # None: the destination has not reserved a row yet
         self.is_exported = False
         self.failure = ""  # why the migration must end, once there is a reason
 
@@ -58,8 +58,8 @@ class OutgoingMigration:
 class IncomingMigration:
     """A request that this engine imports."""
 
-    def __init__(self, command: ReserveMigration, files: MigrationFiles, now_s: float) -> None:
-        self.command, self.files = command, files
+    def __init__(self, command: ReserveMigration, handoff: Handoff, now_s: float) -> None:
+        self.command, self.handoff = command, handoff
         self.lease = TransferLease(command.lease_s, now_s)
         self.copy_s = 0.0
         self.failure = ""  # why the migration must end, once there is a reason
@@ -93,17 +93,20 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
         return len(self._outgoing) + len(self._incoming) + len(self._replies)
 
     @abstractmethod
-    def reserve(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
+    def reserve(self, command: ReserveMigration) -> ImportFailed | None:
         """Reserve the row, and the blocks if any, that the request needs on this engine."""
 
     def start_export(self, command: StartExport) -> ExportFailed | None:
-        """Begin an export. The request is decoded until it is exported."""
+        """Begin an export, which waits for the destination's reservation.
+
+        The request is decoded until it is exported.
+        """
         failure = self._reason_not_to_export(command)
         if not failure:
             try:
                 self._outgoing[command.request_id] = self._open_export(command)
             except OSError as error:
-                failure = f"the migration's files cannot be read: {error}"
+                failure = f"the migration's slot cannot be read: {error}"
         return ExportFailed(command.migration_id, failure) if failure else None
 
     def cancel(self, migration_id: int) -> None:
@@ -123,7 +126,7 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
         """Withdraw the export of a request that is to be aborted. False if another engine owns it."""
         migration = self._outgoing.get(request_id)
         if migration is not None:
-            if migration.is_exported and not migration.files.withdraw_export():
+            if migration.is_exported and not migration.handoff.withdraw_export():
                 return False
             migration.is_exported, migration.failure = False, "the request was aborted"
         return True
@@ -139,7 +142,7 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
         the request back.
         """
         for request_id, migration in list(self._outgoing.items()):
-            if migration.is_exported and migration.files.is_imported:
+            if migration.is_exported and migration.handoff.is_imported:
                 self._finish_export(request_id, migration)
 
     def poll(self) -> list[MigrationReply]:
@@ -159,7 +162,11 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
 
     @abstractmethod
     def _open_export(self, command: StartExport) -> OutgoingT:
-        """Raises OSError if the files of the migration cannot be opened."""
+        """Raises OSError if the slot of the migration cannot be opened."""
+
+    def _reason_to_reject_reservation(self, migration: OutgoingT, reservation: Reservation) -> str:
+        """Why what the destination has cached is not a part of the request, or an empty string."""
+        return ""
 
     @abstractmethod
     def _advance_export(self, migration: OutgoingT) -> PartialOutput | None:
@@ -197,20 +204,33 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
         return "the request is being migrated already" if command.request_id in self._outgoing else ""
 
     def _poll_outgoing(self, request_id: RequestId, migration: OutgoingT) -> None:
-        if migration.is_exported and migration.files.is_imported:
+        if migration.is_exported and migration.handoff.is_imported:
             self._finish_export(request_id, migration)
-        elif failure := self._failure_of(migration):
-            if migration.is_exported and not migration.files.withdraw_export():
+            return
+        is_reserved = migration.is_exported or self._is_reserved(migration)
+        if failure := self._failure_of(migration):
+            if migration.is_exported and not migration.handoff.withdraw_export():
                 self._finish_export(request_id, migration)
             else:
                 self._end_export(request_id, migration, failure)
-        elif not migration.is_exported and (output := self._advance_export(migration)) is not None:
+        elif (
+            is_reserved
+            and not migration.is_exported
+            and (output := self._advance_export(migration)) is not None
+        ):
             try:
-                migration.files.export_snapshot(self._snapshot(migration, output))
+                migration.handoff.export_snapshot(self._snapshot(migration, output))
             except OSError as error:
                 self._end_export(request_id, migration, f"the snapshot cannot be written: {error}")
             else:
                 migration.is_exported = True
+
+    def _is_reserved(self, migration: OutgoingT) -> bool:
+        """Whether the destination has reserved a row that this engine can export to."""
+        if migration.reservation is None and (found := migration.handoff.reservation()) is not None:
+            migration.reservation = found
+            migration.failure = migration.failure or self._reason_to_reject_reservation(migration, found)
+        return migration.reservation is not None
 
     def _finish_export(self, request_id: RequestId, migration: OutgoingT) -> None:
         del self._outgoing[request_id]
@@ -229,7 +249,7 @@ class Migrator(ABC, Generic[OutgoingT, IncomingT]):
                 snapshot = self._advance_import(migration)
             except TransferError as error:
                 failure = str(error)
-        if snapshot is not None and not migration.files.commit_import():
+        if snapshot is not None and not migration.handoff.commit_import():
             failure = "the source has withdrawn the export"
         if failure:
             del self._incoming[request_id]

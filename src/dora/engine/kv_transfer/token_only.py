@@ -14,9 +14,15 @@ import numpy as np
 
 from dora.core.types import RequestId
 from dora.engine.decode_batch import PartialOutput
-from dora.engine.kv_transfer.handoff import KVFormat, MigrationFiles, RequestSnapshot, TransferError
+from dora.engine.kv_transfer.handoff import (
+    HandoffMemory,
+    KVFormat,
+    RequestSnapshot,
+    Reservation,
+    TransferError,
+)
 from dora.engine.kv_transfer.migrator import IncomingMigration, Migrator, OutgoingMigration
-from dora.engine.messages import ImportFailed, MigrationReserved, ReserveMigration, StartExport
+from dora.engine.messages import ImportFailed, ReserveMigration, StartExport
 from dora.engine.request import Request
 
 
@@ -50,7 +56,7 @@ class TokenOnlyMigrator(Migrator[OutgoingMigration, IncomingMigration]):
 
     def __init__(self, host: TokenOnlyHost, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
-        self._host = host
+        self._host, self._handoffs = host, HandoffMemory()
 
     @property
     def num_reserved(self) -> int:
@@ -61,22 +67,26 @@ class TokenOnlyMigrator(Migrator[OutgoingMigration, IncomingMigration]):
         """How many of those are of this version."""
         return sum(m.command.request.version == version for m in self._incoming.values())
 
-    def reserve(self, command: ReserveMigration) -> MigrationReserved | ImportFailed:
+    def reserve(self, command: ReserveMigration) -> ImportFailed | None:
         self.release_imported()  # the request may be migrating back
         request = command.request
         failure = "the request is on this engine already" if request.id in self._incoming else ""
         if failure := failure or self._host.reason_to_reject_import(request):
             return ImportFailed(command.migration_id, failure)
-        files = MigrationFiles(command.folder, command.migration_id)
-        self._incoming[request.id] = IncomingMigration(command, files, self._clock())
-        return MigrationReserved(command.migration_id, 0, "")
+        try:
+            handoff = self._handoffs.open(command.migration_id, command.slot)
+            handoff.reserve(Reservation(0, ""))
+        except OSError as error:
+            return ImportFailed(command.migration_id, f"the migration's slot cannot be written: {error}")
+        self._incoming[request.id] = IncomingMigration(command, handoff, self._clock())
+        return None
 
     def _find_request(self, request_id: RequestId) -> Request | None:
         return self._host.find_request(request_id)
 
     def _open_export(self, command: StartExport) -> OutgoingMigration:
-        files = MigrationFiles(command.folder, command.migration_id)
-        return OutgoingMigration(command, files, self._clock())
+        handoff = self._handoffs.open(command.migration_id, command.slot)
+        return OutgoingMigration(command, handoff, self._clock())
 
     def _advance_export(self, migration: OutgoingMigration) -> PartialOutput | None:
         return self._host.halt(migration.command.request_id)
@@ -101,7 +111,7 @@ class TokenOnlyMigrator(Migrator[OutgoingMigration, IncomingMigration]):
         self._host.continue_halted(request_id)
 
     def _advance_import(self, migration: IncomingMigration) -> RequestSnapshot | None:
-        snapshot, request = migration.files.load_snapshot(), migration.command.request
+        snapshot, request = migration.handoff.load_snapshot(), migration.command.request
         if snapshot is not None:
             own_format = self._host.kv_format(request.version)
             snapshot.check(own_format.without_kv(), request)

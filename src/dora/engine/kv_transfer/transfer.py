@@ -17,7 +17,14 @@ import numpy as np
 
 from dora.engine.block_manager import BLOCK_SIZE, num_blocks_for
 from dora.engine.decode_batch import PartialOutput
-from dora.engine.kv_transfer.handoff import KVFormat, MigrationFiles, RequestSnapshot, TransferError
+from dora.engine.kv_transfer.handoff import (
+    Handoff,
+    HandoffMemory,
+    HandoffSlot,
+    KVFormat,
+    RequestSnapshot,
+    TransferError,
+)
 from dora.engine.kv_transfer.migrator import IncomingMigration, OutgoingMigration
 from dora.engine.kv_transfer.pool import (
     Checksums,
@@ -45,16 +52,18 @@ def _publishes_blocks(request: Request, pool: KVBlocks) -> bool:
 
 
 class KVTransport:
-    """How engines of one machine reach each other: through files and mapped pools.
+    """How engines of one machine reach each other: through mapped files.
 
     A run on several machines has a subclass.
     """
 
     def __init__(self) -> None:
         self._mapped: dict[Path, MappedPool] = {}
+        self._handoffs = HandoffMemory()
 
-    def migration_files(self, folder: Path, migration_id: int) -> MigrationFiles:
-        return MigrationFiles(folder, migration_id)
+    def open_handoff(self, migration_id: int, slot: HandoffSlot) -> Handoff:
+        """The shared state of a migration. Raises OSError."""
+        return self._handoffs.open(migration_id, slot)
 
     def peer_pool(self, pool: Any, num_bytes: int) -> PeerPool:
         """Another engine's pool, of blocks of `num_bytes`.
@@ -71,29 +80,27 @@ class KVExport(OutgoingMigration):
     """The source's side: publishes blocks, if the request is decoded while they are copied."""
 
     def __init__(
-        self, command: StartExport, files: MigrationFiles, request: Request, pool: KVBlocks, now_s: float
+        self, command: StartExport, handoff: Handoff, request: Request, pool: KVBlocks, now_s: float
     ) -> None:
-        """Raises OSError if the destination has not created the progress file."""
-        super().__init__(command, files, now_s)
+        super().__init__(command, handoff, now_s)
         self._pool = pool
-        is_published = command.carries_kv and _publishes_blocks(request, pool)
-        self._progress = files.open_progress() if is_published else None
+        self._is_published = command.carries_kv and _publishes_blocks(request, pool)
         self._checksums = np.empty(0, np.uint64)  # of the published blocks
 
     @property
     def num_copied(self) -> int:
-        return self._progress.num_copied if self._progress else 0
+        return self.handoff.num_copied if self._is_published else 0
 
     def publish_full_blocks(self, sequence: Sequence, num_computed: int) -> bool:
         """Publish some full blocks. Returns whether none is left that the destination should copy first."""
-        if self._progress is None:
+        if not self._is_published:
             return True
-        first, num_full = self.command.num_cached_blocks, num_computed // BLOCK_SIZE
+        first, num_full = self._num_cached_blocks, num_computed // BLOCK_SIZE
         start = first + len(self._checksums)
         stop = min(num_full, start + _num_blocks_per_poll(self._pool))
         if blocks := sequence.block_table[start:stop]:
             self._add_checksums(blocks)
-            self._progress.publish(blocks)
+            self.handoff.publish(blocks)
         return self.num_copied == num_full - first
 
     def snapshot(
@@ -103,7 +110,7 @@ class KVExport(OutgoingMigration):
         num_computed = len(sequence.request.prompt_ids) + len(output.token_ids) - 1
         blocks: list[int] = []
         if self.command.carries_kv:
-            blocks = sequence.block_table[self.command.num_cached_blocks : num_blocks_for(num_computed)]
+            blocks = sequence.block_table[self._num_cached_blocks : num_blocks_for(num_computed)]
             self._add_checksums(blocks[len(self._checksums) :])
         return RequestSnapshot(
             format=own_format if self.command.carries_kv else own_format.without_kv(),
@@ -115,6 +122,11 @@ class KVExport(OutgoingMigration):
             stopped_at_s=now_s,
         )
 
+    @property
+    def _num_cached_blocks(self) -> int:
+        assert self.reservation is not None
+        return self.reservation.num_cached_blocks
+
     def _add_checksums(self, blocks: list[int]) -> None:
         self._checksums = np.concatenate((self._checksums, checksum_blocks(self._pool, blocks)))
 
@@ -125,7 +137,7 @@ class KVImport(IncomingMigration):
     def __init__(
         self,
         command: ReserveMigration,
-        files: MigrationFiles,
+        handoff: Handoff,
         sequence: Sequence,
         num_cached_blocks: int,
         allocate_up_to: Callable[[Sequence, int], bool],
@@ -135,15 +147,12 @@ class KVImport(IncomingMigration):
     ) -> None:
         """`pool` is this engine's and `peer` the source's: None in a token-only migration.
 
-        `allocate_up_to` extends the sequence to a number of blocks, or returns False. Raises OSError if the
-        progress file cannot be created.
+        `allocate_up_to` extends the sequence to a number of blocks, or returns False.
         """
-        super().__init__(command, files, now_s)
+        super().__init__(command, handoff, now_s)
         self._sequence, self._num_cached, self._allocate_up_to = sequence, num_cached_blocks, allocate_up_to
         self._pool, self._peer = pool, peer
-        request, self._progress = command.request, None
-        if peer is not None and _publishes_blocks(request, pool):
-            self._progress = files.open_progress(num_blocks_for(request.max_length))
+        self._is_published = peer is not None and _publishes_blocks(command.request, pool)
         self._checksums: Checksums = np.empty(0, np.uint64)  # of the blocks copied
 
     @property
@@ -165,11 +174,11 @@ class KVImport(IncomingMigration):
 
     def copy_published_blocks(self) -> None:
         """Copy some of the blocks that the source has published. Raises TransferError if that fails."""
-        if self._progress is None:
+        if not self._is_published:
             return
-        if blocks := self._progress.published(self.num_copied):
+        if blocks := self.handoff.published(self.num_copied):
             self._copy(blocks[: _num_blocks_per_poll(self._pool)])
-            self._progress.num_copied = self.num_copied
+            self.handoff.set_num_copied(self.num_copied)
 
     def finish(self, snapshot: RequestSnapshot, own_format: KVFormat) -> None:
         """Copy the remaining blocks and compare all checksums. Without KV, allocate the blocks.

@@ -19,7 +19,6 @@ from dora.engine.messages import ExportFailed as ExportFailed
 from dora.engine.messages import ExportFinished as ExportFinished
 from dora.engine.messages import ImportFailed as ImportFailed
 from dora.engine.messages import ImportFinished as ImportFinished
-from dora.engine.messages import MigrationReserved as MigrationReserved
 from dora.engine.messages import ReserveMigration as ReserveMigration
 from dora.engine.messages import StartExport as StartExport
 from dora.engine.messages import TurnFinished

@@ -149,7 +149,7 @@ class RayLauncher:
             return ForkedProcess(name, target, spec)
         driver = self.driver
         if self._spans_nodes and isinstance(spec, EngineSpec):
-            driver = replace(driver, broker=self._broker_address(spec.weights))
+            driver = replace(driver, broker=self._broker_address())
         with _run_errors():
             return RayProcess(self, self._actor_name(name), self._acquire(role), target, spec, driver)
 
@@ -184,11 +184,11 @@ class RayLauncher:
         self._channels = [*(each for each in self._channels if not each.is_closed), channel]
         return channel, address
 
-    def _broker_address(self, folder: Path) -> CurveAddress:
-        """The broker of the run's migrations, whose files are in `folder`."""
+    def _broker_address(self) -> CurveAddress:
+        """The broker of the run's migrations."""
         with self._lock:
             if self._broker is None:
-                self._broker = make_broker(self.host or "127.0.0.1", folder)
+                self._broker = make_broker(self.host or "127.0.0.1")
             return self._broker.address
 
     def release(self, bundle: ReservedBundle) -> None:

@@ -1,20 +1,19 @@
 """Live migration between engines of different machines.
 
-The files of a migration stay in a folder of the driver, where one rename decides which engine owns the
-request; so the decision survives a crash of either engine. An engine on another machine sends each file
-operation to the driver's broker. KV blocks go directly from the source's pool to the destination. Engines
-wait for both between two decode steps, so every reply has a timeout.
+The state of a migration stays in memory of the driver's machine, where one compare-and-swap decides which
+engine owns the request; so the decision survives a crash of either engine. An engine on another machine
+sends each operation to the driver's broker. KV blocks go directly from the source's pool to the destination.
+Engines wait for both between two decode steps, so every reply has a timeout.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from dora.curve import CurveAddress
-from dora.engine.kv_transfer.handoff import MigrationFiles, TransferProgress
+from dora.engine.kv_transfer.handoff import Handoff, HandoffMemory, HandoffSlot, HandoffState, Reservation
 from dora.engine.kv_transfer.pool import Checksums, KVBlocks, PeerPool, bytes_per_block, checksum_blocks
 from dora.engine.kv_transfer.transfer import KVTransport
 from dora.runtime.process.rpc import RequestClient, RequestServer
@@ -34,10 +33,10 @@ class RemoteKVTransport(KVTransport):
         self._broker = None if broker is None else RequestClient(broker, BROKER_TIMEOUT_S)
         self._remote_pools: dict[CurveAddress, RemoteKVPool] = {}
 
-    def migration_files(self, folder: Path, migration_id: int) -> MigrationFiles:
+    def open_handoff(self, migration_id: int, slot: HandoffSlot) -> Handoff:
         if self._broker is None:
-            return super().migration_files(folder, migration_id)
-        return RemoteMigrationFiles(self._broker, migration_id)
+            return super().open_handoff(migration_id, slot)
+        return RemoteHandoff(self._broker, migration_id, slot)
 
     def peer_pool(self, pool: Any, num_bytes: int) -> PeerPool:
         """As `KVTransport.peer_pool`. A connection that has failed is replaced by a new one."""
@@ -109,42 +108,59 @@ class KVPoolServer:
         return [self._pool[blocks[start : start + size]] for start in range(0, len(blocks), size)]
 
 
-class MigrationStatus(NamedTuple):
-    """The state of a migration's files. `published` lists the blocks after those that the caller knew."""
+class HandoffStatus(NamedTuple):
+    """What an engine reads of a migration. `published` lists the blocks after those that the caller knew."""
 
+    state: HandoffState
+    reservation: Reservation | None
     published: list[int]
     num_copied: int
     export: bytes | None
-    is_imported: bool
 
 
-class RemoteMigrationFiles(MigrationFiles):
-    """The files of a migration, on the driver's machine."""
+class RemoteHandoff(Handoff):
+    """The state of a migration, on the driver's machine."""
 
-    def __init__(self, broker: RequestClient, migration_id: int) -> None:
-        self._broker, self._migration_id = broker, migration_id
-        self._status, self._status_s = MigrationStatus([], 0, None, False), 0.0
-        self._has_progress = False
+    def __init__(self, broker: RequestClient, migration_id: int, slot: HandoffSlot) -> None:
+        self._broker, self._migration_id, self._slot = broker, migration_id, slot
+        self._status, self._status_s = HandoffStatus(HandoffState.STARTED, None, [], 0, None), 0.0
 
     def call(self, operation: str, *args: Any) -> Any:
         """Do one of the BROKER_OPERATIONS; the next `status` is a new one. Raises OSError."""
         self._status_s = 0.0
-        return self._broker.call((self._migration_id, operation, args))
+        return self._broker.call((self._migration_id, self._slot, operation, args))
 
-    def status(self) -> MigrationStatus:
+    def status(self) -> HandoffStatus:
         """The status, at most STATUS_MAX_AGE_S old; `published` lists all blocks."""
         if time.monotonic() - self._status_s > STATUS_MAX_AGE_S:
             known = self._status.published
-            status = self.call("status", len(known), self._has_progress)
+            status = self.call("status", len(known))
             self._status = status._replace(published=known + status.published)
             self._status_s = time.monotonic()
         return self._status
 
-    def open_progress(self, num_blocks: int | None = None) -> TransferProgress:
-        if num_blocks is not None:
-            self.call("create_progress", num_blocks)
-        self._has_progress = True
-        return RemoteProgress(self)
+    @property
+    def state(self) -> HandoffState:
+        return self.status().state
+
+    def reserve(self, reservation: Reservation) -> None:
+        self.call("reserve", reservation)
+
+    def reservation(self) -> Reservation | None:
+        return self.status().reservation
+
+    def publish(self, blocks: list[int]) -> None:
+        self.call("publish", blocks)
+
+    def published(self, start: int) -> list[int]:
+        return self.status().published[start:]
+
+    @property
+    def num_copied(self) -> int:
+        return self.status().num_copied
+
+    def set_num_copied(self, num_blocks: int) -> None:
+        self.call("set_num_copied", num_blocks)
 
     def write_export(self, content: bytes) -> None:
         self.call("write_export", content)
@@ -154,7 +170,7 @@ class RemoteMigrationFiles(MigrationFiles):
 
     @property
     def is_imported(self) -> bool:
-        return self.status().is_imported
+        return self.state is HandoffState.IMPORTED
 
     def commit_import(self) -> bool:
         return bool(self.call("commit_import"))
@@ -163,62 +179,33 @@ class RemoteMigrationFiles(MigrationFiles):
         return bool(self.call("withdraw_export"))
 
 
-class RemoteProgress(TransferProgress):
-    """The progress file of a migration, on the driver's machine."""
+def make_broker(host: str) -> RequestServer:
+    """The driver's broker: reads and changes the states of migrations for engines. Raises OSError."""
+    memory = HandoffMemory()
 
-    def __init__(self, files: RemoteMigrationFiles) -> None:
-        self._files = files
-
-    @property
-    def num_copied(self) -> int:
-        return self._files.status().num_copied
-
-    @num_copied.setter
-    def num_copied(self, num_blocks: int) -> None:
-        self._files.call("set_num_copied", num_blocks)
-
-    def publish(self, blocks: list[int]) -> None:
-        self._files.call("publish", blocks)
-
-    def published(self, start: int) -> list[int]:
-        return self._files.status().published[start:]
-
-
-def make_broker(host: str, folder: Path) -> RequestServer:
-    """The driver's broker: does the engines' file operations in `folder`. Raises OSError."""
-
-    def handle(request: tuple[int, str, tuple[Any, ...]]) -> object:
-        migration_id, operation, args = request
-        return BROKER_OPERATIONS[operation](MigrationFiles(folder, migration_id), *args)
+    def handle(request: tuple[int, HandoffSlot, str, tuple[Any, ...]]) -> object:
+        migration_id, slot, operation, args = request
+        return BROKER_OPERATIONS[operation](memory.open(migration_id, slot), *args)
 
     return RequestServer(host, handle)
 
 
-def _status(files: MigrationFiles, num_known: int, has_progress: bool) -> MigrationStatus:
-    progress = files.open_progress() if has_progress else None
-    published = progress.published(num_known) if progress else []
-    num_copied = progress.num_copied if progress else 0
-    return MigrationStatus(published, num_copied, files.read_export(), files.is_imported)
-
-
-def _create_progress(files: MigrationFiles, num_blocks: int) -> None:
-    files.open_progress(num_blocks)
-
-
-def _publish(files: MigrationFiles, blocks: list[int]) -> None:
-    files.open_progress().publish(blocks)
-
-
-def _set_num_copied(files: MigrationFiles, num_blocks: int) -> None:
-    files.open_progress().num_copied = num_blocks
+def _status(handoff: Handoff, num_known: int) -> HandoffStatus:
+    return HandoffStatus(
+        handoff.state,
+        handoff.reservation(),
+        handoff.published(num_known),
+        handoff.num_copied,
+        handoff.read_export(),
+    )
 
 
 BROKER_OPERATIONS: dict[str, Callable[..., object]] = {
     "status": _status,
-    "create_progress": _create_progress,
-    "publish": _publish,
-    "set_num_copied": _set_num_copied,
-    "write_export": MigrationFiles.write_export,
-    "commit_import": MigrationFiles.commit_import,
-    "withdraw_export": MigrationFiles.withdraw_export,
+    "reserve": Handoff.reserve,
+    "publish": Handoff.publish,
+    "set_num_copied": Handoff.set_num_copied,
+    "write_export": Handoff.write_export,
+    "commit_import": Handoff.commit_import,
+    "withdraw_export": Handoff.withdraw_export,
 }

@@ -54,7 +54,7 @@ class EnginePool:
         sample_book: SampleBook,
         notice: Callable[[str], None],
     ) -> None:
-        """Start the first engines. `folder` has weights, KV pools and the files of migrations."""
+        """Start the first engines. `folder` has weights, KV pools and the state of migrations."""
         runtime = setup.config.runtime
         self._setup, self._folder, self._supervisor = setup, folder, supervisor
         self._events, self._sample_book, self._notice = events, sample_book, notice

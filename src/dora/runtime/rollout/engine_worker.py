@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from dora.engine.engine import Engine
 
 IDLE_WAIT_S = 0.25  # for a message, without any work
-POLL_WAIT_S = 0.001  # for a message, while only migrations or a weight load are in progress
+MIN_POLL_WAIT_S = 0.0001  # for a message, while only migrations or a weight load are in progress
+MAX_POLL_WAIT_S = 0.001  # each wait is twice as long as the last one, until there is a message or a reply
 
 
 def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> None:
@@ -37,19 +38,23 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
     outbox.send(_ready_message(engine, spec))
     at_start = _usage(engine)
     reports = _reports(engine, at_start)
+    poll_wait_s = MIN_POLL_WAIT_S
     while True:
         is_polling = loader.is_busy or (migrating is not None and migrating.num_migrations > 0)
-        wait_s = 0.0 if engine.can_step else POLL_WAIT_S if is_polling else IDLE_WAIT_S
+        wait_s = 0.0 if engine.can_step else poll_wait_s if is_polling else IDLE_WAIT_S
+        poll_wait_s = min(2 * poll_wait_s, MAX_POLL_WAIT_S)
         replies: list[object] = []
         for message in inbox.receive(wait_s):
             if isinstance(message, m.Shutdown):
                 return
+            poll_wait_s = MIN_POLL_WAIT_S
             if (reply := _handle(engine, loader, message)) is not None:
                 replies.append(reply)
         replies += loader.poll()
         if migrating and migrating.num_migrations:
             replies += migrating.poll_migrations()
         if replies:
+            poll_wait_s = MIN_POLL_WAIT_S
             outbox.send(*replies)
         if engine.can_step and (completions := engine.step()):
             stored = [completion.without_filtered_logprobs() for completion in completions]
