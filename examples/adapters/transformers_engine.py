@@ -121,10 +121,11 @@ class Transformers:
         self._is_paused = False
 
     def decode_only(self, ids: Iterable[RequestId]) -> None:
-        """Raises EngineError: `capabilities` does not claim it."""
-        raise EngineError(
-            "this engine cannot decode some requests only; set orchestrator.prioritize_stragglers = false"
-        )
+        """Raises EngineError for any ids: `capabilities` does not claim it."""
+        if {*ids}:
+            raise EngineError(
+                "this engine cannot decode some requests only; set orchestrator.prioritize_stragglers = false"
+            )
 
     def step(self) -> list[Completion]:
         if self._is_paused:

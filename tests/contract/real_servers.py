@@ -6,6 +6,7 @@ The other tests use fake servers with made-up or recorded answers.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 from tests.contract.lora import RANK, lora_weights
-from tests.runtime.running import wait_until_gone
+from tests.docs.blocks import ROOT, commands
+from tests.runtime.running import dora, summary, wait_until_gone
 
 from dora.engine.backends.sglang import Sglang
 from dora.engine.backends.vllm import Vllm, VllmLora
@@ -31,6 +33,8 @@ from dora.trainer.settings import Sample, TrainerSettings
 
 Engine: type[Vllm] | type[Sglang] = Sglang if "SGLANG_PYTHON" in os.environ else Vllm
 PYTHON = os.environ["SGLANG_PYTHON" if Engine is Sglang else "VLLM_PYTHON"]
+NAME = Engine.server_kind.name.lower()  # of its page, and of the environment on that page
+PAGE = [line for block, line in commands() if block.page == f"docs/{NAME}.md"]
 ENGINES: dict[str, Vllm | Sglang] = {}  # by dtype: each server takes half a minute to start
 
 
@@ -60,6 +64,22 @@ class TestReal(InferenceContract):
 
     factory = Attached
     tolerance = 1e-3
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("line", [line for line in PAGE if line.startswith("dora train")])
+def test_the_commands_of_the_page_train(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few steps and evaluation prompts, and no engine lost in an evaluation or a step."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / NAME).symlink_to(Path(PYTHON).absolute().parent.parent)
+    monkeypatch.chdir(tmp_path)
+    few = ("--steps", "3", "--set", "eval.num_prompts=16", "--set", "runtime.start_timeout_s=600")
+    ended = dora(*shlex.split(line)[1:], *few, "--out", "run", timeout_s=800)
+    assert ended.code == 0, ended.err
+    assert " lost (" not in ended.out + ended.err
+    found = summary(tmp_path / "run")
+    assert (found["steps"], found["c1"], found["c2"], found["c3"]) == (3, True, True, True)
+    assert [evaluation["version"] for evaluation in found["evaluations"]] == [0, 3]
 
 
 @pytest.mark.timeout(300)

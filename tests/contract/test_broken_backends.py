@@ -86,6 +86,11 @@ class IgnoresAborts(Engine):
         return {id: progress[id] for id in ids if id in progress}
 
 
+class RejectsDecodingAll(Engine):
+    def decode_only(self, ids: Iterable[RequestId]) -> None:
+        raise EngineError("no decoding of some requests only")
+
+
 class MissesKernels(Engine):
     def __getattribute__(self, name: str) -> Any:
         if name == "kernels":
@@ -104,6 +109,7 @@ ENGINES = {
     ClaimsBf16: "test_every_claimed_dtype_has_the_digest_of_its_own_bytes",
     RejectsAllRequests: "test_a_request_that_cannot_run_is_rejected_by_id_and_the_others_run",
     IgnoresStopTokens: "test_an_answer_ends_with_its_first_stop_token",
+    RejectsDecodingAll: "test_an_engine_that_decodes_everything_can_be_set_to_it_again",
     IgnoresAborts: "test_aborted_requests_are_not_answered",
 }
 

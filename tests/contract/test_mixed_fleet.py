@@ -1,4 +1,4 @@
-"""A run with vLLM servers and DORA's own engines, in which requests migrate between all of them.
+"""A run with vLLM servers and DORA's own engines, which evaluate, and between which requests migrate.
 
 The servers are fakes with made-up answers, so the test checks the run's guarantees only.
 """
@@ -23,6 +23,7 @@ SETTINGS: dict[str, Any] = {
     "engine__version_slots": 1,
     "sampling__max_response_length": 48,
     "orchestrator__prioritize_stragglers": "false",
+    "eval__num_prompts": 4,
     "orchestrator__balance_running": "true",
     "orchestrator__rebalance_interval_s": 0.1,
 }
@@ -42,12 +43,13 @@ def test_requests_migrate_between_engines_of_all_kinds(servers: list[FakeVllmSer
     task = write_task(tmp_path)
     fleets = (FLEET.format(name=f"server{i}", url=server.url) for i, server in enumerate(servers))
     task.write_text(task.read_text() + "".join(fleets))
-    run = Run(task, tmp_path / "run", **SETTINGS)
+    run = Run(task, tmp_path / "run", eval__path=tmp_path / "prompts.jsonl", **SETTINGS)
     try:
         ended = run.end()
     finally:
         run.kill_all()
     assert ended.code == 0, ended.err
+    assert " lost (" not in ended.out + ended.err, "the evaluations did not lose an engine"
     migrations = [event for event in journal(run.out) if event["kind"] == "migrated"]
     directions = {(event["source"] == 0, event["destination"] == 0) for event in migrations}
     assert directions >= {(False, True), (True, False)}, migrations

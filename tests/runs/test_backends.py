@@ -16,6 +16,7 @@ FITTING: dict[str, Any] = {
     "engine__version_slots": 1,
     "orchestrator__placement": "static",
     "orchestrator__prioritize_stragglers": "false",
+    "eval__num_prompts": 4,  # before step 1: the first actions of an engine
 }
 
 
@@ -30,7 +31,16 @@ def task(tmp_path: Path) -> Path:
 
 def test_the_guarantees_hold_with_other_backends_when_an_engine_crashes(task: Path) -> None:
     out = task.parent / "run"
-    run = Run(task, out, run__steps=6, engine__backend=ENGINE, trainer__backend=TRAINER, **FITTING)
+    held_out = task.parent / "prompts.jsonl"
+    run = Run(
+        task,
+        out,
+        run__steps=6,
+        eval__path=held_out,
+        engine__backend=ENGINE,
+        trainer__backend=TRAINER,
+        **FITTING,
+    )
     try:
         run.wait_for_steps(2)
         run.workers()[0].kill()
@@ -48,7 +58,8 @@ def test_engines_of_two_kinds_serve_one_run_and_replace_each_other(tmp_path: Pat
     task = write_task(tmp_path)
     fleet = f'[[fleet]]\nname = "others"\nbackend = "{ENGINE}"\nmax_num_seqs = 2\n'
     task.write_text(task.read_text() + fleet)
-    run = Run(task, tmp_path / "run", run__steps=8, engine__num_engines=1, **FITTING)
+    held_out = tmp_path / "prompts.jsonl"
+    run = Run(task, tmp_path / "run", run__steps=8, engine__num_engines=1, eval__path=held_out, **FITTING)
     try:
         run.wait_for_steps(2)
         run.workers()[1].kill()

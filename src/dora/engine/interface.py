@@ -117,14 +117,15 @@ class InferenceEngine(Protocol):
     def decode_only(self, ids: Iterable[RequestId]) -> None:
         """Decode only these requests until none of them is running; no ids: decode all.
 
-        Called only if the capability `decode_only` is set.
+        Called with ids only if the capability `decode_only` is set. Every engine accepts no ids, because an
+        evaluation makes all engines decode everything.
         """
 
     def pause(self) -> None:
         """Make `step` do nothing until `resume`. Called only if the capability `pauses` is set."""
 
     def resume(self) -> None:
-        """Decode again."""
+        """Decode again. Every engine accepts it, also if it is not paused."""
 
 
 @runtime_checkable

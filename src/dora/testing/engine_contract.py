@@ -293,6 +293,17 @@ class InferenceContract:
         (answer,) = self._finish(engine, 1)
         assert self._max_difference(answer, make_request(0)) < self.tolerance
 
+    def test_an_engine_that_decodes_everything_can_be_set_to_it_again(self, engine: InferenceEngine) -> None:
+        """An evaluation does so on every engine, whatever the engine supports."""
+        engine.submit([make_request(number) for number in range(MAX_ROWS)])
+        engine.step()
+        try:
+            engine.resume()
+            engine.decode_only(())
+        except EngineError as error:
+            pytest.fail(f"the engine decodes everything already, and must accept this: {error}")
+        assert len(self._finish(engine, MAX_ROWS)) == MAX_ROWS
+
     def test_requests_in_decode_only_finish_first(self, engine: InferenceEngine) -> None:
         self._require(decode_only=self._capabilities.decode_only)
         requests = [make_request(number) for number in range(MAX_ROWS)]

@@ -235,10 +235,11 @@ class HttpEngine(ABC):
         self._is_paused, self._last_event_s = False, time.monotonic()
 
     def decode_only(self, ids: Iterable[RequestId]) -> None:
-        """Raises EngineError: `capabilities` does not claim it."""
-        raise EngineError(
-            "a server cannot decode some requests only; set orchestrator.prioritize_stragglers = false"
-        )
+        """Raises EngineError for any ids: `capabilities` does not claim it."""
+        if {*ids}:
+            raise EngineError(
+                "a server cannot decode some requests only; set orchestrator.prioritize_stragglers = false"
+            )
 
     def step(self) -> list[Completion]:
         if not self.can_step:
