@@ -27,7 +27,9 @@ from peers_watch import ResourceMonitor
 import dora
 from dora.config import load
 from dora.config.schema import Config
+from dora.engine.backends.vllm import IN_PROCESS
 
+SERVER_PLUGINS = Path(dora.__file__).parent / "engine" / "backends" / "server_plugins"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gcd.toml"
 QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
 SERVER = {
@@ -44,6 +46,7 @@ SERVER_OPTIONS = (
     *("--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "32768"),
     *("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "peers_vllm.FileWeights"),
     *("--disable-log-stats", "--disable-uvicorn-access-log", "--host", "127.0.0.1"),
+    *IN_PROCESS,  # as for DORA's own servers
 )
 START_S, STEP_S = 300.0, 30.0  # time limits of a start and, on average, of a step
 
@@ -217,7 +220,8 @@ def vllm_server(peers: Peers, folder: Path, threads: int) -> Iterator[Peers]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    own = SERVER | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": str(threads)}
+    plugins = os.pathsep.join((str(folder), str(SERVER_PLUGINS)))
+    own = SERVER | {"PYTHONPATH": plugins, "OMP_NUM_THREADS": str(threads)}
     with _started([*command, *SERVER_OPTIONS, "--port", port], folder / "stderr.txt", own) as process:
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
         while not _answers(url):

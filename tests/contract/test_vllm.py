@@ -63,7 +63,7 @@ def make(tmp_path: Path) -> Make:
     return make
 
 
-def engine_at(url: str, model: Path, **options: Any) -> Vllm:
+def engine_at(url: str | None, model: Path, **options: Any) -> Vllm:
     return Vllm(
         model=str(model),
         max_rows=MAX_ROWS,
@@ -225,6 +225,37 @@ def test_the_error_for_a_missing_server_names_the_remedy(make: Make, tmp_path: P
 def test_the_error_for_a_server_that_does_not_start_has_its_output() -> None:
     with pytest.raises(RunError, match="No module named"):
         start_server(VLLM, sys.executable, (), {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "binding", "is_in_process"),
+    [
+        ((), None, True),
+        (("--max-logprobs", "1"), "nobind", True),
+        (("--tensor-parallel-size", "2"), None, False),
+        (("--pipeline_parallel_size=2",), None, False),
+        (("-tp", "2"), None, False),
+        ((), "0-3", False),
+    ],
+)
+def test_the_worker_on_a_cpu_is_in_the_engines_process_if_there_is_only_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    binding: str | None,
+    is_in_process: bool,
+) -> None:
+    """And if vLLM does not bind threads: only worker processes can. The interpreter prints its arguments."""
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    if binding is not None:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", binding)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o700)
+    save_pretrained(tmp_path / "model", CONFIG, version_weights(0))
+    with pytest.raises(RunError, match=r"did not start:\n-m vllm\.entrypoints") as error:
+        engine_at(None, tmp_path / "model", python=str(python), arguments=arguments)
+    assert ("dora_vllm_executor.InProcessExecutor" in str(error.value)) == is_in_process
 
 
 # aborts

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,6 +67,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 CPU_FLAGS = ("--enforce-eager",)
+IN_PROCESS = ("--distributed-executor-backend", "dora_vllm_executor.InProcessExecutor")
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else it compiles C++ for a part of the sampler
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -103,7 +105,7 @@ class Vllm(HttpEngine):
             kv_bytes = load_config(Path(model)).kv_bytes_per_token * max_rows * max_context
             sizes = ("--max-model-len", f"{max_context}", "--max-num-seqs", f"{max_rows}")
             flags = ("--model", model, "--dtype", dtype, *sizes, "--seed", f"{secrets.randbits(31)}", *FLAGS)
-            device_flags, environment = _device_options(device, kv_bytes)
+            device_flags, environment = _device_options(device, kv_bytes, arguments)
             server = start_server(VLLM, python, (*flags, *device_flags, *arguments), environment)
         else:
             assert url is not None
@@ -156,11 +158,19 @@ class Vllm(HttpEngine):
         self.server.call("/pause?mode=keep" if is_paused else "/resume", {})
 
 
-def _device_options(device: str, kv_bytes: int) -> tuple[Sequence[str], dict[str, str]]:
-    """Flags and environment of a server on a device. The user's own environment has priority."""
+def _device_options(
+    device: str, kv_bytes: int, arguments: Sequence[str]
+) -> tuple[Sequence[str], dict[str, str]]:
+    """Flags and environment of a server on a device. The user's own environment has priority.
+
+    On a CPU the worker is in the engine's process, unless `arguments` or the environment exclude it.
+    """
     kind, _, number = device.partition(":")
-    environment = dict(ENVIRONMENT)
+    environment, flags = dict(ENVIRONMENT), tuple[str, ...]()
     if kind == "cpu":
+        binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        has_one_worker = not any(re.match(r"-(tp|pp)|--[\w-]*parallel", argument) for argument in arguments)
+        flags = CPU_FLAGS + (IN_PROCESS if has_one_worker and binding == "nobind" else ())
         environment |= CPU_ENVIRONMENT
         num_gib = math.ceil(2 * kv_bytes / 2**30)  # twice: the last block of a row is partly filled
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(num_gib)
@@ -168,7 +178,7 @@ def _device_options(device: str, kv_bytes: int) -> tuple[Sequence[str], dict[str
     if number:
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         environment["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if visible else number
-    return (CPU_FLAGS if kind == "cpu" else ()), environment
+    return flags, environment
 
 
 ADAPTER_FILE = "adapter_model.safetensors"
