@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from dora.engine.backends.server_plugins.dora_digest import file_digest
+from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
 from dora.engine.backends.server_plugins.dora_sglang import WEIGHTS_FILE, with_digest
 
 AUTH_TOKEN = "of this server"
@@ -110,7 +110,9 @@ class Handler(BaseHTTPRequestHandler):
             response["message"].split(" DORA")[0],
             f"Weight version updated to {body['weight_version']}.",
         )
-        update = with_digest(lambda self, folder: (Path(folder, WEIGHTS_FILE).is_file(), begin), file_digest)
+        update = with_digest(
+            lambda self, folder: (Path(folder, WEIGHTS_FILE).is_file(), begin), safetensors_digest
+        )
         is_done, message = update(None, body["model_path"])
         server.label = body["weight_version"]
         message = begin if "no_digest" in server.faults else message

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from dora.engine.backends.server_plugins.dora_digest import file_digest
+from dora.engine.backends.server_plugins.dora_digest import flat_digest, safetensors_digest
 
 AUTH_TOKEN = "of this server"
 INTERVAL = 8  # tokens of an event, after the first one
@@ -91,6 +91,7 @@ class FakeVllmServer(ThreadingHTTPServer):
         self.label = "none"
         self.adapters: dict[str, Path] = {}
         self.generate_calls: list[dict[str, Any]] = []  # bodies, in order
+        self.loaded_files: list[str] = []
         self.aborted: set[str] = set()
         self.num_streams = 0
         self.changed = threading.Condition()
@@ -136,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
             case "/collective_rpc" if body["method"] == "dora_load_weights":
                 self._load(body["args"][0])
             case "/collective_rpc" if body["method"] == "dora_digest":
-                self._send_json(200, {"results": [file_digest(body["args"][0])]})
+                self._send_json(200, {"results": [safetensors_digest(body["args"][0])]})
             case "/collective_rpc":
                 self._send_json(200, recorded_response(body["method"]))
             case "/v1/load_lora_adapter":
@@ -169,10 +170,11 @@ class Handler(BaseHTTPRequestHandler):
     def _load(self, path: str) -> None:
         faults = self.server.faults
         assert not self.server.num_streams, "weights change during an answer"
+        self.server.loaded_files.append(path)
         if faults.get("rejected_loads"):
             faults["rejected_loads"] -= 1
             return self._send_json(500, recorded_response("bad load"))
-        self._send_json(200, {"results": faults.get("digests", [file_digest(path)])})
+        self._send_json(200, {"results": faults.get("digests", [flat_digest(path)])})
 
     def _abort(self, body: dict[str, Any]) -> None:
         server = self.server

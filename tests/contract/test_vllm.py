@@ -17,23 +17,24 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.contract.fake_vllm_server import AUTH_TOKEN, FakeVllmServer, recorded_events
 from tests.runtime.running import wait_until_gone
+from torch import Tensor
 
 from dora.engine.backends import run_until_eof
-from dora.engine.backends.http_engine import write_safetensors
 from dora.engine.backends.server import attach_server, start_server
-from dora.engine.backends.server_plugins.dora_digest import file_digest
-from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE, TokenMiddleware
+from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE, TokenMiddleware, WorkerExtension
 from dora.engine.backends.vllm import VLLM, Vllm
 from dora.engine.request import Completion, EngineError
 from dora.errors import ConfigError, RunError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import WeightLayout, weight_digest
+from dora.runtime.process.messages import WeightsLoaded
+from dora.runtime.rollout.engine_worker import WeightLoader
 from dora.testing import CONFIG, make_request, reference_logprobs, version_weights
 from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS
+from dora.weights.store import Prefetcher, WeightStore
 
 SERVERS: list[FakeVllmServer] = []
 MAX_STEPS = 1000
@@ -81,6 +82,26 @@ def run(engine: Vllm) -> list[Completion]:
         if answers := engine.step():
             return answers
     return []
+
+
+def test_the_server_reads_a_published_version_where_it_lies(make: Make, tmp_path: Path) -> None:
+    """Without a copy, even with prefetching: a server cannot use the memory of this process."""
+    engine, server = make()
+    store = WeightStore(tmp_path)
+    digest = store.publish(3, version_weights(3))
+    loader = WeightLoader(engine, store, Prefetcher(store, is_pinned=False))
+    loader.load(3)
+    assert loader.poll() == [WeightsLoaded(3, digest, 0.0)]
+    assert server.loaded_files == [str(tmp_path / store.file_name(3))]
+    assert dict(engine.versions) == {3: digest}
+
+
+def test_a_file_of_another_model_is_rejected(make: Make, tmp_path: Path) -> None:
+    engine, server = make()
+    (tmp_path / "weights").write_bytes(bytes(12))
+    with pytest.raises(EngineError, match="version 0 has 3 weights in float32; the model has"):
+        engine.load_file(0, tmp_path / "weights")
+    assert (server.loaded_files, dict(engine.versions)) == ([], {})
 
 
 # lost engines
@@ -280,16 +301,36 @@ def test_a_load_waits_until_the_server_is_idle(make: Make, num_ignored: int) -> 
 # parts
 
 
-def test_the_digest_of_a_file_is_that_of_the_version(tmp_path: Path) -> None:
-    """For files of one piece and of several."""
+class FakeRunner:
+    """The part of vLLM's model runner that loads weights, with a model that has no head of its own."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Tensor] = {}
+
+    def get_model(self) -> object:
+        return None
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
+        self.loaded = {name: weight.clone() for name, weight in weights_iterator}
+
+
+def test_the_server_reads_each_parameter_of_a_file_of_raw_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And returns the digest of the version, for files of one piece and of several."""
+    monkeypatch.syspath_prepend(str(Path(run_until_eof.__file__).parent / "server_plugins"))
     for config in (CONFIG, ModelConfig(2**19 + 1, 32, 48, 1, 1, 1, 32, 64)):
-        layout, path = WeightLayout(config), tmp_path / "weights.safetensors"
+        layout, path = WeightLayout(config), tmp_path / "weights"
+        names = [(name, layout.offsets[name], [*shape]) for name, shape in layout.shapes.items()]
         for flat in (torch.arange(layout.numel).float(), torch.ones(layout.numel).bfloat16()):
-            write_safetensors(path, layout, flat)
-            assert file_digest(str(path)) == weight_digest(flat)
-            stored = load_file(path)
-            assert stored.keys() == layout.shapes.keys()
-            assert all(torch.equal(stored[name], view) for name, view in layout.views(flat).items())
+            path.write_bytes(flat.view(torch.uint8).numpy().data)
+            extension = WorkerExtension()
+            extension.model_runner = FakeRunner()
+            digest = extension.dora_load_weights(str(path), str(flat.dtype).removeprefix("torch."), names)
+            assert digest == weight_digest(flat)
+            loaded, views = extension.model_runner.loaded, layout.views(flat)
+            assert loaded.keys() == views.keys()
+            assert all(torch.equal(loaded[name], view) for name, view in views.items())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dora.core.types import RequestId
@@ -133,6 +134,14 @@ class RecomputesKV(Protocol):
     """What an engine implements beside `InferenceEngine` if it recomputes KV of its own requests."""
 
     num_recomputed: int  # tokens so far
+
+
+@runtime_checkable
+class LoadsFiles(Protocol):
+    """What an engine implements beside `InferenceEngine` if it reads a version where it is published."""
+
+    def load_file(self, version: int, path: Path) -> str:
+        """As `load`, from a file of the flat buffer's raw numbers, which may be deleted afterwards."""
 
 
 class InferenceFactory(Protocol):

@@ -7,22 +7,19 @@ nothing. Running requests migrate without KV: the tokens generated so far become
 
 from __future__ import annotations
 
-import json
 import math
 import queue
 import secrets
-import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dora.core.types import Chunk, RequestId
@@ -42,11 +39,9 @@ from dora.engine.request import Completion, EngineError, Request
 from dora.errors import RunError
 from dora.model.pretrained import load_config
 from dora.model.weights import WeightLayout
-from dora.weights.store import make_store_folder
 
 STEP_WAIT_S = 0.02  # the longest that a step waits for the server
 ABORT_TIMEOUT_S = 30.0  # the longest that the server may generate for requests that were aborted
-WEIGHTS_FILE = "model.safetensors"
 
 
 class StreamDelta(NamedTuple):
@@ -132,8 +127,8 @@ class HttpEngine(ABC):
     # the calls of one kind of server
 
     @abstractmethod
-    def _load_file(self, folder: Path, label: str) -> str:
-        """Load `folder`/model.safetensors under the name `label`. Returns the digest of the bytes read."""
+    def _send_weights(self, label: str, source: Tensor) -> str:
+        """Load weights into the server under the name `label`. Returns the digest of what it has read."""
 
     @abstractmethod
     def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
@@ -167,30 +162,28 @@ class HttpEngine(ABC):
         return not self._is_paused and bool(self._running or self._waiting or self._completions)
 
     def load(self, version: int, source: Tensor) -> str:
+        self._check_source(version, source.numel(), str(source.dtype).removeprefix("torch."))
+        return self._load(version, lambda label: self._send_weights(label, source))
+
+    def _check_source(self, version: int, numel: int, dtype: str) -> None:
+        if (numel, dtype) != (self._layout.numel, self._dtype):
+            raise EngineError(
+                f"version {version} has {numel} weights in {dtype}; the model has {self._layout.numel} in "
+                f"{self._dtype}"
+            )
+
+    def _load(self, version: int, send: Callable[[str], str]) -> str:
+        """Load a version with `send`, which gets its name at the server and returns its digest."""
         if version in self._digests or len(self._digests) >= self.num_slots:
             raise EngineError(
                 f"no free slot for version {version}: {[*self._digests]} are loaded and num_slots = "
                 f"{self.num_slots}; drop one"
             )
-        if (source.numel(), str(source.dtype)) != (self._layout.numel, f"torch.{self._dtype}"):
-            raise EngineError(
-                f"version {version} has {source.numel()} weights in {source.dtype}; the model has "
-                f"{self._layout.numel} in {self._dtype}"
-            )
         if not self._digests:
             self._wait_until_idle()
         label = f"dora-{version}-{secrets.token_hex(8)}"
-        self._digests[version], self._labels[version] = self._send_weights(label, source), label
+        self._digests[version], self._labels[version] = send(label), label
         return self._digests[version]
-
-    def _send_weights(self, label: str, source: Tensor) -> str:
-        """Load weights into the server under the name `label`. Returns the digest of what it has read."""
-        folder = make_store_folder(source.nbytes)
-        try:
-            write_safetensors(folder / WEIGHTS_FILE, self._layout, source)
-            return self._load_file(folder, label)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _weights_label(self, version: int) -> str:
         """The server's name for the weights in the spans of this version's responses."""
@@ -454,23 +447,3 @@ class HttpEngine(ABC):
         if request.max_length > self._max_context:
             return f"it may have {request.max_length} tokens, over max_context = {self._max_context}"
         return ""
-
-
-_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-
-
-def write_safetensors(path: Path, layout: WeightLayout, flat: Tensor) -> None:
-    """Write `flat` ([numel], fp32 or bf16, on the CPU) under Hugging Face names, in the layout's order.
-
-    The data of the file are the flat buffer, so its digest is that of the version.
-    """
-    size, header = flat.element_size(), {}
-    for name, shape in layout.shapes.items():
-        begin = layout.offsets[name] * size
-        offsets = [begin, begin + math.prod(shape) * size]
-        header[name] = {"dtype": _SAFETENSORS_DTYPES[flat.dtype], "shape": shape, "data_offsets": offsets}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.write(flat.contiguous().view(torch.uint8).numpy().data)

@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dora.engine.backends.http_engine import WEIGHTS_FILE, HttpEngine, ServerRequest, StreamDelta
+from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta
 from dora.engine.backends.server import (
     JsonBody,
     ServerKind,
@@ -38,7 +38,7 @@ from dora.engine.backends.server import (
     check_server_options,
     start_server,
 )
-from dora.engine.backends.server_plugins.dora_digest import file_digest
+from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
 from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE
 from dora.engine.interface import Capabilities
 from dora.engine.request import EngineError
@@ -119,8 +119,25 @@ class Vllm(HttpEngine):
             raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
         self.kernels = f"vLLM {self.server.call('/version')['version']} on {info['device']}"
 
-    def _load_file(self, folder: Path, label: str) -> str:
-        call = {"method": "dora_load_weights", "args": [str(folder / WEIGHTS_FILE)]}
+    # LoadsFiles
+
+    def load_file(self, version: int, path: Path) -> str:
+        itemsize = getattr(torch, self._dtype).itemsize
+        self._check_source(version, path.stat().st_size // itemsize, self._dtype)
+        return self._load(version, lambda label: self._send_file(label, path))
+
+    def _send_weights(self, label: str, source: Tensor) -> str:
+        folder = make_store_folder(source.nbytes)
+        try:
+            (folder / "weights").write_bytes(source.contiguous().view(torch.uint8).numpy().data)
+            return self._send_file(label, folder / "weights")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _send_file(self, label: str, path: Path) -> str:
+        """Load a file of raw numbers. Returns the digest of what the server has read."""
+        layout = [(name, self._layout.offsets[name], shape) for name, shape in self._layout.shapes.items()]
+        call = {"method": "dora_load_weights", "args": [str(path), self._dtype, layout]}
         digests = set(self.server.call("/collective_rpc", call, LOAD_TIMEOUT_S)["results"])
         if len(digests) != 1:
             raise EngineError(f"workers of {self.server} have read different weights: {sorted(digests)}")
@@ -232,6 +249,10 @@ class VllmLora(Vllm):
         if super()._send_weights("dora-base", self._base) != weight_digest(self._base):
             raise EngineError(f"{self.server} has not loaded the weights of {model}")
 
+    def load_file(self, version: int, path: Path) -> str:
+        """An adapter is factored from the merged weights, so it is not in the file."""
+        return self.load(version, torch.from_file(str(path), size=self._base.numel(), dtype=torch.float32))
+
     def drop(self, version: int) -> None:
         label = self._labels.get(version, "")
         super().drop(version)
@@ -251,7 +272,7 @@ class VllmLora(Vllm):
         path = str(folder / ADAPTER_FILE)
         try:
             call = {"method": "dora_digest", "args": [path]}
-            if set(self.server.call("/collective_rpc", call)["results"]) != {file_digest(path)}:
+            if set(self.server.call("/collective_rpc", call)["results"]) != {safetensors_digest(path)}:
                 raise EngineError(f"{self.server} has read another adapter than was written to {path}")
             self.server.call_raw("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
         except BaseException:

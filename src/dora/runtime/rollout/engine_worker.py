@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dora.engine.interface import InferenceEngine, RecomputesKV
+from dora.engine.interface import InferenceEngine, LoadsFiles, RecomputesKV
 from dora.engine.messages import SupportsEpisodes, SupportsMigration
 from dora.engine.request import EngineError
 from dora.metrics.rollout import EngineUsage
@@ -100,7 +100,8 @@ def build_engine(spec: m.EngineSpec) -> InferenceEngine:
 
 def _make_weight_loader(engine: InferenceEngine, spec: m.EngineSpec) -> WeightLoader:
     store = spec.remote_weights or WeightStore(spec.weights, spec.dtype)
-    prefetcher = Prefetcher(store, spec.device != "cpu") if spec.prefetches_weights else None
+    prefetches = spec.prefetches_weights and not isinstance(engine, LoadsFiles)
+    prefetcher = Prefetcher(store, spec.device != "cpu") if prefetches else None
     return WeightLoader(engine, store, prefetcher)
 
 
@@ -270,6 +271,8 @@ class WeightLoader:
         """The digest, if the load is finished at once, as without prefetching and for other backends."""
         from dora.engine.engine import Engine
 
+        if isinstance(self._engine, LoadsFiles) and isinstance(self._store, WeightStore):
+            return self._engine.load_file(version, self._store.folder / self._store.file_name(version))
         if self._prefetcher is None:
             return self._engine.load(version, self._store.fetch(version))
         source = self._prefetcher.fetch(version)

@@ -22,7 +22,7 @@ WEIGHTS_FILE = "model.safetensors"
 UpdateFromDisk = Callable[..., tuple[bool, str]]
 
 
-def with_digest(update: UpdateFromDisk, file_digest: Callable[[str], str]) -> UpdateFromDisk:
+def with_digest(update: UpdateFromDisk, digest_of: Callable[[str], str]) -> UpdateFromDisk:
     """SGLang's update of the weights from a folder, with the digest of the file in its message."""
 
     @functools.wraps(update)
@@ -31,7 +31,7 @@ def with_digest(update: UpdateFromDisk, file_digest: Callable[[str], str]) -> Up
     ) -> tuple[bool, str]:
         is_done, message = update(self, model_path, *args, **kwargs)
         if is_done:
-            message = f"{message} {DIGEST_PREFIX}{file_digest(str(Path(model_path) / WEIGHTS_FILE))}."
+            message = f"{message} {DIGEST_PREFIX}{digest_of(str(Path(model_path) / WEIGHTS_FILE))}."
         return is_done, message
 
     return update_with_digest
@@ -58,7 +58,8 @@ def patch_weight_updater() -> None:
     )
 
     updater = weight_updater.WeightUpdater
-    updater.update_weights_from_disk = with_digest(updater.update_weights_from_disk, dora_digest.file_digest)
+    update = updater.update_weights_from_disk
+    updater.update_weights_from_disk = with_digest(update, dora_digest.safetensors_digest)
 
 
 if __name__ == "__main__":
