@@ -40,7 +40,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dora.model",
         "dora.trainer",
     ),  # protocols of both kinds of engines
-    "dora.engine.backends": ("dora.core.types", "dora.errors", "dora.model", "dora.engine", "dora.weights"),
+    "dora.engine.backends": (
+        "dora.core.types",
+        "dora.data.tokenizer",  # servers have none
+        "dora.engine",
+        "dora.errors",
+        "dora.model",
+        "dora.weights",
+    ),
     "dora.trainer": ("dora.core.types", "dora.errors", "dora.model"),
     "dora.journal": ("dora.core", "dora.errors", "dora.text"),
     "dora.audit": (

@@ -75,6 +75,7 @@ class FakeVllmServer(ThreadingHTTPServer):
 
     crashes_after: close the connection of an answer after this many events.
     holds: hold back all events of an answer but the first one until it is aborted.
+    holds_after: hold back an answer after this many events until it is aborted.
     ignored_aborts: ignore this many calls that abort requests.
     weight_spans: report these weights for every answer.
     digests: report these digests of loaded weights.
@@ -215,9 +216,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         for number, event in enumerate(events):
-            if faults.get("holds") and number == 1:
+            if number == (1 if faults.get("holds") else faults.get("holds_after")):
                 with server.changed:
-                    server.changed.wait_for(lambda: name in server.aborted or "holds" not in faults)
+                    server.changed.wait_for(lambda: name in server.aborted or not faults)
             if "event_interval_s" in faults:
                 with server.changed:
                     server.changed.wait_for(lambda: name in server.aborted, faults["event_interval_s"])

@@ -21,11 +21,13 @@ from tests.contract.fake_vllm_server import AUTH_TOKEN, FakeVllmServer, recorded
 from tests.runtime.running import wait_until_gone
 from torch import Tensor
 
+from dora.core.types import Chunk
+from dora.data.tokenizer import save_character_tokenizer
 from dora.engine.backends import run_until_eof
 from dora.engine.backends.server import attach_server, start_server
 from dora.engine.backends.server_plugins.dora_vllm import TOKEN_VARIABLE, TokenMiddleware, WorkerExtension
 from dora.engine.backends.vllm import VLLM, Vllm
-from dora.engine.request import Completion, EngineError
+from dora.engine.request import Completion, EngineError, Request
 from dora.errors import ConfigError, RunError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
@@ -178,6 +180,76 @@ def test_an_answer_of_two_versions_is_rejected(make: Make) -> None:
     engine.submit([make_request(0, max_tokens=50)])
     with pytest.raises(RunError, match="dora-1"):
         run(engine)
+
+
+# stop strings
+
+TEXT = "abcdefghijklmnopqrstuvwxyz01"  # of the tokens 0 to 27; the fake server's answers begin with token 9
+
+
+def with_stops(number: int, *stops: str) -> Request:
+    return make_request(number, max_tokens=30, stop_strings=stops)
+
+
+@pytest.mark.parametrize(
+    ("stop", "num_tokens"), [("j", 1), ("lm", 4), ("r", 9), ("wxy", 16)], ids=["first", "two", "last", "next"]
+)
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string(
+    make: Make, tmp_path: Path, stop: str, num_tokens: int
+) -> None:
+    """At each place in an event of the server. The server is told to end, and its last event proves C1."""
+    engine, server = make(holds_after=3)
+    save_character_tokenizer(tmp_path / "model", TEXT)
+    engine.load(0, version_weights(0))
+    engine.submit([with_stops(0, "nothing", stop)])
+    (answer,) = run(engine)
+    assert "".join(TEXT[token] for token in answer.token_ids) == TEXT[9 : 9 + num_tokens]
+    assert answer.finish_reason == "stop"
+    assert {len(c) for c in (answer.logprobs, answer.unfiltered_logprobs, answer.raw_logprobs)} == {
+        num_tokens
+    }
+    assert answer.chunks == (Chunk(0, engine.versions[0], num_tokens),)
+    assert engine.num_decoded == num_tokens
+    assert [*server.aborted] == [f"generate-tokens-{server.generate_calls[0]['request_id']}"]
+    assert not engine.can_step
+
+
+def test_an_answer_that_the_server_ended_stops_at_its_stop_string(make: Make, tmp_path: Path) -> None:
+    """The stop string is in the last event: there is nothing to abort."""
+    engine, server = make()
+    save_character_tokenizer(tmp_path / "model", TEXT)
+    engine.load(0, version_weights(0))
+    engine.submit([make_request(0, max_tokens=12, stop_strings=("t",)), make_request(1, max_tokens=12)])
+    answers: list[Completion] = []
+    while engine.can_step:
+        answers += engine.step()
+    ends = {answer.id.sibling: (len(answer.token_ids), answer.finish_reason) for answer in answers}
+    assert (ends, server.aborted) == ({0: (11, "stop"), 1: (12, "length")}, set())
+
+
+@pytest.mark.parametrize("end", [11, 31])
+def test_discarded_tokens_of_other_weights_are_noticed(make: Make, tmp_path: Path, end: int) -> None:
+    """C1: the server's report must cover all tokens that it has generated, also those after the string."""
+    engine, server = make()
+    save_character_tokenizer(tmp_path / "model", TEXT)
+    engine.load(0, version_weights(0))
+    server.faults["weight_spans"] = [{"version": server.label, "start": 0, "end": end}]
+    engine.submit([make_request(0, max_tokens=12, stop_strings=("t",))])
+    with pytest.raises(RunError, match="is of version 0"):
+        run(engine)
+
+
+def test_a_request_that_has_reached_its_stop_string_does_not_migrate(make: Make, tmp_path: Path) -> None:
+    engine, _ = make(holds_after=2)
+    save_character_tokenizer(tmp_path / "model", TEXT)
+    engine.load(0, version_weights(0))
+    request = with_stops(0, "l")
+    engine.submit([request])
+    while engine.progress().get(request.id) != 3:
+        assert engine.step() == []
+    assert engine.halt(request.id) is None
+    (answer,) = run(engine)
+    assert (len(answer.token_ids), answer.finish_reason) == (3, "stop")
 
 
 # rejections

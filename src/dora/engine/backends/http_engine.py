@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,8 +24,9 @@ import numpy as np
 from torch import Tensor
 
 from dora.core.types import Chunk, RequestId
+from dora.data.tokenizer import Tokenizer
 from dora.engine.backends.server import EngineServer, JsonBody, ServerKind, check_server_options
-from dora.engine.decode_batch import PartialOutput
+from dora.engine.decode_batch import Detokenize, PartialOutput, ends_with_stop_string
 from dora.engine.interface import Capabilities
 from dora.engine.kv_transfer.handoff import FORMAT_VERSION, KVFormat
 from dora.engine.kv_transfer.token_only import TokenOnlyMigrator
@@ -69,7 +71,9 @@ class ServerRequest:
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)  # at temperature 1, NaN where unknown
     num_prefix_tokens: int = 0
-    is_halting: bool = False  # the server has been asked to abort it
+    num_discarded: int = 0  # tokens that the server has generated after the end of a stop string
+    is_stopped: bool = False  # its text has a stop string
+    is_halting: bool = False  # the server has been asked to abort it, for a migration
     is_halted: bool = False  # and its response has ended
 
     @property
@@ -298,7 +302,8 @@ class HttpEngine(ABC):
         """A request for which the server has not generated a token yet is not halted."""
         if (running := self._running.get(request_id)) is None:
             return None
-        if not running.is_halting and len(running.token_ids) > running.num_prefix_tokens:
+        has_token = len(running.token_ids) > running.num_prefix_tokens
+        if has_token and not running.is_halting and not running.is_stopped:
             running.is_halting = True
             self._abort_streams([running])
         if not running.is_halted:
@@ -373,44 +378,66 @@ class HttpEngine(ABC):
             raise RunError(f"request {running.request.id}: {event}") from event
         if event is None:
             raise RunError(f"request {running.request.id}: {self.server} ended the response early")
+        was_stopped = running.is_stopped
         try:
             delta = self._parse_event(running, event)
         except (KeyError, TypeError, ValueError):
             raise RunError(
                 f"request {running.request.id}: {self.server} sent an unknown event: {event}"
             ) from None
-        is_raw = running.request.sampling.temperature in (
-            0.0,
-            1.0,
-        )  # the server sends one log-prob for each token
-        running.token_ids += delta.token_ids
-        running.logprobs += delta.logprobs
-        running.raw_logprobs += delta.logprobs if is_raw else [math.nan] * len(delta.logprobs)
-        self.num_decoded += len(delta.token_ids)
+        if len(delta.token_ids) != len(delta.logprobs):
+            raise RunError(
+                f"request {running.request.id}: {self.server} sent tokens without log-probs: {event}"
+            )
+        self._add_tokens(running, delta.token_ids, delta.logprobs)
         if delta.finish_reason is not None:
             self._finish(running, delta)
+        elif running.is_stopped and not was_stopped:
+            self._abort_streams([running])
+
+    def _add_tokens(
+        self, running: ServerRequest, token_ids: Sequence[int], logprobs: Sequence[float]
+    ) -> None:
+        """Add the tokens up to the end of the first stop string, and count the others."""
+        num_kept = 0 if running.is_stopped else len(token_ids)
+        if (stops := running.request.sampling.stop_strings) and not running.is_stopped:
+            text_ids = np.array([*running.token_ids, *token_ids], np.int64)
+            for end in range(len(running.token_ids) + 1, len(text_ids) + 1):
+                if ends_with_stop_string(self._detokenize, text_ids[:end], stops):
+                    running.is_stopped, num_kept = True, end - len(running.token_ids)
+                    break
+        kept = logprobs[:num_kept]  # the server sends one log-prob for each token
+        is_raw = running.request.sampling.temperature in (0.0, 1.0)
+        running.token_ids += token_ids[:num_kept]
+        running.logprobs += kept
+        running.raw_logprobs += kept if is_raw else [math.nan] * num_kept
+        running.num_discarded += len(token_ids) - num_kept
+        self.num_decoded += num_kept
 
     def _finish(self, running: ServerRequest, last: StreamDelta) -> None:
         """Raises RunError if other weights than those of its version generated the response (C1)."""
-        num_tokens, request, reason = len(running.token_ids), running.request, last.finish_reason
-        is_known = reason in ("stop", "length") or (reason == "abort" and running.is_halting)
-        if not is_known or not len(running.logprobs) == len(running.raw_logprobs) == num_tokens:
+        request, reason = running.request, last.finish_reason
+        num_generated = len(running.token_ids) - running.num_prefix_tokens + running.num_discarded
+        is_aborted = reason == "abort" and (running.is_halting or running.is_stopped)
+        if reason not in ("stop", "length") and not is_aborted:
             raise RunError(f"request {request.id}: {self.server} ended its response with {last}")
         label = self._weights_label(request.version)
-        if last.weight_spans != [
-            {"version": label, "start": 0, "end": num_tokens - running.num_prefix_tokens}
-        ]:
+        if last.weight_spans != [{"version": label, "start": 0, "end": num_generated}]:
             raise RunError(
                 f"request {request.id} is of version {request.version} ({label} at {self.server}), but its "
                 f"response was generated by {last.weight_spans}; let no other client change the server's "
                 "weights"
             )
-        if reason == "abort":
+        if is_aborted and not running.is_stopped:
             running.is_halted = True
             return
         del self._running[request.id]
         self._migrator.fail_export(request.id, "the request finished before it was exported")
-        self._completions.append(self._completion(running, str(reason)))
+        self._completions.append(self._completion(running, "stop" if running.is_stopped else str(reason)))
+
+    @cached_property
+    def _detokenize(self) -> Detokenize:
+        return Tokenizer(self._model).decode
 
     def _completion(self, running: ServerRequest, reason: str) -> Completion:
         version = running.request.version

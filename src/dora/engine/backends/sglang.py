@@ -58,7 +58,11 @@ class Sglang(HttpEngine):
 
     server_kind = SGLANG
     capabilities = Capabilities(
-        pauses=True, migrates_without_kv=True, dtypes=("float32", "bfloat16"), devices=("cpu", "cuda")
+        stop_strings=True,
+        pauses=True,
+        migrates_without_kv=True,
+        dtypes=("float32", "bfloat16"),
+        devices=("cpu", "cuda"),
     )
 
     def __init__(

@@ -82,7 +82,11 @@ class Vllm(HttpEngine):
 
     server_kind = VLLM
     capabilities = Capabilities(
-        pauses=True, migrates_without_kv=True, dtypes=("float32", "bfloat16"), devices=("cpu", "cuda")
+        stop_strings=True,
+        pauses=True,
+        migrates_without_kv=True,
+        dtypes=("float32", "bfloat16"),
+        devices=("cpu", "cuda"),
     )
 
     @classmethod
