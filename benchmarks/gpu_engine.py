@@ -3,7 +3,9 @@
 `load`: load a version. `decode`: a step of many rows at one context, against the roofline (weights and KV
 read once at the bandwidth of a copy); `host_ms` is the time beyond that of its graph replays; the KV is
 noise. `versions`: such a step with one and with two versions. `nano`: 256 requests with prompts and outputs
-of 100 to 1,024 tokens, prefill included. `switch`: steps after another version was loaded into a slot.
+of 100 to 1,024 tokens, prefill included. `arrivals`: requests that arrive while others decode; `discarded`
+is the fraction of the started steps whose tokens nobody read. `switch`: steps after another version was
+loaded into a slot.
 
     python benchmarks/gpu_engine.py [--quick] [--device cpu] [--only 0.6B 8B] [--json FILE]
 """
@@ -184,12 +186,33 @@ def nano(subject: Subject) -> Iterator[Row]:
            "answer_tokens": num_tokens, "wall_s": wall_s, "tokens_per_s": num_tokens / wall_s}  # fmt: skip
 
 
+def arrivals(subject: Subject) -> Iterator[Row]:
+    """One request every 4, 2 and 1 steps, each with so many tokens that 64 decode at once."""
+    num_rows, num_requests = (2, 3) if subject.bench.is_tiny else (64, 128)
+    engine, runner = subject.engine, subject.engine._runner
+    assert isinstance(runner, CUDAGraphRunner)
+    for interval in (2,) if subject.bench.is_tiny else (4, 2, 1):
+        num_started, num_steps, num_decoded = runner.num_started, engine.num_steps, engine.num_decoded
+        started_s = time.perf_counter()
+        for _ in range(num_requests):
+            engine.submit([subject.request(subject.nano_lengths[0], num_rows * interval)])
+            for _ in range(interval):
+                engine.step()
+        while not engine.is_idle:
+            engine.step()
+        wall_s = time.perf_counter() - started_s
+        num_started, num_steps = runner.num_started - num_started, engine.num_steps - num_steps
+        yield {"part": "arrivals", "model": subject.name, "arrivals_per_step": 1 / interval,
+               "steps": num_steps, "discarded": 1 - num_steps / num_started,
+               "tokens_per_s": (engine.num_decoded - num_decoded) / wall_s}  # fmt: skip
+
+
 def switch(subject: Subject) -> Iterator[Row]:
     """Replace version 1 by version 2: the next steps are replayed, and no graph is captured again."""
     engine, flat = subject.engine, random_weights(subject.bench, subject.config)
     runner = engine._runner
     assert isinstance(runner, CUDAGraphRunner)
-    before = len(runner._graphs)
+    before = runner.num_captured
     engine.drop(1)
     engine.load(2, flat)
     engine.submit([subject.request(4, 3, version=2)])
@@ -199,7 +222,7 @@ def switch(subject: Subject) -> Iterator[Row]:
         engine.step()
         times.append(time.perf_counter() - started_s)
     yield {"part": "switch", "model": subject.name, "slowest_step_ms": max(times) * 1e3,
-           "graphs_before": before, "graphs_after": len(runner._graphs)}  # fmt: skip
+           "graphs_before": before, "graphs_after": runner.num_captured}  # fmt: skip
 
 
 def main() -> None:
@@ -213,6 +236,7 @@ def main() -> None:
         rows += decode(subject, bandwidth)
         rows += versions(subject, bandwidth)
         rows += nano(subject)
+        rows += arrivals(subject)
         rows += switch(subject)
         del subject
         gc.collect()
@@ -225,6 +249,8 @@ def main() -> None:
         for row in own:
             if row["part"] == "decode":
                 ratios[f"of_roofline_{name}_{row['rows']}x{row['context']}"] = float(row["of_roofline"])
+            if row["part"] == "arrivals":
+                ratios[f"discarded_{name}_{row['arrivals_per_step']:.2f}_a_step"] = float(row["discarded"])
             if row["part"] == "nano":
                 ratios[f"nano_tokens_per_s_{name}"] = float(row["tokens_per_s"])
         one, even, skewed = (float(row["step_ms"]) for row in own if row["part"] == "versions")

@@ -32,5 +32,5 @@ def test_the_gpu_benchmarks_run_at_tiny_sizes_on_the_cpu(tmp_path: Path) -> None
         "varlen_attn needs a GPU",
     ]
     assert [row["part"] for row in engine["rows"]] == [
-        "load", "decode", "decode", "versions", "versions", "versions", "nano", "switch"
+        "load", "decode", "decode", "versions", "versions", "versions", "nano", "arrivals", "switch"
     ]  # fmt: skip

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from tests.engine import tiny
 
+import dora.engine.cuda_graphs as cuda_graphs
 import dora.engine.engine as engine_module
 from dora.core.types import RequestId
 from dora.engine.cuda_graphs import CUDAGraphRunner, padded_rows
@@ -50,6 +53,8 @@ class RunnerRows:
     def step(self, indices: list[int], metadata: SamplingMetadata, can_continue: bool) -> None:
         """Decode one token of these rows; set the batch only if they differ from those of the last step."""
         if indices != self.indices:
+            if not {*indices} <= {*self.indices}:
+                self.runner.discard_step()
             self.indices, self.metadata = indices, metadata[indices]
             self.runner.set_batch(self.rows[indices], SLOTS[indices])
         last = np.array([self.tokens[i][-1] for i in indices])
@@ -59,10 +64,24 @@ class RunnerRows:
             self.tokens[i].append(token)
 
 
-def test_buckets_are_powers_of_two_and_then_multiples_of_32() -> None:
-    assert [padded_rows(num) for num in (1, 2, 3, 5, 9, 17, 31, 32, 33, 64, 65, 100)] == [
-        1, 2, 4, 8, 16, 32, 32, 32, 64, 64, 96, 128
-    ]  # fmt: skip
+def test_buckets_of_one_version_are_powers_of_two_and_then_multiples_of_32() -> None:
+    counts = (1, 2, 3, 5, 9, 17, 31, 32, 33, 64, 65, 100)
+    buckets = [padded_rows(np.array([num]), 128).tolist() for num in counts]
+    assert buckets == [[1], [2], [4], [8], [16], [32], [32], [32], [64], [64], [96], [128]]
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "counts", "buckets"),
+    [
+        (3, [1, 2], [4, 4]),
+        (16, [1, 9, 6], [16, 16, 16]),
+        (33, [1, 32], [32, 32]),
+        (64, [3, 33], [32, 64]),
+        (256, [1, 64, 191], [64, 64, 192]),
+    ],
+)
+def test_buckets_of_several_versions_are_few(max_rows: int, counts: list[int], buckets: list[int]) -> None:
+    assert padded_rows(np.array(counts), max_rows).tolist() == buckets
 
 
 @pytest.mark.parametrize(
@@ -152,6 +171,100 @@ def test_most_steps_start_before_the_tokens_of_the_last_one_are_on_the_host(
     tiny.run(engine, [tiny.make_request(i, max_tokens=30, prompt_length=9) for i in range(4)])
     assert engine.num_steps == 30
     assert num_sent == 1
+
+
+def graph_runner(engine: Engine) -> CUDAGraphRunner:
+    assert isinstance(engine._runner, CUDAGraphRunner)
+    return engine._runner
+
+
+@pytest.mark.usefixtures("padded")
+@pytest.mark.parametrize(("max_rows", "arrivals"), [(8, 0.25), (16, 0.5), (32, 1.0)])
+def test_arrivals_do_not_discard_the_step_in_flight(max_rows: int, arrivals: float) -> None:
+    """Each row that ends with a stop token is replaced: so many times per step."""
+    engine, num_requests = tiny.make_engine(max_rows=max_rows), 6 * max_rows
+    engine.submit(
+        [
+            tiny.make_request(i, max_tokens=80, stop_ids=(1, 2, 3, 4, 5), group_size=1, prompt_length=5)
+            for i in range(num_requests)
+        ]
+    )
+    while engine.num_waiting:
+        engine.step()
+        engine.check()
+    assert (num_requests - max_rows) / engine.num_steps == pytest.approx(arrivals, rel=0.3)
+    assert graph_runner(engine).num_started <= 1.02 * engine.num_steps + 1  # one is in flight
+
+
+@pytest.mark.usefixtures("padded")
+def test_a_row_that_joins_between_steps_waits_for_the_step_in_flight() -> None:
+    engine = tiny.make_engine(max_rows=4)
+    requests = [tiny.make_request(i, max_tokens=30, prompt_length=9) for i in range(4)]
+    engine.submit(requests)
+    for _ in range(5):
+        engine.step()
+    engine.decode_only([request.id for request in requests[:2]])
+    for _ in range(5):
+        engine.step()
+    engine.decode_only([])
+    found = tiny.run(engine, [])
+    assert graph_runner(engine).num_started == engine.num_steps
+    assert tiny.output_tokens(found) == tiny.output_tokens(tiny.run(tiny.make_engine(), requests))
+
+
+@pytest.mark.parametrize("max_rows", [16, 64])
+def test_a_run_of_three_versions_captures_few_graphs(max_rows: int, padded: None) -> None:
+    """A version is loaded every 25 steps if a slot is free; the requests of up to three are running."""
+    engine = Engine(tiny.TINY, max_rows=max_rows, max_context=96, version_slots=3, kernels="eager")
+    engine.load(0, tiny.weights(0))
+    numbers, most_versions = iter(range(10**6)), 0
+    for step in range(300):
+        if step % 25 == 24:
+            decoding = {request.version for request in engine._scheduler.requests()}
+            for version in engine.versions.keys() - decoding:
+                engine.drop(version)
+            if len(engine.versions) < 3:
+                engine.load(step, tiny.weights(step))
+            most_versions = max(most_versions, len(decoding))
+        newest = max(engine.versions)
+        engine.submit(
+            [
+                tiny.make_request(number, version=newest, max_tokens=80, stop_ids=(1, 2, 3), prompt_length=5)
+                for number, _ in zip(numbers, range(max_rows - engine.num_running), strict=False)
+            ]
+        )
+        engine.step()
+    assert most_versions == 3
+    assert graph_runner(engine).num_captured <= 12
+
+
+def test_the_order_of_versions_does_not_matter_to_graphs(padded: None) -> None:
+    engine = tiny.make_engine(num_versions=2)
+    requests = [tiny.make_request(i, version=i % 2, group_size=1, prompt_length=5) for i in range(12)]
+    tiny.run(engine, requests)
+    num_captured = graph_runner(engine).num_captured
+    for version in (0, 1):  # version 3 is loaded into the slot of version 0
+        engine.drop(version)
+        engine.load(3 - version, tiny.weights(3 - version))
+    assert num_captured > 0
+    tiny.run(engine, [replace(request, version=2 + request.version) for request in requests])
+    assert graph_runner(engine).num_captured == num_captured
+
+
+def test_graphs_that_were_not_used_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "_MAX_GRAPHS", 2)
+    rows = RunnerRows(CUDAGraphRunner)
+
+    def num_captured(*indices: int) -> int:
+        """The graphs that two steps of these rows capture."""
+        before = rows.runner.num_captured  # type: ignore[attr-defined]
+        for _ in range(2):
+            rows.step([*indices], make_metadata(), can_continue=False)
+        return rows.runner.num_captured - before  # type: ignore[attr-defined,no-any-return]
+
+    assert [num_captured(0), num_captured(0, 1), num_captured(0)] == [1, 1, 0]
+    assert num_captured(0, 1, 2) == 1  # forgets that of two rows
+    assert [num_captured(0), num_captured(0, 1)] == [0, 1]
 
 
 def test_a_version_loaded_into_a_slot_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

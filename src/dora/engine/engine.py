@@ -406,7 +406,7 @@ class Engine:
 
     def _continue_with(self, version: int) -> None:
         """Continue all unfinished requests with a version that has just become active."""
-        # Decode no row, so that the runner discards a step in flight, which uses the old weights.
+        self._runner.discard_step()  # it uses the old weights
         self._decoding = []
         self._batch.set_active([])
         self._runner.set_batch(self._batch.active, self._batch.active)
@@ -433,11 +433,17 @@ class Engine:
         is_early = (now_s := time.perf_counter()) < self._step_ended_s + self._pace_s
         started_s = self._step_ended_s if is_early else now_s
         completions = self._complete(self._scheduler.ended_episodes())
+        is_read_first, num_rows = self._must_read_first(), len(self._batch.active)
+        if is_read_first:
+            completions += self._complete(self._decode(lambda: False))
         self._prefill(self._schedule())
-        num_rows = len(self._batch.active)
-        if not num_rows:
+        if is_read_first:
+            if len(self._batch.active):
+                self._runner.start_ahead(*self._batch.inputs(), self._batch.active_sampling)
+        elif num_rows := len(self._batch.active):
+            completions += self._complete(self._decode(self._can_decode_again))
+        else:
             return completions
-        completions += self._complete(self._decode())
         self._step_ended_s = max(started_s + self._pace_s, time.perf_counter())
         if (remaining_s := self._step_ended_s - time.perf_counter()) > 0:
             time.sleep(remaining_s)
@@ -535,11 +541,10 @@ class Engine:
         if scheduled.prefills or scheduled.started or scheduled.swapped_in or scheduled.swapped_out:
             self._update_batch()
 
-    def _decode(self) -> list[Sequence]:
+    def _decode(self, can_continue: Callable[[], bool]) -> list[Sequence]:
         """Decode one token per row; returns the sequences whose output has ended."""
-        tokens, positions = self._batch.inputs()
         sampled = self._runner.decode_and_sample(
-            tokens, positions, self._batch.active_sampling, self._can_decode_again
+            *self._batch.inputs(), self._batch.active_sampling, can_continue
         )
         ended = [self._decoding[i] for i in self._batch.append(sampled, self._active_weights_ids)]
         turns = [sequence for sequence in ended if sequence.request.sampling.max_turn_tokens]
@@ -552,6 +557,17 @@ class Engine:
     def _can_decode_again(self) -> bool:
         """Whether the next step decodes the same rows."""
         return self._kv_cache.can_decode_again() and not self._scheduler.can_schedule()
+
+    def _must_read_first(self) -> bool:
+        """Whether a step is in flight that must be read before the scheduler lets sequences join the batch.
+
+        Otherwise the next step starts before that one is read, so that the device does not wait.
+        """
+        if not self._runner.has_step_in_flight:
+            return False
+        scheduler = self._scheduler
+        can_join = len(scheduler.decode_order()) > len(self._decoding)
+        return can_join or scheduler.can_schedule() or scheduler.has_arrivals
 
     def _finish_turn(self, sequence: Sequence) -> None:
         """Pause an episode, which keeps its row, until an observation arrives."""
@@ -579,8 +595,17 @@ class Engine:
         return completions
 
     def _update_batch(self) -> None:
-        """Call this when the sequences that decode may have changed."""
+        """Call this when the sequences that decode may have changed.
+
+        While a step is in flight, sequences leave the batch, and others join once it is read.
+        """
         decoding = self._scheduler.decode_order()
+        if self._runner.has_step_in_flight:
+            in_step = {*self._decoding}
+            if staying := [sequence for sequence in decoding if sequence in in_step]:
+                decoding = staying
+            else:
+                self._runner.discard_step()
         if decoding == self._decoding:
             return
         self._decoding = decoding

@@ -84,6 +84,20 @@ class ModelRunner:
         """
         return sample(self.decode(tokens, positions).numpy(), positions + 1, metadata)
 
+    @property
+    def has_step_in_flight(self) -> bool:
+        """Whether a decode step has started that the next `decode_and_sample` returns.
+
+        Until then, rows may leave the batch, and none may join it.
+        """
+        return False
+
+    def start_ahead(self, tokens: Int64s, positions: Int64s, metadata: SamplingMetadata) -> None:
+        """Start a step that the next `decode_and_sample` returns, if the runner can."""
+
+    def discard_step(self) -> None:
+        """Forget the step in flight, if there is one."""
+
     def prefill(self, slot: int, prompts: list[PrefillInput]) -> int:
         """Write the KV of prompts with the weights of `slot`; returns the number of tokens computed.
 
