@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from dora.engine.kernels import triton_kernels as kernels
 
-COUNTS = {"slots", "rows", "positions", "tables"}
+COUNTS = {"slots", "rows", "positions", "tables", "owners", "ends"}
 FP32 = {"cos", "sin", "partial", "masses"}
 SCALARS = {
     "slot_stride": "i64",
@@ -24,7 +24,7 @@ SCALARS = {
     "eps": "fp32",
     "scale": "fp32",
 }
-INTS = {"layer", "block_stride", "table_stride", "num_splits"}
+INTS = {"layer", "block_stride", "table_stride", "num_rows", "partition"}
 MODEL = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 16}  # Qwen3-8B
 
 
@@ -57,7 +57,7 @@ def main() -> None:
         compiled(kernels._rope_store_kv, "bf16", {**MODEL, "HALF": 64, "HAS_NORM": True}, 1),
         compiled(kernels._attend, "bf16", {**MODEL, **split, "TILE": 64, "DOT": tl.bfloat16}, 4),
         compiled(kernels._attend, "fp32", {**MODEL, **split, "TILE": 32, "DOT": tl.float32}, 4),
-        compiled(kernels._combine, "bf16", {"DIM": 128, "DIM_PADDED": 128, "SPLITS": 16}, 1),
+        compiled(kernels._combine, "bf16", {"HEADS": 32, "DIM": 128, "DIM_PADDED": 128, "CHUNK": 8}, 1),
     )
 
 

@@ -41,21 +41,22 @@ def config(heads: int, kv_heads: int, dim: int, family: str = "qwen3") -> ModelC
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=dim,
-        max_position_embeddings=MAX_CONTEXT,
+        max_position_embeddings=512,
         model_type=family,
     )
 
 
-def workspaces(shape: ModelConfig, dtype: str) -> tuple[Workspace, Workspace]:
+def workspaces(shape: ModelConfig, dtype: str, max_context: int = MAX_CONTEXT) -> tuple[Workspace, Workspace]:
     """Two with the same noise in all buffers: the reference, fp32 on the CPU, and the tested one."""
-    reference = Workspace(shape, 8, MAX_CONTEXT, 3, NUM_BLOCKS)
-    tested = Workspace(shape, 8, MAX_CONTEXT, 3, NUM_BLOCKS, device=DEVICE, dtype=dtype)
+    num_blocks = NUM_BLOCKS * max_context // MAX_CONTEXT
+    reference = Workspace(shape, 8, max_context, 3, num_blocks)
+    tested = Workspace(shape, 8, max_context, 3, num_blocks, device=DEVICE, dtype=dtype)
     noise = torch.Generator().manual_seed(0)
     for name in BUFFERS:
         buffer = getattr(reference, name).normal_(generator=noise)
         getattr(tested, name).copy_(buffer)
         buffer.copy_(getattr(tested, name))  # the rounded values
-    tables = torch.randperm(NUM_BLOCKS, generator=noise)[: tested.block_tables.numel()].view(
+    tables = torch.randperm(num_blocks, generator=noise)[: tested.block_tables.numel()].view(
         tested.block_tables.shape
     )
     reference.block_tables.copy_(tables)
@@ -78,17 +79,46 @@ def check_same(reference: Workspace, tested: Workspace, dtype: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_equals_that_of_the_eager_kernels(shape: str, family: str, dtype: str) -> None:
     reference, tested = workspaces(config(*SHAPES[shape], family), dtype)
-    EagerKernels(reference).attend(BATCH, POSITIONS, layer=1)
-    triton_kernels.TritonKernels(tested).attend(BATCH, POSITIONS, layer=1)
+    for kernels in (EagerKernels(reference), triton_kernels.TritonKernels(tested)):
+        for layer in (0, 1):
+            kernels.attend(BATCH, POSITIONS, layer)
     check_same(reference, tested, dtype)
 
 
-@pytest.mark.parametrize("num_splits", [2, 3, 5])
-def test_splitting_the_context_does_not_change_attention(num_splits: int) -> None:
+@pytest.mark.parametrize("partition", [16, 32, 48])
+@pytest.mark.parametrize("max_programs", [6, 10**6])
+def test_partitions_of_the_context_do_not_change_attention(
+    partition: int, max_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_kernels, "_MAX_PROGRAMS", max_programs)
     reference, tested = workspaces(config(4, 2, 8), "float32")
     EagerKernels(reference).attend(BATCH, POSITIONS, layer=0)
-    triton_kernels.TritonKernels(tested, num_splits).attend(BATCH, POSITIONS, layer=0)
+    triton_kernels.TritonKernels(tested, partition).attend(BATCH, POSITIONS, layer=0)
     check_same(reference, tested, "float32")
+
+
+def test_a_long_row_among_short_ones_is_divided() -> None:
+    """300 tokens are ten partitions, each of another program, and a short row is one."""
+    reference, tested = workspaces(config(4, 2, 8), "float32", max_context=304)
+    positions = np.array([4, 4, 4, 299, 4, 4, 4])
+    tested.positions[:NUM_ROWS] = torch.from_numpy(positions)
+    kernels = triton_kernels.TritonKernels(tested, partition=32)
+    EagerKernels(reference).attend(BATCH, positions, layer=0)
+    kernels.attend(BATCH, positions, layer=0)
+    check_same(reference, tested, "float32")
+    assert kernels._ends[:NUM_ROWS].tolist() == [1, 2, 3, 13, 14, 15, 16]
+    assert kernels._owners[:16].tolist() == [0, 1, 2, *[3] * 10, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "partition"), [(1, 32), (8, 32), (16, 64), (32, 128), (64, 256), (128, 512), (256, 512)]
+)
+def test_small_batches_have_short_partitions(
+    num_rows: int, partition: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_kernels, "_NUM_PROGRAMS", 1024)
+    _, tested = workspaces(config(8, 8, 2), "float32")
+    assert triton_kernels.TritonKernels(tested)._partition(num_rows) == partition
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -110,7 +140,7 @@ def test_attention_stays_finite_for_extreme_scores() -> None:
     _, tested = workspaces(config(4, 2, 8), "float32")
     tested.kv *= 1e3
     tested.gate_up *= 1e3
-    kernels = triton_kernels.TritonKernels(tested, 4)
+    kernels = triton_kernels.TritonKernels(tested, 32)
     kernels.attend(BATCH, POSITIONS, layer=0)
     kernels.swiglu(BATCH)
     assert tested.attended.isfinite().all()

@@ -20,7 +20,9 @@ from dora.engine.kernels.workspace import ForwardBatch, Workspace
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default differs between versions of Triton
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _NUM_PROGRAMS = 2 if IS_INTERPRETED else 1024  # enough to keep a GPU busy
-_MAX_SPLITS = 64
+_MAX_PROGRAMS = 8192  # of attention; each may compute several partitions
+_PARTITION = 512  # tokens of a row that one program attends to, at most
+_CHUNK = 8  # partitions that are combined at once
 _MIN_DOT = 16  # the minimum size of a matrix in tl.dot
 _COLUMNS = 1024  # per program of an element-wise kernel
 
@@ -98,93 +100,114 @@ def _rope_store_kv(
 
 @triton.jit(do_not_specialize=["layer"])
 def _attend(
-    q, kv, rows, positions, tables, partial, masses,
-    layer, block_stride, table_stride, num_splits, scale,
+    q, kv, rows, positions, tables, owners, ends, partial, masses,
+    layer, block_stride, table_stride, num_rows, partition, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, DIM_PADDED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, kv head and split of the row's context; the query heads of a kv head are one
+    """One program per kv head and some of the partitions of all rows; the query heads of a kv head are one
     matrix.
 
-    partial [row, head, split, DIM] fp32 is the attention within a split, and masses [row, head, split] the
-    log2 of its sum of exponentials. GROUP is the number of query heads per kv head, rounded up to _MIN_DOT.
+    A partition is up to `partition` tokens of the context of its row, owners [partition]; those of a row end
+    before ends [row]. partial [partition, head, DIM] fp32 is the attention within a partition, and masses
+    [partition, head] the log2 of its sum of exponentials. GROUP is the number of query heads per kv head,
+    rounded up to _MIN_DOT.
     """
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(positions + row).to(tl.int32) + 1
-    table = tables + tl.load(rows + row) * table_stride
-    width = (((length + TILE - 1) // TILE + num_splits - 1) // num_splits) * TILE
-    start = split * width
-    stop = tl.minimum(start + width, length)
+    kv_head = tl.program_id(1)
     group, column, offset = tl.arange(0, GROUP), tl.arange(0, DIM_PADDED), tl.arange(0, TILE)
     in_group, in_dim = group < HEADS // KV_HEADS, column < DIM
-    head = row * HEADS + kv_head * (HEADS // KV_HEADS) + group
     in_both = in_group[:, None] & in_dim[None, :]
-    queries = tl.load(q + head[:, None] * DIM + column[None, :], in_both, 0.0).to(DOT)
-    highest = tl.full([GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    mixed = tl.zeros([GROUP, DIM_PADDED], tl.float32)
-    for first in range(start, stop, TILE):
-        at = first + offset
-        known = at < stop
-        block = tl.load(table + at // BLOCK, known, 0)
-        index = layer * 2 * BLOCK * KV_HEADS + (at % BLOCK) * KV_HEADS + kv_head
-        key = kv + block * block_stride + index * DIM
-        keys = tl.load(key[None, :] + column[:, None], known[None, :] & in_dim[:, None], 0.0).to(DOT)
-        scores = tl.dot(queries, keys, input_precision="ieee") * scale
-        scores = tl.where(known[None, :], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
-        value = key + BLOCK * KV_HEADS * DIM
-        values = tl.load(value[:, None] + column[None, :], known[:, None] & in_dim[None, :], 0.0).to(DOT)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(DOT), values, input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        highest = new_highest
-    is_empty = start >= stop
-    total = tl.where(is_empty, 1.0, total)
-    out = head * num_splits + split
-    tl.store(partial + out[:, None] * DIM + column[None, :], mixed / total[:, None], in_both)
-    tl.store(masses + out, tl.where(is_empty, float("-inf"), highest + tl.log2(total)), in_group)
+    head = kv_head * (HEADS // KV_HEADS) + group
+    for item in range(tl.program_id(0), tl.load(ends + num_rows - 1).to(tl.int32), tl.num_programs(0)):
+        row = tl.load(owners + item).to(tl.int32)
+        length = tl.load(positions + row).to(tl.int32) + 1
+        table = tables + tl.load(rows + row) * table_stride
+        num_before = item - tl.load(ends + row).to(tl.int32) + (length + partition - 1) // partition
+        start = num_before * partition
+        stop = tl.minimum(start + partition, length)
+        queries = tl.load(q + (row * HEADS + head)[:, None] * DIM + column[None, :], in_both, 0.0).to(DOT)
+        highest = tl.full([GROUP], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP], tl.float32)
+        mixed = tl.zeros([GROUP, DIM_PADDED], tl.float32)
+        for first in range(start, stop, TILE):
+            at = first + offset
+            known = at < stop
+            block = tl.load(table + at // BLOCK, known, 0)
+            index = layer * 2 * BLOCK * KV_HEADS + (at % BLOCK) * KV_HEADS + kv_head
+            key = kv + block * block_stride + index * DIM
+            keys = tl.load(key[None, :] + column[:, None], known[None, :] & in_dim[:, None], 0.0).to(DOT)
+            scores = tl.dot(queries, keys, input_precision="ieee") * scale
+            scores = tl.where(known[None, :], scores, float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_highest[:, None])
+            shrink = tl.exp2(highest - new_highest)
+            value = key + BLOCK * KV_HEADS * DIM
+            values = tl.load(value[:, None] + column[None, :], known[:, None] & in_dim[None, :], 0.0).to(DOT)
+            mixed = mixed * shrink[:, None] + tl.dot(weights.to(DOT), values, input_precision="ieee")
+            total = total * shrink + tl.sum(weights, 1)
+            highest = new_highest
+        out = item * HEADS + head
+        tl.store(partial + out[:, None] * DIM + column[None, :], mixed / total[:, None], in_both)
+        tl.store(masses + out, highest + tl.log2(total), in_group)
 
 
 @triton.jit
 def _combine(
-    partial, masses, attended, num_splits,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLITS: tl.constexpr,
+    partial, masses, attended, positions, ends, partition,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and head: the splits' results, weighted by their fraction of the mass."""
-    row_head, split, column = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, DIM_PADDED)
-    known, in_dim = split < num_splits, column < DIM
-    mass = tl.load(masses + row_head * num_splits + split, known, float("-inf"))
-    fraction = tl.exp2(mass - tl.max(mass, 0))
-    at = (row_head * num_splits + split)[:, None] * DIM + column[None, :]
-    parts = tl.load(partial + at, known[:, None] & in_dim[None, :], 0.0)
-    mixed = tl.sum(parts * fraction[:, None], 0) / tl.sum(fraction, 0)
-    tl.store(attended + row_head * DIM + column, mixed.to(attended.dtype.element_ty), in_dim)
+    """One program per row and head: the partitions' results, weighted by their fraction of the mass."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    column, offset = tl.arange(0, DIM_PADDED), tl.arange(0, CHUNK)
+    in_dim = column < DIM
+    count = (tl.load(positions + row).to(tl.int32) + partition) // partition
+    stop = tl.load(ends + row).to(tl.int32)
+    highest = tl.max(tl.full([CHUNK], float("-inf"), tl.float32), 0)
+    total = tl.sum(tl.zeros([CHUNK], tl.float32), 0)
+    mixed = tl.zeros([DIM_PADDED], tl.float32)
+    for first in range(stop - count, stop, CHUNK):
+        known = first + offset < stop
+        at = (first + offset) * HEADS + head
+        mass = tl.load(masses + at, known, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(mass, 0))
+        fraction, shrink = tl.exp2(mass - new_highest), tl.exp2(highest - new_highest)
+        parts = tl.load(partial + at[:, None] * DIM + column[None, :], known[:, None] & in_dim[None, :], 0.0)
+        mixed = mixed * shrink + tl.sum(parts * fraction[:, None], 0)
+        total = total * shrink + tl.sum(fraction, 0)
+        highest = new_highest
+    out = attended + (row * HEADS + head) * DIM + column
+    tl.store(out, (mixed / total).to(attended.dtype.element_ty), in_dim)
 
 
 class TritonKernels:
     """See `Kernels`; positions, rows and slots are read from the workspace.
 
-    The context of each row is split so that small batches keep the GPU busy too. With a fixed `num_splits`,
-    the result of a row does not depend on the other rows.
+    Attention divides the context of each row into partitions of `partition` tokens, so that a long row takes
+    no longer than many short ones with as many tokens. By default a partition has 512 tokens, and fewer where
+    few rows would not keep a GPU busy. With a fixed `partition` the result of a row does not depend on the
+    other rows.
+    `attend` finds the partitions for layer 0; the other layers of a step use them.
     """
 
     name = "triton"
     linear = staticmethod(linear)
 
-    def __init__(self, workspace: Workspace, num_splits: int | None = None) -> None:
+    def __init__(self, workspace: Workspace, partition: int | None = None) -> None:
         work, config = self._work, self._config = workspace, workspace.config
-        self._fixed_splits = num_splits
+        is_fp32 = work.dtype == torch.float32
+        self._tile = 2 * BLOCK_SIZE if is_fp32 else 4 * BLOCK_SIZE
+        self._fixed_partition = partition
         self._offsets, self._slot_stride = work.layout.offsets, work.weights.stride(0)
         heads, dim = config.num_attention_heads, config.head_dim
-        max_splits = max(self._num_splits(num) * num for num in range(1, len(work.x) + 1))
+        self._max_context = work.block_tables.shape[1] * BLOCK_SIZE
+        max_items = max(self._max_partitions(num) for num in range(1, len(work.x) + 1))
         self._q = torch.zeros(len(work.x), heads, dim, dtype=work.dtype, device=work.device)
-        self._partial = torch.zeros(max_splits, heads, dim, device=work.device)
-        self._masses = torch.zeros(max_splits, heads, device=work.device)
-        is_fp32 = work.dtype == torch.float32
+        self._partial = torch.zeros(max_items, heads, dim, device=work.device)
+        self._masses = torch.zeros(max_items, heads, device=work.device)
+        self._ends = torch.zeros(len(work.x), dtype=torch.int64, device=work.device)
+        self._items = torch.arange(max_items, device=work.device)
+        self._owners = torch.zeros_like(self._items)
         self._dot = tl.float32 if is_fp32 or IS_INTERPRETED else tl.bfloat16
-        self._tile = 2 * BLOCK_SIZE if is_fp32 else 4 * BLOCK_SIZE
 
     def add_norm(self, batch: ForwardBatch, offset: int) -> None:
         work, width = self._work, self._config.hidden_size
@@ -198,19 +221,22 @@ class TritonKernels:
         self._prepare_attention(batch, layer)
         work, config, num_rows = self._work, self._config, len(batch)
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        num_splits, padded = self._num_splits(num_rows), max(_MIN_DOT, triton.next_power_of_2(dim))
+        partition, padded = self._partition(num_rows), max(_MIN_DOT, triton.next_power_of_2(dim))
         group = max(_MIN_DOT, triton.next_power_of_2(heads // kv_heads))
-        _attend[(num_rows, kv_heads, num_splits)](
-            self._q, work.kv, work.rows, work.positions, work.block_tables, self._partial, self._masses,
-            layer, work.kv.stride(0), work.block_tables.stride(0), num_splits,
-            math.log2(math.e) / math.sqrt(dim),
+        if layer == 0:
+            self._find_partitions(num_rows)
+        num_programs = min(self._max_partitions(num_rows), max(1, _MAX_PROGRAMS // kv_heads))
+        _attend[(num_programs, kv_heads)](
+            self._q, work.kv, work.rows, work.positions, work.block_tables, self._owners, self._ends,
+            self._partial, self._masses, layer, work.kv.stride(0), work.block_tables.stride(0),
+            num_rows, partition, math.log2(math.e) / math.sqrt(dim),
             heads, kv_heads, group, dim, BLOCK_SIZE, self._tile, padded, self._dot,
             num_warps=4, num_stages=3,
         )  # fmt: skip
-        splits = triton.next_power_of_2(num_splits)
-        _combine[(num_rows * heads,)](
-            self._partial, self._masses, work.attended, num_splits, dim, padded, splits, num_warps=1
-        )
+        _combine[(num_rows, heads)](
+            self._partial, self._masses, work.attended, work.positions, self._ends, partition,
+            heads, dim, padded, _CHUNK, num_warps=1,
+        )  # fmt: skip
 
     def swiglu(self, batch: ForwardBatch) -> None:
         width = self._config.intermediate_size
@@ -231,11 +257,22 @@ class TritonKernels:
             num_warps=1,
         )  # fmt: skip
 
-    def _num_splits(self, num_rows: int) -> int:
-        """The number of parts of each row's context: a power of two, unless it is fixed."""
-        if self._fixed_splits:
-            return self._fixed_splits
-        num_splits, num_programs = 1, num_rows * self._config.num_key_value_heads
-        while num_splits < _MAX_SPLITS and num_programs * num_splits < _NUM_PROGRAMS:
-            num_splits *= 2
-        return num_splits
+    def _find_partitions(self, num_rows: int) -> None:
+        """Number the partitions of all rows, row by row, on the device: `_owners` and `_ends`."""
+        ends, partition = self._ends[:num_rows], self._partition(num_rows)
+        counts = (self._work.positions[:num_rows] + partition) // partition
+        torch.cumsum(counts, 0, out=ends)
+        num_items = self._max_partitions(num_rows)
+        torch.searchsorted(ends, self._items[:num_items], right=True, out=self._owners[:num_items])
+
+    def _max_partitions(self, num_rows: int) -> int:
+        return num_rows * triton.cdiv(self._max_context, self._partition(num_rows))
+
+    def _partition(self, num_rows: int) -> int:
+        """The length of the partitions of a batch: a multiple of the tile, unless it is fixed."""
+        if self._fixed_partition:
+            return self._fixed_partition
+        partition, num_programs = _PARTITION, num_rows * self._config.num_key_value_heads
+        while partition > self._tile and num_programs * _PARTITION < _NUM_PROGRAMS * partition:
+            partition //= 2
+        return partition
