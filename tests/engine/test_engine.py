@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,14 @@ from tests.engine.tiny import (
     run,
     weights,
 )
+from tests.model.varlen_twin import varlen_attn
+from torch import Tensor
 
+import dora.engine.runner as runner_module
 from dora.core.types import Chunk, GroupId, RequestId
 from dora.engine.engine import Engine
 from dora.engine.request import EngineError, Request, SamplingParams
+from dora.model.attention import VarlenLayout, torch_varlen
 from dora.model.weights import weight_digest
 
 KERNELS = ("eager", "numba")
@@ -40,6 +45,33 @@ def test_logprobs_are_those_of_a_forward_pass_of_the_trainer(kernels: str) -> No
         output_logits = logits[len(request.prompt_ids) - 1 : -1] / request.sampling.temperature
         expected = output_logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_a_kernel_for_variable_lengths_prefills_chunks_of_all_prompts_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second half of the requests finds the beginning of its prompts in the prefix cache."""
+    requests = [make_request(i, max_tokens=3, group_size=1, prompt_length=50 - i % 30) for i in range(12)]
+    requests += [
+        replace(request, id=RequestId(1, i, 0), group=GroupId(1, i), prompt_ids=(*request.prompt_ids, 3, i))
+        for i, request in enumerate(requests)
+    ]
+
+    def completions() -> dict[RequestId, list[int]]:
+        engine = Engine(TINY, max_rows=6, max_context=96, version_slots=1, kernels="eager", prefill_budget=33)
+        engine.load(0, weights())
+        return output_tokens(run(engine, requests))
+
+    expected, kernel, layouts = completions(), torch_varlen(varlen_attn), list[VarlenLayout]()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layout: VarlenLayout) -> Tensor:
+        layouts.append(layout)
+        return kernel(q, k, v, layout)
+
+    monkeypatch.setattr(runner_module, "varlen_attention", lambda query: attend)
+    assert completions() == expected
+    assert any(len(layout.query_starts) > 2 for layout in layouts)
+    assert any(layout.max_keys > layout.max_queries for layout in layouts)
 
 
 def test_a_greedy_token_has_its_logprob_at_temperature_one() -> None:

@@ -14,6 +14,7 @@ from dora.engine.kernels.device_sampler import DeviceSamplingMetadata, device_me
 from dora.engine.kernels.sampler import SAMPLING_DTYPE, sample, sampling_metadata
 from dora.engine.request import Completion, Request, SamplingParams
 from dora.engine.runner import causal_attention, fused_causal_attention
+from dora.model.attention import varlen_attention, varlen_layout
 from dora.model.config import ModelConfig
 from dora.model.weights import initial_weights, weight_digest
 
@@ -148,6 +149,22 @@ def test_prefill_attention_is_causal(num_new: int, length: int, dtype: torch.dty
     torch.testing.assert_close(
         found, causal_attention(q.float(), k.float(), v.float()), atol=tolerance, rtol=tolerance
     )
+
+
+def test_the_kernel_for_variable_lengths_is_causal() -> None:
+    noise = torch.Generator().manual_seed(0)
+    num_queries, num_keys = (70, 1, 5, 64), (70, 1, 70, 129)
+    shapes = ((sum(num_queries), 8, 64), (sum(num_keys), 2, 64), (sum(num_keys), 2, 64))
+    q, k, v = (torch.randn(shape, generator=noise).bfloat16() for shape in shapes)
+    kernel = varlen_attention(q.to(GPU))
+    if kernel is None:
+        pytest.skip("neither torch nor flash-attn has a kernel for variable lengths")
+    found = kernel(q.to(GPU), k.to(GPU), v.to(GPU), varlen_layout(num_queries, num_keys, GPU)).cpu().float()
+    parts = zip(
+        *(x.float().split(n) for x, n in ((q, num_queries), (k, num_keys), (v, num_keys))), strict=True
+    )
+    expected = torch.cat([causal_attention(*part) for part in parts])
+    torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize("is_captured", [False, True])

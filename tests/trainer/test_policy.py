@@ -7,9 +7,12 @@ import random
 import pytest
 import torch
 from tests.model.families import CONFIGS, SHAPE, random_weights
+from tests.model.varlen_twin import varlen_attn
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+import dora.trainer.policy as policy_module
+from dora.model.attention import VarlenLayout, torch_varlen
 from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout
 from dora.trainer.packing import pack
@@ -63,6 +66,56 @@ def test_packed_siblings_have_the_log_probs_and_gradients_that_each_has_alone(na
     tolerance = 1e-7 if CONFIGS[name].moe_layers else 1e-12  # router probabilities are fp32
     torch.testing.assert_close(packed, alone, rtol=tolerance, atol=tolerance)
     assert float((gradient - expected).norm() / expected.norm()) < tolerance
+
+
+@pytest.fixture
+def varlen_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The policy attends by a kernel for variable lengths; a list that grows by the shape of each call."""
+    kernel, shapes = torch_varlen(varlen_attn), list[tuple[int, ...]]()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layout: VarlenLayout) -> Tensor:
+        shapes.append((*q.shape, *k.shape))
+        return kernel(q, k, v, layout)
+
+    monkeypatch.setattr(policy_module, "varlen_attention", lambda query: attend)
+    return shapes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_kernel_for_variable_lengths_gives_the_same_gradient(
+    name: str, varlen_shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some responses have one token: with a shared prompt these have no inputs of their own."""
+    sequences = random_groups(num_groups=4, longest=9)
+    sequences.insert(2, (sequences[0][0], [1]))
+    found = logprobs_and_gradient(CONFIGS[name], [sequences])
+    assert varlen_shapes
+    monkeypatch.setattr(policy_module, "varlen_attention", lambda query: None)
+    expected = logprobs_and_gradient(CONFIGS[name], [sequences])
+    tolerance = 1e-7 if CONFIGS[name].moe_layers else 1e-12
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_a_micro_batch_has_one_shape_of_attention_whatever_its_lengths(
+    varlen_shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences, in_blocks = random_groups(num_groups=12, longest=50), list[tuple[int, ...]]()
+    halves = [sequences[:18], sequences[18:]]
+    config = CONFIGS["qwen3"]
+    logprobs_and_gradient(config, halves)
+    assert len(set(varlen_shapes)) == len(halves)
+    assert len(varlen_shapes) == len(halves) * config.num_hidden_layers
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        in_blocks.append(tuple(q.shape))
+        return block_attention(q, k, v)
+
+    block_attention = policy_module._block_attention
+    monkeypatch.setattr(policy_module, "varlen_attention", lambda query: None)
+    monkeypatch.setattr(policy_module, "_block_attention", attend)
+    logprobs_and_gradient(config, halves)
+    assert len(set(in_blocks)) >= 5 * len(halves)
 
 
 def test_a_sequence_does_not_attend_to_its_neighbours() -> None:

@@ -150,7 +150,7 @@ class CUDAGraphRunner(ModelRunner):
     def _capture(self, step: Callable[[], object]) -> Callable[[], object]:
         """The step as a graph. On a CPU it is called."""
         if not self._is_gpu:
-            return step.__call__
+            return lambda: step()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
             step()

@@ -21,6 +21,7 @@ from dora.engine.block_manager import BLOCK_SIZE
 from dora.engine.kernels import Kernels, Linear, choose_kernels
 from dora.engine.kernels.sampler import Int64s, SamplerOutput, SamplingMetadata, sample
 from dora.engine.kernels.workspace import ForwardBatch, Workspace
+from dora.model.attention import varlen_attention, varlen_layout
 from dora.model.config import ModelConfig
 from dora.model.decoder import forward
 from dora.model.moe import RecordingRouter, StackedExperts, expert_weights
@@ -176,6 +177,8 @@ class ModelRunner:
     def _prefill_packed(self, slot: int, prompts: list[PrefillInput]) -> None:
         work, device = self._workspace, self._workspace.device
         attention = fused_causal_attention if device.type == "cuda" else causal_attention
+        num_queries, num_keys = [p.num_new for p in prompts], [len(p.token_ids) for p in prompts]
+        layout = varlen_layout(num_queries, num_keys, device)
         positions = torch.cat([torch.arange(p.num_cached, len(p.token_ids)) for p in prompts]).to(device)
         tables = [torch.tensor(prompt.block_table, device=device) for prompt in prompts]
         blocks = torch.cat(
@@ -188,14 +191,16 @@ class ModelRunner:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             work.kv[blocks, layer, 0, positions % BLOCK_SIZE] = k
             work.kv[blocks, layer, 1, positions % BLOCK_SIZE] = v
-            parts = (x.split([prompt.num_new for prompt in prompts]) for x in (q, k, v))
-            out = []
-            for prompt, table, own_q, own_k, own_v in zip(prompts, tables, *parts, strict=True):
+            queries, keys, values = (x.split(num_queries) for x in (q, k, v))
+            pairs = [*zip(keys, values, strict=True)]
+            for i, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
                 if prompt.num_cached:
                     kv = work.kv[table, layer].transpose(0, 1).flatten(1, 2)[:, : len(prompt.token_ids)]
-                    own_k, own_v = kv.unbind()
-                out.append(attention(own_q, own_k, own_v))
-            return torch.cat(out)
+                    pairs[i] = (kv[0], kv[1])
+            if kernel := varlen_attention(q):
+                all_k, all_v = (torch.cat(x) for x in zip(*pairs, strict=True))
+                return kernel(q, all_k, all_v, layout)
+            return torch.cat([attention(own_q, *pair) for own_q, pair in zip(queries, pairs, strict=True)])
 
         tokens = torch.tensor([token for p in prompts for token in p.token_ids[p.num_cached :]]).to(device)
         cos, sin, router = work.cos[positions], work.sin[positions], RecordingRouter(work.config)

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dora.model.attention import VarlenLayout, varlen_layout
 from dora.trainer.settings import Sample
 
 TokenIds = Sequence[int]
@@ -33,6 +34,9 @@ class PackedBatch:
 
     For attention, `blocks` [B, L] hold the input indices of sequences of similar lengths, padded on the right
     with input 0. `block_indices` [M] locate each input among the flattened tokens of all blocks.
+
+    A kernel for variable lengths takes all inputs as queries, each once, and as keys the inputs `key_indices`
+    of each sequence that has inputs of its own. `varlen` is their layout.
     """
 
     input_ids: Tensor
@@ -43,6 +47,8 @@ class PackedBatch:
     sequence_indices: Sequence[NDArray[np.int64]]
     blocks: Sequence[Tensor]
     block_indices: Tensor
+    key_indices: Tensor
+    varlen: VarlenLayout
     prompts: Sequence[TokenIds]
     responses: Sequence[TokenIds]
 
@@ -61,20 +67,25 @@ def pack(
     """
     input_ids: list[int] = []
     starts: dict[tuple[tuple[int, ...], bytes | None], int] = {}  # of prompts
-    sequence_indices = []
+    sequence_indices, num_queries = [], []
     for prompt, response, route in zip(prompts, responses, routes or repeat(None, len(prompts)), strict=True):
         key = tuple(prompt), None if route is None else route[: len(prompt)].tobytes()
-        start = starts.setdefault(key, len(input_ids))
-        if start == len(input_ids):
+        num_before = len(input_ids)
+        start = starts.setdefault(key, num_before)
+        if start == num_before:
             input_ids += prompt
         own = np.arange(len(input_ids), len(input_ids) + len(response) - 1)
         sequence_indices.append(np.concatenate((np.arange(start, start + len(prompt)), own)))
         input_ids += response[:-1]
+        num_queries.append(len(input_ids) - num_before)
     blocks, position_ids, block_indices = _length_blocks(sequence_indices, len(input_ids))
     pairs = zip(sequence_indices, prompts, strict=True)
     predicting = np.concatenate([indices[len(prompt) - 1 :] for indices, prompt in pairs])
     targets = np.array([token for response in responses for token in response])
     loss_mask = _joined_masks(responses, masks or [None] * len(responses))
+
+    with_queries = [indices for indices, num in zip(sequence_indices, num_queries, strict=True) if num]
+    varlen = varlen_layout([num for num in num_queries if num], [*map(len, with_queries)], device)
 
     def on_device(values: Sequence[int] | NDArray[np.int64]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(device)
@@ -88,6 +99,8 @@ def pack(
         sequence_indices,
         [on_device(block) for block in blocks],
         on_device(block_indices),
+        on_device(np.concatenate(with_queries)),
+        varlen,
         prompts,
         responses,
     )

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dora.model import decoder
+from dora.model.attention import varlen_attention
 from dora.model.config import ModelConfig
 from dora.model.decoder import AttentionFn
 from dora.model.moe import Router
@@ -78,9 +79,8 @@ class Policy:
     def hidden_states(self, batch: PackedBatch, router: Router | None = None) -> Tensor:
         """Final hidden states [M, hidden]."""
         cos, sin = (table.index_select(0, batch.position_ids) for table in (self._cos, self._sin))
-        attend = packed_attention(batch.blocks, batch.block_indices)
         return decoder.forward(
-            self.weights, self.config, batch.input_ids, cos, sin, attend, router, self._run_layer
+            self.weights, self.config, batch.input_ids, cos, sin, _attention(batch), router, self._run_layer
         )
 
 
@@ -91,6 +91,20 @@ def _run(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _run_checkpointed(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     out: Tensor = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
     return out
+
+
+def _attention(batch: PackedBatch) -> AttentionFn:
+    """Attention in one call for all sequences where the device has a kernel for it, else in blocks."""
+    in_blocks = packed_attention(batch.blocks, batch.block_indices)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kernel = varlen_attention(q)
+        if kernel is None:
+            return in_blocks(layer, q, k, v)
+        keys, values = (_take_rows(x, batch.key_indices) for x in (k, v))
+        return kernel(q, keys, values, batch.varlen)
+
+    return attend
 
 
 def packed_attention(blocks: Sequence[Tensor], block_indices: Tensor | None = None) -> AttentionFn:

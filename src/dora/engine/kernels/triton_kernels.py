@@ -266,7 +266,7 @@ class TritonKernels:
         torch.searchsorted(ends, self._items[:num_items], right=True, out=self._owners[:num_items])
 
     def _max_partitions(self, num_rows: int) -> int:
-        return num_rows * triton.cdiv(self._max_context, self._partition(num_rows))
+        return num_rows * -(-self._max_context // self._partition(num_rows))
 
     def _partition(self, num_rows: int) -> int:
         """The length of the partitions of a batch: a multiple of the tile, unless it is fixed."""

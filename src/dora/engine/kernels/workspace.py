@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dora.engine.block_manager import BLOCK_SIZE, num_blocks_for
 from dora.engine.request import EngineError
+from dora.model.attention import disable_cudnn_attention
 from dora.model.config import ModelConfig
 from dora.model.decoder import rope_tables
 from dora.model.weights import WeightLayout
@@ -136,4 +137,6 @@ def _device(name: str) -> torch.device:
         raise EngineError(f'device = {name!r} must be "cpu" or "cuda" (the first visible GPU)')
     if name == "cuda" and not torch.cuda.is_available():
         raise EngineError('device = "cuda": torch sees no GPU; install torch with CUDA or set device = "cpu"')
+    if name == "cuda":
+        disable_cudnn_attention()
     return torch.device(name)

@@ -11,6 +11,7 @@ import torch
 
 from dora.config.schema import Config
 from dora.errors import ConfigError
+from dora.model.attention import disable_cudnn_attention
 from dora.runtime.process.messages import AuxWorkerSpec, EngineSpec, TrainerSpec
 from dora.runtime.process.stream_workers import ConsumerSpec
 from dora.stream.run_stream import StorageSpec
@@ -230,6 +231,8 @@ def _check_not_shared(config: Config, num_gpus: int) -> None:
 def use_device(name: str) -> str:
     """Make this process compute on a device, by torch's name; returns its kind, "cpu" or "cuda"."""
     kind, _, number = name.partition(":")
+    if kind == "cuda":
+        disable_cudnn_attention()
     if number:
         torch.cuda.set_device(int(number))
     return kind
