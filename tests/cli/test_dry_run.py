@@ -46,6 +46,48 @@ def test_memory_depends_on_the_dtype_of_the_engines(task: Path) -> None:
         assert [*memory_by_device(make_setup(task, GPUS))] == ["cpu", "cuda:0-1", "cuda:2"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the devices are those of a machine without GPUs")
+def test_gpus_hold_more_than_weights_and_kv(task: Path) -> None:
+    def memory(**changes: object) -> dict[str, str]:
+        given = GPUS | {key.replace("__", "."): value for key, value in changes.items()}
+        return memory_by_device(make_setup(task, given))
+
+    engines, trainer = memory()["cuda:0-1"], memory()["cuda:2"]
+    assert "1 x 600 MB for CUDA" in engines
+    assert "1 x 600 MB for CUDA" in trainer
+    assert "for decode steps and graphs" in engines
+    assert "0.0106 MB to publish a version and to check an older one" in trainer  # 4 bytes a parameter
+    bf16 = memory(engine__dtype="bfloat16", trainer__dtype="bfloat16")["cuda:2"]
+    assert "0.0106 MB to publish a version and to check an older one" in bf16  # 2 as published, 2 to compute
+    assert "to publish" not in memory(orchestrator__max_staleness=0)["cuda:2"]
+    shared = memory(orchestrator__placement="colocated")["cuda:0"]
+    assert "3 x 600 MB for CUDA" in shared
+
+
+@pytest.mark.parametrize(
+    ("changes", "prefill", "chunk"),
+    [
+        ({}, 512, 256),
+        (GPUS, 4096, 2048),
+        (GPUS | {"engine.max_prefill_tokens": 9000, "trainer.logits_chunk_tokens": 100}, 9000, 100),
+    ],
+)
+def test_gpus_prefill_and_compute_logits_in_larger_parts(
+    changes: dict[str, Any], prefill: int, chunk: int, task: Path
+) -> None:
+    setup = make_setup(task, changes)
+    assert setup.engine_spec(task.parent, 0).prefill_budget == prefill
+    assert setup.trainer_spec(task.parent, task.parent).settings.logits_chunk_tokens == chunk
+
+
+def test_fp32_on_a_gpu_has_a_notice(task: Path) -> None:
+    (notice,) = make_setup(task, GPUS).notices
+    assert "trainer.dtype = float32" in notice
+    assert "set trainer.dtype = bfloat16" in notice
+    assert not make_setup(task, GPUS | {"trainer.dtype": "bfloat16"}).notices
+    assert not make_setup(task, {}).notices
+
+
 def test_shared_memory_includes_the_samples_of_a_whole_window(task: Path) -> None:
     short, long = (make_setup(task, {"sampling.max_response_length": length}) for length in (20, 21))
     num_rows = short.config.max_groups_in_flight * 2

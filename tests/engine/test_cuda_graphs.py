@@ -252,7 +252,7 @@ def test_the_order_of_versions_does_not_matter_to_graphs(padded: None) -> None:
 
 
 def test_graphs_that_were_not_used_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "_MAX_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     rows = RunnerRows(CUDAGraphRunner)
 
     def num_captured(*indices: int) -> int:

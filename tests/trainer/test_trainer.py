@@ -22,6 +22,7 @@ from tests.trainer.batches import (
 
 from dora.errors import RunError
 from dora.model.weights import WeightLayout, initial_weights
+from dora.trainer.metrics import ages_to_check
 from dora.trainer.optimizer import learning_rate
 from dora.trainer.packing import TokenIds, pack
 from dora.trainer.policy import Policy
@@ -169,6 +170,15 @@ def test_a_failed_comparison_does_not_fail_the_step_and_warns_once() -> None:
         trainer.step(batch)
     other.step(batch)
     assert torch.equal(trainer.flat, other.flat)
+
+
+def test_older_weights_are_compared_in_a_few_steps_on_a_gpu() -> None:
+    steps = {
+        device: {step: ages for step in range(20) if (ages := ages_to_check({2, 1}, step, device))}
+        for device in ("cpu", "cuda")
+    }
+    assert steps == {"cpu": {step: [1, 2] for step in range(20)}, "cuda": {1: [2], 9: [2], 17: [2]}}
+    assert ages_to_check(set(), 1, "cuda") == []
 
 
 def test_a_batch_without_gradient_has_a_mismatch_too() -> None:

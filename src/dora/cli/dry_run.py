@@ -10,10 +10,12 @@ from pathlib import Path
 from dora.config.schema import Config
 from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId
+from dora.engine.cuda_graphs import MAX_GRAPHS
+from dora.engine.kernels.workspace import MAX_PADDING, PARTITION
 from dora.errors import ConfigError, RewardError
 from dora.model.weights import WeightLayout
 from dora.runtime.process import backends, resources
-from dora.runtime.process.resources import run_resources
+from dora.runtime.process.resources import is_gpu, run_resources
 from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.env_pool import try_environment
@@ -27,6 +29,9 @@ from dora.trainer.perf import activation_bytes, logits_bytes
 
 # Bytes per parameter in fp32: the weight; with the two moments of AdamW; with these and the gradient.
 _WEIGHT, _WITH_MOMENTS, _WITH_GRADIENT = 4, 12, 16
+# Estimates for GPUs: context and libraries of a process; a layer of a CUDA graph; and what the logit of a
+# token takes with the temporaries of the sampler, which sorts them for filters.
+_CONTEXT, _GRAPH_LAYER, _PER_LOGIT, _WITH_FILTERS = 600_000_000, 2**18, 16, 48
 
 
 def dry_run(config: Config, out: Path) -> str:
@@ -123,7 +128,8 @@ def _problems(config: Config) -> dict[str, str]:
 def memory_by_device(setup: RunSetup) -> dict[str, str]:
     """Device, or a range of devices with the same contents -> total and parts.
 
-    Activations of a decode step are not included; a micro-batch of the trainer counts at its maximum.
+    A micro-batch of the trainer counts at its maximum. Activations of prefill and of decode steps on the CPU
+    are not included.
     """
     devices = setup.devices
     parts: dict[str, dict[str, int]] = {}
@@ -136,11 +142,20 @@ def memory_by_device(setup: RunSetup) -> dict[str, str]:
         devices.engine_device(engine, is_colocated=setup.is_colocated(engine))
         for engine in range(setup.num_engines)
     )
+    processes = Counter(devices.trainer_device(rank) for rank in range(devices.num_ranks)) + engines
+    for device, num in processes.items():
+        if is_gpu(device):
+            add(device, f"{num} x {size(_CONTEXT)} for CUDA", num * _CONTEXT)
     for device, num in engines.items():
+        if is_gpu(device):
+            num_bytes = decode_step_bytes(setup)
+            add(device, f"{num} x {size(num_bytes)} for decode steps and graphs", num * num_bytes)
         per_engine = f"({slots} x {size(version)} of weights + {size(kv)} of KV cache)"
         add(device, f"{plural(num, 'engine')} x {per_engine}", num * (slots * version + kv))
     for device, num_bytes in trainer_bytes(setup).items():
         add(device, f"{size(num_bytes)} for the trainer", num_bytes)
+    if is_gpu(rank_0 := devices.trainer_device(0)) and (num_bytes := copied_version_bytes(setup)):
+        add(rank_0, f"{size(num_bytes)} to publish a version and to check an older one", num_bytes)
     micro_batch = micro_batch_bytes(setup)
     for device, num in Counter(map(devices.trainer_device, range(devices.num_ranks))).items():
         add(device, f"at most {num} x {size(micro_batch)} for a micro-batch", num * micro_batch)
@@ -205,7 +220,27 @@ def micro_batch_bytes(setup: RunSetup) -> int:
         model, trainer.micro_batch_tokens, itemsize, trainer.activation_checkpointing
     )
     trains_head = setup.lora is None
-    return activations + logits_bytes(model, trainer.logits_chunk_tokens, itemsize, trains_head)
+    return activations + logits_bytes(model, setup.logits_chunk_tokens, itemsize, trains_head)
+
+
+def decode_step_bytes(setup: RunSetup) -> int:
+    """Logits, sampler, partial attention and CUDA graphs of one engine on a GPU."""
+    config, model = setup.config, setup.model
+    num_rows = config.engine.max_num_seqs + MAX_PADDING * config.version_slots
+    sampling = config.sampling
+    has_filters = bool(sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+    num_bytes = num_rows * model.vocab_size * (_WITH_FILTERS if has_filters else _PER_LOGIT)
+    num_partitions = num_rows * -(-config.max_sequence_length // PARTITION)
+    num_bytes += num_partitions * model.num_attention_heads * (model.head_dim + 1) * 4
+    return num_bytes + MAX_GRAPHS * model.num_hidden_layers * _GRAPH_LAYER
+
+
+def copied_version_bytes(setup: RunSetup) -> int:
+    """Copies of a version on the device of rank 0: rounded to publish it, and an older one to check it."""
+    itemsize = 2 if setup.config.trainer.dtype == "bfloat16" else _WEIGHT
+    has_older = setup.config.orchestrator.max_staleness > 0
+    rounded = setup.version_bytes if setup.config.engine.dtype == "bfloat16" else 0
+    return max(rounded, has_older * (itemsize * setup.num_parameters + rounded))
 
 
 def aux_worker_bytes(setup: RunSetup) -> int:

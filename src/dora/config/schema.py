@@ -356,8 +356,10 @@ class TrainerSection(Section):
         default=4096,
         description="Maximum prompt and response tokens of one forward and backward pass (tokens).",
     )
-    logits_chunk_tokens: Count = Field(
-        default=256, description="Response tokens whose logits are in memory at the same time (tokens)."
+    logits_chunk_tokens: Count | None = Field(
+        default=None,
+        description="Response tokens whose logits are in memory at the same time (tokens). Unset: 256 on the "
+        "CPU, 2048 on a GPU.",
     )
     lr: float = Field(gt=0, description="Peak learning rate of AdamW (per step).")
     warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up of the learning rate (steps).")
@@ -457,6 +459,11 @@ class EngineSection(Section):
         default=None,
         description="KV cache of one engine (blocks of 16 tokens). Unset: room for max_num_seqs sequences of "
         "full length.",
+    )
+    max_prefill_tokens: Count | None = Field(
+        default=None,
+        description="Prompt tokens that an engine computes beside a decode step; eight times as many while "
+        "nothing decodes (tokens). Unset: 512 on the CPU, 4096 on a GPU.",
     )
     device: Device = Field(
         default="cpu",

@@ -579,7 +579,7 @@ def _unused_aux_workers(config: Config) -> Reasons:
 def _unused_in_engine(config: Config) -> Reasons:
     if config.engine.backend is None:
         return {"options": "without engine.backend: they are arguments of its class"}
-    own = ("kernels", "num_kv_blocks", "min_step_time")
+    own = ("kernels", "num_kv_blocks", "max_prefill_tokens", "min_step_time")
     return dict.fromkeys(own, "with engine.backend: it is a setting of DORA-RL's own engine")
 
 

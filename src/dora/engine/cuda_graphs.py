@@ -20,7 +20,7 @@ from dora.engine.kernels.workspace import MAX_PADDING, ForwardBatch, Workspace
 from dora.engine.runner import ModelRunner
 
 _BUCKET = (MAX_PADDING + 1) // 2  # rows of the only version; smaller batches have powers of two
-_MAX_GRAPHS = 32  # kept; each holds some megabytes of the device
+MAX_GRAPHS = 32  # kept; each holds some megabytes of the device
 
 
 def padded_rows(counts: Int64s, max_rows: int) -> Int64s:
@@ -141,7 +141,7 @@ class CUDAGraphRunner(ModelRunner):
 
     def _forget_graph(self) -> None:
         """Make room for another shape."""
-        if len(self._graphs) < _MAX_GRAPHS:
+        if len(self._graphs) < MAX_GRAPHS:
             return
         if self._is_gpu:
             torch.cuda.current_stream().synchronize()  # the graph may be running

@@ -46,6 +46,8 @@ UNBOUNDED_ROWS = 2**31  # of a dataset that grows, for its cursor
 MAX_HEADER_BYTES = 2**24  # of a safetensors file: names and shapes
 AUX_WORKER_COLUMNS = {"reference": "reference", "proximal": "proximal", "critic": "values"}
 GREEDY = 0  # the sibling of a held-out prompt that is decoded greedily, with eval.greedy
+_PREFILL_TOKENS = (512, 4096)  # per step, on the CPU and on a GPU
+_LOGITS_CHUNK_TOKENS = (256, 2048)  # on the CPU and on a GPU
 _BYTES_PER_TOKEN = 9  # of a response in the sample stream: its id, its log-prob, whether it was sampled
 
 
@@ -206,15 +208,28 @@ class RunSetup:
             )
 
     @property
+    def logits_chunk_tokens(self) -> int:
+        """Response tokens whose logits are in memory at the same time."""
+        trainer = self.config.trainer
+        return trainer.logits_chunk_tokens or _LOGITS_CHUNK_TOKENS[is_gpu(trainer.device)]
+
+    @property
     def notices(self) -> list[str]:
         """Warnings about valid settings that are usually mistakes."""
-        batch_size, num_prompts = self.config.trainer.batch_size, self.num_prompts
-        if num_prompts is None or batch_size <= num_prompts:
-            return []
-        return [
-            f"trainer.batch_size = {batch_size} groups, and the dataset has {plural(num_prompts, 'prompt')}: "
-            "a batch has some prompts more than once; lower trainer.batch_size, or add prompts"
-        ]
+        trainer, num_prompts = self.config.trainer, self.num_prompts
+        notices = []
+        if num_prompts is not None and trainer.batch_size > num_prompts:
+            notices.append(
+                f"trainer.batch_size = {trainer.batch_size} groups, and the dataset has "
+                f"{plural(num_prompts, 'prompt')}: a batch has some prompts more than once; "
+                "lower trainer.batch_size, or add prompts"
+            )
+        if is_gpu(trainer.device) and trainer.dtype == "float32" and trainer.backend is None:
+            notices.append(
+                f"trainer.dtype = float32 on trainer.device = {trainer.device}: GPUs have no fast attention "
+                "for fp32 and multiply it slowly; set trainer.dtype = bfloat16, the optimizer stays in fp32"
+            )
+        return notices
 
     def check_lengths(self, dataset: Dataset) -> None:
         """Raises DataError for a prompt that is empty or too long."""
@@ -458,6 +473,7 @@ class RunSetup:
             backend_options=kind.options,
             prefetches_weights=config.weights.load == "deferred",
             num_kv_blocks=config.engine.num_kv_blocks,
+            prefill_budget=config.engine.max_prefill_tokens or _PREFILL_TOKENS[is_gpu(config.engine.device)],
             inflight_update=config.orchestrator.update_policy if config.breaks_c1 else None,
         )
 
@@ -485,7 +501,7 @@ class RunSetup:
             loss_scale_factor=config.sampling.max_response_length,
             mini_batch_tokens=config.trainer.mini_batch_tokens,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
-            logits_chunk_tokens=config.trainer.logits_chunk_tokens,
+            logits_chunk_tokens=self.logits_chunk_tokens,
             dtype=config.trainer.dtype,
             activation_checkpointing=config.trainer.activation_checkpointing,
             temperature=config.sampling.temperature,

@@ -6,7 +6,7 @@ Keys are verl's where verl has one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -19,6 +19,7 @@ KL_BY_STALENESS = "off_policy/kl_k3_age_"  # followed by the staleness of the sa
 
 # Spot checks recompute this fraction of a step's tokens, forward only: a third of that in FLOPs.
 _SPOT_CHECK_FRACTION = 1 / 16
+_GPU_CHECK_INTERVAL = 8  # steps
 _SPOT_CHECK_STRIDE = 0.618034  # of a batch, from step to step: golden-ratio steps cover it evenly
 
 
@@ -201,6 +202,17 @@ class MismatchMetrics:
             "mismatch/logprob_abs_diff_max": self.max_abs_diff,
             "mismatch/kl": self.k3 / self.num_tokens,
         }
+
+
+def ages_to_check(ages: Collection[int], step: int, device: str) -> list[int]:
+    """Of the staleness of samples, those to compare in this `step`, each with the weights of its version.
+
+    On a GPU it is the largest one, in every eighth step from step 1: copying a version of a large model takes
+    seconds.
+    """
+    if device == "cpu":
+        return sorted(ages)
+    return [max(ages)] if ages and step % _GPU_CHECK_INTERVAL == 1 else []
 
 
 def choose_spot_checks(lengths: Sequence[int], num_trained: int, step: int) -> list[int]:

@@ -21,7 +21,7 @@ from dora.trainer.critic import Critic
 from dora.trainer.learner import ComputeLogprobs, Learner, LocalLearner
 from dora.trainer.logprobs import response_logprobs
 from dora.trainer.loss import batch_divisor, unnormalized_token_weights
-from dora.trainer.metrics import StepMetrics, choose_spot_checks
+from dora.trainer.metrics import StepMetrics, ages_to_check, choose_spot_checks
 from dora.trainer.optimizer import Snapshottable, learning_rate, rollback_on_error
 from dora.trainer.packing import balanced_micro_batches, sequential_micro_batches, split_mini_batches
 from dora.trainer.recipe import LOSS_TRAITS
@@ -219,7 +219,8 @@ class Trainer:
         lengths = [s.num_loss_tokens for s in candidates]
         chosen = choose_spot_checks(lengths, self._metrics.num_tokens, self.num_steps_done)
         try:
-            for staleness in sorted({candidates[i].staleness for i in chosen}):
+            ages = {candidates[i].staleness for i in chosen}
+            for staleness in ages_to_check(ages, self.num_steps_done, self.flat.device.type):
                 flat = self._find_version(self.num_steps_done - staleness)
                 if flat is not None:
                     samples = [candidates[i] for i in chosen if candidates[i].staleness == staleness]

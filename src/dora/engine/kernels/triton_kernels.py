@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from dora.engine.block_manager import BLOCK_SIZE
 from dora.engine.kernels.eager import linear
-from dora.engine.kernels.workspace import ForwardBatch, Workspace
+from dora.engine.kernels.workspace import PARTITION, ForwardBatch, Workspace
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default differs between versions of Triton
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _NUM_PROGRAMS = 2 if IS_INTERPRETED else 1024  # enough to keep a GPU busy
 _MAX_PROGRAMS = 8192  # of attention; each may compute several partitions
-_PARTITION = 512  # tokens of a row that one program attends to, at most
 _CHUNK = 8  # partitions that are combined at once
 _MIN_DOT = 16  # the minimum size of a matrix in tl.dot
 _COLUMNS = 1024  # per program of an element-wise kernel
@@ -272,7 +271,7 @@ class TritonKernels:
         """The length of the partitions of a batch: a multiple of the tile, unless it is fixed."""
         if self._fixed_partition:
             return self._fixed_partition
-        partition, num_programs = _PARTITION, num_rows * self._config.num_key_value_heads
-        while partition > self._tile and num_programs * _PARTITION < _NUM_PROGRAMS * partition:
+        partition, num_programs = PARTITION, num_rows * self._config.num_key_value_heads
+        while partition > self._tile and num_programs * PARTITION < _NUM_PROGRAMS * partition:
             partition //= 2
         return partition

@@ -21,6 +21,7 @@ from dora.model.weights import WeightLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ALIGNMENT = 16  # elements: a cache line of fp32
+PARTITION = 512  # tokens of a row that one program of a GPU attends to, at most
 KVAllocator = Callable[[tuple[int, ...]], Tensor]  # shape -> zeros of the engine's dtype
 MAX_PADDING = 63  # rows that padding adds to a version's segment of a batch, at most
 

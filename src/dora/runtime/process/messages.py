@@ -57,6 +57,7 @@ class EngineSpec:
     backend_options: Mapping[str, object] | None = None
     prefetches_weights: bool = False
     num_kv_blocks: int | None = None  # None: as many as `max_rows` full rows need
+    prefill_budget: int = 512  # prompt tokens per step
     inflight_update: str | None = None  # "partial" | "inflight": requests continue with newer versions
     host: str | None = None  # where engines of other machines read this engine's KV; None: there are none
     broker: CurveAddress | None = None  # see `remote_kv`; None: on the driver's machine

@@ -49,6 +49,7 @@ CHANGEABLE_KEYS = (  # neither the guarantees nor the computed weights depend on
     "engine.num_engines",
     "engine.max_num_seqs",
     "engine.num_kv_blocks",
+    "engine.max_prefill_tokens",
     "engine.options",
     "engine.min_step_time",
     "fleet.*.max_num_seqs",

@@ -84,6 +84,7 @@ def build_engine(spec: m.EngineSpec) -> InferenceEngine:
         max_context=spec.max_context,
         version_slots=spec.version_slots,
         num_blocks=spec.num_kv_blocks,
+        prefill_budget=spec.prefill_budget,
         kernels=spec.kernels,
         pace_s=spec.pace_s,
         detokenize=Tokenizer(spec.model).decode if spec.reads_text else None,
