@@ -86,6 +86,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "dora.runtime",
         "dora.config",
         "dora.core",
+        "dora.data.tool_calls",
         "dora.errors",
         "dora.text",
         "dora.auth_token",

@@ -129,8 +129,12 @@ class FakeContext:
 class FakeRun:
     """A tiny run whose two engines have joined. `service__agents="true"` and its like change its settings."""
 
-    def __init__(self, folder: Path, **changes: object) -> None:
+    def __init__(
+        self, folder: Path, prepare: Callable[[Path], object] = lambda start: None, **changes: object
+    ) -> None:
+        """`prepare` may change the folder of the initial policy."""
         config = write_task(folder)
+        prepare(folder / "start")
         overrides = [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
         self.setup = RunSetup.make(load.read_config(config, overrides), folder / "run")
         self.messages = WorkerMessages()
@@ -243,7 +247,8 @@ def disconnect_after(
 def error_message(response: httpx.Response, status: int) -> str:
     """The message of an error response; fails unless it has this status and the one form of errors."""
     assert response.status_code == status, response.text
-    (error,) = response.json().values()
+    kind, error = response.json().values()
+    assert kind == "error"
     assert error["code"] == status
     assert error["type"] == "invalid_request_error"
     return str(error["message"])

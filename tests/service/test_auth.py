@@ -153,7 +153,7 @@ def test_unknown_methods_are_counted_together() -> None:
 def test_every_request_is_refused_after_the_end_of_the_run(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, service__agents="true")
     run.app.run_end = RUN_END
-    gone = {"error": {"message": RUN_END.sentence, "type": "run_finished", "code": 410}}
+    gone = {"type": "error", "error": {"message": RUN_END.sentence, "type": "run_finished", "code": 410}}
     for method, path in (
         *(("GET", path) for path in ("/health", "/docs", "/metrics", "/v1/status", "/nothing")),
         *(("POST", path) for path in ("/v1/chat/completions", "/s/a/v1/chat/completions", "/s/a/reward")),

@@ -142,7 +142,7 @@ def test_requests_fail_once_the_run_is_over(run: FakeRun) -> None:
 
     for response in (run.call_many(requests), run.call("GET", "/v1/status")):
         error = {"message": RUN_END.sentence, "type": "run_finished", "code": 410}
-        assert (response.status_code, response.json()) == (410, {"error": error})
+        assert (response.status_code, response.json()) == (410, {"type": "error", "error": error})
 
 
 def test_an_exception_of_a_request_does_not_reach_the_driver(run: FakeRun) -> None:

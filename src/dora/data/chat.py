@@ -12,6 +12,7 @@ from typing import Any
 
 from dora.data.dataset import Messages, Prompt
 from dora.data.tokenizer import Tokenizer
+from dora.data.tool_calls import Parser, Tool, parser_of
 from dora.errors import DataError, ModelError
 
 
@@ -21,14 +22,27 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
         self._tokenizer, self._template = tokenizer, template
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises DataError if it cannot be tokenized."""
+    def encode(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> list[int]:
+        """Token ids of a prompt with the tools that the model may call.
+
+        Raises DataError if it cannot be tokenized, or the template shows the model no tools.
+        """
+        if tools and self.tool_parser is None:
+            raise DataError(
+                "the model's chat template describes no tool calls that DORA-RL can parse; leave tools out, "
+                "or set data.chat_template = true with a model whose template does"
+            )
         if self._template is not None:
             # The template writes the special tokens at the start of a sequence itself.
-            return self._tokenizer.encode(self._template.render(prompt), add_special_tokens=False)
+            return self._tokenizer.encode(self._template.render(prompt, tools), add_special_tokens=False)
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
         raise DataError("the prompt is a conversation; set data.chat_template = true")
+
+    @property
+    def tool_parser(self) -> Parser | None:
+        """Finds the tool calls in the text of a turn; None if the model's template has none."""
+        return None if self._template is None else self._template.tool_parser
 
     def encode_observation(self, observation: Prompt, turn_ids: Sequence[int]) -> list[int]:
         """Token ids of an observation, between the model's turn `turn_ids` and its next one.
@@ -67,19 +81,20 @@ class ChatTemplate:
                 f"{folder}: its tokenizer has no chat template; set data.chat_template = false, or add "
                 "chat_template.jinja"
             )
+        self.tool_parser = parser_of(str(self._tokenizer.chat_template))
         self._system: list[Mapping[str, str]] = []
         if system_prompt is not None:
             self._system = [{"role": "system", "content": system_prompt}]
 
-    def render(self, prompt: Prompt) -> str:
-        """The conversation as text; text becomes a message of the user.
+    def render(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> str:
+        """The conversation as text, after a description of the tools; text becomes a message of the user.
 
         Raises DataError if the template refuses it.
         """
         messages = _messages(prompt)
         if messages[0]["role"] != "system":
             messages = [*self._system, *messages]
-        return self._render(messages)
+        return self._render(messages, tools)
 
     def render_observation(self, observation: Prompt) -> str:
         """The text after an answer of the assistant: its end, the observation, the start of the next answer.
@@ -93,10 +108,10 @@ class ChatTemplate:
             raise DataError("the chat template leaves out earlier answers, so episodes cannot have turns")
         return after
 
-    def _render(self, messages: Messages) -> str:
+    def _render(self, messages: Messages, tools: Sequence[Tool] = ()) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # templates raise any type
             raise DataError(f"the chat template refuses the prompt: {error}") from error

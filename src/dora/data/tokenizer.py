@@ -20,6 +20,11 @@ from dora.errors import DataError, ModelError
 # ChatML, as Qwen has it
 END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{ '<|im_start|>system\\n' }}
+{%- for tool in tools -%}{{ tool | tojson + '\\n' }}{%- endfor -%}
+{{ '<tool_call>{"name": NAME, "arguments": {...}}</tool_call><|im_end|>\\n' }}
+{%- endif -%}
 {%- for message in messages -%}
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
 {%- endfor -%}

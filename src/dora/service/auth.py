@@ -80,7 +80,9 @@ class AuthMiddleware:
     def _reject(self, scope: Scope) -> ServiceError | None:
         """Why a request is refused from its headers alone; None: it is accepted."""
         headers = {name: value for name, value in scope["headers"]}
-        has_token = secrets.compare_digest(headers.get(b"authorization", b""), self._expected)
+        api_key = headers.get(b"x-api-key", b"")  # the header of Anthropic's API
+        given = headers.get(b"authorization", b"Bearer " + api_key)
+        has_token = secrets.compare_digest(given, self._expected)
         if scope["path"] not in PUBLIC_PATHS and not has_token:
             return ServiceError(
                 401,

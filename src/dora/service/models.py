@@ -1,14 +1,14 @@
 """Parts that all routes share: the base of request bodies, and the form of error responses.
 
-An error response is `{"error": {"message", "type", "code"}}`, as clients of OpenAI's API expect it. It never
-repeats the request's content, which may be long or binary.
+An error response is `{"type": "error", "error": {"message", "type", "code"}}`, as clients of OpenAI's and
+Anthropic's API expect it. It never repeats the request's content, which may be long or binary.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -47,6 +47,12 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class MessageBody(RequestBody):
+    """Base of a conversation's parts. Clients send back what they read, with fields that they added."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class ErrorDetail(BaseModel):
     """What is wrong, and the remedy. `code` is the HTTP status."""
 
@@ -56,8 +62,9 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Body of every response with an error status."""
+    """Body of every response with an error status. It also has the form of Anthropic's API."""
 
+    type: Literal["error"] = "error"
     error: ErrorDetail
 
 
@@ -76,7 +83,8 @@ class AsciiJSONResponse(JSONResponse):
 
 def error_response(error: ServiceError, headers: Mapping[str, str] | None = None) -> AsciiJSONResponse:
     """The response for an error."""
-    body = {"error": {"message": str(error), "type": error.kind, "code": error.status}}
+    detail = {"message": str(error), "type": error.kind, "code": error.status}
+    body = {"type": "error", "error": detail}
     retry = RETRY_AFTER if error.status in RETRY_STATUSES else {}
     return AsciiJSONResponse(body, error.status, retry | dict(headers or {}))
 

@@ -23,7 +23,17 @@ from dora.auth_token import new_auth_token, read_auth_token, write_private_file
 from dora.config.schema import ServiceSection
 from dora.errors import ConfigError, RunError
 from dora.runtime.control.requests import RequestQueue, RunEnd, ServiceAddress
-from dora.service import agents, api_page, control, prometheus, rewards, training, weights
+from dora.service import (
+    agents,
+    anthropic_messages,
+    api_page,
+    chat_completions,
+    control,
+    prometheus,
+    rewards,
+    training,
+    weights,
+)
 from dora.service.auth import AuthMiddleware
 from dora.service.connections import BACKLOG, LimitedConnection
 from dora.service.context import RunContext, RunHandle
@@ -39,6 +49,9 @@ ROUTERS = (
     prometheus.router,
     agents.router,
     agents.session_router,
+    chat_completions.router,
+    chat_completions.session_router,
+    anthropic_messages.router,
     training.router,
     weights.router,
     rewards.router,

@@ -7,12 +7,14 @@ the same response, so a client can retry after a lost response.
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dora.core.types import RequestId
+from dora.data.tool_calls import ParsedTurn, Tool, ToolCall
 from dora.errors import ServiceError
 from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.process.worker_process import WorkerMessages
@@ -35,19 +37,36 @@ NOTICE_S = 30.0  # between two log lines while episodes wait and there is no ses
 
 
 class ChatMessage(NamedTuple):
-    """A message of a conversation."""
+    """A message of a conversation; `calls` are those of the assistant.
+
+    What else a client writes into a message does not reach the model, and may differ in a repeated one.
+    """
 
     role: str
     content: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """A call for the next turn: all messages so far, and what is the same in all calls of a session."""
+
+    messages: tuple[ChatMessage, ...]
+    max_tokens: int | None = None
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """A turn of the model, and its text without special tokens."""
+    """A turn of the model, and its text without special tokens; `parsed` is that without the tool calls."""
 
     turn: PolicyTurn
-    text: str
+    parsed: ParsedTurn
     num_prompt_tokens: int  # of the episode before this turn
+
+    @property
+    def message(self) -> ChatMessage:
+        return ChatMessage("assistant", *self.parsed)
 
 
 @dataclass(eq=False)
@@ -59,7 +78,7 @@ class AgentSession:
     version: int
     deadline_s: float | None  # of its lease, which is suspended while the model generates
     messages: tuple[ChatMessage, ...] = ()  # of the last call
-    max_turn_tokens: int | None = None  # `max_tokens` of the first call
+    first_call: TurnRequest | None = None
     answer: AssistantTurn | None = None  # to the last call
     num_tokens: int = 0  # of the episode so far
     end_reason: str = ""  # set once it has ended, possibly before the driver releases the episode
@@ -67,7 +86,7 @@ class AgentSession:
     @property
     def history(self) -> tuple[ChatMessage, ...]:
         """The messages that the next call must begin with."""
-        return (*self.messages, ChatMessage("assistant", self.answer.text)) if self.answer else ()
+        return (*self.messages, self.answer.message) if self.answer else ()
 
 
 class AgentSessions:
@@ -146,9 +165,7 @@ class AgentSessions:
             session.deadline_s = self._new_deadline_s
         return session
 
-    def complete(
-        self, name: str, messages: tuple[ChatMessage, ...], max_tokens: int | None
-    ) -> AssistantTurn | None:
+    def complete(self, name: str, call: TurnRequest) -> AssistantTurn | None:
         """Return the model's turn in a conversation; None while it is being generated.
 
         The first call has the episode's prompt. Each later call repeats the conversation so far word for word
@@ -156,17 +173,17 @@ class AgentSessions:
         conversation.
         """
         session = self.get(name)
-        if messages == session.messages:
+        if call.messages == session.messages:
             return session.answer
-        if not session.messages:
-            self._start_episode(session, messages, max_tokens)
+        if session.first_call is None:
+            self._start_episode(session, call)
         elif session.answer is None:
             raise ServiceError(
                 409, "the model is generating the turn for an earlier call with other messages; wait for it"
             )
         else:
-            self._continue_episode(session, session.answer, messages, max_tokens)
-        session.messages, session.answer, session.deadline_s = messages, None, None
+            self._continue_episode(session, session.first_call, session.answer, call)
+        session.messages, session.answer, session.deadline_s = call.messages, None, None
         return None
 
     def finish(self, name: str, reward: float | None) -> AgentSession:
@@ -209,8 +226,10 @@ class AgentSessions:
         """Return the turn to the agent's call and start the session's lease."""
         session = self._session_of(turn.episode)
         if session is not None and not session.end_reason:
-            text = self._setup.tokenizer.decode(turn.token_ids)
-            session.answer = AssistantTurn(turn, text, session.num_tokens)
+            text, first = self._setup.tokenizer.decode(turn.token_ids), session.first_call
+            parser = self._setup.prompts.tool_parser
+            parsed = parser(text, first.tools) if parser and first and first.tools else ParsedTurn(text, ())
+            session.answer = AssistantTurn(turn, parsed, session.num_tokens)
             session.num_tokens += len(turn.token_ids)
             session.deadline_s = self._new_deadline_s
 
@@ -239,39 +258,36 @@ class AgentSessions:
         """When a lease that starts now expires."""
         return self._clock.now_s + self._setup.config.service.session_timeout_s
 
-    def _start_episode(
-        self, session: AgentSession, messages: tuple[ChatMessage, ...], max_tokens: int | None
-    ) -> None:
+    def _start_episode(self, session: AgentSession, call: TurnRequest) -> None:
         max_length = self._setup.config.data.max_prompt_length
-        _check_length(messages, max_length)
-        prompt_ids = self._setup.prompts.encode(self._encodable(messages))
+        _check_length(call.messages, max_length, json.dumps(call.tools) if call.tools else "")
+        prompt_ids = self._setup.prompts.encode(self._encodable(call.messages), call.tools)
         if not 1 <= len(prompt_ids) <= max_length:
+            what = "the messages and tools" if call.tools else "the messages"
             raise ServiceError(
                 400,
-                f"the messages have {len(prompt_ids)} tokens; they must have 1 to data.max_prompt_length = "
+                f"{what} have {len(prompt_ids)} tokens; they must have 1 to data.max_prompt_length = "
                 f"{max_length}; send fewer",
             )
-        session.max_turn_tokens, session.num_tokens = max_tokens, len(prompt_ids)
-        self._send(EpisodeStarted(session.episode, tuple(prompt_ids), max_tokens))
+        session.first_call, session.num_tokens = call, len(prompt_ids)
+        self._send(EpisodeStarted(session.episode, tuple(prompt_ids), call.max_tokens))
 
     def _continue_episode(
-        self,
-        session: AgentSession,
-        answer: AssistantTurn,
-        messages: tuple[ChatMessage, ...],
-        max_tokens: int | None,
+        self, session: AgentSession, first: TurnRequest, answer: AssistantTurn, call: TurnRequest
     ) -> None:
-        history = session.history
+        history, messages = session.history, call.messages
         if messages[: len(history)] != history or len(messages) == len(history):
             raise ServiceError(
                 409,
                 "the messages do not continue the session: send those of the last call, the model's turn "
                 "unchanged and at least one new message; open another session for another conversation",
             )
-        if max_tokens not in (None, session.max_turn_tokens):
+        if call.max_tokens not in (None, first.max_tokens):
             raise ServiceError(
-                400, f"max_tokens was {session.max_turn_tokens} in the session's first call; repeat it"
+                400, f"max_tokens was {first.max_tokens} in the session's first call; repeat it"
             )
+        if call.tools != first.tools:
+            raise ServiceError(400, "the tools differ from those of the session's first call; repeat those")
         _check_length(messages[len(history) :], answer.turn.num_left)
         new = self._encodable(messages[len(history) :])
         observed = self._setup.prompts.encode_observation(new, answer.turn.token_ids)
@@ -291,7 +307,7 @@ class AgentSessions:
                 400, "a new message has role assistant, which is reserved for the model; remove it"
             )
         if self._setup.config.data.chat_template:
-            return [message._asdict() for message in messages]
+            return [{"role": message.role, "content": message.content} for message in messages]
         return "".join(message.content for message in messages)
 
     def _session_of(self, episode: EpisodeId) -> AgentSession | None:
@@ -320,9 +336,9 @@ class AgentSessions:
         self._driver_messages.put((None, reply))
 
 
-def _check_length(messages: Sequence[ChatMessage], num_tokens: int) -> None:
+def _check_length(messages: Sequence[ChatMessage], num_tokens: int, tools: str = "") -> None:
     """Raises ServiceError for messages that cannot fit `num_tokens`, before the driver tokenizes them."""
-    num_characters = sum(len(message.content) for message in messages)
+    num_characters = sum(len(message.content) for message in messages) + len(tools)
     max_characters = MAX_CHARACTERS * num_tokens
     if num_characters > max_characters:
         raise ServiceError(

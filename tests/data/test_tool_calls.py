@@ -1,0 +1,87 @@
+"""Tool calls in the formats of the families, and text that only looks like one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dora.data.tool_calls import ParsedTurn, ToolCall, parser_of
+
+HERMES = "{% if tools %}...<tool_call>{% endif %}"
+CODER = "{% if tools %}<tool_call><function=...>{% endif %}"
+LLAMA = '{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}'
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "note": {"type": "string"}},
+        },
+    },
+}
+CALL = ToolCall("add", '{"a": 1, "note": "2"}')
+
+
+def parse(template: str, text: str) -> ParsedTurn:
+    parser = parser_of(template)
+    assert parser is not None
+    return parser(text, [ADD])
+
+
+def test_a_template_without_tools_has_no_parser() -> None:
+    assert parser_of("{% for message in messages %}{{ message.content }}{% endfor %}") is None
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (HERMES, '<tool_call>\n{"name": "add", "arguments": {"note": "2", "a": 1}}\n</tool_call>'),
+        (
+            CODER,
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=note>\n2\n</parameter>\n"
+            "</function>\n</tool_call>",
+        ),
+        (LLAMA, '{"name": "add", "parameters": {"a": 1, "note": "2"}}'),
+    ],
+)
+def test_a_call_in_the_format_of_the_family(template: str, text: str) -> None:
+    assert parse(template, text) == ParsedTurn("", (CALL,))
+
+
+def test_several_calls_after_a_text() -> None:
+    block = '<tool_call>{"name": "add", "arguments": {"a": 1, "note": "2"}}</tool_call>'
+    assert parse(HERMES, f"I add.\n{block}\n{block}") == ParsedTurn("I add.", (CALL, CALL))
+    call = '{"name": "add", "parameters": {"a": 1, "note": "2"}}'
+    assert parse(LLAMA, f"{call}; {call}").calls == (CALL, CALL)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (HERMES, "no call"),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}}'),  # cut off
+        (HERMES, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+        (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
+        (HERMES, f"<tool_call>{'[' * 100_000}</tool_call>"),
+        (CODER, "<tool_call><function=add>a = 1</function></tool_call>"),
+        (CODER, "<tool_call>add(1)</tool_call>"),
+        (LLAMA, '{"a": 1}'),
+        (LLAMA, '{"name": "add", "parameters": {"a": 1}} and so on'),
+        (LLAMA, ""),
+    ],
+)
+def test_what_is_no_call_stays_text(template: str, text: str) -> None:
+    assert parse(template, text) == ParsedTurn(text, ())
+
+
+def test_arguments_compare_whatever_their_spelling() -> None:
+    assert ToolCall.make("add", json.loads('{"note":"2","a":1}')) == CALL
+
+
+def test_a_value_of_an_unknown_parameter_is_json_or_text() -> None:
+    text = (
+        "<tool_call><function=sub><parameter=x>3</parameter><parameter=y>z</parameter></function></tool_call>"
+    )
+    assert parse(CODER, text).calls == (ToolCall("sub", '{"x": 3, "y": "z"}'),)

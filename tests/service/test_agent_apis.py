@@ -1,0 +1,233 @@
+"""Tools and streams in OpenAI's and Anthropic's API, with a model whose chat template has tool calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runtime.tiny import MODEL
+from tests.service.fake_run import TOKEN, FakeRun, error_message
+
+from dora.core.types import RequestId
+from dora.data.tokenizer import save_bpe_tokenizer
+from dora.model.pretrained import save_pretrained
+from dora.model.weights import initial_weights
+from dora.runtime.rollout.episodes import EpisodeId, EpisodeObservation, EpisodeStarted, PolicyTurn
+
+EPISODE = EpisodeId(RequestId(0, 3, 1), 0)
+OPENAI, ANTHROPIC = "/s/a/v1/chat/completions", "/s/a/v1/messages"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
+CLAUDE_TOOLS = [{"name": "add", "input_schema": SCHEMA}]
+USER = {"role": "user", "content": "1 + 1?"}
+CALL = {"type": "tool_use", "id": "call_a-0-0", "name": "add", "input": {"a": 1}}
+CALL_TEXT = 'I add.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def prepare(start: Path) -> None:
+    """A policy with a tokenizer for any text, and a chat template with tools."""
+    model = replace(MODEL, vocab_size=300, max_position_embeddings=1024)
+    save_pretrained(start, model, initial_weights(model, seed=0))
+    save_bpe_tokenizer(start, [CALL_TEXT] * 4, 300)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    """An episode waits for an agent."""
+    run = FakeRun(
+        tmp_path,
+        prepare,
+        service__agents="true",
+        data__chat_template="true",
+        data__max_prompt_length="400",
+        sampling__max_response_length="400",
+    )
+    run.agents.start(EPISODE, version=4)
+    return run
+
+
+def ask(run: FakeRun, path: str, body: dict[str, Any], text: str | None, number: int = 0) -> Any:
+    """Request a turn; the model generates `text`, unless it is None."""
+
+    async def requests(http: Any) -> Any:
+        response = asyncio.ensure_future(http.post(path, json=body))
+        while run.messages.empty() and not response.done():
+            await asyncio.wait([response], timeout=0.001)
+        if text is not None and not response.done():
+            run.agents.on_turn(PolicyTurn(EPISODE, number, run.setup.tokenizer.encode(text), "stop", 200))
+            run.process()
+        return await response
+
+    return run.call_many(requests)
+
+
+def text_of(run: FakeRun, ids: tuple[int, ...]) -> str:
+    """Without special tokens."""
+    return run.setup.tokenizer.decode(ids)
+
+
+def test_the_model_calls_a_tool_and_reads_its_result(run: FakeRun) -> None:
+    body = {"messages": [USER], "tools": TOOLS, "tool_choice": "auto"}
+    (choice,) = ask(run, OPENAI, body, CALL_TEXT).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    assert call == {"id": "call_a-0-0", "type": "function", "function": function}
+    assert choice["message"]["content"] == "I add."
+    (started,) = run.replies()
+    assert isinstance(started, EpisodeStarted)
+    assert '"name": "add"' in text_of(run, started.prompt_ids)
+    again = json.loads(json.dumps(choice["message"]))
+    again["tool_calls"][0]["function"]["arguments"] = '{"a":1}'  # agents write JSON in their own way
+    tool = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+    second = ask(run, OPENAI, body | {"messages": [USER, again, tool]}, "2", number=1).json()
+    assert second["choices"][0]["message"] == {"role": "assistant", "content": "2"}
+    (observed,) = run.replies()
+    assert isinstance(observed, EpisodeObservation)
+    assert "tool\n2" in text_of(run, observed.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tools": []}, "the tools differ"),
+        ({"tools": [{"type": "function", "function": {"name": "sub"}}]}, "the tools differ"),
+        ({"arguments": '{"a": 2}'}, "the model's turn unchanged"),
+        ({"arguments": "[1]"}, "no JSON object"),
+        ({"arguments": '{"a": '}, "no JSON object"),
+    ],
+)
+def test_other_tools_or_calls_than_before_are_refused(
+    run: FakeRun, change: dict[str, Any], reason: str
+) -> None:
+    body = {"messages": [USER], "tools": TOOLS}
+    answer = ask(run, OPENAI, body, CALL_TEXT).json()["choices"][0]["message"]
+    run.replies()
+    if "arguments" in change:
+        answer["tool_calls"][0]["function"]["arguments"] = change["arguments"]
+    else:
+        body |= change
+    tool = {"role": "tool", "tool_call_id": "call_a-0-0", "content": "2"}
+    response = ask(run, OPENAI, body | {"messages": [USER, answer, tool]}, None)
+    assert reason in error_message(response, response.status_code)
+    assert (response.status_code in (400, 409), run.replies()) == (True, [])
+
+
+def test_tools_are_refused_if_the_template_shows_none(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, service__agents="true")
+    run.agents.start(EPISODE, version=4)
+    response = ask(run, OPENAI, {"messages": [USER | {"content": "1:"}], "tools": TOOLS}, None)
+    assert "data.chat_template = true" in error_message(response, 400)
+    assert run.replies() == []
+
+
+def test_without_tools_a_call_is_text(run: FakeRun) -> None:
+    body = {"messages": [USER], "tools": TOOLS, "tool_choice": "none"}
+    (choice,) = ask(run, OPENAI, body, CALL_TEXT).json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": CALL_TEXT}
+    (started,) = run.replies()
+    assert isinstance(started, EpisodeStarted)
+    assert "add" not in text_of(run, started.prompt_ids)
+
+
+def chunks(response: Any) -> list[dict[str, Any]]:
+    """The JSON of all events of a stream."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_a_stream_has_the_same_turn(run: FakeRun) -> None:
+    body = {"messages": [USER], "tools": TOOLS}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    response = ask(run, OPENAI, body | options, CALL_TEXT)
+    assert response.text.endswith("data: [DONE]\n\n")
+    whole = ask(run, OPENAI, body, None).json()
+    *parts, end, usage = chunks(response)
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "I add."
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls == [{"index": 0} | call for call in whole["choices"][0]["message"]["tool_calls"]]
+    assert (end["choices"][0]["finish_reason"], usage["choices"]) == ("tool_calls", [])
+    assert usage["usage"] == whole["usage"]
+    assert {part["id"] for part in (*parts, end, usage)} == {whole["id"]}
+    assert len(run.replies()) == 1
+
+
+def test_a_refused_stream_has_the_status_of_its_error(run: FakeRun) -> None:
+    body = {"messages": [USER], "stream": True, "temperature": 0.5}
+    assert "sampling.temperature" in error_message(ask(run, OPENAI, body, None), 400)
+
+
+def test_an_episode_in_anthropics_api(run: FakeRun) -> None:
+    body = {"model": "policy", "max_tokens": 100, "system": "Be brief.", "tools": CLAUDE_TOOLS}
+    first = ask(run, ANTHROPIC, body | {"messages": [USER]}, CALL_TEXT).json()
+    assert first["content"] == [{"type": "text", "text": "I add."}, CALL]
+    assert (first["stop_reason"], first["version"]) == ("tool_use", 4)
+    (started,) = run.replies()
+    assert isinstance(started, EpisodeStarted)
+    assert (started.max_turn_tokens, "system\nBe brief." in text_of(run, started.prompt_ids)) == (100, True)
+    result = {"type": "tool_result", "tool_use_id": CALL["id"], "content": [{"type": "text", "text": "2"}]}
+    messages = [
+        USER,
+        {"role": "assistant", "content": first["content"]},
+        {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+    ]
+    response = ask(run, ANTHROPIC, body | {"messages": messages, "stream": True}, "2", number=1)
+    events = chunks(response)
+    assert [event["type"] for event in events] == [
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+        "message_stop",
+    ]  # fmt: skip
+    assert events[2]["delta"] == {"type": "text_delta", "text": "2"}
+    assert events[4]["delta"]["stop_reason"] == "end_turn"
+    (observed,) = run.replies()
+    assert isinstance(observed, EpisodeObservation)
+    seen = text_of(run, observed.token_ids)
+    assert seen.index("tool\n2") < seen.index("user\nSo?")
+    num_before = sum(first["usage"].values()) + len(observed.token_ids)
+    num_tokens = len(run.setup.tokenizer.encode("2"))
+    assert events[4]["usage"] == {"input_tokens": num_before, "output_tokens": num_tokens}
+
+
+def test_a_streamed_call_in_anthropics_api(run: FakeRun) -> None:
+    body = {"model": "policy", "max_tokens": 100, "tools": CLAUDE_TOOLS, "messages": [USER], "stream": True}
+    events = chunks(ask(run, ANTHROPIC, body, CALL_TEXT))
+    blocks = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert blocks == ["text", "tool_use"]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert json.loads(deltas[1]["partial_json"]) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "reason"),
+    [
+        ({"top_k": 5}, 400, "sampling.top_k = 0"),
+        ({"stop_sequences": ["x"]}, 400, "sampling.stop"),
+        ({"max_tokens": None}, 422, "max_tokens"),
+        ({"thinking": {"type": "enabled"}}, 422, "thinking"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 422, "messages"),
+        ({"messages": [{"role": "user", "content": [CALL]}]}, 400, "role assistant"),
+    ],
+)
+def test_a_request_that_cannot_be_honoured_is_refused_in_anthropics_form(
+    run: FakeRun, change: dict[str, Any], status: int, reason: str
+) -> None:
+    body = {"model": "policy", "max_tokens": 100, "messages": [USER]} | change
+    response = ask(run, ANTHROPIC, body, None)
+    assert reason in error_message(response, status)
+    assert response.json()["type"] == "error"
+    assert (run.replies(), run.agents.num_waiting) == ([], 1)
+
+
+def test_a_key_in_anthropics_header_is_a_token(run: FakeRun) -> None:
+    async def get(http: Any, key: str) -> Any:
+        del http.headers["Authorization"]
+        return await http.get("/s/a/v1/models", headers={"x-api-key": key})
+
+    assert run.call_many(lambda http: get(http, TOKEN)).status_code == 200
+    assert run.call_many(lambda http: get(http, "another")).status_code == 401

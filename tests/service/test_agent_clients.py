@@ -1,0 +1,114 @@
+"""The SDKs of OpenAI and Anthropic, unmodified, run episodes through the real server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import anthropic
+import openai
+import pytest
+from tests.service.fake_run import FakeRun, serve
+from tests.service.test_agent_apis import CALL_TEXT, CLAUDE_TOOLS, EPISODE, TOOLS, USER, prepare
+
+from dora.runtime.rollout.episodes import EpisodeReply, PolicyTurn
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[FakeRun]:
+    """A served run; an episode waits for an agent."""
+    run = FakeRun(
+        tmp_path,
+        prepare,
+        service__agents="true",
+        data__chat_template="true",
+        data__max_prompt_length="400",
+        sampling__max_response_length="400",
+    )
+    run.agents.start(EPISODE, version=4)
+    with serve(run):
+        yield run
+
+
+@contextmanager
+def model(run: FakeRun, turns: Sequence[str]) -> Iterator[list[EpisodeReply]]:
+    """A model that generates these turns, one for each request; yields the requests."""
+    replies: list[EpisodeReply] = []
+
+    def generate() -> None:
+        for number, text in enumerate(turns):
+            replies.append(run.messages.get()[1])
+            run.finish_turn(PolicyTurn(EPISODE, number, run.setup.tokenizer.encode(text), "stop", 200))
+
+    thread = threading.Thread(target=generate, daemon=True)
+    thread.start()
+    yield replies
+    thread.join(60)
+    assert len(replies) == len(turns)
+
+
+def address(run: FakeRun) -> tuple[str, str]:
+    """URL and auth token of the service."""
+    fields = json.loads((run.setup.out / "service.json").read_text())
+    return fields["url"], fields["token"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_agent_with_openais_client_calls_a_tool(run: FakeRun, is_stream: bool) -> None:
+    url, token = address(run)
+    client: Any = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
+    assert [model.id for model in client.models.list()] == ["policy"]
+    messages: list[Any] = [USER]
+    with model(run, [CALL_TEXT, "2"]):
+        first = complete(client, messages, is_stream)
+        (call,) = first.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        messages += [first, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+        assert complete(client, messages, is_stream).content == "2"
+    with pytest.raises(openai.BadRequestError, match=r"sampling.temperature = 1.0; leave it out"):
+        client.chat.completions.create(model="policy", messages=messages, temperature=0.1)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="another").models.list()
+
+
+def complete(client: Any, messages: Sequence[Any], is_stream: bool) -> Any:
+    """The message of the model, accumulated by the client where it is streamed."""
+    about = {"model": "policy", "messages": messages, "tools": TOOLS}
+    if not is_stream:
+        return client.chat.completions.create(**about).choices[0].message
+    with client.chat.completions.stream(**about, stream_options={"include_usage": True}) as stream:
+        completion = stream.get_final_completion()
+    assert completion.usage.completion_tokens > 0
+    return completion.choices[0].message
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_agent_with_anthropics_client_calls_a_tool(run: FakeRun, is_stream: bool) -> None:
+    url, token = address(run)
+    client: Any = anthropic.Anthropic(base_url=f"{url}/s/a", api_key=token, max_retries=0)
+
+    def create(messages: Sequence[Any]) -> Any:
+        about = {"model": "policy", "max_tokens": 100, "tools": CLAUDE_TOOLS, "messages": messages}
+        if not is_stream:
+            return client.messages.create(**about)
+        with client.messages.stream(**about) as stream:
+            return stream.get_final_message()
+
+    with model(run, [CALL_TEXT, "2"]) as replies:
+        first = create([USER])
+        text, call = first.content
+        assert (text.text, call.name, call.input) == ("I add.", "add", {"a": 1})
+        assert first.stop_reason == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "2"}
+        answer = {"role": "assistant", "content": first.content}
+        messages = [USER, answer, {"role": "user", "content": [result]}]
+        assert create(messages).content[0].text == "2"
+    assert cast(Any, replies[0]).max_turn_tokens == 100
+    with pytest.raises(anthropic.BadRequestError, match=r"sampling.top_k"):
+        client.messages.create(model="policy", max_tokens=100, messages=messages, extra_body={"top_k": 3})
+    with pytest.raises(anthropic.AuthenticationError):
+        client.with_options(api_key="another").messages.create(model="", max_tokens=9, messages=[USER])
