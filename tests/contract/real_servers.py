@@ -101,7 +101,7 @@ def test_a_server_ends_with_the_process_of_its_engine(tmp_path: Path) -> None:
         assert len(children) >= 3, "run_until_eof, the server and its engine process"
         assert not any(child.name().startswith("VLLM::Worker") for child in children), "it is in the engine's"
         owner.send_signal(signal.SIGKILL)
-    assert wait_until_gone(children, timeout_s=30) == []
+    assert wait_until_gone(children) == []
 
 
 @pytest.mark.timeout(300)

@@ -492,4 +492,4 @@ def test_run_until_eof_ends_the_whole_process_group() -> None:
         child = psutil.Process(int(runner.stdout.readline()))
         runner.stdin.close()
         runner.wait()
-    assert wait_until_gone([child], timeout_s=10) == []
+    assert wait_until_gone([child]) == []

@@ -51,7 +51,7 @@ def record(name: str) -> Counter[str]:
             if name == "migrations_and_a_killed_engine":
                 run.wait_for_steps(8)
                 run.workers()[1].kill()
-            ended = run.end(timeout_s=600)
+            ended = run.end()
         finally:
             run.kill_all()
         if ended.code:

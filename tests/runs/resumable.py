@@ -45,7 +45,7 @@ class ResumableRun:
         workers = run.workers()
         os.killpg(run.pid, signal.SIGKILL)
         run.end()
-        assert wait_until_gone(workers, 2.0) == []
+        assert wait_until_gone(workers) == []
 
     def kill_all(self) -> None:
         for run in self.runs:

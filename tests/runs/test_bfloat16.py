@@ -41,7 +41,7 @@ def out(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         workers = runs[0].workers()
         os.killpg(runs[0].pid, signal.SIGKILL)
         runs[0].end()
-        assert wait_until_gone(workers, 2.0) == []
+        assert wait_until_gone(workers) == []
         runs.append(Run(None, folder))
         ended = runs[1].end()
         assert ended.code == 0, ended

@@ -21,7 +21,7 @@ LONG = {"engine__min_step_time": "40ms", "run__steps": 1000}  # does not end by 
 
 def check_failed(run: Run, workers: list[psutil.Process], message: str) -> CommandResult:
     """Exit code 1, a message without a traceback, a readable journal, nothing left behind."""
-    ended = run.end(timeout_s=20)
+    ended = run.end()
     assert ended.code == 1, ended
     assert message in ended.err
     assert "Traceback" not in ended.err, ended.err
@@ -34,7 +34,7 @@ def check_failed(run: Run, workers: list[psutil.Process], message: str) -> Comma
 
 def check_cleaned_up(run: Run, workers: list[psutil.Process]) -> None:
     """No process and no weights in memory are left, and audit and replay accept the journal."""
-    assert wait_until_gone(workers, 2.0) == []
+    assert wait_until_gone(workers) == []
     assert run.weight_folders() == []
     audit, replay = dora("audit", run.out), dora("replay", run.out)
     assert (audit.code, replay.code) == (0, 0), (audit, replay)
@@ -124,7 +124,7 @@ def test_workers_exit_after_their_driver(start_run: StartRun) -> None:
     workers = run.workers()
     assert len(workers) == 4
     os.kill(run.pid, signal.SIGKILL)
-    assert wait_until_gone(workers, 5.0) == []
+    assert wait_until_gone(workers) == []
     assert dora("audit", run.out).code == 0
     assert dora("replay", run.out).code == 0
 
@@ -135,7 +135,7 @@ def test_a_stopped_run_ends_cleanly(start_run: StartRun, number: signal.Signals)
     run.wait_for_steps(1)
     workers = run.workers()
     os.killpg(run.pid, number)  # as a terminal, timeout and batch systems do
-    ended = run.end(timeout_s=5)
+    ended = run.end()
     assert (ended.code, ended.err) == (130, ""), ended
     assert f"stopped by {number.name}" in ended.out
     s = summary(run.out)
@@ -152,7 +152,7 @@ def test_a_run_stopped_while_it_starts_ends_cleanly(start_run: StartRun) -> None
     run = start_run(**LONG)
     run.wait_until(lambda: len(run.workers()) == 4, "four workers")
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
-    ended = run.end(timeout_s=5)
+    ended = run.end()
     assert (ended.code, ended.err) == (130, ""), ended
     assert run.weight_folders() == []
 

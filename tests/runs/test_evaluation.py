@@ -97,7 +97,7 @@ def test_an_evaluation_continues_after_a_resume(start_run: StartRun, task: Path)
     workers = run.workers()
     os.killpg(run.pid, signal.SIGKILL)
     run.end()
-    assert wait_until_gone(workers, 2.0) == []
+    assert wait_until_gone(workers) == []
     before = {tuple(line["request"]) for line in responses(run.out)}
     with (run.out / "metrics.jsonl").open("a") as file:  # as if the run had crashed after its last evaluation
         file.write(json.dumps({"step": 1, "val/version": STEPS}) + "\n")

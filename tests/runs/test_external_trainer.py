@@ -126,7 +126,7 @@ def test_a_run_with_an_external_trainer_survives_a_crash(served: ServedRun) -> N
     workers = run.workers()
     os.killpg(run.pid, signal.SIGKILL)
     run.end()
-    assert wait_until_gone(workers, 5.0) == []
+    assert wait_until_gone(workers) == []
 
     again = served.resume()
     assert served.put_prompts(5, 6) == 11

@@ -70,9 +70,9 @@ def test_processes_that_a_reward_function_started_end_with_the_run(
 ) -> None:
     run = start_run(forking, run__steps=3, reward__num_workers=2)
     run.wait_until(lambda: len(list(forking.parent.glob("*-*[0-9]"))) >= NUM_STARTED, "processes")
-    ended = run.end(timeout_s=40.0)
+    ended = run.end()
     assert (ended.code, ended.err) == (0, ""), ended
-    assert wait_until_gone(started(forking.parent), 5.0) == []
+    assert wait_until_gone(started(forking.parent)) == []
 
 
 @IS_LINUX
@@ -86,11 +86,11 @@ def test_processes_that_a_reward_function_started_end_with_their_worker(
     same_session = started(forking.parent, "own")
     run.workers()[REWARD_WORKER].kill()
     run.wait_until(lambda: len(list(forking.parent.glob("*-*[0-9]"))) == 2 * NUM_STARTED, "another worker")
-    assert wait_until_gone(same_session, 5.0) == []
+    assert wait_until_gone(same_session) == []
     run.wait_for_steps(3)
     os.kill(run.pid, signal.SIGTERM)
-    assert run.end(timeout_s=40.0).code == 130
-    assert wait_until_gone(started(forking.parent), 5.0) == []
+    assert run.end().code == 130
+    assert wait_until_gone(started(forking.parent)) == []
     assert summary(run.out)["failed_groups"] == 0
     assert dora("audit", run.out).code == 0
 
@@ -102,4 +102,4 @@ def test_processes_that_a_reward_function_started_end_with_a_killed_run(
     run = start_run(forking, **LONG)
     run.wait_for_steps(1)
     os.kill(run.pid, signal.SIGKILL)
-    assert wait_until_gone(started(forking.parent), 5.0) == []
+    assert wait_until_gone(started(forking.parent)) == []

@@ -22,14 +22,14 @@ def test_a_run_whose_files_cannot_grow_can_be_resumed(start_run: StartRun) -> No
     run.wait_for_steps(1)
     workers = run.workers()
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (0, 0))  # from now on no file of the driver grows
-    ended = run.end(timeout_s=20)
+    ended = run.end()
     assert ended.code == 1, ended
     assert "the run cannot continue: " in ended.err
     assert "no transaction" not in ended.err
     assert "disk of" not in ended.err, "a file that may not grow is no full disk"
     assert f"dora train --resume {run.out}" in ended.err
     assert "Traceback" not in ended.err
-    assert wait_until_gone(workers, 2.0) == []
+    assert wait_until_gone(workers) == []
     assert run.weight_folders() == []
     assert dora("audit", run.out).code == 0
     assert dora("replay", run.out).code == 0

@@ -148,7 +148,7 @@ def test_a_run_starts_ray_on_loopback_and_replaces_a_hanging_engine_and_two_stor
     assert "auth_token" in ended.out
     assert ended.out.count("the storage of the sample stream is lost") == 2
     assert run.weight_folders() == []
-    assert wait_until_gone(started, 10.0) == []
+    assert wait_until_gone(started) == []
 
 
 def test_engines_are_removed_and_added_with_the_nodes_of_the_cluster(start_run: StartRun) -> None:

@@ -158,7 +158,7 @@ def test_a_run_without_agents_says_what_they_have_to_do_and_its_end_is_told_to_l
     sentence = "the run was stopped by SIGINT after 0 of 4 steps; dora serve --resume resumes it"
     error = {"message": sentence, "type": "run_stopped", "code": 410}
     assert (late.status_code, late.json()) == (410, {"error": error})
-    assert wait_until_gone(workers, 20.0) == []
+    assert wait_until_gone(workers) == []
     os.kill(run.pid, signal.SIGINT)
     ended = run.end()
     assert ended.code == 130, ended

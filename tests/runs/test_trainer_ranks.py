@@ -42,7 +42,7 @@ def test_a_run_that_lost_a_rank_ends_with_the_weights_of_a_run_with_one_rank(
     ended = run.end()
     assert ended.code == 0, ended
     assert "trainer lost (trainer rank 1 was killed by SIGKILL): engines keep generating" in ended.out
-    assert not wait_until_gone(workers, timeout_s=5.0)
+    assert not wait_until_gone(workers)
     assert dora("audit", run.out).code == 0
     assert single.end().code == 0, single.end()
     found, expected = (load_checkpoint(each.out / "checkpoints" / "step-8")[1] for each in (run, single))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -99,7 +100,8 @@ class Run:
         if self._process.poll() is None:
             driver = psutil.Process(self.pid)
             for process in (*driver.children(recursive=True), driver):
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has exited meanwhile
+                    process.kill()
         self.end()
 
     def weight_folders(self) -> list[Path]:
@@ -134,8 +136,8 @@ def summary(out: Path) -> dict[str, Any]:
     return found
 
 
-def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """The processes that still run after the time; zombies have ended."""
+def wait_until_gone(processes: list[psutil.Process], timeout_s: float = TIMEOUT_S) -> list[psutil.Process]:
+    """Wait for the end of processes; those that still run after the time. Zombies have ended."""
     deadline_s = time.monotonic() + timeout_s
     while (left := [p for p in processes if _is_alive(p)]) and time.monotonic() < deadline_s:
         time.sleep(0.05)

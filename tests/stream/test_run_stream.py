@@ -284,7 +284,8 @@ def test_a_resumed_run_sends_untrained_samples_again(folder: Path) -> None:
     after.end()
 
 
-def test_calls_of_the_driver_and_of_its_clients_do_not_interfere(run: StreamedRun) -> None:
+def test_calls_of_the_driver_and_of_its_clients_do_not_interfere(folder: Path) -> None:
+    run = StreamedRun(folder)
     groups = [GroupId(3, row) for row in range(100)]
     received: list[GroupId] = []
 

@@ -262,10 +262,12 @@ def test_malformed_messages_get_an_error_and_change_nothing(
     assert numbers(get(client)) == [3]
 
 
-def test_rows_of_a_reply_that_came_too_late_go_to_another_client(folder: Path) -> None:
+def test_rows_of_a_reply_that_came_too_late_go_to_another_client(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class SlowStream(SampleStream):
         def flush(self) -> None:
-            assert may_flush.wait(20.0)
+            assert may_flush.wait(60.0)
             super().flush()
 
     may_flush = threading.Event()
@@ -273,14 +275,16 @@ def test_rows_of_a_reply_that_came_too_late_go_to_another_client(folder: Path) -
     server = StreamServer(SlowStream(FIELDS, folder), [transport.stream_endpoint(folder)])
     thread = server.start()
     with (
-        StreamClient(server.endpoints[0], timeout_s=0.5) as impatient,
+        StreamClient(server.endpoints[0]) as impatient,
         StreamClient(server.endpoints[0]) as other,
     ):
         impatient.register_consumer(TASK, ["ids"])
         put(impatient, 3)
         may_flush.clear()
-        with pytest.raises(RunError, match=r"has not replied to 'get' for 0.5 s: is its process running"):
-            impatient.get(TASK, wait_s=0.0)
+        with monkeypatch.context() as limit:
+            limit.setattr(impatient, "_timeout_s", 0.05)
+            with pytest.raises(RunError, match=r"has not replied to 'get' for 0.05 s: is its process"):
+                impatient.get(TASK, wait_s=0.0)
         may_flush.set()
         impatient.status()  # before this reply it receives the lease, and releases it
         assert numbers(get(other)) == [3]

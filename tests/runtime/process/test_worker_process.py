@@ -39,7 +39,7 @@ def test_a_worker_whose_channel_is_cut_is_lost_and_exits() -> None:
     with socket.socket(fileno=os.dup(worker._process._connection.fileno())) as connection:
         connection.shutdown(socket.SHUT_RDWR)
     assert messages.get(timeout=30) == (worker, WorkerExited())
-    assert wait_until_gone([process], timeout_s=5.0) == []
+    assert wait_until_gone([process]) == []
     worker.kill()
 
 
@@ -60,4 +60,4 @@ def test_processes_that_a_worker_has_started_end_with_it(how: str) -> None:
         worker.kill()
     assert messages.get(timeout=30) == (worker, WorkerExited())
     worker.kill()
-    assert wait_until_gone(processes, timeout_s=5.0) == []
+    assert wait_until_gone(processes) == []

@@ -13,7 +13,7 @@ from tests.runtime.tiny import write_task
 from dora.config import load
 from dora.core.types import RequestId
 from dora.errors import EnvError, InputError
-from dora.runtime.process.supervisor import Supervisor
+from dora.runtime.process.supervisor import MAX_GAP_S, Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.env_pool import EnvPool, HostUnreachable, try_environment
 from dora.runtime.rollout.episodes import (
@@ -44,6 +44,7 @@ class Echo(Environment):
         return Step(action, 0.5, action == "z")
 """
 TIMEOUT_S = 60.0
+ENV_TIMEOUT_S = 1000.0  # longer than any stall of a busy machine
 
 
 class Driver:
@@ -53,7 +54,7 @@ class Driver:
         config = write_task(folder)
         config.write_text(config.read_text().replace('[reward]\nfunction = "task.py:reward"\n', ""))
         (folder / "echo.py").write_text(ENVIRONMENT)
-        chosen = {"environment": f"{folder}/echo.py:Echo", "timeout_s": 0.5, **env}
+        chosen = {"environment": f"{folder}/echo.py:Echo", "timeout_s": ENV_TIMEOUT_S, **env}
         changes = [f"env.{key}={value}" for key, value in chosen.items()]
         self.setup = RunSetup.make(load.read_config(config, changes), folder)
         self.replies: deque[EpisodeReply] = deque()
@@ -70,6 +71,10 @@ class Driver:
             self.pool.check_deadlines()
             self.supervisor.poll(0.1)
         return self.replies.popleft()
+
+    def pass_time(self, seconds: float) -> None:
+        """Advance the time during which the driver was running."""
+        self.supervisor.clock._ran_s += seconds
 
     def start(self, sibling: int) -> EpisodeId:
         episode = EpisodeId(RequestId(0, 0, sibling), 0)
@@ -124,7 +129,10 @@ def test_an_exception_fails_one_episode_and_an_exit_all_episodes_of_the_process(
 def test_a_worker_that_hangs_is_replaced_and_its_episodes_fail(driver: Driver) -> None:
     hanging, other = driver.start(0), driver.start(1)
     driver.turn(hanging, 0, "h")
-    reason = "environments 0: an environment in this process hangs, env.timeout_s = 0.5"
+    driver.pass_time(2 * ENV_TIMEOUT_S)
+    assert not driver.replies
+    driver.pass_time(2 * MAX_GAP_S)
+    reason = "environments 0: an environment in this process hangs, env.timeout_s = 1000"
     assert [driver.next_reply(), driver.next_reply()] == [
         EpisodeFailed(hanging, reason),
         EpisodeFailed(other, reason),

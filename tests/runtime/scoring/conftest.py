@@ -16,7 +16,7 @@ from dora.core.events import GroupScored, ScoringFailed
 from dora.core.types import GroupId, RequestId
 from dora.runtime.process.supervisor import Supervisor
 from dora.runtime.process.worker_process import WorkerMessages
-from dora.runtime.scoring.reward_manager import RewardManager, RewardTask
+from dora.runtime.scoring.reward_manager import MAX_SILENCE_S, RewardManager, RewardTask
 from dora.runtime.scoring.reward_worker import RewardSpec, encode_prompt_row
 from dora.stream.run_stream import RunStream
 from dora.stream.sample_db import Trajectory
@@ -115,6 +115,21 @@ class RewardBench:
 
     def poll(self) -> None:
         self.supervisor.poll(0.1)
+        self.manager.check_deadlines()
+
+    def pass_time(self, seconds: float) -> None:
+        """Advance the time during which the driver was running."""
+        self.supervisor.clock._ran_s += seconds
+
+    def time_out(self, group: GroupId, is_silent: bool = False) -> None:
+        """Let the call for a group take too long, in a worker that still sends heartbeats or does not."""
+        (workers,) = self.manager._workers
+        while not (slots := [slot for slot, call in workers._calls.items() if group in call.groups]):
+            self.poll()
+        (slot,) = slots
+        while (self.supervisor.silence_s(slot.worker) > MAX_SILENCE_S) != is_silent:
+            self.poll()
+        workers._calls[slot].since_s -= 2 * workers._spec.timeout_s
         self.manager.check_deadlines()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from contextlib import suppress
 
 import pytest
 from tests.runtime.scoring.conftest import RewardBench
@@ -58,14 +58,13 @@ def test_external_rewards_are_added_to_those_of_other_tasks(bench: RewardBench) 
 
 
 def test_a_task_that_scored_in_time_does_not_time_out_while_others_score(bench: RewardBench) -> None:
-    bench.open(external_task(bench, timeout_s=0.3), external_task(bench, name="others"))
+    bench.open(external_task(bench), external_task(bench, timeout_s=1000.0, name="others"))
     group = bench.submit(0)
     fast, slow = bench.manager.external["people"], bench.manager.external["others"]
     fast.submit(lease(fast).lease, [1.0, 2.0])
     assert (fast.has_group(), slow.has_group()) == (False, True)  # else clients of `fast` would poll
-    end_s = time.monotonic() + 0.4
-    while time.monotonic() < end_s:
-        assert fast.check_deadlines() == []
+    bench.pass_time(100.0)
+    assert fast.check_deadlines() == []
     slow.submit(lease(slow).lease, [10.0, 20.0])
     assert bench.wait_for(1) == [GroupScored(group, (11.0, 22.0))]
 
@@ -96,24 +95,31 @@ def test_a_wrong_number_of_rewards_is_refused_and_the_lease_continues(
 
 
 def test_a_group_is_leased_again_when_its_lease_expires(bench: RewardBench) -> None:
-    bench.open(external_task(bench, timeout_s=2.0))
+    bench.open(external_task(bench, timeout_s=1.0))
     people = bench.manager.external["people"]
     group = bench.submit(0)
-    first, second = lease(people), None
-    while second is None:
-        second = people.lease()
-    assert (second.group, second.lease) != (first.group, first.lease)
-    with pytest.raises(ServiceError, match=f"lease {first.lease} has expired"):
-        people.submit(first.lease, [9.0, 9.0])
-    people.submit(second.lease, [1.0, 2.0])
+    first, is_accepted = lease(people), False
+    while not is_accepted:
+        if (again := people.lease()) is None:
+            continue
+        assert again.group == first.group
+        assert again.lease != first.lease
+        with pytest.raises(ServiceError, match=f"lease {first.lease} has expired"):
+            people.submit(first.lease, [9.0, 9.0])
+        with suppress(ServiceError):  # on a busy machine this lease may have expired, too
+            people.submit(again.lease, [1.0, 2.0])
+            is_accepted = True
     assert bench.wait_for(1) == [GroupScored(group, (1.0, 2.0))]
 
 
 def test_a_group_without_rewards_fails_after_its_timeout(bench: RewardBench) -> None:
-    bench.open(external_task(bench, timeout_s=0.6))
+    bench.open(external_task(bench))
     people = bench.manager.external["people"]
     group = bench.submit(0)
-    reason = "people: no client submitted rewards within reward_task.people.timeout_s = 0.6"
+    bench.pass_time(59.0)
+    assert people.check_deadlines() == []
+    bench.pass_time(2.0)
+    reason = "people: no client submitted rewards within reward_task.people.timeout_s = 60"
     assert bench.wait_for(1) == [ScoringFailed(group, reason)]
     bench.stream.clear([group])  # as the driver does with a failed group
     assert people.lease() is None
