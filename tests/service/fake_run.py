@@ -161,6 +161,11 @@ class FakeRun:
             self.agents.on_turn(turn)
         self.process()
 
+    def end(self) -> None:
+        """The run is over; requests in progress have been answered."""
+        with self._lock:
+            self.requests.close(RUN_END)
+
     def _drain(self) -> None:
         events = self.context.events
         for _ in range(len(events)):

@@ -47,6 +47,7 @@ def _options(
 
 app.command(rich_help_panel=RUN)(train.train)
 app.command(rich_help_panel=RUN)(train.serve)
+app.command(rich_help_panel=RUN)(train.rollout)
 app.command("env-server", rich_help_panel=RUN)(train.env_server)
 app.add_typer(train.engines, name="engines", rich_help_panel=RUN)
 for command in (

@@ -179,6 +179,24 @@ def _program() -> str:
     return own if Path(own).name == "dora" and shutil.which("dora") is None else "dora"
 
 
+def rollout(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that dora serve has started.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND", help="Program that runs one episode.")
+    ],
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", "-n", min=1, max=1000, help="Commands at a time.")
+    ] = 8,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Maximum time of a command (s).")] = 600.0,
+) -> None:
+    """Run the episodes of a served run with any command, until the run ends: see docs/service.md."""
+    from dora.service.client import Address
+    from dora.service.rollout import Rollout, describe
+
+    rollout = Rollout(command, Address.of_run(run), run, concurrency, timeout, typer.echo)
+    typer.echo(describe(rollout.run_all()))
+
+
 def env_server(
     environment: Annotated[
         str,

@@ -166,6 +166,11 @@ class Address:
             ) from error
 
     @property
+    def is_served(self) -> bool:
+        """Whether the run's folder still has the address; True where it cannot be read."""
+        return self.run is None or (self.run / "service.json").exists()
+
+    @property
     def options(self) -> dict[str, Any]:
         """Arguments of both clients of httpx."""
         return {"base_url": self.url, "headers": {"Authorization": f"Bearer {self.token}"}}

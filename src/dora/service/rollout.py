@@ -1,0 +1,198 @@
+"""Run the episodes of a served run with any command: once for each episode, several at a time.
+
+The command reaches its session as `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
+`ANTHROPIC_API_KEY`. `DORA_PROMPT` and `DORA_FIELDS` have the row of the dataset: the prompt as text or JSON,
+the other columns as a JSON object. The reward is the number in the file `DORA_REWARD_FILE`, or the last line
+of the output, or comes from the reward tasks of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dora.errors import InputError, ServiceError
+from dora.service.client import RETRY_STATUSES, Address, AsyncClient
+from dora.text import plural
+
+OPEN_WAIT_S = 30.0  # of one request for an episode; it is repeated until the run ends
+REPORT_S = 10.0  # between two lines about the progress
+FOLDER = "rollouts"  # in the folder of the run: the output of each command
+MAX_TAIL_BYTES = 4096  # of an output whose last line may be the reward
+MAX_FAILURES = 3  # of commands in a row that ended without a turn, which stop everything
+
+
+class CommandEnd(NamedTuple):
+    """How a command ended; the reward None comes from the reward tasks of the run."""
+
+    reward: float | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """`command` for each episode of a run, `concurrency` at a time, each for at most `timeout_s`."""
+
+    command: Sequence[str]
+    address: Address
+    run: Path
+    concurrency: int
+    timeout_s: float
+    report: Callable[[str], None]
+
+    def run_all(self) -> Counter[str]:
+        """Run episodes until the run ends; returns how often they ended in which way.
+
+        Raises InputError if the command cannot be started or requests no turn, or if the run has no agents.
+        """
+        try:
+            return asyncio.run(self._run_all())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _run_all(self) -> Counter[str]:
+        ends: Counter[str] = Counter()
+        (self.run / FOLDER).mkdir(exist_ok=True)
+        async with AsyncClient(self.address) as client, asyncio.TaskGroup() as tasks:
+            runners = [tasks.create_task(self._run_episodes(client, ends)) for _ in range(self.concurrency)]
+            reporter = tasks.create_task(self._report_progress(ends))
+            await asyncio.wait(runners, return_when=asyncio.FIRST_EXCEPTION)
+            reporter.cancel()
+        return ends
+
+    async def _run_episodes(self, client: AsyncClient, ends: Counter[str]) -> None:
+        num_failures = 0
+        while True:
+            try:
+                session = await client.open_session(wait_s=OPEN_WAIT_S)
+            except ServiceError as error:
+                if error.kind.startswith("run_"):
+                    return
+                if error.status not in RETRY_STATUSES:
+                    raise InputError(str(error)) from error
+                if not self.address.is_served:
+                    return
+                continue  # no episode is waiting
+            try:
+                end = await self._run_command(client, session)
+                ended, num_turns = await self._end_session(client, session["session"], end)
+            except ServiceError as error:
+                if error.kind.startswith("run_"):
+                    return
+                ended, num_turns = f"ended by the run: {error}", 1
+            ends[ended] += 1
+            num_failures = num_failures + 1 if num_turns == 0 else 0
+            if num_failures == MAX_FAILURES:
+                raise InputError(
+                    f"the command requested no turn {MAX_FAILURES} times in a row ({ended}); its output is "
+                    f"in {self._output(session)}"
+                )
+
+    async def _run_command(self, client: AsyncClient, session: Mapping[str, Any]) -> CommandEnd:
+        output = self._output(session)
+        reward_file = output.with_suffix(".reward")
+        with output.open("wb") as file:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self.command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env={**os.environ, **self._environment(session, reward_file)},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise InputError(f"cannot start {self.command[0]}: {error.strerror}") from error
+        keeper = asyncio.create_task(_renew_lease(client, session["session"], session["lease_s"] / 3))
+        waiter = asyncio.create_task(process.wait())
+        try:
+            done, _ = await asyncio.wait(
+                {waiter, keeper}, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if keeper in done:
+                keeper.result()  # raises ServiceError: the session has ended
+            if waiter not in done:
+                return CommandEnd(failure=f"longer than {self.timeout_s:g} s")
+        finally:
+            keeper.cancel()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what the command has left behind
+            await waiter
+        if process.returncode != 0:
+            return CommandEnd(failure=f"exit status {process.returncode}")
+        return CommandEnd(_read_reward(reward_file, output))
+
+    async def _end_session(self, client: AsyncClient, name: str, end: CommandEnd) -> tuple[str, int]:
+        """Post the reward, or abandon the session; returns how it ended, and the number of its turns."""
+        num_turns = int((await client.get_session(name))["num_turns"])
+        if end.failure or num_turns == 0:
+            await client.abandon_session(name)
+            return end.failure or "no turn requested", num_turns
+        try:
+            await client.post_reward(name, end.reward)
+        except ServiceError as error:
+            if error.status != 400:
+                raise
+            raise InputError(
+                f"{error}: let the command print its reward as the last line, or write it to DORA_REWARD_FILE"
+            ) from error
+        return "rewarded" if end.reward is not None else "scored by the run", num_turns
+
+    async def _report_progress(self, ends: Counter[str]) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self.report(describe(ends))
+
+    def _output(self, session: Mapping[str, Any]) -> Path:
+        group = str(session["group"]).replace("/", "-")
+        return self.run / FOLDER / f"{group}-{session['sibling']}-{session['session']}.log"
+
+    def _environment(self, session: Mapping[str, Any], reward_file: Path) -> dict[str, str]:
+        prompt, base_url = session["prompt"], f"{self.address.url}/s/{session['session']}"
+        return {
+            "OPENAI_BASE_URL": f"{base_url}/v1",
+            "OPENAI_API_KEY": self.address.token,
+            "ANTHROPIC_BASE_URL": base_url,
+            "ANTHROPIC_API_KEY": self.address.token,
+            "DORA_SESSION": str(session["session"]),
+            "DORA_PROMPT": prompt if isinstance(prompt, str) else json.dumps(prompt),
+            "DORA_FIELDS": json.dumps(session["fields"]),
+            "DORA_REWARD_FILE": str(reward_file.resolve()),
+        }
+
+
+def describe(ends: Counter[str]) -> str:
+    """How many episodes ended in which way."""
+    counts = ", ".join(f"{count} {end}" for end, count in ends.most_common())
+    return f"{plural(ends.total(), 'episode')}: {counts}" if ends else "0 episodes"
+
+
+async def _renew_lease(client: AsyncClient, session: str, interval_s: float) -> None:
+    """Keep a session alive while its command uses a tool. Raises ServiceError once the session has ended."""
+    while True:
+        await asyncio.sleep(interval_s)
+        await client.get_session(session)
+
+
+def _read_reward(file: Path, output: Path) -> float | None:
+    """The reward in a file, or in the last line of the output; None: there is none."""
+    if file.exists():
+        text = file.read_text(errors="replace")
+    else:
+        with output.open("rb") as stream:
+            stream.seek(max(0, output.stat().st_size - MAX_TAIL_BYTES))
+            lines = stream.read().decode(errors="replace").split("\n")
+        text = next((line for line in reversed(lines) if line.strip()), "")
+    with contextlib.suppress(ValueError):
+        reward = float(text)
+        return reward if math.isfinite(reward) else None
+    return None

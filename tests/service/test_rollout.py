@@ -1,0 +1,149 @@
+"""Any command runs the episodes of a run; whatever it does, its session ends and no process is left."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.service.fake_run import FakeRun, serve
+
+from dora.core.types import RequestId
+from dora.errors import InputError
+from dora.runtime.rollout.episodes import EpisodeEnded, EpisodeFailed, EpisodeId, EpisodeStarted, PolicyTurn
+from dora.service.client import Address
+from dora.service.rollout import Rollout, describe
+
+AGENT = """
+import json, os, urllib.request
+def ask(content):
+    body = {"messages": [{"role": "user", "content": content}]}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
+answer = ask(os.environ["DORA_PROMPT"])
+"""
+
+
+class Model:
+    """Generates "77" for each episode; the run ends after `num_episodes` have ended."""
+
+    def __init__(self, run: FakeRun, num_episodes: int) -> None:
+        self.ends: list[EpisodeEnded | EpisodeFailed] = []
+        self._run, self._num_episodes = run, num_episodes
+        self._thread = threading.Thread(target=self._generate, daemon=True)
+        for sibling in range(num_episodes):
+            run.agents.start(EpisodeId(RequestId(0, 3, sibling), 0), version=0)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _generate(self) -> None:
+        run = self._run
+        while len(self.ends) < self._num_episodes:
+            match run.messages.get()[1]:
+                case EpisodeStarted(episode):
+                    ids = run.setup.tokenizer.encode("77")
+                    run.finish_turn(PolicyTurn(episode, 0, ids, "stop", 20))
+                case EpisodeEnded() | EpisodeFailed() as end:
+                    self.ends.append(end)
+        run.end()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[FakeRun]:
+    run = FakeRun(tmp_path, service__agents="true")
+    with serve(run):
+        yield run
+
+
+def roll_out(run: FakeRun, code: str, num_episodes: int = 2, **settings: Any) -> tuple[Counter[str], Model]:
+    """Run episodes with a Python program, two at a time."""
+    model = Model(run, num_episodes)
+    model.start()
+    address = replace(Address.of_run(run.setup.out), retry_timeout_s=1.0)
+    command = [sys.executable, "-S", "-c", code]
+    given = {"concurrency": 2, "timeout_s": 60.0} | settings
+    ends = Rollout(command, address, run.setup.out, report=lambda line: None, **given).run_all()
+    return ends, model
+
+
+def rewards(model: Model) -> list[float | None]:
+    return [end.reward for end in model.ends if isinstance(end, EpisodeEnded)]
+
+
+def outputs(run: FakeRun) -> Sequence[str]:
+    return [path.read_text() for path in (run.setup.out / "rollouts").glob("*.log")]
+
+
+def test_the_last_line_of_the_output_is_the_reward(run: FakeRun) -> None:
+    ends, model = roll_out(run, AGENT + "print('answer', answer); print(len(answer) / 4); print()")
+    assert (ends, rewards(model)) == ({"rewarded": 2}, [0.5, 0.5])
+    assert outputs(run) == ["answer 77\n0.5\n\n"] * 2
+    assert describe(ends) == "2 episodes: 2 rewarded"
+
+
+def test_a_reward_file_comes_before_the_output(run: FakeRun) -> None:
+    code = AGENT + "open(os.environ['DORA_REWARD_FILE'], 'w').write('0.25'); print(1)"
+    assert rewards(roll_out(run, code)[1]) == [0.25, 0.25]
+
+
+def test_without_a_number_the_run_scores_the_episode(run: FakeRun) -> None:
+    ends, model = roll_out(run, AGENT + "print('done: nan')")
+    assert (ends, rewards(model)) == ({"scored by the run": 2}, [None, None])
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("print(1); raise SystemExit(3)", "exit status 3"),
+        ("import time; time.sleep(600)", "longer than 3 s"),
+    ],
+)
+def test_a_command_that_fails_fails_its_episode(run: FakeRun, code: str, reason: str) -> None:
+    ends, model = roll_out(run, AGENT + code, timeout_s=3.0)
+    assert ends == {reason: 2}
+    assert [type(end) for end in model.ends] == [EpisodeFailed, EpisodeFailed]
+
+
+def test_what_a_command_leaves_behind_is_killed(run: FakeRun, tmp_path: Path) -> None:
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    roll_out(run, f"{AGENT}{code}; print(1)", num_episodes=1)
+    deadline_s = time.monotonic() + 60
+    while any(b"time.sleep(600)'" in path.read_bytes() for path in command_lines()):
+        assert time.monotonic() < deadline_s
+
+
+def command_lines() -> list[Path]:
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+
+
+def test_a_command_that_requests_no_turn_stops_everything(run: FakeRun) -> None:
+    with pytest.raises(InputError, match=r"requested no turn 3 times in a row \(exit status 1\); its output"):
+        roll_out(run, "raise SystemExit(1)")
+    assert run.agents.num_waiting == 2
+
+
+def test_a_command_that_does_not_exist_is_named(run: FakeRun) -> None:
+    run.agents.start(EpisodeId(RequestId(0, 3, 1), 0), version=0)
+    address = Address.of_run(run.setup.out)
+    with pytest.raises(InputError, match="cannot start no-such-agent: No such file"):
+        Rollout(["no-such-agent"], address, run.setup.out, 2, 9.0, print).run_all()
+
+
+def test_the_row_of_the_dataset_is_in_the_environment(run: FakeRun) -> None:
+    names = ("DORA_PROMPT", "DORA_FIELDS", "ANTHROPIC_BASE_URL")
+    roll_out(run, f"{AGENT}\nfor name in {names}: print(os.environ[name])", num_episodes=1)
+    prompt, fields, url = outputs(run)[0].split()
+    assert (prompt, json.loads(fields)) == ("13:", {})
+    assert url.startswith(f"{Address.of_run(run.setup.out).url}/s/")
