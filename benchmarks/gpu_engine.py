@@ -3,9 +3,9 @@
 `load`: load a version. `decode`: a step of many rows at one context, against the roofline (weights and KV
 read once at the bandwidth of a copy); `host_ms` is the time beyond that of its graph replays; the KV is
 noise. `versions`: such a step with one and with two versions. `nano`: 256 requests with prompts and outputs
-of 100 to 1,024 tokens, prefill included. `arrivals`: requests that arrive while others decode; `discarded`
-is the fraction of the started steps whose tokens nobody read. `switch`: steps after another version was
-loaded into a slot.
+of 100 to 1,024 tokens, prefill included. `unequal`: a step of one long row among many short ones, against one
+without it. `arrivals`: requests that arrive while others decode; `discarded` is the fraction of the started
+steps whose tokens nobody read. `switch`: steps after another version was loaded into a slot.
 
     python benchmarks/gpu_engine.py [--quick] [--device cpu] [--only 0.6B 8B] [--json FILE]
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from gpu_timing import QWEN3_06B, QWEN3_4B, QWEN3_8B, TINY, Bench, parse_bench, wait_for
@@ -33,6 +33,7 @@ from report import Row, publish
 MODELS = {"0.6B": QWEN3_06B, "4B": QWEN3_4B, "8B": QWEN3_8B}
 CELLS = ((1, 1024), (64, 1024), (256, 1024), (64, 8192), (4, 32_768))  # rows, context
 NUM_STEPS, NUM_FIRST_STEPS = 32, 6
+PARTS = ("load", "decode", "versions", "unequal", "nano", "arrivals", "switch")
 FLOPS = 780e12  # dense bf16 products, as measured on an H200
 
 
@@ -41,12 +42,12 @@ class Subject:
 
     def __init__(self, bench: Bench, name: str, config: ModelConfig) -> None:
         self.bench, self.name, self.config = bench, name, config
-        self.cells = ((1, 20), (3, 24)) if bench.is_tiny else CELLS
-        self.num_steps, self.num_first_steps = (2, 2) if bench.is_tiny else (NUM_STEPS, NUM_FIRST_STEPS)
+        self.cells = ((1, 20), (3, 24)) if bench.is_tiny else cells_that_fit(bench, config)
+        self.num_steps, self.num_first_steps = (1, 2) if bench.is_tiny else (NUM_STEPS, NUM_FIRST_STEPS)
         self.num_nano, self.nano_lengths = (4, (3, 6)) if bench.is_tiny else (256, (100, 1024))
         self.num_tokens = self.num_first_steps + 2 * self.num_steps + 2
         extra = self.num_tokens + 16
-        num_tokens = max(rows * (context + extra) for rows, context in self.cells)
+        num_tokens = self.num_kv_tokens = max(rows * (context + extra) for rows, context in self.cells)
         max_context = max(context for _, context in self.cells) + extra
         self.engine = Engine(
             config,
@@ -81,14 +82,21 @@ class Subject:
         return float(max(num_bytes / bandwidth, 2 * numel * num_rows / FLOPS))
 
     def step_s(self, rows: tuple[int, ...], context: int) -> tuple[float, float]:
-        """Wall time of a step with `rows` rows of each version, and of its graph replay alone.
+        """Wall time of a step with `rows` rows of each version, and of its graph replay alone."""
+        versions = [version for version, num in enumerate(rows) for _ in range(num)]
+        return self.requests_s([(context, version) for version in versions])
+
+    def requests_s(self, contexts: list[tuple[int, int]]) -> tuple[float, float]:
+        """As `step_s`, of rows with the given (context, version).
 
         All rows are admitted in one step, without computing their prompts.
         """
         runner, engine, scheduler = self.engine._runner, self.engine, self.engine._scheduler
         assert isinstance(runner, CUDAGraphRunner)
-        versions = [version for version, num in enumerate(rows) for _ in range(num)]
-        requests = [self.request(context - self.num_tokens // 2, self.num_tokens, v) for v in versions]
+        requests = [
+            self.request(max(1, context - self.num_tokens // 2), self.num_tokens, version)
+            for context, version in contexts
+        ]
         compute, budget = runner.prefill, scheduler._prefill_budget
         runner.prefill, scheduler._prefill_budget = lambda slot, prompts: 0, 10**9  # type: ignore[method-assign]
         engine.submit(requests)
@@ -109,6 +117,17 @@ class Subject:
             step()
         wait_for(self.bench.device)
         return (time.perf_counter() - started_s) / self.num_steps
+
+
+def cells_that_fit(bench: Bench, config: ModelConfig) -> list[tuple[int, int]]:
+    """The cells whose KV fits beside two versions of the weights, with a tenth of the memory to spare."""
+    if bench.device == "cpu":
+        return [*CELLS]
+    free, _ = torch.cuda.mem_get_info()
+    size = bench.dtype.itemsize
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
+    left = 0.9 * free - 2 * WeightLayout(config).numel * size
+    return [(rows, context) for rows, context in CELLS if rows * (context + 100) * per_token < left]
 
 
 def random_weights(bench: Bench, config: ModelConfig) -> Tensor:
@@ -162,6 +181,23 @@ def _decoded(subject: Subject, part: str, rows: tuple[int, ...], context: int, b
         "host_ms": (wall_s - alone_s) * 1e3,
         "tokens_per_s": sum(rows) / wall_s,
         "of_roofline": roofline_s / wall_s,
+    }
+
+
+def unequal(subject: Subject) -> Iterator[Row]:
+    """One row at 32k tokens and 127 rows at 1k, over 128 rows at 1k; fewer where the KV has no room."""
+    most, short, long = (3, 20, 24) if subject.bench.is_tiny else (128, 1024, 32_768)
+    long = min(long, max(context for _, context in subject.cells))
+    num = min(most, (subject.num_kv_tokens - long) // (short + subject.num_tokens))
+    equal_s, _ = subject.requests_s([(short, 0)] * num)
+    unequal_s, _ = subject.requests_s([(long, 0)] + [(short, 0)] * (num - 1))
+    yield {
+        "part": "unequal",
+        "model": subject.name,
+        "rows": f"1x{long} + {num - 1}x{short}",
+        "equal_ms": equal_s * 1e3,
+        "unequal_ms": unequal_s * 1e3,
+        "long_row": unequal_s / equal_s,
     }
 
 
@@ -225,25 +261,35 @@ def switch(subject: Subject) -> Iterator[Row]:
            "graphs_before": before, "graphs_after": runner.num_captured}  # fmt: skip
 
 
+def measure(bench: Bench, name: str, config: ModelConfig, parts: Collection[str] = PARTS) -> Iterator[Row]:
+    """The rows of some parts, for one model; `load` comes first."""
+    subject, bandwidth = Subject(bench, name, config), bench.bandwidth()
+    measured: dict[str, Callable[[], Iterator[Row]]] = {
+        "load": lambda: load(subject),
+        "decode": lambda: decode(subject, bandwidth),
+        "versions": lambda: versions(subject, bandwidth),
+        "unequal": lambda: unequal(subject),
+        "nano": lambda: nano(subject),
+        "arrivals": lambda: arrivals(subject),
+        "switch": lambda: switch(subject),
+    }
+    for part in PARTS:
+        if part in parts:
+            yield from measured[part]()
+
+
 def main() -> None:
     bench = parse_bench(__doc__ or "")
-    bandwidth, rows = bench.bandwidth(), list[Row]()
+    rows = list[Row]()
     models = {"tiny": TINY} if bench.is_tiny else {name: MODELS[name] for name in bench.only or MODELS}
     for name, config in models.items():
         started_s = time.perf_counter()
-        subject = Subject(bench, name, config)
-        rows += load(subject)
-        rows += decode(subject, bandwidth)
-        rows += versions(subject, bandwidth)
-        rows += nano(subject)
-        rows += arrivals(subject)
-        rows += switch(subject)
-        del subject
+        rows += measure(bench, name, config)
         gc.collect()
         if bench.device == "cuda":
             torch.cuda.empty_cache()
         print(f"{name} took {time.perf_counter() - started_s:.1f} s", flush=True)
-    ratios: dict[str, float] = {"bandwidth_GB_per_s": bandwidth / 1e9}
+    ratios: dict[str, float] = {"bandwidth_GB_per_s": bench.bandwidth() / 1e9}
     for name in models:
         own = [row for row in rows if row["model"] == name]
         for row in own:

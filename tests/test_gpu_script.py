@@ -7,30 +7,56 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
+STAGES = [
+    "doctor", "gradient", "demo", "arrivals", "kernels", "fsdp", "publish", "engine-0.6B", "engine-8B",
+    "runs", "faults", "profile", "probes",
+]  # fmt: skip
+NOT_ON_A_CPU = {
+    "CUDA graphs need a GPU",
+    "it does not run at tiny sizes",
+    "varlen_attn needs a GPU",
+}
+MEASURED_ONLY = {"arrivals", "engine-0.6B", "engine-8B", "probes"}  # their bounds are of speed
 
 
-@pytest.mark.timeout(300)
-def test_the_gpu_benchmarks_run_at_tiny_sizes_on_the_cpu(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable}
-    command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--tiny", "--device", "cpu"]
+def gpu_script(out: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+    """Run the script; returns what it printed, and the results of its stages."""
+    environment = os.environ | {"OUT": str(out), "PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    found: list[dict[str, Any]] = json.loads((out / "gpu.json").read_text())["stages"]
+    return done, found
+
+
+@pytest.mark.timeout(600)
+def test_every_stage_runs_at_tiny_sizes_on_the_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    done, stages = gpu_script(tmp_path, "--tiny", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
-    probes, engine = (
-        json.loads((tmp_path / name).read_text()) for name in ("gpu_probes.json", "gpu_engine.json")
-    )
-    assert {row["probe"] for row in probes["rows"]} == {f"P{i}" for i in range(1, 9)}
-    notes = [row["note"] for row in probes["rows"] if row["what"] == "not answered"]
-    assert sorted(notes) == [
-        "CUDA graphs need a GPU",
-        "it does not run at tiny sizes",
-        "varlen_attn needs a GPU",
-        "varlen_attn needs a GPU",
-    ]
-    assert [row["part"] for row in engine["rows"]] == [
-        "load", "decode", "decode", "versions", "versions", "versions", "nano", "arrivals", "switch"
-    ]  # fmt: skip
+    assert [stage["stage"] for stage in stages] == STAGES
+    rows = {stage["stage"]: stage["rows"] for stage in stages}
+    assert all(row.get("is_met", True) for own in rows.values() for row in own)
+    checked = {name for name, own in rows.items() if any("is_met" in row for row in own)}
+    assert checked == {*STAGES} - MEASURED_ONLY
+    unanswered = [row["value"] for row in rows["probes"] if row["what"].endswith("not answered")]
+    assert set(unanswered) == NOT_ON_A_CPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stages fail because there is no GPU")
+def test_a_stage_that_fails_stops_no_other_and_its_number_is_the_exit_code(tmp_path: Path) -> None:
+    done, stages = gpu_script(tmp_path, "--tiny", "--only", "fsdp", "arrivals")
+    assert [stage["exit_code"] for stage in stages] == [1, 1]
+    assert done.returncode == 1 + STAGES.index("arrivals")
+    assert "failed: fsdp, arrivals" in done.stdout
+    assert all("Error: " in stage["log"][-1] for stage in stages)
+
+
+def test_a_stage_is_stopped_at_its_time_limit(tmp_path: Path) -> None:
+    done, stages = gpu_script(tmp_path, "--tiny", "--device", "cpu", "--only", "doctor", "--limit-s", "0.1")
+    assert (done.returncode, stages[0]["exit_code"]) == (1, "stopped after 0.1 s")
