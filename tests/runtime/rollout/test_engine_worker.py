@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -139,3 +140,63 @@ def test_both_sides_reply_to_a_cancelled_migration(pair: Pair) -> None:
     assert pair.receive(1, m.ImportFailed) == m.ImportFailed(5, "the migration was cancelled")
     pair.send(0, m.ResumeDecoding())
     assert pair.receive(0, m.RequestsCompleted).completions == [completion_of(request)]
+
+
+SLOW_ENGINE = """
+import time
+from pathlib import Path
+from dora.engine.engine import Engine
+from dora.engine.interface import Capabilities
+from dora.model.pretrained import load_config
+
+class Slow(Engine):
+    capabilities = Capabilities()
+
+    def __init__(self, *, model, max_rows, max_context, version_slots, device, dtype, folder):
+        super().__init__(load_config(Path(model)), max_rows=max_rows, max_context=max_context,
+                         version_slots=version_slots, device=device, dtype=dtype, kernels="eager")
+        self.folder = Path(folder)
+
+    def load(self, version, source):
+        (self.folder / "begun").touch()
+        while not (self.folder / "go").exists():
+            time.sleep(0.01)
+        return super().load(version, source)
+"""
+
+
+def test_an_engine_sends_heartbeats_while_a_load_blocks_it(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_ENGINE)
+    WeightStore(tmp_path).publish(0, WEIGHTS)
+    messages = WorkerMessages()
+    spec = m.EngineSpec(
+        model=save_start(tmp_path / "model"),
+        weights=tmp_path,
+        pool=tmp_path / "pool.kv",
+        max_rows=2,
+        max_context=64,
+        version_slots=1,
+        kernels="eager",
+        pace_s=0.0,
+        backend=f"{tmp_path / 'slow.py'}:Slow",
+        backend_options={"folder": str(tmp_path)},
+    )
+    worker = Worker("engine 0", run_engine, spec, messages)
+    try:
+        worker.send(m.LoadWeights(0))
+        wait_until(lambda: (tmp_path / "begun").exists())
+        for _ in range(2):
+            worker.has_sent = False
+            wait_until(lambda: worker.has_sent)
+        (tmp_path / "go").touch()
+        while not isinstance(messages.get(timeout=WAIT_S)[1], m.WeightsLoaded):
+            pass
+    finally:
+        worker.kill()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

@@ -16,7 +16,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -73,13 +72,25 @@ class WorkerOutbox:
 
     def start_heartbeat(self) -> None:
         """Send heartbeats from a thread, for a worker whose main thread is busy for long stretches."""
-        threading.Thread(target=self._send_heartbeats, daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, args=(threading.Event(),), daemon=True).start()
 
-    def _send_heartbeats(self) -> None:
+    @contextlib.contextmanager
+    def heartbeats(self) -> Iterator[None]:
+        """Send heartbeats from a thread until the block has ended."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._send_heartbeats, args=(ended,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _send_heartbeats(self, ended: threading.Event) -> None:
         with contextlib.suppress(OSError):
-            while True:
+            while not ended.is_set():
                 self.send(Heartbeat())
-                time.sleep(HEARTBEAT_S)
+                ended.wait(HEARTBEAT_S)
 
 
 class WorkerInbox:

@@ -6,8 +6,9 @@ Heavy imports are inside functions, because the driver imports this module too.
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dora.engine.interface import InferenceEngine, LoadsFiles, RecomputesKV
@@ -21,6 +22,7 @@ from dora.weights.store import Prefetcher, VersionSource, WeightStore
 if TYPE_CHECKING:
     from dora.engine.engine import Engine
 
+Heartbeats = Callable[[], AbstractContextManager[None]]
 IDLE_WAIT_S = 0.25  # for a message, without any work
 MIN_POLL_WAIT_S = 0.0001  # for a message, while only migrations or a weight load are in progress
 MAX_POLL_WAIT_S = 0.001  # each wait is twice as long as the last one, until there is a message or a reply
@@ -32,7 +34,7 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
 
     torch.set_num_threads(1)
     engine = build_engine(spec)
-    loader = _make_weight_loader(engine, spec)
+    loader = _make_weight_loader(engine, spec, outbox.heartbeats)
     migrating = engine if isinstance(engine, SupportsMigration) else None
     multi_turn = engine if isinstance(engine, SupportsEpisodes) else None
     outbox.send(_ready_message(engine, spec))
@@ -99,11 +101,11 @@ def build_engine(spec: m.EngineSpec) -> InferenceEngine:
     )
 
 
-def _make_weight_loader(engine: InferenceEngine, spec: m.EngineSpec) -> WeightLoader:
+def _make_weight_loader(engine: InferenceEngine, spec: m.EngineSpec, heartbeats: Heartbeats) -> WeightLoader:
     store = spec.remote_weights or WeightStore(spec.weights, spec.dtype)
     prefetches = spec.prefetches_weights and not isinstance(engine, LoadsFiles)
     prefetcher = Prefetcher(store, spec.device != "cpu") if prefetches else None
-    return WeightLoader(engine, store, prefetcher)
+    return WeightLoader(engine, store, prefetcher, heartbeats)
 
 
 def _ready_message(engine: InferenceEngine, spec: m.EngineSpec) -> m.WorkerReady:
@@ -219,9 +221,15 @@ class WeightLoader:
     """
 
     def __init__(
-        self, engine: InferenceEngine, store: VersionSource, prefetcher: Prefetcher | None = None
+        self,
+        engine: InferenceEngine,
+        store: VersionSource,
+        prefetcher: Prefetcher | None = None,
+        heartbeats: Heartbeats = nullcontext,
     ) -> None:
+        """`heartbeats` makes a context that sends them while a load blocks the engine's process."""
         self._engine, self._store, self._prefetcher = engine, store, prefetcher
+        self._heartbeats = heartbeats
         self._pending: _PendingLoad | None = None
         self._replies: list[object] = []
 
@@ -240,7 +248,8 @@ class WeightLoader:
         self._finish()
         was_decoding, start_s = self._engine.can_step, time.perf_counter()
         try:
-            digest = self._copy(version)
+            with self._heartbeats():
+                digest = self._copy(version)
         except (EngineError, OSError, RuntimeError) as error:  # torch cannot map a damaged file
             self._replies.append(m.LoadRejected(version, str(error)))
             return
@@ -287,4 +296,6 @@ class WeightLoader:
         if self._pending is None:
             return
         (engine, version, digest, stop_s), self._pending = self._pending, None
-        self._replies.append(m.WeightsLoaded(version, engine.activate(version, digest.result()), stop_s))
+        with self._heartbeats():
+            computed = digest.result()
+        self._replies.append(m.WeightsLoaded(version, engine.activate(version, computed), stop_s))
