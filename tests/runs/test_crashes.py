@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 
 import psutil
 import pytest
@@ -52,10 +51,7 @@ def test_a_killed_engine_costs_only_its_unfinished_responses(start_run: StartRun
     run = start_run(**SLOW, runtime__max_restarts=0)
     run.wait_until(lambda: decodes(run, 0), "work on engine 0")
     workers = run.workers()
-    killed_s = time.monotonic()
     workers[0].kill()
-    run.wait_until(lambda: any(line["kind"] == "engine_lost" for line in journal(run.out)), "the loss")
-    assert time.monotonic() - killed_s < 5
     ended = run.end()
     assert ended.code == 0, ended
     assert "engine 0 lost (killed by SIGKILL)" in ended.out

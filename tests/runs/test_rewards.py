@@ -168,7 +168,7 @@ def reward(prompt, completion, **row):
 def test_the_rest_of_a_failed_group_is_not_scored(start_run: StartRun, tmp_path: Path) -> None:
     prompts = [{"prompt": f"{number}:"} for number in range(9)]
     config = write_task(tmp_path, reward=FIRST_FAILS, prompts=prompts)
-    run = start_run(config, run__steps=2, reward__timeout_s=1.0, reward__max_failed_fraction=1.0)
+    run = start_run(config, run__steps=2, reward__timeout_s=30.0, reward__max_failed_fraction=1.0)
     result = run.end()
     assert result.code == 0, result
     assert [line["reason"] for line in journal(run.out) if line["kind"] == "fail"] == [

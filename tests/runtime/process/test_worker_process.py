@@ -6,12 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
 from tests.runtime.process.crashing_worker import exit_during_send, send_and_wait, start_processes
 from tests.runtime.running import wait_until_gone
 
+from dora.runtime.process import worker_process
 from dora.runtime.process.messages import WorkerExited
 from dora.runtime.process.worker_process import (
     ForkedProcess,
@@ -27,6 +29,28 @@ def test_a_worker_that_exits_during_a_send_is_lost_after_its_last_whole_message(
     assert messages.get(timeout=30) == (worker, "a whole message")
     assert messages.get(timeout=30) == (worker, WorkerExited())
     assert worker.exit_reason == "a worker exited with code 0"
+    worker.kill()
+
+
+def test_the_exit_code_of_a_worker_may_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server, which reports it, may have no CPU time for a while."""
+    messages = WorkerMessages()
+    worker = Worker("a worker", send_and_wait, None, messages)
+    assert messages.get(timeout=30) == (worker, "a message")
+    process = psutil.Process(worker.pid)
+    fork_server = process.parent()
+    assert fork_server is not None
+    fork_server.suspend()
+    try:
+        process.kill()
+        assert messages.get(timeout=30) == (worker, WorkerExited())
+        monkeypatch.setattr(worker_process, "EXIT_CODE_S", 0.01)
+        resume = threading.Timer(0.5, fork_server.resume)
+        resume.start()
+        assert worker.exit_reason == "a worker was killed by SIGKILL"
+        resume.join()
+    finally:
+        fork_server.resume()
     worker.kill()
 
 

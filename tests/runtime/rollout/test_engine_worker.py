@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,19 +22,20 @@ from dora.runtime.rollout.engine_worker import run_engine
 from dora.weights.store import WeightStore
 
 WEIGHTS = initial_weights(MODEL, seed=0)
-WAIT_S = 30
+WAIT_S = 60
 Message = TypeVar("Message")
 
 
-class Pair:
-    """Two engine processes and their messages."""
+class Engines:
+    """Engine processes and their messages."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *paces_s: float) -> None:
+        """Start an engine for each pace."""
         self.folder = folder
-        self._messages = [WorkerMessages(), WorkerMessages()]
-        self.workers = [self._start(number) for number in range(2)]
+        self._messages = [WorkerMessages() for _ in paces_s]
+        self.workers = [self._start(number, pace_s) for number, pace_s in enumerate(paces_s)]
         WeightStore(folder).publish(0, WEIGHTS)
-        for number in range(2):
+        for number in range(len(paces_s)):
             ready = self.receive(number, m.WorkerReady)
             assert ready.pool == self.pool(number)
             self.send(number, m.LoadWeights(0))
@@ -53,7 +55,11 @@ class Pair:
                 assert isinstance(message, kind), message
                 return message
 
-    def _start(self, number: int) -> Worker:
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+
+    def _start(self, number: int, pace_s: float) -> Worker:
         spec = m.EngineSpec(
             model=save_start(self.folder / f"model-{number}"),
             weights=self.folder,
@@ -62,17 +68,15 @@ class Pair:
             max_context=64,
             version_slots=2,
             kernels="eager",
-            pace_s=0.005,
+            pace_s=pace_s,
         )
         return Worker(f"engine {number}", run_engine, spec, self._messages[number])
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(tmp_path)
-    yield pair
-    for worker in pair.workers:
-        worker.kill()
+def pair(tmp_path: Path) -> Iterator[Engines]:
+    with closing(Engines(tmp_path, 0.005, 0.005)) as pair:
+        yield pair
 
 
 def make_request(sibling: int, max_tokens: int = 40) -> Request:
@@ -91,28 +95,28 @@ def completion_of(request: Request) -> Completion:
             return completions[0].without_filtered_logprobs()
 
 
-def test_a_request_that_migrates_between_processes_keeps_every_token(pair: Pair) -> None:
-    request = make_request(0)
-    slots = HandoffSlots(pair.folder)
-    pair.send(0, m.SubmitRequests([request]))
-    for migration, (source, destination) in enumerate([(0, 1), (1, 0), (0, 1)]):
-        slot = slots.allocate(migration, request)
-        pair.send(destination, m.ReserveMigration(migration, request, pair.pool(source), slot, WAIT_S))
-        pair.send(source, m.StartExport(migration, request.id, slot, WAIT_S))
-        imported = pair.receive(destination, m.ImportFinished)
-        assert (imported.migration_id, imported.request_id) == (migration, request.id)
-        assert 0 <= imported.stop_s < WAIT_S
-        assert pair.receive(source, m.ExportFinished) == m.ExportFinished(migration)
-    (completion,) = pair.receive(1, m.RequestsCompleted).completions
-    assert completion == completion_of(request)
+def test_a_request_that_migrates_between_processes_keeps_every_token(tmp_path: Path) -> None:
+    """The first two engines would need 6 s for it, so that it does not finish between its migrations."""
+    request, slots = make_request(0), HandoffSlots(tmp_path)
+    with closing(Engines(tmp_path, 0.15, 0.15, 0.0)) as engines:
+        engines.send(0, m.SubmitRequests([request]))
+        for migration, (source, destination) in enumerate([(0, 1), (1, 0), (0, 2)]):
+            slot, pool = slots.allocate(migration, request), engines.pool(source)
+            engines.send(destination, m.ReserveMigration(migration, request, pool, slot, WAIT_S))
+            engines.send(source, m.StartExport(migration, request.id, slot, WAIT_S))
+            imported = engines.receive(destination, m.ImportFinished)
+            assert (imported.migration_id, imported.request_id) == (migration, request.id)
+            assert 0 <= imported.stop_s < WAIT_S
+            assert engines.receive(source, m.ExportFinished) == m.ExportFinished(migration)
+        (completion,) = engines.receive(2, m.RequestsCompleted).completions
+        assert completion == completion_of(request)
 
 
-def test_a_paused_engine_handles_messages_and_shuts_down(pair: Pair) -> None:
+def test_a_paused_engine_handles_messages_and_shuts_down(pair: Engines) -> None:
     requests = [make_request(0), make_request(1, max_tokens=4)]
-    pair.send(0, m.SubmitRequests([requests[0]]))
     pair.send(0, m.PauseDecoding())
     pair.receive(0, m.DecodingPaused)
-    pair.send(0, m.SubmitRequests([requests[1]]))
+    pair.send(0, m.SubmitRequests(requests))
     pair.send(0, m.LoadWeights(7))
     assert "7.f32" in pair.receive(0, m.LoadRejected).reason
     pair.send(0, m.SetDecodeOnly((requests[1].id,)))
@@ -125,7 +129,7 @@ def test_a_paused_engine_handles_messages_and_shuts_down(pair: Pair) -> None:
     assert pair.workers[0].exit_reason == "engine 0 exited with code 0"
 
 
-def test_both_sides_reply_to_a_cancelled_migration(pair: Pair) -> None:
+def test_both_sides_reply_to_a_cancelled_migration(pair: Engines) -> None:
     request = make_request(0)
     pair.send(0, m.PauseDecoding())
     pair.receive(0, m.DecodingPaused)
@@ -144,6 +148,7 @@ def test_both_sides_reply_to_a_cancelled_migration(pair: Pair) -> None:
 
 SLOW_ENGINE = """
 import time
+from contextlib import closing
 from pathlib import Path
 from dora.engine.engine import Engine
 from dora.engine.interface import Capabilities

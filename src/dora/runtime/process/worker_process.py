@@ -46,6 +46,8 @@ else:  # macOS system libraries do not survive a fork
     CONTEXT = multiprocessing.get_context("spawn")
 
 HEARTBEAT_S = 1.0
+EXIT_CODE_S = 1.0  # wait for the exit code of a process whose channel has ended
+MAX_EXIT_CODE_S = 10.0  # the same if the process has ended
 UNKNOWN_EXIT_CODE = 255  # what multiprocessing reports once the fork server has exited
 
 
@@ -237,8 +239,16 @@ class ForkedProcess:
         return False
 
     @property
+    def _has_exited(self) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return self._found is not None and self._found.status() == psutil.STATUS_ZOMBIE
+        return True
+
+    @property
     def exit_reason(self) -> str:
-        self._process.join(timeout=1.0)
+        self._process.join(timeout=EXIT_CODE_S)
+        if self._has_exited:  # a fork server on a busy machine reports the exit code late
+            self._process.join(timeout=MAX_EXIT_CODE_S)
         code = self._process.exitcode
         if code == UNKNOWN_EXIT_CODE:
             return f"exited (code {code}, or unknown because the run's fork server was killed)"
