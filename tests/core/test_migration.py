@@ -43,6 +43,24 @@ def due_migrations(state: State) -> list[tuple[int, int, int, str]]:
     return [(m.request.row, m.source, m.destination, m.reason) for m in migrate(state)]
 
 
+def test_a_queued_request_migrates_to_a_free_row() -> None:
+    state = new_state(num_queued=2)
+    add_engine(state, 0, rows=1, loaded={0}, num_queued=2)
+    add_engine(state, 1, rows=1, loaded={0}, num_queued=2)
+    add_running(state, 0, 0, 1, num_tokens=3)
+    add_running(state, 0, 0, 2, 3)
+    assert due_migrations(state) == [(2, 0, 1, "queue")]
+
+
+def test_a_place_in_a_queue_is_no_row_for_a_running_request() -> None:
+    state = new_state(num_queued=2)
+    add_engine(state, 0, rows=2, loaded={0}, is_draining=True)
+    add_engine(state, 1, rows=1, loaded={0}, num_queued=2)
+    add_running(state, 0, 0, 1, num_tokens=3)
+    add_running(state, 1, 0, 2, num_tokens=3)
+    assert due_migrations(state) == []
+
+
 def finish_sibling(state: State, row: int, num_tokens: int) -> None:
     """The first sibling of the group has finished with `num_tokens`."""
     group = state.groups[GroupId(0, row)]

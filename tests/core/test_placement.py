@@ -26,6 +26,18 @@ def test_siblings_stay_together_where_rows_allow() -> None:
     assert place_waiting(state) == [Generate(0, 0, tuple(siblings[:3])), Generate(1, 0, tuple(siblings[3:]))]
 
 
+def test_an_engine_queues_requests_once_no_row_is_free() -> None:
+    state = state_at(limits(num_queued=1), newest=0)
+    add_engine(state, 0, rows=1, loaded={0}, num_queued=1)
+    add_engine(state, 1, rows=1, loaded={0}, num_queued=1)
+    add_waiting(state, 0, 0, 1, 2, 3, 4)
+    placed = {
+        action.engine: action.requests for action in place_waiting(state) if isinstance(action, Generate)
+    }
+    assert placed == {0: (request(0, 0), request(2, 0)), 1: (request(1, 0), request(3, 0))}
+    assert state.num_waiting(0) == 1
+
+
 def test_older_versions_are_placed_first() -> None:
     state = state_at(limits(), newest=4)
     add_engine(state, 0, rows=1, slots=2, loaded={3, 4})

@@ -450,6 +450,13 @@ class EngineSection(Section):
 
     num_engines: Count = Field(default=2, description="Engine processes (count).")
     max_num_seqs: Count = Field(default=32, description="Requests that one engine decodes at once (count).")
+    max_num_queued: int | None = Field(
+        default=None,
+        ge=0,
+        description="Requests that wait in one engine beyond max_num_seqs, so that it refills a free row "
+        "without waiting for the driver (count). Unset: 1, or 0 with episodes, whose rows are free between "
+        "turns.",
+    )
     version_slots: Count | None = Field(
         default=None,
         description="Policy versions that one engine holds at once (count). Unset: max_staleness + 1, plus 1 "
@@ -924,6 +931,12 @@ class Config(Section):
     def breaks_c1(self) -> bool:
         """Whether running responses continue with newer versions."""
         return self.orchestrator.update_policy in BREAKS_C1
+
+    @property
+    def num_queued(self) -> int:
+        """`engine.max_num_queued`, or its default."""
+        chosen = self.engine.max_num_queued
+        return chosen if chosen is not None else int(not self.has_episodes)
 
     @property
     def has_episodes(self) -> bool:

@@ -66,6 +66,7 @@ def _on_engine_joined(state: State, event: EngineJoined) -> list[Action]:
         event.engine,
         event.max_num_seqs,
         event.version_slots,
+        state.limits.num_queued,
         event.is_colocated,
         is_paused=event.is_colocated,
     )

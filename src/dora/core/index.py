@@ -84,7 +84,7 @@ class RowEntry(NamedTuple):
 
     priorities: dict[int, SortKey]  # version -> key among the engines available for it
     newest_version: int
-    admission_rows: int  # free rows for new groups of `newest_version`
+    admission_rows: int  # free places for new groups of `newest_version`
 
 
 NO_VERSIONS = VersionEntry(frozenset(), frozenset(), None, None, 0)
@@ -106,8 +106,8 @@ class Indexes:
     holders: dict[int, dict[int, None]] = field(default_factory=dict, repr=False)  # loaded, not draining
     idle_holders: dict[int, dict[int, None]] = field(default_factory=dict, repr=False)  # ... not decoding it
     pending_holders: dict[int, dict[int, None]] = field(default_factory=dict, repr=False)  # will hold it
-    available_engines: dict[int, IndexedHeap] = field(default_factory=dict, repr=False)  # with free rows
-    admission_rows: Counter[int] = field(default_factory=Counter, repr=False)  # free rows for new groups
+    available_engines: dict[int, IndexedHeap] = field(default_factory=dict, repr=False)  # with free places
+    admission_rows: Counter[int] = field(default_factory=Counter, repr=False)  # free places for new groups
     # engines
     loading_engines: dict[int, None] = field(default_factory=dict, repr=False)
     slow_engines: dict[int, None] = field(default_factory=dict, repr=False)  # lag > 0

@@ -41,8 +41,8 @@ def _check_owners(state: State) -> list[str]:
     owned: Counter[object] = Counter()
     for engine in state.engines.values():
         owned.update(engine.requests.keys())
-        if engine.free_rows < 0:
-            broken.append(f"engine {engine.id} has {-engine.free_rows} more requests than rows")
+        if engine.free_places < 0:
+            broken.append(f"engine {engine.id} has {-engine.free_places} more requests than places")
         rows = Counter(
             v for rows in (engine.requests, engine.incoming, engine.aborting) for v in rows.values()
         )

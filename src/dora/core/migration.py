@@ -1,8 +1,9 @@
 """Live migration: which running requests move to another engine, with their KV.
 
 A request moves only to an engine that holds its version: a short one to the best fit, a long one to where
-most rows are free. Requests leave an engine that drains, pauses or evicts their version in any case; the tail
-of a version is gathered on one engine only if that gains more tokens than it costs.
+most rows are free. Requests leave an engine that drains, pauses or evicts their version in any case, and a
+queue for a free row; the tail of a version is gathered on one engine only if that gains more tokens than it
+costs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def migrate(state: State) -> list[Migrate]:
     actions = _evacuate(state, free_rows)
     actions += _gather_tails(state)
     actions += _relieve_kv(state, free_rows)
+    actions += _spread_queued(state, free_rows)
     if state.limits.balance_running:
         actions += _balance(state)
     for destination in {action.destination: None for action in actions}:
@@ -74,7 +76,7 @@ class _FreeRows:
     def _of(self, version: int) -> list[tuple[int, int]]:
         if version not in self._engines:
             engines = [self._state.engines[e] for e in self._state.available_engines.get(version, ())]
-            fit = [e for e in engines if e.free_rows > 0 and self._state.can_receive(e, version)]
+            fit = [e for e in engines if self._state.can_receive(e, version)]
             self._engines[version] = sorted((e.free_rows, e.id) for e in fit)
         return self._engines[version]
 
@@ -141,6 +143,18 @@ def _relieve_kv(state: State, free_rows: _FreeRows) -> list[Migrate]:
         heaviest = max(staying, key=lambda r: (state.requests[r].num_tokens, r), default=None)
         if heaviest is not None:
             actions += _migrate_one(state, heaviest, engine, free_rows, "kv")
+    return actions
+
+
+def _spread_queued(state: State, free_rows: _FreeRows) -> list[Migrate]:
+    """Off the queue of an engine whose rows are all in use: the last requests, if they have no token."""
+    actions: list[Migrate] = []
+    for engine in state.engines.values():
+        if engine.free_rows >= 0 or not engine.is_active:
+            continue
+        requests = [r for r in _movable_requests(state, engine, None) if not state.requests[r].num_tokens]
+        for request in requests[engine.free_rows :]:
+            actions += _migrate_one(state, request, engine, free_rows, "queue")
     return actions
 
 

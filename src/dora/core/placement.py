@@ -227,11 +227,11 @@ def _receivable_kv(state: State, engine: EngineRecord, version: int) -> float:
 
 
 def _place_siblings(state: State, engine: EngineRecord, version: int) -> list[RequestId]:
-    """Place siblings of the first waiting group, as many as the engine has rows for."""
+    """Place siblings of the first waiting group, as many as the engine has places for."""
     queue = state.waiting[version]
     group = next(iter(queue)).group
     placed: list[RequestId] = []
-    while queue and engine.free_rows > 0 and (request := next(iter(queue))).group == group:
+    while queue and engine.free_places > 0 and (request := next(iter(queue))).group == group:
         del queue[request]
         state.assign(request, engine, version)
         placed.append(request)

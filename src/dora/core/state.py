@@ -78,11 +78,13 @@ class EngineRecord:
     """One rollout engine.
 
     A row is a place in its decode batch; every entry of `requests`, `incoming` and `aborting` uses one.
+    Requests beyond the rows wait in the engine's own queue.
     """
 
     id: int
     num_rows: int
     num_slots: int  # versions it can hold
+    num_queued: int = 0  # requests that it may have beyond its rows
     is_colocated: bool = False  # on the trainer's device
     loaded: set[int] = field(default_factory=set)  # versions ready to decode
     loading: int | None = None
@@ -106,7 +108,13 @@ class EngineRecord:
 
     @property
     def free_rows(self) -> int:
+        """Below 0: so many requests are queued."""
         return self.num_rows - len(self.requests) - len(self.incoming) - len(self.aborting)
+
+    @property
+    def free_places(self) -> int:
+        """How many new requests it can get: free rows and places in its queue."""
+        return self.free_rows + self.num_queued
 
     @property
     def is_empty(self) -> bool:
@@ -145,13 +153,13 @@ def version_entry(engine: EngineRecord) -> VersionEntry:
 
 
 def row_entry(engine: EngineRecord) -> RowEntry:
-    """The engine's entry in the indexes by free rows.
+    """The engine's entry in the indexes by free places.
 
     Order among the engines available for a version: engines that evict it last; faster before slower; engines
     that decode older versions after the others, since fewer rows speed up requests near their deadline; then
-    the most free rows first.
+    the most free places first.
     """
-    free = engine.free_rows
+    free = engine.free_places
     if free <= 0 or not engine.is_active:
         return NO_ROWS
     newest, evicting, lag = engine.newest_version, engine.evicting, engine.lag
@@ -311,13 +319,13 @@ class State(Indexes):
             self.load_candidates.update(self.pending_holders.get(version, {}))
 
     def can_receive(self, engine: EngineRecord, version: int) -> bool:
-        """Whether running requests of `version` may migrate to the engine, if rows are free.
+        """Whether a running request of `version` may migrate to the engine: it needs a free row.
 
         Excludes engines short of KV, and colocated engines unless all are: these pause for every step.
         """
-        has_kv = engine.kv_usage < self.limits.kv_watermark
+        has_room = engine.free_rows > 0 and engine.kv_usage < self.limits.kv_watermark
         is_fallback = engine.is_colocated and len(self.colocated) < len(self.engines)
-        return has_kv and engine.is_accepting(version) and not is_fallback
+        return has_room and engine.is_accepting(version) and not is_fallback
 
     @property
     def is_device_free(self) -> bool:

@@ -128,6 +128,7 @@ class Limits:
     weight_sync_interval: int = 1  # engines load every n-th version, unless the bound requires more
     defers_loads: bool = False  # engines load in turn, each once it has a free row
     skip_below_kl: float | None = None  # skip a version closer than this (nats per token); None: never
+    num_queued: int = 0  # requests that an engine gets beyond its rows: it starts them as rows become free
     is_static: bool = False  # no migrations, no repartition
     breaks_c1: bool = False  # running requests continue on the version that their engine loads
     balance_running: bool = False  # balance running requests among the engines of a version
@@ -140,7 +141,13 @@ class Limits:
     ablations: tuple[str, ...] = ()  # of ABLATIONS
 
     def __post_init__(self) -> None:
-        minimums = {"max_staleness": 0, "slack": 0, "weight_sync_interval": 1, "max_migrations": 1}
+        minimums = {
+            "max_staleness": 0,
+            "slack": 0,
+            "num_queued": 0,
+            "weight_sync_interval": 1,
+            "max_migrations": 1,
+        }
         for name, minimum in {"num_steps": 1, "batch_size": 1, "group_size": 1, **minimums}.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least {minimum}")

@@ -315,9 +315,9 @@ def _version_to_load(state: State, engine: EngineRecord) -> int | None:
     if not engine.loaded:
         return newest
     started_on = newest_loaded(state) if limits.breaks_c1 else None
-    if started_on is not None and engine.newest_version < started_on and engine.free_rows > 0:
+    if started_on is not None and engine.newest_version < started_on and engine.free_places > 0:
         return started_on  # no request starts on an older version
-    is_useful = not limits.defers_loads or engine.free_rows > 0
+    is_useful = not limits.defers_loads or engine.free_places > 0
     is_skipped = engine.skipped_version == newest and engine.newest_version in state.stored_versions
     is_due = newest - engine.newest_version >= limits.weight_sync_interval
     return newest if is_useful and not is_skipped and is_due else None

@@ -76,7 +76,7 @@ class Checker:
         self.limits = limits
         self.audit = GuaranteeAudit(limits, num_prompts)
         self.groups, self.steps = self.audit.groups, self.audit.steps
-        self.fleet = FleetChecker(self.audit.versions)
+        self.fleet = FleetChecker(self.audit.versions, limits.num_queued)
         self.loads = LoadChecker(limits, self.fleet)
         self.adaptive_staleness = AdaptiveStalenessChecker(limits)
         self.evaluation = EvaluationChecker(limits)

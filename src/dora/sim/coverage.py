@@ -89,6 +89,7 @@ MARKS = (
     "migrate: kv",
     "migrate: leave",
     "migrate: level",
+    "migrate: queue",
     "migrate: reclaim",
     "migrate: slow",
     "migration: a request migrates again",

@@ -33,6 +33,7 @@ class CheckedEngine:
 
     id: int
     num_rows: int
+    num_queued: int  # requests that it may have beyond its rows
     num_slots: int
     is_colocated: bool
     held: set[int]  # the audit's
@@ -51,6 +52,10 @@ class CheckedEngine:
     def num_used_rows(self) -> int:
         return len(self.running) + len(self.incoming)
 
+    @property
+    def has_places(self) -> bool:
+        return self.num_used_rows < self.num_rows + self.num_queued
+
 
 class FleetChecker:
     """Rows, slots and states of all engines.
@@ -58,8 +63,9 @@ class FleetChecker:
     The audit follows each record first; it checks which engine owns a request and holds a version.
     """
 
-    def __init__(self, versions: VersionAudit) -> None:
-        self.versions = versions
+    def __init__(self, versions: VersionAudit, num_queued: int) -> None:
+        """`num_queued` as in `Limits`."""
+        self.versions, self._num_queued = versions, num_queued
         self.engines: dict[int, CheckedEngine] = {}
         self.aborting: set[RequestId] = set()
         self.started: set[RequestId] = set()  # and not lost with their engine since
@@ -87,6 +93,7 @@ class FleetChecker:
         self.engines[event.engine] = CheckedEngine(
             event.engine,
             event.max_num_seqs,
+            self._num_queued,
             event.version_slots,
             event.is_colocated,
             self.versions.held[event.engine],
@@ -166,7 +173,7 @@ class FleetChecker:
             self.started.add(request)
             engine.running[request] = version
         engine.num_rows_of[version] += len(action.requests)
-        self._check_rows(engine)
+        self._check_rows(engine, engine.num_queued)
 
     def migrate(self, action: Migrate) -> None:
         request, version = action.request, action.version
@@ -245,7 +252,7 @@ class FleetChecker:
         for engine in self.engines.values():
             if engine.is_draining:
                 self._check_drained(engine)
-            elif not (engine.is_paused or engine.is_pausing) and engine.num_used_rows < engine.num_rows:
+            elif not (engine.is_paused or engine.is_pausing) and engine.has_places:
                 placeable = [version for version in engine.held if waiting[version] > 0]
                 message = f"requests of versions {placeable} wait, and engine {engine.id} has free rows"
                 require(not placeable, message)
@@ -277,7 +284,7 @@ class FleetChecker:
         require(not engine.is_draining, f"engine {engine_id} gets requests while it drains")
         return engine
 
-    def _check_rows(self, engine: CheckedEngine) -> None:
+    def _check_rows(self, engine: CheckedEngine, num_queued: int = 0) -> None:
         num_used = engine.num_used_rows
-        has_rows = num_used <= engine.num_rows
+        has_rows = num_used <= engine.num_rows + num_queued
         require(has_rows, f"engine {engine.id} has {num_used} requests, more than its rows")

@@ -39,6 +39,7 @@ class SimRequest:
     finish_id: int = 0  # of the finish that was scheduled last; earlier ones are void
     report_after_s: float = 0.0  # its `Migrated` is reported then, and its end not before
     is_refused: bool = False
+    is_queued: bool = False  # its engine has no free row for it
     migration: SimMigration | None = None
     segments: list[tuple[int, int]] = field(
         default_factory=list
@@ -109,7 +110,8 @@ class SimEngine:
 
     id: int
     index: int  # in `WorldConfig.engines`
-    num_rows: int
+    num_rows: int  # decoded at once; requests beyond them wait
+    num_queued: int  # of these at most
     num_slots: int
     tokens_per_s: float  # of a row
     is_colocated: bool
@@ -130,11 +132,21 @@ class SimEngine:
     def tokens_per_s_of(self, request: SimRequest) -> float:
         """Decode rate of a request; 0 while it is stopped."""
         is_stopped = request.migration is not None and request.migration.stage is MigrationStage.STOPPED
-        if self.is_paused or request.is_refused or is_stopped:
+        if self.is_paused or request.is_refused or request.is_queued or is_stopped:
             return 0.0
-        if self.decode_only:
+        found = (self.requests.get(prioritized) for prioritized in self.decode_only)
+        if any(each is not None and not each.is_queued for each in found):
             return self.tokens_per_s * DECODE_ONLY_SPEEDUP if request.id in self.decode_only else 0.0
         return self.tokens_per_s
+
+    def take_queued(self) -> list[SimRequest]:
+        """Give the free rows to queued requests, which are returned, in order."""
+        queued = [request for request in self.requests.values() if request.is_queued]
+        num_used = len(self.requests) - len(queued) + len(self.incoming)
+        started = queued[: max(0, self.num_rows - num_used)]
+        for request in started:
+            request.is_queued = False
+        return started
 
 
 class GroundTruth:
@@ -155,7 +167,7 @@ class GroundTruth:
         self.owner[request.id] = engine
         engine.requests[request.id] = request
         request.engine = engine
-        self.check_rows(engine)
+        self.check_rows(engine, engine.num_queued)
 
     def release(self, request: SimRequest) -> None:
         """Free the row of a request that has finished, failed, migrated or was aborted."""
@@ -176,10 +188,10 @@ class GroundTruth:
         destination.migrations[request.id] = migration.source.migrations[request.id] = migration
         self.check_rows(destination)
 
-    def check_rows(self, engine: SimEngine) -> None:
-        """Requests and reservations fit into the rows of the engine."""
+    def check_rows(self, engine: SimEngine, num_queued: int = 0) -> None:
+        """Requests and reservations fit into the rows of the engine, and its queue if it may be used."""
         num_used = len(engine.requests) + len(engine.incoming)
-        if num_used > engine.num_rows:
+        if num_used > engine.num_rows + num_queued:
             raise Violation(f"engine {engine.id} uses {num_used} rows, more than its {engine.num_rows} rows")
 
     def check_drop(self, engine: SimEngine, version: int) -> None:

@@ -177,7 +177,16 @@ class World(EventQueue[Event | None]):
         rows, slots = config.engines[index]
         is_colocated = index >= len(config.engines) - config.num_colocated
         tokens_per_s = 1.0 / config.seconds_per_token[index]
-        engine = SimEngine(engine_id, index, rows, slots, tokens_per_s, is_colocated, is_paused=is_colocated)
+        engine = SimEngine(
+            engine_id,
+            index,
+            rows,
+            config.limits.num_queued,
+            slots,
+            tokens_per_s,
+            is_colocated,
+            is_paused=is_colocated,
+        )
         self.truth.engines[engine_id] = engine
         is_loss_unreported = replaces in self.truth.engines
         return EngineJoined(engine_id, rows, slots, is_colocated, None if is_loss_unreported else replaces)
@@ -268,6 +277,12 @@ class SimRollout:
             if engine.is_colocated and world.truth.is_training:
                 world.truth.check_device()
 
+    def start_queued(self, engine: SimEngine) -> None:
+        """Decode queued requests in the free rows."""
+        if started := engine.take_queued():
+            for request in [*engine.requests.values()] if engine.decode_only else started:
+                self.update_rate(request)
+
     def start_reports(self, engine: SimEngine) -> None:
         """Start the progress reports of an engine with requests."""
         if not engine.is_reporting:
@@ -279,7 +294,9 @@ class SimRollout:
         for request_id in action.requests:
             version = self._version_of(engine, request_id, action.version)
             request = SimRequest(request_id, version, self._lengths.of(request_id), engine, world.now)
+            request.is_queued = True
             world.truth.assign(request, engine)
+            engine.take_queued()
             if world.faults.fails(world.config.request_failure_rate):
                 request.is_refused = True
                 wasted_s = request.length / engine.tokens_per_s * world.rng.choice((0.0, 0.5, 1.0))
@@ -318,6 +335,7 @@ class SimRollout:
         self._world.truth.release(request)
         if migration is not None:
             self._world.migrations.fail(migration, reason, self._world.faults.delay_s(0.001))
+        self.start_queued(request.engine)
 
     def _abort(self, engine: SimEngine, action: Abort) -> None:
         world = self._world
@@ -459,6 +477,7 @@ class SimMigrations:
         """Leave the request with its source, where it continues or has ended."""
         self._end(migration, MigrationStage.FAILED, reason)
         self._world.rollout.update_rate(migration.request)
+        self._world.rollout.start_queued(migration.destination)
         self._world.schedule(report_delay_s, self._report, migration)
 
     def end_all(self, engine: SimEngine) -> list[Event]:
@@ -471,6 +490,7 @@ class SimMigrations:
                     self._world.truth.owner.pop(migration.request.id, None)
                 else:
                     self._world.rollout.update_rate(migration.request)
+                    self._world.rollout.start_queued(migration.destination)
             outcome = self._report(migration)
             assert outcome is not None, "a reported migration is not in the list"
             outcomes.append(outcome)
@@ -501,6 +521,8 @@ class SimMigrations:
         self._end(migration, MigrationStage.COMPLETED, "")
         world.truth.release(request)
         world.truth.assign(request, migration.destination)
+        request.is_queued = False
+        world.rollout.start_queued(migration.source)
         migration.num_tokens = int(request.num_tokens)
         migration.source.migrated_away[request.id] = migration.num_tokens
         request.report_after_s = world.now + report_delay_s
