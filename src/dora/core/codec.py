@@ -40,7 +40,12 @@ ACTIONS: dict[str, type] = {kind_of(cls): cls for cls in typing.get_args(actions
 def to_json(record: Event | Action) -> dict[str, Any]:
     """An event or action as a JSON object; tuples stay tuples, which JSON writes as lists."""
     cls: type = type(record)
-    return {"kind": kind_of(cls), **{f.name: getattr(record, f.name) for f in fields(record)}}
+    return {"kind": kind_of(cls), **{name: getattr(record, name) for name in _field_names(cls)}}
+
+
+@cache
+def _field_names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))
 
 
 def event_from_json(raw: Mapping[str, Any]) -> Event:

@@ -49,12 +49,12 @@ def run_main_loop(
     action is half done: it saves checkpoints, handles requests and may raise to end the run. Errors of all
     callees propagate.
     """
-    event, now = first_event, executor.now
+    event, now, execute = first_event, executor.now, executor.execute
     actions = orchestrator.start(now) if event is None else orchestrator.handle(event, now)
     while True:
         record(now, event, actions)
         for action in actions:
-            executor.execute(action)
+            execute(action)
         if orchestrator.done:
             return
         event = _wait_for_event(executor, orchestrator.next_wakeup(), between_events)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -45,6 +45,7 @@ UPLOADED_PROMPTS = "prompts.jsonl"  # in the run folder
 UNBOUNDED_ROWS = 2**31  # of a dataset that grows, for its cursor
 MAX_HEADER_BYTES = 2**24  # of a safetensors file: names and shapes
 AUX_WORKER_COLUMNS = {"reference": "reference", "proximal": "proximal", "critic": "values"}
+MAX_CACHED_PROMPTS = 1024  # encoded; siblings that start later than so many groups encode theirs again
 GREEDY = 0  # the sibling of a held-out prompt that is decoded greedily, with eval.greedy
 _PREFILL_TOKENS = (512, 4096)  # per step, on the CPU and on a GPU
 _LOGITS_CHUNK_TOKENS = (256, 2048)  # on the CPU and on a GPU
@@ -403,8 +404,8 @@ class RunSetup:
         return [
             Request(
                 id=request,
-                group=request.group,
-                prompt_ids=tuple(self.prompt_ids(request.group)),
+                group=(group := request.group),
+                prompt_ids=self._encode_prompt(group),
                 version=version,
                 seed=self._seed(request),
                 sampling=self.sampling_of(request),
@@ -414,7 +415,16 @@ class RunSetup:
 
     def prompt_ids(self, group: GroupId) -> list[int]:
         """Token ids of a group's prompt."""
-        return self.prompts.encode(self.source_of(group).prompt(group.row))
+        return [*self._encode_prompt(group)]
+
+    @cached_property
+    def _encode_prompt(self) -> Callable[[GroupId], tuple[int, ...]]:
+        """Token ids of a group's prompt, cached because siblings start one by one."""
+
+        def encode(group: GroupId) -> tuple[int, ...]:
+            return tuple(self.prompts.encode(self.source_of(group).prompt(group.row)))
+
+        return lru_cache(MAX_CACHED_PROMPTS)(encode)
 
     def _seed(self, request: RequestId) -> int:
         """64 bits that depend on the run's seed and on the request only.
@@ -430,9 +440,13 @@ class RunSetup:
     def sampling_of(self, request: RequestId) -> SamplingParams:
         """Sampling parameters and stopping conditions of a request."""
         is_greedy = request.is_held_out and self.config.eval.greedy and request.sibling == GREEDY
+        return replace(self._sampling, temperature=0.0) if is_greedy else self._sampling
+
+    @cached_property
+    def _sampling(self) -> SamplingParams:
         settings = self.config.sampling
         return SamplingParams(
-            temperature=0.0 if is_greedy else settings.temperature,
+            temperature=settings.temperature,
             max_tokens=settings.max_response_length,
             stop_ids=(*self.tokenizer.stop_ids, *settings.stop_token_ids),
             top_p=settings.top_p,

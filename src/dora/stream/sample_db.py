@@ -47,12 +47,9 @@ PAYLOAD = (
 
 def payload_digest(values: Iterable[int | str | bytes | None]) -> str:
     """Digest (32 hex digits) of the columns PAYLOAD of a row."""
-    digest = hashlib.blake2b(digest_size=16)
-    for value in values:
-        data = value if isinstance(value, bytes) else repr(value).encode()
-        digest.update(b"%d:" % len(data))
-        digest.update(data)
-    return digest.hexdigest()
+    columns = [value if isinstance(value, bytes) else repr(value).encode() for value in values]
+    data = b"".join([part for column in columns for part in (b"%d:" % len(column), column)])
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class Trajectory(NamedTuple):

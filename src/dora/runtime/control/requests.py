@@ -79,9 +79,8 @@ class RequestQueue(Generic[Context]):
 
     def process(self) -> None:
         """From the driver only: complete the requests that have a result now."""
-        with contextlib.suppress(Empty):
-            while True:
-                self._waiting.append(self._new.get_nowait())
+        while not self._new.empty():
+            self._waiting.append(self._new.get_nowait())
         if self._waiting:
             self._waiting = [each for each in self._waiting if not each.try_to_answer(self.context)]
 
