@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,9 +148,24 @@ class Completion:
         pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
         return all(_bits(one) == _bits(another) for one, another in pairs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle columns as bytes, which costs half as much as arrays."""
+        columns = [getattr(self, name).tobytes() for name in _COLUMN_DTYPES]
+        others = (tuple(self.id), self.version, columns, self.chunks, self.finish_reason, self.routes)
+        return _unpickle_completion, others
+
     def without_filtered_logprobs(self) -> Completion:
         """The same output with `unfiltered_logprobs` only, which are all that a run stores."""
         return replace(self, logprobs=_NO_LOGPROBS, raw_logprobs=_NO_LOGPROBS)
+
+
+def _unpickle_completion(
+    request: tuple[int, int, int], version: int, columns: list[bytes], *others: Any
+) -> Completion:
+    arrays = (
+        np.frombuffer(data, dtype) for data, dtype in zip(columns, _COLUMN_DTYPES.values(), strict=True)
+    )
+    return Completion(RequestId(*request), version, *arrays, *others)
 
 
 def _bits(value: object) -> object:

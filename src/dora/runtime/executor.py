@@ -168,6 +168,7 @@ class ProcessExecutor:
 
     def poll(self, timeout_s: float = POLL_S) -> None:
         """Wait for messages, turn them into events, and check the deadlines. Raises RunError."""
+        self.engine_pool.flush()
         self._supervisor.poll(max(0.0, timeout_s))
         self.check_weight_store()
         self.samples.commit()  # readers of the store need not wait for an event
@@ -178,6 +179,11 @@ class ProcessExecutor:
         self.rewards.check_deadlines()
         self.training.check_deadlines()
         self.episodes.check_deadlines()
+
+    def send_to_engines(self) -> None:
+        """Send the queued messages to engines, unless there are events, which may add more of them."""
+        if not self.events:
+            self.engine_pool.flush()
 
     @singledispatchmethod
     def execute(self, action: Action) -> None:

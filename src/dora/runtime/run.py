@@ -320,6 +320,7 @@ class _Session:
 
     def _between_events(self) -> None:
         """Everything but training, while no action is half done. Raises Stopped after Ctrl-C or SIGTERM."""
+        self._executor.send_to_engines()
         self._write_finished_steps()
         if self._due_checkpoint is not None:
             self._save(self._due_checkpoint)

@@ -90,10 +90,12 @@ class SampleBook:
         is_discarded = group in self._discarded
         if group.is_held_out and not is_discarded:
             self._held_out.setdefault(group, {})[request.sibling] = completion.token_ids
-        payload = self._store(completion)
+        # Whether the policy generated each token: observation tokens have a log-prob of NaN.
+        is_generated = ~np.isnan(completion.unfiltered_logprobs)
+        num_generated = int(np.count_nonzero(is_generated))
+        payload = self._store(completion, is_generated if num_generated < len(is_generated) else None)
         self.unrecorded.add(request)
         if not (is_discarded or group.is_held_out):
-            num_generated = int(np.count_nonzero(_is_generated(completion)))
             self.num_tokens.setdefault(group, {})[request.sibling] = num_generated
         return RequestFinished(
             engine,
@@ -105,12 +107,11 @@ class SampleBook:
             payload,
         )
 
-    def _store(self, completion: Completion) -> str:
-        """Store a response; returns the digest of its row."""
+    def _store(self, completion: Completion, is_generated: NDArray[np.bool_] | None) -> str:
+        """Store a response; returns the digest of its row. `is_generated` is None if all tokens are."""
         group = completion.id.group
         logprobs, loss_mask = completion.unfiltered_logprobs, None  # the trainer applies no filters either
-        is_generated = _is_generated(completion)
-        if not is_generated.all():
+        if is_generated is not None:
             loss_mask = is_generated.astype(np.uint8)
             logprobs = np.where(is_generated, logprobs, np.float32(0))
         source = AnswerSource.from_chunks(completion.chunks)
@@ -246,8 +247,3 @@ class SampleBook:
         """Restore the rewards by task of a scored group."""
         tasks = samples[0].task_rewards
         self.task_rewards[group] = {task: tuple(s.task_rewards[task] for s in samples) for task in tasks}
-
-
-def _is_generated(completion: Completion) -> NDArray[np.bool_]:
-    """Which tokens the policy generated: observation tokens have a log-prob of NaN."""
-    return ~np.isnan(completion.unfiltered_logprobs)

@@ -304,9 +304,9 @@ class Worker:
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._write, daemon=True).start()
 
-    def send(self, message: object) -> None:
-        """Queue a message. A message to a process that has exited is lost."""
-        self._outbox.put(message)
+    def send(self, *messages: object) -> None:
+        """Queue messages. Messages to a process that has exited are lost."""
+        self._outbox.put(messages)
 
     @property
     def pid(self) -> int | None:
@@ -356,12 +356,12 @@ class Worker:
     def _write(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                messages = [self._outbox.get()]
+                batches = [self._outbox.get()]
                 while not self._outbox.empty():
-                    messages.append(self._outbox.get())
-                if None in messages:  # `kill` was called
+                    batches.append(self._outbox.get())
+                if None in batches:  # `kill` was called
                     return
-                self._process.send(messages)
+                self._process.send([message for batch in batches for message in batch])
 
 
 class WorkerState(NamedTuple):

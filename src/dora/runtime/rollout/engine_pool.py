@@ -78,6 +78,7 @@ class EnginePool:
         self._ever_joined: set[int] = set()
         self._replaced: dict[int, int] = {}  # engine -> the last engine of its slot that had joined
         self._unreported_pauses: Counter[int] = Counter()  # engine -> replies that give no EnginePaused
+        self._unsent: dict[int, list[object]] = {}  # engine -> messages
         self._load_failures: Counter[int] = Counter()  # in a row
         self._pending_ends: dict[int, EngineLost | EngineRemoved] = {}  # until their migrations have ended
         self._is_open = False  # engines join as soon as they are ready
@@ -159,11 +160,18 @@ class EnginePool:
     # messages to engines
 
     def send(self, engine: int, message: object) -> bool:
-        """Send a message to an engine; returns False if it is lost."""
+        """Queue a message to an engine until `flush`; returns False if the engine is lost."""
         if engine not in self.workers:
             return False
-        self.workers[engine].send(message)
+        self._unsent.setdefault(engine, []).append(message)
         return True
+
+    def flush(self) -> None:
+        """Send the queued messages, one batch to each engine."""
+        unsent, self._unsent = self._unsent, {}
+        for engine, messages in unsent.items():
+            if engine in self.workers:
+                self.workers[engine].send(*messages)
 
     def on_published(self, version: int, digest: str) -> None:
         """Let engines with deferred loads prefetch a version that is now in the store."""
@@ -180,6 +188,7 @@ class EnginePool:
     def remove(self, engine: int) -> None:
         """Shut a drained engine down."""
         if engine in self.workers:
+            self.flush()
             self._supervisor.drain(self._slots[engine])
 
     def migrate(self, action: Migrate, request: Request) -> None:
