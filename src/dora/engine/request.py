@@ -162,9 +162,7 @@ class Completion:
 def _unpickle_completion(
     request: tuple[int, int, int], version: int, columns: list[bytes], *others: Any
 ) -> Completion:
-    arrays = (
-        np.frombuffer(data, dtype) for data, dtype in zip(columns, _COLUMN_DTYPES.values(), strict=True)
-    )
+    arrays: list[Any] = [*map(np.frombuffer, columns, _COLUMN_DTYPES.values())]
     return Completion(RequestId(*request), version, *arrays, *others)
 
 

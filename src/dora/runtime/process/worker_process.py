@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -304,8 +304,12 @@ class Worker:
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._write, daemon=True).start()
 
-    def send(self, *messages: object) -> None:
-        """Queue messages. Messages to a process that has exited are lost."""
+    def send(self, message: object) -> None:
+        """Queue a message. A message to a process that has exited is lost."""
+        self.send_batch([message])
+
+    def send_batch(self, messages: Sequence[object]) -> None:
+        """Queue messages, which are sent together."""
         self._outbox.put(messages)
 
     @property

@@ -171,7 +171,7 @@ class EnginePool:
         unsent, self._unsent = self._unsent, {}
         for engine, messages in unsent.items():
             if engine in self.workers:
-                self.workers[engine].send(*messages)
+                self.workers[engine].send_batch(messages)
 
     def on_published(self, version: int, digest: str) -> None:
         """Let engines with deferred loads prefetch a version that is now in the store."""
