@@ -83,7 +83,7 @@ class Paths:
 
     def __init__(self, num_bytes: int, folder: Path) -> None:
         self.num_bytes, self._count = num_bytes, 0
-        self._store = WeightStore(folder)
+        self._store = WeightStore(folder, shapes={"weight": (num_bytes // 4,)})
         self._slot = torch.empty(num_bytes // 4)
         nodes = [node["NodeID"] for node in ray.nodes()]
         own = ray.get_runtime_context().get_node_id()
@@ -131,7 +131,7 @@ class Paths:
         self._count += 1
         self._slot.fill_(self._count)
         self._store.publish(self._count, self._slot)
-        return self._store.raw_bytes(self._count)
+        return self._store.file_bytes(self._count)
 
 
 @ray.remote(num_cpus=0)
@@ -139,7 +139,7 @@ class Reader:
     """A process on one of the nodes."""
 
     def __init__(self) -> None:
-        self._source = RemoteVersionSource("float32")
+        self._source = RemoteVersionSource()
         self._slot: torch.Tensor | None = None
 
     def read(self, content: Any) -> float:

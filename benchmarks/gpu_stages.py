@@ -35,7 +35,7 @@ from dora.core.types import GroupId, RequestId
 from dora.engine.engine import Engine
 from dora.engine.request import Request, SamplingParams
 from dora.model.config import ModelConfig
-from dora.model.weights import WeightLayout, initial_weights
+from dora.model.weights import WeightLayout, initial_weights, parameter_shapes
 from dora.trainer.settings import Sample, TrainerSettings
 from report import Options
 
@@ -397,7 +397,7 @@ def publish_model(stage: Stage, name: str, config: ModelConfig) -> None:
     free_memory(stage.device)
     numel = WeightLayout(config).numel
     folder = make_store_folder(3 * numel * 2)
-    store, num_gb = WeightStore(folder, "bfloat16"), 2e-9 * numel
+    store, num_gb = WeightStore(folder, "bfloat16", parameter_shapes(config)), 2e-9 * numel
     flat = torch.zeros(numel, device=stage.device).uniform_(-0.02, 0.02)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

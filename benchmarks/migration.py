@@ -29,7 +29,7 @@ from dora.core.types import GroupId, RequestId
 from dora.engine.request import Request, SamplingParams
 from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
-from dora.model.weights import WeightLayout, initial_weights
+from dora.model.weights import WeightLayout, initial_weights, parameter_shapes
 from dora.runtime.process import messages as m
 from dora.runtime.process.worker_process import Worker, WorkerMessages
 from dora.runtime.rollout.engine_worker import run_engine
@@ -64,7 +64,7 @@ class EnginePair:
         self._vocab_size, self._source = config.vocab_size, random.Random(0)
         weights = initial_weights(config, seed=0, std=0.1)
         save_pretrained(self.folder / "model", config, weights)
-        WeightStore(self.folder).publish(0, weights)
+        WeightStore(self.folder, shapes=parameter_shapes(config)).publish(0, weights)
         self._messages = WorkerMessages()
         self._events: deque[Event] = deque()
         self.migrations = Migrations(self.folder, WAIT_S, self._events, self.send)

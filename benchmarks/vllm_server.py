@@ -22,7 +22,7 @@ from peers_runs import Peers, Task, run_dora
 from dora.engine.backends.vllm import Vllm
 from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
-from dora.model.weights import initial_weights
+from dora.model.weights import initial_weights, parameter_shapes
 from dora.runtime.process.messages import WeightsLoaded
 from dora.runtime.rollout.engine_worker import WeightLoader
 from dora.weights.store import WeightStore, make_store_folder
@@ -76,7 +76,7 @@ def load_times(model: ModelConfig, num_loads: int, python: str, folder: Path) ->
     """The seconds of each load, digest included."""
     flat, times = initial_weights(model, seed=0), []
     save_pretrained(folder, model, flat)
-    store = WeightStore(make_store_folder(2 * flat.nbytes))
+    store = WeightStore(make_store_folder(2 * flat.nbytes), shapes=parameter_shapes(model))
     engine = Vllm(
         model=str(folder),
         max_rows=4,

@@ -24,7 +24,7 @@ from dora.engine.request import Request, SamplingParams
 from dora.journal.writer import JournalWriter
 from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
-from dora.model.weights import initial_weights, weight_digest
+from dora.model.weights import initial_weights, parameter_shapes, weight_digest
 from dora.stream.sample_db import SampleStore, Trajectory
 from dora.trainer.checkpoint import save_checkpoint
 from dora.trainer.checkpoint_folders import write_manifest
@@ -65,9 +65,9 @@ def make_run(tmp_path: Path) -> MakeRun:
 
 def save_checkpoint_2(run: Path, model: ModelConfig, flats: list[Tensor], start: Path, dtype: str) -> None:
     """A checkpoint that also keeps version 1."""
-    pinned = WeightStore(run, dtype)
+    pinned = WeightStore(run, dtype, parameter_shapes(model))
     pinned.publish(1, flats[1])
-    older = {f"versions/{pinned.file_name(1)}": run / pinned.file_name(1)}
+    older = {f"versions/{pinned.file_name(1)}": pinned.path(1)}
     save_checkpoint(run / "checkpoints" / "step-2", model, flats[2], {}, 2, start, extra_files=older)
     pinned.drop(1)
 

@@ -47,6 +47,7 @@ class FakeSglangServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.name, self.faults, self.label = name, faults, "none"
         self.calls: list[tuple[str, dict[str, Any]]] = []  # path and body, in order
+        self.loaded_files: list[Path] = []
         self.is_aborted = threading.Event()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
@@ -113,6 +114,7 @@ class Handler(BaseHTTPRequestHandler):
         update = with_digest(
             lambda self, folder: (Path(folder, WEIGHTS_FILE).is_file(), begin), safetensors_digest
         )
+        server.loaded_files.append(Path(body["model_path"], WEIGHTS_FILE).resolve())
         is_done, message = update(None, body["model_path"])
         server.label = body["weight_version"]
         message = begin if "no_digest" in server.faults else message

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from dora.engine.backends.server_plugins.dora_digest import flat_digest, safetensors_digest
+from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
 
 AUTH_TOKEN = "of this server"
 INTERVAL = 8  # tokens of an event, after the first one
@@ -178,7 +178,7 @@ class Handler(BaseHTTPRequestHandler):
         if faults.get("rejected_loads"):
             faults["rejected_loads"] -= 1
             return self._send_json(500, recorded_response("bad load"))
-        self._send_json(200, {"results": faults.get("digests", [flat_digest(path)])})
+        self._send_json(200, {"results": faults.get("digests", [safetensors_digest(path)])})
 
     def _abort(self, body: dict[str, Any]) -> None:
         server = self.server

@@ -10,20 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from tests.contract.fake_sglang_server import AUTH_TOKEN, FakeSglangServer, recorded_events
 
-from dora.engine.backends.server_plugins.dora_digest import safetensors_digest
 from dora.engine.backends.server_plugins.dora_sglang import TOKEN_VARIABLE, with_auth_token, with_digest
-from dora.engine.backends.sglang import SPARE_TOKENS, Sglang, write_safetensors
+from dora.engine.backends.sglang import SPARE_TOKENS, Sglang
 from dora.engine.request import Completion, EngineError
 from dora.errors import ConfigError, RunError
-from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
-from dora.model.weights import WeightLayout, weight_digest
+from dora.model.weights import parameter_shapes, weight_digest
 from dora.testing import CONFIG, make_request, reference_logprobs, version_weights
 from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS
+from dora.weights.store import WeightStore
 
 SERVERS: list[FakeSglangServer] = []
 MAX_STEPS = 1000
@@ -169,13 +166,9 @@ def test_no_digest_is_reported_for_a_failed_load() -> None:
     assert with_digest(fail, file_digest)(None, "folder") == (False, "no such folder")
 
 
-def test_the_digest_of_a_safetensors_file_is_that_of_the_version(tmp_path: Path) -> None:
-    """For files of one piece and of several."""
-    for config in (CONFIG, ModelConfig(2**19 + 1, 32, 48, 1, 1, 1, 32, 64)):
-        layout, path = WeightLayout(config), tmp_path / "weights.safetensors"
-        for flat in (torch.arange(layout.numel).float(), torch.ones(layout.numel).bfloat16()):
-            write_safetensors(path, layout, flat)
-            assert safetensors_digest(str(path)) == weight_digest(flat)
-            stored = load_file(path)
-            assert stored.keys() == layout.shapes.keys()
-            assert all(torch.equal(stored[name], view) for name, view in layout.views(flat).items())
+def test_the_server_reads_a_published_version_where_it_lies(make: Make, tmp_path: Path) -> None:
+    engine, server = make()
+    store = WeightStore(tmp_path, shapes=parameter_shapes(CONFIG))
+    digest = store.publish(3, version_weights(3))
+    assert engine.load_file(3, store.path(3)) == digest
+    assert server.loaded_files == [store.path(3)]

@@ -31,12 +31,13 @@ from dora.engine.request import Completion, EngineError, Request
 from dora.errors import ConfigError, RunError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import save_pretrained
-from dora.model.weights import WeightLayout, weight_digest
+from dora.model.weights import WeightLayout, parameter_shapes, weight_digest
 from dora.runtime.process.messages import WeightsLoaded
 from dora.runtime.rollout.engine_worker import WeightLoader
 from dora.testing import CONFIG, make_request, reference_logprobs, version_weights
 from dora.testing.engine_contract import MAX_CONTEXT, MAX_ROWS
 from dora.weights.store import Prefetcher, WeightStore
+from dora.weights.version_file import write_version
 
 SERVERS: list[FakeVllmServer] = []
 MAX_STEPS = 1000
@@ -89,20 +90,21 @@ def run(engine: Vllm) -> list[Completion]:
 def test_the_server_reads_a_published_version_where_it_lies(make: Make, tmp_path: Path) -> None:
     """Without a copy, even with prefetching: a server cannot use the memory of this process."""
     engine, server = make()
-    store = WeightStore(tmp_path)
+    store = WeightStore(tmp_path, shapes=parameter_shapes(CONFIG))
     digest = store.publish(3, version_weights(3))
     loader = WeightLoader(engine, store, Prefetcher(store, is_pinned=False))
     loader.load(3)
     assert loader.poll() == [WeightsLoaded(3, digest, 0.0)]
-    assert server.loaded_files == [str(tmp_path / store.file_name(3))]
+    assert server.loaded_files == [str(store.path(3))]
     assert dict(engine.versions) == {3: digest}
 
 
 def test_a_file_of_another_model_is_rejected(make: Make, tmp_path: Path) -> None:
     engine, server = make()
-    (tmp_path / "weights").write_bytes(bytes(12))
-    with pytest.raises(EngineError, match="version 0 has 3 weights in float32; the model has"):
-        engine.load_file(0, tmp_path / "weights")
+    store = WeightStore(tmp_path, shapes={"a": (3,)})
+    store.publish(0, torch.zeros(3))
+    with pytest.raises(EngineError, match="has 3 weights of 1 tensors in float32, which are not those of"):
+        engine.load_file(0, store.path(0))
     assert (server.loaded_files, dict(engine.versions)) == ([], {})
 
 
@@ -397,19 +399,19 @@ class FakeRunner:
         self.loaded = {name: weight.clone() for name, weight in weights_iterator}
 
 
-def test_the_server_reads_each_parameter_of_a_file_of_raw_numbers(
+def test_the_server_reads_each_parameter_of_a_versions_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And returns the digest of the version, for files of one piece and of several."""
     monkeypatch.syspath_prepend(str(Path(run_until_eof.__file__).parent / "server_plugins"))
     for config in (CONFIG, ModelConfig(2**19 + 1, 32, 48, 1, 1, 1, 32, 64)):
         layout, path = WeightLayout(config), tmp_path / "weights"
-        names = [(name, layout.offsets[name], [*shape]) for name, shape in layout.shapes.items()]
         for flat in (torch.arange(layout.numel).float(), torch.ones(layout.numel).bfloat16()):
-            path.write_bytes(flat.view(torch.uint8).numpy().data)
+            dtype = str(flat.dtype).removeprefix("torch.")
+            write_version(path, 0, flat, dtype, layout.shapes)
             extension = WorkerExtension()
             extension.model_runner = FakeRunner()
-            digest = extension.dora_load_weights(str(path), str(flat.dtype).removeprefix("torch."), names)
+            digest = extension.dora_load_weights(str(path))
             assert digest == weight_digest(flat)
             loaded, views = extension.model_runner.loaded, layout.views(flat)
             assert loaded.keys() == views.keys()

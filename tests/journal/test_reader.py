@@ -75,7 +75,7 @@ def test_a_torn_last_line_is_omitted_and_reported(
         (b'"groups": [[', b'"groups": [[0, 0, ', "neither an event nor an action"),
         (b'"groups": [[', b'"groups": 3, "other": [[', "neither an event nor an action"),
         (
-            b'"schema": 4',
+            b'"schema": 5',
             b'"schema": 99',
             "with journal schema 99",
         ),

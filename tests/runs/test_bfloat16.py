@@ -77,8 +77,8 @@ def test_published_weights_are_the_trainers_rounded(out: Path) -> None:
     _, flat = load_pretrained(out / "checkpoints" / "step-6")
     assert digests[6] == weight_digest(flat.bfloat16())
     kept = [path for path in out.glob(f"checkpoints/*/{VERSIONS_FOLDER}/*")]
-    assert {path.suffix for path in kept} == {".bf16"}
-    assert {path.stat().st_size for path in kept} == {2 * flat.numel()}
+    assert {path.suffix for path in kept} == {".safetensors"}
+    assert {load_file(path)["model.norm.weight"].dtype for path in kept} == {torch.bfloat16}
 
 
 def test_a_checkpoint_has_the_adapters_that_give_its_weights(task: Path, out: Path) -> None:

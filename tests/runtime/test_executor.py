@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
@@ -73,8 +74,9 @@ def test_an_engine_whose_weights_differ_from_the_published_ones_is_lost(executor
     assert isinstance(next_event(executor), Published)
     executor.execute(Load(0, 0))
     assert isinstance(next_event(executor), Loaded)
-    stored = executor.weights.folder / "0.f32"
-    stored.write_bytes(bytes(stored.stat().st_size))
+    with executor.weights.path(0).open("rb+") as stored:
+        stored.seek(-4, os.SEEK_END)
+        stored.write(bytes(4))
     executor.execute(Load(1, 0))
     assert next_event(executor) == EngineLost(1, "its weights of version 0 differ from the published ones")
     assert executor.engines == [0]

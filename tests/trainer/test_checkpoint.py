@@ -58,9 +58,9 @@ def test_a_plain_model_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
 def save_steps(folder: Path, *steps: int) -> list[Path]:
     """Save the untrained model as the checkpoint of each step."""
     trainer = Trainer(TINY, initial_weights(TINY, seed=0), SETTINGS)
-    older = folder / "0.f32"
+    older = folder / "0.safetensors"
     older.write_bytes(b"older weights")
-    extra_files: dict[str, str | Path] = {"core.json": "{}", "versions/0.f32": older}
+    extra_files: dict[str, str | Path] = {"core.json": "{}", "versions/0.safetensors": older}
     for step in steps:
         path = folder / f"step-{step}"
         state = trainer.state_dict()
@@ -71,7 +71,7 @@ def save_steps(folder: Path, *steps: int) -> list[Path]:
 def test_a_checkpoint_contains_its_extra_files(tmp_path: Path) -> None:
     (path,) = save_steps(tmp_path, 1)
     assert (path / "core.json").read_text() == "{}"
-    assert (path / "versions" / "0.f32").read_bytes() == b"older weights"
+    assert (path / "versions" / "0.safetensors").read_bytes() == b"older weights"
 
 
 def test_complete_checkpoints_are_found_newest_first(tmp_path: Path) -> None:
@@ -82,7 +82,9 @@ def test_complete_checkpoints_are_found_newest_first(tmp_path: Path) -> None:
     assert complete_checkpoints(tmp_path / "nowhere") == {}
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "versions/0.f32", "checkpoint.json"])
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "model.safetensors", "versions/0.safetensors", "checkpoint.json"]
+)
 @pytest.mark.parametrize("is_missing", [False, True])
 def test_a_checkpoint_with_a_damaged_or_missing_file_is_incomplete(
     tmp_path: Path, name: str, is_missing: bool
@@ -113,8 +115,8 @@ def test_a_change_that_keeps_the_size_of_a_file_is_found_and_named(tmp_path: Pat
         assert name in find_damage(path)
         (path / name).write_bytes(before)
     assert find_damage(path) == ""
-    (path / "versions" / "1.f32").write_bytes(b"unknown")
-    assert find_damage(path) == "versions/1.f32 is not in checkpoint.json"
+    (path / "versions" / "1.safetensors").write_bytes(b"unknown")
+    assert find_damage(path) == "versions/1.safetensors is not in checkpoint.json"
 
 
 def test_pruning_keeps_the_newest_checkpoints_and_removes_leftovers(tmp_path: Path) -> None:

@@ -131,6 +131,15 @@ def test_two_ranks_have_the_gradient_of_one(group: RankGroup, settings: TrainerS
     assert got == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
+def test_ranks_round_the_weights_that_are_published_in_bf16(group: RankGroup) -> None:
+    two, _ = make_trainers(group, PLAIN)
+    two.step(shifted())
+    published = two.published_weights(torch.bfloat16).clone()
+    assert published.dtype == torch.bfloat16
+    assert torch.equal(published, two.flat.bfloat16())
+    assert torch.equal(two.published_weights(torch.float32), two.flat)
+
+
 def test_a_rank_reads_the_columns_of_its_samples_in_the_stream(group: RankGroup) -> None:
     two, one = make_trainers(group, PLAIN)
     batch = [replace(s, advantage=2.0 * s.advantages[0]) for s in shifted()]

@@ -18,7 +18,7 @@ def weights(version: int) -> Tensor:
 
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
-    store = WeightStore(tmp_path)
+    store = WeightStore(tmp_path, shapes={"w": (64,)})
     for version in (1, 2):
         store.publish(version, weights(version))
     return store

@@ -13,12 +13,13 @@ import torch
 from dora.model.weights import weight_digest
 from dora.weights.store import RecentVersions, WeightStore, make_store_folder
 
+SHAPES = {"model.embed_tokens.weight": (30, 30), "model.norm.weight": (100,)}
 MAKE = "from dora.weights.store import make_store_folder; print(make_store_folder(num_bytes=1))"
 
 
 @pytest.fixture
 def store() -> Iterator[WeightStore]:
-    store = WeightStore(make_store_folder(num_bytes=1))
+    store = WeightStore(make_store_folder(num_bytes=1), shapes=SHAPES)
     yield store
     store.close()
 
@@ -90,14 +91,14 @@ def test_a_linked_version_outlives_its_drop(store: WeightStore) -> None:
     digests = {version: store.publish(version, weights(version)) for version in (0, 1)}
     linked = store.link_versions([0], "linked")
     store.drop(0)
-    assert [path.name for path in linked.iterdir()] == ["0.f32"]
+    assert [path.name for path in linked.iterdir()] == ["0.safetensors"]
     assert store.versions() == [1]
-    assert store.publish_file(0, linked / "0.f32") == digests[0]
+    assert store.publish_file(0, linked / "0.safetensors") == digests[0]
     assert torch.equal(store.fetch(0), weights(0))
 
 
 def test_a_recent_version_is_returned_as_it_was_published(store: WeightStore) -> None:
-    rounded = WeightStore(store.folder, "bfloat16")
+    rounded = WeightStore(store.folder, "bfloat16", SHAPES)
     recent = RecentVersions(rounded, num=1)
     recent.publish(0, weights(0))
     rounded.drop(0)
@@ -112,7 +113,7 @@ def test_a_replayed_version_stays_in_its_store_until_the_next_one_is_published(
     store: WeightStore,
 ) -> None:
     (folder := store.folder / "replayed").mkdir()
-    replay_store = WeightStore(folder)
+    replay_store = WeightStore(folder, shapes=SHAPES)
     recent = RecentVersions(store, num=9, replay_store=replay_store)
     recent.publish(1, weights(1))
     for version in (0, 1):

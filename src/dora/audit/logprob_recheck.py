@@ -259,7 +259,7 @@ class WeightSource:
             if self.path.is_dir():
                 return load_pretrained(self.path)[1].to(DTYPES[dtype])
             return WeightStore(self.path.parent, dtype).fetch(self.version)
-        except (ModelError, OSError, RuntimeError):  # torch cannot map a damaged file
+        except (ModelError, OSError):
             return None
 
 
@@ -275,8 +275,7 @@ def find_weight_sources(run: Path, config: Config) -> dict[int, list[WeightSourc
         found.setdefault(step, []).append(WeightSource(step, folder))
         older = WeightStore(folder / VERSIONS_FOLDER, config.engine.dtype)
         for version in older.versions():
-            path = older.folder / older.file_name(version)
-            found.setdefault(version, []).append(WeightSource(version, path))
+            found.setdefault(version, []).append(WeightSource(version, older.path(version)))
     if start.is_dir():
         found.setdefault(0, []).append(WeightSource(0, start))
     return found

@@ -49,7 +49,7 @@ from dora.engine.request import Completion, EngineError, PromptKey, Request, Seq
 from dora.engine.runner import ModelRunner, PrefillInput
 from dora.engine.scheduler import PrefillChunk, RequestStatus, Scheduler, SchedulerOutput
 from dora.model.config import ModelConfig
-from dora.model.weights import weight_digest
+from dora.model.weights import copy_with_digest
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Engine:
 
     def load(self, version: int, source: Tensor) -> str:
         """Load and activate a version (see `copy_to_slot`); returns the digest of the bytes in the slot."""
-        return self.activate(version, weight_digest(self.copy_to_slot(version, source)))
+        return self.activate(version, copy_with_digest(self._claim_slot(version, source), source))
 
     def copy_to_slot(self, version: int, source: Tensor) -> Tensor:
         """Copy a flat buffer [numel], fp32 or of the engine's dtype, to a free slot; returns the slot's
@@ -215,6 +215,10 @@ class Engine:
         The version takes requests once it is active. Raises EngineError if it is loaded already, no slot is
         free, or the buffer has another size or dtype.
         """
+        return self._claim_slot(version, source).copy_(source)
+
+    def _claim_slot(self, version: int, source: Tensor) -> Tensor:
+        """The buffer of a free slot, for `source`. Raises as `copy_to_slot` does."""
         if version in self._loaded or version in self._copied:
             raise EngineError(f"version {version} is loaded already; drop it before loading it again")
         if not self._free_slots:
@@ -224,7 +228,7 @@ class Engine:
             )
         self._workspace.check_fits(version, source)
         self._copied[version] = slot = self._free_slots.pop()
-        return self._workspace.slot_weights(slot).copy_(source)
+        return self._workspace.slot_weights(slot)
 
     def activate(self, version: int, digest: str) -> str:
         """Accept requests of a copied version, whose bytes in the slot have this digest; returns it.

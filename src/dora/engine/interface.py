@@ -141,7 +141,7 @@ class LoadsFiles(Protocol):
     """What an engine implements beside `InferenceEngine` if it reads a version where it is published."""
 
     def load_file(self, version: int, path: Path) -> str:
-        """As `load`, from a file of the flat buffer's raw numbers, which may be deleted afterwards."""
+        """As `load`, from a version's file of a weight store, which may be deleted afterwards."""
 
 
 class InferenceFactory(Protocol):

@@ -24,7 +24,7 @@ from dora.core.codec import to_json
 from dora.core.events import Event
 from dora.core.types import Limits
 
-SCHEMA = 4  # 4: lines have a hash chain
+SCHEMA = 5  # 4: lines have a hash chain; 5: other digests of weights, which a GPU can compute
 FILES, SEAL = "files", "seal"  # kinds of lines with digests of files; they have no `seq`
 SEALED = (  # files beside the journal that do not change after the end of a run
     "summary.json",

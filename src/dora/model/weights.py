@@ -6,18 +6,28 @@ of the bytes.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.errors import ModelError
 from dora.model.config import ModelConfig
+from dora.model.digest import (
+    KEYS,
+    LEAF_BYTES,
+    LEAF_WORDS,
+    Sums,
+    bytes_digest,
+    combine,
+    digest_pieces,
+    leaf_sums,
+)
 
-_CHUNK_BYTES = 2**26
+_DEVICE_CHUNK_BYTES = 2**28  # whose products take twice that
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -125,16 +135,48 @@ def initial_weights(config: ModelConfig, seed: int, std: float = 0.02) -> Tensor
 
 
 def weight_digest(flat: Tensor) -> str:
-    """Digest (32 hex digits) of the bytes of a flat buffer [numel], contiguous, on any device.
+    """Digest (32 hex digits) of the bytes of a flat buffer [numel], contiguous, on any device."""
+    if flat.device.type != "cpu":
+        return combine([device_leaf_sums(flat)], flat.nbytes)
+    return bytes_digest(as_bytes(flat))
 
-    For a large buffer, the digest of the digests of its chunks, which are computed in parallel.
+
+def copy_with_digest(target: Tensor, source: Tensor) -> str:
+    """Copy `source` to `target` ([numel] both); returns the digest of the bytes in `target`.
+
+    On the CPU, threads copy and digest pieces that are still in a cache.
     """
-    if flat.nbytes <= _CHUNK_BYTES:
-        return _digest(flat).hex()
-    with ThreadPoolExecutor() as threads:
-        digests = b"".join(threads.map(_digest, flat.split(_CHUNK_BYTES // flat.element_size())))
-    return hashlib.blake2b(digests, digest_size=16).hexdigest()
+    if target.device.type != "cpu" or source.device.type != "cpu":
+        return weight_digest(target.copy_(source))
+    size = target.element_size()
+
+    def copy(begin: int, end: int) -> Sums:
+        piece = slice(begin // size, end // size)
+        return leaf_sums(as_bytes(target[piece].copy_(source[piece])))
+
+    return digest_pieces(target.nbytes, copy)
 
 
-def _digest(flat: Tensor) -> bytes:
-    return hashlib.blake2b(flat.cpu().view(torch.uint8).numpy().data, digest_size=16).digest()
+def as_bytes(flat: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a contiguous tensor on the CPU; no copy."""
+    content: NDArray[np.uint8] = flat.detach().view(torch.uint8).numpy()
+    return content
+
+
+def device_leaf_sums(flat: Tensor) -> Sums:
+    """`leaf_sums` of a flat buffer's bytes by integer operations of torch, on the buffer's device."""
+    content, keys = flat.detach().view(torch.uint8), torch.from_numpy(KEYS).to(flat.device)
+    num_whole = content.numel() // LEAF_BYTES * LEAF_BYTES
+    rest = torch.zeros(LEAF_BYTES, dtype=torch.uint8, device=flat.device)
+    rest[: content.numel() - num_whole] = content[num_whole:]
+    parts = [
+        *content[:num_whole].split(_DEVICE_CHUNK_BYTES),
+        *([rest] if num_whole < content.numel() else []),
+    ]
+    sums = [_leaf_sums(part.view(torch.int32).view(-1, LEAF_WORDS), keys) for part in parts if part.numel()]
+    return torch.cat(sums).cpu().numpy() if sums else np.empty((0, 2), np.int64)
+
+
+def _leaf_sums(words: Tensor, keys: Tensor) -> Tensor:
+    """[leaves, LEAF_WORDS], int32 -> [leaves, 2], int64; sums wrap around."""
+    return torch.stack([(words * key).sum(1) for key in keys], 1)

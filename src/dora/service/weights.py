@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import stat
-import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -223,29 +222,14 @@ def _open_regular_file(file: Path) -> BinaryIO:
 
 
 def _open_version(setup: RunSetup, weights_dir: Path, version: int) -> BinaryIO:
-    """A stored version as an open safetensors file, which is deleted when it is closed.
-
-    Raises ServiceError if the version is not stored, or cannot be written to disk.
-    """
-    from safetensors.torch import save_file
-
-    from dora.model.weights import WeightLayout
+    """The open safetensors file of a stored version. Raises ServiceError if the version is not stored."""
     from dora.weights.store import WeightStore
 
     store = WeightStore(weights_dir, setup.config.engine.dtype)
     try:
-        flat = store.fetch(version)
+        return store.path(version).open("rb")
     except FileNotFoundError as error:
         stored = ", ".join(map(str, store.versions())) or "none"
         raise ServiceError(
             404, f"version {version} is not stored; the stored versions are {stored}"
-        ) from error
-    try:
-        with tempfile.TemporaryDirectory(dir=setup.out) as folder:
-            file = Path(folder) / "tensors"
-            save_file(WeightLayout(setup.model).views(flat), file, metadata={"format": "pt"})
-            return file.open("rb")
-    except OSError as error:
-        raise ServiceError(
-            503, f"version {version} cannot be written: {error.strerror}; free disk space"
         ) from error

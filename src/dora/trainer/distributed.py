@@ -83,9 +83,10 @@ class RestoreCommand:
 
 @dataclass(frozen=True)
 class GatherCommand:
-    """Gather the weights, or a moment of the optimizer, on rank 0."""
+    """Gather the weights, or a moment of the optimizer, on rank 0; `dtype` is that of torch."""
 
     name: str
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ class DistributedLearner:
         """
         self.num_ranks, self._group = group.num_ranks, group
         self._flat, self._is_current = flat, True
+        self._rounded: Tensor | None = None  # pinned for ranks on GPUs
         self._rank = ShardedRank(group, config, settings, flat, flat if reference is None else reference)
         self._layout, self._dtype = WeightLayout(config), getattr(torch, settings.dtype)
         placeholder = {_NORM: torch.empty(0, device=group.device)}
@@ -178,6 +180,20 @@ class DistributedLearner:
             self._gather(WEIGHTS, self._flat)
             self._is_current = True
         return self._flat
+
+    @property
+    def device(self) -> torch.device:
+        return self._group.device
+
+    def published_weights(self, dtype: torch.dtype) -> Tensor:
+        """Ranks round their shards before they are gathered. The result is valid until the next call."""
+        if self._is_current or dtype == self._flat.dtype:
+            return self.flat
+        if self._rounded is None or self._rounded.dtype != dtype:
+            is_pinned = self._group.device.type == "cuda"
+            self._rounded = torch.empty(self._flat.shape, dtype=dtype, pin_memory=is_pinned)
+        self._gather(WEIGHTS, self._rounded)
+        return self._rounded
 
     def accumulate(self, micro_batches: Sequence[Sequence[Sample]], metrics: StepMetrics) -> None:
         own, *others = micro_batches
@@ -232,8 +248,8 @@ class DistributedLearner:
         self._is_current = True
 
     def _gather(self, name: str, flat: Tensor) -> None:
-        with self._on_all_ranks(GatherCommand(name)):
-            self._rank.gather(name, flat)
+        with self._on_all_ranks(GatherCommand(name, flat.dtype)):
+            self._rank.gather(name, flat.dtype, flat)
 
     @contextmanager
     def _on_all_ranks(self, commands: RankCommand | Sequence[RankCommand]) -> Iterator[None]:
@@ -306,8 +322,8 @@ class ShardedRank:
                 self.snapshot()
             case RestoreCommand():
                 self.restore()
-            case GatherCommand(name):
-                self.gather(name, None)
+            case GatherCommand(name, dtype):
+                self.gather(name, dtype, None)
             case LoadCommand(num_updates):
                 self.load_state(num_updates, None, None)
         return None
@@ -338,10 +354,10 @@ class ShardedRank:
         """Copy weights and moments back from the last snapshot."""
         self.optimizer.restore(self.saved_shards)
 
-    def gather(self, name: str, flat: Tensor | None) -> None:
-        """Gather the weights, or one of the optimizer's moments, in `flat` [numel]."""
+    def gather(self, name: str, dtype: torch.dtype, flat: Tensor | None) -> None:
+        """Gather the weights, or one of the optimizer's moments, in `flat` ([numel], `dtype`)."""
         shards = self._policy.shards if name == WEIGHTS else self.optimizer.moments(name)
-        self._policy.gather(shards, flat)
+        self._policy.gather([cast(DTensor, shard.to(dtype)) for shard in shards], flat)
 
     def load_state(self, num_updates: int, flat: Tensor | None, moments: Sequence[Tensor] | None) -> None:
         """Load the weights, and the optimizer's moments after `num_updates` updates; [numel] each."""

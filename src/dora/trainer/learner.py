@@ -38,6 +38,13 @@ class Learner(Protocol):
     def flat(self) -> Tensor:
         """The current weights, [numel], fp32."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where the policy computes."""
+
+    def published_weights(self, dtype: torch.dtype) -> Tensor:
+        """The current weights [numel] to be stored in `dtype`; in fp32, or in `dtype` if that is cheaper."""
+
     def accumulate(self, micro_batches: Sequence[Sequence[Sample]], metrics: StepMetrics) -> None:
         """Add the gradients of micro-batches, at most one per rank, and their sums to `metrics`."""
 
@@ -101,6 +108,13 @@ class LocalLearner:
             frozen = flat.clone() if reference is None else reference
             reference_policy = self._policy.with_weights(self._compute_views(frozen), None)
         self._accumulator = GradientAccumulator(self._policy, settings, reference_policy)
+
+    @property
+    def device(self) -> torch.device:
+        return self.flat.device
+
+    def published_weights(self, dtype: torch.dtype) -> Tensor:
+        return self.flat
 
     def accumulate(self, micro_batches: Sequence[Sequence[Sample]], metrics: StepMetrics) -> None:
         for samples in micro_batches:

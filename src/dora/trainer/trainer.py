@@ -72,6 +72,10 @@ class Trainer:
         """The current weights, [numel], fp32."""
         return self._learner.flat
 
+    def published_weights(self, dtype: torch.dtype) -> Tensor:
+        """See `Learner.published_weights`."""
+        return self._learner.published_weights(dtype)
+
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Train on one batch, update `flat`, return metrics under verl's keys.
 
@@ -220,7 +224,7 @@ class Trainer:
         chosen = choose_spot_checks(lengths, self._metrics.num_tokens, self.num_steps_done)
         try:
             ages = {candidates[i].staleness for i in chosen}
-            for staleness in ages_to_check(ages, self.num_steps_done, self.flat.device.type):
+            for staleness in ages_to_check(ages, self.num_steps_done, self._learner.device.type):
                 flat = self._find_version(self.num_steps_done - staleness)
                 if flat is not None:
                     samples = [candidates[i] for i in chosen if candidates[i].staleness == staleness]

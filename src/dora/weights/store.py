@@ -1,8 +1,9 @@
 """The weight store: one file per version of the policy, which the trainer writes and the engines map.
 
 The files are in memory where the system has a memory file system. Publishing copies a version into a file
-once, fetching maps it, and a version appears under its name only when it is complete. The bytes are of the
+once, fetching maps it, and a version appears under its name only when it is complete. The weights are of the
 engines' dtype, so their digest is that of the bytes that an engine holds after it has loaded them.
+`version_file` has the format.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import platform
 import shutil
 import tempfile
-import warnings
 from collections.abc import Container, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,9 +23,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dora.model.weights import weight_digest
+from dora.errors import ModelError
+from dora.model.weights import Shapes, weight_digest
+from dora.weights.version_file import (
+    DTYPES,
+    OLD_SUFFIXES,
+    SUFFIX,
+    map_version,
+    parse_version,
+    read_header,
+    write_version,
+)
 
-DTYPES = {"float32": (torch.float32, ".f32"), "bfloat16": (torch.bfloat16, ".bf16")}
 _MEMORY_FS = Path("/dev/shm")
 STORE_PREFIX = "dora-weights-"
 
@@ -38,39 +47,60 @@ class VersionSource(Protocol):
 
 
 class WeightStore:
-    """Versions as files of raw numbers in `folder`, all of one `dtype`: "float32" or "bfloat16"."""
+    """Versions as safetensors files in `folder`, all of one `dtype`: "float32" or "bfloat16"."""
 
-    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+    def __init__(self, folder: Path, dtype: str = "float32", shapes: Shapes | None = None) -> None:
+        """A store that publishes needs the `shapes` of all tensors by name, in the flat buffer's order."""
         self.folder = folder
-        self._dtype, self._suffix = DTYPES[dtype]
-        self._pinned: Tensor | None = None  # host memory for versions that come from a GPU
+        self._dtype, self._shapes = dtype, shapes
 
     def publish(self, version: int, flat: Tensor) -> str:
-        """Store `flat` ([numel], fp32, on any device), rounded. Returns the digest of the stored bytes."""
-        path = self._path(version)
-        draft = path.with_suffix(".draft")
+        """Store `flat` ([numel], fp32 or of the store's dtype, on any device), rounded.
+
+        Returns the digest of the stored weights. Raises OSError.
+        """
+        assert self._shapes is not None, "a store that publishes needs shapes"
+        draft = self._draft(version)
         try:
-            draft.write_bytes(self.rounded(flat).view(torch.uint8).numpy().data)
+            digest = write_version(draft, version, flat, self._dtype, self._shapes)
         except OSError as error:  # a full disk is reported without a path
             raise OSError(error.errno, error.strerror, str(draft)) from error
-        os.replace(draft, path)
-        return weight_digest(self.fetch(version))
+        os.replace(draft, self.path(version))
+        return digest
 
     def publish_file(self, version: int, path: Path) -> str:
-        """Store a copy of a version's file, as from a checkpoint. Returns the digest of its bytes."""
-        draft = self._path(version).with_suffix(".draft")
+        """Store a copy of a version's file, as from a checkpoint. Returns the digest of its weights."""
+        draft = self._draft(version)
         shutil.copyfile(path, draft)
-        os.replace(draft, self._path(version))
+        os.replace(draft, self.path(version))
         return weight_digest(self.fetch(version))
 
     def fetch(self, version: int) -> Tensor:
         """Map a version's file: a tensor [numel] of the store's dtype, to be read only.
 
-        Raises FileNotFoundError if the version was never published or has been dropped.
+        Raises FileNotFoundError if the version was never published or has been dropped, and ModelError for a
+        file that is not that of this version.
         """
-        path, dtype = self._path(version), self._dtype
-        numel = path.stat().st_size // dtype.itemsize
-        return torch.from_file(str(path), shared=False, size=numel, dtype=dtype)
+        path = self.path(version)
+        try:
+            header, flat = map_version(path)
+        except FileNotFoundError:
+            for old in filter(Path.exists, map(path.with_suffix, OLD_SUFFIXES)):
+                raise ModelError(
+                    f"{old} has the format of an older DORA-RL, which this one does not read: use the "
+                    "version that wrote it"
+                ) from None
+            raise
+        if (header.version, header.dtype) != (version, self._dtype):
+            raise ModelError(
+                f"{path} has version {header.version} in {header.dtype}, not version {version} in "
+                f"{self._dtype}; restore the file"
+            )
+        return flat
+
+    def digest(self, version: int) -> str:
+        """The digest with which a version was published. Raises as `fetch` does."""
+        return read_header(self.path(version)).digest
 
     def fetch_if_stored(self, version: int) -> Tensor | None:
         """As `fetch`, or None if the version is not stored."""
@@ -79,25 +109,24 @@ class WeightStore:
         except FileNotFoundError:
             return None
 
-    def raw_bytes(self, version: int) -> NDArray[np.uint8]:
-        """The bytes of a version, mapped as by `fetch`."""
-        content: NDArray[np.uint8] = self.fetch(version).view(torch.uint8).numpy()
-        return content
+    def file_bytes(self, version: int) -> NDArray[np.uint8]:
+        """The bytes of a version's file, mapped. Raises FileNotFoundError as `fetch` does."""
+        return np.asarray(np.memmap(self.path(version), np.uint8, "c"))
 
     def versions(self) -> list[int]:
         """The stored versions, oldest first."""
-        return sorted(int(path.stem) for path in self.folder.glob(f"*{self._suffix}"))
+        return sorted(int(path.stem) for path in self.folder.glob(f"*{SUFFIX}"))
 
     def drop(self, version: int) -> None:
         """Delete a version's file. Processes that have mapped it keep their mapping."""
-        self._path(version).unlink(missing_ok=True)
+        self.path(version).unlink(missing_ok=True)
 
     def link_versions(self, versions: Iterable[int], name: str) -> Path:
         """Create a folder `name` with hard links to versions, which outlive `drop`. The caller removes it."""
         folder = self.folder / name
         folder.mkdir()
         for version in versions:
-            os.link(self._path(version), folder / self.file_name(version))
+            os.link(self.path(version), folder / self.file_name(version))
         return folder
 
     def close(self) -> None:
@@ -105,20 +134,20 @@ class WeightStore:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def rounded(self, flat: Tensor) -> Tensor:
-        """`flat` in the store's dtype, on the host. It may share memory with `flat` or the next result."""
-        flat = flat.detach().to(self._dtype)
-        if not flat.is_cuda:
-            return flat.contiguous()
-        if self._pinned is None:  # a GPU copies to pinned memory several times as fast
-            self._pinned = torch.empty_like(flat, device="cpu", pin_memory=True)
-        return self._pinned.copy_(flat)
+        """A copy of `flat` in the store's dtype, on the host."""
+        return flat.detach().to("cpu", DTYPES[self._dtype], copy=True)
 
-    def file_name(self, version: int) -> str:
-        """The name of a version's file. Its suffix is the dtype."""
-        return f"{version}{self._suffix}"
-
-    def _path(self, version: int) -> Path:
+    def path(self, version: int) -> Path:
+        """The file of a version, which exists while the version is stored."""
         return self.folder / self.file_name(version)
+
+    @staticmethod
+    def file_name(version: int) -> str:
+        """The name of a version's file."""
+        return f"{version}{SUFFIX}"
+
+    def _draft(self, version: int) -> Path:
+        return self.path(version).with_suffix(".draft")
 
 
 def make_store_folder(num_bytes: int) -> Path:
@@ -180,7 +209,7 @@ class RecentVersions:
 
         A trainer that replays steps starts the next one from these bytes.
         """
-        own = self._store.rounded(flat).clone()
+        own = self._store.rounded(flat)
         digest = weight_digest(own)
         self._clear_replayed()
         if self._replay_store is not None:
@@ -196,7 +225,7 @@ class RecentVersions:
         """The digest of a version, from here or the store; or None."""
         if version not in self._digests:
             try:
-                self._digests[version] = weight_digest(self._store.fetch(version))
+                self._digests[version] = self._store.digest(version)
             except FileNotFoundError:
                 return None
         return self._digests[version]
@@ -220,17 +249,14 @@ class RemoteVersionSource:
     loads them. One thread receives while others fetch.
     """
 
-    def __init__(self, dtype: str) -> None:
-        """`dtype`: the store's."""
-        self._dtype, _ = DTYPES[dtype]
+    def __init__(self) -> None:
         self._received: dict[int, Tensor] = {}
 
     def receive(self, version: int, content: NDArray[np.uint8], stored: Container[int]) -> None:
-        """Add a version, without a copy of `content` ([bytes]). Versions that are not in `stored` are
-        dropped.
+        """Add a version, without a copy of its file's `content` ([bytes]). Versions that are not in `stored`
+        are dropped. Raises ModelError for other content.
         """
-        with warnings.catch_warnings(action="ignore"):  # torch warns that `content` is read-only
-            flat = torch.from_numpy(content).view(self._dtype)
+        _, flat = parse_version(content)
         kept = {version: flat for version, flat in self._received.items() if version in stored}
         self._received = kept | {version: flat}
 

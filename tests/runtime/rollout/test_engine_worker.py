@@ -15,7 +15,7 @@ from dora.core.types import GroupId, RequestId
 from dora.engine.engine import Engine
 from dora.engine.kv_transfer.handoff import HandoffSlots
 from dora.engine.request import Completion, Request, SamplingParams
-from dora.model.weights import initial_weights
+from dora.model.weights import initial_weights, parameter_shapes
 from dora.runtime.process import messages as m
 from dora.runtime.process.worker_process import Worker, WorkerMessages
 from dora.runtime.rollout.engine_worker import run_engine
@@ -34,7 +34,7 @@ class Engines:
         self.folder = folder
         self._messages = [WorkerMessages() for _ in paces_s]
         self.workers = [self._start(number, pace_s) for number, pace_s in enumerate(paces_s)]
-        WeightStore(folder).publish(0, WEIGHTS)
+        WeightStore(folder, shapes=parameter_shapes(MODEL)).publish(0, WEIGHTS)
         for number in range(len(paces_s)):
             ready = self.receive(number, m.WorkerReady)
             assert ready.pool == self.pool(number)
@@ -118,7 +118,7 @@ def test_a_paused_engine_handles_messages_and_shuts_down(pair: Engines) -> None:
     pair.receive(0, m.DecodingPaused)
     pair.send(0, m.SubmitRequests(requests))
     pair.send(0, m.LoadWeights(7))
-    assert "7.f32" in pair.receive(0, m.LoadRejected).reason
+    assert "7.safetensors" in pair.receive(0, m.LoadRejected).reason
     pair.send(0, m.SetDecodeOnly((requests[1].id,)))
     pair.send(0, m.ResumeDecoding())
     first, second = pair.receive(0, m.RequestsCompleted), pair.receive(0, m.RequestsCompleted)
@@ -172,7 +172,7 @@ class Slow(Engine):
 
 def test_an_engine_sends_heartbeats_while_a_load_blocks_it(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_ENGINE)
-    WeightStore(tmp_path).publish(0, WEIGHTS)
+    WeightStore(tmp_path, shapes=parameter_shapes(MODEL)).publish(0, WEIGHTS)
     messages = WorkerMessages()
     spec = m.EngineSpec(
         model=save_start(tmp_path / "model"),

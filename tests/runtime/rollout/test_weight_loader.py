@@ -12,7 +12,7 @@ from tests.runtime.tiny import MODEL
 from dora.core.types import GroupId, RequestId
 from dora.engine.engine import Engine
 from dora.engine.request import EngineError, Request, SamplingParams
-from dora.model.weights import initial_weights, weight_digest
+from dora.model.weights import initial_weights, parameter_shapes, weight_digest
 from dora.runtime.process.messages import LoadRejected, WeightsLoaded
 from dora.runtime.rollout.engine_worker import WeightLoader
 from dora.weights.store import Prefetcher, WeightStore
@@ -20,7 +20,7 @@ from dora.weights.store import Prefetcher, WeightStore
 
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
-    store = WeightStore(tmp_path)
+    store = WeightStore(tmp_path, shapes=parameter_shapes(MODEL))
     for version in range(3):
         store.publish(version, initial_weights(MODEL, seed=version))
     return store

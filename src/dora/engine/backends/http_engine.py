@@ -41,6 +41,8 @@ from dora.engine.request import Completion, EngineError, Request
 from dora.errors import RunError
 from dora.model.pretrained import load_config
 from dora.model.weights import WeightLayout
+from dora.weights.store import WeightStore, make_store_folder
+from dora.weights.version_file import read_header
 
 STEP_WAIT_S = 0.02  # the longest that a step waits for the server
 ABORT_TIMEOUT_S = 30.0  # the longest that the server may generate for requests that were aborted
@@ -131,8 +133,19 @@ class HttpEngine(ABC):
     # the calls of one kind of server
 
     @abstractmethod
+    def _send_file(self, label: str, path: Path) -> str:
+        """Load a version's file into the server under the name `label`. Returns the digest of what it has
+        read.
+        """
+
     def _send_weights(self, label: str, source: Tensor) -> str:
-        """Load weights into the server under the name `label`. Returns the digest of what it has read."""
+        """As `_send_file`, of weights that are in no file."""
+        store = WeightStore(make_store_folder(source.nbytes), self._dtype, self._layout.shapes)
+        try:
+            store.publish(0, source)
+            return self._send_file(label, store.path(0))
+        finally:
+            store.close()
 
     @abstractmethod
     def _generate_call(self, running: ServerRequest) -> tuple[str, JsonBody]:
@@ -166,15 +179,24 @@ class HttpEngine(ABC):
         return not self._is_paused and bool(self._running or self._waiting or self._completions)
 
     def load(self, version: int, source: Tensor) -> str:
-        self._check_source(version, source.numel(), str(source.dtype).removeprefix("torch."))
+        dtype = str(source.dtype).removeprefix("torch.")
+        if (source.numel(), dtype) != (self._layout.numel, self._dtype):
+            raise EngineError(
+                f"version {version} has {source.numel()} weights in {dtype}; the model has "
+                f"{self._layout.numel} in {self._dtype}"
+            )
         return self._load(version, lambda label: self._send_weights(label, source))
 
-    def _check_source(self, version: int, numel: int, dtype: str) -> None:
-        if (numel, dtype) != (self._layout.numel, self._dtype):
+    def load_file(self, version: int, path: Path) -> str:
+        """See `LoadsFiles`. Raises EngineError for a file of another model, and as `read_header` does."""
+        header = read_header(path)
+        if (header.shapes, header.dtype) != (self._layout.shapes, self._dtype):
             raise EngineError(
-                f"version {version} has {numel} weights in {dtype}; the model has {self._layout.numel} in "
+                f"{path} has {header.numel} weights of {len(header.shapes)} tensors in {header.dtype}, which "
+                f"are not those of the model: {self._layout.numel} of {len(self._layout.shapes)} in "
                 f"{self._dtype}"
             )
+        return self._load(version, lambda label: self._send_file(label, path))
 
     def _load(self, version: int, send: Callable[[str], str]) -> str:
         """Load a version with `send`, which gets its name at the server and returns its digest."""

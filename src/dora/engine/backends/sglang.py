@@ -4,25 +4,20 @@ r"""SGLang as an inference engine.
     backend = "sglang"
     options = { python = "/path/to/sglang/bin/python" }
 
-The engine starts a server and stops it, or uses one that is already running (`url`). Weights reach the server
-as a file in memory. The server returns their digest, and with each response which weights generated its
-tokens.
+The engine starts a server and stops it, or uses one that is already running (`url`). The server reads the
+file of a version in the weight store. It returns the digest of what it has read, and with each response which
+weights generated its tokens.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import secrets
-import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from dora.engine.backends.http_engine import HttpEngine, ServerRequest, StreamDelta
 from dora.engine.backends.server import (
@@ -35,8 +30,6 @@ from dora.engine.backends.server import (
 from dora.engine.backends.server_plugins.dora_sglang import DIGEST_PREFIX, TOKEN_VARIABLE, WEIGHTS_FILE
 from dora.engine.interface import Capabilities
 from dora.engine.request import EngineError
-from dora.model.weights import WeightLayout
-from dora.weights.store import make_store_folder
 
 LOAD_TIMEOUT_S = 600.0
 SPARE_TOKENS = 8  # SGLang accepts only requests that are some tokens shorter than its context
@@ -105,14 +98,12 @@ class Sglang(HttpEngine):
             raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
         self.kernels = f"SGLang {info['version']} on {info['device']}"
 
-    def _send_weights(self, label: str, source: Tensor) -> str:
-        folder = make_store_folder(source.nbytes)
-        try:
-            write_safetensors(folder / WEIGHTS_FILE, self._layout, source)
-            call = {"model_path": str(folder), "weight_version": label}
+    def _send_file(self, label: str, path: Path) -> str:
+        """SGLang loads all files of a folder, so this one gets a folder with a link to it."""
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / WEIGHTS_FILE).symlink_to(path.absolute())
+            call = {"model_path": folder, "weight_version": label}
             message = self.server.call("/update_weights_from_disk", call, LOAD_TIMEOUT_S)["message"]
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         if (digest := re.search(rf"{DIGEST_PREFIX}([0-9a-f]{{32}})", message)) is None:
             raise EngineError(
                 f"{self.server} does not report the digest of the weights that it loads: start it as "
@@ -150,23 +141,3 @@ class Sglang(HttpEngine):
             self.server.call("/pause_generation", {"mode": "in_place"})
         else:
             self.server.call("/continue_generation", {})
-
-
-_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-
-
-def write_safetensors(path: Path, layout: WeightLayout, flat: Tensor) -> None:
-    """Write `flat` ([numel], fp32 or bf16, on the CPU) under Hugging Face names, in the layout's order.
-
-    The data of the file are the flat buffer, so its digest is that of the version.
-    """
-    size, header = flat.element_size(), {}
-    for name, shape in layout.shapes.items():
-        begin = layout.offsets[name] * size
-        offsets = [begin, begin + math.prod(shape) * size]
-        header[name] = {"dtype": _SAFETENSORS_DTYPES[flat.dtype], "shape": shape, "data_offsets": offsets}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.write(flat.contiguous().view(torch.uint8).numpy().data)

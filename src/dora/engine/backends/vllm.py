@@ -8,9 +8,9 @@ r"""vLLM as an inference engine: one version at a time, or several as LoRA adapt
     backend = "vllm-lora"
     options = { python = "/path/to/vllm/bin/python", rank = 8 }
 
-The engine starts a server and stops it, or uses one that is already running (`url`). Weights reach the server
-as a file in memory. The server returns their digest, and with each response which weights generated its
-tokens.
+The engine starts a server and stops it, or uses one that is already running (`url`). The server reads the
+file of a version in the weight store. It returns the digest of what it has read, and with each response which
+weights generated its tokens.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from dora.errors import ConfigError
 from dora.model.pretrained import load_config, load_pretrained
 from dora.model.weights import WeightLayout, weight_digest
 from dora.weights.store import make_store_folder
+from dora.weights.version_file import map_version
 
 TESTED_VERSIONS = ("0.32",)  # minor versions; others have other calls, flags and classes
 LOAD_TIMEOUT_S = 600.0
@@ -136,25 +137,8 @@ class Vllm(HttpEngine):
             raise EngineError(f"{server} computes in {info['dtype']}; set engine.dtype to that")
         self.kernels = f"vLLM {version} on {info['device']}"
 
-    # LoadsFiles
-
-    def load_file(self, version: int, path: Path) -> str:
-        itemsize = getattr(torch, self._dtype).itemsize
-        self._check_source(version, path.stat().st_size // itemsize, self._dtype)
-        return self._load(version, lambda label: self._send_file(label, path))
-
-    def _send_weights(self, label: str, source: Tensor) -> str:
-        folder = make_store_folder(source.nbytes)
-        try:
-            (folder / "weights").write_bytes(source.contiguous().view(torch.uint8).numpy().data)
-            return self._send_file(label, folder / "weights")
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
     def _send_file(self, label: str, path: Path) -> str:
-        """Load a file of raw numbers. Returns the digest of what the server has read."""
-        layout = [(name, self._layout.offsets[name], shape) for name, shape in self._layout.shapes.items()]
-        call = {"method": "dora_load_weights", "args": [str(path), self._dtype, layout]}
+        call = {"method": "dora_load_weights", "args": [str(path)]}
         digests = set(self.server.call("/collective_rpc", call, LOAD_TIMEOUT_S)["results"])
         if len(digests) != 1:
             raise EngineError(f"workers of {self.server} have read different weights: {sorted(digests)}")
@@ -295,7 +279,7 @@ class VllmLora(Vllm):
 
     def load_file(self, version: int, path: Path) -> str:
         """An adapter is factored from the merged weights, so it is not in the file."""
-        return self.load(version, torch.from_file(str(path), size=self._base.numel(), dtype=torch.float32))
+        return self.load(version, map_version(path)[1])
 
     def drop(self, version: int) -> None:
         label = self._labels.get(version, "")

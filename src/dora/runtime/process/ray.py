@@ -207,7 +207,7 @@ class RayLauncher:
             stored = store.versions()
             self._versions = {known: ref for known, ref in self._versions.items() if known in stored}
             if version not in self._versions:
-                self._versions[version] = ray.put(store.raw_bytes(version))
+                self._versions[version] = ray.put(store.file_bytes(version))
             return self._versions[version]
 
     def close(self) -> None:
@@ -474,7 +474,7 @@ class WorkerActor:
         if is_driver_node:
             return spec
         self._pool_folder = make_store_folder(driver.pool_bytes)
-        self._versions = RemoteVersionSource(spec.dtype)
+        self._versions = RemoteVersionSource()
         pool = self._pool_folder / spec.pool.name
         return replace(spec, remote_weights=self._versions, pool=pool, broker=driver.broker)
 

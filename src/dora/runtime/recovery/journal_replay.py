@@ -332,7 +332,7 @@ def _check_kept_versions(setup: RunSetup, resumed: Resumed, checkpoint: Path | N
     store = WeightStore(checkpoint / VERSIONS_FOLDER, setup.config.engine.dtype)
     for version, digest in resumed.kept_versions:
         if weight_digest(store.fetch(version)) != digest:
-            path = store.folder / store.file_name(version)
+            path = store.path(version)
             raise InputError(f"{path} is damaged; remove {checkpoint} to resume from the one before")
 
 

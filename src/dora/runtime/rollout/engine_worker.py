@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dora.engine.interface import InferenceEngine, LoadsFiles, RecomputesKV
 from dora.engine.messages import SupportsEpisodes, SupportsMigration
 from dora.engine.request import EngineError
+from dora.errors import ModelError
 from dora.metrics.rollout import EngineUsage
 from dora.runtime.process import messages as m
 from dora.runtime.process.worker_process import HEARTBEAT_S, WorkerInbox, WorkerOutbox
@@ -250,7 +251,7 @@ class WeightLoader:
         try:
             with self._heartbeats():
                 digest = self._copy(version)
-        except (EngineError, OSError, RuntimeError) as error:  # torch cannot map a damaged file
+        except (EngineError, ModelError, OSError, RuntimeError) as error:  # a file is missing or damaged
             self._replies.append(m.LoadRejected(version, str(error)))
             return
         stop_s = time.perf_counter() - start_s if was_decoding else 0.0
@@ -282,7 +283,7 @@ class WeightLoader:
         from dora.engine.engine import Engine
 
         if isinstance(self._engine, LoadsFiles) and isinstance(self._store, WeightStore):
-            return self._engine.load_file(version, self._store.folder / self._store.file_name(version))
+            return self._engine.load_file(version, self._store.path(version))
         if self._prefetcher is None:
             return self._engine.load(version, self._store.fetch(version))
         source = self._prefetcher.fetch(version)

@@ -25,6 +25,7 @@ from dora.engine.batch_invariant import LogprobScorer
 from dora.errors import RunError, StorageFullError, StreamError
 from dora.model.config import ModelConfig
 from dora.model.pretrained import load_pretrained
+from dora.model.weights import Shapes
 from dora.runtime.process.messages import (
     AccumulateGroup,
     AuxWorkerSpec,
@@ -262,13 +263,16 @@ def _make_worker(spec: AuxWorkerSpec, groups: GroupStream) -> AuxWorker:
     return LogprobWorker(groups, logprobs, fetch_version)
 
 
-def replay_store(spec: TrainerSpec) -> WeightStore | None:
-    """Where the trainer leaves versions of redone steps for the proximal worker; None without one."""
+def replay_store(spec: TrainerSpec, shapes: Shapes | None = None) -> WeightStore | None:
+    """Where the trainer leaves versions of redone steps for the proximal worker; None without one.
+
+    The trainer gives the `shapes` of the tensors, as it publishes.
+    """
     if "proximal" not in spec.columns:
         return None
     folder = spec.weights / _REPLAY_DIR
     folder.mkdir(exist_ok=True)
-    return WeightStore(folder, spec.published_dtype)
+    return WeightStore(folder, spec.published_dtype, shapes)
 
 
 def make_critic(spec: TrainerSpec, device: str) -> Critic:

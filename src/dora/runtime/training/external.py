@@ -30,15 +30,17 @@ WEIGHTS = "model.safetensors"  # the weight file of a model folder
 def run_placeholder(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.TrainerSpec) -> None:
     """Hold the newest weights: the initial ones, those of a checkpoint, or the last ones installed."""
     from dora.model.pretrained import load_pretrained
+    from dora.model.weights import parameter_shapes
     from dora.trainer.checkpoint import load_checkpoint
     from dora.weights.store import WeightStore
 
     outbox.start_heartbeat()
-    store, step = WeightStore(spec.weights, spec.published_dtype), 0
+    step = 0
     if spec.checkpoint is None:
-        _, flat = load_pretrained(spec.model)
+        config, flat = load_pretrained(spec.model)
     else:
-        _, flat, _, step = load_checkpoint(spec.checkpoint)
+        config, flat, _, step = load_checkpoint(spec.checkpoint)
+    store = WeightStore(spec.weights, spec.published_dtype, parameter_shapes(config))
     outbox.send(m.WorkerReady())
     while True:
         for message in inbox.receive(None):

@@ -14,6 +14,7 @@ from dora.core.types import GroupId
 from dora.engine.interface import TrainingEngine
 from dora.model.config import ModelConfig
 from dora.model.pretrained import load_config, load_pretrained
+from dora.model.weights import parameter_shapes
 from dora.runtime.process import backends
 from dora.runtime.process.messages import (
     AccumulateGroup,
@@ -44,6 +45,7 @@ from dora.trainer.lora import peft_files
 from dora.trainer.perf import StepTimer
 from dora.trainer.trainer import Sample, Trainer
 from dora.weights.store import RecentVersions, WeightStore
+from dora.weights.version_file import DTYPES
 
 if TYPE_CHECKING:
     from dora.trainer.distributed import RankGroup
@@ -69,8 +71,9 @@ class _TrainerWorker:
 
     def __init__(self, spec: TrainerSpec, outbox: WorkerOutbox) -> None:
         self._spec, self._outbox = spec, outbox
-        store = WeightStore(spec.weights, spec.published_dtype)
-        self._versions = RecentVersions(store, spec.max_staleness + 1, replay_store(spec))
+        shapes = parameter_shapes(load_config(spec.model))
+        store = WeightStore(spec.weights, spec.published_dtype, shapes)
+        self._versions = RecentVersions(store, spec.max_staleness + 1, replay_store(spec, shapes))
         self._trainer = _make_trainer(spec, self._versions)
         self._reader = GroupReader(spec.stream, wait_s=spec.column_timeout_s)
         self._accumulator = Accumulator(
@@ -103,13 +106,19 @@ class _TrainerWorker:
                 self._outbox.send(self._train(step, groups))
             case PublishWeights(version, is_stored):
                 publish = self._versions.publish if is_stored else self._versions.keep_replayed
-                self._outbox.send(WeightsPublished(version, publish(version, self._trainer.flat)))
+                self._outbox.send(WeightsPublished(version, publish(version, self._published_weights())))
                 self._accumulator.start_step(version)
             case SaveCheckpoint():
                 trainer, extras = self._trainer, partial(_checkpoint_extras, self._trainer, self._spec)
                 self._outbox.send(
                     write_checkpoint(message, self._spec.model, trainer.flat, trainer.num_steps_done, extras)
                 )
+
+    def _published_weights(self) -> Tensor:
+        """Ranks round what they send; a trainer of another backend has its weights in fp32 only."""
+        if isinstance(self._trainer, Trainer):
+            return self._trainer.published_weights(DTYPES[self._spec.published_dtype])
+        return self._trainer.flat
 
     def _train(self, step: int, groups: Sequence[GroupId]) -> StepCompleted | StepRejected:
         try:

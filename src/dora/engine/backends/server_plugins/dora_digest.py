@@ -1,36 +1,38 @@
-"""The digest of a weight file, by the process that reads it. It needs the standard library only."""
+"""The digest of a safetensors file, by the process of a server that reads it.
+
+That process has no package `dora`, so the file `dora/model/digest.py` is loaded by its path.
+"""
 
 from __future__ import annotations
 
-import mmap
-from concurrent.futures import ThreadPoolExecutor
-from hashlib import blake2b
+import importlib.util
+from pathlib import Path
+from types import ModuleType
 
-_PIECE_BYTES = 2**26  # as in dora.model.weights
+import numpy as np
+
+_DIGEST_FILE = Path(__file__).parents[3] / "model" / "digest.py"
 
 
-def flat_digest(path: str) -> str:
-    """Digest (32 hex digits) of a file of raw numbers: `dora.model.weights.weight_digest` of its buffer."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        return _digest(mapped, 0)
+def _load_digest_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("dora_digest_of_bytes", _DIGEST_FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_digest = _load_digest_module()
 
 
 def safetensors_digest(path: str) -> str:
-    """Digest (32 hex digits) of the tensors' bytes in a safetensors file, in its order.
+    """Digest (32 hex digits) of the data of a safetensors file.
 
-    If that is the order of the flat buffer, it equals `dora.model.weights.weight_digest` of the buffer.
+    If its tensors lie in the order of the flat buffer, it equals `dora.model.weights.weight_digest` of the
+    buffer.
     """
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        return _digest(mapped, 8 + int.from_bytes(mapped[:8], "little"))
-
-
-def _digest(mapped: mmap.mmap, begin: int) -> str:
-    """Pieces are hashed in parallel: a hash releases Python's lock."""
-    with memoryview(mapped) as whole, ThreadPoolExecutor() as threads:
-
-        def hashed(start: int) -> bytes:
-            with whole[start : start + _PIECE_BYTES] as piece:
-                return blake2b(piece, digest_size=16).digest()
-
-        pieces = [*threads.map(hashed, range(begin, len(whole), _PIECE_BYTES))]
-    return (pieces[0] if len(pieces) == 1 else blake2b(b"".join(pieces), digest_size=16).digest()).hex()
+    content = np.asarray(np.memmap(path, np.uint8, "r"))
+    begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    digest: str = _digest.bytes_digest(content[begin:])
+    return digest

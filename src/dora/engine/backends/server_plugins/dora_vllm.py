@@ -2,13 +2,12 @@
 
     --worker-extension-cls dora_vllm.WorkerExtension --middleware dora_vllm.TokenMiddleware
 
-It runs in vLLM's processes and imports what is installed there: torch and the standard library.
+It runs in vLLM's processes and imports what is installed there: safetensors, NumPy and the standard library.
 """
 
 from __future__ import annotations
 
 import hmac
-import math
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,22 +31,18 @@ class WorkerExtension:
         parameter = next(self.model_runner.get_model().parameters())
         return {"device": parameter.device.type, "dtype": str(self.model_runner.dtype).removeprefix("torch.")}
 
-    def dora_load_weights(self, path: str, dtype: str, layout: list[tuple[str, int, list[int]]]) -> str:
-        """Replace the model's weights by those of a file of raw numbers. Returns the digest of their bytes.
+    def dora_load_weights(self, path: str) -> str:
+        """Replace the model's weights by those of a version's file. Returns the digest of its data.
 
-        `layout` has the name, the first number and the shape of each parameter. A thread computes the digest
-        while the weights are copied.
+        A thread computes the digest while the weights are copied.
         """
         import dora_digest  # type: ignore[import-not-found]
-        import torch
+        from safetensors import safe_open
 
-        number = getattr(torch, dtype)
-        size = os.path.getsize(path) // number.itemsize
-        flat = torch.from_file(path, shared=False, size=size, dtype=number)
-        named = ((name, flat[begin : begin + math.prod(shape)].view(shape)) for name, begin, shape in layout)
-        with ThreadPoolExecutor(1) as thread:
-            digest = thread.submit(dora_digest.flat_digest, path)
-            self.model_runner.reload_weights(weights_iterator=named)
+        with ThreadPoolExecutor(1) as thread, safe_open(path, "pt") as stored:
+            digest = thread.submit(dora_digest.safetensors_digest, path)
+            names = stored.keys()
+            self.model_runner.reload_weights(weights_iterator=((x, stored.get_tensor(x)) for x in names))
         # On a CPU the LM head multiplies with a packed copy of its weight. vLLM 0.32 does not pack it again
         # if the weight is tied to the embedding's, and would keep the initial head.
         head = getattr(self.model_runner.get_model(), "lm_head", None)
