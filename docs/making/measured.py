@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,8 +255,24 @@ def measured_stream() -> str:
                 "60 M parameters; the demo as a whole takes longer with deferred loads",
                 "weights",
             ),
+            *_transfer_lines(ratios),
         ]
     )
+
+
+def _transfer_lines(ratios: Mapping[str, float]) -> list[Line]:
+    """The time of publish and load; none while the file has no measurement of them."""
+    prefix = "publish_and_load_s_per_gb_"
+    sizes = [name.removeprefix(prefix) for name in ratios if name.startswith(prefix)]
+    return [
+        Line(
+            f"seconds per GB to publish a version and load it, a version of {size.replace('_', ', ')}",
+            f"{ratios[prefix + size]:.2f} s",
+            "digests of both sides included, on an otherwise idle CPU engine",
+            "weights",
+        )
+        for size in sizes
+    ]
 
 
 def measured_faults() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from dora.engine.runner import causal_attention, fused_causal_attention
 from dora.model.attention import varlen_attention, varlen_layout
 from dora.model.config import ModelConfig
 from dora.model.weights import initial_weights, weight_digest
+from dora.weights.store import WeightStore
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -137,6 +140,15 @@ def test_bf16_weights_are_rounded_when_loaded_and_give_almost_the_same_logprobs(
     ]
     assert len(errors) > len(found) / 2
     assert float(np.mean(errors)) < 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_on_the_gpu_are_published_with_the_digest_of_the_host(dtype: str, tmp_path: Path) -> None:
+    flat = torch.randn(2**23 + 3)
+    store = WeightStore(tmp_path, dtype, {"weight": (flat.numel(),)})
+    rounded = flat.to(getattr(torch, dtype))
+    assert store.publish(0, flat.to(GPU)) == weight_digest(rounded) == weight_digest(rounded.to(GPU))
+    assert torch.equal(store.fetch(0), rounded)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])

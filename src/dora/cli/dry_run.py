@@ -155,7 +155,7 @@ def memory_by_device(setup: RunSetup) -> dict[str, str]:
     for device, num_bytes in trainer_bytes(setup).items():
         add(device, f"{size(num_bytes)} for the trainer", num_bytes)
     if is_gpu(rank_0 := devices.trainer_device(0)) and (num_bytes := copied_version_bytes(setup)):
-        add(rank_0, f"{size(num_bytes)} to publish a version and to check an older one", num_bytes)
+        add(rank_0, f"{size(num_bytes)} to check an older version", num_bytes)
     micro_batch = micro_batch_bytes(setup)
     for device, num in Counter(map(devices.trainer_device, range(devices.num_ranks))).items():
         add(device, f"at most {num} x {size(micro_batch)} for a micro-batch", num * micro_batch)
@@ -236,11 +236,12 @@ def decode_step_bytes(setup: RunSetup) -> int:
 
 
 def copied_version_bytes(setup: RunSetup) -> int:
-    """Copies of a version on the device of rank 0: rounded to publish it, and an older one to check it."""
+    """An older version on the device of rank 0, as published and as computed with."""
     itemsize = 2 if setup.config.trainer.dtype == "bfloat16" else _WEIGHT
-    has_older = setup.config.orchestrator.max_staleness > 0
+    if not setup.config.orchestrator.max_staleness:
+        return 0
     rounded = setup.version_bytes if setup.config.engine.dtype == "bfloat16" else 0
-    return max(rounded, has_older * (itemsize * setup.num_parameters + rounded))
+    return itemsize * setup.num_parameters + rounded
 
 
 def aux_worker_bytes(setup: RunSetup) -> int:

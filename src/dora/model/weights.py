@@ -27,7 +27,7 @@ from dora.model.digest import (
     leaf_sums,
 )
 
-_DEVICE_CHUNK_BYTES = 2**28  # whose products take twice that
+_DEVICE_CHUNK_BYTES = 2**26  # whose products take twice that
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -28,7 +28,7 @@ OLD_SUFFIXES = (".f32", ".bf16")  # of the first format
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NAMES = {"float32": "F32", "bfloat16": "BF16"}  # safetensors' names
 _ALIGNMENT = 4096  # of the data in the file, in bytes: a page
-_DEVICE_PIECE_BYTES = 2**26  # of weights on a GPU
+_DEVICE_PIECE_BYTES = 2**24  # of weights on a GPU; digesting takes three times that in each thread
 _LENGTH_BYTES = 8  # of the header's length, with which a safetensors file begins
 
 
