@@ -3,7 +3,7 @@
 First versions of 0.5, 2 and 4 GB are published and loaded, without other work: seconds per GB of `publish`
 and `load`, digests included, with the `cpu` time of both, and of their parts, each alone: `round` to the
 engines' dtype by one thread, `write` into the store by one thread, `digest`, and `copy` from the store into
-the engine by one thread. Medians without the first version. The largest one needs 16 GB of memory.
+the engine by one thread. Medians without the first version. The largest one needs 12 GB of memory.
 
 Then an engine that decodes loads versions, for models of several sizes. `eager` loads from the store and
 computes the digest at once. `deferred` loads from prefetched host memory, and a thread computes the digest.
@@ -32,7 +32,7 @@ from dora.core.types import GroupId, RequestId
 from dora.engine.engine import Engine
 from dora.engine.request import Request, SamplingParams
 from dora.model.config import ModelConfig
-from dora.model.weights import WeightLayout, initial_weights, parameter_shapes, weight_digest
+from dora.model.weights import WeightLayout, as_bytes, initial_weights, parameter_shapes, weight_digest
 from dora.runtime.process.messages import WeightsLoaded
 from dora.runtime.rollout.engine_worker import WeightLoader
 from dora.weights.store import Prefetcher, WeightStore, make_store_folder
@@ -102,19 +102,18 @@ def transfer(engine: Engine, store: WeightStore, version: int, flat: Tensor) -> 
     flat[0] = version
     began_cpu_s = time.process_time()
     digest, publish_s = timed(lambda: store.publish(version, flat))
-    source = store.fetch(version)
-    found, load_s = timed(lambda: engine.load(version, source))
+    found, load_s = timed(lambda: engine.load(version, store.fetch(version)))
     cpu_s = time.process_time() - began_cpu_s
     assert found == digest, "the engine has loaded other bytes"
     engine.drop(version)
-    _, copy_s = timed(lambda: engine.copy_to_slot(version, source))
+    _, copy_s = timed(lambda: engine.copy_to_slot(version, store.fetch(version)))
     engine.activate(version, digest)
     engine.drop(version)
-    content, copied = source.view(torch.uint8).numpy(), store.folder / "copied"
-    _, write_s = timed(lambda: copied.write_bytes(content.data))
-    copied.unlink()
-    _, digest_s = timed(lambda: weight_digest(source))
-    _, round_s = timed(lambda: store.rounded(flat) if source.dtype != flat.dtype else None)
+    _, digest_s = timed(lambda: weight_digest(store.fetch(version)))
+    _, round_s = timed(lambda: store.rounded(flat) if store.fetch(version).dtype != flat.dtype else None)
+    content = as_bytes(flat)[: store.fetch(version).nbytes].data
+    store.drop(version)
+    _, write_s = timed(lambda: store.path(version).write_bytes(content))
     store.drop(version)
     return {
         "publish": publish_s,

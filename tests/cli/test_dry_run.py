@@ -42,6 +42,8 @@ def test_memory_depends_on_the_dtype_of_the_engines(task: Path) -> None:
     halved = memory(engine__dtype="bfloat16")["cpu"]
     assert "3 x 0.00528 MB of weights + 0.00614 MB of KV" in halved
     assert "0.0422 MB for the trainer" in halved  # fp32 as before: 16 bytes for each of 2,640 parameters
+    ranks = memory(engine__dtype="bfloat16", trainer__num_ranks="2")["cpu"]
+    assert "0.0581 MB for the trainer" in ranks  # 6 bytes more: gathered weights, in fp32 and as published
     if not torch.cuda.is_available():
         assert [*memory_by_device(make_setup(task, GPUS))] == ["cpu", "cuda:0-1", "cuda:2"]
 

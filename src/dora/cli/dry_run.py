@@ -187,8 +187,8 @@ def _grouped(parts: dict[str, dict[str, int]]) -> dict[str, str]:
 def trainer_bytes(setup: RunSetup) -> Counter[str]:
     """Device -> bytes of weights, gradients, optimizer state and a frozen reference policy.
 
-    Ranks shard them, and rank 0 gathers the weights on the CPU. A single rank that computes in bf16 has a
-    bf16 copy of the weights.
+    Ranks shard them, and rank 0 gathers the weights on the CPU, in fp32 and as they are published. A single
+    rank that computes in bf16 has a bf16 copy of the weights.
     """
     config, devices = setup.config, setup.devices
     num_ranks = devices.num_ranks
@@ -208,7 +208,9 @@ def trainer_bytes(setup: RunSetup) -> Counter[str]:
     held = Counter[str]()
     for rank in range(num_ranks):
         held[devices.trainer_device(rank)] += num_bytes // num_ranks
-    held["cpu"] += _WEIGHT * setup.num_parameters * (num_ranks > 1)
+    if num_ranks > 1:
+        rounded = setup.version_bytes if config.engine.dtype == "bfloat16" else 0
+        held["cpu"] += _WEIGHT * setup.num_parameters + rounded
     return +held
 
 
