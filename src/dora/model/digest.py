@@ -76,7 +76,7 @@ def digest_pieces(num_bytes: int, sums_of: Callable[[int, int], Sums], piece_byt
 
     if len(begins) < 2:
         return combine(map(handle, begins), num_bytes)
-    with ThreadPoolExecutor(_num_threads()) as threads:
+    with ThreadPoolExecutor(num_threads()) as threads:
         return combine(threads.map(handle, begins), num_bytes)
 
 
@@ -85,6 +85,7 @@ def bytes_digest(content: NDArray[np.uint8]) -> str:
     return digest_pieces(len(content), lambda begin, end: leaf_sums(content[begin:end]))
 
 
-def _num_threads() -> int:
+def num_threads() -> int:
+    """How many threads copy and digest weights."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return min(_MAX_THREADS, len(affinity(0)) if affinity else os.cpu_count() or 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -25,8 +26,10 @@ from dora.model.digest import (
     combine,
     digest_pieces,
     leaf_sums,
+    num_threads,
 )
 
+_UPLOAD_NUMEL = 2**22
 _DEVICE_CHUNK_BYTES = 2**26  # whose products take twice that
 
 Shapes = dict[str, tuple[int, ...]]
@@ -144,10 +147,17 @@ def weight_digest(flat: Tensor) -> str:
 def copy_with_digest(target: Tensor, source: Tensor) -> str:
     """Copy `source` to `target` ([numel] both); returns the digest of the bytes in `target`.
 
-    On the CPU, threads copy and digest pieces that are still in a cache.
+    On the CPU, threads copy and digest pieces that are still in a cache. To a GPU they copy through pinned
+    memory, which torch reuses.
     """
     if target.device.type != "cpu" or source.device.type != "cpu":
-        return weight_digest(target.copy_(source))
+        if target.is_cuda and source.device.type == "cpu" and not source.is_pinned():
+            parts = (flat.split(_UPLOAD_NUMEL) for flat in (target, source))
+            with ThreadPoolExecutor(num_threads()) as threads:
+                list(threads.map(lambda to, part: to.copy_(part.pin_memory()), *parts))
+        else:
+            target.copy_(source)
+        return weight_digest(target)
     size = target.element_size()
 
     def copy(begin: int, end: int) -> Sums:
