@@ -147,17 +147,12 @@ def weight_digest(flat: Tensor) -> str:
 def copy_with_digest(target: Tensor, source: Tensor) -> str:
     """Copy `source` to `target` ([numel] both); returns the digest of the bytes in `target`.
 
-    On the CPU, threads copy and digest pieces that are still in a cache. To a GPU they copy through pinned
-    memory, which torch reuses.
+    On the CPU, threads copy and digest pieces that are still in a cache.
     """
+    if target.is_cuda and source.device.type == "cpu" and not source.is_pinned():
+        return weight_digest(_upload(target, source))
     if target.device.type != "cpu" or source.device.type != "cpu":
-        if target.is_cuda and source.device.type == "cpu" and not source.is_pinned():
-            parts = (flat.split(_UPLOAD_NUMEL) for flat in (target, source))
-            with ThreadPoolExecutor(num_threads()) as threads:
-                list(threads.map(lambda to, part: to.copy_(part.pin_memory()), *parts))
-        else:
-            target.copy_(source)
-        return weight_digest(target)
+        return weight_digest(target.copy_(source))
     size = target.element_size()
 
     def copy(begin: int, end: int) -> Sums:
@@ -165,6 +160,14 @@ def copy_with_digest(target: Tensor, source: Tensor) -> str:
         return leaf_sums(as_bytes(target[piece].copy_(source[piece])))
 
     return digest_pieces(target.nbytes, copy)
+
+
+def _upload(target: Tensor, source: Tensor) -> Tensor:
+    """Copy to a GPU in several threads, through pinned memory, which torch reuses."""
+    parts = (flat.split(_UPLOAD_NUMEL) for flat in (target, source))
+    with ThreadPoolExecutor(num_threads()) as threads:
+        list(threads.map(lambda to, part: to.copy_(part.pin_memory()), *parts))
+    return target
 
 
 def as_bytes(flat: Tensor) -> NDArray[np.uint8]:
