@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -147,19 +148,30 @@ def test_attention_stays_finite_for_extreme_scores() -> None:
     assert tested.gated.isfinite().all()
 
 
-def test_all_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    program = Path(__file__).with_name("compile_kernels.py")
-    paths = os.pathsep.join(sys.path)
+def test_kernels_compile_for_gpus_and_stay_within_their_limits(tmp_path: Path) -> None:
+    """`python -m tests.engine.compile_kernels` compiles them for all GPUs, heads and dtypes."""
+    cases = ["80:bfloat16:128:4", "90:float32:128:8", "120:bfloat16:64:7"]
+    assert compiled(tmp_path, *cases) == [str(3 * 6)]
+
+
+def test_a_kernel_that_exceeds_a_limit_is_found(tmp_path: Path) -> None:
+    spills, too_large = "90:bfloat16:128:4:num_warps=1", "90:bfloat16:128:4:num_stages=12"
+    lines = "\n".join(compiled(tmp_path, spills, too_large))
+    assert re.search(r"_attend on sm90 spills \d+ bytes", lines)
+    assert re.search(r"_attend on sm90 uses \d+ bytes of shared memory", lines)
+
+
+def compiled(cache: Path, *cases: str) -> list[str]:
+    """The lines that the program prints for these cases."""
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": paths,
+        "TRITON_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    done = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "tests.engine.compile_kernels", *cases]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(int(num_bytes) > 0 for num_bytes in done.stdout.split())
+    return done.stdout.splitlines()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu does this on the GPU")

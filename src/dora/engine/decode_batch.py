@@ -25,6 +25,7 @@ from dora.engine.kernels.sampler import (
     sampling_metadata,
 )
 from dora.engine.request import Completion, Sequence
+from dora.model.device import to_device
 
 MAX_STOP_IDS = 8
 NUM_LOGPROBS = len(SamplerOutput._fields) - 1  # of each token
@@ -271,7 +272,7 @@ class KVCache:
         blocks = sequence.block_table[: num_blocks_for(self._batch.num_computed_tokens(sequence))]
         kv = self._kv
         on_host = torch.empty((len(blocks), *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda)
-        on_host.copy_(kv[torch.tensor(blocks)])
+        on_host.copy_(kv[to_device(torch.tensor(blocks, dtype=torch.int64), kv.device)])
         self._swapped[sequence.request.id] = SwappedSequence(self._batch.partial_output(sequence), on_host)
         return on_host.nbytes
 
@@ -281,7 +282,8 @@ class KVCache:
         self.add(sequence)
         self._batch.restore(sequence, output)
         blocks = torch.tensor(sequence.block_table[num_cached : len(on_host)], dtype=torch.int64)
-        self._kv[blocks] = on_host[num_cached:].to(self._kv.device)
+        device = self._kv.device
+        self._kv[to_device(blocks, device)] = to_device(on_host[num_cached:], device)
 
     def discard_kv(self, sequence: Sequence) -> None:
         """Keep only the output of a sequence, as a swapped one without KV."""

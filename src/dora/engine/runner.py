@@ -24,6 +24,7 @@ from dora.engine.kernels.workspace import ForwardBatch, Workspace
 from dora.model.attention import varlen_attention, varlen_layout
 from dora.model.config import ModelConfig
 from dora.model.decoder import forward
+from dora.model.device import to_device
 from dora.model.moe import RecordingRouter, StackedExperts, expert_weights
 from dora.model.weights import WeightLayout
 
@@ -119,7 +120,7 @@ class ModelRunner:
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, each (from, to)."""
         if copies:
-            sources, targets = torch.tensor(copies, device=self._workspace.device).T
+            sources, targets = to_device(torch.tensor(copies).T.contiguous(), self._workspace.device)
             self._workspace.kv[targets] = self._workspace.kv[sources]
 
     def routes(self, blocks: Sequence[int], num_tokens: int) -> Tensor:
@@ -179,30 +180,24 @@ class ModelRunner:
         attention = fused_causal_attention if device.type == "cuda" else causal_attention
         num_queries, num_keys = [p.num_new for p in prompts], [len(p.token_ids) for p in prompts]
         layout = varlen_layout(num_queries, num_keys, device)
-        positions = torch.cat([torch.arange(p.num_cached, len(p.token_ids)) for p in prompts]).to(device)
-        tables = [torch.tensor(prompt.block_table, device=device) for prompt in prompts]
-        blocks = torch.cat(
-            [
-                table.repeat_interleave(BLOCK_SIZE)[prompt.num_cached : len(prompt.token_ids)]
-                for table, prompt in zip(tables, prompts, strict=True)
-            ]
-        )
+        tokens, positions, blocks = to_device(torch.from_numpy(_prefill_inputs(prompts)), device)
+        tables = {  # of prompts that attend to cached tokens
+            i: to_device(torch.tensor(p.block_table), device) for i, p in enumerate(prompts) if p.num_cached
+        }
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             work.kv[blocks, layer, 0, positions % BLOCK_SIZE] = k
             work.kv[blocks, layer, 1, positions % BLOCK_SIZE] = v
             queries, keys, values = (x.split(num_queries) for x in (q, k, v))
             pairs = [*zip(keys, values, strict=True)]
-            for i, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
-                if prompt.num_cached:
-                    kv = work.kv[table, layer].transpose(0, 1).flatten(1, 2)[:, : len(prompt.token_ids)]
-                    pairs[i] = (kv[0], kv[1])
+            for i, table in tables.items():
+                kv = work.kv[table, layer].transpose(0, 1).flatten(1, 2)[:, : num_keys[i]]
+                pairs[i] = (kv[0], kv[1])
             if kernel := varlen_attention(q):
                 all_k, all_v = (torch.cat(x) for x in zip(*pairs, strict=True))
                 return kernel(q, all_k, all_v, layout)
             return torch.cat([attention(own_q, *pair) for own_q, pair in zip(queries, pairs, strict=True)])
 
-        tokens = torch.tensor([token for p in prompts for token in p.token_ids[p.num_cached :]]).to(device)
         cos, sin, router = work.cos[positions], work.sin[positions], RecordingRouter(work.config)
         forward(self._slots[slot].views, work.config, tokens, cos, sin, attend, router)
         if self._moe_layers:
@@ -267,6 +262,16 @@ class _Segment:
     gate_up: Tensor
     gated: Tensor
     logits: Tensor
+
+
+def _prefill_inputs(prompts: Sequence[PrefillInput]) -> NDArray[np.int64]:
+    """Token, position and KV block of each token to compute: [3, N]."""
+    columns = []
+    for prompt in prompts:
+        positions = np.arange(prompt.num_cached, len(prompt.token_ids))
+        blocks = np.array(prompt.block_table)[positions // BLOCK_SIZE]
+        columns.append(np.stack((np.array(prompt.token_ids[prompt.num_cached :]), positions, blocks)))
+    return np.concatenate(columns, axis=1)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dora.model.device import to_device
+
 _HALF = (torch.float16, torch.bfloat16)
 _MAX_DIM = 256
 
@@ -40,7 +42,7 @@ def varlen_layout(num_queries: Sequence[int], num_keys: Sequence[int], device: t
     """The layout of sequences with so many queries and keys each."""
 
     def starts(lengths: Sequence[int]) -> Tensor:
-        return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32).to(device)
+        return to_device(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32), device)
 
     return VarlenLayout(starts(num_queries), starts(num_keys), max(num_queries), max(num_keys))
 

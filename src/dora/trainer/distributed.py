@@ -336,6 +336,7 @@ class ShardedRank:
         metrics = StepMetrics(num_updates=num_updates)
         if samples:
             self._accumulator.accumulate(samples, metrics)
+            metrics.read()
             return metrics
         batch = pack([[0]], [[0]], self._policy.device)
         logprobs, _ = self._policy.logprobs(batch)

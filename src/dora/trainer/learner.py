@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.model.config import ModelConfig
+from dora.model.device import to_device
 from dora.model.weights import WeightLayout
 from dora.trainer.corrections import CorrectedTokens, apply_correction
 from dora.trainer.lora import LoraAdamW
@@ -180,12 +183,12 @@ class GradientAccumulator:
         losses, is_clipped = self._losses(batch, logprobs, entropies, corrected, tokens, metrics)
         torch.autograd.backward((losses * tokens.weights).sum())
         metrics.add(
-            logprobs, tokens.behaviour, is_clipped, entropies, tokens.is_fresh, tokens.staleness, corrected
+            logprobs, tokens.behaviour, is_clipped, entropies, tokens.is_fresh, tokens.ages, corrected
         )
         num_passes = 3 + (self._reference is not None)  # a backward pass counts as two
         metrics.num_flops += num_passes * forward_flops(policy.config, batch)
         if router is not None:
-            metrics.expert_load = metrics.expert_load + router.num_tokens.cpu()
+            metrics.expert_load = metrics.expert_load + router.num_tokens
 
     def _losses(
         self,
@@ -204,11 +207,11 @@ class GradientAccumulator:
         inputs = LossInputs(logprobs, corrected.old_logprobs, tokens.advantages, tokens.lengths, reference)
         losses, is_clipped = POLICY_LOSSES[settings.policy_loss](inputs, settings.loss_settings)
         losses = losses * corrected.weights
-        metrics.pg_loss += float((losses.detach() * tokens.weights).sum())
+        metrics.pg_loss += (losses.detach() * tokens.weights).sum().double()
         if reference is not None and settings.kl_loss_coef:
             divergence = kl_divergence(logprobs, reference, settings.kl_loss_type)
-            kl_loss = float((divergence.detach() * tokens.weights).sum())
-            metrics.kl_loss = (metrics.kl_loss or 0.0) + kl_loss
+            kl_loss = (divergence.detach() * tokens.weights).sum().double()
+            metrics.kl_loss = kl_loss if metrics.kl_loss is None else metrics.kl_loss + kl_loss
             losses = losses + settings.kl_loss_coef * divergence
         if settings.entropy_coeff:
             losses = losses - settings.entropy_coeff * entropies
@@ -217,13 +220,14 @@ class GradientAccumulator:
 
 @dataclass(frozen=True)
 class _TokenTensors:
-    """The samples' values for N response tokens, one response after another; all tensors [N]."""
+    """The samples' values for N response tokens, one response after another; all tensors and arrays [N]."""
 
     lengths: list[int]
     behaviour: Tensor
     advantages: Tensor
     staleness: Tensor
-    is_fresh: Tensor  # bool: the current weights sampled the token
+    ages: NDArray[np.int64]  # the staleness on the host
+    is_fresh: NDArray[np.bool_]  # the current weights sampled the token
     weights: Tensor  # in the loss, times the batch's divisor
     proximal: Tensor | None  # None: the current log-probs
     reference: Tensor | None  # None: not computed yet
@@ -232,25 +236,26 @@ class _TokenTensors:
 def _token_tensors(samples: Sequence[Sample], settings: TrainerSettings, like: Tensor) -> _TokenTensors:
     """Tensors of these samples; those of log-probs and weights have the dtype of `like`."""
     lengths = [s.num_loss_tokens for s in samples]
-    repeats = torch.tensor(lengths, device=like.device)
 
-    def per_token(values: Sequence[float]) -> Tensor:
-        """Repeat the value of each response for its tokens: [N]."""
-        return torch.tensor(values, device=like.device).repeat_interleave(repeats)
+    def column(values: Iterable[Sequence[float]]) -> Tensor:
+        """One after another: [N]."""
+        return to_device(torch.tensor([x for own in values for x in own], dtype=like.dtype), like.device)
 
     def optional(columns: Sequence[Sequence[float] | None]) -> Tensor | None:
         """A column that all samples have, or none."""
-        present = [column for column in columns if column is not None]
-        return like.new_tensor([x for column in present for x in column]) if present else None
+        present = [values for values in columns if values is not None]
+        return column(present) if present else None
 
     weights = unnormalized_token_weights(lengths, settings.loss_agg_mode, settings.loss_scale_factor)
+    ages = np.repeat([s.staleness for s in samples], lengths)
     return _TokenTensors(
         lengths,
-        behaviour=like.new_tensor([x for s in samples for x in s.logprobs]),
-        advantages=like.new_tensor([x for s in samples for x in s.advantages]),
-        staleness=per_token([s.staleness for s in samples]),
-        is_fresh=per_token([s.is_comparable and s.staleness == 0 for s in samples]),
-        weights=per_token(weights).to(like),
+        behaviour=column(s.logprobs for s in samples),
+        advantages=column(s.advantages for s in samples),
+        staleness=to_device(torch.from_numpy(ages), like.device),
+        ages=ages,
+        is_fresh=np.repeat([s.is_comparable and s.staleness == 0 for s in samples], lengths),
+        weights=column([weight] * num for weight, num in zip(weights, lengths, strict=True)),
         proximal=optional([s.proximal_logprobs for s in samples]),
         reference=optional([s.reference_logprobs for s in samples]),
     )

@@ -1,16 +1,22 @@
 """Metrics of one training step: sums over micro-batches, and the means that are reported.
 
-Keys are verl's where verl has one.
+Keys are verl's where verl has one. Sums stay on the device until they are reported or sent to another rank,
+so that no micro-batch waits for the one before it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from dora.model.device import to_device
 from dora.trainer.corrections import CorrectedTokens
 from dora.trainer.loss import MAX_LOG_RATIO
 from dora.trainer.routing_replay import load_imbalance
@@ -22,6 +28,8 @@ _SPOT_CHECK_FRACTION = 1 / 16
 _GPU_CHECK_INTERVAL = 8  # steps
 _SPOT_CHECK_STRIDE = 0.618034  # of a batch, from step to step: golden-ratio steps cover it evenly
 
+Sum = Any  # a float, or an fp64 tensor [] on the device until `StepMetrics.read`
+
 
 @dataclass
 class StepMetrics:
@@ -29,16 +37,16 @@ class StepMetrics:
 
     num_tokens: int = 0
     num_updates: int = 0  # of the weights so far
-    pg_loss: float = 0.0
-    kl_loss: float | None = None
-    num_clipped: float = 0.0
-    num_clipped_high: float = 0.0  # of these, tokens that are now more probable than when they were sampled
+    pg_loss: Sum = 0.0
+    kl_loss: Sum | None = None
+    num_clipped: Sum = 0.0
+    num_clipped_high: Sum = 0.0  # of these, tokens that are now more probable than when they were sampled
     num_flops: float = 0.0
-    num_truncated: float = 0.0
-    num_masked: float = 0.0
-    weights: float = 0.0
-    entropy: float = 0.0
-    ppo_kl: float = 0.0
+    num_truncated: Sum = 0.0
+    num_masked: Sum = 0.0
+    weights: Sum = 0.0
+    entropy: Sum = 0.0
+    ppo_kl: Sum = 0.0
     mismatch: MismatchMetrics = field(default_factory=lambda: MismatchMetrics())
     off_policy: OffPolicyMetrics = field(default_factory=lambda: OffPolicyMetrics())
     by_staleness: defaultdict[int, OffPolicyMetrics] = field(
@@ -52,34 +60,48 @@ class StepMetrics:
         behaviour: Tensor,
         is_clipped: Tensor,
         entropies: Tensor,
-        is_fresh: Tensor,
-        staleness: Tensor,
+        is_fresh: NDArray[np.bool_],
+        staleness: NDArray[np.int64],
         corrected: CorrectedTokens,
     ) -> None:
-        """Add one micro-batch; all [N]."""
-        log_ratio = logprobs.detach() - behaviour
+        """Add one micro-batch; all [N]. `staleness` and `is_fresh` are on the host."""
+        logprobs = logprobs.detach()
+        log_ratio = logprobs - behaviour
         self.num_tokens += len(log_ratio)
-        self.num_clipped += float(is_clipped.sum())
-        self.num_clipped_high += float((is_clipped & (log_ratio > 0)).sum())
-        self.num_truncated += float(corrected.is_truncated.sum())
-        self.num_masked += float(corrected.is_masked.sum())
-        self.weights += float(corrected.weights.sum())
-        self.entropy += float(entropies.detach().sum())
-        self.ppo_kl -= float(log_ratio.sum())
+        self.num_clipped += _sum(is_clipped)
+        self.num_clipped_high += _sum(is_clipped & (log_ratio > 0))
+        self.num_truncated += _sum(corrected.is_truncated)
+        self.num_masked += _sum(corrected.is_masked)
+        self.weights += _sum(corrected.weights)
+        self.entropy += _sum(entropies.detach())
+        self.ppo_kl -= _sum(log_ratio)
         if not self.num_updates:  # after an update the weights are no longer those of the newest version
             self.off_policy.add(logprobs, behaviour)
-            for age in staleness.unique().tolist():
-                is_age = staleness == age
-                self.by_staleness[int(age)].add(logprobs[is_age], behaviour[is_age])
-            self.mismatch.add(logprobs.detach()[is_fresh], behaviour[is_fresh])
+            for age in np.unique(staleness).tolist():
+                self.by_staleness[age].add(*_tokens_where(staleness == age, logprobs, behaviour))
+            self.mismatch.add(*_tokens_where(is_fresh, logprobs, behaviour))
+
+    def read(self) -> None:
+        """Copy the sums to the host. `metrics` does so, too."""
+        found = [(part, f.name) for part in self._parts() for f in fields(part)]
+        sums = [(part, name) for part, name in found if _is_number(getattr(part, name))]
+        if sums:
+            on_host = torch.stack([getattr(part, name) for part, name in sums]).tolist()
+            for (part, name), value in zip(sums, on_host, strict=True):
+                setattr(part, name, value)
+        if isinstance(self.expert_load, Tensor):
+            self.expert_load = self.expert_load.cpu()
+
+    def _parts(self) -> list[Any]:
+        return [self, self.mismatch, self.off_policy, *self.by_staleness.values()]
 
     def merge(self, other: StepMetrics) -> None:
-        """Add the sums of another rank."""
+        """Add the sums of another rank, which that rank has read."""
         sums = ("num_tokens", "num_flops", "pg_loss", "num_clipped", "num_clipped_high", "num_truncated")
         for name in (*sums, "num_masked", "weights", "entropy", "ppo_kl"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.kl_loss is not None:
-            self.kl_loss = (self.kl_loss or 0.0) + other.kl_loss
+            self.kl_loss = other.kl_loss if self.kl_loss is None else self.kl_loss + other.kl_loss
         self.expert_load = self.expert_load + other.expert_load
         self.mismatch.merge(other.mismatch)
         self.off_policy.merge(other.off_policy)
@@ -88,6 +110,7 @@ class StepMetrics:
 
     def metrics(self, divisor: int) -> dict[str, float]:
         """Losses over the batch's `divisor`, the rest as means over tokens; no means without tokens."""
+        self.read()
         metrics = {
             "actor/pg_loss": self.pg_loss / divisor,
             "actor/num_tokens": float(self.num_tokens),
@@ -121,18 +144,18 @@ class OffPolicyMetrics:
     """Sums over tokens of r = current / behaviour, the distance to the policy that sampled."""
 
     num_tokens: int = 0
-    ratio: float = 0.0
-    ratio_squared: float = 0.0
-    log_ratio: float = 0.0
+    ratio: Sum = 0.0
+    ratio_squared: Sum = 0.0
+    log_ratio: Sum = 0.0
 
     def add(self, logprobs: Tensor, behaviour: Tensor) -> None:
         """Add one micro-batch; both [N]."""
         log_ratio = (logprobs.detach() - behaviour).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = log_ratio.exp()
         self.num_tokens += len(log_ratio)
-        self.ratio += float(ratio.sum())
-        self.ratio_squared += float(ratio.square().sum())
-        self.log_ratio += float(log_ratio.sum())
+        self.ratio += _sum(ratio)
+        self.ratio_squared += _sum(ratio.square())
+        self.log_ratio += _sum(log_ratio)
 
     def merge(self, other: OffPolicyMetrics) -> None:
         """Add the sums of another rank."""
@@ -147,17 +170,17 @@ class OffPolicyMetrics:
 
         1 if all tokens have equal weights (Kong 1992; PipelineRL's rl/ess, arXiv 2509.19128).
         """
-        return self.ratio**2 / (self.num_tokens * self.ratio_squared)
+        return float(self.ratio**2 / (self.num_tokens * self.ratio_squared))
 
     @property
     def kl_k1(self) -> float:
         """KL(behaviour || current) per token, in nats: the mean of -log r; noisy, may be negative."""
-        return -self.log_ratio / self.num_tokens
+        return float(-self.log_ratio / self.num_tokens)
 
     @property
     def kl_k3(self) -> float:
         """KL(behaviour || current) per token, in nats: the mean of r - 1 - log r, never negative."""
-        return (self.ratio - self.log_ratio) / self.num_tokens - 1.0
+        return float((self.ratio - self.log_ratio) / self.num_tokens - 1.0)
 
     def metrics(self, prefix: str = "off_policy") -> dict[str, float]:
         """ess, kl_k1 and kl_k3; empty without tokens."""
@@ -171,9 +194,9 @@ class MismatchMetrics:
     """Sums over tokens whose log-probs trainer and engine computed with the same weights."""
 
     num_tokens: int = 0
-    abs_diff: float = 0.0
-    max_abs_diff: float = 0.0
-    k3: float = 0.0
+    abs_diff: Sum = 0.0
+    max_abs_diff: Sum = 0.0
+    k3: Sum = 0.0
 
     def add(self, logprobs: Tensor, reported: Tensor) -> None:
         """Compare the trainer's log-probs with the engine's, each [N]."""
@@ -181,9 +204,9 @@ class MismatchMetrics:
             log_ratio = (logprobs - reported).double()
             abs_diff = log_ratio.abs()
             self.num_tokens += len(abs_diff)
-            self.abs_diff += float(abs_diff.sum())
-            self.max_abs_diff = max(self.max_abs_diff, float(abs_diff.max()))
-            self.k3 += float((log_ratio.expm1() - log_ratio).sum())
+            self.abs_diff += _sum(abs_diff)
+            self.max_abs_diff = abs_diff.max().clamp(min=self.max_abs_diff)
+            self.k3 += _sum(log_ratio.expm1() - log_ratio)
 
     def merge(self, other: MismatchMetrics) -> None:
         """Add the sums of another rank."""
@@ -198,10 +221,25 @@ class MismatchMetrics:
             return {}
         return {
             "mismatch/num_tokens": float(self.num_tokens),
-            "mismatch/logprob_abs_diff_mean": self.abs_diff / self.num_tokens,
-            "mismatch/logprob_abs_diff_max": self.max_abs_diff,
-            "mismatch/kl": self.k3 / self.num_tokens,
+            "mismatch/logprob_abs_diff_mean": float(self.abs_diff / self.num_tokens),
+            "mismatch/logprob_abs_diff_max": float(self.max_abs_diff),
+            "mismatch/kl": float(self.k3 / self.num_tokens),
         }
+
+
+def _sum(values: Tensor) -> Tensor:
+    """The sum [] in fp64, on the device of the values."""
+    return values.sum().double()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _tokens_where(chosen: NDArray[np.bool_], *columns: Tensor) -> tuple[Tensor, ...]:
+    """The chosen tokens of each column [N]."""
+    indices = to_device(torch.from_numpy(chosen.nonzero()[0]), columns[0].device)
+    return tuple(column.index_select(0, indices) for column in columns)
 
 
 def ages_to_check(ages: Collection[int], step: int, device: str) -> list[int]:

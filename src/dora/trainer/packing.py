@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.model.attention import VarlenLayout, varlen_layout
+from dora.model.device import to_device
 from dora.trainer.settings import Sample
 
 TokenIds = Sequence[int]
@@ -88,14 +89,14 @@ def pack(
     varlen = varlen_layout([num for num in num_queries if num], [*map(len, with_queries)], device)
 
     def on_device(values: Sequence[int] | NDArray[np.int64]) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int64).to(device)
+        return to_device(torch.as_tensor(values, dtype=torch.int64), device)
 
     return PackedBatch(
         on_device(input_ids),
         on_device(position_ids),
         on_device(predicting[loss_mask]),
         on_device(targets[loss_mask]),
-        torch.from_numpy(loss_mask).to(device),
+        to_device(torch.from_numpy(loss_mask), device),
         sequence_indices,
         [on_device(block) for block in blocks],
         on_device(block_indices),

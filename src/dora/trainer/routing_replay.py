@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.model.config import ModelConfig
+from dora.model.device import to_device
 from dora.model.moe import Router
 from dora.trainer.packing import PackedBatch
 
@@ -31,7 +32,7 @@ def replay_routes(
     for indices, route in zip(batch.sequence_indices, routes, strict=True):
         if route is not None:
             chosen[indices[: len(route)]] = route.reshape(-1, *shape)
-    return ReplayRouter(config, torch.from_numpy(chosen).to(batch.input_ids.device))
+    return ReplayRouter(config, to_device(torch.from_numpy(chosen), batch.input_ids.device))
 
 
 class ReplayRouter:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dora.model.config import ModelConfig
+from dora.model.device import to_device
 from dora.trainer.critic import Critic
 from dora.trainer.learner import ComputeLogprobs, Learner, LocalLearner
 from dora.trainer.logprobs import response_logprobs
@@ -229,7 +230,8 @@ class Trainer:
                 if flat is not None:
                     samples = [candidates[i] for i in chosen if candidates[i].staleness == staleness]
                     logprobs = torch.cat(self._logprobs(flat, samples))
-                    mismatch.add(logprobs, logprobs.new_tensor([x for s in samples for x in s.logprobs]))
+                    reported = torch.tensor([x for s in samples for x in s.logprobs], dtype=logprobs.dtype)
+                    mismatch.add(logprobs, to_device(reported, logprobs.device))
         except Exception as error:  # perhaps out of memory: the older weights lie beside the current ones
             if not self._has_warned:
                 message = f"mismatch/* leaves out stale samples: {type(error).__name__}: {error}"
