@@ -12,7 +12,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import torch
 import torch._dynamo.config  # before torch.Tensor is patched
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -82,7 +84,11 @@ class FakeCuda(TorchDispatchMode):
             raise HiddenSync(f"{operation} makes the host wait for the device")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it then handles its local part
         kwargs = dict(kwargs or {})
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # torch looks for the shape of a DTensor
         if kwargs.get("device") == torch.device("meta") and not self.keeps_meta:
             kwargs["device"] = CUDA
         leaves = tree_leaves((args, kwargs))
@@ -98,7 +104,7 @@ class FakeCuda(TorchDispatchMode):
             return self.pinned(out) if wants_pinned else out
         if (moved := self._moved(op, args, kwargs)) is not None:
             return moved
-        self._check(op, func, tensors)
+        self._check(op, func, tensors, kwargs)
         with self.fakes:
             out = func(*args, **kwargs)
         if device is not None and device.type == "cpu":  # as zeros_like of a tensor on the device
@@ -131,8 +137,8 @@ class FakeCuda(TorchDispatchMode):
         if not (is_async and self.is_pinned(host)):
             self.sync(operation)
 
-    def _check(self, op: Any, func: Any, tensors: list[Tensor]) -> None:
-        if op in _UNKNOWN_SIZES:
+    def _check(self, op: Any, func: Any, tensors: list[Tensor], kwargs: Any) -> None:
+        if op in _UNKNOWN_SIZES and kwargs.get("output_size") is None:
             raise HiddenSync(f"{func} makes the host wait for the device")
         if op in (aten.index, aten.index_put, aten.index_put_):
             devices = {x.device.type for x in tensors if x.dim()}
@@ -155,16 +161,20 @@ class FakeCuda(TorchDispatchMode):
 
     def _allocated(self, x: Tensor) -> None:
         storage = x.untyped_storage()
-        key = storage._cdata
-        if key in self._storages:
-            return
-        self._storages[key] = storage.nbytes()
-        weakref.finalize(storage, self._freed, key)
-        self.num_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        if storage._cdata not in self._storages:
+            weakref.finalize(storage, self._resized, storage._cdata, 0)
+            self._resized(storage._cdata, storage.nbytes())
 
-    def _freed(self, key: int) -> None:
-        self.num_bytes -= self._storages.pop(key, 0)
+    def _resized(self, key: int, num_bytes: int) -> None:
+        """Of a storage that has this address."""
+        self.num_bytes += num_bytes - self._storages.pop(key, 0)
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        if num_bytes:
+            self._storages[key] = num_bytes
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP frees a gathered parameter by an empty storage, and later fills it again."""
+        self._resized(storage._cdata, storage.nbytes())
 
 
 def _type(kwargs: Any) -> str | None:
@@ -179,6 +189,8 @@ class _Calls(TorchFunctionMode):
         self._cuda = cuda
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
         args = [*map(_with_index, args)]
         kwargs = {key: _with_index(value) for key, value in (kwargs or {}).items()}
         if func is torch.Tensor.new_tensor:
@@ -189,9 +201,6 @@ class _Calls(TorchFunctionMode):
             made = func(*args, **kwargs)
             made = self._cuda.pinned(made) if is_pinned else made
             return made if device is None else made.to(device)
-        if func is torch.Tensor.tolist and isinstance(args[0], FakeTensor):
-            self._cuda.sync("tolist")
-            return torch.ones(args[0].shape, dtype=args[0].dtype).tolist()
         if func is torch.Tensor.to and isinstance(args[0], FakeTensor):
             args = [x for x in args if not (isinstance(x, torch.device) and x == args[0].device)]
             if len(args) == 1 and not kwargs:
@@ -205,6 +214,10 @@ def _with_index(value: Any) -> Any:
     return CUDA if isinstance(value, torch.device) and value == torch.device("cuda") else value
 
 
+def _is_on(kind: str, tensor: Tensor) -> bool:
+    return tensor.device.type == kind
+
+
 class Event:
     """Also of a stream."""
 
@@ -214,7 +227,10 @@ class Event:
     def record(self, *_: Any) -> None:
         pass
 
-    wait = wait_event = wait_stream = record_event = record
+    wait = wait_event = wait_stream = record
+
+    def record_event(self, *_: Any) -> Event:
+        return self
 
     def synchronize(self) -> None:
         pass
@@ -239,15 +255,31 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
             kwargs["dispatch_device"] = False
         return make_subclass(cls, elem, requires_grad, **kwargs)
 
+    def tolist(self: FakeTensor) -> Any:
+        mode.sync("tolist")
+        return torch.ones(self.shape, dtype=self.dtype).tolist()
+
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, num_bytes: int) -> Any:
+        out = resize(self, num_bytes)
+        if self.device.type == "meta":
+            mode.resized(self)
+        return out
+
     @contextmanager
     def graph(*_: Any, **__: Any) -> Iterator[None]:
         with mode.forbid_syncs():
             yield
 
     patch.setattr(Tensor, "_make_subclass", staticmethod(make))
-    patch.setattr(
-        FakeTensor, "is_cuda", property(lambda self: self.fake_device.type == "cuda"), raising=False
-    )
+    patch.setattr(FakeTensor, "tolist", tolist)
+    patch.setattr(torch.UntypedStorage, "resize_", resize_)
+    patch.setattr(torch, "_has_compatible_shallow_copy_type", lambda *_: False)  # of meta and the device
+    patch.setattr(DTensor, "device", property(lambda self: self._local_tensor.device), raising=False)
+    for kind in ("cpu", "cuda", "meta"):
+        is_kind = partial(_is_on, kind)
+        patch.setattr(FakeTensor, f"is_{kind}", property(is_kind), raising=False)
     for name, value in {
         "is_available": lambda: True,
         "_lazy_init": lambda: None,
@@ -260,6 +292,7 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         "Stream": Event,
         "CUDAGraph": Graph,
         "graph": graph,
+        "stream": lambda stream: nullcontext(),
     }.items():
         patch.setattr(torch.cuda, name, value)
     with ExitStack() as stack:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from dora.errors import RunError
 from dora.model.config import ModelConfig
+from dora.model.device import to_device
 from dora.model.weights import WeightLayout
 from dora.trainer.advantage import gae, whiten
 from dora.trainer.loss import value_loss
@@ -164,18 +165,18 @@ class Critic:
         pairs = zip(batch.samples, batch.returns, strict=True)
         answers = [(s, returns) for s, returns in pairs if s.token_ids]
         lengths = [s.num_loss_tokens for s, _ in answers]
-        loss = num_clipped = 0.0
+        sums = torch.zeros(2, dtype=torch.float64, device=self.flat.device)  # of losses and clipped tokens
         norms: list[float] = []
         for _ in range(settings.ppo_epochs):
             for mini_batch in split_mini_batches(lengths, settings.mini_batch_tokens):
                 divisor = settings.mini_batch_tokens or max(1, sum(lengths))
                 for members in self._micro_batches([answers[i][0] for i in mini_batch]):
-                    sums = self._backward([answers[mini_batch[i]] for i in members], divisor)
-                    loss, num_clipped = loss + sums[0], num_clipped + sums[1]
+                    sums += self._backward([answers[mini_batch[i]] for i in members], divisor)
                 norms.append(self._optimizer.step(rate, settings.max_grad_norm))
                 if self._bf16:
                     self._bf16.refresh()
         num_tokens = max(1, sum(lengths) * settings.ppo_epochs)
+        loss, num_clipped = sums.tolist()
         return batch.metrics() | {
             "critic/vf_loss": loss / num_tokens,
             "critic/vf_clipfrac": num_clipped / num_tokens,
@@ -216,11 +217,14 @@ class Critic:
         hidden = self._decoder.hidden_states(batch).index_select(0, batch.logits_indices)
         return F.linear(hidden.float(), weight, bias).squeeze(-1)
 
-    def _backward(self, answers: Sequence[tuple[Sample, list[float]]], divisor: int) -> tuple[float, float]:
-        """Add the gradient of responses with returns, over `divisor`; sums of losses and clipped tokens."""
+    def _backward(self, answers: Sequence[tuple[Sample, list[float]]], divisor: int) -> Tensor:
+        """Add the gradient of responses with returns, over `divisor`; sums of losses and clipped tokens [2]."""
         values = self._values([s for s, _ in answers])
-        old = values.new_tensor([value for s, _ in answers for value in s.values or ()])
-        returns = values.new_tensor([value for _, own in answers for value in own])
+        given = [value for s, _ in answers for value in s.values or ()]
+        targets = [value for _, own in answers for value in own]
+        old, returns = (
+            to_device(torch.tensor(column, dtype=values.dtype), values.device) for column in (given, targets)
+        )
         losses, is_clipped = value_loss(values, old, returns, self.settings.cliprange_value)
         torch.autograd.backward(losses.sum() / divisor)
-        return float(losses.detach().sum()), float(is_clipped.sum())
+        return torch.stack((losses.detach().sum().double(), is_clipped.sum().double()))

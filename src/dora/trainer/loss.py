@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dora.errors import ConfigError
+from dora.model.device import to_device
 from dora.trainer.recipe import KLEstimator, LossAggMode, PolicyLoss
 
 MAX_LOG_RATIO = 20.0  # larger log-ratios carry no information, and exp of them may overflow
@@ -196,9 +197,9 @@ def online_dpo_loss(
     sums = torch.stack([part.sum() for part in (logprobs - reference_logprobs).split(lengths)])
     margins = sums[0::2] - sums[1::2]
     losses = F.softplus(-beta * margins).repeat_interleave(2)
-    repeats = torch.tensor(lengths, device=logprobs.device)
-    is_wrong = (margins.detach() < 0).repeat_interleave(2)
-    return (losses / repeats).repeat_interleave(repeats), is_wrong.repeat_interleave(repeats)
+    repeats, num = to_device(torch.tensor(lengths), logprobs.device), len(logprobs)
+    is_wrong = (margins.detach() < 0).repeat_interleave(2).repeat_interleave(repeats, output_size=num)
+    return (losses / repeats).repeat_interleave(repeats, output_size=num), is_wrong
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
