@@ -51,7 +51,7 @@ class FakeCuda(TorchDispatchMode):
         self._pinned = weakref.WeakValueDictionary[int, Any]()
         self._storages: dict[int, int] = {}
         self._forbidden = 0
-        self.keeps_meta = False  # else a tensor that torch itself makes on "meta" is on the device
+        self._keeps_meta = False
 
     @contextmanager
     def forbid_syncs(self) -> Iterator[None]:
@@ -61,6 +61,18 @@ class FakeCuda(TorchDispatchMode):
             yield
         finally:
             self._forbidden -= 1
+
+    @contextmanager
+    def meta(self) -> Iterator[None]:
+        """Leave tensors on the device "meta" there, as while FSDP shards a module.
+
+        Else they are on this device: torch's C++ makes them, for which fake tensors are on "meta".
+        """
+        self._keeps_meta = True
+        try:
+            yield
+        finally:
+            self._keeps_meta = False
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """Mark a tensor of the host as pinned."""
@@ -89,7 +101,7 @@ class FakeCuda(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # torch looks for the shape of a DTensor
-        if kwargs.get("device") == torch.device("meta") and not self.keeps_meta:
+        if kwargs.get("device") == torch.device("meta") and not self._keeps_meta:
             kwargs["device"] = CUDA
         leaves = tree_leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.fake_cuda import FakeCuda, HiddenSync, fake_cuda
 from tests.trainer.batches import samples, stale
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout
 from dora.trainer import learner
 from dora.trainer.critic import Critic, CriticSettings, ValueLayout
+from dora.trainer.distributed import RankGroup, ShardedRank
 from dora.trainer.lora import LoraSettings
 from dora.trainer.loss import POLICY_LOSSES
+from dora.trainer.perf import activation_bytes, logits_bytes, sharded_micro_batch_bytes
 from dora.trainer.recipe import Correction
-from dora.trainer.trainer import Trainer, TrainerSettings
+from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
 CONFIG = ModelConfig(
     vocab_size=512,
@@ -72,7 +77,9 @@ def test_micro_batches_never_make_the_host_wait(recipe: str, cuda: FakeCuda) -> 
 
 def test_an_update_of_the_critic_waits_for_its_metrics_only(cuda: FakeCuda) -> None:
     flat = torch.zeros(ValueLayout(CONFIG).numel, device="cuda")
-    critic = Critic(CONFIG, flat, CriticSettings(lr=1e-2, num_steps=4, dtype="bfloat16", micro_batch_tokens=64))
+    critic = Critic(
+        CONFIG, flat, CriticSettings(lr=1e-2, num_steps=4, dtype="bfloat16", micro_batch_tokens=64)
+    )
     critic.compute_advantages(BATCH, [1.0] * len(BATCH))
     cuda.syncs.clear()
     critic.update(0)
@@ -84,6 +91,89 @@ def test_a_float32_trainer_computes_in_float32(cuda: FakeCuda) -> None:
     trainer.step(BATCH)
     assert cuda.matmul_dtypes == {torch.float32}
     assert trainer.flat.device.type == "cuda"
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """8 ranks, of which this process is the first; collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield init_device_mesh("cuda", (8,))
+    dist.destroy_process_group()
+
+
+def qwen3_8b(num_layers: int = 36) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        model_type="qwen3",
+        tie_word_embeddings=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_tokens", "kl_loss_coef"), [(36, 16384, 0.0), (4, 1024, 0.0), (4, 8192, 0.1)]
+)
+def test_the_memory_of_one_of_8_ranks_is_estimated(
+    num_layers: int, num_tokens: int, kl_loss_coef: float, cuda: FakeCuda, mesh: DeviceMesh
+) -> None:
+    config = qwen3_8b(num_layers)
+    settings = replace(
+        SETTINGS,
+        micro_batch_tokens=num_tokens,
+        logits_chunk_tokens=2048,
+        activation_checkpointing=True,
+        kl_loss_coef=kl_loss_coef,
+    )
+    with cuda.meta():
+        rank = ShardedRank(cast(RankGroup, _Group(mesh)), config, settings)
+    cuda.collectives.clear()
+    before = cuda.peak_bytes = cuda.num_bytes
+    response = range(num_tokens // 4 - 10)
+    rank.accumulate([Sample(range(10), response, [-1.0] * len(response), 1.0)] * 4, 0)
+    num_gathers = 1 + 2 * num_layers  # a layer is gathered in each pass, the rest once
+    num_gathers += (1 + num_layers) * bool(kl_loss_coef)
+    assert cuda.collectives["c10d._allgather_base_"] == num_gathers
+    assert cuda.collectives["c10d._reduce_scatter_base_"] == 1 + num_layers
+    estimate = sharded_micro_batch_bytes(config, num_tokens, 2048, 2, True, bool(kl_loss_coef))
+    assert cuda.peak_bytes - before == pytest.approx(estimate, rel=0.05)
+
+    rank.optimizer.step(1.0, 1e-3, 1.0)
+    assert cuda.collectives["c10d.allreduce_"] == 1
+    num_bytes = 16 + 4 * bool(kl_loss_coef)  # a parameter, its gradient and moments; and the reference's
+    assert cuda.num_bytes == pytest.approx(num_bytes * WeightLayout(config).numel / 8, rel=0.02)
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_the_memory_of_a_single_rank_is_estimated(activation_checkpointing: bool, cuda: FakeCuda) -> None:
+    config, num_tokens = replace(qwen3_8b(2), tie_word_embeddings=True), 8192
+    settings = replace(
+        SETTINGS,
+        micro_batch_tokens=num_tokens,
+        logits_chunk_tokens=2048,
+        activation_checkpointing=activation_checkpointing,
+    )
+    numel = WeightLayout(config).numel
+    trainer = Trainer(config, torch.zeros(numel, device="cuda"), settings)
+    assert cuda.num_bytes == pytest.approx((16 + 2) * numel, rel=0.01)
+    before = cuda.peak_bytes = cuda.num_bytes
+    response = range(num_tokens // 4 - 10)
+    trainer.add_samples([Sample(range(10), response, [-1.0] * len(response), 1.0)] * 4, is_whole_batch=True)
+    trainer.accumulate()
+    activations = activation_bytes(config, num_tokens, 2, activation_checkpointing)
+    estimate = activations + logits_bytes(config, 2048, 2)
+    assert cuda.peak_bytes - before == pytest.approx(estimate, rel=0.1)
+
+
+class _Group(NamedTuple):
+    """What a rank needs of its group."""
+
+    mesh: DeviceMesh
 
 
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -25,7 +25,7 @@ from dora.runtime.scoring.reward_manager import RewardManager, reward_tasks
 from dora.runtime.scoring.reward_worker import encode_prompt_row
 from dora.stream.run_stream import RunStream
 from dora.text import plural, size
-from dora.trainer.perf import activation_bytes, logits_bytes
+from dora.trainer.perf import activation_bytes, logits_bytes, sharded_micro_batch_bytes
 
 # Bytes per parameter in fp32: the weight; with the two moments of AdamW; with these and the gradient.
 _WEIGHT, _WITH_MOMENTS, _WITH_GRADIENT = 4, 12, 16
@@ -193,8 +193,7 @@ def trainer_bytes(setup: RunSetup) -> Counter[str]:
     config, devices = setup.config, setup.devices
     num_ranks = devices.num_ranks
     copy = 2 if config.trainer.dtype == "bfloat16" and num_ranks == 1 else 0
-    has_reference = bool(config.algorithm.kl_loss_coef) or setup.config.advantage_settings.is_paired
-    reference = (copy or _WEIGHT) if has_reference and "reference" not in setup.aux_columns else 0
+    reference = (copy or _WEIGHT) * _has_reference(setup)
     num_bytes = (copy + reference) * setup.num_parameters
     if (lora := setup.lora) is None:
         num_bytes += _WITH_GRADIENT * setup.num_parameters
@@ -214,10 +213,26 @@ def trainer_bytes(setup: RunSetup) -> Counter[str]:
     return +held
 
 
+def _has_reference(setup: RunSetup) -> bool:
+    """Whether the trainer itself holds a reference policy."""
+    config = setup.config
+    needs_one = bool(config.algorithm.kl_loss_coef) or config.advantage_settings.is_paired
+    return needs_one and "reference" not in setup.aux_columns
+
+
 def micro_batch_bytes(setup: RunSetup) -> int:
-    """Activations and logits of a full micro-batch on one rank."""
+    """Activations, logits and gathered weights of a full micro-batch on one rank."""
     trainer, model = setup.config.trainer, setup.model
     itemsize = 2 if trainer.dtype == "bfloat16" else _WEIGHT
+    if setup.devices.num_ranks > 1:
+        return sharded_micro_batch_bytes(
+            model,
+            trainer.micro_batch_tokens,
+            setup.logits_chunk_tokens,
+            itemsize,
+            trainer.activation_checkpointing,
+            _has_reference(setup),
+        )
     activations = activation_bytes(
         model, trainer.micro_batch_tokens, itemsize, trainer.activation_checkpointing
     )

@@ -7,6 +7,7 @@ has the formulas of the memory estimates.
 
 from __future__ import annotations
 
+import math
 import re
 import resource
 import sys
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from dora.model.config import ModelConfig
+from dora.model.weights import parameter_shapes
 from dora.trainer.packing import PackedBatch
 
 # (bf16, fp32) TFLOP/s without sparsity, from data sheets. A name with an extra word is another product.
@@ -116,10 +118,17 @@ def activation_bytes(
     `num_bytes` is the size of a number in the compute dtype; norms save theirs in fp32. With
     `activation_checkpointing` each layer saves its input, and the layer that is recomputed saves everything.
     """
+    saved, recomputed = _activations(config, num_bytes, activation_checkpointing)
+    return num_tokens * (saved + recomputed)
+
+
+def _activations(config: ModelConfig, num_bytes: int, activation_checkpointing: bool) -> tuple[int, int]:
+    """Bytes per token that the forward pass saves, and that a recomputed layer adds in the backward pass."""
     layers = [_layer_bytes(config, i, num_bytes) for i in range(config.num_hidden_layers)]
-    inputs = num_bytes * config.hidden_size * len(layers)
     ends = (2 * _FP32_BYTES + num_bytes) * config.hidden_size  # the last norm, and the head's input
-    return num_tokens * (ends + (inputs + max(layers) if activation_checkpointing else sum(layers)))
+    if not activation_checkpointing:
+        return ends + sum(layers), 0
+    return ends + num_bytes * config.hidden_size * len(layers), max(layers)
 
 
 def logits_bytes(config: ModelConfig, chunk_tokens: int, num_bytes: int, learns_head: bool = True) -> int:
@@ -127,6 +136,35 @@ def logits_bytes(config: ModelConfig, chunk_tokens: int, num_bytes: int, learns_
     copy = 0 if num_bytes == _FP32_BYTES else num_bytes
     head = (learns_head * _FP32_BYTES + copy) * config.hidden_size
     return config.vocab_size * ((_LOGITS_BUFFERS * _FP32_BYTES) * chunk_tokens + head)
+
+
+def sharded_micro_batch_bytes(
+    config: ModelConfig,
+    num_tokens: int,
+    chunk_tokens: int,
+    num_bytes: int,
+    activation_checkpointing: bool,
+    has_reference: bool,
+) -> int:
+    """Peak memory of a micro-batch on one of several ranks, in addition to its shards.
+
+    FSDP keeps embedding and head gathered in fp32 during a micro-batch, and gathers two layers at a time. The
+    peak is in one of four moments: the gathering of a reference policy's embedding and head, which takes them
+    twice, and the backward pass of the head, of a layer, or of the embedding.
+    """
+    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(config).items()}
+    layer = sum(num for name, num in sizes.items() if name.startswith("model.layers.0."))
+    root = _FP32_BYTES * sum(num for name, num in sizes.items() if not name.startswith("model.layers."))
+    saved, recomputed = _activations(config, num_bytes, activation_checkpointing)
+    table = _FP32_BYTES * config.vocab_size * config.hidden_size  # the gradient of embedding or head
+    gathered = 2 * num_bytes * layer
+    reduced = (num_bytes + 2 * _FP32_BYTES) * layer  # gradient, copy to reduce, and the layer before's
+    return root + max(
+        num_tokens * saved + gathered + 2 * root * has_reference,
+        num_tokens * saved + logits_bytes(config, chunk_tokens, num_bytes),
+        num_tokens * (saved + recomputed) + table + gathered + reduced,
+        3 * table + _FP32_BYTES * layer,  # of head and embedding, and a copy to reduce
+    )
 
 
 def _layer_bytes(config: ModelConfig, layer: int, num_bytes: int) -> int:
