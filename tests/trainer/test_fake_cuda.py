@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dora.model.config import ModelConfig
 from dora.model.weights import WeightLayout
-from dora.trainer import learner
+from dora.trainer import corrections, learner
 from dora.trainer.critic import Critic, CriticSettings, ValueLayout
 from dora.trainer.distributed import RankGroup, ShardedRank
 from dora.trainer.lora import LoraSettings
@@ -167,7 +167,7 @@ def test_the_memory_of_a_single_rank_is_estimated(activation_checkpointing: bool
     trainer.accumulate()
     activations = activation_bytes(config, num_tokens, 2, activation_checkpointing)
     estimate = activations + logits_bytes(config, 2048, 2)
-    assert cuda.peak_bytes - before == pytest.approx(estimate, rel=0.1)
+    assert 0.8 * estimate < cuda.peak_bytes - before < 1.02 * estimate
 
 
 class _Group(NamedTuple):
@@ -188,10 +188,8 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_fault_in_a_micro_batch_is_found(
     fault: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apply_correction = learner.apply_correction
-
     def faulty(correction: Correction, logprobs: Tensor, *args: Any) -> Any:
-        return apply_correction(correction, FAULTS[fault](logprobs), *args)
+        return corrections.apply_correction(correction, FAULTS[fault](logprobs), *args)
 
     monkeypatch.setattr(learner, "apply_correction", faulty)
     trainer = make_trainer(micro_batch_tokens=64)

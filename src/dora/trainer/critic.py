@@ -218,7 +218,7 @@ class Critic:
         return F.linear(hidden.float(), weight, bias).squeeze(-1)
 
     def _backward(self, answers: Sequence[tuple[Sample, list[float]]], divisor: int) -> Tensor:
-        """Add the gradient of responses with returns, over `divisor`; returns sums of losses and clipped tokens."""
+        """Add the gradient of responses with returns, over `divisor`; sums of losses and clipped tokens."""
         values = self._values([s for s, _ in answers])
         given = [value for s, _ in answers for value in s.values or ()]
         targets = [value for _, own in answers for value in own]
