@@ -150,10 +150,10 @@ def test_attention_stays_finite_for_extreme_scores() -> None:
 
 def test_kernels_compile_for_gpus_and_stay_within_their_limits(tmp_path: Path) -> None:
     """Some GPUs, heads and dtypes; `python -m tests.engine.compile_kernels` compiles for all of them."""
-    within = ["80:bfloat16:128:4", "90:float32:128:8", "120:bfloat16:64:7"]
+    within = ["80:bfloat16:128:4", "120:float32:64:7"]
     faults = ["90:bfloat16:128:4:num_warps=1", "90:bfloat16:128:4:num_stages=12"]
     *problems, num_compiled = compiled(tmp_path, *within, *faults)
-    assert int(num_compiled) == 3 * 6 + 2 * 2
+    assert int(num_compiled) == 2 * 6 + 2 * 2
     spills, too_large = problems[:2], problems[2:]
     assert all(re.match(r"_attend on sm90 spills \d+ bytes of registers, with bf", x) for x in spills)
     assert all(re.match(r"_attend on sm90 uses \d+ bytes of shared memory", x) for x in too_large)
