@@ -23,6 +23,8 @@ from dora.weights.store import WeightStore
 
 triton_kernels = pytest.importorskip("dora.engine.kernels.triton_kernels")
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu uses the GPU")
+
 CONFIG = ModelConfig(
     vocab_size=512,
     hidden_size=64,

@@ -26,6 +26,8 @@ from dora.trainer.perf import activation_bytes, logits_bytes, sharded_micro_batc
 from dora.trainer.recipe import Correction
 from dora.trainer.trainer import Sample, Trainer, TrainerSettings
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu uses the GPU")
+
 CONFIG = ModelConfig(
     vocab_size=512,
     hidden_size=64,
