@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -213,6 +214,8 @@ class _Calls(TorchFunctionMode):
             made = func(*args, **kwargs)
             made = self._cuda.pinned(made) if is_pinned else made
             return made if device is None else made.to(device)
+        if func is torch.Tensor.is_pinned and not isinstance(args[0], FakeTensor):
+            return self._cuda.is_pinned(args[0])
         if func is torch.Tensor.to and isinstance(args[0], FakeTensor):
             args = [x for x in args if not (isinstance(x, torch.device) and x == args[0].device)]
             if len(args) == 1 and not kwargs:
@@ -228,6 +231,13 @@ def _with_index(value: Any) -> Any:
 
 def _is_on(kind: str, tensor: Tensor) -> bool:
     return tensor.device.type == kind
+
+
+def _submit(_: ThreadPoolExecutor, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    """At once, because the device exists in one thread only."""
+    future = Future[Any]()
+    future.set_result(function(*args, **kwargs))
+    return future
 
 
 class Event:
@@ -286,6 +296,7 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
     patch.setattr(Tensor, "_make_subclass", staticmethod(make))
     patch.setattr(FakeTensor, "tolist", tolist)
+    patch.setattr(ThreadPoolExecutor, "submit", _submit)
     patch.setattr(torch.UntypedStorage, "resize_", resize_)
     patch.setattr(torch, "_has_compatible_shallow_copy_type", lambda *_: False)  # of meta and the device
     patch.setattr(DTensor, "device", property(lambda self: self._local_tensor.device), raising=False)

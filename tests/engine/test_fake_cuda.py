@@ -40,6 +40,8 @@ SAMPLING = {
     "greedy": SamplingParams(0.0, 40),
     "filtered": SamplingParams(0.7, 40, top_k=20, top_p=0.9, min_p=0.01),
 }
+# Of all weights; then the digest's keys, and its sums, which are computed on the device.
+ONE_COPY = ["copy_ between host and device", "a copy to the device", "a copy to the host"]
 KERNELS = ("_add_norm", "_swiglu", "_rope_store_kv", "_attend", "_combine")
 INT64 = {"slots", "rows", "positions", "tables", "owners", "ends"}
 FP32 = {"cos", "sin", "partial", "masses"}
@@ -140,20 +142,20 @@ def test_a_version_is_replaced_between_steps(cuda: FakeCuda, make_engine: Callab
     cuda.syncs.clear()
     engine.drop(0)
     engine.activate(2, "digest") if 2 in engine._copied else engine.load(2, initial_weights(CONFIG, seed=2))
-    assert cuda.syncs == ["copy_ between host and device", "a copy to the host"]  # in, and its digest
+    assert cuda.syncs == ONE_COPY
     while not engine.is_idle:
         engine.step()
     engine.check()
 
 
 def test_a_published_version_is_copied_to_the_host_once(cuda: FakeCuda, tmp_path: Path) -> None:
-    store, numel = WeightStore(tmp_path, "bfloat16"), WeightLayout(CONFIG).numel
-    flat = torch.zeros(numel, device="cuda")
+    layout = WeightLayout(CONFIG)
+    store, flat = WeightStore(tmp_path, "bfloat16", layout.shapes), torch.zeros(layout.numel, device="cuda")
     for version in (0, 1):
         cuda.syncs.clear()
         store.publish(version, flat)
-        assert cuda.syncs == ["copy_ between host and device"]
-    assert store.fetch(1).shape == (numel,)
+        assert cuda.syncs == ONE_COPY
+    assert store.fetch(1).shape == (layout.numel,)
     assert store.fetch(1).dtype == torch.bfloat16
 
 
