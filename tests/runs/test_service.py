@@ -17,6 +17,7 @@ import pytest
 from tests.runs.conftest import StartRun
 from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
 
+from dora.audit import audit, logprob_recheck
 from dora.errors import ServiceError
 from dora.service.client import Address, AsyncClient, Client
 
@@ -49,6 +50,10 @@ async def run_agent(client: AsyncClient, results: Counter[str], number: int) -> 
                 continue
             messages = [QUESTION, first, {"role": "tool", "content": "7;"}]
             second = await client.complete(session, messages)
+            if number % 2:  # another result of the tool: a branch
+                messages[-1] = {"role": "tool", "content": "8;"}
+                second = await client.complete(session, messages)
+                results["branches"] += 1
             await client.post_reward(session, float(second["choices"][0]["message"]["content"].count("7")))
             results["rewarded"] += 1
         except ServiceError as error:
@@ -59,7 +64,7 @@ def test_a_run_with_agents_survives_the_loss_of_an_agent_and_an_engine(start_run
     run = start_run(
         command="serve",
         run__steps=6,
-        sampling__max_turn_length=8,
+        sampling__max_turn_length=4,
         service__agents="true",
         service__session_timeout_s=2.0,
         reward__max_failed_fraction=1.0,
@@ -81,6 +86,11 @@ def test_a_run_with_agents_survives_the_loss_of_an_agent_and_an_engine(start_run
     assert (found["c1"], found["c2"], found["c3"], found["engine_failures"]) == (True, True, True, 1)
     assert "session expired" in {line["reason"] for line in journal(run.out) if line["kind"] == "fail"}
     assert results["rewarded"] >= 6 * 2 * 2
+    assert results["branches"] > 0
+    audited = audit.check(run.out)
+    assert (audited.findings, audited.counts.branches > 0) == ((), True)
+    rechecked = logprob_recheck.check(run.out, 1000)
+    assert not rechecked.findings
     assert not (run.out / "service.json").exists()
 
 

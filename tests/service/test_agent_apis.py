@@ -16,7 +16,13 @@ from dora.core.types import RequestId
 from dora.data.tokenizer import save_bpe_tokenizer
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
-from dora.runtime.rollout.episodes import EpisodeId, EpisodeObservation, EpisodeStarted, PolicyTurn
+from dora.runtime.rollout.episodes import (
+    EpisodeBranched,
+    EpisodeId,
+    EpisodeObservation,
+    EpisodeStarted,
+    PolicyTurn,
+)
 
 EPISODE = EpisodeId(RequestId(0, 3, 1), 0)
 OPENAI, ANTHROPIC = "/s/a/v1/chat/completions", "/s/a/v1/messages"
@@ -26,6 +32,9 @@ CLAUDE_TOOLS = [{"name": "add", "input_schema": SCHEMA}]
 USER = {"role": "user", "content": "1 + 1?"}
 CALL = {"type": "tool_use", "id": "call_a-0-0", "name": "add", "input": {"a": 1}}
 CALL_TEXT = 'I add.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+TOOL = {"role": "tool", "tool_call_id": "call_a-0-0", "content": "2"}
 
 
 def prepare(start: Path) -> None:
@@ -91,30 +100,75 @@ def test_the_model_calls_a_tool_and_reads_its_result(run: FakeRun) -> None:
     assert "tool\n2" in text_of(run, observed.token_ids)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"tools": []}, "the tools differ"),
-        ({"tools": [{"type": "function", "function": {"name": "sub"}}]}, "the tools differ"),
-        ({"arguments": '{"a": 2}'}, "the model's turn unchanged"),
-        ({"arguments": "[1]"}, "no JSON object"),
-        ({"arguments": '{"a": '}, "no JSON object"),
-    ],
-)
-def test_other_tools_or_calls_than_before_are_refused(
-    run: FakeRun, change: dict[str, Any], reason: str
-) -> None:
+@pytest.mark.parametrize("arguments", ["[1]", '{"a": '])
+def test_arguments_that_are_no_json_object_are_refused(run: FakeRun, arguments: str) -> None:
     body = {"messages": [USER], "tools": TOOLS}
     answer = ask(run, OPENAI, body, CALL_TEXT).json()["choices"][0]["message"]
     run.replies()
+    answer["tool_calls"][0]["function"]["arguments"] = arguments
+    response = ask(run, OPENAI, body | {"messages": [USER, answer, TOOL]}, None)
+    assert "no JSON object" in error_message(response, 400)
+    assert run.replies() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "has_sampled_call"),
+    [
+        ({"tools": []}, True),
+        ({"tools": [{"type": "function", "function": {"name": "sub"}}]}, True),
+        ({"arguments": '{"a": 2}'}, False),
+    ],
+)
+def test_other_tools_or_calls_than_before_are_a_branch(
+    run: FakeRun, change: dict[str, Any], has_sampled_call: bool
+) -> None:
+    body = {"messages": [USER], "tools": TOOLS}
+    answer = ask(run, OPENAI, body, CALL_TEXT).json()["choices"][0]["message"]
+    (started,) = run.replies()
+    assert isinstance(started, EpisodeStarted)
     if "arguments" in change:
         answer["tool_calls"][0]["function"]["arguments"] = change["arguments"]
     else:
         body |= change
-    tool = {"role": "tool", "tool_call_id": "call_a-0-0", "content": "2"}
-    response = ask(run, OPENAI, body | {"messages": [USER, answer, tool]}, None)
-    assert reason in error_message(response, response.status_code)
-    assert (response.status_code in (400, 409), run.replies()) == (True, [])
+    response = ask(run, OPENAI, body | {"messages": [USER, answer, TOOL]}, "2", number=1)
+    assert response.json()["choices"][0]["message"]["content"] == "2"
+    (branched,) = run.replies()
+    assert isinstance(branched, EpisodeBranched)
+    ids = branched.prompt_ids
+    log = (*started.prompt_ids, *run.setup.tokenizer.encode(CALL_TEXT))
+    num_shared = len(ids) - branched.num_new
+    assert ids[:num_shared] == log[:num_shared]
+    assert (0 < num_shared == branched.parent < len(log), ids[num_shared] != log[num_shared]) == (True, True)
+    assert ("<tool_call>" in text_of(run, ids[-branched.num_new :])) == has_sampled_call
+    assert run.agents.num_retokenized == 0
+
+
+def test_a_client_that_strips_or_does_not_parse_a_turn_continues_its_tokens(run: FakeRun) -> None:
+    body = {"messages": [USER], "tools": TOOLS}
+    ask(run, OPENAI, body, f"{CALL_TEXT} ")
+    run.replies()
+    raw = {"role": "assistant", "content": CALL_TEXT}
+    assert ask(run, OPENAI, body | {"messages": [USER, raw, TOOL]}, "2", number=1).status_code == 200
+    (observed,) = run.replies()
+    assert isinstance(observed, EpisodeObservation)
+    assert "tool_call" not in text_of(run, observed.token_ids)
+
+
+def test_a_compacted_history_keeps_the_sampled_tokens_of_its_turns(run: FakeRun) -> None:
+    ask(run, OPENAI, {"messages": [USER]}, "aXb")
+    run.replies()
+    history = [USER, {"role": "assistant", "content": "aXb"}, USER | {"content": "2 + 2?"}]
+    ask(run, OPENAI, {"messages": history}, "4", number=1)
+    run.replies()
+    compacted = [USER | {"content": "(summary)"}, *history[1:], {"role": "assistant", "content": "4"}, USER]
+    assert ask(run, OPENAI, {"messages": compacted}, "2", number=2).status_code == 200
+    (branched,) = run.replies()
+    assert isinstance(branched, EpisodeBranched)
+    text = text_of(run, branched.prompt_ids)
+    assert text.index("(summary)") < text.index("aXb") < text.index("2 + 2?") < text.index("1 + 1?")
+    assert (run.agents.num_branches, run.agents.num_retokenized) == (1, 0)
+    status = run.call("GET", "/v1/status").json()["agents"]
+    assert (status["branches"], status["retokenized"]) == (1, 0)
 
 
 def test_tools_are_refused_if_the_template_shows_none(tmp_path: Path) -> None:

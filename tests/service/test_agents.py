@@ -13,6 +13,7 @@ from tests.service.fake_run import FakeRun, disconnect_after, error_message
 from dora.core.types import RequestId
 from dora.runtime.rollout.agent_sessions import ChatMessage, TurnRequest
 from dora.runtime.rollout.episodes import (
+    EpisodeBranched,
     EpisodeEnded,
     EpisodeFailed,
     EpisodeId,
@@ -150,7 +151,12 @@ def test_the_oldest_version_is_opened_first(run: FakeRun) -> None:
         run.agents.start(EpisodeId(RequestId(0, 0, sibling), 0), version)
     siblings = [run.call("PUT", f"/v1/sessions/{name}").json()["sibling"] for name in "abcd"]
     assert siblings == [1, 2, 0, 3]
-    assert run.call("GET", "/v1/status").json()["agents"] == {"sessions": 4, "waiting": 0}
+    assert run.call("GET", "/v1/status").json()["agents"] == {
+        "sessions": 4,
+        "waiting": 0,
+        "branches": 0,
+        "retokenized": 0,
+    }
     assert run.call("GET", "/v1/status").json()["awaited_inputs"] == ["agents"]
     assert "dora_sessions 4.0" in run.call("GET", "/metrics").text
     assert "try again" in error_message(run.call("PUT", "/v1/sessions/e"), 429)
@@ -242,18 +248,38 @@ def test_an_abandoned_episode_fails_only_if_it_has_started(run: FakeRun) -> None
 
 
 @pytest.mark.parametrize(
-    "messages",
+    ("messages", "prompt", "parent"),
     [
-        [NEXT, {"role": "assistant", "content": "77"}, NEXT],
-        [USER, {"role": "assistant", "content": "78"}, NEXT],
-        [USER, NEXT],
-        [USER, {"role": "assistant", "content": "77"}],
+        ([NEXT, {"role": "assistant", "content": "77"}, NEXT], ",77,", 0),
+        ([USER, {"role": "assistant", "content": "78"}, NEXT], "13:78,", 4),
+        ([USER, NEXT], "13:,", 3),
+        ([USER, {"role": "assistant", "content": "7"}, {"role": "user", "content": "7"}], "13:77", 5),
     ],
 )
-def test_messages_with_another_history_are_refused(run: FakeRun, messages: list[Any]) -> None:
+def test_messages_with_another_history_are_a_branch(
+    run: FakeRun, messages: list[Any], prompt: str, parent: int
+) -> None:
+    open_session(run)
+    complete_with(run, [USER], "77", reason="turn_length")
+    run.replies()
+    assert complete_with(run, messages, "8", number=1).json()["usage"]["prompt_tokens"] == len(prompt)
+    new = len(prompt) - parent
+    assert run.replies() == [EpisodeBranched(EPISODE, 0, ids(run, prompt), new, parent)]
+    first = {"role": "assistant", "content": "77"}
+    complete_with(run, [USER, first, NEXT], "9", number=2)  # back to the first conversation
+    assert run.replies() == [EpisodeBranched(EPISODE, 1, ids(run, "13:77,"), 1, 5)]
+    assert (run.agents.num_branches, run.agents.num_retokenized) == (2, 0)
+
+
+def test_a_run_that_cannot_train_on_branches_refuses_them(run: FakeRun) -> None:
+    run.agents._no_branches = "the run has trainer.routing_replay = true"
     open_session(run)
     complete_with(run, [USER], "77")
-    assert "the model's turn unchanged" in error_message(complete(run, messages), 409)
+    assert "routing_replay = true, so it trains on no branches" in error_message(
+        complete(run, [USER, NEXT]), 409
+    )
+    last = [USER, {"role": "assistant", "content": "77"}]
+    assert "has role assistant" in error_message(complete(run, last), 400)
     assert len(run.replies()) == 1
 
 

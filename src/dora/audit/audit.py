@@ -43,6 +43,7 @@ class AuditCounts:
     files: int  # that have the digest in the journal
     samples: int
     prefilled_tokens: int = 0  # recomputed because their request migrated without KV
+    branches: int = 0  # of episodes whose history was changed
     segmented: int | None = None  # trajectories of several versions; None: the policy promises C1
 
 
@@ -129,6 +130,7 @@ def check(run: Path) -> AuditResult:
         files=files.num_files,
         samples=stored.num_samples,
         prefilled_tokens=versions.num_prefilled,
+        branches=stored.num_branches,
         segmented=versions.num_segmented if journal.limits.breaks_c1 else None,
     )
     findings = (
@@ -170,6 +172,8 @@ def describe(counts: AuditCounts) -> dict[str, str]:
         sampled = f"{counts.segmented:,} of them from several versions, as the update policy allows"
     if counts.prefilled_tokens:
         sampled += f", {plural(counts.prefilled_tokens, 'token')} re-prefilled in migrations"
+    if counts.branches:
+        sampled += f", branches of changed histories: {counts.branches:,}"
     responses, versions = plural(counts.trajectories, "response"), plural(counts.versions, "version")
     return {
         "C1": f"{responses}, {versions}, {sampled}",

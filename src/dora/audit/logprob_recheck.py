@@ -30,6 +30,7 @@ from dora.model.config import ModelConfig
 from dora.model.pretrained import load_config, load_pretrained
 from dora.model.weights import WeightLayout, weight_digest
 from dora.runtime.run_setup import GREEDY
+from dora.stream.sample_db import split_branches
 from dora.text import plural
 from dora.trainer.checkpoint import VERSIONS_FOLDER
 from dora.trainer.checkpoint_folders import complete_checkpoints
@@ -209,8 +210,8 @@ def _compare(
         elif response is not None:
             by_temperature.setdefault(recomputer.temperature_of(row), []).append((name, response))
     for temperature, named in by_temperature.items():
-        recomputed = recomputer.logprobs(flat, temperature, [response for _, response in named])
-        for (name, response), logprobs in zip(named, recomputed, strict=True):
+        recomputed = recomputer.logprobs(flat, temperature, [s for _, each in named for s in _split(each)])
+        for (name, response), logprobs in zip(named, _rejoin(named, recomputed), strict=True):
             sampled = torch.tensor([*response.loss_mask]).nonzero()[:, 0]
             diff = (logprobs - torch.tensor(response.logprobs)).abs()[sampled]
             diffs.append(diff)
@@ -222,6 +223,23 @@ def _compare(
                     f"and recomputed as {logprobs[at]:.9g}; the mean difference is {diff.mean():.2g}"
                 )
     return torch.cat(diffs), findings
+
+
+def _split(response: StoredResponse) -> list[StoredResponse]:
+    """A response for each sequence of one with branches."""
+    if not response.branches:
+        return [response]
+    tree = split_branches(response.prompt_ids, response.token_ids, response.branches)
+    return [
+        response._replace(prompt_ids=context, token_ids=response.token_ids[start:stop], branches=())
+        for context, start, stop in tree
+    ]
+
+
+def _rejoin(named: Sequence[tuple[str, StoredResponse]], parts: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The log-probs of each response from those of its sequences."""
+    for _, response in named:
+        yield torch.cat([next(parts) for _ in range(1 + len(response.branches))])
 
 
 def _describe(diffs: Tensor) -> str:

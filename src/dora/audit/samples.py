@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ from dora.config.schema import Config
 from dora.core.actions import Action
 from dora.core.events import Event, GroupScored, RequestFinished
 from dora.journal.reader import column_or_null, open_sample_store, sample_columns
-from dora.stream.sample_db import PAYLOAD, payload_digest
+from dora.stream.sample_db import PAYLOAD, payload_digest, read_branches
 from dora.text import plural
 
 FINISH_REASONS = ("stop", "length", "turn_length")
@@ -38,6 +38,7 @@ class AuditedSample(NamedTuple):
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     loss_mask: NDArray[np.uint8]  # empty: the policy sampled every token
+    branches: str | None  # JSON
     reward: float | None
     advantage: float | None
     task_rewards: str | None  # JSON
@@ -68,6 +69,7 @@ def read_stored_samples(run: Path) -> Iterator[AuditedSample]:
                 _array(columns["token_ids"], np.int32),
                 _array(columns["logprobs"], np.float32),
                 _array(columns["loss_mask"] or b"", np.uint8),
+                columns["branches"],
                 reward,
                 advantage,
                 task_rewards,
@@ -87,7 +89,7 @@ class SampleAudit:
         """Without `config` or `vocab_size` the checks that need them are skipped, and `skipped` says so."""
         self.findings: list[str] = []
         self.skipped: Counter[str] = Counter()  # reason -> samples
-        self.num_samples = 0
+        self.num_samples = self.num_branches = 0
         self._config, self._vocab_size = config, vocab_size
         self._finished: dict[tuple[str, int], RequestFinished] = {}
         self._rewards: dict[str, tuple[float, ...]] = {}  # by group
@@ -141,6 +143,7 @@ class SampleAudit:
             f"{name} finished with the reason {event.finish_reason!r}, expected one of {FINISH_REASONS}",
         )
         self._check_tokens(name, row)
+        self._check_branches(name, row)
 
     def _check_tokens(self, name: str, row: AuditedSample) -> None:
         num_prompt, num_tokens = len(row.prompt_ids), len(row.token_ids)
@@ -169,6 +172,34 @@ class SampleAudit:
             0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size,
             f"{name} has a token outside the vocabulary of {self._vocab_size}",
         )
+
+    def _check_branches(self, name: str, row: AuditedSample) -> None:
+        """Each branch has a sampled token, and starts anew where another sequence of the sample goes on."""
+        if row.branches is None:
+            return
+        try:
+            branches = read_branches(row.branches) or []
+        except (TypeError, ValueError):
+            self.findings.append(f"{name} has branches that cannot be read: {row.branches!r}")
+            return
+        tokens = np.concatenate([row.prompt_ids, row.token_ids])
+        num_prompt, stops = len(row.prompt_ids), [*(b.start for b in branches[1:]), len(tokens)]
+        mask = row.loss_mask if len(row.loss_mask) else np.ones(len(row.token_ids), np.uint8)
+        self.num_branches += len(branches)
+        first = branches[0].start if branches else 0
+        starts = [first, *stops]
+        is_tree = num_prompt < first and all(a < b for a, b in pairwise(starts)) and starts[-1] == len(tokens)
+        self._check(
+            is_tree and all(0 <= b.parent <= b.start for b in branches),
+            f"{name} has branches that are no tree of its {len(tokens)} tokens: {row.branches}",
+        )
+        if not is_tree:
+            return
+        for branch, stop in zip(branches, stops, strict=True):
+            self._check(
+                bool(mask[branch.start - num_prompt : stop - num_prompt].any()),
+                f"{name} has a branch at token {branch.start} without a sampled token",
+            )
 
     def _check_group(self, group: str, rows: Sequence[AuditedSample]) -> None:
         config = self._config

@@ -67,6 +67,17 @@ class Chunk(NamedTuple):
     num_tokens: int
 
 
+class Branch(NamedTuple):
+    """A second continuation of an episode's tokens, both as positions in its prompt and response.
+
+    The tokens from `start` do not follow those before `start`, but those before `parent`, which is at most
+    `start`.
+    """
+
+    start: int
+    parent: int
+
+
 # Parts of the scheduler that a run can switch off, to measure what each contributes: moves (live migration),
 # shares (repartition of engines), fill (admission at older versions), update, pressure and period (triggers
 # of a rebalance: a new version, KV pressure, the interval), remainders (largest-remainder rounding), room

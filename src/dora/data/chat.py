@@ -15,6 +15,9 @@ from dora.data.tokenizer import Tokenizer
 from dora.data.tool_calls import Parser, Tool, parser_of
 from dora.errors import DataError, ModelError
 
+Turns = Mapping[int, Sequence[int]]  # index of a message -> token ids that the model sampled for it
+NO_TURNS: Turns = {}
+
 
 class PromptEncoder:
     """Encodes prompts and observations for one model. `template` None: text is encoded as it is."""
@@ -22,10 +25,11 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
         self._tokenizer, self._template = tokenizer, template
 
-    def encode(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> list[int]:
+    def encode(self, prompt: Prompt, tools: Sequence[Tool] = (), turns: Turns = NO_TURNS) -> list[int]:
         """Token ids of a prompt with the tools that the model may call.
 
-        Raises DataError if it cannot be tokenized, or the template shows the model no tools.
+        `turns` are the messages that the model has generated, by index: they have the tokens that were
+        sampled. Raises DataError if it cannot be tokenized, or the template shows the model no tools.
         """
         if tools and self.tool_parser is None:
             raise DataError(
@@ -34,9 +38,13 @@ class PromptEncoder:
             )
         if self._template is not None:
             # The template writes the special tokens at the start of a sequence itself.
-            return self._tokenizer.encode(self._template.render(prompt, tools), add_special_tokens=False)
+            messages, names = _with_placeholders(prompt, turns)
+            return self._splice(self._template.render(messages, tools), names, add_special_tokens=False)
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
+        if turns:
+            text, names = _joined_with_placeholders(prompt, turns)
+            return self._splice(text, names)
         raise DataError("the prompt is a conversation; set data.chat_template = true")
 
     @property
@@ -44,19 +52,40 @@ class PromptEncoder:
         """Finds the tool calls in the text of a turn; None if the model's template has none."""
         return None if self._template is None else self._template.tool_parser
 
-    def encode_observation(self, observation: Prompt, turn_ids: Sequence[int]) -> list[int]:
+    def encode_observation(
+        self, observation: Prompt, turn_ids: Sequence[int], turns: Turns = NO_TURNS
+    ) -> list[int]:
         """Token ids of an observation, between the model's turn `turn_ids` and its next one.
 
-        A first token that repeats the last one of the turn (its end) is dropped. Raises DataError if it
-        cannot be tokenized.
+        A first token that repeats the last one of the turn (its end) is dropped. `turns` as in `encode`.
+        Raises DataError if it cannot be tokenized.
         """
         if self._template is None:
             if isinstance(observation, str):
                 return self._tokenizer.encode(observation, add_special_tokens=False)
-            raise DataError("the observation has messages; set data.chat_template = true")
-        text = self._template.render_observation(observation)
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids[1:] if ids and ids[0] == turn_ids[-1] else ids
+            if not turns:
+                raise DataError("the observation has messages; set data.chat_template = true")
+            text, names = _joined_with_placeholders(observation, turns)
+        else:
+            messages, names = _with_placeholders(observation, turns)
+            text = self._template.render_observation(messages)
+        return _without_end(self._splice(text, names, add_special_tokens=False), turn_ids)
+
+    def _splice(
+        self, text: str, names: Mapping[str, Sequence[int]], add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a text in which each placeholder of `names` stands for a turn's tokens."""
+        ids: list[int] = []
+        turn_ids: Sequence[int] = ()
+        for name, next_ids in [*names.items(), ("", ())]:
+            part, found, text = text.partition(name) if name else (text, "", "")
+            if name and not found:
+                raise DataError("the chat template leaves out earlier answers, so histories cannot change")
+            part_ids = self._tokenizer.encode(part, add_special_tokens=add_special_tokens) if part else []
+            ids += _without_end(part_ids, turn_ids) if turn_ids else part_ids
+            ids += next_ids
+            turn_ids, add_special_tokens = next_ids, False
+        return ids
 
 
 class ChatTemplate:
@@ -116,6 +145,29 @@ class ChatTemplate:
         except Exception as error:  # templates raise any type
             raise DataError(f"the chat template refuses the prompt: {error}") from error
         return text
+
+
+def _with_placeholders(prompt: Prompt, turns: Turns) -> tuple[Prompt, dict[str, Sequence[int]]]:
+    """The messages with a placeholder for each turn, and the token ids of the turns by placeholder."""
+    if not turns:
+        return prompt, {}
+    names = {i: f"(answer {secrets.token_hex(8)})" for i in sorted(turns)}
+    messages = [
+        {"role": message["role"], "content": names[i]} if i in names else message
+        for i, message in enumerate(_messages(prompt))
+    ]
+    return messages, {name: turns[i] for i, name in names.items()}
+
+
+def _joined_with_placeholders(prompt: Prompt, turns: Turns) -> tuple[str, dict[str, Sequence[int]]]:
+    """As `_with_placeholders`, the contents joined."""
+    messages, names = _with_placeholders(prompt, turns)
+    return "".join(message["content"] for message in _messages(messages)), names
+
+
+def _without_end(ids: list[int], turn_ids: Sequence[int]) -> list[int]:
+    """The tokens after a turn, without a first one that repeats the end of the turn."""
+    return ids[1:] if ids and ids[0] == turn_ids[-1] else ids
 
 
 def _messages(prompt: Prompt) -> Messages:

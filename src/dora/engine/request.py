@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.core.types import Chunk, GroupId, RequestId
+from dora.core.types import Branch, Chunk, GroupId, RequestId
 from dora.errors import DoraError
 
 
@@ -124,7 +124,8 @@ class Completion:
     compares its own with these. `raw_logprobs` are the model's, at temperature 1. Observation tokens of an
     episode have log-probs of NaN. A column of log-probs that nobody needs is empty. `chunks` are runs of
     tokens with the weights that decoded them. `routes` [prompt and output tokens - 1, MoE layers, k] are the
-    experts of each token, if the engine returns them.
+    experts of each token, if the engine returns them. `branches` are those of an episode, which the driver
+    joins from several requests.
     """
 
     id: RequestId
@@ -137,6 +138,7 @@ class Completion:
     chunks: tuple[Chunk, ...]
     finish_reason: str  # "stop" | "length" | "turn_length", for the last turn of an episode
     routes: NDArray[np.int16] | None = None
+    branches: tuple[Branch, ...] = ()
 
     def __post_init__(self) -> None:
         for name, dtype in _COLUMN_DTYPES.items():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from dora.core import codec
 from dora.core.actions import Action
 from dora.core.events import Event
-from dora.core.types import Limits, ProtocolError
+from dora.core.types import Branch, Limits, ProtocolError
 from dora.errors import DamagedRunError, InputError
 from dora.journal.writer import BEING_WRITTEN, FILES, SCHEMA, SEAL, chain_of, split_chain
 
@@ -204,6 +204,7 @@ class StoredResponse(NamedTuple):
     logprobs: Sequence[float]
     routes: Sequence[int]  # [tokens - 1, MoE layers, k], flattened; empty if routing was not recorded
     loss_mask: Sequence[int]  # 1 for a token that the model sampled, 0 for one that the environment inserted
+    branches: Sequence[Branch] = ()
 
 
 def read_samples(run: Path) -> dict[SampleKey, SampleRow]:
@@ -221,9 +222,10 @@ def read_samples(run: Path) -> dict[SampleKey, SampleRow]:
 def read_responses(run: Path, rows: Iterable[SampleRow]) -> list[StoredResponse | None]:
     """Read the tokens of rows of the same store; None for a truncated one. Raises InputError."""
     with open_sample_store(run) as store:
-        loss_mask = column_or_null("loss_mask", sample_columns(store))
+        known = sample_columns(store)
+        loss_mask, branches = column_or_null("loss_mask", known), column_or_null("branches", known)
         query = (
-            f"select prompt_ids, token_ids, logprobs, coalesce(routes, x''), {loss_mask} "
+            f"select prompt_ids, token_ids, logprobs, coalesce(routes, x''), {loss_mask}, {branches} "
             "from samples where group_id = ? and sibling = ?"
         )
         return [_stored_response(*store.execute(query, (row.group, row.sibling)).fetchone()) for row in rows]
@@ -274,12 +276,13 @@ def _sample_row(
 
 
 def _stored_response(
-    prompt: bytes, response: bytes, logprobs: bytes, routes: bytes, mask: bytes | None
+    prompt: bytes, response: bytes, logprobs: bytes, routes: bytes, mask: bytes | None, branches: str | None
 ) -> StoredResponse | None:
     try:
         ids = array("i", response)
         mask = bytes([1]) * len(ids) if mask is None else mask
-        return StoredResponse(array("i", prompt), ids, array("f", logprobs), array("h", routes), mask)
+        tree = [Branch(*map(int, branch)) for branch in json.loads(branches or "[]")]
+        return StoredResponse(array("i", prompt), ids, array("f", logprobs), array("h", routes), mask, tree)
     except (TypeError, ValueError):
         return None
 

@@ -127,6 +127,7 @@ class SampleBook:
                 loss_mask,
                 self.episode_rewards.get(completion.id),
                 source.segments,
+                completion.branches or None,
             )
         )
         if group in self._discarded:

@@ -42,6 +42,8 @@ class AgentCounts(BaseModel):
 
     sessions: int
     waiting: int
+    branches: int  # continuations of earlier tokens, because a history was changed
+    retokenized: int  # turns of the model whose text was tokenized again: 0
 
 
 class ProgressStatus(BaseModel):
@@ -124,7 +126,12 @@ def progress_status(context: RunContext) -> ProgressStatus:
         awaited_inputs=context.awaited_inputs(),
         agents=None
         if sessions is None
-        else AgentCounts(sessions=sessions.num_sessions, waiting=sessions.num_waiting),
+        else AgentCounts(
+            sessions=sessions.num_sessions,
+            waiting=sessions.num_waiting,
+            branches=sessions.num_branches,
+            retokenized=sessions.num_retokenized,
+        ),
     )
 
 

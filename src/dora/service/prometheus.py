@@ -116,6 +116,12 @@ def _gauges(status: ProgressStatus) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             "dora_episodes_waiting", "Episodes that no agent has opened yet.", status.agents.waiting
         )
+        yield CounterMetricFamily(
+            "dora_branches", "Continuations of earlier tokens of an episode.", status.agents.branches
+        )
+        yield CounterMetricFamily(
+            "dora_retokenized_turns", "Turns whose text was tokenized again.", status.agents.retokenized
+        )
 
 
 def _engine_rows(engines: list[EngineStatus]) -> Metric:

@@ -20,7 +20,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.core.types import GroupId, RequestId
+from dora.core.types import Branch, GroupId, RequestId
 from dora.curve import CurveAddress
 from dora.errors import RunError, StorageFullError, StreamError
 from dora.stream import transport
@@ -41,6 +41,7 @@ _ANSWER_FIELDS = (
     Field("routes", "<i2", (None,)),  # of all tokens, concatenated; empty if unknown
     Field("weight_digest", "u1", (None,)),  # ASCII
     Field("loss_mask", "u1", (None,)),  # 1: generated token, 0: token of an observation
+    Field("branches", "<i4", (None,)),  # start and parent of each, concatenated
 )
 _SCORE_FIELDS = (Field("reward", "<f8"), Field("advantage", "<f8"))  # NaN: needs the whole batch
 FIELDS = (*_ANSWER_FIELDS, *_SCORE_FIELDS)
@@ -448,6 +449,7 @@ def _answer_columns(answers: Sequence[Trajectory]) -> dict[str, Any]:
             np.ones(len(t.token_ids), np.uint8) if t.loss_mask is None else np.asarray(t.loss_mask, np.uint8)
             for t in answers
         ],
+        "branches": [np.array(t.branches or (), np.int32).reshape(-1) for t in answers],
     }
 
 
@@ -458,7 +460,7 @@ def _to_samples(batch: StreamBatch) -> list[StoredSample]:
     samples = []
     for row, (index, version) in enumerate(zip(batch.indices, batch.versions, strict=True)):
         values = (columns[field.name][row] for field in FIELDS)
-        prompt, tokens, logprobs, routes, digest, mask, reward, advantage = values
+        prompt, tokens, logprobs, routes, digest, mask, branches, reward, advantage = values
         num_tokens = len(prompt) + len(tokens)
         samples.append(
             StoredSample(
@@ -472,6 +474,7 @@ def _to_samples(batch: StreamBatch) -> list[StoredSample]:
                 weight_digest=digest.tobytes().decode(),
                 stream_index=index,
                 loss_mask=None if mask.all() else mask.copy(),
+                branches=[Branch(*pair) for pair in branches.reshape(-1, 2).tolist()] or None,
                 **{name: rows[row].copy() for name, rows in aux_columns.items()},
             )
         )

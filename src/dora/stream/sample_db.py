@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.core.types import Chunk, GroupId, RequestId
+from dora.core.types import Branch, Chunk, GroupId, RequestId
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 DIGEST_SEPARATOR = "+"
@@ -26,7 +26,7 @@ create table if not exists samples (
     group_id text not null, sibling integer not null,
     version integer not null, weight_digest text not null,
     prompt_ids blob not null, token_ids blob not null, logprobs blob not null,
-    routes blob, loss_mask blob, segments text, reward real, advantage real, task_rewards blob,
+    routes blob, loss_mask blob, segments text, branches text, reward real, advantage real, task_rewards blob,
     state text not null, trained_step integer,
     primary key (group_id, sibling)) without rowid
 """
@@ -42,14 +42,57 @@ PAYLOAD = (
     "routes",
     "loss_mask",
     "segments",
+    "branches",
 )
 
 
 def payload_digest(values: Iterable[int | str | bytes | None]) -> str:
-    """Digest (32 hex digits) of the columns PAYLOAD of a row."""
+    """Digest (32 hex digits) of the columns PAYLOAD of a row.
+
+    Without branches it is that of the columns before, as in files that have no column for them.
+    """
     columns = [value if isinstance(value, bytes) else repr(value).encode() for value in values]
+    if len(columns) == len(PAYLOAD) and columns[-1] == b"None":
+        columns.pop()
     data = b"".join([part for column in columns for part in (b"%d:" % len(column), column)])
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class TokenSequence(NamedTuple):
+    """The tokens `start` to `stop` of a response, which follow the tokens `context`."""
+
+    context: list[int]
+    start: int
+    stop: int
+
+
+def split_branches(
+    prompt_ids: TokenIds, token_ids: TokenIds, branches: Sequence[Branch]
+) -> list[TokenSequence]:
+    """The sequences of a response: each of its tokens is in one of them, after all tokens it follows.
+
+    The tokens of an episode are an append-only tree: a branch shares the tokens up to its parent, and those
+    after the parent stay as the end of another sequence.
+    """
+    tokens = [*map(int, prompt_ids), *map(int, token_ids)]
+    num_prompt = len(prompt_ids)
+    starts = [num_prompt, *(branch.start for branch in branches)]
+    parents = [num_prompt, *(branch.parent for branch in branches)]
+    stops = [*starts[1:], len(tokens)]
+    return [
+        TokenSequence(tokens_before(tokens, branches, parent), start - num_prompt, stop - num_prompt)
+        for parent, start, stop in zip(parents, starts, stops, strict=True)
+    ]
+
+
+def tokens_before(tokens: Sequence[int], branches: Sequence[Branch], position: int) -> list[int]:
+    """The tokens that lead to a position of a tree, whose `tokens` are in the order in which they came."""
+    parts: list[Sequence[int]] = []
+    for branch in reversed(branches):
+        if branch.start < position:
+            parts.append(tokens[branch.start : position])
+            position = branch.parent
+    return [token for part in reversed([*parts, tokens[:position]]) for token in part]
 
 
 class Trajectory(NamedTuple):
@@ -59,7 +102,8 @@ class Trajectory(NamedTuple):
     `loss_mask` is 1 for each token that the policy generated, 0 for each token of an observation (its
     log-prob is 0); None: all were generated. `reward` is that of an episode, before its group is scored. A
     response that continues with newer versions has `segments` (version, number of tokens): `version` is that
-    of the first segment, and `weight_digest` has the digests of all, joined by DIGEST_SEPARATOR.
+    of the first segment, and `weight_digest` has the digests of all, joined by DIGEST_SEPARATOR. An episode
+    whose history was changed has `branches`; see `split_branches`.
     """
 
     request: RequestId
@@ -72,6 +116,7 @@ class Trajectory(NamedTuple):
     loss_mask: Sequence[int] | NDArray[np.uint8] | None = None
     reward: float | None = None
     segments: Sequence[tuple[int, int]] | None = None
+    branches: Sequence[Branch] | None = None
 
 
 class AnswerSource(NamedTuple):
@@ -109,6 +154,12 @@ class StoredSample(NamedTuple):
     values: NDArray[np.float32] | None = None
     stream_index: int | None = None
     loss_mask: NDArray[np.uint8] | None = None
+    branches: Sequence[Branch] | None = None
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        """The sequences of the response; see `split_branches`."""
+        return split_branches(self.prompt_ids, self.token_ids, self.branches or ())
 
 
 class FinishedSample(NamedTuple):
@@ -149,7 +200,8 @@ class SampleStore:
         self._db.execute(f"pragma synchronous = {'full' if fsync else 'off'}")
         self._db.execute(_SCHEMA)
         names = [name for _, name, *_ in self._db.execute("pragma table_info(samples)")]
-        for name in {"routes", "loss_mask", "segments", "task_rewards"} - {*names}:  # of an older file
+        optional = {"routes", "loss_mask", "segments", "branches", "task_rewards"}
+        for name in optional - {*names}:  # of an older file
             self._db.execute(f"alter table samples add column {name} blob")
         self._in_transaction = False
         self._has_payload = False  # written in this transaction; the next event may name it
@@ -206,11 +258,12 @@ class SampleStore:
             None if t.routes is None else t.routes.astype("<i2").tobytes(),
             None if t.loss_mask is None else np.asarray(t.loss_mask, np.uint8).tobytes(),
             None if t.segments is None else json.dumps(t.segments),
+            None if not t.branches else json.dumps(t.branches),
         )
         self._has_payload = True
         self._write(
             f"insert into samples (group_id, sibling, {', '.join(PAYLOAD)}, reward, state) "
-            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
+            "values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'finished')",
             (str(t.request.group), t.request.sibling, *payload, t.reward),
         )
         if self._subscriber is not None:
@@ -333,11 +386,11 @@ class SampleStore:
         """Trajectories with reward and advantage, if known."""
         rows = self._db.execute(
             "select group_id, sibling, version, weight_digest, prompt_ids, token_ids, logprobs, routes, "
-            "loss_mask, iif(state = 'finished', null, reward), advantage from samples "
+            "loss_mask, branches, iif(state = 'finished', null, reward), advantage from samples "
             f"where {condition} order by group_id, sibling",
             values,
         )
-        for name, sibling, version, digest, prompt, answer, logprobs, routes, mask, reward, advantage in rows:
+        for name, sibling, version, digest, prompt, answer, logprobs, routes, mask, branches, *scores in rows:
             prompt_ids, token_ids = _ids(prompt), _ids(answer)
             routes_by_token = None
             if routes is not None:
@@ -354,9 +407,9 @@ class SampleStore:
                     np.frombuffer(logprobs, dtype="<f4"),
                     routes_by_token,
                     loss_mask,
+                    branches=read_branches(branches),
                 ),
-                reward,
-                advantage,
+                *scores,
             )
 
     def _write(self, sql: str, values: tuple[object, ...]) -> None:
@@ -364,6 +417,11 @@ class SampleStore:
             self._db.execute("begin")
             self._in_transaction = True
         self._db.execute(sql, values)
+
+
+def read_branches(column: str | None) -> list[Branch] | None:
+    """The branches of a row from its column. Raises ValueError or TypeError for a damaged one."""
+    return None if column is None else [Branch(*map(int, branch)) for branch in json.loads(column)]
 
 
 def _group(name: str) -> GroupId:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 from tests.runtime.tiny import completion_of, write_task
 
@@ -21,13 +23,14 @@ from dora.core.events import (
     RequestFinished,
     RequestsAborted,
 )
-from dora.core.types import Chunk, GroupId, RequestId
+from dora.core.types import Branch, Chunk, GroupId, RequestId
 from dora.engine.messages import TurnFinished
 from dora.engine.request import Request
 from dora.metrics.rollout import NO_USAGE
 from dora.runtime.process import messages as m
 from dora.runtime.rollout.engine_pool import EnginePool
 from dora.runtime.rollout.episodes import (
+    EpisodeBranched,
     EpisodeEnded,
     EpisodeFailed,
     EpisodeId,
@@ -77,6 +80,7 @@ class Engines:
         self.workers: dict[int, None] = {0: None, 1: None}
         self.sent: list[tuple[int, object]] = []
         self.migrated: list[Request] = []
+        self.is_moving = False
 
     def send(self, engine: int, message: object) -> bool:
         if engine in self.workers:
@@ -85,6 +89,9 @@ class Engines:
 
     def migrate(self, action: Migrate, request: Request) -> None:
         self.migrated.append(request)
+
+    def is_migrating(self, request: RequestId) -> bool:
+        return self.is_moving
 
 
 class Driver:
@@ -157,6 +164,39 @@ def test_an_episode_from_its_prompt_to_its_completion(driver: Driver) -> None:
     driver.finish(SECOND)
     assert driver.runner.released == [driver.runner.started[FIRST], driver.runner.started[SECOND]]
     assert driver.sample_book.num_tokens == {GROUP: {0: 2, 1: 2}}
+
+
+def test_a_branch_is_another_request_and_the_episode_is_one_sample(driver: Driver) -> None:
+    driver.start(FIRST)
+    episode = driver.generate_turn(num_left=10)  # the tree is 1 2 | 5 6
+    driver.reply(EpisodeBranched(episode, 0, (1, 2, 5, 3, 3), num_new=2, parent=3))
+    driver.engines.is_moving = True
+    first = replace(
+        completion_of(FIRST, [5, 6], [-1.0, -2.0], (Chunk(7, "digest", 2),)), prompt_ids=np.array([1, 2])
+    )
+    message = driver.episodes.on_engine_message(1, m.RequestsCompleted([first], NO_USAGE))
+    assert [*driver.sample_book.events_from(1, message)] == []
+    assert driver.engines.sent == [(0, m.EndEpisode(FIRST))]  # an engine may still move the first request
+    driver.engines.is_moving = False
+    driver.episodes.check_deadlines()
+    engine, submitted = driver.engines.sent[-1]
+    assert isinstance(submitted, m.SubmitRequests)
+    (request,) = submitted.requests
+    assert (engine, request.prompt_ids, request.sampling.max_tokens) == (1, (1, 2, 5, 3, 3), 8)
+    (same,) = driver.setup.requests([FIRST], 7)
+    assert request.seed != same.seed
+    driver.reply(EpisodeEnded(driver.generate_turn(engine=1), 1, 0.5))
+    last = replace(
+        completion_of(FIRST, [7], [-3.0], (Chunk(7, "digest", 1),)), prompt_ids=np.array([1, 2, 5, 3, 3])
+    )
+    message = driver.episodes.on_engine_message(1, m.RequestsCompleted([last], NO_USAGE))
+    (event,) = driver.sample_book.events_from(1, message)
+    assert isinstance(event, RequestFinished)
+    assert event == RequestFinished(1, FIRST, 7, 5, (Chunk(7, "digest", 5),), "stop", event.payload)
+    assert driver.runner.released == [episode]
+    ((sample, *_),) = driver.samples._rows("sibling = ?", str(FIRST.sibling))
+    assert ([*sample.prompt_ids], [*sample.token_ids]) == ([1, 2], [5, 6, 3, 3, 7])
+    assert ([*(np.asarray(sample.loss_mask))], sample.branches) == ([1, 1, 0, 0, 1], [Branch(4, 3)])
 
 
 def test_rewards_of_episodes_are_stored_with_the_samples_and_score_the_group(driver: Driver) -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tests.runtime.tiny import MODEL
 
-from dora.core.types import GroupId
+from dora.core.types import Branch, GroupId
 from dora.errors import RunError
 from dora.model.weights import initial_weights
-from dora.runtime.training.accumulator import Accumulator, to_sample
+from dora.runtime.training.accumulator import Accumulator, to_sample, to_samples
 from dora.stream.sample_db import StoredSample
 from dora.trainer.advantage import AdvantageSettings, compute_advantages
 from dora.trainer.critic import Critic, CriticSettings, initial_critic_weights
@@ -248,3 +248,24 @@ def test_a_failed_step_with_a_critic_can_be_repeated() -> None:
     for each in (worker, undisturbed):
         each.accumulator.train(0, FIRST)
     assert torch.equal(worker.trainer.flat, undisturbed.trainer.flat)
+
+
+def test_each_sequence_of_an_episode_with_branches_is_a_sample() -> None:
+    """The tree is 1 2 | 5 6; after 5 an observation 3 and a turn 7; after 1 a turn 8; after 7 a turn 9."""
+    (whole, _) = stored(GROUPS[0])
+    branched = whole._replace(
+        token_ids=np.array([5, 6, 3, 7, 8, 9], np.int32),
+        loss_mask=np.array([1, 1, 0, 1, 1, 1], np.uint8),
+        logprobs=np.array([-5, -6, -7, -8, -9], np.float32),
+        proximal=np.array([5, 6, 7, 8, 9], np.float32),
+        branches=[Branch(4, 3), Branch(6, 1), Branch(7, 6)],
+        stream_index=3,
+    )
+    samples = to_samples(branched, advantage=2.0)
+    assert [(s.prompt_ids, s.token_ids, s.logprobs, s.proximal_logprobs) for s in samples] == [
+        ([1, 2], [5, 6], [-5, -6], [5, 6]),
+        ([1, 2, 5, 3], [7], [-7], [7]),
+        ([1], [8], [-8], [8]),
+        ([1, 2, 5, 3, 7], [9], [-9], [9]),
+    ]
+    assert {(s.advantage, s.loss_mask, s.stream_index) for s in samples} == {(2.0, None, None)}

@@ -3,6 +3,10 @@
 A session has one episode, and with it one policy version, from the agent's first messages to its reward. The
 episode fails if the agent makes no call for longer than its lease. Calls are idempotent: a repeated call gets
 the same response, so a client can retry after a lost response.
+
+The tokens of a session are an append-only tree. A call whose messages continue an earlier state of the
+conversation, or another conversation, is a branch: the model continues from the tokens that both have in
+common. A turn of the model always has the tokens that were sampled, also in the history of a branch.
 """
 
 from __future__ import annotations
@@ -10,15 +14,19 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from dora.core.types import RequestId
+import numpy as np
+
+from dora.config.schema import BREAKS_C1, Config
+from dora.core.types import Branch, RequestId
 from dora.data.tool_calls import ParsedTurn, Tool, ToolCall
 from dora.errors import ServiceError
 from dora.runtime.process.supervisor import DriverClock
 from dora.runtime.process.worker_process import WorkerMessages
 from dora.runtime.rollout.episodes import (
+    EpisodeBranched,
     EpisodeEnded,
     EpisodeFailed,
     EpisodeId,
@@ -29,6 +37,7 @@ from dora.runtime.rollout.episodes import (
     has_reward_tasks,
 )
 from dora.runtime.run_setup import RunSetup
+from dora.stream.sample_db import split_branches, tokens_before
 from dora.text import plural
 
 MAX_ENDED = 10_000  # ended sessions whose end reason is kept
@@ -47,6 +56,14 @@ class ChatMessage(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
 
 
+MessageKey = tuple[str, tuple[ToolCall, ...]]
+
+
+def _key(message: ChatMessage) -> MessageKey:
+    """Equal for messages that differ only in spaces at their ends, which clients strip."""
+    return message.content.strip(), message.calls
+
+
 @dataclass(frozen=True)
 class TurnRequest:
     """A call for the next turn: all messages so far, and what is the same in all calls of a session."""
@@ -62,11 +79,30 @@ class AssistantTurn:
 
     turn: PolicyTurn
     parsed: ParsedTurn
-    num_prompt_tokens: int  # of the episode before this turn
+    text: str  # before tool calls were parsed
+    num_prompt_tokens: int  # that the turn follows
 
     @property
     def message(self) -> ChatMessage:
         return ChatMessage("assistant", *self.parsed)
+
+    @property
+    def keys(self) -> tuple[MessageKey, MessageKey]:
+        """What a client may send back as this turn: the message, or the text with the calls in it."""
+        return _key(self.message), _key(ChatMessage("assistant", self.text))
+
+
+class PastTurn(NamedTuple):
+    """A turn of the model, the call that it answers, and the end of the turn in the session's tree."""
+
+    call: TurnRequest
+    answer: AssistantTurn
+    end: int
+
+    @property
+    def history(self) -> tuple[ChatMessage, ...]:
+        """The messages up to the turn."""
+        return (*self.call.messages, self.answer.message)
 
 
 @dataclass(eq=False)
@@ -77,16 +113,46 @@ class AgentSession:
     episode: EpisodeId
     version: int
     deadline_s: float | None  # of its lease, which is suspended while the model generates
-    messages: tuple[ChatMessage, ...] = ()  # of the last call
-    first_call: TurnRequest | None = None
+    call: TurnRequest | None = None  # the last one
+    max_tokens: int | None = None  # of each turn
     answer: AssistantTurn | None = None  # to the last call
-    num_tokens: int = 0  # of the episode so far
+    turns: list[PastTurn] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # all others, in the order in which they came
+    branches: list[Branch] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)  # the tokens of the conversation as it is now
     end_reason: str = ""  # set once it has ended, possibly before the driver releases the episode
 
     @property
-    def history(self) -> tuple[ChatMessage, ...]:
-        """The messages that the next call must begin with."""
-        return (*self.messages, self.answer.message) if self.answer else ()
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """Of the last call."""
+        return self.call.messages if self.call else ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the episode so far."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Append tokens to the conversation."""
+        self.token_ids += token_ids
+        self.path += token_ids
+
+    def path_to(self, position: int) -> list[int]:
+        """The tokens before a position of the tree."""
+        return tokens_before([*self.prompt_ids, *self.token_ids], self.branches, position)
+
+    def shared_prefix(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        """How many of these tokens the tree has already, and the position where they end in it."""
+        num_shared = position = 0
+        sequences = split_branches(self.prompt_ids, self.token_ids, self.branches)
+        for k, (context, start, stop) in enumerate(sequences):
+            known = [*context, *self.token_ids[start:stop]]
+            length = min(len(known), len(token_ids))
+            same = next((i for i in range(length) if known[i] != token_ids[i]), length)
+            if same > num_shared and (k == 0 or same > len(context)):  # else another sequence has it
+                num_shared, position = same, len(self.prompt_ids) + start + same - len(context)
+        return num_shared, position
 
 
 class AgentSessions:
@@ -106,6 +172,9 @@ class AgentSessions:
         self._waiting: dict[EpisodeId, int] = {}  # episodes without an agent -> version
         self._sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, AgentSession] = OrderedDict()
+        self._no_branches = _why_no_branches(setup.config)
+        self.num_branches = 0
+        self.num_retokenized = 0  # turns whose sampled tokens are not in the tokens of a history with them
 
     @property
     def num_sessions(self) -> int:
@@ -168,22 +237,29 @@ class AgentSessions:
     def complete(self, name: str, call: TurnRequest) -> AssistantTurn | None:
         """Return the model's turn in a conversation; None while it is being generated.
 
-        The first call has the episode's prompt. Each later call repeats the conversation so far word for word
-        and appends new messages. Raises ServiceError or DataError if the call does not continue the
-        conversation.
+        The first call has the episode's prompt. A later call that repeats the conversation so far and appends
+        new messages continues it; any other call is a branch. Raises ServiceError or DataError if the call
+        has no room, or the run cannot train on branches.
         """
         session = self.get(name)
-        if call.messages == session.messages:
+        last = session.call
+        if last is not None and (call.messages, call.tools) == (last.messages, last.tools):
             return session.answer
-        if session.first_call is None:
+        if call.messages[-1].role == "assistant":
+            raise ServiceError(
+                400,
+                "the last message has role assistant, which is reserved for the model's turn; end with a "
+                "message of another role",
+            )
+        if last is None:
             self._start_episode(session, call)
         elif session.answer is None:
             raise ServiceError(
                 409, "the model is generating the turn for an earlier call with other messages; wait for it"
             )
         else:
-            self._continue_episode(session, session.first_call, session.answer, call)
-        session.messages, session.answer, session.deadline_s = call.messages, None, None
+            self._continue_episode(session, session.answer, call)
+        session.call, session.answer, session.deadline_s = call, None, None
         return None
 
     def finish(self, name: str, reward: float | None) -> AgentSession:
@@ -226,11 +302,13 @@ class AgentSessions:
         """Return the turn to the agent's call and start the session's lease."""
         session = self._session_of(turn.episode)
         if session is not None and not session.end_reason:
-            text, first = self._setup.tokenizer.decode(turn.token_ids), session.first_call
+            text, call = self._setup.tokenizer.decode(turn.token_ids), session.call
             parser = self._setup.prompts.tool_parser
-            parsed = parser(text, first.tools) if parser and first and first.tools else ParsedTurn(text, ())
-            session.answer = AssistantTurn(turn, parsed, session.num_tokens)
-            session.num_tokens += len(turn.token_ids)
+            parsed = parser(text, call.tools) if parser and call and call.tools else ParsedTurn(text, ())
+            session.answer = AssistantTurn(turn, parsed, text, len(session.path))
+            session.append(turn.token_ids)
+            if call is not None:
+                session.turns.append(PastTurn(call, session.answer, session.num_tokens))
             session.deadline_s = self._new_deadline_s
 
     def release(self, episode: EpisodeId) -> None:
@@ -269,46 +347,80 @@ class AgentSessions:
                 f"{what} have {len(prompt_ids)} tokens; they must have 1 to data.max_prompt_length = "
                 f"{max_length}; send fewer",
             )
-        session.first_call, session.num_tokens = call, len(prompt_ids)
+        session.prompt_ids, session.path, session.max_tokens = [*prompt_ids], [*prompt_ids], call.max_tokens
         self._send(EpisodeStarted(session.episode, tuple(prompt_ids), call.max_tokens))
 
-    def _continue_episode(
-        self, session: AgentSession, first: TurnRequest, answer: AssistantTurn, call: TurnRequest
-    ) -> None:
-        history, messages = session.history, call.messages
-        if messages[: len(history)] != history or len(messages) == len(history):
+    def _continue_episode(self, session: AgentSession, answer: AssistantTurn, call: TurnRequest) -> None:
+        if call.max_tokens not in (None, session.max_tokens):
+            raise ServiceError(
+                400, f"max_tokens was {session.max_tokens} in the session's first call; repeat it"
+            )
+        turn = answer.turn
+        token_ids = self._tokens_of(session, call, turn.num_left)
+        num_shared, position = len(session.path), session.num_tokens
+        is_branch = token_ids[:num_shared] != session.path or len(token_ids) == num_shared
+        if is_branch:
+            if self._no_branches:
+                raise ServiceError(
+                    409,
+                    f"the messages do not continue the session, and {self._no_branches}, so it trains on no "
+                    "branches; send the messages of the last call, the model's turn unchanged and at least "
+                    "one new message, or open another session",
+                )
+            num_shared, position = session.shared_prefix(token_ids)
+        new = token_ids[num_shared:]
+        if len(new) >= turn.num_left:
             raise ServiceError(
                 409,
-                "the messages do not continue the session: send those of the last call, the model's turn "
-                "unchanged and at least one new message; open another session for another conversation",
+                f"the new messages have {len(new)} tokens, and the episode may only have {turn.num_left} "
+                "more, including the next turn; post the reward instead",
             )
-        if call.max_tokens not in (None, first.max_tokens):
-            raise ServiceError(
-                400, f"max_tokens was {first.max_tokens} in the session's first call; repeat it"
-            )
-        if call.tools != first.tools:
-            raise ServiceError(400, "the tools differ from those of the session's first call; repeat those")
-        _check_length(messages[len(history) :], answer.turn.num_left)
-        new = self._encodable(messages[len(history) :])
-        observed = self._setup.prompts.encode_observation(new, answer.turn.token_ids)
-        if not 1 <= len(observed) < answer.turn.num_left:
-            raise ServiceError(
-                409,
-                f"the new messages have {len(observed)} tokens, and the episode may only have "
-                f"{answer.turn.num_left} more, including the next turn; post the reward instead",
-            )
-        session.num_tokens += len(observed)
-        self._send(EpisodeObservation(session.episode, answer.turn.number, tuple(observed)))
+        if is_branch:
+            session.branches.append(Branch(session.num_tokens, position))
+            session.path = token_ids[:num_shared]
+            self.num_branches += 1
+            self._send(EpisodeBranched(session.episode, turn.number, tuple(token_ids), len(new), position))
+        else:
+            self._send(EpisodeObservation(session.episode, turn.number, tuple(new)))
+        session.append(new)
 
-    def _encodable(self, messages: Sequence[ChatMessage]) -> str | list[dict[str, str]]:
-        """Messages for the chat template; without a template, their contents joined."""
-        if any(message.role == "assistant" for message in messages):
-            raise ServiceError(
-                400, "a new message has role assistant, which is reserved for the model; remove it"
-            )
-        if self._setup.config.data.chat_template:
-            return [{"role": message.role, "content": message.content} for message in messages]
-        return "".join(message.content for message in messages)
+    def _tokens_of(self, session: AgentSession, call: TurnRequest, num_left: int) -> list[int]:
+        """All tokens of a conversation. What the model has generated in this session is not tokenized."""
+        prompts, messages = self._setup.prompts, call.messages
+        known = {key: past for past in session.turns for key in past.answer.keys}
+        sampled = {
+            i: known[_key(message)].answer.turn.token_ids
+            for i, message in enumerate(messages)
+            if message.role == "assistant" and _key(message) in known
+        }
+        same = [past for past in session.turns if past.call.tools == call.tools]
+        for past in reversed(same):
+            if past.call.messages == messages:  # once more
+                return session.path_to(past.end - len(past.answer.turn.token_ids))
+        base = max(
+            (past for past in reversed(same) if messages[: len(past.history)] == past.history),
+            key=lambda past: len(past.history),
+            default=None,
+        )
+        num_old = 0 if base is None else len(base.history)
+        texts = [message for i, message in enumerate(messages) if i >= num_old and i not in sampled]
+        limit = num_left if base else self._setup.config.max_sequence_length
+        _check_length(texts, limit, json.dumps(call.tools) if call.tools and not base else "")
+        turns = {i - num_old: ids for i, ids in sampled.items() if i >= num_old}
+        new = self._encodable(messages[num_old:], is_text=not turns)
+        if base is None:
+            token_ids = prompts.encode(new, call.tools, turns)
+        else:
+            end = base.answer.turn.token_ids
+            token_ids = session.path_to(base.end) + prompts.encode_observation(new, end, turns)
+        self.num_retokenized += sum(not _contains(token_ids, ids) for ids in sampled.values())
+        return token_ids
+
+    def _encodable(self, messages: Sequence[ChatMessage], is_text: bool = True) -> str | list[dict[str, Any]]:
+        """Messages for the chat template; without a template, their contents joined if `is_text`."""
+        if not self._setup.config.data.chat_template and is_text:
+            return "".join(message.content for message in messages)
+        return [_to_dict(message) for message in messages]
 
     def _session_of(self, episode: EpisodeId) -> AgentSession | None:
         return next((s for s in self._sessions.values() if s.episode == episode), None)
@@ -350,3 +462,36 @@ def _check_length(messages: Sequence[ChatMessage], num_tokens: int, tools: str =
 
 def _end_reason(reward: float | None) -> str:
     return "finished, scored by the run" if reward is None else f"finished with reward {reward!r}"
+
+
+def _to_dict(message: ChatMessage) -> dict[str, Any]:
+    """A message as chat templates take it."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.calls:
+        fields["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+            for call in message.calls
+        ]
+    return fields
+
+
+def _contains(token_ids: Sequence[int], part: Sequence[int]) -> bool:
+    """Whether the tokens contain these tokens in a row."""
+    size = np.dtype(np.int32).itemsize
+    data, wanted = np.array(token_ids, np.int32).tobytes(), np.array(part, np.int32).tobytes()
+    at = data.find(wanted)
+    while at % size and at >= 0:
+        at = data.find(wanted, at + 1)
+    return at >= 0
+
+
+def _why_no_branches(config: Config) -> str:
+    """Why a run cannot train on branches; empty if it can."""
+    algorithm, policy = config.algorithm, config.orchestrator.update_policy
+    settings = {
+        "trainer.routing_replay = true": config.trainer.routing_replay,
+        'algorithm.adv_estimator = "gae"': algorithm.adv_estimator == "gae",
+        'algorithm.policy_loss = "online_dpo"': algorithm.policy_loss == "online_dpo",
+        f"orchestrator.update_policy = {policy!r}": policy in BREAKS_C1,
+    }
+    return next((f"the run has {name}" for name, is_set in settings.items() if is_set), "")

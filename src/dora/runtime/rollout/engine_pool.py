@@ -23,6 +23,7 @@ from dora.core.events import (
     Event,
     LoadFailed,
 )
+from dora.core.types import RequestId
 from dora.curve import CurveAddress
 from dora.engine.messages import MigrationReply
 from dora.engine.request import Request
@@ -60,7 +61,7 @@ class EnginePool:
         self._events, self._sample_book, self._notice = events, sample_book, notice
         self._role = Role("engines", heartbeat_timeout_s=runtime.heartbeat_timeout_s)
         # Gets each message of an engine first.
-        self.on_engine_message: Callable[[int, Any], None] = lambda engine, message: None
+        self.on_engine_message: Callable[[int, Any], Any] = lambda engine, message: message
         self.workers: dict[int, Worker] = {}
         self.ready: set[int] = set()  # have started
         self.joined: set[int] = set()  # are part of the orchestrator's state
@@ -198,6 +199,10 @@ class EnginePool:
         else:
             self.migrations.reject(action)
 
+    def is_migrating(self, request: RequestId) -> bool:
+        """Whether a migration of the request is in progress."""
+        return any(each.action.request == request for each in self.migrations.in_progress.values())
+
     def _kv_source(self, source: int, destination: int) -> Path | CurveAddress | None:
         """Where the destination reads the source's KV; None if it cannot."""
         if destination not in self._kv_pools:
@@ -210,7 +215,7 @@ class EnginePool:
     def on_message(self, slot: Slot, worker: Worker, message: Any) -> None:
         """Turn an engine's message into events."""
         engine = self._engines[slot]
-        self.on_engine_message(engine, message)
+        message = self.on_engine_message(engine, message)
         match message:
             case m.WorkerReady():
                 self._on_ready(engine, message)

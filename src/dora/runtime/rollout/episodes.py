@@ -9,17 +9,22 @@ its last turn, or on none before its prompt is known.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import count
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dora.config.schema import Config
 from dora.core.actions import Abort, Generate, Migrate
 from dora.core.events import Event, Migrated, MigrationFailed, RequestsAborted
-from dora.core.types import GroupId, RequestId
+from dora.core.types import Branch, GroupId, RequestId
 from dora.engine.messages import TurnFinished
-from dora.engine.request import Request
+from dora.engine.request import Completion, Request
+from dora.errors import RunError
 from dora.runtime.process import messages as m
 from dora.runtime.rollout.engine_pool import EnginePool
 from dora.runtime.run_setup import RunSetup
@@ -93,7 +98,22 @@ class EpisodeFailed:
     reason: str
 
 
-EpisodeReply = EpisodeStarted | EpisodeObservation | EpisodeEnded | EpisodeFailed
+@dataclass(frozen=True)
+class EpisodeBranched:
+    """After turn `turn` the model continues from other tokens: a branch of the episode's tree of tokens.
+
+    `prompt_ids` are all tokens that the next turn follows. The last `num_new` of them are new. Those before
+    are shared, and end at the position `parent` of all tokens of the episode so far, prompt included.
+    """
+
+    episode: EpisodeId
+    turn: int
+    prompt_ids: tuple[int, ...]
+    num_new: int
+    parent: int
+
+
+EpisodeReply = EpisodeStarted | EpisodeObservation | EpisodeBranched | EpisodeEnded | EpisodeFailed
 
 
 class EpisodeRunner(Protocol):
@@ -123,6 +143,13 @@ def has_reward_tasks(config: Config) -> bool:
     return config.reward.function is not None or bool(config.reward_task)
 
 
+class _Part(NamedTuple):
+    """The tokens of one request of an episode with branches, and the branch that comes after it."""
+
+    completion: Completion
+    next: EpisodeBranched
+
+
 @dataclass(eq=False)
 class _Episode:
     """An unfinished episode. `engine` is where it was placed, or the engine that generated its last turn."""
@@ -132,6 +159,10 @@ class _Episode:
     engine: int
     request: Request | None = None  # None: its prompt is not known yet
     num_turns: int = 0
+    max_turn_tokens: int | None = None
+    num_left: int = 0  # tokens, after the last turn
+    branch: EpisodeBranched | None = None  # until its request is submitted
+    parts: list[_Part] = field(default_factory=list)  # the tree before the current request
     is_awaiting_reply: bool = True  # of the runner
     failure: str = ""  # why it fails after the turn in progress
 
@@ -207,8 +238,14 @@ class Episodes:
 
     # messages of engines and of the runner
 
-    def on_engine_message(self, engine: int, message: Any) -> None:
-        """Forward turns to the runner, and release requests that have finished or were rejected."""
+    def on_engine_message(self, engine: int, message: Any) -> Any:
+        """Forward turns to the runner, and release requests that have finished or were rejected.
+
+        Returns the message for the driver, in which an episode with branches is one completion.
+        """
+        if isinstance(message, m.RequestsCompleted):
+            joined = [self._on_completion(engine, each) for each in message.completions]
+            message = replace(message, completions=[each for each in joined if each is not None])
         match message:
             case m.TurnsCompleted(turns):
                 for turn in turns:
@@ -217,6 +254,7 @@ class Episodes:
                 self._release_all([completion.id for completion in completions])
             case m.RequestsRejected(reasons):
                 self._release_all(reasons)
+        return message
 
     def on_message(self, message: Any) -> None:
         """Handle a reply of the runner; other messages are ignored."""
@@ -226,6 +264,8 @@ class Episodes:
                 self._on_reply(episode, message)
 
     def check_deadlines(self) -> None:
+        for episode in [each for each in self._episodes.values() if each.branch and each.request is None]:
+            self._submit_branch(episode)
         if self.runner is not None:
             self.runner.check_deadlines()
 
@@ -242,10 +282,14 @@ class Episodes:
             case EpisodeFailed(_, reason):
                 episode.failure = reason
             case EpisodeStarted(_, prompt_ids, max_turn_tokens) if is_awaited and episode.request is None:
+                episode.max_turn_tokens = max_turn_tokens
                 episode.request = self._make_request(episode, prompt_ids, max_turn_tokens)
                 self._send(episode, m.SubmitRequests([episode.request]))
             case EpisodeObservation(_, turn, token_ids) if is_awaited and turn == episode.num_turns - 1:
                 self._send(episode, m.ContinueEpisode(request, token_ids))
+            case EpisodeBranched(_, turn) if is_awaited and turn == episode.num_turns - 1:
+                episode.branch = reply
+                self._send(episode, m.EndEpisode(request))
             case EpisodeEnded(_, turn, reward) if is_awaited and turn == episode.num_turns - 1:
                 if reward is not None:
                     self._sample_book.episode_rewards[request] = reward
@@ -274,11 +318,39 @@ class Episodes:
         turn = PolicyTurn(
             episode.id, episode.num_turns, finished.token_ids, finished.finish_reason, finished.num_left
         )
-        episode.num_turns += 1
+        episode.num_turns, episode.num_left = episode.num_turns + 1, finished.num_left
         if episode.failure:
             self._fail(episode, episode.failure)
         elif self.runner is not None:
             self.runner.on_turn(turn)
+
+    def _on_completion(self, engine: int, completion: Completion) -> Completion | None:
+        """The completion of a whole episode; None if the episode continues with a branch."""
+        episode = self._episodes.get(completion.id)
+        if episode is None:
+            return completion
+        if episode.branch is not None:
+            episode.parts.append(_Part(completion, episode.branch))
+            episode.request, episode.engine = None, engine
+            self._submit_branch(episode)
+            return None
+        return _join(episode.parts, completion) if episode.parts else completion
+
+    def _submit_branch(self, episode: _Episode) -> None:
+        """Continue with a branch as a new request of the same name, where the last turn was.
+
+        An engine may still be told to move the old request; until that has failed the branch waits.
+        """
+        branch, request = episode.branch, episode.id.request
+        if branch is None or self._engine_pool.is_migrating(request):
+            return
+        new = self._make_request(episode, branch.prompt_ids, episode.max_turn_tokens)
+        digest = blake2b(f"{new.seed}/{len(episode.parts)}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little", signed=True)
+        max_tokens = episode.num_left - branch.num_new
+        episode.request = replace(new, seed=seed, sampling=replace(new.sampling, max_tokens=max_tokens))
+        episode.branch = None
+        self._send(episode, m.SubmitRequests([episode.request]))
 
     def _fail(self, episode: _Episode, reason: str) -> None:
         """Fail the request on its engine; if that is lost, the episode restarts instead."""
@@ -299,3 +371,37 @@ class Episodes:
         if episode is not None and self.runner is not None:
             self.runner.release(episode.id)
         return episode
+
+
+def _join(parts: Sequence[_Part], last: Completion) -> Completion:
+    """One completion of all requests of an episode, whose tokens are an append-only tree.
+
+    The new tokens before a branch have log-probs of NaN, as observations do.
+    """
+    completions = [*(part.completion for part in parts), last]
+    new = [[], *([*part.next.prompt_ids[len(part.next.prompt_ids) - part.next.num_new :]] for part in parts)]
+    first, num_tokens = completions[0], 0
+    branches = []
+    for k, completion in enumerate(completions):
+        if k:
+            branches.append(Branch(len(first.prompt_ids) + num_tokens, parts[k - 1].next.parent))
+        num_tokens += len(new[k]) + len(completion.token_ids)
+    sources = {(chunk.version, chunk.digest) for each in completions for chunk in each.chunks}
+    if len(sources) != 1:
+        raise RunError(f"request {last.id}: its branches have the versions {sorted(sources)}; expected one")
+    observed = [np.full(len(ids), np.nan, np.float32) for ids in new]
+
+    def column(name: str) -> NDArray[np.float32]:
+        pairs = zip(observed, (getattr(each, name) for each in completions), strict=True)
+        return np.concatenate([x for nans, values in pairs for x in ((nans, values) if len(values) else ())])
+
+    return replace(
+        last,
+        prompt_ids=first.prompt_ids,
+        token_ids=np.concatenate([x for k, c in enumerate(completions) for x in (new[k], c.token_ids)]),
+        logprobs=column("logprobs") if len(last.logprobs) else last.logprobs,
+        unfiltered_logprobs=column("unfiltered_logprobs"),
+        raw_logprobs=column("raw_logprobs") if len(last.raw_logprobs) else last.raw_logprobs,
+        chunks=(last.chunks[0]._replace(num_tokens=num_tokens),),
+        branches=tuple(branches),
+    )

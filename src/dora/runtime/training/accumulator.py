@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from dora.core.types import GroupId
@@ -101,7 +103,9 @@ class Accumulator:
         self._added = []
 
     def _add_group(self, step: int, group: GroupId) -> None:
-        self._trainer.add_samples([self._sample(step, s, s.advantage) for s in self._read_group(group)])
+        self._trainer.add_samples(
+            [sample for s in self._read_group(group) for sample in self._samples(step, s, s.advantage)]
+        )
         self._added.append(group)
 
     def _add_batch(self, step: int, groups: Sequence[GroupId]) -> None:
@@ -116,24 +120,65 @@ class Accumulator:
         elif self._advantage_settings.needs_batch:
             advantages = self._advantage_settings.batch_advantages(rewards, num_tokens)
         samples = [
-            self._sample(step, stored, advantage)
+            sample
             for group, group_advantages in zip(batch, advantages, strict=True)
             for stored, advantage in zip(group, group_advantages, strict=True)
+            for sample in self._samples(step, stored, advantage)
         ]
         if self._compute_advantages is not None:
             samples = self._compute_advantages(samples, [reward for group in shaped for reward in group])
         self._trainer.add_samples(samples, is_whole_batch=True)
 
-    def _sample(self, step: int, stored: StoredSample, advantage: float | None) -> Sample:
+    def _samples(self, step: int, stored: StoredSample, advantage: float | None) -> list[Sample]:
         assert advantage is not None
         is_comparable = self._weight_digest(stored.version) == stored.weight_digest
-        return to_sample(stored, advantage, step - stored.version, is_comparable)
+        return to_samples(stored, advantage, step - stored.version, is_comparable)
+
+
+def to_samples(
+    stored: StoredSample, advantage: float = 0.0, staleness: int = 0, is_comparable: bool = True
+) -> list[Sample]:
+    """Samples for a training engine: one, or one for each sequence of an episode with branches.
+
+    All have the advantage of the episode, and each token of it is in the loss once. The ranks of a trainer
+    get the columns of several from rank 0, because a row of the stream holds them together.
+    """
+    whole = to_sample(stored, advantage, staleness, is_comparable)
+    if not stored.branches:
+        return [whole]
+    mask = np.ones(len(whole.token_ids), np.uint8) if stored.loss_mask is None else stored.loss_mask
+    num_before = np.concatenate(([0], np.cumsum(mask)))  # sampled tokens before each token
+    samples = []
+    for context, start, stop in stored.sequences:
+        sampled = np.flatnonzero(mask[start:stop])
+        if not len(sampled):
+            continue
+        first = start + int(sampled[0])  # the observation before it is part of the prompt
+        part = slice(int(num_before[start]), int(num_before[stop]))
+
+        def column(values: Sequence[float] | None, part: slice = part) -> Sequence[float] | None:
+            return None if values is None else values[part]
+
+        samples.append(
+            replace(
+                whole,
+                prompt_ids=[*context, *whole.token_ids[start:first]],
+                token_ids=whole.token_ids[first:stop],
+                loss_mask=None if mask[first:stop].all() else mask[first:stop].tolist(),
+                logprobs=whole.logprobs[part],
+                proximal_logprobs=column(whole.proximal_logprobs),
+                reference_logprobs=column(whole.reference_logprobs),
+                values=column(whole.values),
+                stream_index=None,
+            )
+        )
+    return samples
 
 
 def to_sample(
     stored: StoredSample, advantage: float = 0.0, staleness: int = 0, is_comparable: bool = True
 ) -> Sample:
-    """A sample for a training engine, whose columns are lists."""
+    """A sample for a training engine, whose columns are lists; branches are ignored."""
 
     def column(values: NDArray[Any] | None) -> list[Any] | None:
         return None if values is None else values.tolist()

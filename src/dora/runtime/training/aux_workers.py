@@ -39,7 +39,7 @@ from dora.runtime.process.messages import (
 )
 from dora.runtime.process.resources import use_device
 from dora.runtime.process.worker_process import WorkerInbox, WorkerOutbox
-from dora.runtime.training.accumulator import to_sample
+from dora.runtime.training.accumulator import to_sample, to_samples
 from dora.stream.run_stream import GroupReader
 from dora.stream.sample_db import StoredSample
 from dora.trainer.continuation import load_start
@@ -130,10 +130,12 @@ class LogprobWorker:
 
     def _compute(self, group: GroupId, stored: Sequence[StoredSample]) -> Rows:
         """The policy in training replays the engines' MoE routes; the reference policy uses its own."""
-        samples = [to_sample(s) for s in stored]
+        rows = [to_samples(s) for s in stored]
+        samples = [sample for row in rows for sample in row]
         if self._fetch_version is None:
             samples = [replace(s, routes=None) for s in samples]
-        return [logprobs.numpy() for logprobs in self._logprobs(samples)]
+        logprobs = iter(self._logprobs(samples))
+        return [np.concatenate([next(logprobs).numpy() for _ in row]) for row in rows]
 
 
 class CriticWorker:
