@@ -2,6 +2,7 @@
 # make test   install and run every check
 # make test-vllm VLLM_PYTHON=python   install, and run what needs vLLM, which that interpreter has
 # make test-sglang SGLANG_PYTHON=python   the same for SGLang
+# make test-agents   install agent frameworks in an environment of their own, and run their episodes
 # make dash   install, and look at the newest run, or at RUN=DIR
 # make docs   install what makes the site, and write it to build/site
 # PYTHON=python3.12 names the interpreter, TORCH_INDEX=URL the index torch is taken from,
@@ -11,6 +12,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 CONSTRAINTS ?= constraints-cpu.txt
+AGENT_FRAMEWORKS := litellm==1.110.2 openai-agents==0.24.0 smolagents[openai]==1.26.0 mini-swe-agent==2.4.6 \
+  verifiers==0.3.1
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 BIN := $(VENV)/bin
@@ -20,7 +23,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import the same modules: compile each once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-vllm test-sglang dash docs
+.PHONY: demo test test-agents test-vllm test-sglang dash docs
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -32,6 +35,9 @@ test: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/dora simulate swarm --seeds 200
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+test-agents: $(VENV)/.installed-dev $(VENV)-agents/.installed
+	AGENTS_PYTHON=$(CURDIR)/$(VENV)-agents/bin/python $(BIN)/pytest -m agents -rs tests/service/test_agent_frameworks.py
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/vllm_fleet.py --quick --vllm-python $(VLLM_PYTHON)
@@ -61,6 +67,12 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 $(VENV)/.installed-dev: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+# They require other versions than DORA-RL's own environment has.
+$(VENV)-agents/.installed: Makefile
+	$(PYTHON) -m venv $(VENV)-agents
+	$(VENV)-agents/bin/python -m pip install --quiet $(AGENT_FRAMEWORKS)
+	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 	$(PIP_INSTALL) -e '.[docs]'

@@ -35,14 +35,14 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
 
 
 @contextmanager
-def model(run: FakeRun, turns: Sequence[str]) -> Iterator[list[EpisodeReply]]:
+def model(run: FakeRun, turns: Sequence[str], num_left: int = 200) -> Iterator[list[EpisodeReply]]:
     """A model that generates these turns, one for each request; yields the requests."""
     replies: list[EpisodeReply] = []
 
     def generate() -> None:
         for number, text in enumerate(turns):
             replies.append(run.messages.get()[1])
-            run.finish_turn(PolicyTurn(EPISODE, number, run.setup.tokenizer.encode(text), "stop", 200))
+            run.finish_turn(PolicyTurn(EPISODE, number, run.setup.tokenizer.encode(text), "stop", num_left))
 
     thread = threading.Thread(target=generate, daemon=True)
     thread.start()

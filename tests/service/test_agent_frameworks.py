@@ -1,0 +1,107 @@
+"""Agent frameworks, unmodified, run episodes through the real server: `make test-agents`.
+
+The turns of the model are given, because a tiny model without training calls no tools.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.runtime.tiny import MODEL
+from tests.service.fake_run import FakeRun, serve
+from tests.service.test_agent_apis import CALL_TEXT, EPISODE
+from tests.service.test_agent_clients import address, model
+
+from dora.data.tokenizer import save_bpe_tokenizer
+from dora.model.pretrained import save_pretrained
+from dora.model.weights import initial_weights
+from dora.runtime.rollout.episodes import EpisodeBranched, EpisodeObservation, EpisodeStarted
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
+PYTHON = os.environ.get("AGENTS_PYTHON", sys.executable)  # that has the frameworks
+MAX_TOKENS = 30_000  # of prompts with a vocabulary of letters
+
+pytestmark = pytest.mark.agents
+
+
+def prepare(start: Path) -> None:
+    config = replace(MODEL, vocab_size=300, max_position_embeddings=2 * MAX_TOKENS)
+    save_pretrained(start, config, initial_weights(config, seed=0))
+    save_bpe_tokenizer(start, [CALL_TEXT] * 4, 300)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[FakeRun]:
+    """A served run; an episode waits for an agent."""
+    run = FakeRun(
+        tmp_path,
+        prepare,
+        service__agents="true",
+        data__chat_template="true",
+        data__max_prompt_length=str(MAX_TOKENS),
+        sampling__max_response_length=str(MAX_TOKENS),
+        sampling__stop='["Observation:", "Calling tools:"]',  # those of smolagents, which always sends them
+        trainer__micro_batch_tokens=str(2 * MAX_TOKENS),
+    )
+    run.agents.start(EPISODE, version=4)
+    with serve(run):
+        yield run
+
+
+def call(name: str, arguments: str) -> str:
+    """A turn that calls a tool."""
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+ADD = call("add", '{"a": 2, "b": 3}')
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo 5"
+
+
+@pytest.mark.parametrize(
+    ("module", "script", "turns", "output", "settings"),
+    [
+        ("litellm", "with_litellm.py", [ADD, "5"], "5", {}),
+        ("agents", "with_openai_agents.py", [ADD, "5"], "5", {}),
+        ("smolagents", "with_smolagents.py", [ADD, call("final_answer", '{"answer": "5"}')], "5", {}),
+        (
+            "minisweagent",
+            "with_mini_swe_agent.py",
+            [call("bash", '{"command": "expr 2 + 3"}'), call("bash", f'{{"command": "{SUBMIT}"}}')],
+            "5",
+            {"MSWEA_SILENT_STARTUP": "1"},
+        ),
+        ("verifiers", "with_verifiers.py", [ADD, "5"], "1.0", {"VERIFIERS_ENV": "tool"}),
+        ("verifiers", "with_verifiers.py", ["5"], "1.0", {"VERIFIERS_ENV": "single"}),
+    ],
+)
+def test_a_framework_runs_an_episode(
+    run: FakeRun, module: str, script: str, turns: list[str], output: str, settings: dict[str, str]
+) -> None:
+    if subprocess.run(
+        [PYTHON, "-c", f"import importlib.util as u; exit(u.find_spec('{module}') is None)"]
+    ).returncode:
+        pytest.skip(f"{PYTHON} has no {module}; make test-agents installs it")
+    url, token = address(run)
+    service = {"OPENAI_BASE_URL": f"{url}/s/a/v1", "OPENAI_API_KEY": token, "DORA_PROMPT": "2 + 3?"}
+    offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    with model(run, turns, MAX_TOKENS) as replies:
+        ended = subprocess.run(
+            [PYTHON, EXAMPLES / script],
+            env={**os.environ, **offline, **service, **settings, "HOME": str(run.setup.out)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.strip().splitlines()[-1] == output
+    started, *more = replies
+    assert isinstance(started, EpisodeStarted)
+    assert {type(reply) for reply in more} <= {EpisodeObservation, EpisodeBranched}
+    assert run.agents.num_retokenized == 0
