@@ -278,6 +278,12 @@ def test_a_request_that_cannot_be_honoured_is_refused_in_anthropics_form(
     assert (run.replies(), run.agents.num_waiting) == ([], 1)
 
 
+def test_text_completions_are_refused_with_a_chat_template(run: FakeRun) -> None:
+    response = run.call("POST", "/s/a/v1/completions", json={"prompt": "1 + 1?"})
+    assert "data.chat_template = false" in error_message(response, 400)
+    assert run.agents.num_waiting == 1
+
+
 def test_a_key_in_anthropics_header_is_a_token(run: FakeRun) -> None:
     async def get(http: Any, key: str) -> Any:
         del http.headers["Authorization"]

@@ -15,7 +15,7 @@ import pytest
 from tests.service.fake_run import FakeRun, serve
 from tests.service.test_agent_apis import CALL_TEXT, CLAUDE_TOOLS, EPISODE, TOOLS, USER, prepare
 
-from dora.runtime.rollout.episodes import EpisodeReply, PolicyTurn
+from dora.runtime.rollout.episodes import EpisodeObservation, EpisodeReply, PolicyTurn
 
 
 @pytest.fixture
@@ -112,3 +112,17 @@ def test_an_agent_with_anthropics_client_calls_a_tool(run: FakeRun, is_stream: b
         client.messages.create(model="policy", max_tokens=100, messages=messages, extra_body={"top_k": 3})
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="another").messages.create(model="", max_tokens=9, messages=[USER])
+
+
+def test_an_agent_with_openais_client_continues_a_text(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, service__agents="true")
+    run.agents.start(EPISODE, version=4)
+    with serve(run), model(run, ["77", "8"]) as replies:
+        url, token = address(run)
+        client = openai.OpenAI(base_url=f"{url}/s/a/v1", api_key=token, max_retries=0)
+        text = "13:"
+        for answer in ("77", "8"):
+            choice = client.completions.create(model="policy", prompt=text).choices[0]
+            assert choice.text == answer
+            text += f"{choice.text},"
+    assert isinstance(replies[1], EpisodeObservation)

@@ -271,6 +271,32 @@ def test_messages_with_another_history_are_a_branch(
     assert (run.agents.num_branches, run.agents.num_retokenized) == (2, 0)
 
 
+def test_text_completions_continue_the_sampled_tokens(run: FakeRun) -> None:
+    run.agents.start(EPISODE, version=4)
+
+    def complete_text(prompt: str, answer: str, number: int) -> Any:
+        async def requests(http: Any) -> Any:
+            response = asyncio.ensure_future(http.post("/s/a/v1/completions", json={"prompt": prompt}))
+            while run.messages.empty() and not response.done():
+                await asyncio.wait([response], timeout=0.001)
+            generate(run, answer, number=number)
+            return await response
+
+        return run.call_many(requests).json()
+
+    first = complete_text("13:", "77", 0)
+    assert (first["object"], first["choices"][0]["text"]) == ("text_completion", "77")
+    assert run.replies() == [EpisodeStarted(EPISODE, ids(run, "13:"), None)]
+    assert complete_text("13:77,", "8", 1)["usage"]["prompt_tokens"] == 6
+    assert run.replies() == [EpisodeObservation(EPISODE, 0, ids(run, ","))]
+    again = run.call("POST", "/s/a/v1/completions", json={"prompt": "13:77,"}).json()
+    assert (again["choices"][0]["text"], run.replies()) == ("8", [])
+    complete_text("13:8", "9", 2)
+    assert run.replies() == [EpisodeBranched(EPISODE, 1, ids(run, "13:8"), 1, 3)]
+    for change in ({"echo": True}, {"n": 2}, {"logprobs": 1}, {"stream": True}, {"prompt": ["1"]}):
+        error_message(run.call("POST", "/s/a/v1/completions", json={"prompt": "1", **change}), 422)
+
+
 def test_a_run_that_cannot_train_on_branches_refuses_them(run: FakeRun) -> None:
     run.agents._no_branches = "the run has trainer.routing_replay = true"
     open_session(run)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +71,7 @@ class TurnRequest:
     messages: tuple[ChatMessage, ...]
     max_tokens: int | None = None
     tools: tuple[Tool, ...] = ()
+    is_text: bool = False  # one message, whose text may begin with earlier prompts and turns
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,8 @@ class AgentSessions:
         has no room, or the run cannot train on branches.
         """
         session = self.get(name)
+        if call.is_text:
+            call = self._split_text(session, call)
         last = session.call
         if last is not None and (call.messages, call.tools) == (last.messages, last.tools):
             return session.answer
@@ -415,6 +418,19 @@ class AgentSessions:
             token_ids = session.path_to(base.end) + prompts.encode_observation(new, end, turns)
         self.num_retokenized += sum(not _contains(token_ids, ids) for ids in sampled.values())
         return token_ids
+
+    @staticmethod
+    def _split_text(session: AgentSession, call: TurnRequest) -> TurnRequest:
+        """The messages of a text that begins with earlier prompts and turns of the session."""
+        (message,) = call.messages
+        known: tuple[ChatMessage, ...] = ()
+        num_known = 0
+        for past in session.turns:
+            text = "".join(each.content for each in past.history)
+            if num_known < len(text) < len(message.content) and message.content.startswith(text):
+                known, num_known = past.history, len(text)
+        messages = (*known, message._replace(content=message.content[num_known:]))
+        return replace(call, messages=messages, is_text=False)
 
     def _encodable(self, messages: Sequence[ChatMessage], is_text: bool = True) -> str | list[dict[str, Any]]:
         """Messages for the chat template; without a template, their contents joined if `is_text`."""
