@@ -37,7 +37,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-agents: $(VENV)/.installed-dev $(VENV)-agents/.installed
-	AGENTS_PYTHON=$(abspath $(VENV)-agents)/bin/python $(BIN)/pytest -m agents -rs tests/service/test_agent_frameworks.py
+	AGENTS_PYTHON=$(abspath $(VENV)-agents)/bin/python $(BIN)/pytest -m agents -rs
 
 test-vllm: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/vllm_fleet.py --quick --vllm-python $(VLLM_PYTHON)
