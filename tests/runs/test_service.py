@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.runs.conftest import StartRun
-from tests.runtime.running import Run, dora, journal, summary, wait_until_gone
+from tests.runtime.running import CommandResult, Run, dora, journal, summary, wait_until_gone
 
 from dora.audit import audit, logprob_recheck
 from dora.errors import ServiceError
@@ -92,6 +93,42 @@ def test_a_run_with_agents_survives_the_loss_of_an_agent_and_an_engine(start_run
     rechecked = logprob_recheck.check(run.out, 1000)
     assert not rechecked.findings
     assert not (run.out / "service.json").exists()
+
+
+AGENT = """
+import json, os, urllib.request
+body = {"messages": [{"role": "user", "content": os.environ["DORA_PROMPT"]}]}
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), key)) as response:
+    answer = json.load(response)["choices"][0]["message"]["content"]
+print(answer.count("7"))
+"""
+
+
+def test_any_command_runs_the_episodes_of_a_run_whose_engine_is_killed(start_run: StartRun) -> None:
+    run = start_run(
+        command="serve",
+        run__steps=6,
+        sampling__max_turn_length=8,
+        service__agents="true",
+        reward__max_failed_fraction=1.0,
+    )
+    address(run)
+    rolled_out: list[CommandResult] = []
+    command = ["rollout", str(run.out), "-n", "4", "--", sys.executable, "-S", "-c", AGENT]
+    rollout = threading.Thread(target=lambda: rolled_out.append(dora(*command)))
+    rollout.start()
+    run.wait_until(lambda: "trained" in kinds(run), "the first step")
+    run.workers()[0].kill()
+    ended = run.end()
+    assert (ended.code, "Traceback" in ended.err) == (0, False), ended.err
+    rollout.join()
+    assert (rolled_out[0].code, rolled_out[0].err) == (0, "")
+    assert "rewarded" in rolled_out[0].out
+    found = summary(run.out)
+    assert (found["c1"], found["c2"], found["c3"], found["engine_failures"]) == (True, True, True, 1)
+    assert dora("audit", run.out).code == 0
 
 
 def test_a_run_is_paused_and_its_engines_are_changed_while_it_trains(start_run: StartRun) -> None:

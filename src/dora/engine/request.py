@@ -153,8 +153,8 @@ class Completion:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle columns as bytes, which costs half as much as arrays."""
         columns = [getattr(self, name).tobytes() for name in _COLUMN_DTYPES]
-        others = (tuple(self.id), self.version, columns, self.chunks, self.finish_reason, self.routes)
-        return _unpickle_completion, others
+        others = (self.chunks, self.finish_reason, self.routes, self.branches)
+        return _unpickle_completion, (tuple(self.id), self.version, columns, *others)
 
     def without_filtered_logprobs(self) -> Completion:
         """The same output with `unfiltered_logprobs` only, which are all that a run stores."""

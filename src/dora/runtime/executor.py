@@ -164,7 +164,9 @@ class ProcessExecutor:
         if not self.events or self.is_paused:
             return None
         self.samples.commit_payload()  # it is durable before the event that names it
-        return self.events.popleft()
+        event = self.events.popleft()
+        self.episodes.on_event(event)
+        return event
 
     def poll(self, timeout_s: float = POLL_S) -> None:
         """Wait for messages, turn them into events, and check the deadlines. Raises RunError."""

@@ -15,6 +15,7 @@ from tests.runtime.tiny import completion_of, write_task
 from dora.config import load
 from dora.core.actions import Abort, Generate, Migrate
 from dora.core.events import (
+    EngineLost,
     Event,
     GroupScored,
     Migrated,
@@ -291,6 +292,18 @@ def test_a_failed_episode_fails_at_once_or_after_the_turn_in_progress(driver: Dr
     assert driver.runner.released == [driver.runner.started[SECOND]]
     driver.episodes.discard_group(GROUP)
     assert len(driver.runner.released) == 2
+
+
+def test_the_episodes_of_a_lost_engine_end_at_once(driver: Driver) -> None:
+    driver.start(FIRST, SECOND)
+    started = {**driver.runner.started}
+    driver.episodes.on_event(Migrated(SECOND, 0, 1, 0, 0, 0.0, 0.0))
+    driver.episodes.on_event(EngineLost(0, "killed"))
+    assert driver.runner.released == [started[FIRST]]
+    driver.episodes.on_event(EngineLost(1, "killed"))
+    assert driver.runner.released == [started[FIRST], started[SECOND]]
+    driver.start(FIRST, engine=1)
+    assert (driver.runner.started[FIRST], len(driver.runner.released)) != (started[FIRST], 3)
 
 
 def test_an_episode_that_cannot_start_fails_at_once(driver: Driver) -> None:

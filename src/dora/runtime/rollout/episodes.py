@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dora.config.schema import Config
 from dora.core.actions import Abort, Generate, Migrate
-from dora.core.events import Event, Migrated, MigrationFailed, RequestsAborted
+from dora.core.events import EngineLost, Event, Migrated, MigrationFailed, RequestsAborted
 from dora.core.types import Branch, GroupId, RequestId
 from dora.engine.messages import TurnFinished
 from dora.engine.request import Completion, Request
@@ -129,7 +129,7 @@ class EpisodeRunner(Protocol):
         """Handle a turn; the reply is `EpisodeObservation`, `EpisodeEnded` or `EpisodeFailed`."""
 
     def release(self, episode: EpisodeId) -> None:
-        """Forget an episode: it has finished, its group has failed, or its next attempt starts."""
+        """Forget an episode: it has finished, its group has failed, or its engine is lost."""
 
     def check_deadlines(self) -> None:
         """Fail episodes that have timed out. The driver calls this a few times a second."""
@@ -235,6 +235,18 @@ class Episodes:
     def discard_group(self, group: GroupId) -> None:
         """Release the episodes of a failed group."""
         self._release_all([request for request in self._episodes if request.group == group])
+
+    def on_event(self, event: Event) -> None:
+        """Follow an event that the orchestrator is about to handle.
+
+        The episodes of a lost engine end at once: their agents may be needed for episodes that occupy the
+        rows for which the restarted ones wait.
+        """
+        match event:
+            case Migrated(request, _, destination) if (episode := self._episodes.get(request)) is not None:
+                episode.engine = destination
+            case EngineLost(engine):
+                self._release_all([r for r, episode in self._episodes.items() if episode.engine == engine])
 
     # messages of engines and of the runner
 
