@@ -477,6 +477,11 @@ class EngineSection(Section):
         description='Device of the engines. "cpu"; "cuda": one GPU each, apart from the trainer\'s; '
         '"cuda:N": GPU N for all.',
     )
+    gpus_per_engine: Count = Field(
+        default=1,
+        description="GPUs among which each engine divides its model, with backend vllm or sglang (tensor "
+        "parallelism) (count).",
+    )
     dtype: Dtype = Field(
         default="float32", description="Data type of weights and KV cache, and of published versions."
     )

@@ -267,6 +267,20 @@ def _check_engine_device(config: Config) -> None:
             f"engine.exact_logprobs = true with {device}, trainer.device = {trainer.device!r}: exact "
             "log-probs need the CPU; remove exact_logprobs, or set both devices to cpu"
         )
+    if engine.gpus_per_engine > 1:
+        several = f"engine.gpus_per_engine = {engine.gpus_per_engine}"
+        if engine.device == "cpu":
+            raise ConfigError(f"{several} with {device}: set engine.device = cuda, or remove gpus_per_engine")
+        if any(kind.backend is None for kind in config.engine_kinds):
+            raise ConfigError(
+                f"{several}: DORA-RL's own engine computes on one GPU; set engine.backend = vllm or sglang, "
+                "or remove gpus_per_engine"
+            )
+        if config.orchestrator.placement == "colocated" or trainer.elastic:
+            raise ConfigError(
+                f"{several}: an engine that shares the trainer's device has one GPU; remove "
+                "placement = colocated and trainer.elastic, or gpus_per_engine"
+            )
     if engine.device != "cpu" and engine.kernels != "auto":
         raise ConfigError(
             f"engine.kernels = {engine.kernels} with {device}: these kernels run on a CPU; remove kernels"

@@ -40,6 +40,7 @@ class Capabilities:
     migrates_without_kv: bool = False  # running requests migrate as tokens; see `SupportsMigration`
     kv_transfer: bool = False  # also with their KV. A run uses it only for DORA-RL's own engine
     episodes: bool = False  # multi-turn requests; see `SupportsEpisodes`
+    tensor_parallel: bool = False  # divides the model among several GPUs; takes the keyword `num_gpus`
     inflight_update: bool = False  # running requests continue with newer versions; takes this keyword
     routes: bool = False  # completions contain the experts of each token
     dtypes: tuple[str, ...] = ("float32",)

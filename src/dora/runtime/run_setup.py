@@ -483,6 +483,7 @@ class RunSetup:
             returns_routes=config.trainer.routing_replay,
             exact=config.engine.exact_logprobs,
             device=self.devices.engine_device(slot, is_colocated=self.is_colocated(slot)),
+            num_gpus=config.engine.gpus_per_engine,
             dtype=config.engine.dtype,
             backend=kind.backend,
             backend_options=kind.options,

@@ -14,6 +14,7 @@ from tests.runtime.fake_process import FakeLauncher
 from tests.runtime.tiny import write_task
 
 from dora.config import load
+from dora.engine.backends import sglang, vllm
 from dora.errors import ConfigError, InputError
 from dora.runtime.process import backends
 from dora.runtime.process.messages import WorkerCrashed
@@ -58,6 +59,38 @@ def test_all_missing_capabilities_are_reported_with_remedies(task: Path) -> None
         "use float32",
     ):
         assert remedy in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"engine.backend": ENGINE}, "computes on one GPU: set engine.gpus_per_engine = 1"),
+        (
+            {},
+            "own engine computes on one GPU; set engine.backend = vllm or sglang, or remove gpus_per_engine",
+        ),
+        ({"engine.backend": "vllm", "engine.device": "cpu"}, "set engine.device = cuda, or remove gpus_per"),
+        ({"engine.backend": "vllm", "trainer.elastic": "true"}, "remove .*trainer.elastic, or gpus_per_eng"),
+    ],
+)
+def test_several_gpus_for_an_engine_need_a_backend_that_uses_them(
+    task: Path, changes: dict[str, str], error: str
+) -> None:
+    gpus = {"engine.device": "cuda", "trainer.device": "cuda", "orchestrator.placement": "static"}
+    given = {**gpus, "engine.gpus_per_engine": "2", **changes}
+    with pytest.raises(ConfigError, match=error):
+        backends.check_backends(load.read_config(task, [f"{key}={value}" for key, value in given.items()]))
+
+
+def test_a_server_divides_its_model_among_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    flags, environment = vllm._device_options("cuda:4", 2, 0, ())
+    assert ([*flags], environment["CUDA_VISIBLE_DEVICES"]) == (["--tensor-parallel-size", "2"], "4,5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4")  # of those that the engine's process may use
+    assert vllm._device_options("cuda:1", 2, 0, ())[1]["CUDA_VISIBLE_DEVICES"] == "6,5"
+    assert vllm._device_options("cuda:1", 1, 0, ())[0] == ()
+    expected = ["--device", "cuda", "--base-gpu-id", "4", "--tp-size", "2"]
+    assert [*sglang._device_flags("cuda:4", 2)] == expected
 
 
 def test_a_configuration_that_the_backend_supports_is_accepted(task: Path) -> None:

@@ -36,6 +36,7 @@ def test_a_process_has_a_place_only_where_one_node_has_all_that_it_needs() -> No
 
 GPUS = {"engine.kernels": "auto", "engine.device": "cuda", "trainer.device": "cuda"}
 STATIC = {**GPUS, "orchestrator.placement": "static"}
+SERVED = {"engine.backend": "vllm", "engine.device": "cuda", "trainer.device": "cuda"}
 
 
 @pytest.fixture
@@ -44,6 +45,9 @@ def task(tmp_path: Path) -> Path:
 
 
 def read(task: Path, changes: dict[str, Any]) -> Config:
+    if "engine.backend" in changes:  # settings of DORA-RL's own engine have no effect then
+        text = task.read_text().replace('kernels = "eager"\n', "").replace('min_step_time = "10ms"\n', "")
+        task.write_text(text)
     return load.read_config(task, [f"{key}={value}" for key, value in changes.items()])
 
 
@@ -90,6 +94,25 @@ def test_each_trainer_rank_has_a_gpu_of_its_own(task: Path) -> None:
     assert named.engine_device(0, is_colocated=False) == "cuda:2"
 
 
+def test_an_engine_gets_neighbouring_gpus_to_divide_its_model_among(task: Path) -> None:
+    served = {**SERVED, "engine.num_engines": 4, "engine.gpus_per_engine": 2}
+    config = read(task, served)
+    assert assign(config, 9) == (["cuda:0", "cuda:2", "cuda:4", "cuda:6"], "cuda:8")
+    assert assign(config, 0) == assign(config, 9)  # as many as the run needs
+    in_between = read(task, {**served, "trainer.device": "cuda:3"})
+    assert assign(in_between, 8) == (["cuda:0", "cuda:4", "cuda:6", "cuda:0"], "cuda:3")
+    spec = RunSetup.make(config, task.parent / "run").engine_spec(task.parent, 3)
+    assert (spec.device, spec.num_gpus) == ("cuda:6", 2)
+
+
+def test_ray_reserves_the_gpus_of_each_engine_whatever_the_driver_has(task: Path) -> None:
+    served = {**SERVED, "engine.num_engines": 4, "engine.gpus_per_engine": 2}
+    config = read(task, {**served, "runtime.kind": "ray"})
+    engines = [each for each in resources.run_resources(config) if each.role == "engine"]
+    assert [engine.ray_resources for engine in engines] == [{"CPU": config.ray.engine_cpus, "GPU": 2.0}] * 4
+    check_devices(config, 0)
+
+
 def test_colocated_engines_use_the_trainers_device(task: Path) -> None:
     assert assign(read(task, {**GPUS, "orchestrator.placement": "colocated"}), 1) == (
         ["cuda:0", "cuda:0"],
@@ -115,6 +138,9 @@ def test_colocated_engines_use_the_trainers_device(task: Path) -> None:
         ({**STATIC, "trainer.elastic": "true"}, 1, "would share cuda:0 at the same time"),
         ({"trainer.device": "cuda", "trainer.num_ranks": 2}, 1, "num_ranks = 2 with .*; lower trainer.num_"),
         ({"trainer.device": "cuda:1", "trainer.num_ranks": 2}, 2, "each rank needs a GPU of its own"),
+        ({**SERVED, "engine.gpus_per_engine": 2}, 2, "no 2 neighbours are left .*; lower engine.gpus_per_"),
+        ({**SERVED, "engine.gpus_per_engine": 2, "engine.device": "cuda:2"}, 3, "no 2 neighbours are left"),
+        ({**SERVED, "engine.gpus_per_engine": 2, "engine.device": "cuda:1"}, 3, "would share cuda:2"),
     ],
 )
 def test_a_missing_or_doubly_used_device_is_rejected(

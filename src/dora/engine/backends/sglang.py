@@ -54,6 +54,7 @@ class Sglang(HttpEngine):
         stop_strings=True,
         pauses=True,
         migrates_without_kv=True,
+        tensor_parallel=True,
         dtypes=("float32", "bfloat16"),
         devices=("cpu", "cuda"),
     )
@@ -71,19 +72,21 @@ class Sglang(HttpEngine):
         url: str | None = None,
         arguments: Sequence[str] = (),
         silence_s: float = 60.0,
+        num_gpus: int = 1,
     ) -> None:
         """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
+
+        A started server divides the model among `num_gpus` GPUs, of which `device` is the first.
 
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
         check_server_options(SGLANG, python, url)
         if python is not None:
-            kind, _, number = device.partition(":")
             context = max_context + SPARE_TOKENS
             sizes = ("--context-length", f"{context}", "--max-running-requests", f"{max_rows}")
-            own = ("--model-path", model, "--dtype", dtype, "--device", kind, "--base-gpu-id", number or "0")
+            own = ("--model-path", model, "--dtype", dtype, *_device_flags(device, num_gpus))
             pool = ("--max-total-tokens", f"{max_rows * context}", "--random-seed", f"{secrets.randbits(31)}")
-            flags = (*own, *sizes, *pool, *FLAGS, *(CPU_FLAGS if kind == "cpu" else ()), *arguments)
+            flags = (*own, *sizes, *pool, *FLAGS, *arguments)
             environment = {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
             server = start_server(SGLANG, python, flags, environment)
         else:
@@ -141,3 +144,10 @@ class Sglang(HttpEngine):
             self.server.call("/pause_generation", {"mode": "in_place"})
         else:
             self.server.call("/continue_generation", {})
+
+
+def _device_flags(device: str, num_gpus: int) -> Sequence[str]:
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return "--device", kind, *CPU_FLAGS
+    return "--device", kind, "--base-gpu-id", number or "0", "--tp-size", f"{num_gpus}"

@@ -86,6 +86,7 @@ class Vllm(HttpEngine):
         stop_strings=True,
         pauses=True,
         migrates_without_kv=True,
+        tensor_parallel=True,
         dtypes=("float32", "bfloat16"),
         devices=("cpu", "cuda"),
     )
@@ -110,8 +111,11 @@ class Vllm(HttpEngine):
         url: str | None = None,
         arguments: Sequence[str] = (),
         silence_s: float = 60.0,
+        num_gpus: int = 1,
     ) -> None:
         """Start a server with the interpreter `python` and additional `arguments`, or use the one at `url`.
+
+        A started server divides the model among `num_gpus` GPUs, of which `device` is the first.
 
         The engine is lost if the server sends nothing for `silence_s` while it has requests.
         """
@@ -120,7 +124,7 @@ class Vllm(HttpEngine):
             kv_bytes = load_config(Path(model)).kv_bytes_per_token * max_rows * max_context
             sizes = ("--max-model-len", f"{max_context}", "--max-num-seqs", f"{max_rows}")
             flags = ("--model", model, "--dtype", dtype, *sizes, "--seed", f"{secrets.randbits(31)}", *FLAGS)
-            device_flags, environment = _device_options(device, kv_bytes, arguments)
+            device_flags, environment = _device_options(device, num_gpus, kv_bytes, arguments)
             server = start_server(VLLM, python, (*flags, *device_flags, *arguments), environment)
         else:
             assert url is not None
@@ -204,7 +208,7 @@ def _check_version(version: str, what: str) -> None:
 
 
 def _device_options(
-    device: str, kv_bytes: int, arguments: Sequence[str]
+    device: str, num_gpus: int, kv_bytes: int, arguments: Sequence[str]
 ) -> tuple[Sequence[str], dict[str, str]]:
     """Flags and environment of a server on a device. The user's own environment has priority.
 
@@ -220,9 +224,12 @@ def _device_options(
         num_gib = math.ceil(2 * kv_bytes / 2**30)  # twice: the last block of a row is partly filled
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(num_gib)
     environment = {key: value for key, value in environment.items() if key not in os.environ}
+    if num_gpus > 1:
+        flags += ("--tensor-parallel-size", f"{num_gpus}")
     if number:
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        environment["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if visible else number
+        gpus = range(int(number), int(number) + num_gpus)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] if visible else f"{gpu}" for gpu in gpus)
     return flags, environment
 
 
@@ -255,6 +262,7 @@ class VllmLora(Vllm):
         url: str | None = None,
         arguments: Sequence[str] = (),
         silence_s: float = 60.0,
+        num_gpus: int = 1,
     ) -> None:
         """`rank` is that of the adapters, trainer.lora_rank. The other arguments are those of `Vllm`."""
         slots, max_rank = f"{version_slots}", f"{_max_lora_rank(rank)}"
@@ -270,6 +278,7 @@ class VllmLora(Vllm):
             url=url,
             arguments=(*flags, *arguments),
             silence_s=silence_s,
+            num_gpus=num_gpus,
         )
         self.num_slots, self._rank = version_slots, rank
         self._folders: dict[str, Path] = {}  # by label; the server may read them until the adapter is dropped

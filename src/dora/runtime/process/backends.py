@@ -31,6 +31,7 @@ BUILT_IN = {
 }
 ENGINE_ARGUMENTS = ("model", "max_rows", "max_context", "version_slots", "device", "dtype")
 INFLIGHT_UPDATE = "inflight_update"  # one more argument, under policies that break C1
+NUM_GPUS = "num_gpus"  # one more argument, with several GPUs for each engine
 
 
 def check_backends(config: Config) -> None:
@@ -58,6 +59,7 @@ def make_engine(spec: EngineSpec) -> InferenceEngine:
         device=spec.device,
         dtype=spec.dtype,
         **({} if spec.inflight_update is None else {INFLIGHT_UPDATE: spec.inflight_update}),
+        **({} if spec.num_gpus == 1 else {NUM_GPUS: spec.num_gpus}),
         **(spec.backend_options or {}),
     )
     return engine
@@ -172,6 +174,8 @@ def _missing_capabilities(config: Config, kind: EngineKind, has: Capabilities) -
         yield "no stop strings: remove sampling.stop, or use sampling.stop_token_ids"
     if not has.episodes and config.has_episodes:
         yield "no multi-turn episodes: remove env.environment, env.hosts and service.agents"
+    if engine.gpus_per_engine > 1 and not has.tensor_parallel:
+        yield "it computes on one GPU: set engine.gpus_per_engine = 1"
     if config.breaks_c1 and not has.inflight_update:
         yield "requests keep their version: set orchestrator.update_policy = dora"
     if config.trainer.routing_replay and not has.routes:

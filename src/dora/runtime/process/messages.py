@@ -51,7 +51,8 @@ class EngineSpec:
     exact: bool = False
     reads_text: bool = False  # for stop strings
     returns_routes: bool = False  # the experts of each token
-    device: str = "cpu"
+    device: str = "cpu"  # or the first of `num_gpus` GPUs
+    num_gpus: int = 1
     dtype: str = "float32"
     backend: str | None = None  # None: DORA-RL's own engine
     backend_options: Mapping[str, object] | None = None

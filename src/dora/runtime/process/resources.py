@@ -68,7 +68,8 @@ def run_resources(config: Config) -> list[ProcessResources]:
 
 def engine_resources(config: Config) -> ProcessResources:
     """The resources of one engine."""
-    return ProcessResources("engine", config.ray.engine_cpus, float(is_gpu(config.engine.device)))
+    num_gpus = config.engine.gpus_per_engine if is_gpu(config.engine.device) else 0
+    return ProcessResources("engine", config.ray.engine_cpus, float(num_gpus))
 
 
 def total_resources(processes: list[ProcessResources]) -> dict[str, float]:
@@ -128,7 +129,8 @@ class DeviceAssignment:
     """Which process computes on which device, by torch's names, on a machine with `num_gpus` GPUs.
 
     A configured "cuda:N" is that GPU, and for trainer ranks the first of theirs. For "cuda" the ranks of the
-    trainer get the last GPUs and engines get the others in turn; colocated engines share the trainer's.
+    trainer get the last GPUs and engines get the others in turn, `gpus_per_engine` neighbours each; colocated
+    engines share the trainer's.
     """
 
     engine: str
@@ -136,6 +138,7 @@ class DeviceAssignment:
     num_ranks: int
     num_gpus: int
     aux: str | None = None
+    gpus_per_engine: int = 1
 
     @classmethod
     def of(cls, config: Config, num_gpus: int | None = None) -> DeviceAssignment:
@@ -144,8 +147,10 @@ class DeviceAssignment:
         num_ranks = config.trainer.num_ranks
         num_engines = 0 if config.orchestrator.placement == "colocated" else config.num_engines
         found = torch.cuda.device_count() if num_gpus is None else num_gpus
-        needed = num_ranks * is_gpu(trainer) + num_engines * is_gpu(engine)
-        return cls(engine, trainer, num_ranks, found or needed, config.trainer.aux_device)
+        of_engines = num_engines * config.engine.gpus_per_engine
+        needed = num_ranks * is_gpu(trainer) + of_engines * is_gpu(engine)
+        several = config.trainer.aux_device, config.engine.gpus_per_engine
+        return cls(engine, trainer, num_ranks, found or needed, *several)
 
     def trainer_device(self, rank: int = 0) -> str:
         """Where a rank of the trainer computes."""
@@ -161,22 +166,38 @@ class DeviceAssignment:
         return "cuda:0" if self.aux == "cuda" else self.aux
 
     def engine_device(self, engine: int, *, is_colocated: bool) -> str:
-        """Where an engine computes; a colocated one shares the device of a trainer rank."""
+        """Where an engine computes: the first of its GPUs. A colocated one shares the device of a rank."""
         if is_colocated:
             return self.trainer_device(engine % self.num_ranks)
         if self.engine != "cuda":
             return self.engine
+        first_gpus = self.first_gpus or [0]
+        return f"cuda:{first_gpus[engine % len(first_gpus)]}"
+
+    @property
+    def first_gpus(self) -> list[int]:
+        """The first GPU of each place for an engine. Without GPUs beside the trainer's, those count, too."""
         free = [*range(self.num_gpus)]
         if self.trainer == "cuda":
             free = free[: -self.num_ranks] or free
         elif is_gpu(self.trainer):
             taken = {self.trainer_device(rank) for rank in range(self.num_ranks)}
             free = [gpu for gpu in free if f"cuda:{gpu}" not in taken] or free
-        return f"cuda:{free[engine % len(free)]}"
+        places: list[int] = []
+        for gpu in free:
+            is_taken = bool(places) and gpu < places[-1] + self.gpus_per_engine
+            if not is_taken and {*range(gpu, gpu + self.gpus_per_engine)} <= {*free}:
+                places.append(gpu)
+        return places
 
 
 def check_devices(config: Config, num_gpus: int | None = None) -> None:
-    """Raises ConfigError if this machine, with `num_gpus` GPUs, cannot provide a configured device."""
+    """Raises ConfigError if this machine, with `num_gpus` GPUs, cannot provide a configured device.
+
+    On Ray the machine of the driver need not have one: Ray reserves GPUs on its nodes, or says what it lacks.
+    """
+    if config.runtime.kind == "ray":
+        return
     num_gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
     configured = {"engine.device": config.engine.device, "trainer.device": config.trainer.device}
     if config.trainer.aux_device is not None:
@@ -190,6 +211,7 @@ def check_devices(config: Config, num_gpus: int | None = None) -> None:
             f"trainer.num_ranks = {num_ranks} with trainer.device = {config.trainer.device!r}: each rank "
             f"needs a GPU of its own, and torch sees {num_gpus} here; lower trainer.num_ranks"
         )
+    _check_several(config, num_gpus)
     _check_not_shared(config, num_gpus)
     if is_gpu(config.engine.device) and find_spec("triton") is None:
         raise ConfigError(
@@ -212,13 +234,33 @@ def _check_exists(key: str, device: str, num_gpus: int) -> None:
         )
 
 
+def _check_several(config: Config, num_gpus: int) -> None:
+    """Raises ConfigError if no engine has as many GPUs as it should divide its model among."""
+    device, num = config.engine.device, config.engine.gpus_per_engine
+    if num == 1 or not is_gpu(device):
+        return
+    first = device.partition(":")[2]
+    if int(first) + num > num_gpus if first else not DeviceAssignment.of(config, num_gpus).first_gpus:
+        raise ConfigError(
+            f"engine.gpus_per_engine = {num} with engine.device = {device!r}, trainer.device = "
+            f"{config.trainer.device!r}: torch sees {num_gpus} GPUs here, and no {num} neighbours are left "
+            "for an engine; lower engine.gpus_per_engine"
+        )
+
+
 def _check_not_shared(config: Config, num_gpus: int) -> None:
     """Raises ConfigError if an engine would use a GPU of the trainer without being configured to share it."""
     engine, trainer = config.engine.device, config.trainer.device
     if config.orchestrator.placement == "colocated" or "cuda" not in (engine, trainer):
         return
     devices = DeviceAssignment.of(config, num_gpus)
-    of_engines = {devices.engine_device(number, is_colocated=False) for number in range(config.num_engines)}
+    first_gpus = (devices.engine_device(number, is_colocated=False) for number in range(config.num_engines))
+    of_engines = {
+        f"cuda:{int(first.removeprefix('cuda:')) + index}"
+        for first in first_gpus
+        if is_gpu(first)
+        for index in range(devices.gpus_per_engine)
+    }
     shared = of_engines & {devices.trainer_device(rank) for rank in range(devices.num_ranks)}
     if shared:
         raise ConfigError(
