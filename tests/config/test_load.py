@@ -344,11 +344,9 @@ def test_an_elastic_trainer_is_one_more_engine_and_not_for_colocated_runs(file: 
     assert "every engine already shares the trainer's device" in message
 
 
-def test_engines_on_gpus_have_static_placement_unless_another_is_set(file: Path) -> None:
+def test_requests_migrate_between_engines_on_gpus(file: Path) -> None:
     config = read_config(file, ["engine.device=cuda", "trainer.device=cuda"])
-    assert config.orchestrator.placement == "static"
-    message = error_of(file, "engine.device=cuda", "orchestrator.placement=dynamic")
-    assert "requests migrate between engines on the CPU only" in message
+    assert (config.orchestrator.placement, config.has_static_placement) == ("dynamic", False)
 
 
 def test_requests_do_not_migrate_with_static_placement(file: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.contract.test_engine_contract import EXAMPLES
-from tests.runtime.running import Run, dora, journal, metrics
+from tests.runtime.running import Run, dora, journal, metrics, summary
 from tests.runtime.tiny import write_task
 
 ENGINE = f"{EXAMPLES / 'transformers_engine.py'}:Transformers"
@@ -18,6 +18,23 @@ FITTING: dict[str, Any] = {
     "orchestrator__prioritize_stragglers": "false",
     "eval__num_prompts": 4,  # before step 1: the first actions of an engine
 }
+
+
+PRIVATE_KV = """
+from dataclasses import replace
+from pathlib import Path
+from dora.engine.engine import Engine
+from dora.engine.interface import NATIVE
+from dora.model.pretrained import load_config
+
+class PrivateKV(Engine):
+    capabilities = replace(NATIVE, kv_transfer=False)
+
+    def __init__(self, *, model, max_rows, max_context, version_slots, device, dtype):
+        sizes = dict(max_rows=max_rows, max_context=max_context, version_slots=version_slots)
+        super().__init__(load_config(Path(model)), **sizes, device=device, dtype=dtype, kernels="eager",
+                         pace_s=0.01)
+"""
 
 
 @pytest.fixture
@@ -51,6 +68,34 @@ def test_the_guarantees_hold_with_other_backends_when_an_engine_crashes(task: Pa
     audit = dora("audit", out, "--deep", "4")
     assert audit.code == 0, audit.out
     assert len(metrics(out)) == 6
+
+
+def test_requests_migrate_between_engines_whose_kv_is_private_as_on_gpus(task: Path) -> None:
+    (task.parent / "private.py").write_text(PRIVATE_KV)
+    run = Run(
+        task,
+        task.parent / "run",
+        run__steps=10,
+        engine__backend=f"{task.parent / 'private.py'}:PrivateKV",
+        engine__num_engines=3,
+        engine__version_slots=1,
+        sampling__max_response_length=48,
+        orchestrator__balance_running="true",
+        orchestrator__rebalance_interval_s=0.1,
+    )
+    try:
+        run.wait_for_steps(3)
+        run.workers()[0].kill()
+        ended = run.end()
+    finally:
+        run.kill_all()
+    assert ended.code == 0, ended.err
+    found = summary(run.out)
+    assert found["migrations"] >= 5
+    assert found["migrated_kv_bytes"] == 0
+    assert found["reprefill_tokens"] > 0
+    audit = dora("audit", run.out, "--deep", "8")
+    assert audit.code == 0, audit.out
 
 
 def test_engines_of_two_kinds_serve_one_run_and_replace_each_other(tmp_path: Path) -> None:

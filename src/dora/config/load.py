@@ -76,9 +76,6 @@ def parse_config(tables: Mapping[str, Any]) -> Config:
     """Validate parsed TOML. Raises ConfigError, and pydantic's ValidationError for a single wrong key."""
     _check_old_names(tables)
     config = Config.model_validate(tables)
-    if config.engine.device != "cpu" and "placement" not in config.orchestrator.model_fields_set:
-        rules = config.orchestrator.model_copy(update={"placement": "static"})
-        config = config.model_copy(update={"orchestrator": rules})
     check(config)
     return config
 

@@ -587,9 +587,9 @@ class OrchestratorSection(Section):
     )
     placement: Literal["dynamic", "static", "colocated"] = Field(
         default="dynamic",
-        description="dynamic: engines change versions and requests migrate between engines; static: neither "
-        "does; colocated: dynamic, and engines pause while the trainer uses their device. Unset: static "
-        "with engines on GPUs, else dynamic.",
+        description="dynamic: engines change versions and requests migrate between engines, with their KV "
+        "cache between CPU engines, else prefilled again; static: neither does; colocated: dynamic, and "
+        "engines pause while the trainer uses their device.",
     )
     weight_sync_interval: Count = Field(
         default=1,
@@ -950,9 +950,8 @@ class Config(Section):
 
     @property
     def has_static_placement(self) -> bool:
-        """Whether requests never migrate: placement = static, engines on GPUs, or C1 is broken."""
-        is_placed = self.orchestrator.placement == "static" or self.engine.device != "cpu"
-        return is_placed or self.breaks_c1
+        """Whether requests never migrate: placement = static, or C1 is broken."""
+        return self.orchestrator.placement == "static" or self.breaks_c1
 
     @property
     def start(self) -> tuple[str, str]:

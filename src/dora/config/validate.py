@@ -290,11 +290,6 @@ def _check_engine_device(config: Config) -> None:
             f"engine.kernels = numba with engine.dtype = {engine.dtype}: these kernels compute in float32 "
             "only; remove one of the two"
         )
-    if engine.device != "cpu" and config.orchestrator.placement == "dynamic":
-        raise ConfigError(
-            f"orchestrator.placement = dynamic with {device}: requests migrate between engines on the CPU "
-            "only; set placement = static, or colocated to share one device with the trainer"
-        )
 
 
 def _check_shared_device(config: Config) -> None:
@@ -691,9 +686,7 @@ def _static_setting(config: Config) -> str:
     """The setting that causes `has_static_placement`."""
     if config.breaks_c1:
         return f"update_policy = {config.orchestrator.update_policy}"
-    if config.orchestrator.placement == "static":
-        return "orchestrator.placement = static"
-    return f"engine.device = {config.engine.device!r}"
+    return "orchestrator.placement = static"
 
 
 def _uses_critic(config: Config) -> bool:

@@ -358,7 +358,7 @@ class RunSetup:
     @property
     def pool_bytes(self) -> int:
         """The part of `kv_bytes` in memory that processes share."""
-        is_private = is_gpu(self.config.engine.device) or self.config.breaks_c1  # no migration
+        is_private = is_gpu(self.config.engine.device) or self.config.breaks_c1
         return 0 if is_private else self.kv_bytes
 
     @property
