@@ -89,13 +89,6 @@ def test_a_notice_names_a_bound_that_another_policy_makes_void(
     {
         "moves": (["orchestrator.placement=static", 'orchestrator.ablations=["moves"]'], "for moves,"),
         "room": (["orchestrator.placement=static", 'orchestrator.ablations=["period", "room"]'], "for room,"),
-        "device": (
-            [
-                *("engine.device=cuda", "trainer.device=cuda", "engine.kernels=auto"),
-                *("orchestrator.placement=colocated", 'orchestrator.ablations=["fill"]'),
-            ],
-            "for fill, with engine.device = 'cuda'",
-        ),
         "shares": (
             ['orchestrator.ablations=["shares", "remainders"]'],
             "for remainders, with shares: remainders is a part of shares",
@@ -110,7 +103,7 @@ def test_a_notice_names_a_bound_that_another_policy_makes_void(
             "migration_timeout_s has no effect with orchestrator.ablations = moves",
         ),
     }.values(),
-    ids=["moves", "room", "device", "shares", "twice", "balance", "timeout"],
+    ids=["moves", "room", "shares", "twice", "balance", "timeout"],
 )
 def test_ablations_without_effect_are_refused(file: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

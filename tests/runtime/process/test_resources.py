@@ -170,20 +170,12 @@ def test_devices_that_suffice_are_accepted(
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        (
-            {**GPUS, "orchestrator.placement": "dynamic"},
-            "placement = dynamic with engine.device = 'cuda': .* set placement = static",
-        ),
         ({**STATIC, "engine.exact_logprobs": "true"}, "true with .*: exact log-probs need the CPU"),
         ({**STATIC, "engine.kernels": "numba"}, "engine.kernels = numba with engine.device = 'cuda'"),
         ({"engine.kernels": "numba", "engine.dtype": "bfloat16"}, "these kernels compute in float32 only"),
         ({"orchestrator.placement": "colocated", "trainer.device": "cuda"}, "placement = colocated: an"),
         ({"trainer.elastic": "true", "trainer.device": "cuda"}, "trainer.elastic = true: an engine"),
         ({**STATIC, "engine.device": "gpu"}, "engine.device = 'gpu': string should match"),
-        (
-            {**GPUS, "orchestrator.placement": "colocated", "orchestrator.balance_running": "true"},
-            "orchestrator.balance_running has no effect with engine.device = 'cuda'",
-        ),
     ],
 )
 def test_settings_that_a_device_does_not_support_are_rejected(
@@ -193,10 +185,13 @@ def test_settings_that_a_device_does_not_support_are_rejected(
         read(task, changes)
 
 
-def test_requests_do_not_migrate_between_engines_on_gpus(task: Path) -> None:
-    colocated = read(task, {**GPUS, "orchestrator.placement": "colocated"})
-    assert RunSetup.make(colocated, task.parent / "run").limits.is_static
-    assert not RunSetup.make(read(task, {}), task.parent / "run").limits.is_static
+@pytest.mark.parametrize("changes", [GPUS, {**GPUS, "orchestrator.placement": "colocated"}])
+def test_requests_migrate_between_engines_on_gpus_without_shared_memory(
+    task: Path, changes: dict[str, Any]
+) -> None:
+    setup = RunSetup.make(read(task, changes), task.parent / "run")
+    assert not setup.limits.is_static
+    assert setup.pool_bytes == 0
 
 
 @pytest.mark.parametrize(
