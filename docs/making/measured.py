@@ -221,7 +221,7 @@ def measured_trainer() -> str:
 def measured_stream() -> str:
     """The sample stream beside TransferQueue, and what it makes possible."""
     ratios: dict[str, float] = {}
-    for name in ("stream", "workflow", "weights"):
+    for name in ("stream", "workflow", "weights", "datapath"):
         ratios |= _ratios(name)
     return _table(
         [
@@ -256,6 +256,19 @@ def measured_stream() -> str:
                 "weights",
             ),
             *_transfer_lines(ratios),
+            Line(
+                "CPU time of the driver per trained response",
+                f"{ratios['driver_cpu_ms']:.2f} ms",
+                f"the demo; {ratios['messages_per_group']:.0f} messages and "
+                f"{ratios['transactions_per_group']:.1f} transactions for a group of 8",
+                "datapath",
+            ),
+            Line(
+                "time from the last reward of a batch to the training step that waits for it",
+                f"{ratios['reward_to_train_ms']:.1f} ms",
+                "the same; scoring is a message, a transaction and an event",
+                "datapath",
+            ),
         ]
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 from tests.runtime.tiny import write_task
 
-from dora.cli.dry_run import memory_by_device
 from dora.config import load
+from dora.errors import ConfigError
+from dora.runtime.memory import bytes_by_device, check_gpu_memory, explain_slow_store, memory_by_device
 from dora.runtime.run_setup import RunSetup
+from dora.weights.store import MEMORY_FS, WeightStore, make_store_folder
 
 GPUS: dict[str, Any] = {
     "engine.kernels": "auto",
@@ -64,6 +68,33 @@ def test_gpus_hold_more_than_weights_and_kv(task: Path) -> None:
     assert "older version" not in memory(orchestrator__max_staleness=0)["cuda:2"]
     shared = memory(orchestrator__placement="colocated")["cuda:0"]
     assert "3 x 600 MB for CUDA" in shared
+
+
+@pytest.mark.skipif(not MEMORY_FS.exists(), reason="this system has no file system in memory")
+def test_a_store_that_does_not_fit_into_memory_is_explained() -> None:
+    too_many = shutil.disk_usage(MEMORY_FS).total + 10**9
+    sentence = (
+        rf"{MEMORY_FS} has .* free, and .* need .*; enlarge {MEMORY_FS} \(in a container with --shm-size\)"
+    )
+    for num_bytes, expected in ((1, ""), (too_many, sentence)):
+        store = WeightStore(make_store_folder(num_bytes))
+        assert re.fullmatch(expected, explain_slow_store(store.folder, num_bytes))
+        store.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the devices are those of a machine without GPUs")
+def test_a_gpu_that_is_far_too_small_is_refused_before_anything_starts(task: Path) -> None:
+    setup = make_setup(task, GPUS)
+    needed = {device: sum(parts.values()) for device, parts in bytes_by_device(setup).items()}
+    check_gpu_memory(setup, lambda number: needed[f"cuda:{number}"])
+    error = (
+        "cuda:2 has 300 MB, and the run needs about [6-9].. MB there: .*; lower engine.max_num_seqs "
+        r"\(or engine.num_kv_blocks\), engine.version_slots or trainer.micro_batch_tokens"
+    )
+    with pytest.raises(ConfigError, match=error):
+        check_gpu_memory(setup, lambda number: 300_000_000 if number == 2 else 10**12)
+    on_ray = make_setup(task, {**GPUS, "runtime.kind": "ray"})
+    check_gpu_memory(on_ray, lambda number: 0)  # the GPUs are those of other machines
 
 
 @pytest.mark.parametrize(

@@ -177,21 +177,27 @@ def outcomes(events: Sequence[Event]) -> dict[RequestId, list[Migrated | Migrati
 
 
 def test_a_migrated_request_finishes_at_its_destination_in_one_piece(harness: ExecutorHarness) -> None:
+    num_migrated = 0
     with harness.loaded(0, 1) as published:
-        requests = siblings(*harness.fetch(2))
-        harness.execute(Generate(0, published.version, requests))
-        migrate(harness, published.version, requests[:2])
-        finished = {event.request: event for event in harness.wait_for(RequestFinished, len(requests))}
-        events = [*finished.values(), *harness.events_until(harness.now + 0.3)]
-    found = outcomes(events)
-    assert {request: len(own) for request, own in found.items()} == dict.fromkeys(requests[:2], 1)
-    assert any(isinstance(own[0], Migrated) for own in found.values())
-    for request, event in finished.items():
-        has_migrated = request in found and isinstance(found[request][0], Migrated)
-        assert event.engine == (1 if has_migrated else 0)
-        assert [(c.version, c.digest) for c in event.chunks] == [(published.version, published.digest)]
-        assert event.chunks[0].num_tokens == event.num_tokens
-    assert len([event for event in events if isinstance(event, RequestFinished)]) == len(requests)
+        for _ in range(5):  # on a busy machine a short request may finish before it migrates
+            requests = siblings(*harness.fetch(2))
+            harness.execute(Generate(0, published.version, requests))
+            migrate(harness, published.version, requests[:2])
+            finished = {event.request: event for event in harness.wait_for(RequestFinished, len(requests))}
+            events = [*finished.values(), *harness.events_until(harness.now + 0.3)]
+            found = outcomes(events)
+            assert {request: len(own) for request, own in found.items()} == dict.fromkeys(requests[:2], 1)
+            for request, event in finished.items():
+                has_migrated = request in found and isinstance(found[request][0], Migrated)
+                num_migrated += has_migrated
+                assert event.engine == (1 if has_migrated else 0)
+                (chunk,) = event.chunks
+                assert (chunk.version, chunk.digest) == (published.version, published.digest)
+                assert chunk.num_tokens == event.num_tokens
+            assert sum(isinstance(event, RequestFinished) for event in events) == len(requests)
+            if num_migrated:
+                break
+    assert num_migrated
 
 
 def test_a_request_is_owned_by_one_engine_at_a_time(harness: ExecutorHarness) -> None:

@@ -46,6 +46,7 @@ from dora.core.wait_graph import ENGINES, REWARDS, TRAINER
 from dora.errors import RunError, ServiceError
 from dora.metrics.run import RunMetrics
 from dora.runtime.control.failure_guard import IdleTimeout
+from dora.runtime.memory import explain_slow_store
 from dora.runtime.process import messages as m
 from dora.runtime.process.launcher import Launcher, make_launcher
 from dora.runtime.process.stream_workers import StorageProcess
@@ -92,6 +93,8 @@ class ProcessExecutor:
         self._launcher = make_launcher(setup.config, setup.out.name, setup.pool_bytes, notice)
         self._clock_began_s = time.monotonic()  # earlier for a resumed run, once its workers are ready
         self.weights = WeightStore(make_store_folder(setup.stored_bytes), setup.config.engine.dtype)
+        if slow := explain_slow_store(self.weights.folder, setup.stored_bytes):
+            notice(slow)
         self._messages = WorkerMessages(self._launcher.start)
         self._supervisor = Supervisor(
             setup.config, setup.out, self._messages, self._on_own_message, self.check_weight_store

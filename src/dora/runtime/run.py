@@ -49,6 +49,7 @@ from dora.runtime.control.requests import Gateway, RequestQueue, check_gateway
 from dora.runtime.control.status import TRAINING, StatusWriter
 from dora.runtime.executor import LiveRun, ProcessExecutor
 from dora.runtime.main_loop import run_main_loop
+from dora.runtime.memory import check_gpu_memory
 from dora.runtime.process import backends, resources
 from dora.runtime.process.worker_process import cpu_s
 from dora.runtime.recovery.journal_replay import PreviousRun, read_previous_run
@@ -93,6 +94,7 @@ def train(
     check_gateway(config, gateway)
     print_notice(console, f"reading {_inputs(config)}")
     setup = setup_type.make(config, out)
+    check_gpu_memory(setup)
     run_dir.claim(out, setup.config)
     try:
         return _run(setup, console, gateway=gateway)
@@ -118,6 +120,7 @@ def resume(
     check_gateway(config, gateway)
     print_notice(console, f"reading {_inputs(config)}, and the files of {run}")
     setup = setup_type.make(config, run)
+    check_gpu_memory(setup)
     remove_stale_control_dir(run)
     if has_recorded_events(run):
         with _previous_run(setup) as previous:

@@ -35,7 +35,7 @@ from dora.weights.version_file import (
     write_version,
 )
 
-_MEMORY_FS = Path("/dev/shm")
+MEMORY_FS = Path("/dev/shm")
 STORE_PREFIX = "dora-weights-"
 
 
@@ -157,12 +157,12 @@ def make_store_folder(num_bytes: int) -> Path:
     """
     disk, namespace = Path(tempfile.gettempdir()), _pid_namespace()
     pattern = f"{STORE_PREFIX}*-{namespace}-*"
-    for old in (*_MEMORY_FS.glob(pattern), *disk.glob(pattern)):
+    for old in (*MEMORY_FS.glob(pattern), *disk.glob(pattern)):
         owner = old.name.removeprefix(STORE_PREFIX).split("-")[0]
         if owner.isdigit() and not _is_running(int(owner)):
             shutil.rmtree(old, ignore_errors=True)
-    fits = os.access(_MEMORY_FS, os.W_OK) and shutil.disk_usage(_MEMORY_FS).free > num_bytes
-    parent = _MEMORY_FS if fits else disk
+    fits = os.access(MEMORY_FS, os.W_OK) and shutil.disk_usage(MEMORY_FS).free > num_bytes
+    parent = MEMORY_FS if fits else disk
     return Path(tempfile.mkdtemp(prefix=f"{STORE_PREFIX}{os.getpid()}-{namespace}-", dir=parent))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.runtime.tiny import write_task
 
 from dora.config import load
@@ -148,6 +149,18 @@ def test_a_missing_or_doubly_used_device_is_rejected(
 ) -> None:
     with pytest.raises(ConfigError, match=error):
         check_devices(read(task, changes), num_gpus)
+
+
+def test_the_reason_why_torch_sees_no_gpu_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update")
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert resources._explain_no_gpu(init) == "is built for CPUs only"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert resources._explain_no_gpu(init) == (
+        "sees none here (The NVIDIA driver on your system is too old (found version 11040))"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tests.runtime.tiny import MODEL, write_task
 
-from dora.cli.dry_run import memory_by_device, micro_batch_bytes
 from dora.config.load import read_config
 from dora.errors import ConfigError
 from dora.model.pretrained import save_pretrained
 from dora.model.weights import initial_weights
+from dora.runtime.memory import memory_by_device, micro_batch_bytes
 from dora.runtime.run_setup import RunSetup
 
 CHANGES = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -222,9 +222,8 @@ def check_devices(config: Config, num_gpus: int | None = None) -> None:
 
 def _check_exists(key: str, device: str, num_gpus: int) -> None:
     if num_gpus == 0:
-        why = "sees none here" if torch.version.cuda else "is built for CPUs only"
         raise ConfigError(
-            f"{key} = {device!r}: this needs a GPU, and torch {torch.__version__} {why}; "
+            f"{key} = {device!r}: this needs a GPU, and torch {torch.__version__} {_explain_no_gpu()}; "
             f"set {key} = cpu, or run on a machine where `dora doctor` lists a GPU"
         )
     if device != "cuda" and int(device.removeprefix("cuda:")) >= num_gpus:
@@ -232,6 +231,17 @@ def _check_exists(key: str, device: str, num_gpus: int) -> None:
             f"{key} = {device!r}: torch sees {num_gpus} GPUs here, cuda:0 to cuda:{num_gpus - 1}; name one "
             "of them, or 'cuda'"
         )
+
+
+def _explain_no_gpu(init: Callable[[], object] = torch.cuda.init) -> str:
+    """Why torch sees no GPU, such as a driver that is too old; `init` raises that error."""
+    if not torch.version.cuda:
+        return "is built for CPUs only"
+    try:
+        init()
+    except RuntimeError as error:
+        return f"sees none here ({str(error).partition('. ')[0].strip()})"
+    return "sees none here"
 
 
 def _check_several(config: Config, num_gpus: int) -> None:
