@@ -212,6 +212,20 @@ def test_a_row_that_joins_between_steps_waits_for_the_step_in_flight() -> None:
     assert tiny.output_tokens(found) == tiny.output_tokens(tiny.run(tiny.make_engine(), requests))
 
 
+def test_warming_up_captures_the_graphs_of_one_version_and_leaves_nothing_else(padded: None) -> None:
+    requests = [tiny.make_request(number, max_tokens=12) for number in range(6)]
+    cold, warm = tiny.make_engine(max_rows=8), tiny.make_engine(max_rows=8, num_versions=0)
+    warm.warm_up()
+    warm.check()
+    assert (warm.versions, warm.is_idle) == ({}, True)
+    assert (warm.num_steps, warm.num_decoded, warm.num_prefilled, warm.busy_row_s) == (0, 0, 0, 0.0)
+    num_captured = graph_runner(warm).num_captured
+    assert num_captured > 0
+    warm.load(0, tiny.weights(0))
+    assert tiny.run(warm, requests) == tiny.run(cold, requests)
+    assert graph_runner(warm).num_captured == num_captured
+
+
 @pytest.mark.parametrize("max_rows", [16, 64])
 def test_a_run_of_three_versions_captures_few_graphs(max_rows: int, padded: None) -> None:
     """A version is loaded every 25 steps if a slot is free; the requests of up to three are running."""

@@ -45,11 +45,13 @@ from dora.engine.messages import (
     StartExport,
     TurnFinished,
 )
-from dora.engine.request import Completion, EngineError, PromptKey, Request, Sequence
+from dora.engine.request import Completion, EngineError, PromptKey, Request, SamplingParams, Sequence
 from dora.engine.runner import ModelRunner, PrefillInput
 from dora.engine.scheduler import PrefillChunk, RequestStatus, Scheduler, SchedulerOutput
 from dora.model.config import ModelConfig
 from dora.model.weights import copy_with_digest
+
+_WARM_UP_VERSION, _WARM_UP_PROMPT, _WARM_UP_SAMPLING = -1, (0, 0), SamplingParams(1.0, 2)
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Engine:
             num_blocks = max_rows * (num_blocks_for(max_context) + 1)
         self._config, self._max_context, self._pace_s = config, max_context, pace_s
         self._prefill_budget, self._dtype, self._inflight_update = prefill_budget, dtype, inflight_update
+        self._max_rows = max_rows
         self._model_digest = config.digest()
         self.capabilities = replace(
             NATIVE,
@@ -201,6 +204,33 @@ class Engine:
         return not self._is_paused and bool(
             len(self._batch.active) or self._scheduler.can_schedule() or self._scheduler.has_arrivals
         )
+
+    def warm_up(self) -> None:
+        """Compile the kernels and capture the graphs of one version, which would delay the first requests.
+
+        The engine decodes with weights of zero, for each size of a graph once. It must have no version yet.
+        """
+        if self._max_context < len(_WARM_UP_PROMPT) + _WARM_UP_SAMPLING.max_tokens:
+            return
+        assert not self._loaded, "an engine warms up before it loads a version"
+        pace_s, self._pace_s = self._pace_s, 0.0
+        self._copied[_WARM_UP_VERSION] = slot = self._free_slots.pop()
+        self._workspace.slot_weights(slot).zero_()
+        self.activate(_WARM_UP_VERSION, "")
+        sizes = {min(2**power, self._max_rows) for power in range(self._max_rows.bit_length() + 1)}
+        for size in sorted(sizes, reverse=True):
+            ids = [RequestId(_WARM_UP_VERSION, 0, sibling) for sibling in range(size)]
+            self.submit(
+                [
+                    Request(r, r.group, _WARM_UP_PROMPT, _WARM_UP_VERSION, r.sibling, _WARM_UP_SAMPLING)
+                    for r in ids
+                ]
+            )
+            while not self.is_idle:
+                self.step()
+        self.drop(_WARM_UP_VERSION)
+        self._pace_s, self._step_ended_s, self.busy_row_s = pace_s, 0.0, 0.0
+        self.num_steps = self.num_decoded = self.num_prefilled = self.num_swapped = self.swapped_bytes = 0
 
     # Versions.
 

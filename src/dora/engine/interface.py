@@ -138,6 +138,14 @@ class RecomputesKV(Protocol):
 
 
 @runtime_checkable
+class SupportsWarmUp(Protocol):
+    """What an engine implements beside `InferenceEngine` if its first requests would be slow."""
+
+    def warm_up(self) -> None:
+        """Compile what the first requests need. The engine is ready afterwards; it has no version yet."""
+
+
+@runtime_checkable
 class LoadsFiles(Protocol):
     """What an engine implements beside `InferenceEngine` if it reads a version where it is published."""
 

@@ -162,15 +162,22 @@ class Slow(Engine):
                          version_slots=version_slots, device=device, dtype=dtype, kernels="eager")
         self.folder = Path(folder)
 
-    def load(self, version, source):
-        (self.folder / "begun").touch()
-        while not (self.folder / "go").exists():
+    def wait_for(self, name):
+        (self.folder / f"{name} begun").touch()
+        while not (self.folder / name).exists():
             time.sleep(0.01)
+
+    def warm_up(self):
+        self.wait_for("warm-up")
+        super().warm_up()
+
+    def load(self, version, source):
+        self.wait_for("load")
         return super().load(version, source)
 """
 
 
-def test_an_engine_sends_heartbeats_while_a_load_blocks_it(tmp_path: Path) -> None:
+def test_an_engine_sends_heartbeats_while_it_warms_up_or_a_load_blocks_it(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_ENGINE)
     WeightStore(tmp_path, shapes=parameter_shapes(MODEL)).publish(0, WEIGHTS)
     messages = WorkerMessages()
@@ -189,13 +196,14 @@ def test_an_engine_sends_heartbeats_while_a_load_blocks_it(tmp_path: Path) -> No
     worker = Worker("engine 0", run_engine, spec, messages)
     try:
         worker.send(m.LoadWeights(0))
-        wait_until(lambda: (tmp_path / "begun").exists())
-        for _ in range(2):
-            worker.has_sent = False
-            wait_until(lambda: worker.has_sent)
-        (tmp_path / "go").touch()
-        while not isinstance(messages.get(timeout=WAIT_S)[1], m.WeightsLoaded):
-            pass
+        for blocked, reply in (("warm-up", m.WorkerReady), ("load", m.WeightsLoaded)):
+            wait_until((tmp_path / f"{blocked} begun").exists)
+            for _ in range(2):
+                worker.has_sent = False
+                wait_until(lambda: worker.has_sent)
+            assert messages.empty()
+            (tmp_path / blocked).touch()
+            assert isinstance(messages.get(timeout=WAIT_S)[1], reply)
     finally:
         worker.kill()
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dora.engine.interface import InferenceEngine, LoadsFiles, RecomputesKV
+from dora.engine.interface import InferenceEngine, LoadsFiles, RecomputesKV, SupportsWarmUp
 from dora.engine.messages import SupportsEpisodes, SupportsMigration
 from dora.engine.request import EngineError
 from dora.errors import ModelError
@@ -34,7 +34,10 @@ def run_engine(outbox: WorkerOutbox, inbox: WorkerInbox, spec: m.EngineSpec) -> 
     import torch
 
     torch.set_num_threads(1)
-    engine = build_engine(spec)
+    with outbox.heartbeats():
+        engine = build_engine(spec)
+        if isinstance(engine, SupportsWarmUp):
+            engine.warm_up()
     loader = _make_weight_loader(engine, spec, outbox.heartbeats)
     migrating = engine if isinstance(engine, SupportsMigration) else None
     multi_turn = engine if isinstance(engine, SupportsEpisodes) else None
