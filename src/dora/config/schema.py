@@ -712,7 +712,7 @@ class RuntimeSection(Section):
         description="Where workers run. local: processes on this machine; ray: actors of a Ray cluster.",
     )
     start_timeout_s: float = Field(
-        default=120.0,
+        default=600.0,
         gt=0,
         description="A process that takes longer to start is lost; while the run starts, the run fails (s).",
     )
