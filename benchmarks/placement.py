@@ -116,7 +116,7 @@ def main() -> None:
         "rows": NUM_ENGINES * MAX_ROWS,
     }
     # The ratios are those of the first setting.
-    settings_of = [(4, 64, 8)] if options.quick else [(4, 64, 16), (4, 32, 24), (2, 64, 12), (4, 64, 16)]
+    settings_of = [(4, 64, 12)] if options.quick else [(4, 64, 16), (4, 32, 24), (2, 64, 12), (4, 64, 16)]
     rows = [
         measure(placement, staleness, batch_size, num_steps)
         for staleness, batch_size, num_steps in settings_of
