@@ -62,7 +62,7 @@ def stop(worker: Worker) -> None:
 def disconnect(worker: Worker) -> None:
     """Close its channel at both ends, as if the connection was reset; the process continues."""
     process: Any = worker._process
-    channel = process._connection if hasattr(process, "_connection") else process._channel.result()
+    channel = process._connection if hasattr(process, "_connection") else process._channel
     if hasattr(channel, "fileno"):
         with socket.socket(fileno=os.dup(channel.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
